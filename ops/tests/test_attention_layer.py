@@ -51,7 +51,7 @@ def test_a_step_writes_and_attends(make_site: MakeSite, changes: dict[str, Any])
     query, key, value = (numbers(7, n, 16, seed=n) for n in (4, spec.num_kv_heads, 1))
     value = value.expand(-1, spec.num_kv_heads, -1).contiguous()
     before = cache.clone()
-    found = layer(query, key, value, cache, layer.backend.plan(BATCH))
+    actual = layer(query, key, value, cache, layer.backend.plan(BATCH))
     for token, slot in enumerate(BATCH.slots.tolist()):
         before[:, slot // 4, slot % 4] = torch.stack((key[token], value[token]))
     assert torch.equal(cache, before)
@@ -68,7 +68,7 @@ def test_a_step_writes_and_attends(make_site: MakeSite, changes: dict[str, Any])
         spec.window_tokens,
         spec.softcap,
     )
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -82,7 +82,7 @@ def test_sinks_join_the_softmax_of_every_head(make_site: MakeSite, window: int |
     cache = layer.backend.kv_layout().allocate(1, 6, "cpu")[0]
     cache.copy_(numbers(*cache.shape, seed=3))
     query, key, value = (numbers(7, n, 16, seed=n) for n in (4, 2, 2))
-    found = layer(query, key, value, cache, layer.backend.plan(BATCH))
+    actual = layer(query, key, value, cache, layer.backend.plan(BATCH))
     expected = paged_attention(
         query,
         cache[0],
@@ -97,37 +97,39 @@ def test_sinks_join_the_softmax_of_every_head(make_site: MakeSite, window: int |
         None,
         sinks.data,
     )
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     # The first token sees itself alone: its weight is what the sink leaves.
-    own = (query[0].unflatten(0, (2, 2)) * key[0, :, None]).sum(-1).flatten() * spec.scale
-    share = torch.sigmoid(own - sinks.data)[:, None]
-    torch.testing.assert_close(found[0], share * value[0].repeat_interleave(2, 0))
+    scores = (query[0].unflatten(0, (2, 2)) * key[0, :, None]).sum(-1).flatten() * spec.scale
+    share = torch.sigmoid(scores - sinks.data)[:, None]
+    torch.testing.assert_close(actual[0], share * value[0].repeat_interleave(2, 0))
 
 
-def test_a_sink_that_is_no_number_is_refused(make_site: MakeSite) -> None:
+def test_a_sink_that_is_not_finite_is_refused(make_site: MakeSite) -> None:
     layer = Attention(make_site("self_attn.attn", torch.float32), replace(SPEC, sinks=True))
     layer.get_parameter("sinks").data = torch.tensor([0.0, torch.nan, 0.0, 0.0])
     with pytest.raises(CheckpointError, match=r"self_attn\.sinks: holds a score that is infinite"):
         layer.finalize()
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_prompts_are_seen_in_both_directions(make_site: MakeSite, given: bool) -> None:
+@pytest.mark.parametrize("has_prefix", [True, False])
+def test_prefix_tokens_attend_in_both_directions(make_site: MakeSite, has_prefix: bool) -> None:
     """Where the step has prefixes; layers without ``prefix_lm`` pass them over."""
-    batch = replace(BATCH, prefix_lens=torch.tensor([4, 4])) if given else BATCH
+    batch = replace(BATCH, prefix_lens=torch.tensor([4, 4])) if has_prefix else BATCH
     site = make_site("attn", torch.float32)
     layers = [Attention(site, replace(SPEC, prefix_lm=prefix)) for prefix in (True, False)]
     query, key, value = (numbers(7, n, 16, seed=n) for n in (4, 2, 2))
-    found = []
+    outputs = []
     for layer in layers:
         cache = layer.backend.kv_layout().allocate(1, 6, "cpu")[0]
         cache.copy_(numbers(*cache.shape, seed=3))
-        found.append(layer(query, key, value, cache, layer.backend.plan(batch)))
-    both, causal = found
+        outputs.append(layer(query, key, value, cache, layer.backend.plan(batch)))
+    both, causal = outputs
     assert torch.equal(both[3:], causal[3:])
-    changed = (both[:3] != causal[:3]).any(-1).all() if given else not torch.equal(both, causal)
-    assert bool(changed) == given
-    if given:
+    changed = (
+        (both[:3] != causal[:3]).any(-1).all() if has_prefix else not torch.equal(both, causal)
+    )
+    assert bool(changed) == has_prefix
+    if has_prefix:
         scores = torch.einsum("nd,ld->nl", query[0, :2], key[:4, 0]) * SPEC.scale
         torch.testing.assert_close(both[0, :2], scores.softmax(-1) @ value[:4, 0])
 
@@ -155,7 +157,7 @@ def test_the_layout_is_pages_of_keys_and_values(make_site: MakeSite) -> None:
         ({"sparse": True}, "sparse"),
     ],
 )
-def test_what_the_backend_refuses_has_a_reason(
+def test_refused_specs_have_a_reason(
     make_site: MakeSite, changes: dict[str, Any], reason: str
 ) -> None:
     spec = replace(SPEC, **changes)

@@ -23,8 +23,8 @@ from interposer_testing import (
 
 
 def spec_of(dtype: torch.dtype, mask: str, cache: str = "") -> AttentionSpec:
-    wanted = f"GQA {mask} head 32 page 4 {cache}".rstrip()
-    return next(s for label, s in attention_specs() if label == wanted and s.dtype == dtype)
+    spec_label = f"GQA {mask} head 32 page 4 {cache}".rstrip()
+    return next(s for label, s in attention_specs() if label == spec_label and s.dtype == dtype)
 
 
 class HeadsFirst(PagedBackend):
@@ -153,7 +153,7 @@ class MixingHeads(PagedBackend):
 @pytest.mark.parametrize("mask", ["full", "window", "softcap", "window+softcap"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", [PagedBackend, HeadsFirst])
-def test_right_backends_are_not_blamed(
+def test_correct_backends_pass(
     backend: type[AttentionBackend],
     dtype: torch.dtype,
     mask: str,
@@ -179,7 +179,7 @@ def test_right_backends_are_not_blamed(
         (MixingHeads, "full", "value"),
     ],
 )
-def test_wrong_backends_are_blamed(
+def test_wrong_backends_fail(
     backend: type[AttentionBackend],
     mask: str,
     check: str,
@@ -190,7 +190,7 @@ def test_wrong_backends_are_blamed(
     assert check in {fault.check for fault in faults}
 
 
-def test_a_wrong_dtype_is_blamed(make_site: Callable[..., Site]) -> None:
+def test_a_wrong_dtype_fails(make_site: Callable[..., Site]) -> None:
     spec, site = spec_of(torch.bfloat16, "full"), make_site("attention", torch.bfloat16)
     faults = check_attention(ReturningFloat32, spec, site)
     assert [fault.check for fault in faults] == ["dtype"]
@@ -203,14 +203,15 @@ def test_labels_are_unique_within_a_dtype(quick: bool) -> None:
 
 
 def test_few_specs_have_every_value_of_all() -> None:
-    few, every = (dict(attention_specs(quick=quick)) for quick in (True, False))
-    assert len(few) * 4 < len(every)
+    quick_specs, all_specs = (dict(attention_specs(quick=quick)) for quick in (True, False))
+    assert len(quick_specs) * 4 < len(all_specs)
     for name in ("num_kv_heads", "head_size", "page_size", "window_tokens", "softcap"):
-        assert {getattr(s, name) for s in few.values()} == {
-            getattr(s, name) for s in every.values()
+        assert {getattr(s, name) for s in quick_specs.values()} == {
+            getattr(s, name) for s in all_specs.values()
         }
     caches = [
-        {(s.cache_dtype, s.head_scales, s.sinks) for s in some.values()} for some in (few, every)
+        {(s.cache_dtype, s.head_scales, s.sinks) for s in some.values()}
+        for some in (quick_specs, all_specs)
     ]
     assert caches[0] == caches[1]
 
@@ -310,7 +311,7 @@ def test_slopes_are_checked(make_site: Callable[..., Site]) -> None:
     assert "value" in {fault.check for fault in check_attention(UsualSlopes, spec, site)}
 
 
-def test_accepting_sinks_without_a_forward_is_told(make_site: Callable[..., Site]) -> None:
+def test_accepting_sinks_without_a_forward_method_fails(make_site: Callable[..., Site]) -> None:
     spec, site = spec_of(torch.float32, "full", "sinks"), make_site("attention", torch.float32)
     with pytest.raises(MissingMemberError, match="PromisingSinks accepted a spec with sinks"):
         check_attention(PromisingSinks, spec, site)
@@ -339,7 +340,7 @@ class AttendingBeforeTheStep(PagedBackend):
 
 
 @pytest.mark.parametrize("extra", ["shared", "int8 with sinks, shared"])
-def test_reading_of_what_is_stored_is_checked(extra: str, make_site: Callable[..., Site]) -> None:
+def test_forward_stored_is_checked(extra: str, make_site: Callable[..., Site]) -> None:
     spec, site = spec_of(torch.float32, "window", extra), make_site("attention", torch.float32)
     assert check_attention(PagedBackend, spec, site) == []
     for wrong, check in ((WritingQueries, "mutation"), (AttendingBeforeTheStep, "value")):
@@ -367,7 +368,7 @@ class ForgettingToWrite(PagedBackend):
 
 
 @pytest.mark.parametrize("mask", ["full", "softcap"])
-def test_sources_are_checked(mask: str, make_site: Callable[..., Site]) -> None:
+def test_cross_attention_is_checked(mask: str, make_site: Callable[..., Site]) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         spec, site = spec_of(dtype, mask, "source"), make_site("attention", dtype)
         for backend in (PagedBackend, SdpaBackend):
@@ -379,7 +380,7 @@ def test_sources_are_checked(mask: str, make_site: Callable[..., Site]) -> None:
         assert check_attention_determinism(PagedBackend, spec, site) == []
 
 
-def test_who_takes_sources_and_who_does_not(make_site: Callable[..., Site]) -> None:
+def test_only_some_backends_accept_cross_attention(make_site: Callable[..., Site]) -> None:
     capability = make_site("attention", torch.float32).resolver.device.capability
     plain = spec_of(torch.float32, "full", "source")
     assert PagedBackend.accepts(plain, capability)
@@ -462,7 +463,7 @@ def test_a_quantized_cache_is_rounded_as_its_op_says(
         (StoringPrecisely, "e5m2"),
     ],
 )
-def test_wrong_quantized_caches_are_blamed(
+def test_wrong_quantized_caches_fail(
     backend: type[AttentionBackend],
     cache: str,
     dtype: torch.dtype,
@@ -472,7 +473,9 @@ def test_wrong_quantized_caches_are_blamed(
     assert "value" in {fault.check for fault in check_attention(backend, spec, site)}
 
 
-def test_what_accepts_a_quantized_cache_has_to_serve_it(make_site: Callable[..., Site]) -> None:
+def test_a_backend_that_accepts_a_quantized_cache_must_serve_it(
+    make_site: Callable[..., Site],
+) -> None:
     spec = spec_of(torch.float32, "full", "e4m3")
     with pytest.raises(MissingMemberError, match="accepted a cache"):
         check_attention(PromisingTooMuch, spec, make_site("attention", torch.float32))
@@ -520,7 +523,7 @@ class ScaledByBatch(OneByOne):
         return super().forward(*arguments) * (1 + 1e-6 * len(batch.seq_lens))
 
 
-def test_promises_of_backends_are_tried(make_site: Callable[..., Site]) -> None:
+def test_declared_properties_of_backends_are_checked(make_site: Callable[..., Site]) -> None:
     spec, site = spec_of(torch.float32, "full"), make_site("attention", torch.float32)
     (first, *_) = check_attention_determinism(Unsettled, spec, site)
     assert first.check == "determinism"

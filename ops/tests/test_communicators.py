@@ -86,7 +86,7 @@ dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def rank_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     store = tmp_path_factory.mktemp("ranks") / "store"
     both = [
         subprocess.Popen(
@@ -108,28 +108,30 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.process
-def test_ranks_know_each_other(found: list[dict[str, Any]]) -> None:
-    for rank, facts in enumerate(found):
+def test_ranks_agree_on_their_devices(rank_results: list[dict[str, Any]]) -> None:
+    for rank, facts in enumerate(rank_results):
         assert facts["ranks"] == [rank, 2, [0, 0], ["cpu", "cpu"], "gloo"]
         assert facts["mixed"] == [["of0", "of1"], "gloo"]
         assert facts["limit"] == 30
 
 
 @pytest.mark.process
-def test_any_dtype_is_moved_and_added_up(found: list[dict[str, Any]]) -> None:
-    for facts in found:
+def test_every_dtype_is_transferred_and_summed(rank_results: list[dict[str, Any]]) -> None:
+    for facts in rank_results:
         assert facts["dtypes"] == [10.0, 10.0, 5.0]
         assert facts["moved"] == [[3.0, 3.0]]
 
 
 @pytest.mark.process
-def test_ordered_sums_do_not_depend_on_the_size(found: list[dict[str, Any]]) -> None:
-    assert all(facts["ordered"] for facts in found)
+def test_ordered_sums_do_not_depend_on_the_size(rank_results: list[dict[str, Any]]) -> None:
+    assert all(facts["ordered"] for facts in rank_results)
 
 
 @pytest.mark.process
-def test_wrong_rows_are_an_error_before_anything_is_sent(found: list[dict[str, Any]]) -> None:
-    first = found[0]["errors"]
+def test_wrong_rows_are_an_error_before_anything_is_sent(
+    rank_results: list[dict[str, Any]],
+) -> None:
+    first = rank_results[0]["errors"]
     assert len(first) == 4
     assert "all_gather of [3] with rows [2, 3] on rank 0 of 2" in first[0]
     assert "all_to_all of [3] with rows [3]" in first[1]
@@ -138,8 +140,8 @@ def test_wrong_rows_are_an_error_before_anything_is_sent(found: list[dict[str, A
 
 
 @pytest.mark.process
-def test_a_closed_one_says_so(found: list[dict[str, Any]]) -> None:
-    for rank, facts in enumerate(found):
+def test_a_closed_communicator_raises_a_clear_error(rank_results: list[dict[str, Any]]) -> None:
+    for rank, facts in enumerate(rank_results):
         assert facts["closed"] == ["RankError", f"Rank {rank}: the communicator is closed"]
 
 
@@ -154,13 +156,15 @@ def chosen(ranks: Ranks, **config: Any) -> Resolver:
     resolver = Resolver(
         Registry(Plugins.of(plugin)), device, Config(**config), described=True, ranks=ranks
     )
-    choice, made = resolver.communicator("all_reduce", torch.bfloat16, 4096, "model.layers.0.mlp")
-    assert made is None
-    assert choice in [known for known, _ in resolver.choices.values()]
+    choice, communicator = resolver.communicator(
+        "all_reduce", torch.bfloat16, 4096, "model.layers.0.mlp"
+    )
+    assert communicator is None
+    assert choice in [recorded for recorded, _ in resolver.choices.values()]
     return resolver
 
 
-def test_what_is_required_decides_which_one_is_chosen() -> None:
+def test_required_properties_decide_the_choice() -> None:
     ranks = Ranks(0, 2, (0, 1), ("cpu", "cuda"))
     names = []
     for required in ((), ("batch_invariant",)):
@@ -171,20 +175,20 @@ def test_what_is_required_decides_which_one_is_chosen() -> None:
     assert names == ["torch", "ordered"]
 
 
-def test_an_explanation_shows_what_was_chosen_and_what_was_not() -> None:
+def test_an_explanation_lists_the_choice_and_the_refusals() -> None:
     resolver = chosen(Ranks(0, 2, (0, 0), ("cpu", "cpu")), require=("deterministic",))
-    told = explain(SimpleNamespace(resolver=resolver))
-    text = str(told.why("all_reduce"))
-    asked = "bytes=4096 hosts=1 platforms=1 ranks=2"
-    assert f"communicator 'all_reduce' [bfloat16 cpu {asked}]" in text
+    explanation = explain(SimpleNamespace(resolver=resolver))
+    text = str(explanation.why("all_reduce"))
+    request = "bytes=4096 hosts=1 platforms=1 ranks=2"
+    assert f"communicator 'all_reduce' [bfloat16 cpu {request}]" in text
     assert "-> ordered (interposer_ops.plugin in code): the only one accepted" in text
     assert "not torch (interposer_ops.plugin in code): does not promise deterministic" in text
-    everything = str(told.why("broadcast"))
+    everything = str(explanation.why("broadcast"))
     assert "communicator 'broadcast'" in everything
     assert "ordered" in everything
 
 
-def test_a_pin_that_promises_too_little_is_refused() -> None:
+def test_a_pin_without_a_required_property_is_refused() -> None:
     with pytest.raises(NoCandidateError, match="batch_invariant"):
         chosen(
             Ranks(0, 2, (0, 0), ("cpu", "cpu")),
@@ -194,14 +198,14 @@ def test_a_pin_that_promises_too_little_is_refused() -> None:
 
 
 @pytest.mark.process
-def test_tensors_of_a_device_without_a_backend_go_through_the_host(tmp_path: Path) -> None:
+def test_devices_without_a_backend_transfer_over_host_memory(tmp_path: Path) -> None:
     """One rank alone has a group, too; its tensors have no memory, so only copies are seen."""
     init = f"file://{tmp_path}/store"
     dist.init_process_group("gloo", init_method=init, rank=0, world_size=1)
     try:
         ranks = Ranks(0, 1, (0,), ("acme",), dist.group.WORLD)
         communicator = TorchCommunicator(ranks, "meta")
-        assert communicator._place == torch.device("cpu")
+        assert communicator._transfer_device == torch.device("cpu")
         communicator.close()
     finally:
         dist.destroy_process_group()

@@ -46,30 +46,32 @@ def described(site: Site, rank: int, count: int) -> Site:
 
 
 @given(count=st.integers(2, 8), heads=st.integers(1, 48), kv_heads=st.integers(1, 12))
-def test_every_head_has_its_keys_and_values(count: int, heads: int, kv_heads: int) -> None:
+def test_every_query_head_keeps_its_kv_head_on_its_rank(
+    count: int, heads: int, kv_heads: int
+) -> None:
     heads *= kv_heads
     group = heads // kv_heads
-    held: list[int] = []
+    heads_of_ranks: list[int] = []
     for rank in range(count):
         ranks = Ranks(rank, count, (0,) * count, ("cpu",) * count)
         resolver: Any = type("Resolver", (), {"ranks": ranks, "notes": []})()
         site, spec = Site(resolver, "model.layers.3.attn", torch.float32), spec_of(heads, kv_heads)
-        found = heads_cut(site, spec)
-        if found is None:
+        shards = heads_cut(site, spec)
+        if shards is None:
             assert heads % count or (kv_heads % count and count % kv_heads)
             (note,) = resolver.notes
             assert note.startswith("every rank computes all of model.layers.attn: ")
             assert local_spec(site, spec) == spec
             return
-        local, query, kv = found
+        local, query, kv = shards
         ((first, last),), ((first_kv, last_kv),) = query.ranges, kv.ranges
         assert (local.num_heads, local.num_kv_heads) == (last - first, last_kv - first_kv)
         own_group = local.num_heads // local.num_kv_heads
         for head in range(first, last):
             # What the attention of this rank takes for the keys of a head are those of that head.
             assert first_kv + (head - first) // own_group == head // group
-        held += range(first, last)
-    assert held == list(range(heads))
+        heads_of_ranks += range(first, last)
+    assert heads_of_ranks == list(range(heads))
 
 
 def test_one_process_has_the_standard_layers(make_site: MakeSite) -> None:
@@ -83,7 +85,7 @@ def test_one_process_has_the_standard_layers(make_site: MakeSite) -> None:
     assert (type(embedding), type(head)) == (Embedding, LMHead)
 
 
-def test_ranks_have_shares(make_site: MakeSite) -> None:
+def test_ranks_hold_shards(make_site: MakeSite) -> None:
     site = described(make_site("model", torch.float32), 1, 2)
     with torch.device("meta"):
         attention = SelfAttention(site.at("self_attn"), spec_of(4, 2), 32, 8, None, True, True)
@@ -105,7 +107,7 @@ def test_ranks_have_shares(make_site: MakeSite) -> None:
 
 
 @pytest.mark.parametrize("says", [False, True])
-def test_a_replacement_has_to_say_that_it_adds_up(make_site: MakeSite, says: bool) -> None:
+def test_a_replacement_layer_must_declare_its_reduction(make_site: MakeSite, says: bool) -> None:
     name = "AddingMLP" if says else "ForgetfulMLP"
     entry = LayerEntry("gated_mlp", "other", f"{__name__}:{name}")
     alone = make_site("model", torch.float32, entry)
@@ -114,8 +116,10 @@ def test_a_replacement_has_to_say_that_it_adds_up(make_site: MakeSite, says: boo
     mlp = GatedMLP(site.at("mlp"), 32, 64, "silu")
     assert type(mlp).__name__ == (name if says else "GatedMLP")
     if not says:
-        told = [choice for choice, _ in site.resolver.choices.values() if choice.refusals]
-        (refusal,) = told[0].refusals
+        refused_choices = [
+            choice for choice, _ in site.resolver.choices.values() if choice.refusals
+        ]
+        (refusal,) = refused_choices[0].refusals
         assert "does not say that it adds results of ranks up" in refusal.reason
 
 
@@ -149,7 +153,7 @@ NORMED: list[torch.Tensor] = []
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
-def test_a_sum_is_left_to_the_norm_behind_it(make_site: MakeSite, is_fused: bool) -> None:
+def test_an_all_reduce_is_fused_with_the_next_norm(make_site: MakeSite, is_fused: bool) -> None:
     collectives = ("all_reduce", *((FUSED_SUM,) if is_fused else ()))
     twice = CommunicatorEntry("twice", f"{__name__}:Twice", collectives, score=99.0)
     site = make_site("model", torch.float32, twice)

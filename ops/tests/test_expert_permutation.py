@@ -22,11 +22,11 @@ def choices(draw: st.DrawFn) -> tuple[torch.Tensor, int]:
 def slots_of(ids: torch.Tensor, num_experts: int) -> list[list[int]]:
     """Return the slots of each expert in ascending order."""
     flat = ids.flatten().tolist()
-    return [[slot for slot, own in enumerate(flat) if own == e] for e in range(num_experts)]
+    return [[slot for slot, expert in enumerate(flat) if expert == e] for e in range(num_experts)]
 
 
 @given(choices(), st.integers(0, 2**31))
-def test_rows_are_sorted_by_expert_and_find_back(
+def test_permuted_rows_are_sorted_by_expert_and_unpermuted(
     choice: tuple[torch.Tensor, int], seed: int
 ) -> None:
     ids, num_experts = choice
@@ -42,5 +42,5 @@ def test_rows_are_sorted_by_expert_and_find_back(
     assert starts.tolist() == [sum(map(len, groups[:e])) for e in range(num_experts + 1)]
     place = {slot: at for at, slot in enumerate(order)}
     assert positions.flatten().tolist() == [place.get(slot, -1) for slot in range(ids.numel())]
-    held = torch.where(ids >= 0, weights, 0).sum(1, keepdim=True)
-    torch.testing.assert_close(moe_unpermute(rows, positions, weights), x * held)
+    local_weights = torch.where(ids >= 0, weights, 0).sum(1, keepdim=True)
+    torch.testing.assert_close(moe_unpermute(rows, positions, weights), x * local_weights)

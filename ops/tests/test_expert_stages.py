@@ -112,11 +112,11 @@ def fill(layer: Experts, chosen: slice = slice(None)) -> Experts:
     return layer
 
 
-def close(found: Tensor, expected: Tensor, roundings: int) -> None:
+def close(actual: Tensor, expected: Tensor, roundings: int) -> None:
     """Compare by roundings to the dtype, and sums of 16 and 8 float32 terms in another order."""
-    units = roundings * torch.finfo(found.dtype).eps + 24 * torch.finfo(torch.float32).eps
+    units = roundings * torch.finfo(actual.dtype).eps + 24 * torch.finfo(torch.float32).eps
     atol = units * float(expected.abs().max()) if expected.numel() else 0
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
 
 
 def routing(num_tokens: int, first: int = 0, last: int = EXPERTS) -> tuple[Tensor, Tensor]:
@@ -169,13 +169,13 @@ def test_rows_are_sent_to_the_rank_of_their_expert(
     inputs = [tensor.split(tokens) for tensor in (x, weights, ids)]
     with ThreadPoolExecutor(2) as pool:
         ranks = [pool.submit(layers[rank], *(t[rank] for t in inputs)) for rank in range(2)]
-        found = torch.cat([rank.result() for rank in ranks])
-    close(found, fused(x, weights, ids), 0)
-    held = [int((ids < HALF).sum()), int((ids >= HALF).sum())]
-    assert [sender.num_computed for sender in senders] == held
+        actual = torch.cat([rank.result() for rank in ranks])
+    close(actual, fused(x, weights, ids), 0)
+    row_counts = [int((ids < HALF).sum()), int((ids >= HALF).sum())]
+    assert [sender.num_computed for sender in senders] == row_counts
 
 
-def test_rows_behind_the_last_expert_have_none() -> None:
+def test_padding_rows_belong_to_no_expert() -> None:
     starts = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
     assert row_experts(starts, 7).tolist() == [0, 0, 2, 2, 2, -1, -1]
     assert row_experts(starts[:1].expand(4), 2).tolist() == [-1, -1]

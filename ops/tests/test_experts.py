@@ -67,7 +67,7 @@ def test_experts_are_a_loop_over_tokens(activation: str, biased: bool) -> None:
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-4)
 
 
-def test_they_compute_what_mixtral_does() -> None:
+def test_experts_match_mixtral_of_transformers() -> None:
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
@@ -89,7 +89,7 @@ def test_an_expert_of_another_rank_is_not_read() -> None:
 
 
 @pytest.mark.parametrize("shares", [(1, 1), (2 * I, 1), (2, 4)], ids=["matrix", "channel", "block"])
-def test_8_bit_experts_are_those_of_the_scaled_weights(shares: tuple[int, int]) -> None:
+def test_8_bit_experts_match_plain_experts_of_scaled_weights(shares: tuple[int, int]) -> None:
     m = Mixture()
     rows, columns = shares
     stored, down = m.gate_up.to(torch.float8_e4m3fn), m.down.to(torch.float8_e4m3fn)
@@ -103,7 +103,7 @@ def test_8_bit_experts_are_those_of_the_scaled_weights(shares: tuple[int, int]) 
     torch.testing.assert_close(y, plain, rtol=1e-5, atol=1e-4)
 
 
-def test_4_bit_experts_are_those_of_the_unpacked_weights() -> None:
+def test_4_bit_experts_match_plain_experts_of_unpacked_weights() -> None:
     m = Mixture()
     generator = torch.Generator().manual_seed(1)
     first = torch.randint(16, (E, 2 * I, H), generator=generator, dtype=torch.uint8)
@@ -125,7 +125,7 @@ def test_4_bit_experts_are_those_of_the_unpacked_weights() -> None:
     torch.testing.assert_close(y, plain, rtol=1e-5, atol=1e-3)
 
 
-def test_microscaled_experts_are_those_of_the_dequantized_weights() -> None:
+def test_mxfp4_experts_match_plain_experts_of_dequantized_weights() -> None:
     m = Mixture()
     generator = torch.Generator().manual_seed(1)
     hidden, inner = 64, 32
@@ -152,7 +152,7 @@ def test_microscaled_experts_are_those_of_the_dequantized_weights() -> None:
     assert torch.equal(spoiled.isnan().any(1), (m.ids == 1).any(1))
 
 
-def test_an_unknown_activation_names_the_known() -> None:
+def test_an_unknown_activation_lists_the_known_ones() -> None:
     m = Mixture()
     with pytest.raises(RequestError, match="No activation 'relu' of experts; try 'silu', 'gelu'"):
         fused_experts(m.x, m.gate_up, None, m.down, None, m.weights, m.ids, "relu")

@@ -28,7 +28,7 @@ LABELS = (
 
 @pytest.mark.parametrize("label", landing_sample(LABELS, every=3))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_flex_attends_as_the_ops_define(
+def test_flex_attention_matches_the_ops(
     label: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
@@ -50,7 +50,7 @@ def test_flex_attends_as_the_ops_define(
         ({"num_heads": 3, "num_kv_heads": 2}, "needs heads in groups of one size, got 3 heads"),
     ],
 )
-def test_what_flex_cannot_do_is_refused(change: dict[str, object], expected: str) -> None:
+def test_unsupported_specs_are_refused(change: dict[str, object], expected: str) -> None:
     spec: AttentionSpec = next(attention_specs())[1]
     verdict = FlexBackend.accepts(replace(spec, **change), ANY)  # type: ignore[arg-type]
     assert verdict.reason.startswith(expected)

@@ -62,32 +62,32 @@ def test_numbers_are_rounded_to_the_nearest_of_the_format(
 def test_every_tie_goes_to_even(dtype: torch.dtype) -> None:
     numbers = torch.tensor(grid(dtype))
     key = ((numbers[1:] + numbers[:-1]) / 2).view(-1, 1, 1)
-    found = stored(key, torch.ones(1), dtype)
-    assert torch.equal(found, rounded(key, dtype))
-    assert (found.flatten() == numbers[::2, None]).any(0).all()
+    actual = stored(key, torch.ones(1), dtype)
+    assert torch.equal(actual, rounded(key, dtype))
+    assert (actual.flatten() == numbers[::2, None]).any(0).all()
 
 
 @each_dtype
-def test_what_is_too_large_becomes_the_largest_number(dtype: torch.dtype) -> None:
+def test_too_large_numbers_saturate(dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max
     key = torch.tensor([1e30, -1e30, 1.2 * largest, largest]).view(-1, 1, 1)
-    found = stored(key, torch.ones(1), dtype).flatten().tolist()
-    assert found == [largest, -largest, largest, largest]
+    actual = stored(key, torch.ones(1), dtype).flatten().tolist()
+    assert actual == [largest, -largest, largest, largest]
 
 
 @each_dtype
-def test_every_head_has_its_scale_both_ways(dtype: torch.dtype) -> None:
+def test_per_head_scales_apply_to_writing_and_reading(dtype: torch.dtype) -> None:
     key = torch.tensor([[[8.0, 4.0], [8.0, 4.0]]])
     scale = torch.tensor([2.0, 4.0])
     assert stored(key, scale, dtype).tolist() == [[[4.0, 2.0], [2.0, 1.0]]]
     cache = torch.tensor([[[[4.0, 2.0], [2.0, 1.0]]]]).to(dtype)
     zero, one = torch.tensor([0]), torch.tensor([1])
-    found = gather_cache_fp8(cache, zero[:, None], one, zero, scale, 2, torch.bfloat16)
-    assert found.dtype == torch.bfloat16
-    assert found.tolist() == [*key.tolist(), [[0.0, 0.0], [0.0, 0.0]]]
+    actual = gather_cache_fp8(cache, zero[:, None], one, zero, scale, 2, torch.bfloat16)
+    assert actual.dtype == torch.bfloat16
+    assert actual.tolist() == [*key.tolist(), [[0.0, 0.0], [0.0, 0.0]]]
 
 
-def test_cases_are_clear_of_rounding() -> None:
+def test_cases_do_not_depend_on_how_quotients_are_computed() -> None:
     """A quotient that is off by as much as float32 can be, stores the same."""
     checked = 0
     for planned in planned_cases(reshape_and_cache_fp8, 0, quick=True):

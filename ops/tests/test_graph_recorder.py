@@ -75,7 +75,7 @@ class Part:
             self.tape.calls.append(work)
 
 
-def test_a_step_is_captured_where_it_was_called_before() -> None:
+def test_warm_up_and_capture_use_the_same_stream() -> None:
     part, total = Part(), [0]
     part.Stream.count = 0
 

@@ -47,20 +47,20 @@ def test_a_compiled_step_is_refused() -> None:
 
 @pytest.mark.parametrize("way", ["in place", "wrapped", "its forward"])
 def test_a_compiled_part_is_found(way: str) -> None:
-    whole = Step()
+    step = Step()
     if way == "in place":
-        whole.part.compile(backend="eager")
+        step.part.compile(backend="eager")
     elif way == "wrapped":
-        whole.part = torch.compile(whole.part, backend="eager")  # type: ignore[assignment]
+        step.part = torch.compile(step.part, backend="eager")  # type: ignore[assignment]
     else:
-        whole.part.forward = torch.compile(  # type: ignore[method-assign]
-            whole.part.forward, backend="eager"
+        step.part.forward = torch.compile(  # type: ignore[method-assign]
+            step.part.forward, backend="eager"
         )
-    assert "a part of the step, is compiled" in judge_compilation(whole).reason
+    assert "a part of the step, is compiled" in judge_compilation(step).reason
 
 
 @pytest.mark.process
-def test_the_compiler_is_not_imported_to_ask() -> None:
+def test_judging_a_step_does_not_import_the_compiler() -> None:
     program = """
 import sys, torch
 from interposer_ops.devices.graphs import judge_compilation
@@ -76,11 +76,13 @@ def candidate(op: str, name: str, *properties: str) -> Candidate:
     return Candidate(name, "acme", "1.0", 10.0, record, lambda _: Verdict.accept())
 
 
-def chosen(made: Candidate) -> Choice:
-    assert isinstance(made.record, Kernel | LayerEntry)
-    kernel = isinstance(made.record, Kernel)
-    name = made.record.op if isinstance(made.record, Kernel) else made.record.layer_id
-    return Choice(Request("kernel" if kernel else "layer", name), made, "", ())
+def chosen(candidate: Candidate) -> Choice:
+    assert isinstance(candidate.record, Kernel | LayerEntry)
+    kernel = isinstance(candidate.record, Kernel)
+    name = (
+        candidate.record.op if isinstance(candidate.record, Kernel) else candidate.record.layer_id
+    )
+    return Choice(Request("kernel" if kernel else "layer", name), candidate, "", ())
 
 
 WAITS = candidate("linear", "linear_waiting")
@@ -92,7 +94,7 @@ def others(request: Request) -> list[Candidate]:
     return [WAITS, SAFE] if request.name == "linear" else [STUCK]
 
 
-def test_what_it_takes_to_keep_graphs_is_said() -> None:
+def test_refusals_say_how_to_keep_graphs() -> None:
     assert judge_choices([chosen(SAFE)], others)
     assert judge_choices([chosen(WAITS)], others).reason == (
         "cannot be captured: linear_waiting of acme for 'linear' does not promise to be "
@@ -120,7 +122,7 @@ def test_sums_over_ranks_have_to_be_safe_as_well() -> None:
     )
 
 
-def test_what_waits_for_the_host_is_not_captured() -> None:
+def test_layers_that_wait_for_the_host_are_not_captured() -> None:
     verdict = judge_choices([replace(chosen(SAFE), waits=True), chosen(SAFE)], others)
     assert verdict.reason == (
         "cannot be captured: layers that call 'linear' read numbers on the host in between. "
@@ -128,7 +130,7 @@ def test_what_waits_for_the_host_is_not_captured() -> None:
     )
 
 
-def test_a_layer_promises_for_its_own_code() -> None:
+def test_a_replacement_layer_must_declare_graph_safe() -> None:
     entry = LayerEntry("norm", "other", "acme.layers:Other")
     safe = LayerEntry("norm", "safe", "acme.layers:Other", properties=frozenset({"graph_safe"}))
     standard = LayerEntry("norm", "standard", "acme.layers:Norm", score=0.0)

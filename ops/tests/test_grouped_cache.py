@@ -32,21 +32,21 @@ def site(spec: AttentionSpec) -> Site:
     st.lists(st.floats(-1e4, 1e4, width=32), min_size=GROUP_SIZE, max_size=GROUP_SIZE),
     st.floats(-1e4, 1e4, width=32),
 )
-def test_a_number_is_off_by_half_a_step_at_most(numbers: list[float], shift: float) -> None:
+def test_the_rounding_error_is_at_most_half_a_step(numbers: list[float], shift: float) -> None:
     x = torch.tensor(numbers) + shift
     rows = round_groups(x)
     base, step = rows[GROUP_SIZE // 2 :].view(torch.bfloat16).double()
-    found, exact = read_groups(rows, torch.float32).double(), x.double()
+    actual, exact = read_groups(rows, torch.float32).double(), x.double()
     low, high = exact.min(), exact.max()
     # Quotient and result are rounded in float32 once each.
     slack = 2.0**-22 * (high - low + x.abs().max()) + 1e-38
-    assert (found - exact).abs().max() <= step / 2 + slack
+    assert (actual - exact).abs().max() <= step / 2 + slack
     # Both are rounded to the 8 bits of bfloat16, away from the numbers.
     assert low - 2.0**-7 * low.abs() - 1e-38 <= base <= low
     assert step <= (1 + 2.0**-7) * (high - base) / 15 + 1e-38
 
 
-def test_numbers_between_two_codes_have_the_whole_error() -> None:
+def test_numbers_halfway_between_two_values_have_the_largest_error() -> None:
     x = torch.arange(GROUP_SIZE).remainder(16).float()
     x[1] = 0.5
     error = (read_groups(round_groups(x), torch.float32) - x).abs()
@@ -54,7 +54,7 @@ def test_numbers_between_two_codes_have_the_whole_error() -> None:
     assert error.sum() == 0.5
 
 
-def test_a_row_is_codes_and_then_base_and_step_of_each_group() -> None:
+def test_a_row_stores_packed_values_then_base_and_step_per_group() -> None:
     x = torch.cat((torch.arange(32) % 16 / 8 - 1, torch.full((32,), -3.0)))
     rows = round_groups(x.view(1, 64).bfloat16())
     assert rows.shape == (1, grouped_bytes(64)) == (1, 40)
@@ -64,23 +64,23 @@ def test_a_row_is_codes_and_then_base_and_step_of_each_group() -> None:
     assert torch.equal(read_groups(rows, torch.float32), x.view(1, 64))
 
 
-def test_a_group_with_what_is_no_number_reads_as_none() -> None:
+def test_a_group_with_nan_or_infinity_reads_as_nan() -> None:
     x = torch.zeros(64)
     x[40] = torch.nan
-    found = read_groups(round_groups(x), torch.float32)
-    assert torch.equal(found[:32], torch.zeros(32))
-    assert found[32:].isnan().all()
+    actual = read_groups(round_groups(x), torch.float32)
+    assert torch.equal(actual[:32], torch.zeros(32))
+    assert actual[32:].isnan().all()
 
 
 @pytest.mark.parametrize(
     ("label", "spec"), [pytest.param(n, s, id=f"{n} {s.dtype}") for n, s in SPECS]
 )
-def test_it_does_what_the_ops_say(label: str, spec: AttentionSpec) -> None:
+def test_the_backend_matches_the_ops(label: str, spec: AttentionSpec) -> None:
     assert not check_attention(GroupedBackend, spec, site(spec))
 
 
 @pytest.mark.parametrize("change", [{"alibi": True}, {"prefix_lm": True}, {"shared": True}])
-def test_it_combines_with_what_scores_and_readers_have(change: dict[str, Any]) -> None:
+def test_all_score_features_work_with_a_4_bit_cache(change: dict[str, Any]) -> None:
     spec = replace(SPECS[0][1], **change)
     assert not check_attention(GroupedBackend, spec, site(spec))
     assert not check_attention_determinism(GroupedBackend, spec, site(spec))

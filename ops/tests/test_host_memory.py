@@ -49,11 +49,11 @@ class Maps:
         self._alive: weakref.WeakSet[RecordedMap] = weakref.WeakSet()
 
     def make(self, *arguments: int, **options: int) -> RecordedMap:
-        made = RecordedMap(*arguments, **options)
-        made.advice = self.advice
-        self._alive.add(made)
+        memory = RecordedMap(*arguments, **options)
+        memory.advice = self.advice
+        self._alive.add(memory)
         self.num_made += 1
-        return made
+        return memory
 
     @property
     def num_alive(self) -> int:
@@ -64,8 +64,8 @@ class Maps:
         first, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         return sum(
             max(0, min(end, address + num_bytes) - max(first, address))
-            for given, address, num_bytes in self.advice
-            if given == option
+            for advised, address, num_bytes in self.advice
+            if advised == option
         )
 
     def huge_bytes(self, tensor: torch.Tensor) -> int:
@@ -90,9 +90,7 @@ def write(root: Path, name: str, text: str) -> None:
 
 @linux
 @pytest.mark.parametrize(("num_bytes", "advised"), [(2 * MIB, 2), (5 * MIB + 24, 4), (MIB, 0)])
-def test_whole_huge_pages_are_asked_for_and_no_more(
-    num_bytes: int, advised: int, maps: Maps
-) -> None:
+def test_only_whole_huge_pages_are_requested(num_bytes: int, advised: int, maps: Maps) -> None:
     memory = host_memory.empty([num_bytes // 8, 2], torch.float32)
     assert memory.shape == (num_bytes // 8, 2)
     assert memory.untyped_storage().nbytes() == num_bytes
@@ -104,7 +102,7 @@ def test_whole_huge_pages_are_asked_for_and_no_more(
 
 
 @linux
-def test_a_map_is_freed_with_its_last_view(maps: Maps) -> None:
+def test_a_mapping_is_freed_with_its_last_view(maps: Maps) -> None:
     view = host_memory.empty([64 * MIB], torch.uint8)[5:]
     assert maps.num_alive == 1
     del view
@@ -112,7 +110,7 @@ def test_a_map_is_freed_with_its_last_view(maps: Maps) -> None:
 
 
 @linux
-def test_what_lasts_shares_huge_pages(maps: Maps) -> None:
+def test_lasting_memory_shares_huge_pages(maps: Maps) -> None:
     sizes = [5 * MIB + 24, 300_000, 40 * MIB + 8, MIB, 20 * MIB]
     tensors = [host_memory.empty([size], torch.uint8, lasting=True) for size in sizes]
     for value, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
@@ -139,7 +137,7 @@ SHARING = (9 * MIB + 100, 8 * MIB, 7 * MIB)  # bytes of tensors that lie in one 
 
 
 @linux
-def test_shared_memory_goes_back_before_its_neighbours(maps: Maps) -> None:
+def test_shared_memory_is_returned_while_neighbours_remain(maps: Maps) -> None:
     first, second, third = (
         host_memory.empty([size], torch.uint8, lasting=True).fill_(size % 7) for size in SHARING
     )
@@ -161,7 +159,7 @@ def test_shared_memory_goes_back_before_its_neighbours(maps: Maps) -> None:
 
 
 @linux
-def test_threads_never_share_a_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_allocations_do_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "_requested_bytes", lambda: 2 * MIB)
     sizes = range(300_000, 320_000, 1_000)
     filled: list[tuple[int, torch.Tensor]] = []
@@ -181,7 +179,7 @@ def test_threads_never_share_a_byte(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @linux
-def test_what_is_freed_in_a_block_serves_the_next_of_its_size(maps: Maps) -> None:
+def test_freed_memory_is_reused_for_the_same_size_within_a_block(maps: Maps) -> None:
     with host_memory.reused():
         first = host_memory.empty([3, MIB], torch.int16).fill_(7)
         address = first.data_ptr()
@@ -206,7 +204,7 @@ def test_what_is_freed_in_a_block_serves_the_next_of_its_size(maps: Maps) -> Non
 
 
 @linux
-def test_no_more_is_kept_than_layers_need(maps: Maps) -> None:
+def test_the_cache_of_freed_memory_is_limited(maps: Maps) -> None:
     def use(count: int) -> None:
         assert len([host_memory.empty([4 * MIB], torch.uint8) for _ in range(count)]) == count
 
@@ -219,7 +217,7 @@ def test_no_more_is_kept_than_layers_need(maps: Maps) -> None:
 
 
 @linux
-def test_trim_asks_the_c_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trim_calls_the_c_library(monkeypatch: pytest.MonkeyPatch) -> None:
     padding: list[int] = []
 
     class Library:
@@ -231,7 +229,7 @@ def test_trim_asks_the_c_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert padding == [0]  # bytes to keep at the end of the heap
 
 
-def test_other_systems_are_not_asked_to_trim(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trim_does_nothing_on_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(_: object) -> object:
         return object()  # a C library without malloc_trim
 
@@ -242,7 +240,7 @@ def test_other_systems_are_not_asked_to_trim(monkeypatch: pytest.MonkeyPatch) ->
     host_memory.trim()
 
 
-def test_a_system_that_denies_the_map_gives_plain_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_comes_from_the_heap_if_mapping_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def denied(*_: object, **__: object) -> None:
         raise OSError("no more maps")
 
@@ -258,7 +256,7 @@ def test_a_system_that_denies_the_map_gives_plain_memory(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("setting", "advised"), [("madvise", 4), ("always", 4), ("never", 0), ("", 0)]
 )
-def test_huge_pages_are_asked_for_where_the_system_has_them(
+def test_huge_pages_are_requested_if_the_system_has_them(
     setting: str, advised: int, lasting: bool, maps: Maps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
@@ -270,7 +268,7 @@ def test_huge_pages_are_asked_for_where_the_system_has_them(
 
 
 @linux
-def test_caches_lie_there(maps: Maps) -> None:
+def test_caches_use_lasting_memory(maps: Maps) -> None:
     layout = KVCacheLayout((2, 2, 16, 64), 1, (0, 1, 2, 3, 4), torch.float32)
     caches = layout.allocate(2, 256, "cpu", host_memory.cache_memory)
     assert [maps.huge_bytes(cache) for cache in caches] == [4 * MIB, 4 * MIB]
@@ -278,25 +276,25 @@ def test_caches_lie_there(maps: Maps) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "accepted", "said"),
+    ("setting", "accepted", "reason"),
     [
         ("always [madvise] never", True, "of 2 MiB, for packed weights and caches"),
         ("[always] madvise never", True, "says 'always'"),
         ("always madvise [never]", False, "says 'never'; 'madvise' lets"),
     ],
 )
-def test_what_the_system_allows_is_said(
-    tmp_path: Path, setting: str, accepted: bool, said: str
+def test_the_verdict_reports_the_system_setting(
+    tmp_path: Path, setting: str, accepted: bool, reason: str
 ) -> None:
     write(tmp_path, "enabled", setting)
     write(tmp_path, "hpage_pmd_size", "2097152")
     verdict = host_memory.huge_pages(tmp_path)
     assert verdict.accepted is accepted
-    assert said in verdict.reason
+    assert reason in verdict.reason
     assert host_memory.huge_page_bytes(tmp_path) == 2 * MIB
 
 
-def test_other_systems_have_none(tmp_path: Path) -> None:
+def test_other_systems_have_no_huge_pages(tmp_path: Path) -> None:
     assert "this system has none" in host_memory.huge_pages(tmp_path).reason
     write(tmp_path, "enabled", "always [madvise] never")
     assert "how large" in host_memory.huge_pages(tmp_path).reason
@@ -313,7 +311,7 @@ def advised_by_system(tensor: torch.Tensor) -> int:
     for line in Path("/proc/self/smaps").read_text().splitlines():
         span = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
         if span:
-            start, end = (int(bound, 16) for bound in span.groups())
+            start, end = (int(address, 16) for address in span.groups())
             inside = max(0, min(end, first + tensor.nbytes) - max(start, first))
         elif line.startswith("VmFlags:") and "hg" in line.split():
             advised += inside
@@ -333,9 +331,9 @@ def present_bytes(address: int, num_bytes: int) -> int:
 
 
 def resident_bytes() -> int:
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def advised_map(num_bytes: int) -> tuple[mmap.mmap, torch.Tensor]:
@@ -348,10 +346,10 @@ def advised_map(num_bytes: int) -> tuple[mmap.mmap, torch.Tensor]:
         pytest.skip(f"needs huge pages of at most 2 MiB: {host_memory.huge_pages().reason}")
     size = num_bytes + huge_bytes
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -whole.data_ptr() % huge_bytes
+    view = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -view.data_ptr() % huge_bytes
     memory.madvise(mmap.MADV_HUGEPAGE, start, num_bytes // huge_bytes * huge_bytes)
-    return memory, whole[start : start + num_bytes]
+    return memory, view[start : start + num_bytes]
 
 
 @linux
@@ -388,7 +386,9 @@ def test_memory_goes_back_to_the_system_with_the_tensor(lasting: bool) -> None:
 
 @linux
 @pytest.mark.slow
-def test_the_rest_of_a_shared_map_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_unused_part_of_a_shared_mapping_takes_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(host_memory, "_shared_maps", host_memory._SharedMaps())
     _, control = advised_map(32 * MIB)
     control[: 24 * MIB + 1].fill_(1)
@@ -397,9 +397,9 @@ def test_the_rest_of_a_shared_map_is_no_memory(monkeypatch: pytest.MonkeyPatch) 
         for size in (10 * MIB, 14 * MIB + 1)
     ]
     assert tensors[1].data_ptr() == tensors[0].data_ptr() + tensors[0].nbytes
-    rest = 8 * MIB - 1
-    present = present_bytes(tensors[1].data_ptr() + tensors[1].nbytes, rest)
-    expected = present_bytes(control.data_ptr() + control.nbytes - rest, rest)
+    remaining_bytes = 8 * MIB - 1
+    present = present_bytes(tensors[1].data_ptr() + tensors[1].nbytes, remaining_bytes)
+    expected = present_bytes(control.data_ptr() + control.nbytes - remaining_bytes, remaining_bytes)
     # The huge page that was begun may be whole, or consist of the small pages that were used.
     assert present <= expected + host_memory._requested_bytes()
 
@@ -427,7 +427,7 @@ def test_the_system_takes_back_shared_memory(monkeypatch: pytest.MonkeyPatch) ->
 
 @glibc
 @pytest.mark.slow
-def test_trim_gives_back_what_lies_between_tensors_that_stay() -> None:
+def test_trim_returns_memory_between_remaining_tensors() -> None:
     sizes = [100 * 1024, 64] * 1000  # bytes; each large one is followed by one that stays
     before = resident_bytes()
     control = mmap.mmap(-1, sum(sizes[::2]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

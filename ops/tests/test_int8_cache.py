@@ -30,16 +30,16 @@ def stored(key: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 @given(st.lists(st.floats(-1e5, 1e5, width=32), min_size=1, max_size=20))
-def test_numbers_are_rounded_to_the_nearest_code(numbers: list[float]) -> None:
-    found = stored(torch.tensor(numbers).view(-1, 1, 1), torch.ones(1))
-    assert found.flatten().tolist() == [nearest(Fraction(x)) for x in numbers]
+def test_quotients_are_rounded_to_the_nearest_integer(numbers: list[float]) -> None:
+    actual = stored(torch.tensor(numbers).view(-1, 1, 1), torch.ones(1))
+    assert actual.flatten().tolist() == [nearest(Fraction(x)) for x in numbers]
 
 
-def test_every_tie_goes_to_even_and_both_ends_hold() -> None:
+def test_ties_go_to_even_and_both_ends_saturate() -> None:
     ties = torch.arange(-128, 127).double() + 0.5
-    found = stored(ties.float().view(-1, 1, 1), torch.ones(1)).flatten()
-    assert (found % 2 == 0).all()
-    assert ((found - ties).abs() == 0.5).all()
+    actual = stored(ties.float().view(-1, 1, 1), torch.ones(1)).flatten()
+    assert (actual % 2 == 0).all()
+    assert ((actual - ties).abs() == 0.5).all()
     far = torch.tensor([1e30, -1e30, torch.inf, -torch.inf, 127.5, -128.5]).view(-1, 1, 1)
     assert stored(far[:2], torch.ones(1)).flatten().tolist() == [127, -128]
     slots, scale = torch.arange(6), torch.ones(1)
@@ -49,19 +49,19 @@ def test_every_tie_goes_to_even_and_both_ends_hold() -> None:
     assert torch.equal(keys, values)
 
 
-def test_every_head_has_its_scale_both_ways() -> None:
+def test_per_head_scales_apply_to_writing_and_reading() -> None:
     key = torch.tensor([[[8.0, 4.0], [8.0, 4.0]]])
     scale = torch.tensor([2.0, 4.0])
     assert stored(key, scale).tolist() == [[[4, 2], [2, 1]]]
     cache = torch.tensor([[[[4, 2], [2, 1]]]], dtype=torch.int8)
     zero, one = torch.tensor([0]), torch.tensor([1])
-    found = gather_cache_int8(cache, zero[:, None], one, zero, scale, 2, torch.bfloat16)
-    assert found.dtype == torch.bfloat16
-    assert found.tolist() == [*key.tolist(), [[0.0, 0.0], [0.0, 0.0]]]
+    actual = gather_cache_int8(cache, zero[:, None], one, zero, scale, 2, torch.bfloat16)
+    assert actual.dtype == torch.bfloat16
+    assert actual.tolist() == [*key.tolist(), [[0.0, 0.0], [0.0, 0.0]]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_cases_are_clear_of_rounding(dtype: torch.dtype) -> None:
+def test_cases_do_not_depend_on_how_quotients_are_computed(dtype: torch.dtype) -> None:
     """A quotient that is off by as much as float32 can be, stores the same."""
     checked = 0
     for planned in planned_cases(reshape_and_cache_int8, 0, quick=True):

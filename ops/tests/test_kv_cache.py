@@ -28,8 +28,8 @@ def empty(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.full(shape, torch.nan), torch.full(shape, torch.nan)
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
 
 
 @given(writes())
@@ -52,18 +52,18 @@ def test_each_token_lands_in_its_slot_and_nothing_else_changes(
 
 
 @given(writes(), st.integers(0, 30))
-def test_writing_in_chunks_is_writing_at_once(
+def test_writing_in_chunks_equals_writing_at_once(
     write: tuple[Shape, list[int], int], cut: int
 ) -> None:
     shape, slots, seed = write
     key, value = step(shape, len(slots), seed)
     places = torch.tensor(slots, dtype=torch.int64)
-    whole, chunked = empty(shape), empty(shape)
-    reshape_and_cache(key, value, *whole, places)
+    at_once, chunked = empty(shape), empty(shape)
+    reshape_and_cache(key, value, *at_once, places)
     for part in (slice(0, cut), slice(cut, None)):
         reshape_and_cache(key[part], value[part], *chunked, places[part])
-    assert same(whole[0], chunked[0])
-    assert same(whole[1], chunked[1])
+    assert same(at_once[0], chunked[0])
+    assert same(at_once[1], chunked[1])
 
 
 @given(writes())
@@ -107,7 +107,7 @@ def tables(shape: Shape, totals: list[int], seed: int) -> list[torch.Tensor]:
 
 
 @given(chunks(), st.integers(0, 100))
-def test_what_was_written_is_gathered(
+def test_written_tokens_are_gathered(
     drawn: tuple[Shape, list[tuple[int, int]], int], seed: int
 ) -> None:
     shape, sequences, spare = drawn
@@ -124,5 +124,5 @@ def test_what_was_written_is_gathered(
         expected.append(key[start:])
     expected.append(torch.zeros(spare, *shape[2:]))
     starts, lengths = (torch.tensor(column) for column in zip(*sequences, strict=True))
-    found = gather_cache(cache, table, lengths, starts, int(lengths.sum()) + spare)
-    assert torch.equal(found, torch.cat(expected))
+    actual = gather_cache(cache, table, lengths, starts, int(lengths.sum()) + spare)
+    assert torch.equal(actual, torch.cat(expected))

@@ -96,11 +96,11 @@ def attended(query: torch.Tensor, rows: torch.Tensor, latent_size: int) -> torch
 
 @few
 @given(batches(7), st.integers(1, 7), st.integers(1, 4), st.sampled_from([None, 0.5, 3.0]))
-def test_decoding_is_attention_of_torch_to_the_vectors_so_far(
+def test_decoding_matches_torch_attention(
     batch: Batch, latent_size: int, heads: int, factor: float | None
 ) -> None:
     query = batch.numbers(batch.num_tokens, heads, 7)
-    found = latent_attention_decode(
+    actual = latent_attention_decode(
         query,
         batch.paged(batch.stored),
         **batch.lengths(),
@@ -111,10 +111,10 @@ def test_decoding_is_attention_of_torch_to_the_vectors_so_far(
     )
     for token, (number, position) in enumerate(batch.tokens()):
         rows = batch.stored[number][: position + 1] * (1.0 if factor is None else factor)
-        torch.testing.assert_close(found[token], attended(query[token], rows, latent_size))
+        torch.testing.assert_close(actual[token], attended(query[token], rows, latent_size))
 
 
-def test_absorbed_projections_give_what_separate_keys_and_values_give() -> None:
+def test_absorbed_projections_match_separate_keys_and_values() -> None:
     """Keys and values made of the latent vector, per head, against the vector itself."""
     generator = torch.Generator().manual_seed(0)
     heads, latent_size, rotary_size, head_size, value_size, length = 3, 8, 4, 6, 5, 9
@@ -136,7 +136,7 @@ def test_absorbed_projections_give_what_separate_keys_and_values_give() -> None:
     expected = functional.scaled_dot_product_attention(
         query.transpose(0, 1), keys, values, scale=SCALE
     )
-    found = latent_attention_decode(
+    actual = latent_attention_decode(
         torch.cat((torch.einsum("tnd,ncd->tnc", plain, to_key), turned), -1),
         torch.cat((latent, rotary), -1)[None],
         torch.zeros(1, 1, dtype=torch.int64),
@@ -146,22 +146,25 @@ def test_absorbed_projections_give_what_separate_keys_and_values_give() -> None:
         latent_size,
         SCALE,
     )
-    up = torch.einsum("tnc,nce->nte", found, to_value)
+    up = torch.einsum("tnc,nce->nte", actual, to_value)
     torch.testing.assert_close(up, expected)
 
 
 @few
 @given(batches(6), st.data())
-def test_sparse_attention_is_attention_of_torch_to_the_named_vectors(
+def test_sparse_attention_matches_torch_attention_to_the_listed_vectors(
     batch: Batch, data: st.DataObject
 ) -> None:
     query, tokens = batch.numbers(batch.num_tokens, 3, 6), batch.tokens()
-    named = [
+    lists = [
         data.draw(st.lists(st.integers(0, position), unique=True, max_size=5))
         for _, position in tokens
     ]
-    rows = [data.draw(st.permutations([*own, *[-1] * (5 - len(own))])) for own in named]
-    found = sparse_latent_attention(
+    rows = [
+        data.draw(st.permutations([*positions, *[-1] * (5 - len(positions))]))
+        for positions in lists
+    ]
+    actual = sparse_latent_attention(
         query,
         batch.paged(batch.stored),
         batch.table(),
@@ -171,23 +174,23 @@ def test_sparse_attention_is_attention_of_torch_to_the_named_vectors(
         SCALE,
     )
     for token, (number, _) in enumerate(tokens):
-        if named[token]:
-            expected = attended(query[token], batch.stored[number][named[token]], 4)
-            torch.testing.assert_close(found[token], expected)
+        if lists[token]:
+            expected = attended(query[token], batch.stored[number][lists[token]], 4)
+            torch.testing.assert_close(actual[token], expected)
         else:
-            assert not found[token].any()
+            assert not actual[token].any()
 
 
 @few
 @given(batches(5), st.integers(1, 3), st.booleans())
-def test_scores_are_what_their_definition_says(batch: Batch, heads: int, scaled: bool) -> None:
+def test_indexer_scores_match_their_definition(batch: Batch, heads: int, scaled: bool) -> None:
     query, weights = (
         batch.numbers(batch.num_tokens, heads, 5),
         batch.numbers(batch.num_tokens, heads),
     )
     scales = tuple(rows[:, 0].abs() for rows in batch.stored)
     longest = max(length for length, _ in batch.sequences)
-    found = indexer_scores(
+    actual = indexer_scores(
         query,
         batch.paged(batch.stored),
         weights,
@@ -196,19 +199,19 @@ def test_scores_are_what_their_definition_says(batch: Batch, heads: int, scaled:
         key_scales=batch.paged(scales) if scaled else None,
     )
     for token, (number, position) in enumerate(batch.tokens()):
-        for other in range(longest + 1):
-            if other > position:
-                assert float(found[token, other]) == -torch.inf
+        for key in range(longest + 1):
+            if key > position:
+                assert float(actual[token, key]) == -torch.inf
                 continue
-            factor = float(scales[number][other]) if scaled else 1.0
+            factor = float(scales[number][key]) if scaled else 1.0
             products = [
-                max(0.0, float(query[token, head] @ batch.stored[number][other]))
+                max(0.0, float(query[token, head] @ batch.stored[number][key]))
                 for head in range(heads)
             ]
             score = factor * sum(
                 float(w) * p for w, p in zip(weights[token], products, strict=True)
             )
-            assert float(found[token, other]) == pytest.approx(score)
+            assert float(actual[token, key]) == pytest.approx(score)
 
 
 @given(
@@ -219,26 +222,26 @@ def test_scores_are_what_their_definition_says(batch: Batch, heads: int, scaled:
     ),
     st.integers(1, 12),
 )
-def test_the_choice_is_that_of_sorting(drawn: list[list[float]], top_k: int) -> None:
+def test_topk_matches_sorting(drawn: list[list[float]], top_k: int) -> None:
     width = min(len(row) for row in drawn)
     # A fraction of its own for every place, so that no two scores are equal.
     rows = [[score + place / 256 for place, score in enumerate(row[:width])] for row in drawn]
-    found = indexer_topk(torch.tensor(rows), top_k)
-    assert found.dtype == torch.int32
-    for row, chosen in zip(rows, found.tolist(), strict=True):
+    actual = indexer_topk(torch.tensor(rows), top_k)
+    assert actual.dtype == torch.int32
+    for row, chosen in zip(rows, actual.tolist(), strict=True):
         visible = [place for place in range(width) if row[place] != -torch.inf]
         best = sorted(visible, key=lambda place: -row[place])[:top_k]
         assert chosen == [*sorted(best), *[-1] * (top_k - len(best))]
 
 
-def test_a_row_keeps_equal_scores_inside_the_choice() -> None:
+def test_ties_within_the_choice_are_kept() -> None:
     scores = torch.tensor([[1.0, 5.0, 5.0, 5.0, 0.0, 2.0]])
     assert indexer_topk(scores, 3).tolist() == [[1, 2, 3]]
     assert indexer_topk(scores, 4).tolist() == [[1, 2, 3, 5]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_cases_leave_no_choice_open(dtype: torch.dtype) -> None:
+def test_cases_have_one_right_choice(dtype: torch.dtype) -> None:
     """No score that is left out equals the smallest that is chosen."""
     repeated = 0
     for case in indexer_topk_cases(dtype, 0):
@@ -254,9 +257,7 @@ def test_cases_leave_no_choice_open(dtype: torch.dtype) -> None:
 
 @few
 @given(batches(8), st.integers(1, 12))
-def test_attending_to_all_that_the_indexer_finds_is_attending_to_all(
-    batch: Batch, spare: int
-) -> None:
+def test_sparse_attention_to_all_tokens_equals_dense_attention(batch: Batch, spare: int) -> None:
     """The three ops in a row, where as many tokens are chosen as there are."""
     longest = max(length for length, _ in batch.sequences)
     arguments: dict[str, Any] = batch.lengths()
@@ -272,8 +273,8 @@ def test_attending_to_all_that_the_indexer_finds_is_attending_to_all(
         6,
         SCALE,
     )
-    most = max(tokens for _, tokens in batch.sequences)
-    whole = latent_attention_decode(
-        query, cache, **arguments, max_query_tokens=most, latent_size=6, scale=SCALE
+    longest_query = max(tokens for _, tokens in batch.sequences)
+    dense = latent_attention_decode(
+        query, cache, **arguments, max_query_tokens=longest_query, latent_size=6, scale=SCALE
     )
-    torch.testing.assert_close(sparse, whole)
+    torch.testing.assert_close(sparse, dense)

@@ -91,11 +91,11 @@ def registered(replacement: type[PluggableLayer]) -> Any:
 @pytest.mark.parametrize(
     ("layer_id", "number"), [("attention", 4), ("decoder_block", 5), ("sampler", 30)]
 )
-def test_standard_layers_are_right(layer_id: str, number: int) -> None:
-    found = trials("interposer-ops", layer_id)
+def test_standard_layers_pass_their_cases(layer_id: str, number: int) -> None:
+    results = trials("interposer-ops", layer_id)
     for dtype in ("float32", "bfloat16", "float16"):
-        assert sum(trial.request.dtype == dtype for trial in found) >= number
-    assert [fault for trial in found for fault in trial.run()] == []
+        assert sum(trial.request.dtype == dtype for trial in results) >= number
+    assert [fault for trial in results for fault in trial.run()] == []
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def test_standard_layers_are_right(layer_id: str, number: int) -> None:
         (Lenient, {"penalties, many rows", "penalties, wide"}),
     ],
 )
-def test_what_is_wrong_is_found(wrong: type[PluggableLayer], labels: set[str]) -> None:
+def test_wrong_layers_fail_their_cases(wrong: type[PluggableLayer], labels: set[str]) -> None:
     with registered(wrong):
-        found = [t for t in trials("others", wrong.layer_id) if t.request.dtype == "float32"]
-        blamed = {trial.label for trial in found if trial.run()}
+        results = [t for t in trials("others", wrong.layer_id) if t.request.dtype == "float32"]
+        blamed = {trial.label for trial in results if trial.run()}
     assert labels <= blamed

@@ -68,24 +68,24 @@ def load(layer: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @both_dtypes
-def test_norm(make_site: MakeSite, dtype: torch.dtype) -> None:
+def test_the_norm_matches_its_definition(make_site: MakeSite, dtype: torch.dtype) -> None:
     layer = RMSNorm(make_site("norm", dtype), 48, 1e-3)
     weight = load(layer)["weight"]
     x, residual = numbers(5, 48, dtype=dtype), numbers(5, 48, dtype=dtype, seed=1)
     normal = rms_norm(x, weight, 1e-3)
     assert torch.equal(layer(x), normal)
-    for found, expected in (
+    for actual, expected in (
         (layer.forward_add(x, None), (normal, x)),
         (layer.forward_add(x, residual), fused_add_rms_norm(x, residual, weight, 1e-3)),
     ):
-        assert torch.equal(found[0], expected[0])
-        assert torch.equal(found[1], expected[1])
+        assert torch.equal(actual[0], expected[0])
+        assert torch.equal(actual[1], expected[1])
 
 
 @both_dtypes
 @each_kernel
 @pytest.mark.parametrize("bias", [False, True])
-def test_linear(
+def test_a_linear_layer_matches_torch(
     make_site: MakeSite, dtype: torch.dtype, kernels: tuple[Kernel, ...], bias: bool
 ) -> None:
     layer = Linear(make_site("mlp.down_proj", dtype, *kernels), 32, 20, bias=bias)
@@ -97,7 +97,7 @@ def test_linear(
         torch.testing.assert_close(layer(x), expected)
 
 
-def test_a_prepared_weight_is_not_held_twice(make_site: MakeSite) -> None:
+def test_a_prepared_weight_replaces_the_parameter(make_site: MakeSite) -> None:
     plain = Linear(make_site("proj", torch.float32), 8, 4)
     prepared = Linear(make_site("proj", torch.float32, COLUMNWISE), 8, 4)
     load(plain)
@@ -108,7 +108,7 @@ def test_a_prepared_weight_is_not_held_twice(make_site: MakeSite) -> None:
 
 @both_dtypes
 @each_kernel
-def test_merged_linear(
+def test_a_merged_linear_layer_matches_torch(
     make_site: MakeSite, dtype: torch.dtype, kernels: tuple[Kernel, ...]
 ) -> None:
     parts = {"q_proj": 24, "k_proj": 8, "v_proj": 8}
@@ -116,12 +116,12 @@ def test_merged_linear(
     loaded = load(layer)
     x = numbers(5, 16, dtype=dtype)
     weights, biases = (loaded[name].split([24, 8, 8]) for name in ("weight", "bias"))
-    for found, weight, bias in zip(layer(x).split([24, 8, 8], -1), weights, biases, strict=True):
-        torch.testing.assert_close(found, linear(x, weight, bias))
+    for actual, weight, bias in zip(layer(x).split([24, 8, 8], -1), weights, biases, strict=True):
+        torch.testing.assert_close(actual, linear(x, weight, bias))
 
 
 @both_dtypes
-def test_embedding(make_site: MakeSite, dtype: torch.dtype) -> None:
+def test_the_embedding_looks_up_rows(make_site: MakeSite, dtype: torch.dtype) -> None:
     layer = Embedding(make_site("embed_tokens", dtype), 11, 6)
     weight = load(layer)["weight"]
     token_ids = torch.tensor([3, 10, 0, 3])
@@ -159,7 +159,7 @@ def test_head_tied_to_the_embedding(
     assert list(head.parameters()) == []
 
 
-def test_a_head_is_not_tied_to_an_embedding_that_knows_of_none(make_site: MakeSite) -> None:
+def test_a_head_cannot_be_tied_to_an_embedding_built_without_a_head(make_site: MakeSite) -> None:
     site = make_site("", torch.float32)
     alone = Embedding(site.at("embed_tokens"), 11, 6)
     with pytest.raises(ConfigError, match=r"tied to embed_tokens, .* built without a head"):
@@ -183,8 +183,8 @@ def test_rotary(make_site: MakeSite, dtype: torch.dtype, rotary_size: int) -> No
     query, key = numbers(5, 4, 16, dtype=dtype), numbers(5, 2, 16, dtype=dtype, seed=1)
     cos, sin = rotary_table(5, rotary_size, 10000.0)
     expected = rotary_embedding_addcmul(query, key, cos, sin)
-    for found, wanted in zip(layer(query, key, cos, sin), expected, strict=True):
-        assert torch.equal(found, wanted)
+    for actual, reference in zip(layer(query, key, cos, sin), expected, strict=True):
+        assert torch.equal(actual, reference)
 
 
 @both_dtypes
@@ -258,17 +258,19 @@ def test_experts_are_stored_in_either_order(make_site: MakeSite) -> None:
     site = make_site("mlp.experts", torch.float32)
     first = Experts(site, mixture(biased=True))
     second = Experts(site, mixture(biased=True, alternating=True, inputs_first=True))
-    held = {name: numbers(*p.shape, seed=n) for n, (name, p) in enumerate(first.named_parameters())}
+    parameters = {
+        name: numbers(*p.shape, seed=n) for n, (name, p) in enumerate(first.named_parameters())
+    }
     for name, parameter in first.named_parameters():
-        parameter.data.copy_(held[name])
+        parameter.data.copy_(parameters[name])
     for name, parameter in second.named_parameters():
-        tensor = held[name]
+        tensor = parameters[name]
         if name.startswith("gate_up"):
             tensor = torch.stack((tensor[:, :8], tensor[:, 8:]), 2).flatten(1, 2)
         parameter.data.copy_(tensor.transpose(1, 2) if name.endswith("proj") else tensor)
-    stated = [layer.method.dequantized(layer) for layer in (first, second)]
-    for ones, others in zip(*stated, strict=True):
-        assert torch.equal(ones, others)
+    matrices = [layer.method.dequantized(layer) for layer in (first, second)]
+    for ones, second_matrices in zip(*matrices, strict=True):
+        assert torch.equal(ones, second_matrices)
     first.finalize()
     second.finalize()
     routing = numbers(5, 2, seed=9), torch.tensor([[0, 3], [1, 2], [3, 0], [2, 1], [0, 1]])
@@ -314,7 +316,7 @@ def test_a_decoder_block_holds_what_is_built_for_it(make_site: MakeSite) -> None
     assert list(prefixes) == ["block.self_attn", "block.mlp"]
     for residual in (stream, None):
         for rows in (None, torch.tensor([4, 0])):
-            found, total = block(x, residual, "cos", "sin", "cache", "plan", rows)
+            actual, total = block(x, residual, "cos", "sin", "cache", "plan", rows)
             assert block.self_attn.seen == ("cos", "sin", "cache", "plan", rows)
             first = x if residual is None else x + residual
             attended = 3 * rms_norm.reference(first, weights[0], eps)
@@ -323,4 +325,4 @@ def test_a_decoder_block_holds_what_is_built_for_it(make_site: MakeSite) -> None
                 expected = expected[rows]
             torch.testing.assert_close(total, expected)
             normed = rms_norm.reference(expected, weights[1], eps)
-            torch.testing.assert_close(found, -2 * normed)
+            torch.testing.assert_close(actual, -2 * normed)

@@ -42,7 +42,7 @@ def test_kernels_are_bound_when_a_request_needs_them() -> None:
     assert bound(layer) - plain == edits
 
 
-def test_a_policy_without_a_kernel_is_told_when_a_request_is_prepared() -> None:
+def test_a_policy_without_a_kernel_fails_when_a_request_is_prepared() -> None:
     layer = sampler(config=Config(canary="off", kernels={"apply_token_bitmask": Rule(pin="none")}))
     layer.editor.prepare(bias=True)
     with pytest.raises(UnknownNameError, match="apply_token_bitmask"):
@@ -50,7 +50,7 @@ def test_a_policy_without_a_kernel_is_told_when_a_request_is_prepared() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_that_want_nothing_are_equal(dtype: torch.dtype) -> None:
+def test_rows_without_edits_are_unchanged(dtype: torch.dtype) -> None:
     logits = normal(3, dtype)
     none, some = torch.tensor([[-1], [-1], [7]]), torch.tensor([[0.0], [0.0], [3.0]])
     mask = torch.full((3, 2), -1, dtype=torch.int32)
@@ -66,12 +66,12 @@ def test_rows_that_want_nothing_are_equal(dtype: torch.dtype) -> None:
     torch.testing.assert_close(edited[2, 7], (logits[2, 7].float() + 3).to(dtype))
 
 
-def test_no_edits_are_no_work() -> None:
+def test_no_edits_call_no_kernel() -> None:
     logits = normal(2)
     assert sampler().editor.edit(logits, LogitEdits()) is logits
 
 
-def test_likely_tokens_are_of_the_distribution_of_the_log_probabilities() -> None:
+def test_top_tokens_share_the_softmax_of_the_log_probabilities() -> None:
     layer, logits = sampler(torch.bfloat16), normal(4, torch.bfloat16)
     batch = SamplingBatch.build(
         temperature=[0.0] * 4,

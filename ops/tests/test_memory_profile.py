@@ -13,31 +13,31 @@ TOTAL = 2**30
 
 def host(_device: str) -> MemorySnapshot:
     """Return what Python has allocated, as if it were torch's part of a device of 1 GiB."""
-    used, peak = tracemalloc.get_traced_memory()
-    return MemorySnapshot(TOTAL - used - 1000, TOTAL, used, peak)
+    used_bytes, peak = tracemalloc.get_traced_memory()
+    return MemorySnapshot(TOTAL - used_bytes - 1000, TOTAL, used_bytes, peak)
 
 
-def test_a_block_is_compared_with_what_was_before() -> None:
+def test_a_profile_compares_after_with_before() -> None:
     tracemalloc.start()
     try:
         with memory_profile("cpu", host, lambda _: tracemalloc.reset_peak()) as profile:
             assert profile.torch_bytes == 0
             passing = bytearray(5_000_000)
             del passing
-            kept = bytearray(1_000_000)
+            memory = bytearray(1_000_000)
     finally:
         tracemalloc.stop()
-    assert len(kept) <= profile.torch_bytes < len(kept) + 100_000
+    assert len(memory) <= profile.torch_bytes < len(memory) + 100_000
     assert profile.other_bytes == 0
     assert profile.after.peak_bytes - profile.before.peak_bytes >= 4_900_000
 
 
-def test_what_is_not_torchs_is_what_is_left() -> None:
+def test_other_bytes_exclude_the_allocator() -> None:
     snapshot = MemorySnapshot(free_bytes=50, total_bytes=100, reserved_bytes=30, peak_bytes=25)
     assert snapshot.other_bytes == 20
 
 
-def test_room_counts_the_peak_and_the_others() -> None:
+def test_free_memory_accounts_for_the_peak_and_other_users() -> None:
     after = MemorySnapshot(free_bytes=50, total_bytes=100, reserved_bytes=30, peak_bytes=25)
 
     class Failed(Exception):

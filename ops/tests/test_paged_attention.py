@@ -77,12 +77,12 @@ class Batch:
             prefixes=None if self.prefixes is None else some(self.prefixes),
         )
 
-    def sees(self, sequence: int, position: int, other: int) -> bool:
+    def sees(self, sequence: int, position: int, key: int) -> bool:
         """Say whether the token at ``position`` sees the one at ``other``."""
         prefix = 0 if self.prefixes is None else self.prefixes[sequence]
         window = self.options["window_tokens"]
-        later = not self.options["causal"] or (other < prefix and position < prefix)
-        return (later or other <= position) and (window is None or position - other < window)
+        later = not self.options["causal"] or (key < prefix and position < prefix)
+        return (later or key <= position) and (window is None or position - key < window)
 
 
 @st.composite
@@ -148,37 +148,37 @@ def attend_one_by_one(batch: Batch, sequence: int) -> torch.Tensor:
         for head in range(query.shape[1]):
             mixed = torch.zeros(query.shape[2], dtype=torch.float64)
             total = 0.0 if sinks is None else math.exp(sinks[head])
-            for other in range(length):
-                if not batch.sees(sequence, position, other):
+            for key in range(length):
+                if not batch.sees(sequence, position, key):
                     continue
-                score = float(query[row, head] @ keys[other, head // group])
+                score = float(query[row, head] @ keys[key, head // group])
                 score *= batch.options["scale"]
                 if cap is not None:
                     score = cap * math.tanh(score / cap)
                 if slopes is not None:
-                    score -= float(slopes[head]) * abs(other - position)
+                    score -= float(slopes[head]) * abs(key - position)
                 total += math.exp(score)
-                mixed += math.exp(score) * values[other, head // group]
+                mixed += math.exp(score) * values[key, head // group]
             out[row, head] = mixed / total
     return out
 
 
 @few
 @given(batches())
-def test_attention_is_what_its_definition_says(batch: Batch) -> None:
+def test_attention_matches_its_definition(batch: Batch) -> None:
     for sequence, output in enumerate(batch.attend()):
         torch.testing.assert_close(output, attend_one_by_one(batch, sequence))
 
 
 @few
 @given(batches(softcap=None, sinks=None))
-def test_attention_is_that_of_torch(batch: Batch) -> None:
+def test_attention_matches_torch(batch: Batch) -> None:
     slopes = batch.options["alibi_slopes"]
     for sequence, output in enumerate(batch.attend()):
         query, (key, value) = batch.queries[sequence], scaled(batch, sequence)
         length, tokens = batch.sequences[sequence]
         positions = range(length - tokens, length)
-        sees = [[batch.sees(sequence, at, other) for other in range(length)] for at in positions]
+        sees = [[batch.sees(sequence, at, seen) for seen in range(length)] for at in positions]
         distance = torch.arange(length - tokens, length)[:, None] - torch.arange(length)
         mask = torch.zeros(query.shape[1], tokens, length, dtype=torch.float64)
         if slopes is not None:
@@ -197,33 +197,33 @@ def test_attention_is_that_of_torch(batch: Batch) -> None:
 
 @few
 @given(batches(causal=True, prefixes=None), st.data())
-def test_chunks_give_what_the_whole_gives(batch: Batch, data: st.DataObject) -> None:
+def test_chunked_prefill_equals_whole_prefill(batch: Batch, data: st.DataObject) -> None:
     """A query cut in two: the first part sees the cache as it was before the second."""
-    for sequence, whole in enumerate(batch.attend()):
+    for sequence, expected in enumerate(batch.attend()):
         length, tokens = batch.sequences[sequence]
         query, keys, values = (c[sequence] for c in (batch.queries, batch.keys, batch.values))
         cut = data.draw(st.integers(0, tokens - 1))
-        known = length - tokens + cut
+        num_cached = length - tokens + cut
         last = (length, tokens - cut), query[cut:], keys, values
-        first = (known, cut), query[:cut], keys[:known], values[:known]
+        first = (num_cached, cut), query[:cut], keys[:num_cached], values[:num_cached]
         chunks = (first, last) if cut else (last,)
         sequences, queries, key_parts, value_parts = zip(*chunks, strict=True)
         cut_batch = replace(
             batch, sequences=sequences, queries=queries, keys=key_parts, values=value_parts
         )
-        torch.testing.assert_close(torch.cat(cut_batch.attend()), whole)
+        torch.testing.assert_close(torch.cat(cut_batch.attend()), expected)
 
 
 @few
 @given(batches(), st.integers(1, 1000))
-def test_where_pages_lie_does_not_matter(batch: Batch, page_seed: int) -> None:
-    for one, other in zip(batch.attend(), batch.attend(page_seed), strict=True):
-        assert torch.equal(one, other)
+def test_the_order_of_pages_does_not_matter(batch: Batch, page_seed: int) -> None:
+    for ordered, shuffled in zip(batch.attend(), batch.attend(page_seed), strict=True):
+        assert torch.equal(ordered, shuffled)
 
 
 @few
 @given(batches(), st.data())
-def test_company_does_not_matter(batch: Batch, data: st.DataObject) -> None:
+def test_other_sequences_of_the_batch_do_not_matter(batch: Batch, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(batch.sequences))))
     together = batch.attend()
     for index, output in zip(order, batch.part(*order).attend(), strict=True):
@@ -235,7 +235,7 @@ def test_company_does_not_matter(batch: Batch, data: st.DataObject) -> None:
 
 @few
 @given(batches(sinks=None, value_scale=None))
-def test_of_a_single_token_the_value_remains(batch: Batch) -> None:
+def test_attention_to_one_token_returns_its_value(batch: Batch) -> None:
     alone = replace(
         batch.part(0),
         sequences=((1, 1),),
@@ -271,7 +271,7 @@ def test_scores_stay_in_float32(dtype: torch.dtype) -> None:
 
 @few
 @given(batches(softcap=None, alibi_slopes=None))
-def test_a_sink_is_a_key_that_has_no_value(batch: Batch) -> None:
+def test_a_sink_acts_as_a_key_without_a_value(batch: Batch) -> None:
     """With a sink of -inf nothing changes; a large one leaves nothing."""
     heads = batch.queries[0].shape[1]
     sinks = {
@@ -282,17 +282,17 @@ def test_a_sink_is_a_key_that_has_no_value(batch: Batch) -> None:
     neutral, drained = (
         replace(batch, options={**batch.options, "sinks": sink}).attend() for sink in sinks.values()
     )
-    for one, same, nothing in zip(without, neutral, drained, strict=True):
-        torch.testing.assert_close(one, same)
+    for plain, same, nothing in zip(without, neutral, drained, strict=True):
+        torch.testing.assert_close(plain, same)
         assert not nothing.any()
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_a_cache_of_8_bits_is_read_by_its_scales(cache_dtype: torch.dtype) -> None:
+def test_an_8_bit_cache_is_multiplied_by_its_scales(cache_dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 2, 4, 2, 8, generator=generator).mul(50).to(cache_dtype)
     scales = torch.tensor([0.02, 0.03]), torch.tensor([0.01])
-    rest: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "page_table": torch.tensor([[1, 0]]),
         "query_starts": torch.tensor([0, 3]),
         "seq_lens": torch.tensor([7]),
@@ -303,7 +303,11 @@ def test_a_cache_of_8_bits_is_read_by_its_scales(cache_dtype: torch.dtype) -> No
         "softcap": None,
     }
     query = torch.randn(3, 4, 8, generator=generator)
-    found = paged_attention(query, keys, values, **rest, key_scale=scales[0], value_scale=scales[1])
-    read = keys.float() * scales[0][:, None], values.float() * scales[1]
-    torch.testing.assert_close(found, paged_attention(query, *read, **rest))
-    assert (found - paged_attention(query, *read, **{**rest, "scale": 0.25})).abs().max() > 1e-2
+    actual = paged_attention(
+        query, keys, values, **arguments, key_scale=scales[0], value_scale=scales[1]
+    )
+    dequantized = keys.float() * scales[0][:, None], values.float() * scales[1]
+    torch.testing.assert_close(actual, paged_attention(query, *dequantized, **arguments))
+    assert (
+        actual - paged_attention(query, *dequantized, **{**arguments, "scale": 0.25})
+    ).abs().max() > 1e-2

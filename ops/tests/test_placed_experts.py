@@ -41,9 +41,9 @@ class Threads(Communicator):
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         parts = self._held((x, x.split(list(sent))))
-        found = [own[self.ranks.rank] for _, own in parts]
-        assert [len(part) for part in found] == list(received)
-        return torch.cat(found)
+        received_parts = [parts_of_rank[self.ranks.rank] for _, parts_of_rank in parts]
+        assert [len(part) for part in received_parts] == list(received)
+        return torch.cat(received_parts)
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         assert len(x) == sizes[self.ranks.rank]
@@ -55,12 +55,12 @@ class Threads(Communicator):
     def close(self) -> None:
         """Share nothing."""
 
-    def _held(self, own: Any) -> list[Any]:
-        HELD[self.ranks.rank] = own
+    def _held(self, value: Any) -> list[Any]:
+        HELD[self.ranks.rank] = value
         MEETING.wait()
-        found = list(HELD)
+        values = list(HELD)
         MEETING.wait()
-        return found
+        return values
 
 
 THREADS = CommunicatorEntry(
@@ -75,15 +75,15 @@ def numbers(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def fill(layer: Experts, held: Sequence[int]) -> None:
+def fill(layer: Experts, expert_ids: Sequence[int]) -> None:
     for seed, parameter in enumerate(layer.parameters()):
-        whole = numbers(EXPERTS, *parameter.shape[1:], seed=seed) / 4
-        parameter.data.copy_(whole[list(held)])
+        matrices = numbers(EXPERTS, *parameter.shape[1:], seed=seed) / 4
+        parameter.data.copy_(matrices[list(expert_ids)])
     layer.finalize()
 
 
 def layers_of(make_site: MakeSite, settings: ExpertParallel) -> list[PlacedExperts]:
-    found = []
+    layers = []
     for rank in range(RANKS):
         site = make_site("mlp.experts", torch.float32, THREADS)
         resolver: Any = site.resolver
@@ -92,13 +92,13 @@ def layers_of(make_site: MakeSite, settings: ExpertParallel) -> list[PlacedExper
         layer = share_experts(site, SPEC)
         assert type(layer) is PlacedExperts
         fill(layer, layer.held)
-        found.append(layer)
-    return found
+        layers.append(layer)
+    return layers
 
 
 def together(layers: Sequence[PlacedExperts], *inputs: Tensor) -> list[Tensor]:
     with ThreadPoolExecutor(RANKS) as pool:
-        return [each.result() for each in [pool.submit(one, *inputs) for one in layers]]
+        return [future.result() for future in [pool.submit(layer, *inputs) for layer in layers]]
 
 
 def routing(num_tokens: int, last: int = EXPERTS) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,38 +110,38 @@ def routing(num_tokens: int, last: int = EXPERTS) -> tuple[Tensor, Tensor, Tenso
 
 @pytest.mark.parametrize("redundant", [0, 1, 6])
 @pytest.mark.parametrize("from_tokens", [0, 1], ids=["added up", "sent"])
-def test_ranks_compute_what_one_layer_does(
+def test_expert_parallel_results_match_one_layer(
     make_site: MakeSite, redundant: int, from_tokens: int
 ) -> None:
-    whole = Experts(make_site("mlp.experts", torch.float32), SPEC)
-    fill(whole, range(EXPERTS))
+    reference = Experts(make_site("mlp.experts", torch.float32), SPEC)
+    fill(reference, range(EXPERTS))
     layers = layers_of(make_site, ExpertParallel(redundant, from_tokens))
     # Fewer tokens than ranks, experts without rows, and ranks without.
     for num_tokens, last in ((1, EXPERTS), (2, 2), (7, EXPERTS), (20, 3)):
         inputs = routing(num_tokens, last)
-        found = together(layers, *inputs)
-        assert all(torch.equal(one, found[0]) for one in found)
-        expected = whole(*inputs)
-        assert float((found[0] - expected).abs().max()) <= BOUND * float(expected.abs().max())
+        results = together(layers, *inputs)
+        assert all(torch.equal(result, results[0]) for result in results)
+        expected = reference(*inputs)
+        assert float((results[0] - expected).abs().max()) <= BOUND * float(expected.abs().max())
     counts = [layer.routes.counts() for layer in layers]
     ids = torch.cat([routing(*drawn)[2] for drawn in ((1, EXPERTS), (2, 2), (7, EXPERTS), (20, 3))])
     assert counts == [torch.bincount(ids.flatten(), minlength=EXPERTS).tolist()] * RANKS
 
 
-def test_copies_take_rows_in_turn(make_site: MakeSite) -> None:
+def test_copies_of_an_expert_share_rows_round_robin(make_site: MakeSite) -> None:
     layers = layers_of(make_site, ExpertParallel(redundant_experts=2))
     ids = torch.zeros(100, 1, dtype=torch.int32)
-    held = [int((layer.routes.own(ids) >= 0).sum()) for layer in layers]
-    assert sorted(held) == [0, 50, 50]
+    row_counts = [int((layer.routes.own(ids) >= 0).sum()) for layer in layers]
+    assert sorted(row_counts) == [0, 50, 50]
     ranks, at = layers[0].routes.places(ids)
     for rank, layer in enumerate(layers):
-        own = layer.routes.own(ids)
-        assert torch.equal(own >= 0, ranks == rank)
-        assert torch.equal(own[ranks == rank], at[ranks == rank])
-        assert not own[own >= 0].numel() or layer.held[int(own.max())] == 0
+        local_ids = layer.routes.own(ids)
+        assert torch.equal(local_ids >= 0, ranks == rank)
+        assert torch.equal(local_ids[ranks == rank], at[ranks == rank])
+        assert not local_ids[local_ids >= 0].numel() or layer.held[int(local_ids.max())] == 0
 
 
-def test_another_placement_takes_over(make_site: MakeSite) -> None:
+def test_a_new_placement_gives_the_same_results(make_site: MakeSite) -> None:
     layers = layers_of(make_site, ExpertParallel(dispatch_tokens=1))
     assert [layer.held for layer in layers] == [(0, 1, 2), (3, 4), (5, 6)]
     inputs = routing(9)
@@ -157,16 +157,16 @@ def test_another_placement_takes_over(make_site: MakeSite) -> None:
     assert [layer.held for layer in layers] == list(placement.ranks)
     ranges = [layer.cut.ranges for layer in layers]
     assert ranges == [((6, 7), (1, 2), (0, 1)), ((3, 4), (2, 3)), ((5, 6), (4, 5))]
-    for layer, own in zip(layers, ranges, strict=True):
-        assert {place: one.ranges for place, one in layer.slices.items()} == {
-            ("", "gate_up_proj"): own,
-            ("", "down_proj"): own,
+    for layer, rank_ranges in zip(layers, ranges, strict=True):
+        assert {place: shard.ranges for place, shard in layer.slices.items()} == {
+            ("", "gate_up_proj"): rank_ranges,
+            ("", "down_proj"): rank_ranges,
         }
-    found = together(layers, *inputs)[0]
-    assert float((found - before).abs().max()) <= BOUND * float(before.abs().max())
+    after = together(layers, *inputs)[0]
+    assert float((after - before).abs().max()) <= BOUND * float(before.abs().max())
 
 
-def test_notes_say_where_experts_are_and_how_rows_get_there(make_site: MakeSite) -> None:
+def test_notes_report_placement_and_dispatch(make_site: MakeSite) -> None:
     def notes(settings: ExpertParallel, size: int, spec: ExpertsSpec = SPEC) -> str:
         site = make_site("mlp.experts", torch.float32)
         resolver: Any = site.resolver
@@ -176,11 +176,11 @@ def test_notes_say_where_experts_are_and_how_rows_get_there(make_site: MakeSite)
 
     assert "ranks hold 3, 2, 2 of 7 experts and 0 redundant" in notes(ExpertParallel(), 3)
     assert "added up, which moves least, as a token reaches 1.7 of 3" in notes(ExpertParallel(), 3)
-    few = notes(ExpertParallel(), 7)
-    assert "sent to their experts from 1024 of a step on, which moves least" in few
-    asked = notes(ExpertParallel(dispatch_tokens=8), 3)
-    assert "from 8 of a step on, as asked for" in asked
-    assert "read on the host" in asked
+    dispatching = notes(ExpertParallel(), 7)
+    assert "sent to their experts from 1024 of a step on, which moves least" in dispatching
+    requested = notes(ExpertParallel(dispatch_tokens=8), 3)
+    assert "from 8 of a step on, as asked for" in requested
+    assert "read on the host" in requested
 
 
 class Blocks(PlainExperts):
@@ -220,7 +220,7 @@ def test_experts_that_cannot_be_placed_say_why(
     assert cut.startswith("every rank computes all of model.layers.mlp.experts")
 
 
-def test_experts_are_cut_where_nobody_wants_them_whole(make_site: MakeSite) -> None:
+def test_experts_are_tensor_parallel_by_default(make_site: MakeSite) -> None:
     site = make_site("mlp.experts", torch.float32)
     resolver: Any = site.resolver
     resolver.ranks = Ranks(1, 2, (0, 0), ("cpu", "cpu"))

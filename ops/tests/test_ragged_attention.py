@@ -55,11 +55,11 @@ class Batch:
         rows, length = len(self.queries[sequence]), len(self.keys[sequence])
         table = torch.zeros(rows, length, dtype=torch.bool)
         for row in range(rows):
-            for other in range(length):
-                distance = (length - rows + row) - other
-                seen = not self.options["causal"] or distance >= 0
+            for key in range(length):
+                distance = (length - rows + row) - key
+                visible = not self.options["causal"] or distance >= 0
                 window = self.options["window_tokens"]
-                table[row, other] = seen and (window is None or abs(distance) < window)
+                table[row, key] = visible and (window is None or abs(distance) < window)
         return table
 
 
@@ -93,7 +93,7 @@ def batches(draw: st.DrawFn, /, **fixed: Any) -> Batch:
 
 @few
 @given(batches())
-def test_attention_is_what_its_definition_says(batch: Batch) -> None:
+def test_attention_matches_its_definition(batch: Batch) -> None:
     """In loops, with the logarithm of what the weights are divided by."""
     out, lse = ragged_attention_with_lse(**batch.arguments())
     assert torch.equal(out, ragged_attention(**batch.arguments()))
@@ -106,15 +106,15 @@ def test_attention_is_what_its_definition_says(batch: Batch) -> None:
             for head in range(query.shape[1]):
                 total = 0.0 if sinks is None else math.exp(sinks[head])
                 mixed = torch.zeros(values.shape[2], dtype=torch.float64)
-                for other in sees[row].nonzero().flatten().tolist():
-                    score = float(query[row, head] @ keys[other, head // group])
+                for key in sees[row].nonzero().flatten().tolist():
+                    score = float(query[row, head] @ keys[key, head // group])
                     score *= batch.options["scale"]
                     if cap is not None:
                         score = cap * math.tanh(score / cap)
                     if slopes is not None:
-                        score -= float(slopes[head]) * abs(len(keys) - len(query) + row - other)
+                        score -= float(slopes[head]) * abs(len(keys) - len(query) + row - key)
                     total += math.exp(score)
-                    mixed += math.exp(score) * values[other, head // group]
+                    mixed += math.exp(score) * values[key, head // group]
                 if total:
                     torch.testing.assert_close(out[token, head], mixed / total)
                     assert float(lse[token, head]) == pytest.approx(math.log(total))
@@ -127,7 +127,7 @@ def test_attention_is_what_its_definition_says(batch: Batch) -> None:
 
 @few
 @given(batches(softcap=None, sinks=None, alibi_slopes=None))
-def test_attention_is_that_of_torch(batch: Batch) -> None:
+def test_attention_matches_torch(batch: Batch) -> None:
     for sequence, output in enumerate(batch.attend()):
         sees = batch.sees(sequence)
         blind = ~sees.any(-1)
@@ -145,22 +145,22 @@ def test_attention_is_that_of_torch(batch: Batch) -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_batch_without_padding_is_that_of_torch(causal: bool) -> None:
+def test_a_ragged_batch_matches_torch(causal: bool) -> None:
     """torch's own causal mask, and values of another size than keys."""
     generator = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 3, 6, 4, 24, generator=generator)
     value = torch.randn(3, 6, 4, 16, generator=generator)
     starts = torch.arange(0, 19, 6)
     q, k, v = (tensor.flatten(0, 1) for tensor in (query, key, value))
-    found = ragged_attention(q, k, v, starts, starts, 6, 6, 0.4, causal, None, None, None, None)
+    actual = ragged_attention(q, k, v, starts, starts, 6, 6, 0.4, causal, None, None, None, None)
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     expected = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.4)
-    torch.testing.assert_close(found, expected.transpose(1, 2).flatten(0, 1))
+    torch.testing.assert_close(actual, expected.transpose(1, 2).flatten(0, 1))
 
 
 @few
 @given(batches())
-def test_company_does_not_matter(batch: Batch) -> None:
+def test_other_sequences_of_the_batch_do_not_matter(batch: Batch) -> None:
     for index, output in enumerate(batch.attend()):
         columns = (batch.queries, batch.keys, batch.values)
         queries, keys, values = ((column[index],) for column in columns)
@@ -170,13 +170,13 @@ def test_company_does_not_matter(batch: Batch) -> None:
 
 @few
 @given(batches(causal=True, alibi_slopes=None))
-def test_prefill_is_attention_over_a_cache_of_the_same_tokens(batch: Batch) -> None:
+def test_prefill_matches_attention_over_a_cache(batch: Batch) -> None:
     """Where queries are as many as keys; the cache has one page per sequence."""
     keys = tuple(key for key in batch.keys if len(key))
     assume(keys)
     group = batch.queries[0].shape[1] // keys[0].shape[1]
     queries = tuple(key.repeat_interleave(group, 1) for key in keys)
-    whole = Batch(queries, keys, keys, batch.options)
+    combined = Batch(queries, keys, keys, batch.options)
     cache = torch.nn.utils.rnn.pad_sequence(list(keys), batch_first=True, padding_value=torch.nan)
     lengths = torch.tensor([len(key) for key in keys])
     expected = paged_attention(
@@ -184,7 +184,7 @@ def test_prefill_is_attention_over_a_cache_of_the_same_tokens(batch: Batch) -> N
         cache,
         cache,
         torch.arange(len(keys))[:, None],
-        whole.arguments()["query_starts"],
+        combined.arguments()["query_starts"],
         lengths,
         int(lengths.max()),
         batch.options["scale"],
@@ -193,14 +193,14 @@ def test_prefill_is_attention_over_a_cache_of_the_same_tokens(batch: Batch) -> N
         batch.options["softcap"],
         batch.options["sinks"],
     )
-    torch.testing.assert_close(torch.cat(whole.attend()), expected)
+    torch.testing.assert_close(torch.cat(combined.attend()), expected)
 
 
 @few
 @given(batches(causal=False, window_tokens=None, alibi_slopes=None), st.data())
-def test_merged_parts_are_the_whole(batch: Batch, data: st.DataObject) -> None:
+def test_merged_parts_equal_attention_to_all_keys(batch: Batch, data: st.DataObject) -> None:
     """Keys cut in two, the sink on one side; either part may be empty."""
-    whole, whole_lse = ragged_attention_with_lse(**batch.arguments())
+    expected, whole_lse = ragged_attention_with_lse(**batch.arguments())
     cuts = [data.draw(st.integers(0, len(keys))) for keys in batch.keys]
     halves = [
         [
@@ -210,17 +210,17 @@ def test_merged_parts_are_the_whole(batch: Batch, data: st.DataObject) -> None:
         for pieces in ([slice(0, cut) for cut in cuts], [slice(cut, None) for cut in cuts])
     ]
     options = batch.options, {**batch.options, "sinks": None}
-    left, right = (
+    first, second = (
         ragged_attention_with_lse(**Batch(batch.queries, half[0], half[1], chosen).arguments())
         for half, chosen in zip(halves, options, strict=True)
     )
-    for one, other in ((left, right), (right, left)):
-        out, lse = merge_attention_states(*one, *other)
-        torch.testing.assert_close(out, whole)
+    for side_a, side_b in ((first, second), (second, first)):
+        out, lse = merge_attention_states(*side_a, *side_b)
+        torch.testing.assert_close(out, expected)
         torch.testing.assert_close(lse, whole_lse)
 
 
-def test_a_side_without_keys_leaves_the_other_as_it_is() -> None:
+def test_merging_with_an_empty_side_changes_nothing() -> None:
     generator = torch.Generator().manual_seed(0)
     out = torch.randn(3, 2, 8, generator=generator, dtype=torch.bfloat16)
     lse = torch.tensor([[1e4, -1e4], [200.0, -200.0], [0.0, 3.0]])

@@ -32,17 +32,17 @@ def sigmoid(value: float) -> float:
 
 
 def assert_routed(
-    found: tuple[torch.Tensor, torch.Tensor],
+    routed: tuple[torch.Tensor, torch.Tensor],
     scores: list[list[float]],
     ids: list[list[int]],
     renormalize: bool,
     scale: float = 1.0,
 ) -> None:
-    weights, chosen = found
+    weights, chosen = routed
     assert (weights.dtype, chosen.dtype) == (torch.float32, torch.int32)
     assert chosen.tolist() == ids
-    for row, own, listed in zip(weights.tolist(), scores, ids, strict=True):
-        picked = [own[index] for index in listed]
+    for row, row_scores, listed in zip(weights.tolist(), scores, ids, strict=True):
+        picked = [row_scores[index] for index in listed]
         total = sum(picked) if renormalize else 1.0
         assert row == pytest.approx([scale * value / total for value in picked], rel=1e-5)
 
@@ -101,16 +101,16 @@ def test_grouped_routing(
         allowed = ranked(strength, top_groups)
         order = ranked(row, num_experts)
         ids.append([index for index in order if index // size in allowed][:top_k])
-    found = grouped_topk(logits, bias, num_groups, top_groups, top_k, scoring, True, 2.5)
-    assert_routed(found, scored.tolist(), ids, True, 2.5)
+    routed = grouped_topk(logits, bias, num_groups, top_groups, top_k, scoring, True, 2.5)
+    assert_routed(routed, scored.tolist(), ids, True, 2.5)
 
 
-def test_an_unknown_scoring_names_the_two() -> None:
+def test_an_unknown_scoring_lists_the_alternatives() -> None:
     with pytest.raises(RequestError, match="No scoring 'relu' of experts; try 'softmax' or"):
         grouped_topk(torch.zeros(1, 4), None, 2, 1, 1, "relu", False, 1.0)
 
 
-def test_it_routes_as_deepseek_v3_does() -> None:
+def test_grouped_routing_matches_deepseek_v3() -> None:
     """The modeling code of transformers, with its own bias, groups and scale."""
     from transformers import DeepseekV3Config
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as peer

@@ -58,22 +58,22 @@ def normal(rows: int) -> torch.Tensor:
     return 2 * torch.randn(rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(rows))
 
 
-def test_an_all_greedy_batch_holds_nothing_that_costs_time() -> None:
+def test_an_all_greedy_batch_has_no_optional_tensors() -> None:
     batch = build(2, top_k=[5, 0], top_p=[0.5, 0.5], min_p=[0.1, 0.1])
     assert batch.all_greedy
     assert (batch.temperature, batch.top_k, batch.top_p, batch.min_p) == (None,) * 4
     assert batch.penalties is None
 
 
-def test_a_greedy_batch_is_made_once() -> None:
+def test_a_greedy_batch_is_cached() -> None:
     batch = SamplingBatch.greedy(3, "cpu")
     assert batch is SamplingBatch.greedy(3, "cpu")
     assert batch is not SamplingBatch.greedy(2, "cpu")
     assert batch.all_greedy
     assert not batch.seeds.is_inference()
     logits = normal(3)
-    for found, expected in zip(sampler()(logits, batch), sampler()(logits, build(3)), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(sampler()(logits, batch), sampler()(logits, build(3)), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_a_batch_holds_what_a_request_uses() -> None:
@@ -96,10 +96,10 @@ def test_seeds_and_top_k_keep_all_bits() -> None:
 
 
 @pytest.mark.parametrize("penalty", ["repetition", "presence", "frequency"])
-def test_one_penalty_brings_all(penalty: str) -> None:
+def test_one_penalty_creates_all_penalty_tensors(penalty: str) -> None:
     values = [1.0 if penalty == "repetition" else 0.0, 0.5]
-    used = {"prompts": [[1, 1, 3], []], "outputs": [[], [2, 2, 39]]}
-    penalties = penalties_of(2, **used, **{penalty: values})
+    tokens = {"prompts": [[1, 1, 3], []], "outputs": [[], [2, 2, 39]]}
+    penalties = penalties_of(2, **tokens, **{penalty: values})
     assert penalties.prompt_mask.nonzero().tolist() == [[0, 1], [0, 3]]
     assert penalties.output_counts.nonzero().tolist() == [[1, 2], [1, 39]]
     assert penalties.output_counts[1, 2] == 2
@@ -153,8 +153,8 @@ def test_the_layer_computes_what_the_op_defines() -> None:
 def test_penalties_change_the_winner_of_their_row_only(dtype: torch.dtype) -> None:
     logits = torch.zeros(3, VOCAB_SIZE, dtype=dtype)
     logits[:, 4], logits[:, 9] = 3.0, 2.0
-    used = {"prompts": [[4]] * 3, "outputs": [[4], [4], [4, 9]]}
-    batch = build(3, penalties=penalties_of(3, presence=[0.0, 1.5, 1.5], **used))
+    texts = {"prompts": [[4]] * 3, "outputs": [[4], [4], [4, 9]]}
+    batch = build(3, penalties=penalties_of(3, presence=[0.0, 1.5, 1.5], **texts))
     tokens, logprobs = sampler(dtype)(logits, batch)
     assert tokens.tolist() == [4, 9, 4]
     penalized = logits.float()
@@ -164,7 +164,7 @@ def test_penalties_change_the_winner_of_their_row_only(dtype: torch.dtype) -> No
     torch.testing.assert_close(logprobs, expected)
 
 
-def test_a_request_gets_the_same_tokens_alone_and_in_a_batch() -> None:
+def test_a_request_gets_the_same_tokens_alone_and_batched() -> None:
     layer, logits = sampler(), normal(6)
     settings: dict[str, list[Any]] = {
         "temperature": [0.0, 0.7, 1.0, 1.5, 1.0, 0.9],
@@ -174,18 +174,18 @@ def test_a_request_gets_the_same_tokens_alone_and_in_a_batch() -> None:
         "seeds": [3, 1, 4, 1, 5, 9],
         "steps": [2, 0, 1, 1, 0, 1],
     }
-    used: dict[str, list[Any]] = {
+    columns: dict[str, list[Any]] = {
         "repetition": [1.0, 1.0, 1.0, 1.2, 1.0, 1.0],
         "frequency": [0.5, 0.0, 0.0, 0.0, 0.0, 0.0],
         "prompts": [[1, 2], [3], [4], [5], [6], [7]],
         "outputs": [[0, 0], [], [8], [9], [], [10]],
     }
-    batch = build(6, **settings, penalties=penalties_of(6, **used))
+    batch = build(6, **settings, penalties=penalties_of(6, **columns))
     tokens, logprobs = layer(logits, batch)
     for row in range(6):
-        own = {name: column[row : row + 1] for name, column in settings.items()}
-        held = {name: column[row : row + 1] for name, column in used.items()}
-        batch = build(1, **own, penalties=penalties_of(1, **held))
+        row_settings = {name: column[row : row + 1] for name, column in settings.items()}
+        row_columns = {name: column[row : row + 1] for name, column in columns.items()}
+        batch = build(1, **row_settings, penalties=penalties_of(1, **row_columns))
         alone, logprob = layer(logits[row : row + 1], batch)
         assert alone.tolist() == [tokens[row]]
         torch.testing.assert_close(logprob, logprobs[row : row + 1])
@@ -197,7 +197,7 @@ def sample_bfloat16(logits: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor
     return torch.full(logits.shape[:1], 17), torch.zeros(logits.shape[:1])
 
 
-def test_a_kernel_of_one_dtype_is_not_given_penalised_logits() -> None:
+def test_penalised_logits_go_to_a_kernel_of_their_dtype() -> None:
     kernel = Kernel(
         "sample_tokens",
         "sample_tokens_test",

@@ -33,7 +33,7 @@ def test_many_specs_are_accepted() -> None:
 
 
 @pytest.mark.parametrize("spec", [spec for _, spec in CHOSEN], ids=[label for label, _ in CHOSEN])
-def test_sdpa_attends_as_the_ops_define(spec: AttentionSpec) -> None:
+def test_sdpa_matches_the_ops(spec: AttentionSpec) -> None:
     assert check_attention(SdpaBackend, spec, site(spec.dtype)) == []
 
 
@@ -48,6 +48,6 @@ def test_sdpa_attends_as_the_ops_define(spec: AttentionSpec) -> None:
         ({"dtype": torch.float64}, "computes in 32 or 16 bit floats, got torch.float64"),
     ],
 )
-def test_what_sdpa_cannot_do_is_refused(change: dict[str, object], expected: str) -> None:
+def test_unsupported_specs_are_refused(change: dict[str, object], expected: str) -> None:
     spec = replace(SPECS[0][1], **change)  # type: ignore[arg-type]
     assert SdpaBackend.accepts(spec, ANY).reason.startswith(expected)

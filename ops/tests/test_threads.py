@@ -41,7 +41,7 @@ def use(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 @pytest.mark.parametrize(
-    ("settings", "bound"),
+    ("settings", "expected"),
     [
         ({}, [0, 1, 2, 3]),
         ({"siblings": True}, [0, 4, 1, 5, 2, 6, 3, 7]),
@@ -50,16 +50,16 @@ def use(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
         ({"node": 1, "reserve": 1, "siblings": True}, [3, 7]),
     ],
 )
-def test_one_thread_a_core_is_bound(
-    machine: Machine, settings: dict[str, int], bound: list[int]
+def test_one_thread_per_core_is_bound(
+    machine: Machine, settings: dict[str, int], expected: list[int]
 ) -> None:
     verdict = bind_threads(**settings)  # type: ignore[arg-type]
-    assert verdict.reason == f"bound to {bound}"
-    assert machine.bound == bound
+    assert verdict.reason == f"bound to {expected}"
+    assert machine.bound == expected
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"reserve": -1}, "reserve is -1"),
         ({"reserve": "1"}, "reserve is '1'"),
@@ -68,15 +68,13 @@ def test_one_thread_a_core_is_bound(
         ({"node": 7}, "no NUMA node 7. This machine has: 0, 1"),
     ],
 )
-def test_what_cannot_be_bound_is_an_error(
-    machine: Machine, settings: dict[str, int], said: str
-) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_arguments_raise(machine: Machine, settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         bind_threads(**settings)  # type: ignore[arg-type]
     assert machine.bound == []
 
 
-def test_a_platform_without_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_platform_without_thread_binding_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     use(Machine("bind_threads"), monkeypatch)
     assert bind_threads().reason == "no cores"
     use(Machine("cores", "bind_threads"), monkeypatch)

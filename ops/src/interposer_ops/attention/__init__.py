@@ -1,4 +1,4 @@
-"""Attention over paged and dense caches: ops, and the backends that are made of torch's operators.
+"""Attention over paged and dense caches: ops, and backends built from torch operators.
 
 Every name is loaded on first use.
 """

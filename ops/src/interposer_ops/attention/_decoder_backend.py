@@ -1,4 +1,6 @@
-"""Decoder attention over a cache that ``CacheWriter`` writes, with sinks and 8 bits or without.
+"""Decoder attention over a paged cache written by ``CacheWriter``.
+
+Sinks and 8-bit caches are optional.
 
 Dimensions: T tokens, N heads, K kv heads, D head size, P pages, S page size.
 """
@@ -15,12 +17,12 @@ from torch import Tensor
 from interposer import AttentionBackend, AttentionSpec, Capability, KVCacheLayout, Site, Verdict
 from interposer_ops.caches._cache_writer import CacheWriter
 
-_NONE = (None, None)
-_OF_8_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+_NO_SCALES = (None, None)
+_8_BIT_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 
 class DecoderBackend(AttentionBackend):
-    """Write a step's keys and values, then attend; a subclass adds ``attend_to`` and a plan.
+    """Write a step's keys and values, then attend. A subclass adds ``attend_to`` and ``plan``.
 
     Attributes:
         write: see ``CacheWriter.store``.
@@ -41,25 +43,27 @@ class DecoderBackend(AttentionBackend):
         sinks: Tensor | None,
         scales: Any,
     ) -> Tensor:
-        """Return ``[T, N, D]`` of both caches ``[P, S, K, D]``, which hold the step's own tokens.
+        """Compute attention ``[T, N, D]`` over both caches ``[P, S, K, D]``, this step included.
 
         Args:
-            scales: of keys and values, as ``prepare_scales`` returns them first; or None, None.
+            scales: the first value that ``prepare_scales`` returns (key and value scale), or (None,
+                None).
         """
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept decoders whose cache is of their dtype or of 8 bits, shared or not, with sinks."""
-        if spec.cache_dtype in _OF_8_BITS:
+        """Accept decoders with a cache of their dtype or of 8 bits; sinks and shared caches too."""
+        if spec.cache_dtype in _8_BIT_DTYPES:
             spec = replace(spec, cache_dtype=spec.dtype)
+        # judge_plain_decoder refuses sinks and shared caches, which this backend supports.
         return replace(spec, sinks=False, shared=False).judge_plain_decoder()
 
     def kv_layout(self) -> KVCacheLayout:
-        """Return ``[2, P, S, K, D]``, keys first."""
+        """Describe the cache of one layer, ``[2, P, S, K, D]``, keys first."""
         return KVCacheLayout.keys_first(self.spec)
 
     def prepare_scales(self, key_scale: Tensor, value_scale: Tensor) -> Any:
-        """Return the scales, and what the kernel that writes the cache wants besides."""
+        """Return the scales for attention, and the scales prepared for the cache-writing kernel."""
         return (key_scale, value_scale), self._writer.prepared(key_scale, value_scale)
 
     def forward(
@@ -77,7 +81,7 @@ class DecoderBackend(AttentionBackend):
     def forward_quantized(
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any, scales: Any
     ) -> Tensor:
-        """Round and write, then attend; see ``AttentionBackend.forward_quantized``."""
+        """Quantize and write, then attend; see ``AttentionBackend.forward_quantized``."""
         return self._step(query, key, value, cache, plan, None, *scales)
 
     def forward_quantized_with_sinks(
@@ -90,7 +94,7 @@ class DecoderBackend(AttentionBackend):
         scales: Any,
         sinks: Tensor,
     ) -> Tensor:
-        """Do both; see ``AttentionBackend.forward_quantized_with_sinks``."""
+        """Quantize and write, then attend with sinks; see ``AttentionBackend``."""
         return self._step(query, key, value, cache, plan, sinks, *scales)
 
     def forward_stored(
@@ -101,9 +105,9 @@ class DecoderBackend(AttentionBackend):
         scales: Any = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend to what is stored; see ``AttentionBackend.forward_stored``."""
+        """Attend to the stored tokens; see ``AttentionBackend.forward_stored``."""
         keys, values = cache.unbind(0)
-        return self.attend_to(query, keys, values, plan, sinks, scales[0] if scales else _NONE)
+        return self.attend_to(query, keys, values, plan, sinks, scales[0] if scales else _NO_SCALES)
 
     def _step(
         self,
@@ -113,9 +117,10 @@ class DecoderBackend(AttentionBackend):
         cache: Tensor,
         plan: Any,
         sinks: Tensor | None = None,
-        scales: Any = _NONE,
+        scales: Any = _NO_SCALES,
         rounding: tuple[Any, ...] = (),
     ) -> Tensor:
+        # ``rounding`` are the write kernel's extra arguments; empty for an unquantized cache.
         keys, values = cache.unbind(0)
         self.write(key, value, keys, values, plan.slots, *rounding)
         return self.attend_to(query, keys, values, plan, sinks, scales)

@@ -1,18 +1,18 @@
-"""Decoder attention through torch's FlexAttention, for what fixed kernels cannot do together.
+"""Decoder attention through torch's FlexAttention, for feature combinations without a fixed kernel.
 
-It takes windows, softcap, sinks and caches of 8 bits in any combination, on copies of what is read
-of the cache.
+Windows, softcap, sinks and 8-bit caches work in any combination. The cached tokens that a step
+reads are copied first.
 
-On an accelerator it is compiled when it is first called, for which Triton is needed, and again for
-steps of one query or of few tokens and for layers of another kind. Where these are more forms than
-``torch._dynamo.config.recompile_limit``, torch runs what is not compiled. It is never compiled to
-a graph, and a step that is captured as one refuses it, since it does not promise to be safe there.
+On an accelerator FlexAttention is compiled at the first call, which needs Triton, and again for
+steps of one query or of few tokens and for each kind of layer. If these are more variants than
+``torch._dynamo.config.recompile_limit``, torch runs the uncompiled form. The backend does not
+declare itself safe for device graphs, so a step captured as a graph refuses it.
 
-Results are tested on the processor, in torch's form that is not compiled. On an H100 and an H200
-the compiled form was right, but for capped scores, which raised and were not run again.
+Results are tested on the CPU with torch's uncompiled form. On an H100 and an H200 the compiled form
+was correct, except that capped scores raised; those were not run again.
 
 Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, M pages of the longest
-sequence, L cached tokens that are read.
+sequence, L cached tokens that are read, P pages, S page size.
 Source: arXiv:2412.05496; torch.nn.attention.flex_attention.
 """
 
@@ -40,19 +40,19 @@ from interposer_ops.caches._kv_cache import gather_cache, read_positions
 from interposer_ops.caches._quantized_cache import gather_cache_fp8, gather_cache_int8
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_LEAST_HEAD = 16
+_MIN_HEAD_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class FlexPlan:
-    """The part of a step that is the same for all layers.
+    """The data of a step that all layers share.
 
     Attributes:
-        slots: ``[T]`` int64, that are written.
+        slots: ``[T]`` int64, the slots to write.
         page_table: ``[B, M]`` int64.
-        lengths, firsts: ``[B]`` int64; how many tokens of each sequence are read, from which on.
+        lengths, firsts: ``[B]`` int64; number and first position of each sequence's tokens to read.
         num_keys: L.
-        mask: which of ``L`` keys each of ``T`` queries sees; None where there is no query.
+        mask: block mask of T queries and L keys; None if there is no query.
     """
 
     slots: Tensor
@@ -64,7 +64,7 @@ class FlexPlan:
 
 
 class FlexBackend(DecoderBackend):
-    """Attend with all sequences as rows of one product, whose mask keeps them apart."""
+    """Attend with the tokens of all sequences in one call; the mask separates the sequences."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
@@ -76,16 +76,17 @@ class FlexBackend(DecoderBackend):
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept what ``DecoderBackend`` does, in dtypes and heads that torch takes."""
+        """Accept the specs of ``DecoderBackend``, in dtypes and head sizes that torch supports."""
         if spec.dtype not in _DTYPES:
             return Verdict.refuse(f"computes in 32 or 16 bit floats, got {spec.dtype}")
-        if spec.head_size < _LEAST_HEAD:
-            return Verdict.refuse(f"takes heads of {_LEAST_HEAD} or more, got {spec.head_size}")
+        if spec.head_size < _MIN_HEAD_SIZE:
+            return Verdict.refuse(f"takes heads of {_MIN_HEAD_SIZE} or more, got {spec.head_size}")
         return super().accepts(spec, capability)
 
     def plan(self, batch: AttentionBatch) -> FlexPlan:
-        """Return what is read and which of it each token sees."""
+        """Compute which cached tokens to read, and which query sees which key."""
         firsts, lengths = windowed(batch, self.spec.window_tokens)
+        # The host copy gives the shape without waiting for the device.
         num_keys = int(windowed(batch.on_host(), self.spec.window_tokens)[1].sum())
         num_queries, mask = len(batch.slots), None
         if num_queries:
@@ -96,9 +97,11 @@ class FlexBackend(DecoderBackend):
         return FlexPlan(batch.slots, batch.page_table, lengths, firsts, num_keys, mask)
 
     def prepare_scales(self, key_scale: Tensor, value_scale: Tensor) -> Any:
-        """Return what the kernels that read and write the cache want of the scales."""
-        read = [self._gather.prepared(scale=scale)["scale"] for scale in (key_scale, value_scale)]
-        return read, self._writer.prepared(key_scale, value_scale)
+        """Prepare the scales for the kernels that read and write the cache."""
+        read_scales = [
+            self._gather.prepared(scale=scale)["scale"] for scale in (key_scale, value_scale)
+        ]
+        return read_scales, self._writer.prepared(key_scale, value_scale)
 
     def attend_to(
         self,
@@ -109,7 +112,7 @@ class FlexBackend(DecoderBackend):
         sinks: Tensor | None,
         scales: Any,
     ) -> Tensor:
-        """Return attention to copies of what is read; see ``DecoderBackend.attend_to``."""
+        """Attend to copies of the cached tokens; see ``DecoderBackend.attend_to``."""
         if plan.mask is None:
             return torch.empty_like(query)
         key, value = (self._read(c, plan, s) for c, s in zip((keys, values), scales, strict=True))
@@ -124,18 +127,19 @@ class FlexBackend(DecoderBackend):
             return_aux=AuxRequest(lse=True),
         )
         if sinks is not None:
-            # A score without a value takes its share of the weights: e^s / (e^lse + e^s).
+            # A sink adds e^s to the softmax's denominator, without a value: rescale the result by
+            # e^lse / (e^lse + e^s).
             out = out * torch.sigmoid(aux.lse - sinks[:, None].to(aux.lse.dtype))[..., None]
         rows: Tensor = out[0].transpose(0, 1).to(query.dtype)
         return rows
 
     def _read(self, cache: Tensor, plan: FlexPlan, scale: Tensor | None) -> Tensor:
-        """Return ``[1, K, L, D]`` of a cache ``[P, S, K, D]``, in the spec's dtype."""
-        given = (cache, plan.page_table, plan.lengths, plan.firsts)
+        """Gather ``[1, K, L, D]`` from a cache ``[P, S, K, D]``, in the spec's dtype."""
+        arguments = (cache, plan.page_table, plan.lengths, plan.firsts)
         if scale is None:
-            rows = self._gather.function(*given, plan.num_keys)
+            rows = self._gather.function(*arguments, plan.num_keys)
         else:
-            rows = self._gather.function(*given, scale, plan.num_keys, self.spec.dtype)
+            rows = self._gather.function(*arguments, scale, plan.num_keys, self.spec.dtype)
         heads: Tensor = rows.transpose(0, 1)[None]
         return heads
 
@@ -147,13 +151,13 @@ def _mask(
     key_position: Tensor,
     window_tokens: int | None,
 ) -> BlockMask:
-    def is_seen(_sequence: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def is_visible(_sequence: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         distance = query_position[query] - key_position[key]
-        seen = (query_sequence[query] == key_sequence[key]) & (distance >= 0)
-        return seen if window_tokens is None else seen & (distance < window_tokens)
+        visible = (query_sequence[query] == key_sequence[key]) & (distance >= 0)
+        return visible if window_tokens is None else visible & (distance < window_tokens)
 
     device = str(query_position.device)
-    return create_block_mask(is_seen, None, None, len(query_position), len(key_position), device)
+    return create_block_mask(is_visible, None, None, len(query_position), len(key_position), device)
 
 
 def _capped(softcap: float) -> Callable[..., Tensor]:
@@ -165,10 +169,11 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
 
 @cache
 def _function(device_type: str) -> Any:
-    """Return the function for a device; the processor's needs no compiler, and is for tests."""
+    """Return the FlexAttention function for a device; uncompiled on CPU, which serves tests."""
     if device_type == "cpu":
         return flex_attention
-    # Whatever the process has set for others: a graph in a graph would write to foreign memory.
+    # Disable CUDA graphs here whatever the process-wide setting: inside the engine's own graph, an
+    # inner graph would write to memory that is not its own.
     compiled = torch.compile(flex_attention, dynamic=True, options={"triton.cudagraphs": False})
-    # The cap of scores as a symbol is what torch (2.11 to 2.13) cannot lower.
+    # torch 2.11 to 2.13 cannot lower a symbolic float for the softcap, so floats are constants.
     return torch._dynamo.config.patch(specialize_float=True)(compiled)

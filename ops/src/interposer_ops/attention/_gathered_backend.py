@@ -1,10 +1,10 @@
-"""Decoder attention by functions that take keys of any length without a page table.
+"""Decoder attention for platform functions that take contiguous keys without a page table.
 
-What is read of the cache is copied, one sequence after the other; steps of whole prompts read
-their own keys instead. A platform adds the function.
+The cached tokens that a step reads are copied, one sequence after the other. Steps of whole prompts
+read this step's keys directly. A platform subclass provides the attention function.
 
-Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, P pages, S page size,
-L cached tokens that are read.
+Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, P pages, S page size, L cached
+tokens that are read.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from interposer_ops.caches._kv_cache import cumulated, read_slots
 
 @dataclass(frozen=True, slots=True)
 class GatheredStep:
-    """One step without pages.
+    """Cache slots and sequence bounds of one step; the attention function sees no pages.
 
     Attributes:
-        written: ``[T]`` slots that the step's own tokens go to.
-        read: ``[L]`` slots that are read; None where the step's own keys are all there are.
+        written: ``[T]`` slots for the keys and values of this step.
+        read: ``[L]`` slots to read; None if this step's own keys are all keys.
         query_starts, key_starts: ``[B + 1]`` int32.
     """
 
@@ -38,29 +38,31 @@ class GatheredStep:
 
 
 class GatheredBackend(AttentionBackend):
-    """Whole prompts attend to the step's own keys, everything else to copies from the cache."""
+    """Attend to this step's own keys in whole-prompt steps, else to copies from the cache."""
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, step: GatheredStep) -> Tensor:
-        """Return causal attention within each sequence; masks are aligned at the newest tokens.
+        """Compute causal attention within each sequence, the last query aligned with the last key.
 
         Args:
             query: ``[T, N, D]``, contiguous.
-            key, value: ``[L, K, D]``, contiguous; L is T where the step reads nothing.
+            key, value: ``[L, K, D]``, contiguous; L is T if the step reads no cache.
         Returns: ``[T, N, D]``, dtype of ``query``.
         """
 
     def kv_layout(self) -> KVCacheLayout:
-        """Return ``[2, P, S, K, D]``, keys first."""
+        """Describe the cache of one layer, ``[2, P, S, K, D]``, keys first."""
         return KVCacheLayout.keys_first(self.spec)
 
     def plan(self, batch: AttentionBatch) -> GatheredStep:
-        """Return what is read, which is no more than the window where there is one.
+        """Compute the slots to read, limited to the window if there is one.
 
-        How many tokens that is, the host knows of its copy of the batch.
+        The number of slots comes from the host copy of the batch, so that nothing waits for the
+        device.
         """
         host, read = batch.on_host(), None
         firsts, lengths = windowed(batch, self.spec.window_tokens)
+        # All sequences are new: this step's own keys are complete, whatever the window.
         if bool((host.seq_lens == host.query_starts.diff()).all()):
             lengths = batch.query_starts.diff()
         else:
@@ -68,14 +70,15 @@ class GatheredBackend(AttentionBackend):
             size = self.spec.page_size
             read = read_slots(batch.page_table, firsts, lengths, size, num_tokens=total)
         starts = batch.query_starts.to(torch.int32), cumulated(lengths)
-        most = max(batch.max_seq_tokens, batch.max_query_tokens)
-        return GatheredStep(batch.slots, read, *starts, batch.max_query_tokens, most)
+        max_key_tokens = max(batch.max_seq_tokens, batch.max_query_tokens)
+        return GatheredStep(batch.slots, read, *starts, batch.max_query_tokens, max_key_tokens)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: GatheredStep
     ) -> Tensor:
         """Write, then attend; see ``AttentionBackend.forward``."""
         keys, values = cache.flatten(1, 2).unbind(0)  # each [P S, K, D]
+        # Written first: ``plan.read`` includes the slots of this step's own tokens.
         keys[plan.written] = key
         values[plan.written] = value
         if plan.read is not None:
@@ -84,16 +87,17 @@ class GatheredBackend(AttentionBackend):
 
 
 def windowed(batch: AttentionBatch, window_tokens: int | None) -> tuple[Tensor, Tensor]:
-    """Return the first position that each sequence reads, and how many, ``[B]`` int64 each."""
+    """Return the first position and the number of positions to read, ``[B]`` int64 each."""
     lengths = batch.seq_lens
     if window_tokens is not None:
+        # The first query of the step sees window - 1 earlier tokens; later queries see fewer.
         lengths = torch.minimum(lengths, batch.query_starts.diff() + (window_tokens - 1))
     return batch.seq_lens - lengths, lengths
 
 
 def window_ends(spec: AttentionSpec) -> tuple[int, int]:
-    """Return how many tokens to the left and right of its own a query sees; -1 is all.
+    """Return how many tokens a query sees to the left and to the right; -1 means unlimited.
 
-    Flash attention of every make counts them so.
+    This is the convention of all Flash Attention implementations.
     """
     return (-1, -1) if spec.window_tokens is None else (spec.window_tokens - 1, 0)

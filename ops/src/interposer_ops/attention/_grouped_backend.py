@@ -1,6 +1,6 @@
-"""Decoder attention over a cache of 4 bits, from standard ops.
+"""Decoder attention over a 4-bit cache, from standard ops.
 
-What a step reads of the cache is converted to the model's dtype first, page by page.
+A step first dequantizes the pages that it reads to the model's dtype.
 
 Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, M pages of the longest
 sequence, P pages, S page size.
@@ -35,11 +35,11 @@ from interposer_ops.caches._grouped_cache import (
 
 
 class GroupedPlan(NamedTuple):
-    """The pages that a step reads, and the step over copies of these.
+    """The pages that a step reads, and the step over dequantized copies of these pages.
 
     Attributes:
         pages: ``[B M]`` int64.
-        batch: whose page table names copies.
+        batch: the batch, with a page table that points to the copies.
     """
 
     pages: Tensor
@@ -47,16 +47,16 @@ class GroupedPlan(NamedTuple):
 
 
 class GroupedBackend(AttentionBackend):
-    """Round and store a step's keys and values, then attend to what was stored.
+    """Quantize and store a step's keys and values, then attend to the stored values.
 
-    Windows, softcap, sinks, ALiBi, prefixes and shared caches are those of ``paged_attention``.
+    Windows, softcap, sinks, ALiBi, prefixes and shared caches work as in ``paged_attention``.
     """
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
-        read = replace(spec, cache_dtype=spec.dtype)
-        facts = {**read.dims(), "scaled": False, "per_head": False, "causal": True}
-        self._attend: Any = site.bind(paged_attention, **facts)
+        dequantized = replace(spec, cache_dtype=spec.dtype)
+        dims = {**dequantized.dims(), "scaled": False, "per_head": False, "causal": True}
+        self._attend: Any = site.bind(paged_attention, **dims)
         self._slopes: Tensor | None = None
         if spec.alibi:
             device = site.resolver.device.torch_device
@@ -64,7 +64,7 @@ class GroupedBackend(AttentionBackend):
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept decoders whose cache is of uint4, and heads that are made of groups."""
+        """Accept decoders with a uint4 cache and a head size of whole groups."""
         if spec.cache_dtype != UINT4:
             return Verdict.refuse(f"stores 4 bits, asked for {spec.cache_dtype}")
         if spec.head_size % GROUP_SIZE:
@@ -76,13 +76,14 @@ class GroupedBackend(AttentionBackend):
         ).judge_plain_decoder()
 
     def kv_layout(self) -> KVCacheLayout:
-        """Return ``[2, P, S, K, 5 D / 8]`` uint8, keys first."""
+        """Describe the cache of one layer, ``[2, P, S, K, 5 D / 8]`` uint8, keys first."""
         spec = self.spec
         page_shape = (2, spec.page_size, spec.num_kv_heads, grouped_bytes(spec.head_size))
         return KVCacheLayout(page_shape, 1, (0, 1, 2, 3, 4), torch.uint8)
 
     def plan(self, batch: AttentionBatch) -> GroupedPlan:
-        """Return the pages in the order of the tables, and tables of their copies."""
+        """Return the pages in the order of the page table, and a page table of the copies."""
+        # Copies are made in the order of the page table, so the copies' table simply counts up.
         table = batch.page_table
         copies = torch.arange(table.numel(), device=table.device).view(table.shape)
         return GroupedPlan(table.flatten(), replace(batch, page_table=copies))
@@ -91,6 +92,7 @@ class GroupedBackend(AttentionBackend):
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: GroupedPlan
     ) -> Tensor:
         """Write, then attend; see ``AttentionBackend.forward``."""
+        # This step's tokens are read back from the cache, rounded as later steps will see them.
         self._write(key, value, cache, plan.batch.slots)
         return self.forward_stored(query, cache, plan)
 
@@ -115,7 +117,7 @@ class GroupedBackend(AttentionBackend):
         scales: Any = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend to what is stored; see ``AttentionBackend.forward_stored``."""
+        """Attend to the stored tokens; see ``AttentionBackend.forward_stored``."""
         keys, values = (read_groups(part[plan.pages], query.dtype) for part in cache.unbind(0))
         spec, batch = self.spec, plan.batch
         prefixes = batch.prefix_lens if spec.prefix_lm else None

@@ -1,4 +1,4 @@
-"""The size of the pages of a cache, which all backends of a model have to take."""
+"""Choice of one page size for the caches of all attention layers of a model."""
 
 from __future__ import annotations
 
@@ -15,53 +15,56 @@ _USUAL = 16
 def common_page_size(
     resolver: Resolver, layers: Iterable[tuple[AttentionSpec, Site]], usual: int = _USUAL
 ) -> int:
-    """Return the number of tokens in a page that the best backend of every layer takes.
+    """Return the page size in tokens that the best backend of every layer accepts.
 
-    A backend is asked about the sizes of its record in their order, or about ``usual`` where that
-    names none. Where the best backends of the layers have none in common, a size is returned that
-    some backend of each layer takes; where there is none either, ``usual``, with which the
-    selection says what each backend refuses.
+    Each backend is tried with the page sizes of its record, in the record's order, or with
+    ``usual`` if the record lists none. If the layers' best backends share no size, the result is a
+    size that some backend of every layer accepts; if there is none either, ``usual``, so that the
+    selection reports why each backend refuses.
 
     Args:
-        layers: spec and site of each attention layer; the page size in a spec counts for nothing.
-        usual: size for backends that have no wish.
+        layers: spec and site of each attention layer; the specs' page sizes are ignored.
+        usual: size for backends without a preference.
     """
     offers: dict[tuple[object, ...], dict[str, list[int]]] = {}
-    wanted: list[list[int]] = []
+    preferred: list[list[int]] = []  # sizes of the best backend of each kind of layer
     for spec, site in layers:
         request = _request(resolver, spec, usual, site.prefix)
         policy = policy_for(resolver.config, request)
         key = (request.key, policy)
         if key in offers:
-            continue
+            continue  # a layer with the same request and policy has the same answer
         candidates = resolver.registry.candidates("attention")
-        taken = {c.qualified_name: _taken(resolver, c, spec, usual, site) for c in candidates}
-        offers[key] = taken
-        able = [_answering(c, bool(taken[c.qualified_name])) for c in candidates]
+        accepted = {
+            c.qualified_name: _accepted_sizes(resolver, c, spec, usual, site) for c in candidates
+        }
+        offers[key] = accepted
+        # The page size is not chosen yet, so a backend counts as able if any of its sizes is.
+        able = [_with_verdict(c, bool(accepted[c.qualified_name])) for c in candidates]
         try:
             best = select(request, able, policy).chosen
         except NoCandidateError:
             return usual
-        wanted.append(taken[best.qualified_name])
-    sizes = list(dict.fromkeys(size for some in wanted for size in some))
-    for size in sizes:
-        if all(size in some for some in wanted):
+        preferred.append(accepted[best.qualified_name])
+    candidate_sizes = list(dict.fromkeys(size for sizes in preferred for size in sizes))
+    for size in candidate_sizes:
+        if all(size in sizes for sizes in preferred):
             return size
-    for size in sizes:
-        if all(any(size in some for some in taken.values()) for taken in offers.values()):
+    for size in candidate_sizes:
+        if all(any(size in sizes for sizes in backends.values()) for backends in offers.values()):
             return size
     return usual
 
 
-def _taken(
+def _accepted_sizes(
     resolver: Resolver, candidate: Candidate, spec: AttentionSpec, usual: int, site: Site
 ) -> list[int]:
-    """Return the sizes with which a backend accepts a spec, the preferred one first."""
-    named = getattr(candidate.record, "page_sizes", ()) or (usual,)
-    return [s for s in named if candidate.judge(_request(resolver, spec, s, site.prefix))]
+    """Return the page sizes with which a backend accepts a spec, the preferred size first."""
+    sizes = getattr(candidate.record, "page_sizes", ()) or (usual,)
+    return [s for s in sizes if candidate.judge(_request(resolver, spec, s, site.prefix))]
 
 
-def _answering(candidate: Candidate, accepts: bool) -> Candidate:
+def _with_verdict(candidate: Candidate, accepts: bool) -> Candidate:
     verdict = Verdict.accept() if accepts else Verdict.refuse("takes none of its page sizes")
     return replace(candidate, judge=lambda _: verdict)
 
@@ -69,5 +72,5 @@ def _answering(candidate: Candidate, accepts: bool) -> Candidate:
 def _request(resolver: Resolver, spec: AttentionSpec, page_size: int, prefix: str) -> Request:
     spec = replace(spec, page_size=page_size)
     device, dtype = resolver.device, str(spec.dtype).removeprefix("torch.")
-    place = device.platform, device.capability
-    return Request("attention", spec.type, *place, dtype, spec.dims(), spec, prefix)
+    target = device.platform, device.capability
+    return Request("attention", spec.type, *target, dtype, spec.dims(), spec, prefix)

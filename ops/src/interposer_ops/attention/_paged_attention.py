@@ -39,13 +39,13 @@ def paged_attention(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> Tensor:
-    """Attend from each sequence's newest tokens to what the cache holds of that sequence.
+    """Attend from each sequence's newest tokens to all tokens of that sequence in the cache.
 
     out = softmax(cap(scale * q k^T) + bias + mask) v with cap(s) = softcap * tanh(s / softcap) and
-    bias = -slope * |distance|, in float32 or wider. Head n reads kv head n // G. The query of
-    sequence b stands at positions seq_lens[b] - query length .. seq_lens[b] - 1, its keys are
-    already in the cache. What an op promises of memory: tokens of ``query``, pages of the caches
-    and rows of ``page_table`` may lie apart.
+    bias = -slope * |distance|, in float32 or wider. Head n reads kv head n // G. The queries of
+    sequence b have positions seq_lens[b] - query length .. seq_lens[b] - 1; their keys are already
+    in the cache. Memory layout: tokens of ``query``, pages of the caches and rows of ``page_table``
+    may be strided; inner dimensions are contiguous.
 
     Args:
         query: ``[T, N, D]``, any float dtype.
@@ -56,21 +56,23 @@ def paged_attention(
         seq_lens: ``[B]`` int64, each at least the query length.
         max_query_tokens: Q, at least 1; no query is longer.
         scale: factor of the scores.
-        causal: a token sees itself and what is before it; False sees the whole sequence.
-        window_tokens: a token sees itself and the ``window_tokens - 1`` before it; None sees all.
-        softcap: bound of the scores; None leaves them.
-        sinks: ``[N]``, any float dtype: scores that join each head's softmax and have no value.
-        alibi_slopes: ``[N]`` float32, at least 0; what a token of distance costs a score.
-        prefix_lens: ``[B]`` int64: the first tokens of a sequence see each other in both
-            directions, so far as they are in the cache; the window holds for them too.
-        key_scale: ``[1]`` or ``[K]`` float32: what stored keys are multiplied by; None leaves them.
-        value_scale: ``[1]`` or ``[K]`` float32: the same of values.
+        causal: a token sees itself and earlier tokens; False: the whole sequence.
+        window_tokens: a token sees itself and the ``window_tokens - 1`` tokens before; None: no
+            window.
+        softcap: bound of the scores; None: no bound.
+        sinks: ``[N]``, any float dtype: one extra score per head that joins the softmax without a
+            value.
+        alibi_slopes: ``[N]`` float32, at least 0: decrease of the score per token of distance.
+        prefix_lens: ``[B]`` int64: tokens of a sequence's prefix see each other in both directions,
+            as far as they are in the cache; the window also applies to them.
+        key_scale: ``[1]`` or ``[K]`` float32: factor of the stored keys; None: 1.
+        value_scale: ``[1]`` or ``[K]`` float32: factor of the stored values; None: 1.
     Returns: ``[T, N, D]``, dtype of ``query``.
     Dims: num_heads, num_kv_heads, head_size, page_size, windowed, softcapped, sinks, alibi,
-        prefix_lm, causal, cache_dtype (the name of a torch dtype), scaled: keys and values have
-        scales, per_head: one of each kv head.
-    Source: arXiv:1706.03762; arXiv:2305.13245 (GQA); arXiv:2309.06180 (paging);
-        arXiv:2108.12409 (ALiBi); arXiv:2309.17453 (sinks); arXiv:1910.10683 (prefix-LM).
+    prefix_lm, causal, cache_dtype (the name of a torch dtype), scaled: keys and values have scales,
+    per_head: one scale per kv head.
+    Source: arXiv:1706.03762; arXiv:2305.13245 (GQA); arXiv:2309.06180 (paging); arXiv:2108.12409
+        (ALiBi); arXiv:2309.17453 (sinks); arXiv:1910.10683 (prefix-LM).
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     keys = cached(key_cache, page_table, seq_lens, wide, key_scale)  # [B, L, K, D]

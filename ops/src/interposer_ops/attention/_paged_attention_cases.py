@@ -1,4 +1,4 @@
-"""Cases of attention over a paged cache.
+"""Test cases of attention over a paged cache.
 
 Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, P pages, S page size.
 """
@@ -27,7 +27,7 @@ from interposer_ops.attention._sequences_cases import (
 from interposer_ops.caches._paging_cases import caches
 from interposer_testing.cases import Axis, CaseSpace, Point, uniform
 
-_PREFIX_TOKENS = 64  # of samples
+_PREFIX_TOKENS = 64  # prefix length in samples
 
 # Heads, kv heads, head size.
 _HEADS = {
@@ -83,20 +83,19 @@ _PAIRED = {
         "int8 cache, scales of heads",
     ),
 }
-_few = few_changes(_AXES, _PAIRED)
-_of_three = {**_PAIRED, "batch": ("decode", "chunk after a prefix"), "heads": ()}
-_no_heads = few_changes(_AXES, _of_three, most=3)
+_is_few_changes = few_changes(_AXES, _PAIRED)
+_TRIPLES = {**_PAIRED, "batch": ("decode", "chunk after a prefix"), "heads": ()}
+_is_triple = few_changes(_AXES, _TRIPLES, most=3)
 
 
 def _valid(point: Point, dtype: torch.dtype) -> bool:
-    """Keep pairs of options, and how batches, masks and features meet.
+    """Keep pairs of options, and triples of batch, mask and feature.
 
-    ALiBi is of causal models, with a prefix or without: what it means for later tokens is for
-    encoders to say.
+    ALiBi is tested with causal masks only: the op leaves later tokens to encoders.
     """
     if not point["mask"].get("causal", True) and point["feature"].get("alibi"):
         return False
-    return _few(point, dtype) or _no_heads(point, dtype)
+    return _is_few_changes(point, dtype) or _is_triple(point, dtype)
 
 
 def _paged_attention(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -122,11 +121,11 @@ paged_attention_cases = CaseSpace(
     alone={"batch": ("no sequences",)},
     valid=_valid,
 )
-"""Batches over shuffled pages; slots that hold no token of a sequence are NaN."""
+"""Batches over shuffled pages; unused slots hold NaN, so that a kernel that reads them fails."""
 
 
 def paged_attention_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return a typical step over a cache of shuffled pages."""
+    """Build a typical step over a cache of shuffled pages."""
     options = {
         **sampled_scores(dims),
         **sampled_storage(dims, dtype),
@@ -152,12 +151,12 @@ def _attention(
         stored = stored if factor is None else stored / factor[:, None]
         batch.filled(stored.to(stored_dtype), cache)
     query = random_query((lengths.num_tokens, heads, head_size), options, dtype, generator)
-    scores, stated = score_arguments(heads, head_size, options, dtype, generator)
+    scores, score_dims = score_arguments(heads, head_size, options, dtype, generator)
     prefixes = None
     if options.get("prefix"):
-        # Around the prefix, one of no token, and one that is not in the cache as a whole.
-        several = options["prefix"] * torch.tensor([1, 0, 2, 100])
-        prefixes = several.repeat(len(lengths.sequences))[: len(lengths.sequences)]
+        # Lengths around the prefix, an empty prefix, and one that is longer than the cached tokens.
+        lengths_in_turn = options["prefix"] * torch.tensor([1, 0, 2, 100])
+        prefixes = lengths_in_turn.repeat(len(lengths.sequences))[: len(lengths.sequences)]
     arguments = {
         "query": query,
         "key_cache": keys,
@@ -173,7 +172,7 @@ def _attention(
         "num_kv_heads": kv_heads,
         "head_size": head_size,
         "page_size": lengths.page_size,
-        **stated,
+        **score_dims,
         "prefix_lm": prefixes is not None,
         "cache_dtype": dtype_name(stored_dtype),
         "scaled": bool(scaled),

@@ -1,17 +1,18 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Attention over a paged cache.
+"""Attention over a paged cache, in Triton.
 
-Sequences of several queries: a program takes a tile of (query, head) pairs that read one kv head,
-and goes over the keys that any of them sees. Sequences of one query: a program takes one kv head
-and a part of the keys, and ``_join_parts`` joins the parts. Which of them a sequence goes through,
-how its keys are parted and in which order they are summed depends on that sequence alone, whatever
-else the batch holds; not to the bit the same is a token that is now the only query of its sequence
-and now one of several.
+Sequences with several queries: each program takes a tile of (query, head) pairs of one kv head, and
+loops over the keys that at least one of them sees. Sequences with one query: each program takes one
+kv head and a part of the keys (split-K), and ``_join_parts`` joins the parts.
+
+The route, the partition of the keys and the order of summation depend only on the sequence itself,
+never on the rest of the batch. A token's result may still differ in the last bits between being the
+only query of its sequence and being one of several, since these take different routes.
 
 Dimensions: T tokens, N heads, K kv heads, G = N / K, D head size, B sequences, M pages of the
-longest sequence, P pages, S page size, C parts at most.
-Source: arXiv:2205.14135 (tiles); the two ways are those of arXiv:2307.08691 and of its authors'
-Flash-Decoding.
+longest sequence, P pages, S page size, C largest number of parts.
+Source: arXiv:2205.14135 (tiles); the two routes are those of arXiv:2307.08691 and of its authors'
+    Flash-Decoding.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from interposer_ops._triton.build import (
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops.attention._attention_tiles_triton import (
     LOG2E,
-    quotient,
-    seen_by_all,
-    seen_by_any,
+    keys_of_all,
+    keys_of_any,
+    normalise,
 )
-from interposer_ops.attention._paged_decode_triton import mix_parts, over_keys, paged_tile
+from interposer_ops.attention._paged_decode_triton import attend_keys, mix_parts, paged_tile
 from interposer_ops.caches._kv_cache_triton import stored_as
 
 
@@ -61,7 +62,7 @@ def paged_attention_triton(
     if num_tokens == 0:
         return out
     if window_tokens is not None:
-        # No sequence is longer, and what is computed with it stays a 32-bit integer.
+        # No sequence is longer than its pages; position + window then fits a 32-bit integer.
         window_tokens = min(window_tokens, page_table.shape[1] * page_size)
     batch = query_starts, seq_lens, prefix_lens
     cache = key_cache, value_cache, page_table
@@ -83,7 +84,7 @@ def paged_attention_triton(
             **sizes, VALUE_SCALES=1 if value_scale is None else value_scale.shape[0],
             ROWS=tile.rows, **tile.options,
         )  # fmt: skip
-    # Also in a batch of longer ones there may be sequences of one query.
+    # A batch with longer queries may also contain sequences with one query.
     mix_parts(query, cache, batch, masks, strides, sizes, out, sinks, value_scale)
     return out
 
@@ -111,51 +112,53 @@ def _mix_tile(
     row = first_row + tl.arange(0, ROWS)
     token = row // GROUP
     head = kv_head * GROUP + row % GROUP
-    there = token < num_queries
+    row_mask = token < num_queries
     element = tl.arange(0, COLUMNS)[None, :]
-    inside = there[:, None] & (element < HEAD_SIZE)
+    element_mask = row_mask[:, None] & (element < HEAD_SIZE)
     rows = (begin + token)[:, None]
-    within = head[:, None] * HEAD_SIZE + element
-    q = tl.load(query + rows * query_stride + within, mask=inside, other=0.0)
+    row_offsets = head[:, None] * HEAD_SIZE + element
+    q = tl.load(query + rows * query_stride + row_offsets, mask=element_mask, other=0.0)
     positions = (context + token)[:, None]
-    slope = None if slopes is None else tl.load(slopes + head, mask=there, other=0.0)[:, None]
+    slope = None if slopes is None else tl.load(slopes + head, mask=row_mask, other=0.0)[:, None]
     if key_scale is not None:
         scale = scale * tl.load(key_scale + kv_head % SCALES)
     total = tl.zeros([ROWS], tl.float32)
     largest = total - float("inf")
     if sinks is not None:
-        largest = tl.load(sinks + head, mask=there, other=0.0).to(tl.float32) * LOG2E
+        largest = tl.load(sinks + head, mask=row_mask, other=0.0).to(tl.float32) * LOG2E
         total += 1.0
     mixed = tl.zeros([ROWS, COLUMNS], tl.float32)
 
     first = context + first_row // GROUP
     last = context + tl.minimum((first_row + ROWS - 1) // GROUP, num_queries - 1)
-    start, end = seen_by_any(first, last, num_keys, window, prefix, CAUSAL, False)
-    # At multiples of KEYS, so that sums do not depend on where among the rows a query stands.
+    start, end = keys_of_any(first, last, num_keys, window, prefix, CAUSAL, False)
+    # Tiles begin at multiples of KEYS, so that the order of summation does not depend on the
+    # position of a query within the tile of rows.
     start = start // KEYS * KEYS
     keys = key_cache + kv_head * HEAD_SIZE
     values = value_cache + kv_head * HEAD_SIZE
     pages = page_table + sequence.to(tl.int64) * table_stride
     if window is None:
-        # Keys that all queries see need no mask. A window leaves few of them, and code is not free.
-        _, clear = seen_by_all(first, last, num_keys, window, prefix, CAUSAL, False)
-        clear = clear // KEYS * KEYS
-        largest, total, mixed = over_keys(
-            start, clear, q, positions, largest, total, mixed, keys, values, pages, num_keys,
+        # A first loop without masks covers the keys that all queries see. With a window these are
+        # few, and a second loop would only enlarge the kernel.
+        _, unmasked_end = keys_of_all(first, last, num_keys, window, prefix, CAUSAL, False)
+        unmasked_end = unmasked_end // KEYS * KEYS
+        largest, total, mixed = attend_keys(
+            start, unmasked_end, q, positions, largest, total, mixed, keys, values, pages, num_keys,
             prefix, slope, scale, softcap, window, key_stride, value_stride,
             CAUSAL, False, PAGE_SIZE, NUM_KV_HEADS, HEAD_SIZE, KEYS, COLUMNS,
         )  # fmt: skip
-        start = clear
-    largest, total, mixed = over_keys(
+        start = unmasked_end
+    largest, total, mixed = attend_keys(
         start, end, q, positions, largest, total, mixed, keys, values, pages, num_keys,
         prefix, slope, scale, softcap, window, key_stride, value_stride,
         CAUSAL, True, PAGE_SIZE, NUM_KV_HEADS, HEAD_SIZE, KEYS, COLUMNS,
     )  # fmt: skip
-    result = quotient(mixed, total)
+    result = normalise(mixed, total)
     if value_scale is not None:
         result *= tl.load(value_scale + kv_head % VALUE_SCALES)
-    target = out + rows * (NUM_KV_HEADS * GROUP * HEAD_SIZE) + within
-    tl.store(target, result.to(out.dtype.element_ty), mask=inside)
+    target = out + rows * (NUM_KV_HEADS * GROUP * HEAD_SIZE) + row_offsets
+    tl.store(target, result.to(out.dtype.element_ty), mask=element_mask)
 
 
 def _build(
@@ -168,11 +171,11 @@ def _build(
     window_tokens: int | None = None,
     softcap: float | None = None,
 ) -> Build:
-    """Return a build of 4 sequences in pages of 16; the longest query decides the launches.
+    """Describe a build for 4 sequences in pages of 16; ``longest`` decides which kernels launch.
 
     Args:
         heads: heads, kv heads, head size.
-        features: names of optional arguments that are given.
+        features: names of the optional arguments that are not None.
     """
     num_heads, kv_heads, head_size = heads
     cache, scale = (cache_dtype or dtype, 4096, 16, kv_heads, head_size), (FP32, 1)
@@ -189,9 +192,9 @@ def _build(
         *(head_size**-0.5, True, window_tokens, softcap),
         *(value if name in features else None for name, value in options.items()),
     )
-    facts = {} if cache_dtype is None else stored_as(cache_dtype)
+    cache_facts = {} if cache_dtype is None else stored_as(cache_dtype)
     name, matrix = dtype_name(dtype), dtype is not FP32
-    return Build("paged_attention_triton", label, arguments, name, matrix=matrix, **facts)
+    return Build("paged_attention_triton", label, arguments, name, matrix=matrix, **cache_facts)
 
 
 _LLAMA = (32, 8, 128)

@@ -40,12 +40,12 @@ def ragged_attention(
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
 ) -> Tensor:
-    """Attend from the queries of each sequence to its keys; sequences lie one after the other.
+    """Attend from the queries of each sequence to its keys, over concatenated sequences.
 
     out = softmax(cap(scale * q k^T) + bias + mask) v with cap(s) = softcap * tanh(s / softcap) and
     bias = -slope * |distance|, in float32 or wider. Head n reads kv head n // (N / K). The last
-    query of a sequence stands where its last key does, whatever their numbers. A query that sees
-    no key gives zeros. Tokens of query, key and value may lie apart in memory.
+    query of a sequence has the position of the last key, whatever the numbers of both. A query
+    without a visible key gives zeros. Tokens of query, key and value may be strided in memory.
 
     Args:
         query: ``[T, N, D]``, any float dtype.
@@ -56,11 +56,11 @@ def ragged_attention(
         max_query_tokens: Q, at least 1; no query is longer.
         max_key_tokens: L, at least 1; no sequence has more keys.
         scale, softcap, sinks, alibi_slopes: as in ``paged_attention``.
-        causal: a query sees the key where it stands and what is before it; False sees all.
-        window_tokens: keys are seen that are less than this away, on either side; None sees all.
+        causal: a query sees the key at its own position and earlier keys; False: all keys.
+        window_tokens: a query sees keys at a distance below this, on both sides; None: no window.
     Returns: ``[T, N, E]``, dtype of ``query``.
     Dims: num_heads, num_kv_heads, head_size, value_size, causal, windowed, softcapped, sinks,
-        alibi.
+    alibi.
     Source: arXiv:1706.03762; arXiv:2305.13245 (GQA); arXiv:2405.04434 (values of another size);
         arXiv:2108.12409 (ALiBi); arXiv:2309.17453 (sinks).
     """
@@ -86,14 +86,14 @@ def ragged_attention_with_lse(
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what ``ragged_attention`` does, and the logarithm of each softmax's denominator.
+    """Compute ``ragged_attention`` and the log-sum-exp of each query's scores.
 
-    lse = log(sum(exp(scores))) over the keys that a query sees, the sink included: with it
-    ``merge_attention_states`` joins attention to different keys.
+    lse = log(sum(exp(scores))) over the keys that a query sees, including the sink. With the lse,
+    ``merge_attention_states`` joins attention over different keys.
 
     Args: those of ``ragged_attention``.
-    Returns: ``[T, N, E]``, dtype of ``query``; ``[T, N]``, float32 or wider, -inf where a query
-        sees no key and there is no sink.
+    Returns: ``[T, N, E]``, dtype of ``query``; ``[T, N]``, float32 or wider, -inf for queries
+        without a visible key and without a sink.
     Dims: those of ``ragged_attention``.
     Source: arXiv:2501.01005.
     """
@@ -110,11 +110,12 @@ def ragged_attention_with_lse(
 def merge_attention_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return attention to the keys of both sides from what each side's keys gave.
+    """Merge attention over two disjoint sets of keys into attention over all keys.
 
     lse = log(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b, in
-    float32 or wider. A side without keys has an lse of -inf and adds nothing; where both have none
-    the result is zero, with an lse of -inf. Tokens of every argument may lie apart in memory.
+    float32 or wider. A side without keys has an lse of -inf and contributes nothing; if both sides
+    have none, the result is zero, with an lse of -inf. Tokens of every argument may be strided in
+    memory.
 
     Args:
         out_a: ``[T, N, E]``, any float dtype, finite.
@@ -126,6 +127,7 @@ def merge_attention_states(
     Source: arXiv:2501.01005.
     """
     largest = torch.maximum(lse_a, lse_b)
+    # -inf - -inf would be NaN for rows without keys on both sides.
     largest = torch.where(largest == -torch.inf, 0, largest)
     weight_a, weight_b = (torch.exp(lse - largest) for lse in (lse_a, lse_b))
     total = weight_a + weight_b  # 0 without keys, else at least 1

@@ -1,4 +1,4 @@
-"""Cases of attention without a cache.
+"""Test cases of attention without a cache.
 
 Dimensions: T query tokens, U key tokens, N heads, K kv heads, D size of a query and key, E size of
 a value, B sequences.
@@ -106,11 +106,11 @@ ragged_attention_cases = CaseSpace(
     alone={"batch": ("no sequences", "no keys at all")},
     valid=_valid,
 )
-"""Sequences with as many keys as queries, more, fewer and none, under masks and with features."""
+"""Sequences with as many keys as queries, more, fewer and none; all masks and features."""
 
 
 def ragged_attention_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return one sequence that attends to itself."""
+    """Build one sequence that attends to itself."""
     options = sampled_scores(dims)
     names = ("num_heads", "num_kv_heads", "head_size", "value_size")
     heads = tuple(int(dims[name]) for name in names)
@@ -128,7 +128,7 @@ def _attention(
     query = random_query((sum(query_lens), heads, head_size), options, dtype, generator)
     key = uniform((sum(key_lens), kv_heads, head_size), dtype, generator)
     value = uniform((sum(key_lens), kv_heads, value_size), dtype, generator)
-    scores, stated = score_arguments(heads, head_size, options, dtype, generator)
+    scores, score_dims = score_arguments(heads, head_size, options, dtype, generator)
     arguments = {
         "query": query,
         "key": key,
@@ -144,7 +144,7 @@ def _attention(
         "num_kv_heads": kv_heads,
         "head_size": head_size,
         "value_size": value_size,
-        **stated,
+        **score_dims,
     }
     longest = max([1, *query_lens, *key_lens])
     return bounded_case(label, arguments, dims, key, longest, width=head_size)
@@ -200,13 +200,13 @@ merge_attention_states_cases = CaseSpace(
     },
     alone={"shape": ("no tokens", "one element"), "empty": ("both empty", "a empty", "b empty")},
 )
-"""Sides of like and unlike weight, out of the range of the exponential, and without keys."""
+"""Sides of similar and different weight, beyond the range of exp, and without keys."""
 
 
 def merge_attention_states_sample(
     dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
 ) -> Case:
-    """Return two sides of like weight."""
+    """Build two sides of similar weight."""
     generator = torch.Generator().manual_seed(seed)
     shape = (num_tokens, int(dims["num_heads"]), int(dims["value_size"]))
     label = f"{num_tokens} tokens"
@@ -226,8 +226,8 @@ def _joined_case(
             lse[chosen] = -torch.inf
             out[chosen] = 0
         arguments |= {f"out_{side}": out, f"lse_{side}": lse}
-    # Outputs are at most 1, and an error of an lse of size M, in single precision, is one of a
-    # weight. What is done to each: subtract, exponentiate (a few roundings), add, divide, multiply.
+    # Outputs are at most 1. The float32 error of an lse of size M becomes the relative error of a
+    # weight. Operations: subtract, exponentiate (a few roundings), add, divide, multiply.
     largest = max(abs(end) for low_high in ranges for end in low_high)
     dims = {"num_heads": shape[1], "value_size": shape[2]}
     return Case(label, arguments, dims, reduction=6, magnitude=1 + largest, rounded=1.0)

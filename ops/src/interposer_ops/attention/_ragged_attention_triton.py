@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Attention without a cache, one pass over the keys for each tile of queries; joined parts.
+"""Attention without a cache in Triton: one pass over the keys per tile of queries; merge of states.
 
 T query tokens, U key tokens, N heads, K kv heads, D size of a query and key, E size of a value, B
 sequences.
@@ -20,15 +20,15 @@ from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops._triton.rows import row_tile
 from interposer_ops.attention._attention_tiles_triton import (
-    LEAST_SIDE,
     LN2,
     LOG2E,
-    joined,
-    quotient,
-    scored,
-    seen,
-    seen_by_all,
-    seen_by_any,
+    MIN_TILE_SIDE,
+    accumulate_tile,
+    attention_scores,
+    is_visible,
+    keys_of_all,
+    keys_of_any,
+    normalise,
 )
 
 
@@ -67,14 +67,14 @@ def ragged_attention_with_lse_triton(
 def merge_attention_states_triton(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``merge_attention_states``; the heads of all tokens are rows of one matrix."""
+    """Compute ``merge_attention_states``; each (token, head) pair is a row of one matrix."""
     num_tokens, num_heads, value_size = out_a.shape
     out = torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device)
     lse = torch.empty(lse_a.shape, dtype=lse_a.dtype, device=lse_a.device)
     num_rows = num_tokens * num_heads
     if num_rows == 0:
         return out, lse
-    # Without elements of values there still is the logarithm.
+    # Even values of size 0 need one program for the lse.
     tile = row_tile("merge_attention_states", out.device, max(1, value_size))
     _merge[(tile.row_blocks(num_rows), max(1, tile.column_blocks(value_size)))](
         out_a, lse_a, out_b, lse_b, out, lse, num_rows, out_a.stride(0), lse_a.stride(0),
@@ -85,41 +85,41 @@ def merge_attention_states_triton(
 
 
 class _Tile(NamedTuple):
-    """Queries and keys of one program and turn, and how it is compiled.
+    """Queries and keys per program and loop iteration, and compiler options.
 
-    ``front`` and ``rest``, powers of two, cover the elements of a query: one power of two would be
-    a third too many for the 192 of latent attention.
+    ``front`` and ``tail``, powers of two, together cover the elements of a query: a single power of
+    two would waste a third for the 192 elements of latent attention.
     """
 
     queries: int
     keys: int
     front: int
-    rest: int
+    tail: int
     value_columns: int
     compiled: Mapping[str, int]
 
 
 @per_device
 def _tile(device: torch.device, head_size: int, value_size: int, element_bytes: int) -> _Tile:
-    """Return the tile for heads of these sizes; it depends on nothing else.
+    """Choose the tile from the head sizes alone, so that results do not depend on the batch.
 
-    Blocks: ``queries`` and ``keys``, the most of them in a tile; ``query_bytes`` and ``key_bytes``,
-    what they may take of one, where heads are large. Most GPUs have no matrix instructions for
-    float32, which has launch parameters of its own.
+    Tuned block parameters: ``queries`` and ``keys``, the largest tile; ``query_bytes`` and
+    ``key_bytes``, its largest size in bytes, for large heads. Most GPUs have no matrix instructions
+    for float32, which has its own launch parameters.
     """
     wide = "_float32" if element_bytes == 4 else ""
     parameters = parameters_for(f"ragged_attention{wide}", device)
     blocks = parameters.blocks
-    covering = max(LEAST_SIDE, triton.next_power_of_2(head_size))
-    front = max(LEAST_SIDE, covering // 2)
-    rest = max(LEAST_SIDE, triton.next_power_of_2(max(1, head_size - front)))
-    if front + rest >= covering:
-        front, rest = covering, 0
-    value_columns = max(LEAST_SIDE, triton.next_power_of_2(value_size))
+    covering = max(MIN_TILE_SIDE, triton.next_power_of_2(head_size))
+    front = max(MIN_TILE_SIDE, covering // 2)
+    tail = max(MIN_TILE_SIDE, triton.next_power_of_2(max(1, head_size - front)))
+    if front + tail >= covering:
+        front, tail = covering, 0
+    value_columns = max(MIN_TILE_SIDE, triton.next_power_of_2(value_size))
     row_bytes = max(front, value_columns) * element_bytes
-    queries = max(LEAST_SIDE, min(blocks["queries"], blocks["query_bytes"] // row_bytes))
-    keys = max(LEAST_SIDE, min(blocks["keys"], blocks["key_bytes"] // row_bytes))
-    return _Tile(queries, keys, front, rest, value_columns, parameters.compiled)
+    queries = max(MIN_TILE_SIDE, min(blocks["queries"], blocks["query_bytes"] // row_bytes))
+    keys = max(MIN_TILE_SIDE, min(blocks["keys"], blocks["key_bytes"] // row_bytes))
+    return _Tile(queries, keys, front, tail, value_columns, parameters.compiled)
 
 
 def _result(query: Tensor, value: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def _launch(
     if num_tokens == 0:
         return
     if window_tokens is not None:
-        # No distance is larger, and position + window stays a 32-bit integer.
+        # No distance is larger; position + window then fits a 32-bit integer.
         window_tokens = min(window_tokens, sum(longest))
     tile = _tile(query.device, head_size, value_size, query.element_size())
     query_blocks = -(-longest[0] // tile.queries)
@@ -146,7 +146,7 @@ def _launch(
         query, key, value, out, lse, *starts, sinks, alibi_slopes, scale, window_tokens, softcap,
         query_blocks, query.stride(0), key.stride(0), value.stride(0),
         CAUSAL=causal, NUM_HEADS=num_heads, GROUP=num_heads // key.shape[1], HEAD_SIZE=head_size,
-        VALUE_SIZE=value_size, FRONT=tile.front, REST=tile.rest, VALUE_COLUMNS=tile.value_columns,
+        VALUE_SIZE=value_size, FRONT=tile.front, REST=tile.tail, VALUE_COLUMNS=tile.value_columns,
         QUERIES=tile.queries, KEYS=tile.keys, **tile.compiled,
     )  # fmt: skip
 
@@ -159,11 +159,11 @@ def _attend(
     VALUE_SIZE: tl.constexpr, FRONT: tl.constexpr, REST: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    # Neighbours read the same keys: heads first, then the tiles of a sequence.
+    # Neighbouring programs share keys in cache: heads vary fastest, then the tiles of a sequence.
     head = tl.program_id(0) % NUM_HEADS
     tile = tl.program_id(0) // NUM_HEADS
     sequence = tile // query_blocks
-    # From the last tile to the first: under a causal mask the last ones take the longest.
+    # Last tile first: under a causal mask the last tiles take longest and should start early.
     first = (query_blocks - 1 - tile % query_blocks) * QUERIES
     query_start = tl.load(query_starts + sequence)
     num_queries = (tl.load(query_starts + sequence + 1) - query_start).to(tl.int32)
@@ -173,11 +173,13 @@ def _attend(
     num_keys = (tl.load(key_starts + sequence + 1) - key_start).to(tl.int32)
 
     offset = first + tl.arange(0, QUERIES)
-    there = offset < num_queries
+    query_mask = offset < num_queries
     queries = query + query_start * query_stride + head * HEAD_SIZE
-    q = _rows(queries, offset.to(tl.int64), query_stride, there, 0, FRONT, HEAD_SIZE)
+    q = _rows(queries, offset.to(tl.int64), query_stride, query_mask, 0, FRONT, HEAD_SIZE)
     if REST > 0:
-        q_rest = _rows(queries, offset.to(tl.int64), query_stride, there, FRONT, REST, HEAD_SIZE)
+        q_rest = _rows(
+            queries, offset.to(tl.int64), query_stride, query_mask, FRONT, REST, HEAD_SIZE
+        )
     position = (num_keys - num_queries + offset)[:, None]
     nearest = num_keys - num_queries + first
     farthest = num_keys - num_queries + tl.minimum(first + QUERIES, num_queries) - 1
@@ -195,45 +197,49 @@ def _attend(
     kv_head = head // GROUP
     keys = key + key_start * key_stride + kv_head * HEAD_SIZE
     values = value + key_start * value_stride + kv_head * VALUE_SIZE
-    start, end = seen_by_any(nearest, farthest, num_keys, window, None, CAUSAL, True)
-    whole_start, whole_end = seen_by_all(nearest, farthest, num_keys, window, None, CAUSAL, True)
+    start, end = keys_of_any(nearest, farthest, num_keys, window, None, CAUSAL, True)
+    whole_start, whole_end = keys_of_all(nearest, farthest, num_keys, window, None, CAUSAL, True)
     for base in range(start // KEYS * KEYS, end, KEYS):
-        place = base + tl.arange(0, KEYS)
-        near = place < num_keys
-        token = place.to(tl.int64)
-        k = _rows(keys, token, key_stride, near, 0, FRONT, HEAD_SIZE)
+        key_position = base + tl.arange(0, KEYS)
+        key_mask = key_position < num_keys
+        token = key_position.to(tl.int64)
+        k = _rows(keys, token, key_stride, key_mask, 0, FRONT, HEAD_SIZE)
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
         if REST > 0:
-            k = _rows(keys, token, key_stride, near, FRONT, REST, HEAD_SIZE)
+            k = _rows(keys, token, key_stride, key_mask, FRONT, REST, HEAD_SIZE)
             products = tl.dot(q_rest, tl.trans(k), products, input_precision="ieee")
-        scores = scored(products, scale, softcap, slopes, position - place[None, :])
+        scores = attention_scores(
+            products, scale, softcap, slopes, position - key_position[None, :]
+        )
         if (base < whole_start) | (base + KEYS > whole_end):
-            visible = seen(position, place[None, :], num_keys, window, None, CAUSAL, True)
+            visible = is_visible(
+                position, key_position[None, :], num_keys, window, None, CAUSAL, True
+            )
             scores = tl.where(visible, scores, float("-inf"))
-        v = _rows(values, token, value_stride, near, 0, VALUE_COLUMNS, VALUE_SIZE)
-        largest, total, mixed = joined(scores, v, largest, total, mixed)
+        v = _rows(values, token, value_stride, key_mask, 0, VALUE_COLUMNS, VALUE_SIZE)
+        largest, total, mixed = accumulate_tile(scores, v, largest, total, mixed)
 
     row = (query_start + offset) * NUM_HEADS + head
     if lse is not None:
-        # No key and no sink: -inf, as the logarithm of nothing is.
-        tl.store(lse + row, largest * LN2 + tl.log(total), mask=there)
+        # Without a visible key and a sink the sum is 0 and the logarithm -inf, as specified.
+        tl.store(lse + row, largest * LN2 + tl.log(total), mask=query_mask)
     column = tl.arange(0, VALUE_COLUMNS)[None, :]
     target = out + row[:, None] * VALUE_SIZE + column
-    result = quotient(mixed, total).to(out.dtype.element_ty)
-    tl.store(target, result, mask=there[:, None] & (column < VALUE_SIZE))
+    result = normalise(mixed, total).to(out.dtype.element_ty)
+    tl.store(target, result, mask=query_mask[:, None] & (column < VALUE_SIZE))
 
 
 @triton.jit
 def _rows(
-    pointer, token, stride, there, START: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr
+    pointer, token, stride, row_mask, START: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr
 ):
-    """Return elements from ``START`` on of the rows ``[R]``, zeros where there are none."""
+    """Load ``COLUMNS`` elements of each row ``[R]`` from element ``START`` on, zeros if masked."""
     column = START + tl.arange(0, COLUMNS)[None, :]
-    source = pointer + token[:, None] * stride + column
+    pointers = pointer + token[:, None] * stride + column
     if START + COLUMNS <= SIZE:
-        tile = tl.load(source, mask=there[:, None], other=0.0)
+        tile = tl.load(pointers, mask=row_mask[:, None], other=0.0)
     else:
-        tile = tl.load(source, mask=there[:, None] & (column < SIZE), other=0.0)
+        tile = tl.load(pointers, mask=row_mask[:, None] & (column < SIZE), other=0.0)
     return tile
 
 
@@ -244,28 +250,28 @@ def _merge(
     NUM_HEADS: tl.constexpr, VALUE_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    there = row < num_rows
+    row_mask = row < num_rows
     token = row // NUM_HEADS
     head = row % NUM_HEADS
-    # Not converted: float32 or wider already, and so is what they are multiplied with.
-    a = tl.load(lse_a + token * lse_a_stride + head, mask=there, other=0.0)
-    b = tl.load(lse_b + token * lse_b_stride + head, mask=there, other=0.0)
+    # The lse is float32 or wider already.
+    a = tl.load(lse_a + token * lse_a_stride + head, mask=row_mask, other=0.0)
+    b = tl.load(lse_b + token * lse_b_stride + head, mask=row_mask, other=0.0)
     largest = tl.maximum(a, b)
     largest = tl.where(largest == float("-inf"), 0.0, largest)
     weight_a = tl.exp(a - largest)
     weight_b = tl.exp(b - largest)
     total = weight_a + weight_b  # 0 without keys, else at least 1
     if tl.program_id(1) == 0:
-        tl.store(lse + row, largest + tl.log(total), mask=there)
+        tl.store(lse + row, largest + tl.log(total), mask=row_mask)
 
     element = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    inside = there & (element < VALUE_SIZE)
-    source = head * VALUE_SIZE + element
-    side_a = tl.load(out_a + token * out_a_stride + source, mask=inside, other=0.0)
-    side_b = tl.load(out_b + token * out_b_stride + source, mask=inside, other=0.0)
+    element_mask = row_mask & (element < VALUE_SIZE)
+    column = head * VALUE_SIZE + element
+    side_a = tl.load(out_a + token * out_a_stride + column, mask=element_mask, other=0.0)
+    side_b = tl.load(out_b + token * out_b_stride + column, mask=element_mask, other=0.0)
     mixed = weight_a * side_a.to(tl.float32) + weight_b * side_b.to(tl.float32)
     mixed = mixed / tl.maximum(total, 1.0)
-    tl.store(out + row * VALUE_SIZE + element, mixed.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * VALUE_SIZE + element, mixed.to(out.dtype.element_ty), mask=element_mask)
 
 
 def _build(
@@ -279,7 +285,7 @@ def _build(
     softcap: float | None = None,
     **features: bool,
 ) -> Build:
-    """Return a build of four sequences, 4096 tokens together.
+    """Describe a build for four sequences with 4096 tokens together.
 
     Args:
         heads: heads, kv heads, sizes of a query and of a value.

@@ -1,4 +1,4 @@
-"""Sequences, options and bounds that the cases of attention share.
+"""Sequences, options and error bounds shared by the test cases of attention.
 
 Dimensions: T tokens, N heads, D head size, B sequences, M pages of the longest sequence, P pages, S
 page size.
@@ -21,7 +21,7 @@ from interposer_testing.workload import typical_sequences
 
 Options = Mapping[str, Any]
 
-_WINDOW_TOKENS, _SOFTCAP = 256, 30.0  # of samples; the dims do not tell how large they are
+_WINDOW_TOKENS, _SOFTCAP = 256, 30.0  # for samples, as dims say only that these exist
 FEATURES: dict[str, Options] = {
     "": {},
     "softcap": {"softcap": 1.5},
@@ -31,29 +31,29 @@ FEATURES: dict[str, Options] = {
     "ALiBi": {"alibi": True},
     "large scores": {"query_peak": 60.0},
 }
-"""Options of the scores; ``sinks`` is their dtype, None that of the query."""
+"""Options of the scores. ``sinks`` is the dtype of the sinks; None: the dtype of the query."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Sequences as (tokens in the cache, tokens of the query), and the tokens of a page."""
+    """Sequences as (cached tokens, query tokens), and the page size."""
 
     sequences: tuple[tuple[int, int], ...]
     page_size: int = 4
 
     @property
     def num_tokens(self) -> int:
-        """Return T."""
+        """T, the query tokens of all sequences."""
         return sum(tokens for _, tokens in self.sequences)
 
     @property
     def longest(self) -> int:
-        """Return the most tokens that a sequence has in the cache."""
+        """Largest number of cached tokens of a sequence."""
         return max((tokens for tokens, _ in self.sequences), default=0)
 
     @property
     def longest_query(self) -> int:
-        """Return the most tokens of a query, at least 1."""
+        """Largest number of query tokens of a sequence, at least 1."""
         return max((tokens for _, tokens in self.sequences), default=1)
 
 
@@ -77,11 +77,11 @@ LENGTHS = {
 
 @dataclass(frozen=True)
 class Paged:
-    """The places of the tokens of a batch.
+    """The cache slots of the tokens of a batch.
 
     Attributes:
         arguments: ``page_table``, ``query_starts`` and ``seq_lens``.
-        slots: of all cached tokens, int64.
+        slots: slots of all cached tokens, int64.
         num_pages: P; some pages belong to no sequence.
     """
 
@@ -91,11 +91,11 @@ class Paged:
     num_pages: int
 
     def filled(self, stored: Tensor, cache: Tensor | None = None) -> Tensor:
-        """Return a cache ``[P, S, ...]`` with ``stored`` in the slots and NaN elsewhere.
+        """Build a cache ``[P, S, ...]`` with ``stored`` in the used slots and NaN elsewhere.
 
         Args:
-            stored: one row for each slot.
-            cache: of NaN, to fill; a new one without it.
+            stored: one row per used slot.
+            cache: a cache of NaN to fill; None: allocate a new one.
         """
         size = self.lengths.page_size
         if cache is None:
@@ -106,7 +106,7 @@ class Paged:
 
 
 def paged(lengths: Lengths, generator: torch.Generator) -> Paged:
-    """Return the sequences over shuffled pages."""
+    """Place the sequences on shuffled pages."""
     cached = [tokens for tokens, _ in lengths.sequences]
     table, slots = scattered(cached, lengths.page_size, generator)
     arguments = {
@@ -123,7 +123,7 @@ def sampled_lengths(dims: Dims, num_tokens: int) -> Lengths:
 
 
 def sampled_scores(dims: Dims) -> dict[str, Any]:
-    """Return the options of the scores that a sample's dims state."""
+    """Return the score options that a sample's dims ask for."""
     return {
         "window_tokens": _WINDOW_TOKENS if dims["windowed"] else None,
         "softcap": _SOFTCAP if dims["softcapped"] else None,
@@ -134,7 +134,7 @@ def sampled_scores(dims: Dims) -> dict[str, Any]:
 
 
 def sampled_storage(dims: Dims, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the options of the cache that a sample's dims state: one of 8 bits has a scale."""
+    """Return the cache options that a sample's dims ask for; an 8-bit cache has scales."""
     name = str(dims.get("cache_dtype") or dtype_name(dtype))
     scaled = bool(dims.get("scaled", name != dtype_name(dtype)))
     per_head = scaled and dims.get("per_head")
@@ -144,25 +144,26 @@ def sampled_storage(dims: Dims, dtype: torch.dtype) -> dict[str, Any]:
 def random_query(
     shape: tuple[int, ...], options: Options, dtype: torch.dtype, generator: torch.Generator
 ) -> Tensor:
-    """Return numbers up to the ``query_peak`` of ``options``, 1 without it."""
-    most = options.get("query_peak", 1.0)
-    return uniform(shape, dtype, generator, -most, most)
+    """Return random numbers up to the option ``query_peak``, 1 by default."""
+    peak_value = options.get("query_peak", 1.0)
+    return uniform(shape, dtype, generator, -peak_value, peak_value)
 
 
 def random_scale(shape: tuple[int, ...], options: Options, generator: torch.Generator) -> Tensor:
-    """Return scales by which numbers up to 1 fill the range of 8 bits."""
-    least = 0.008 if options.get("cache_dtype") == torch.int8 else 0.004
-    return uniform(shape, torch.float32, generator, least, 0.02)
+    """Return random scales with which numbers up to 1 use the range of 8 bits."""
+    smallest = 0.008 if options.get("cache_dtype") == torch.int8 else 0.004
+    return uniform(shape, torch.float32, generator, smallest, 0.02)
 
 
 def score_arguments(
     heads: int, head_size: int, options: Options, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[dict[str, Any], dict[str, bool]]:
-    """Return the arguments from ``scale`` to ``alibi_slopes``, and what dims state of them."""
+    """Build the arguments from ``scale`` to ``alibi_slopes``, and the matching dims."""
     sinks = slopes = None
     if "sinks" in options:
         sinks = uniform((heads,), options["sinks"] or dtype, generator, -1.0, 2.0)
     if options.get("alibi"):
+        # Steeper than real ALiBi slopes, so that short test sequences show the bias.
         slopes = 2.0 ** -torch.arange(heads, dtype=torch.float32)
     window_tokens, softcap = options.get("window_tokens"), options.get("softcap")
     arguments = {
@@ -173,13 +174,13 @@ def score_arguments(
         "sinks": sinks,
         "alibi_slopes": slopes,
     }
-    given = {"windowed": window_tokens, "softcapped": softcap, "sinks": sinks, "alibi": slopes}
-    stated = {name: value is not None for name, value in given.items()}
-    return arguments, {**stated, "causal": bool(arguments["causal"])}
+    values = {"windowed": window_tokens, "softcapped": softcap, "sinks": sinks, "alibi": slopes}
+    dims = {name: value is not None for name, value in values.items()}
+    return arguments, {**dims, "causal": bool(arguments["causal"])}
 
 
 def score_scale(head_size: int) -> float:
-    """Return three times the usual factor, so that random scores differ enough to matter."""
+    """Return three times the usual factor, so that random scores differ noticeably."""
     return 3 * head_size**-0.5  # type: ignore[no-any-return]
 
 
@@ -193,25 +194,26 @@ def bounded_case(
     *,
     width: int,
 ) -> Case:
-    """Return the case of values up to 1, with its bounds.
+    """Build a case with values up to 1, and compute its error bounds.
 
-    Scores stay in float32. The error of one is one of its weight, and weights act on values, as
-    large as any sum of them that is stored: 1, or an eighth more where 8 bits rounded them up. It
-    is also the error of the logarithm.
+    Scores are kept in float32. The absolute error of a score is the relative error of its softmax
+    weight, and weights multiply stored values, which are at most 1, or 1.125 if 8-bit rounding
+    raised them. The same error applies to the log-sum-exp.
 
     Args:
-        keys: as they are stored; NaN, or -128 of integers, where there is none.
-        longest: the most keys of a query.
+        keys: stored keys; unused slots are NaN, or -128 for integers.
+        longest: largest number of keys of a query.
         width: elements of a query and a key.
     """
     query, slopes = arguments["query"], arguments.get("alibi_slopes")
-    held = keys.float().nan_to_num()
+    stored_keys = keys.float().nan_to_num()
     if not keys.is_floating_point():
-        held = held.masked_fill(held == -128, 0.0)
-    largest_key = longest_row(held) * (1 if key_scale is None else peak(key_scale))
+        stored_keys = stored_keys.masked_fill(stored_keys == -128, 0.0)
+    largest_key = longest_row(stored_keys) * (1 if key_scale is None else peak(key_scale))
     largest_score = arguments["scale"] * longest_row(query) * largest_key
     if slopes is not None:
         largest_score += longest * peak(slopes)
+    # e5m2 has two fraction bits: rounding raises a value by at most an eighth.
     largest_value = 1.0 if keys.dtype == query.dtype else 1.125
     return Case(
         label,

@@ -1,4 +1,4 @@
-"""Attention to a source: what another text stored, all of which every query sees.
+"""Cross attention: every query of a sequence sees the whole stored encoder input.
 
 Dimensions: T tokens, B sequences, P pages.
 """
@@ -13,20 +13,21 @@ from interposer import AttentionBatch, AttentionSpec, Verdict
 
 
 def judge_source(spec: AttentionSpec) -> Verdict:
-    """Accept attention to a source over an unconverted cache, at most softcapped."""
+    """Accept cross attention over an unquantized cache, without windows."""
     if spec.window_tokens is not None:
         return Verdict.refuse("has no windows in a source")
     return replace(spec, type="decoder").judge_plain_decoder()
 
 
 def lone_queries(batch: AttentionBatch) -> AttentionBatch:
-    """Return the batch with every query as a sequence of its own, ``[T]``.
+    """Split a batch so that every query is a sequence of its own, ``[T]``.
 
-    So attention that is causal shows each of them all that is stored. Where sequences have one
-    query each, that is what the batch is, and nothing depends on its values.
+    A causal kernel then shows each query all stored tokens. If each sequence has one query already,
+    the batch is returned as it is, without reading its values.
     """
     if batch.max_query_tokens == 1:
         return batch
+    # Computed on the host: the result's shape depends on the lengths.
     host = batch.on_host()
     rows = torch.repeat_interleave(host.query_starts.diff())
     parts = {

@@ -1,4 +1,4 @@
-"""Cases of the indexer of sparse attention.
+"""Test cases of the indexer of sparse attention.
 
 Dimensions: T tokens, I indexer heads, D size of an indexer head, P pages, S page size, L tokens of
 the longest sequence.
@@ -79,11 +79,11 @@ indexer_scores_cases = CaseSpace(
     alone={"batch": ("no sequences",)},
     valid=few_changes(_AXES, _PAIRED),
 )
-"""Batches over shuffled pages; slots that hold no token of a sequence are NaN."""
+"""Batches over shuffled pages; unused slots hold NaN, so that a kernel that reads them fails."""
 
 
 def indexer_scores_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return a typical step over a cache of shuffled pages."""
+    """Build a typical step over a cache of shuffled pages."""
     heads = int(dims["num_heads"]), int(dims["head_size"])
     lengths, options = sampled_lengths(dims, num_tokens), sampled_storage(dims, dtype)
     generator = torch.Generator().manual_seed(seed)
@@ -122,7 +122,7 @@ def _scores_case(
         "cache_dtype": dtype_name(stored_dtype),
         "scaled": scales is not None,
     }
-    # A product is a sum of D terms, a score one of I weighted products.
+    # A dot product is a sum of D terms, a score is a sum of I weighted dot products.
     product = longest_row(query) * longest_row(keys.float() * factors[:, None])
     weighted = float(weights.abs().sum(-1).max()) if weights.numel() else 0.0
     return Case(
@@ -175,11 +175,11 @@ indexer_topk_cases = CaseSpace(
         _TOPK_AXES, {"row": ("odd", "after a power of two"), "top_k": ("top one", "top 64")}
     ),
 )
-"""Rows longer and shorter than what is chosen, visible in part; equal scores inside the choice."""
+"""Rows longer and shorter than ``top_k``, partly masked; ties within the chosen scores."""
 
 
 def indexer_topk_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return the scores of a typical step."""
+    """Build the scores of a typical step."""
     rows = (num_tokens, max(tokens for tokens, _ in typical_sequences(num_tokens)))
     generator = torch.Generator().manual_seed(seed)
     top_k, label = int(dims["top_k"]), f"{num_tokens} tokens"
@@ -195,21 +195,24 @@ def _topk_case(
         scores = -scores.abs() - 1
     if numbers == "repeated":
         scores = torch.randint(-3, 4, shape, generator=generator).to(dtype)
-    share, spread = visible
-    for row, own in enumerate(scores):
-        kept = round((share or row % 2) * shape[1])
-        places = torch.randperm(shape[1], generator=generator) if spread else torch.arange(shape[1])
-        own[places[kept:]] = -torch.inf
+    visible_fraction, is_spread = visible
+    for row, row_scores in enumerate(scores):
+        # A fraction of 0 masks every second row completely.
+        num_visible = round((visible_fraction or row % 2) * shape[1])
+        order = torch.arange(shape[1])
+        if is_spread:
+            order = torch.randperm(shape[1], generator=generator)
+        row_scores[order[num_visible:]] = -torch.inf
     return Case(label, {"scores": _decided(scores, top_k), "top_k": top_k}, {"top_k": top_k})
 
 
 def _decided(scores: Tensor, top_k: int) -> Tensor:
-    """Return ``scores`` with those lowered that equal the smallest chosen one, but are not."""
+    """Break ties at the cut: lower the scores that equal the smallest chosen score but lose."""
     if not scores.numel() or top_k >= scores.shape[1]:
         return scores
     values, indices = scores.topk(top_k, dim=-1)
     smallest = values[:, -1:]
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, indices, True)
-    # Further away than any dtype here rounds.
+    # A distance that no dtype of the tests rounds away.
     lower = torch.where(smallest > 0, smallest / 2, 2 * smallest) - 1
     return torch.where((scores == smallest) & ~chosen, lower, scores)

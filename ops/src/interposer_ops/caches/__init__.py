@@ -1,4 +1,4 @@
-"""Writing and reading of paged KV caches, plain, rounded to 8 or 4 bits, and latent.
+"""Writing and reading of paged KV caches: unquantized, quantized to 8 or 4 bits, and latent.
 
 Every name is loaded on first use.
 """

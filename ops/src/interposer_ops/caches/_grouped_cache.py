@@ -1,6 +1,6 @@
-"""Rows of keys and values of 4 bits, in groups with a step and a base each.
+"""Rows of keys and values in 4 bits, in groups with one step and one base each.
 
-Dimensions: D numbers of a row.
+Dimensions: D numbers per row.
 """
 
 from __future__ import annotations
@@ -9,49 +9,50 @@ import torch
 from torch import Tensor
 
 GROUP_SIZE = 32
-"""Neighbouring numbers of a row that have one step and one base."""
-_LARGEST = 15
+"""Adjacent numbers of a row that share one step and one base."""
+_MAX_CODE = 15
 _BASE_AND_STEP_BYTES = 4
 _LOWER_HALF = 0xFFFF
 
 
 def grouped_bytes(head_size: int) -> int:
-    """Return the bytes of a row of so many numbers, 5 bits a number."""
+    """Return the bytes of a row of ``head_size`` numbers, 5 bits per number."""
     return head_size // 2 + head_size // GROUP_SIZE * _BASE_AND_STEP_BYTES
 
 
 def round_groups(x: Tensor) -> Tensor:
-    """Round rows to 4 bits: base + step * code of each group, codes of 0 to 15.
+    """Quantize rows to 4 bits: base + step * q for each group, with q from 0 to 15.
 
-    The base is the smallest number, rounded down to bfloat16, the step a fifteenth of the distance
-    from there to the largest one, rounded up: no code is clamped, and a number is off by half a
-    step, |x - base - step * code| <= step / 2, with
-    step <= (1 + 2^-7) (largest - smallest + 2^-7 |smallest|) / 15.
+    The base is the smallest number, rounded down to bfloat16; the step is a fifteenth of the
+    distance from the base to the largest number, rounded up. So no q is clamped, and the error is
+    at most half a step, |x - base - step * q| <= step / 2, with step <= (1 + 2^-7) (largest -
+    smallest + 2^-7 |smallest|) / 15.
 
     Args:
         x: ``[..., D]``, any float dtype of up to 32 bits; D is a multiple of 32.
-    Returns: ``[..., 5 D / 8]`` uint8: two codes a byte, the first in the lower half, then base and
-        step of each group as bfloat16. A group that holds what is no number reads as none.
+    Returns: ``[..., 5 D / 8]`` uint8: two values q per byte, the first in the low half, then base
+        and step of each group as bfloat16. A group that contains NaN or infinity reads as NaN.
     """
+    # NaN and infinity reach base or step through amin and amax, which marks the whole group.
     groups = x.float().unflatten(-1, (-1, GROUP_SIZE))
     bits = groups.amin(-1).view(torch.int32)
-    # Away from zero where it is negative, else towards it.
+    # Round down: away from zero for negative numbers, towards zero otherwise.
     base = _upper_half(torch.where(bits < 0, bits + _LOWER_HALF, bits))
-    exact = (groups.amax(-1) - base) / _LARGEST
+    exact = (groups.amax(-1) - base) / _MAX_CODE
     step = _upper_half(exact.view(torch.int32) + _LOWER_HALF)
     quotients = (groups - base[..., None]) / step[..., None]
-    codes = torch.where(step[..., None] > 0, quotients, 0).round().clamp(0, _LARGEST)
+    codes = torch.where(step[..., None] > 0, quotients, 0).round().clamp(0, _MAX_CODE)
     first, second = codes.to(torch.uint8).flatten(-2).unflatten(-1, (-1, 2)).unbind(-1)
     both = torch.stack((base, step), -1).bfloat16().view(torch.uint8).flatten(-2)
     return torch.cat((first | second << 4, both), -1)
 
 
 def read_groups(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the numbers that ``round_groups`` stored.
+    """Dequantize rows that ``round_groups`` returned.
 
     Args:
         rows: ``[..., 5 D / 8]`` uint8.
-    Returns: ``[..., D]``, computed in float32, of ``dtype``.
+    Returns: ``[..., D]`` of ``dtype``, computed in float32.
     """
     num_groups = rows.shape[-1] // grouped_bytes(GROUP_SIZE)
     packed, both = rows.split((num_groups * GROUP_SIZE // 2, num_groups * 4), -1)
@@ -63,5 +64,5 @@ def read_groups(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _upper_half(bits: Tensor) -> Tensor:
-    """Return float32 numbers of which bfloat16 holds all bits."""
+    """Clear the low half of float32 bit patterns; bfloat16 is exact for the rest."""
     return (bits & ~_LOWER_HALF).view(torch.float32)

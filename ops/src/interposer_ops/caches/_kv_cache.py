@@ -1,7 +1,7 @@
-"""Writing to, reading from and copying within a paged cache.
+"""Writing to and reading from a paged cache.
 
 Dimensions: T tokens, K kv heads, D head size, B sequences, M pages of the longest sequence, P
-pages, S page size, C copies or latent size, R rotated size, L cached tokens that are read.
+pages, S page size, C latent size, R rotated size, L cached tokens that are read.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def reshape_and_cache(
 ) -> None:
     """Store each token's key and value in its slot.
 
-    Padding goes to the slots of a page that nobody reads, so that every slot is valid.
+    Padding tokens go to the slots of a page that is never read, so every slot must be valid.
 
     Args:
-        key: ``[T, K, D]``, any float dtype; tokens may skip memory.
-        value: ``[T, K, D]``, dtype of ``key``; tokens may skip memory.
-        key_cache: ``[P, S, K, D]``, dtype of ``key``, written in place; pages may skip memory.
-        value_cache: ``[P, S, K, D]``, dtype of ``key``, written in place; pages may skip memory.
+        key: ``[T, K, D]``, any float dtype; tokens may be strided.
+        value: ``[T, K, D]``, dtype of ``key``; tokens may be strided.
+        key_cache: ``[P, S, K, D]``, dtype of ``key``, written in place; pages may be strided.
+        value_cache: ``[P, S, K, D]``, dtype of ``key``, written in place; pages may be strided.
         slots: ``[T]`` int64, page * S + offset, distinct.
     Dims: num_heads, num_kv_heads, head_size, page_size, windowed, softcapped.
     """
@@ -50,14 +50,14 @@ def reshape_and_cache(
 def gather_cache(
     cache: Tensor, page_table: Tensor, seq_lens: Tensor, starts: Tensor, num_tokens: int
 ) -> Tensor:
-    """Return tokens of the cache one sequence after the other, zeros after the last one.
+    """Copy tokens out of the cache, one sequence after the other, then zeros.
 
-    Of sequence b these are the tokens at the positions from ``starts[b]`` on, ``seq_lens[b]`` in
-    number: all of it, or one chunk.
+    For sequence b these are ``seq_lens[b]`` tokens from position ``starts[b]`` on: the whole
+    sequence, or one chunk.
 
     Args:
-        cache: ``[P, S, K, D]``, any float dtype; pages may skip memory.
-        page_table: ``[B, M]`` int64; what no gathered position needs names any page.
+        cache: ``[P, S, K, D]``, any float dtype; pages may be strided.
+        page_table: ``[B, M]`` int64; entries that no gathered position needs are valid but unread.
         seq_lens: ``[B]`` int64, at most T together.
         starts: ``[B]`` int64.
         num_tokens: T.
@@ -74,12 +74,12 @@ def gather_cache(
     batched=("latent", "rope_key", "slots"),
 )
 def write_latent_cache(latent: Tensor, rope_key: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Store each token's latent vector, and its rotated key behind it, in its slot.
+    """Store each token's latent vector, followed by its rotated key, in its slot.
 
     Args:
-        latent: ``[T, C]``, any float dtype; rows may skip memory.
-        rope_key: ``[T, R]``, dtype of ``latent``; rows may skip memory.
-        cache: ``[P, S, C + R]``, dtype of ``latent``, written in place; pages may skip memory.
+        latent: ``[T, C]``, any float dtype; rows may be strided.
+        rope_key: ``[T, R]``, dtype of ``latent``; rows may be strided.
+        cache: ``[P, S, C + R]``, dtype of ``latent``, written in place; pages may be strided.
         slots: ``[T]`` int64, page * S + offset, distinct.
     Dims: latent_size, rotary_size, page_size.
     Source: arXiv:2405.04434 (multi-head latent attention).
@@ -91,35 +91,39 @@ def write_latent_cache(latent: Tensor, rope_key: Tensor, cache: Tensor, slots: T
 def gathered_rows(
     cache: Tensor, page_table: Tensor, seq_lens: Tensor, starts: Tensor, num_tokens: int
 ) -> Tensor:
-    """Return what the op ``gather_cache`` does."""
-    num_sequences, most_pages = page_table.shape
-    if not num_sequences or not most_pages:
+    """Compute the op ``gather_cache``."""
+    num_sequences, max_pages = page_table.shape
+    if not num_sequences or not max_pages:
         return cache.new_zeros((num_tokens, *cache.shape[2:]))
     rows = torch.arange(num_tokens, device=cache.device)
     ends = seq_lens.cumsum(0)
-    found = torch.searchsorted(ends, rows, right=True)  # how many sequences end up to this row
-    sequence = found.clamp(max=num_sequences - 1)
+    # Number of sequences that end at or before each row, so B for rows after the last sequence.
+    num_ended = torch.searchsorted(ends, rows, right=True)
+    sequence = num_ended.clamp(max=num_sequences - 1)
     position = starts[sequence] + rows - (ends - seq_lens)[sequence]
-    page = page_table[sequence, (position // cache.shape[1]).clamp(max=most_pages - 1)]
+    # Rows after the last sequence compute positions out of range; clamping keeps the lookup valid.
+    page = page_table[sequence, (position // cache.shape[1]).clamp(max=max_pages - 1)]
     stored = cache[page, position % cache.shape[1]]
-    return torch.where((found < num_sequences)[:, None, None], stored, torch.zeros_like(stored))
+    is_token = num_ended < num_sequences
+    return torch.where(is_token[:, None, None], stored, torch.zeros_like(stored))
 
 
 def cumulated(lengths: Tensor) -> Tensor:
-    """Return ``[B + 1]`` int32 starts of parts of ``lengths`` ``[B]``, and where the last ends."""
+    """Return the cumulative sums of ``lengths`` ``[B]`` with a leading 0, ``[B + 1]`` int32."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
 def slot_rows(cache: Tensor) -> tuple[Tensor, int]:
-    """Return a cache ``[P, S, W]`` as rows ``[L, W]``, and how many rows lie from page to page.
+    """View a cache ``[P, S, W]`` as rows ``[L, W]``; also return the number of rows per page.
 
-    It is copied only if its pages lie a part of a row apart. A slot's row is page * rows + offset.
+    The row of a slot is page * rows_per_page + offset. The cache is copied only if the distance
+    between pages is not a whole number of rows.
     """
     num_pages, page_size, width = cache.shape
-    between = cache.stride(0)
-    if cache.stride()[1:] != (width, 1) or between % width:
-        cache, between = cache.contiguous(), page_size * width
-    page_rows = between // width
+    page_stride = cache.stride(0)
+    if cache.stride()[1:] != (width, 1) or page_stride % width:
+        cache, page_stride = cache.contiguous(), page_size * width
+    page_rows = page_stride // width
     count = (num_pages - 1) * page_rows + page_size if num_pages else 0
     return cache.as_strided((count, width), (width, 1)), page_rows
 
@@ -132,13 +136,13 @@ def read_slots(
     page_rows: int | None = None,
     num_tokens: int | None = None,
 ) -> Tensor:
-    """Return ``[L]`` int64 slots of each sequence's tokens from ``firsts`` on.
+    """Return the slots ``[L]`` int64 of each sequence's tokens from ``firsts`` on.
 
     Args:
         page_table: ``[B, M]``.
         firsts, lengths: ``[B]``.
-        page_rows: from one page to the next; the page size unless pages lie apart in memory.
-        num_tokens: L; where it is not given, the host waits for the device to know it.
+        page_rows: rows from one page to the next; the page size unless pages are strided in memory.
+        num_tokens: L; None: computed, for which the host waits for the device.
     """
     total = int(lengths.sum()) if num_tokens is None else num_tokens
     rows, positions = read_positions(firsts, lengths, total)
@@ -147,7 +151,9 @@ def read_slots(
 
 
 def read_positions(firsts: Tensor, lengths: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Return the sequence and the position in it, ``[L]`` each, of ``lengths`` from ``firsts`` on.
+    """Return the sequence and the position of each token, ``[L]`` each, for ranges of positions.
+
+    Sequence b contributes ``lengths[b]`` tokens from position ``firsts[b]`` on.
 
     Args:
         total: L, the sum of ``lengths``.

@@ -1,4 +1,4 @@
-"""Cases of the paged cache.
+"""Test cases of the paged cache.
 
 Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, M pages of the longest
 sequence, P pages, S page size, C latent size, R rotary size.
@@ -27,7 +27,7 @@ HEADS = {  # K, D
 PAGE_SIZES = {"": 16, "page of 4": 4, "page of one": 1, "page of 12": 12}
 # None fills every slot of the cache.
 TOKENS = {"many tokens": 33, "one token": 1, "every slot": None, "no tokens": 0}
-# (first position, number of tokens) of every sequence that is gathered.
+# (first position, number of tokens) of each gathered sequence.
 BATCHES = {
     "one sequence": ((0, 9),),
     "several": ((0, 9), (0, 7), (0, 12), (0, 1)),
@@ -72,11 +72,11 @@ reshape_and_cache_cases = CaseSpace(
     },
     alone={"tokens": ("no tokens",)},
 )
-"""Tokens for scattered slots; slots that get no token hold NaN and must keep it."""
+"""Tokens for scattered slots; unused slots hold NaN and must keep NaN."""
 
 
 def reshape_and_cache_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return keys that were rotated and values cut out of the projection, for a typical step."""
+    """Build a typical step; values are a strided slice of the QKV projection."""
     generator = torch.Generator().manual_seed(seed)
     names = ("num_heads", "num_kv_heads", "head_size", "page_size")
     heads, kv_heads, head_size, page_size = (int(dims[name]) for name in names)
@@ -91,8 +91,8 @@ def _write_case(
     key: Tensor, value: Tensor, slots: Tensor, num_pages: int, dims: Dims, label: str = ""
 ) -> Case:
     keys, values = caches((num_pages, int(dims["page_size"]), *key.shape[1:]), key.dtype)
-    written = {"key_cache": keys, "value_cache": values, "slots": slots}
-    return Case(label, {"key": key, "value": value, **written}, dims, reduction=0)
+    write_arguments = {"key_cache": keys, "value_cache": values, "slots": slots}
+    return Case(label, {"key": key, "value": value, **write_arguments}, dims, reduction=0)
 
 
 def _gather_cache(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -108,17 +108,17 @@ gather_cache_cases = CaseSpace(
     dtypes=_COPIED,
     strided=GATHERED,
     crossed={"batch": ("chunks",), "heads": ("", "odd sizes"), "page size": ("", "page of one")},
-    # Without sequences nothing but zeros, which no heads and no pages tell from one another.
+    # Without sequences the result is all zeros, whatever the heads and pages: one case is enough.
     valid=lambda point, _: (
         bool(point["batch"])
         or bool(point["spare"] and not (point.labels["heads"] or point.labels["page size"]))
     ),
 )
-"""Whole sequences and chunks on shuffled pages; slots that are not gathered hold NaN."""
+"""Whole sequences and chunks on shuffled pages; slots that must not be read hold NaN."""
 
 
 def gather_cache_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return the cache of one sequence of T tokens, as a prompt's chunk reads its context."""
+    """Build the cache of one sequence of T tokens, as for the context of a prompt's chunk."""
     generator = torch.Generator().manual_seed(seed)
     arguments = typical_gathering(dtype, dims, num_tokens, generator)
     return Case(f"{num_tokens} tokens", arguments, dims, reduction=0)
@@ -156,11 +156,11 @@ write_latent_cache_cases = CaseSpace(
     },
     alone={"tokens": ("no tokens",)},
 )
-"""Tokens for scattered slots; slots that get no token hold NaN and must keep it."""
+"""Tokens for scattered slots; unused slots hold NaN and must keep NaN."""
 
 
 def write_latent_cache_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return a latent part that was normalised and a part cut out of the projection."""
+    """Build a contiguous latent part, and a rotary part that is a slice of the projection."""
     generator = torch.Generator().manual_seed(seed)
     latent_size, rotary_size = int(dims["latent_size"]), int(dims["rotary_size"])
     num_pages, slots = step_slots(num_tokens, int(dims["page_size"]), generator)
@@ -180,7 +180,7 @@ def _latent_case(
 
 
 def point_dims(point: Point) -> dict[str, Any]:
-    """Return the dims of ops on a cache alone."""
+    """Return the dims of ops that read or write only a cache."""
     kv_heads, head_size = point["heads"]
     return {"num_kv_heads": kv_heads, "head_size": head_size, "page_size": point["page size"]}
 
@@ -188,7 +188,7 @@ def point_dims(point: Point) -> dict[str, Any]:
 def random_slots(
     num_tokens: int | None, page_size: int, generator: torch.Generator, least_pages: int = 6
 ) -> tuple[int, Tensor]:
-    """Return the number of pages, and the slots of tokens that lie anywhere; all for None."""
+    """Return the number of pages, and random slots for the tokens; None: every slot."""
     num_pages = max(least_pages, -(-(num_tokens or 0) // page_size))
     return num_pages, torch.randperm(num_pages * page_size, generator=generator)[:num_tokens]
 
@@ -203,7 +203,7 @@ def step_slots(num_tokens: int, page_size: int, generator: torch.Generator) -> t
 
 
 def gathering(point: Point, dtype: torch.dtype, generator: torch.Generator) -> dict[str, Any]:
-    """Return the arguments of ``gather_cache`` for a cache of ``dtype``."""
+    """Build the arguments of ``gather_cache`` for a cache of ``dtype``."""
     shape = (point["page size"], *point["heads"])
     return _gathering(point["batch"], point["spare"], shape, dtype, generator)
 
@@ -211,7 +211,7 @@ def gathering(point: Point, dtype: torch.dtype, generator: torch.Generator) -> d
 def typical_gathering(
     dtype: torch.dtype, dims: Dims, num_tokens: int, generator: torch.Generator
 ) -> dict[str, Any]:
-    """Return the arguments of ``gather_cache`` for one sequence."""
+    """Build the arguments of ``gather_cache`` for one sequence."""
     shape = (int(dims["page_size"]), int(dims["num_kv_heads"]), int(dims["head_size"]))
     return _gathering(((0, num_tokens),), 0, shape, dtype, generator)
 
@@ -223,15 +223,15 @@ def _gathering(
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> dict[str, Any]:
-    """Return the arguments for chunks of (first position, tokens)."""
+    """Build the arguments for chunks of (first position, number of tokens)."""
     page_size = page_shape[0]
     table, slots = scattered([start + length for start, length in batch], page_size, generator)
     cache, _ = caches((table.numel() + SPARE_PAGES, *page_shape), dtype)
     begin, deviation = 0, 1.0 if dtype.is_floating_point else 40.0
     for start, length in batch:
-        read = slots[begin + start : begin + start + length]
+        read_slots = slots[begin + start : begin + start + length]
         stored = normal((length, *page_shape[1:]), dtype, generator, deviation)
-        cache[read // page_size, read % page_size] = stored
+        cache[read_slots // page_size, read_slots % page_size] = stored
         begin += start + length
     lengths = torch.tensor([length for _, length in batch], dtype=torch.int64)
     return {

@@ -1,4 +1,4 @@
-"""Writing keys and values into a paged cache, row by row of one view."""
+"""Writing keys and values into a paged cache with torch's ``index_copy_``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def reshape_and_cache_index_copy(
     value_cache: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """Do ``reshape_and_cache`` with slots as rows, where the caches have such a view."""
+    """Compute ``reshape_and_cache`` on a flat view, if the caches are contiguous."""
     if key_cache.is_contiguous() and value_cache.is_contiguous():
         key_cache.flatten(0, 1).index_copy_(0, slots, key)
         value_cache.flatten(0, 1).index_copy_(0, slots, value)

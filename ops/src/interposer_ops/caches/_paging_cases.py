@@ -1,4 +1,4 @@
-"""Paged caches and batches of cases.
+"""Paged caches and batches for test cases.
 
 Dimensions: K kv heads, D head size, B sequences, M pages of the longest sequence, P pages, S page
 size.
@@ -15,7 +15,7 @@ SPARE_PAGES = 3
 def attention_dims(
     heads: int, kv_heads: int, head_size: int, page_size: int
 ) -> dict[str, int | bool]:
-    """Return the dims of an ``AttentionSpec`` of these sizes, without a window and a softcap."""
+    """Return the dims of an ``AttentionSpec`` with these sizes, without window and softcap."""
     sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_size": head_size}
     return {**sizes, "page_size": page_size, "windowed": False, "softcapped": False}
 
@@ -23,10 +23,10 @@ def attention_dims(
 def scattered(
     seq_lens: list[int], page_size: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Return a page table ``[B, M]`` of shuffled pages and the slots of all cached tokens.
+    """Return a page table ``[B, M]`` of shuffled pages, and the slots of all cached tokens.
 
-    Every entry has a page of its own, so that entries beyond a sequence's pages name pages that
-    hold nothing.
+    Every entry of the table has its own page; entries beyond a sequence's pages point to empty
+    pages.
     """
     longest = max((-(-tokens // page_size) for tokens in seq_lens), default=0)
     count = len(seq_lens) * longest
@@ -40,12 +40,12 @@ def scattered(
 
 
 def caches(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return caches ``[P, S, K, D]`` of NaN, or of -128 where integers have none."""
-    nothing = torch.nan if dtype.is_floating_point else -128.0
-    keys, values = torch.full((2, *shape), nothing).to(dtype)
+    """Return two caches ``[P, S, K, D]`` filled with NaN, or with -128 for integers."""
+    filler = torch.nan if dtype.is_floating_point else -128.0
+    keys, values = torch.full((2, *shape), filler).to(dtype)
     return keys, values
 
 
 def starts_of(lengths: list[int]) -> Tensor:
-    """Return where every sequence starts, ``[B + 1]`` int64, the total last."""
+    """Return the first row of every sequence, then the total, ``[B + 1]`` int64."""
     return torch.tensor([0, *lengths]).cumsum(0)

@@ -1,4 +1,4 @@
-"""A paged cache of 8 bits per element, floats or integers, with scales.
+"""A paged cache with 8 bits per element, floats or integers, with scales.
 
 Dimensions: T tokens, K kv heads, D head size, B sequences, M pages of the longest sequence, P
 pages, S page size.
@@ -38,19 +38,20 @@ def reshape_and_cache_fp8(
     value_scale: Tensor,
     cache_dtype: torch.dtype,
 ) -> None:
-    """Store each token's key and value in its slot, divided by a scale and rounded.
+    """Store each token's key and value in its slot, divided by a scale and rounded to FP8.
 
-    stored = round(clamp(x / scale, -largest, largest)), half to even, on the grid of the cache's
-    dtype, of whose finite numbers ``largest`` is the largest.
+    stored = round(clamp(x / scale, -largest, largest)), ties to even, where ``largest`` is the
+    largest finite number of the cache's dtype.
 
     Args: those of ``reshape_and_cache``, but the caches are of ``cache_dtype``, float8_e4m3fn or
-        float8_e5m2; scales ``[1]`` or ``[K]`` float32, positive.
-    Dims: num_kv_heads, head_size, page_size, cache_dtype, per_head: a scale of each kv head.
+    float8_e5m2; scales ``[1]`` or ``[K]`` float32, positive.
+    Dims: num_kv_heads, head_size, page_size, cache_dtype, per_head: one scale per kv head.
     Source: arXiv:2209.05433 (formats).
     """
     largest = torch.finfo(cache_dtype).max
     for x, scale, cache in ((key, key_scale, key_cache), (value, value_scale, value_cache)):
         quotient = x.to(scale.dtype) / scale[:, None]
+        # Clamp first: torch's conversion saturates in e4m3, but gives infinity in e5m2.
         _store(quotient.clamp(-largest, largest).to(cache_dtype), cache, slots)
 
 
@@ -64,15 +65,15 @@ def reshape_and_cache_int8(
     key_scale: Tensor,
     value_scale: Tensor,
 ) -> None:
-    """Store each token's key and value in its slot, divided by a scale and rounded.
+    """Store each token's key and value in its slot, divided by a scale and rounded to int8.
 
-    stored = clamp(round(x / scale), -128, 127), half to even. There is no zero point: 0 is 0.
+    stored = clamp(round(x / scale), -128, 127), ties to even. There is no zero point.
 
-    Infinities saturate, what is no number becomes any.
+    Infinities saturate; NaN becomes an arbitrary number.
 
     Args: those of ``reshape_and_cache``, but the caches are int8; scales ``[1]`` or ``[K]``
-        float32, positive.
-    Dims: num_kv_heads, head_size, page_size, per_head: a scale of each kv head.
+    float32, positive.
+    Dims: num_kv_heads, head_size, page_size, per_head: one scale per kv head.
     """
     for x, scale, cache in ((key, key_scale, key_cache), (value, value_scale, value_cache)):
         quotient = x.to(scale.dtype) / scale[:, None]
@@ -89,12 +90,12 @@ def gather_cache_fp8(
     num_tokens: int,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Return what ``gather_cache`` returns, times a scale.
+    """Copy tokens out of an FP8 cache as ``gather_cache`` does, times a scale.
 
     Args: those of ``gather_cache``, but the cache is float8_e4m3fn or float8_e5m2; ``scale`` is
-        ``[1]`` or ``[K]`` float32, ``out_dtype`` any float dtype.
+    ``[1]`` or ``[K]`` float32, ``out_dtype`` any float dtype.
     Returns: ``[T, K, D]``, ``out_dtype``.
-    Dims: num_kv_heads, head_size, page_size, cache_dtype, per_head: a scale of each kv head.
+    Dims: num_kv_heads, head_size, page_size, cache_dtype, per_head: one scale per kv head.
     """
     stored = gathered_rows(cache.to(scale.dtype), page_table, seq_lens, starts, num_tokens)
     return (stored * scale[:, None]).to(out_dtype)
@@ -110,12 +111,12 @@ def gather_cache_int8(
     num_tokens: int,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Return what ``gather_cache`` returns, times a scale.
+    """Copy tokens out of an int8 cache as ``gather_cache`` does, times a scale.
 
-    Args: those of ``gather_cache``, but the cache is int8; ``scale`` is
-        ``[1]`` or ``[K]`` float32, ``out_dtype`` any float dtype.
+    Args: those of ``gather_cache``, but the cache is int8; ``scale`` is ``[1]`` or ``[K]`` float32,
+    ``out_dtype`` any float dtype.
     Returns: ``[T, K, D]``, ``out_dtype``.
-    Dims: num_kv_heads, head_size, page_size, per_head: a scale of each kv head.
+    Dims: num_kv_heads, head_size, page_size, per_head: one scale per kv head.
     """
     stored = gathered_rows(cache.to(scale.dtype), page_table, seq_lens, starts, num_tokens)
     return (stored * scale[:, None]).to(out_dtype)

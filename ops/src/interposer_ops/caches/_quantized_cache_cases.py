@@ -1,7 +1,6 @@
-"""Cases of the paged cache of 8 bits. K kv heads, D head size, P pages, S page size.
+"""Test cases of the 8-bit paged cache. K kv heads, D head size, P pages, S page size.
 
-Both formats are written with numbers whose quotients by a scale round to the same code however
-they are computed.
+The numbers are chosen so that every way to compute x / scale rounds to the same stored value.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _SCALES = Axis("scale", {"": False, "scale per head": True})
 _HEADS = Axis("heads", {"": (2, 64), "odd sizes": (3, 20), "one kv head": (1, 128)})
 _PAGE_SIZES = Axis("page size", {"": 16, "page of one": 1, "page of 12": 12})
 _NUMBERS = ("subnormal", "saturated", "ties")
-# Standard deviations of the quotients of int8; of ties there is none.
+# Standard deviations of x / scale for int8; ties are drawn differently.
 _DEVIATIONS = {"": 40.0, "small": 0.7, "saturated": 300.0}
 # All n + 0.5 that bfloat16 represents.
 _HALVES = torch.arange(127, dtype=torch.float64) + 0.5
@@ -45,7 +44,7 @@ def _writing(
     valid: Callable[[Point], bool] = lambda _: True,
     special: Mapping[str, Sequence[Special]] | None = None,
 ) -> CaseSpace:
-    """Return the cases of storing these kinds of numbers besides ordinary ones."""
+    """Return the cases for storing ordinary numbers and these kinds of numbers."""
     return CaseSpace(
         _write,
         Axis("tokens", {"many tokens": 33, "one token": 1, "no tokens": 0}),
@@ -63,7 +62,8 @@ def _writing(
             "numbers": ("",),
         },
         alone={"tokens": ("no tokens",)},
-        # One kv head has one scale. Where tokens go differs from how they are rounded.
+        # With one kv head both kinds of scales are the same. Slots and rounding are independent,
+        # so page sizes are tested with ordinary numbers only.
         valid=lambda point, _: (
             not (point["scale"] and point["heads"][0] == 1)
             and not (point["numbers"] and point.labels["page size"])
@@ -84,18 +84,18 @@ reshape_and_cache_fp8_cases = _writing(
     _FORMATS,
     valid=lambda point: not (point["numbers"] == "saturated" and point["tokens"] == 1),
 )
-"""Numbers near those of the grid, in its lowest range, beyond its end and between two of them."""
+"""Numbers near FP8 numbers, subnormal, beyond the largest, and halfway between two."""
 
 reshape_and_cache_int8_cases = _writing(
     ("small", "saturated", "ties"), special={"key": ("infinities",), "value": ("infinities",)}
 )
-"""Numbers within and beyond the range, most of them below 1, and between two codes."""
+"""Quotients within and beyond the range, small ones, and ties."""
 
 
 def reshape_and_cache_fp8_sample(
     dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
 ) -> Case:
-    """Return a typical step; the scales are drawn first, so that they are those of any other."""
+    """Build a typical step; scales are drawn first, so that all steps share the same scales."""
     generator = torch.Generator().manual_seed(seed)
     scales = [_scale(dims, "", dtype, generator) for _ in range(2)]
     placed = step_slots(num_tokens, int(dims["page_size"]), generator)
@@ -140,7 +140,8 @@ def _gathers(*formats: Axis) -> CaseSpace:
         _SCALES,
         strided={**GATHERED, "scale": "offset"},
         crossed={"batch": ("chunks",), "heads": ("odd sizes",), "page size": ("",)},
-        # One kv head has one scale. The scale of a number has nothing to do with where it stands.
+        # With one kv head both kinds of scales are the same. Scales and slots are independent, so
+        # page sizes are tested with one scale only.
         valid=lambda point, _: (
             bool(point["batch"] or (point["spare"] and not point.labels["heads"]))
             and not (point["scale"] and point["heads"][0] == 1)
@@ -157,11 +158,11 @@ def _gather(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Cas
 
 
 gather_cache_fp8_cases, gather_cache_int8_cases = _gathers(_FORMATS), _gathers()
-"""Whole sequences and chunks on shuffled pages, by one scale and by one for every head."""
+"""Whole sequences and chunks on shuffled pages, with one scale and with one per head."""
 
 
 def gather_cache_fp8_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return the cache of one sequence of T tokens; the scale is drawn first."""
+    """Build the cache of one sequence of T tokens; the scale is drawn first."""
     generator = torch.Generator().manual_seed(seed)
     scale = _scale(dims, "", dtype, generator)
     gathered = typical_gathering(_cache_dtype(dims), dims, num_tokens, generator)
@@ -181,18 +182,20 @@ def _gather_case(
 
 def _point_dims(point: Point) -> dict[str, Any]:
     cache_dtype = point.values.get("cache")
-    named = {} if cache_dtype is None else {"cache_dtype": str(cache_dtype).rpartition(".")[2]}
-    return {**point_dims(point), **named, "per_head": point["scale"]}
+    format_dims = (
+        {} if cache_dtype is None else {"cache_dtype": str(cache_dtype).rpartition(".")[2]}
+    )
+    return {**point_dims(point), **format_dims, "per_head": point["scale"]}
 
 
 def _cache_dtype(dims: Dims) -> torch.dtype:
-    """Return what the dims name; the ops of int8 name none."""
+    """Return the cache dtype of ``dims``; ops for int8 have no such dim."""
     dtype: torch.dtype = getattr(torch, str(dims.get("cache_dtype", "int8")))
     return dtype
 
 
 def _scale(dims: Dims, numbers: str, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Return scales that keep what is stored by them within float16."""
+    """Return scales with which the stored numbers times the scale fit float16."""
     is_float = _cache_dtype(dims).is_floating_point
     shape = (int(dims["num_kv_heads"]) if dims["per_head"] else 1,)
     if numbers == "ties":
@@ -208,20 +211,20 @@ def _near_grid(
     shape: tuple[int, ...], numbers: str, dtype: torch.dtype, cache_dtype: torch.dtype,
     scale: Tensor, generator: torch.Generator,
 ) -> Tensor:  # fmt: skip
-    """Return numbers near the grid of a float dtype, times ``scale``.
+    """Return numbers near the numbers of a float dtype, times ``scale``.
 
-    They are off a number of the grid by up to 1/50 of it, where the next tie is 1/32 away or more:
-    storing them in bfloat16 moves them by 1/256 at most. Ties are exact, as scales are powers of
-    two there. Quotients beyond the largest number are clamped to it wherever they lie.
+    Each number differs from a representable one by up to 1/50 of its size, while the nearest tie is
+    at least 1/32 away; storing as bfloat16 changes a number by at most 1/256. Ties are exact, as
+    their scales are powers of two. Quotients beyond the largest number are clamped anyway.
     """
     facts = torch.finfo(cache_dtype)
     spread = {"subnormal": facts.smallest_normal, "saturated": 1.2 * facts.max}.get(numbers, 4.0)
     drawn = normal(shape, torch.float32, generator, spread)
     if numbers == "saturated":
-        drawn = drawn.clamp(-2.2 * facts.max, 2.2 * facts.max)  # half of it is a float16
+        drawn = drawn.clamp(-2.2 * facts.max, 2.2 * facts.max)  # times the scale it fits float16
     grid = drawn.clamp(-facts.max, facts.max).to(cache_dtype).float()
     if numbers == "ties":
-        # Away from zero, half a step of the binade that the number begins in.
+        # Half a step away from zero, with the step of the number's binade.
         _, exponent = torch.frexp(grid)
         step = torch.ldexp(torch.full_like(grid, facts.eps), exponent - 1)
         moved = grid + torch.where(grid < 0, -step, step) / 2
@@ -235,7 +238,7 @@ def _near_codes(
     shape: tuple[int, ...], numbers: str, dtype: torch.dtype, cache_dtype: torch.dtype,
     scale: Tensor, generator: torch.Generator,
 ) -> Tensor:  # fmt: skip
-    """Return numbers near the codes of int8, times ``scale``; ties are exact."""
+    """Return numbers near integers of int8, times ``scale``; ties are exact."""
     del cache_dtype
     wide = scale.double()[:, None]
     if numbers == "ties":

@@ -1,4 +1,4 @@
-"""A process group of torch.distributed of one communicator's own, and the loss of its ranks."""
+"""A communicator's own torch.distributed process group, and reports of lost ranks."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import torch.distributed as dist
 from interposer import Ranks
 from interposer.errors import RankError
 
-_GRACE_SECONDS = 1.0  # in which the ranks that are left tell each other that they are
+_GRACE_SECONDS = 1.0  # time in which surviving ranks report to each other after a failure
 _PAUSE_SECONDS = 0.01
 
 
 def ordered_group(members: Sequence[int], backend: str, timeout_seconds: float) -> Any:
-    """Return a new process group of torch.distributed, with its ranks in the order of ``members``.
+    """Create a torch.distributed process group with its ranks in the order of ``members``.
 
-    Only its members call this, at the same time.
+    All members must call this function at the same time; other ranks need not.
 
     Args:
-        members: ranks in the default group. Until torch 2.12 they are in ascending order, as those
-            of any group are.
+        members: ranks in the default group. Before torch 2.12 they must be in ascending order, as
+            any group's ranks are.
     """
-    # Torch 2.12 and newer sort them, unless it is told otherwise.
+    # torch 2.12 and newer sort the ranks by default; older versions have no such option.
     order: dict[str, Any] = {}
     if "sort_ranks" in signature(dist.new_group).parameters:
         order["sort_ranks"] = False
@@ -41,14 +41,15 @@ def ordered_group(members: Sequence[int], backend: str, timeout_seconds: float) 
 
 
 class RankGroup:
-    """A process group over ``ranks`` with the backend of their devices, and its time limit.
+    """A process group over ``ranks``, with the backend of their devices and their time limit.
 
-    The group of ``ranks`` itself stays as it is: what a lost rank breaks is this one.
+    The group is separate from the group of ``ranks``, which stays usable if a lost rank breaks this
+    one.
 
     Attributes:
-        group: to be given to functions of torch.distributed.
+        group: the process group, for functions of torch.distributed.
 
-    Raises: RankError: a rank did not come to make it.
+    Raises: RankError: a rank did not join in time.
     """
 
     def __init__(
@@ -58,11 +59,11 @@ class RankGroup:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Make the group, together with the other ranks.
+        """Create the group together with the other ranks.
 
         Args:
             clock: returns seconds, for the time in which ranks report after a failure.
-            sleep: waits for so many seconds between two looks at these reports.
+            sleep: sleeps for the given seconds between two reads of these reports.
         """
         self._ranks = ranks
         self._clock, self._sleep = clock, sleep
@@ -76,51 +77,52 @@ class RankGroup:
 
     @contextmanager
     def guarded(self, collective: str) -> Iterator[None]:
-        """Turn what torch.distributed raises within a ``with`` block into a ``RankError``.
+        """Turn an error of torch.distributed within a ``with`` block into a ``RankError``.
 
-        Each later block raises the same, as the ranks no longer agree on what comes next.
+        Every later block raises the same error, as the ranks no longer agree on the next
+        collective.
         """
         if self._failure is not None:
             raise RankError(self._ranks.rank, self._failure.reason, self._failure.lost)
         try:
             yield
-        # Gloo raises RuntimeError; a DistError is one, too.
+        # Gloo raises RuntimeError; DistError is a subclass.
         except RuntimeError as error:
-            self._failure = self._told(collective, error)
+            self._failure = self._report_failure(collective, error)
             raise self._failure from error
 
     def close(self) -> None:
-        """Give back the group; doing so twice does nothing."""
+        """Destroy the process group; closing twice is harmless."""
         group, self.group = self.group, None
         if self._failure is None:
             self._failure = RankError(self._ranks.rank, "the communicator is closed")
         if group is not None and dist.is_initialized():
-            # Another end of it may be gone, and the default group before it.
+            # Other ranks, or the default group, may be gone already.
             with suppress(RuntimeError, ValueError):
                 dist.destroy_process_group(group)
 
-    def _told(self, collective: str, error: RuntimeError) -> RankError:
-        """Tell the others that this rank has failed, and return who does not tell the same."""
+    def _report_failure(self, collective: str, error: RuntimeError) -> RankError:
+        """Report the failure to the other ranks; return an error that lists the silent ranks."""
         rank, size = self._ranks.rank, self._ranks.size
         if self.group is not None:
             with suppress(RuntimeError):
-                self.group.abort()  # so that who waits for this rank waits no longer
-        said = str(error).strip().partition("\n")[0]
+                self.group.abort()  # ends the waiting of other ranks
+        message = str(error).strip().partition("\n")[0]
         key = f"interposer/lost/{self.group.group_name if self.group else collective}"
         missing = set(range(size))
         try:
-            self._store.set(f"{key}/{rank}", said)
+            self._store.set(f"{key}/{rank}", message)
             end = self._clock() + _GRACE_SECONDS
             while missing and self._clock() < end:
-                missing -= {other for other in missing if self._store.check([f"{key}/{other}"])}
+                missing -= {peer for peer in missing if self._store.check([f"{key}/{peer}"])}
                 self._sleep(_PAUSE_SECONDS)
-        except RuntimeError:  # the store was a rank's that is lost
+        except RuntimeError:  # the lost rank hosted the store
             missing = set()
-        who = f"ranks {sorted(missing)} did not come" if missing else "a rank is lost"
+        loss = f"ranks {sorted(missing)} did not come" if missing else "a rank is lost"
         limit = f"{self._ranks.timeout_seconds:g} s"
         return RankError(
             rank,
-            f"{who} to {collective}, or left it; the limit is {limit}. torch.distributed says: "
-            f"{said}. Try: read the end of what the lost rank printed, and start all ranks anew",
+            f"{loss} to {collective}, or left it; the limit is {limit}. torch.distributed says: "
+            f"{message}. Try: read the end of what the lost rank printed, and start all ranks anew",
             sorted(missing),
         )

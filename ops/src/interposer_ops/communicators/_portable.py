@@ -1,4 +1,4 @@
-"""Collectives of torch.distributed with uneven sizes, any layout and any dtype.
+"""Collectives of torch.distributed for uneven sizes, any layout and any dtype.
 
 Dimensions: N ranks, T rows.
 """
@@ -17,17 +17,17 @@ from interposer import Communicator, Ranks
 from interposer.errors import RequestError
 from interposer_ops.communicators._group import RankGroup
 
-# The dtypes that each backend adds up; others are added here.
-_SUMMED = frozenset(
+# Dtypes that every backend can sum; other dtypes are summed here.
+_BACKEND_SUM_DTYPES = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64}
 )
 
 
 class TorchCommunicator(Communicator):
-    """Collectives of a process group: gloo in the host's memory, else that of the platform.
+    """Collectives of a process group: gloo over host memory, else the platform's backend.
 
-    Ranks of several platforms go through the host's memory. ``all_reduce`` adds up as the backend
-    does, in the dtype; ``reduce_scatter`` adds up in float32 in the order of the ranks.
+    Ranks of different platforms exchange data over host memory. ``all_reduce`` sums as the backend
+    does, in the tensor's dtype; ``reduce_scatter`` sums in float32 in the order of the ranks.
     """
 
     in_place: ClassVar[bool] = True
@@ -35,102 +35,104 @@ class TorchCommunicator(Communicator):
     def __init__(self, ranks: Ranks, device: str) -> None:
         super().__init__(ranks, device)
         staged = ranks.backend == "gloo" and torch.device(device).type != "cpu"
-        self._place = torch.device("cpu" if staged else device)
+        self._transfer_device = torch.device("cpu" if staged else device)
 
     @cached_property
     def _own(self) -> RankGroup:
         return RankGroup(self.ranks)
 
     def open(self) -> None:
-        """Meet the other ranks."""
+        """Create the process group together with the other ranks."""
         self._own  # noqa: B018 it is computed once
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return ``x``, which holds the sum over the ranks."""
-        if x.dtype not in _SUMMED:
+        """Sum ``x`` over the ranks in place, and return ``x``."""
+        if x.dtype not in _BACKEND_SUM_DTYPES:
             return self._ordered_sum(x)
-        there = self._there(x)
+        sent = self._to_backend(x)
         with self._own.guarded("all_reduce"):
-            dist.all_reduce(there, group=self._own.group)
-        return x if there is x else x.copy_(there)
+            dist.all_reduce(sent, group=self._own.group)
+        return x if sent is x else x.copy_(sent)
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Return the rows of all ranks in their order, ``[sum(sizes), ...]``."""
+        """Return the rows of all ranks in rank order, ``[sum(sizes), ...]``."""
         self._check_rows("all_gather", x, sizes, sizes[self.ranks.rank])
-        most = max(sizes)
-        row = _row_bytes(x)
-        mine = _as_bytes(self._there(x))
-        if len(x) < most:  # backends gather equal sizes alone
-            mine = torch.cat([mine, mine.new_zeros((most - len(x)) * row)])
-        found = mine.new_empty(self.ranks.size, most * row)
-        if found.numel():
+        max_rows = max(sizes)
+        row_bytes = _row_bytes(x)
+        sent = _as_bytes(self._to_backend(x))
+        if len(x) < max_rows:  # backends gather only equal sizes
+            sent = torch.cat([sent, sent.new_zeros((max_rows - len(x)) * row_bytes)])
+        gathered = sent.new_empty(self.ranks.size, max_rows * row_bytes)
+        if gathered.numel():
             with self._own.guarded("all_gather"):
-                dist.all_gather(list(found), mine, group=self._own.group)
-        if min(sizes) == most:
-            return self._back(found, x, sum(sizes))
-        rows = [part[: size * row] for part, size in zip(found, sizes, strict=True)]
-        return self._back(torch.cat(rows), x, sum(sizes))
+                dist.all_gather(list(gathered), sent, group=self._own.group)
+        if min(sizes) == max_rows:
+            return self._from_bytes(gathered, x, sum(sizes))
+        rows = [part[: size * row_bytes] for part, size in zip(gathered, sizes, strict=True)]
+        return self._from_bytes(torch.cat(rows), x, sum(sizes))
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Return this rank's rows of the sum, which is rounded once."""
+        """Sum ``x`` over the ranks, rounded once, and return this rank's rows."""
+        # Exchange all parts and sum locally: the order of summation is then that of the ranks.
         self._check_rows("reduce_scatter", x, sizes, sum(sizes))
         size = sizes[self.ranks.rank]
         parts = self.all_to_all(x, sizes, [size] * self.ranks.size)
         return sum_of_parts(parts.reshape(self.ranks.size, size, *x.shape[1:]))
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Return the rows that the ranks have for this one, in their order."""
+        """Send rows to every rank; return the rows received from the ranks, in rank order."""
         self._check_rows("all_to_all", x, sent, sum(sent))
         self._check_rows("all_to_all", x, received, len(x))
-        row, mine = _row_bytes(x), _as_bytes(self._there(x))
-        found = mine.new_empty(sum(received) * row)
+        row_bytes, sent_rows = _row_bytes(x), _as_bytes(self._to_backend(x))
+        received_rows = sent_rows.new_empty(sum(received) * row_bytes)
         with self._own.guarded("all_to_all"):
             dist.all_to_all_single(
-                found,
-                mine,
-                [size * row for size in received],
-                [size * row for size in sent],
+                received_rows,
+                sent_rows,
+                [size * row_bytes for size in received],
+                [size * row_bytes for size in sent],
                 group=self._own.group,
             )
-        return self._back(found, x, sum(received))
+        return self._from_bytes(received_rows, x, sum(received))
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """Return ``x``, written to that of the rank ``source`` on the others."""
+        """Copy ``x`` of the rank ``source`` to ``x`` of all ranks, and return ``x``."""
         if not 0 <= source < self.ranks.size:
             raise RequestError(f"broadcast from rank {source}, of {self.ranks.size} ranks from 0")
-        there = self._there(x)
+        sent = self._to_backend(x)
         with self._own.guarded("broadcast"):
-            dist.broadcast(_as_bytes(there), group_src=source, group=self._own.group)
-        return x if there is x else x.copy_(there)
+            dist.broadcast(_as_bytes(sent), group_src=source, group=self._own.group)
+        return x if sent is x else x.copy_(sent)
 
     def close(self) -> None:
-        """Give back the process group; doing so twice does nothing."""
+        """Destroy the process group; closing twice is harmless."""
         if "_own" in vars(self):
             self._own.close()
 
     def _ordered_sum(self, x: Tensor) -> Tensor:
-        """Write the sum to ``x``, added up in float32 in the order of the ranks, rounded once.
+        """Sum ``x`` in place in float32 in the order of the ranks, rounded once.
 
-        Each rank adds up its share of the elements, so that all get the same bits.
+        Each rank sums a shard of the elements, so that all ranks get the same bits.
         """
-        flat, num = x.reshape(-1), self.ranks.size
-        share = -(-flat.numel() // num)
-        sizes = [max(0, min(share, flat.numel() - rank * share)) for rank in range(num)]
-        mine = TorchCommunicator.reduce_scatter(self, flat, sizes)
-        return x.copy_(TorchCommunicator.all_gather(self, mine, sizes).view(x.shape))
+        flat, num_ranks = x.reshape(-1), self.ranks.size
+        shard = -(-flat.numel() // num_ranks)
+        sizes = [max(0, min(shard, flat.numel() - rank * shard)) for rank in range(num_ranks)]
+        # Not self.reduce_scatter: a subclass may sum in another order.
+        local_sum = TorchCommunicator.reduce_scatter(self, flat, sizes)
+        return x.copy_(TorchCommunicator.all_gather(self, local_sum, sizes).view(x.shape))
 
-    def _there(self, x: Tensor) -> Tensor:
-        """Return ``x`` itself where the backend can take it, else a copy that it can."""
-        return x.to(self._place).contiguous()
+    def _to_backend(self, x: Tensor) -> Tensor:
+        """Return ``x``, or a contiguous copy on the device from which the backend sends."""
+        return x.to(self._transfer_device).contiguous()
 
-    def _back(self, found: Tensor, x: Tensor, num_rows: int) -> Tensor:
-        """Return rows like those of ``x``, on its device, from their bytes."""
-        flat = found.view(-1).view(x.dtype)
+    def _from_bytes(self, data: Tensor, x: Tensor, num_rows: int) -> Tensor:
+        """Convert bytes to rows like those of ``x``, on the device of ``x``."""
+        flat = data.view(-1).view(x.dtype)
         return flat.view(num_rows, *x.shape[1:]).to(x.device)
 
     def _check_rows(self, collective: str, x: Tensor, sizes: Sequence[int], rows: int) -> None:
-        given = x.shape[0] if x.dim() else None
-        if len(sizes) != self.ranks.size or min(sizes) < 0 or given != rows:
+        num_rows = x.shape[0] if x.dim() else None
+        if len(sizes) != self.ranks.size or min(sizes) < 0 or num_rows != rows:
             raise RequestError(
                 f"{collective} of {[*x.shape]} with rows {[*sizes]} on rank {self.ranks.rank} of "
                 f"{self.ranks.size}. Try: a number of rows for each rank, of which x has {rows}"
@@ -138,9 +140,9 @@ class TorchCommunicator(Communicator):
 
 
 def sum_of_parts(parts: Tensor) -> Tensor:
-    """Return the sum over the first dimension in its order, in float32 or wider, rounded once.
+    """Sum over the first dimension in order, in float32 or wider, rounded once.
 
-    ``Tensor.sum`` would add up in an order that depends on how many elements there are.
+    ``Tensor.sum`` would sum in an order that depends on the number of elements.
 
     Args:
         parts: ``[N, ...]``.
@@ -159,5 +161,5 @@ def _row_bytes(x: Tensor) -> int:
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor, of a dtype that every backend moves."""
+    """View a contiguous tensor as uint8, a dtype that every backend can transfer."""
     return x.view(-1).view(torch.uint8)

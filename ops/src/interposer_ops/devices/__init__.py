@@ -1,1 +1,1 @@
-"""Memory, graphs and threads of devices: the parts that platforms share."""
+"""Memory, graphs and threads of devices: code shared by platforms."""

@@ -1,8 +1,8 @@
-"""Kernels under torch.compile: those that cannot be traced become ops of the graph.
+"""Kernels under torch.compile: kernels that cannot be traced become ops of the graph.
 
-A layer binds the kernel's own function, and calls it without anything in between. torch's compiler
-is told of that function, and sees an op in its place: of the custom op's schema, with the reference
-as its fake kernel. So only what is compiled pays for a call through torch's dispatcher.
+A layer calls the kernel's function directly. Here torch's compiler is given a substitute for that
+function: a custom op with the op's schema, and with the op's reference as fake kernel. So only
+compiled code pays for a call through torch's dispatcher.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ __all__ = ["expose_kernels"]
 
 _NAMESPACE = "interposer_kernels"
 _exposed: dict[Callable[..., Any], str] = {}
-_libraries: list[torch.library.Library] = []  # what they define is gone with them
+_libraries: list[torch.library.Library] = []  # deleting a library would delete its ops
 
 
 def expose_kernels(resolver: Resolver) -> tuple[str, ...]:
-    """Make every kernel that was chosen, and is not traceable, an op for torch's compiler.
+    """Register every chosen kernel that is not traceable as an op for torch's compiler.
 
-    It holds in this process for whatever calls these functions, and is done once for each. The
-    compiler is imported, which takes a second.
+    The registration holds for this process and is done once per function. The compiler is imported,
+    which takes a second.
 
-    Returns: the names of the ops, ``interposer_kernels::PROVIDER_KERNEL``.
-    Raises: ConfigError: a kernel cannot be one, as it prepares constants or is no function.
+    Returns: names of the ops, ``interposer_kernels::PROVIDER_KERNEL``.
+    Raises: ConfigError: a kernel cannot be an op, as it prepares constants or is not a function.
     """
     if resolver.described:
         return ()
@@ -41,6 +41,7 @@ def expose_kernels(resolver: Resolver) -> tuple[str, ...]:
         chosen = choice.chosen
         if isinstance(chosen.record, Kernel) and "traceable" not in chosen.properties:
             function = resolver.registry.load(chosen, chosen.record.target)
+            # Several choices may share one function; torch accepts one substitute per function.
             if function not in _exposed:
                 op = load_target(resolver.registry.ops[chosen.record.op].target)
                 _exposed[function] = _expose(chosen, function, op, resolver.device.torch_device)
@@ -52,15 +53,15 @@ def _expose(
     candidate: Candidate, function: Callable[..., Any], op: CustomOp[..., Any], device: str
 ) -> str:
     record: Any = candidate.record
-    why = ""
+    reason = ""
     if record.prepare:
-        why = "its constants are prepared, so that the reference does not say what it returns"
+        reason = "its constants are prepared, so that the reference does not say what it returns"
     elif not isinstance(function, FunctionType | BuiltinFunctionType):
-        why = f"it is a {type(function).__name__}, no function"
-    if why:
+        reason = f"it is a {type(function).__name__}, no function"
+    if reason:
         raise ConfigError(
             f"The kernel {candidate.qualified_name} for {record.op!r} cannot be an op of a "
-            f"compiled graph: {why}. Try: Config(compile='on') before it is chosen, or "
+            f"compiled graph: {reason}. Try: Config(compile='on') before it is chosen, or "
             f"Config(kernels={{{record.op!r}: Rule(forbid=[{candidate.name!r}])}})"
         )
     if not _libraries:
@@ -71,10 +72,11 @@ def _expose(
     full_name = f"{_NAMESPACE}::{name}"
     torch.library.impl(full_name, torch.device(device).type, function, lib=library)
     torch.library.register_fake(full_name, op.reference, lib=library)
-    seen = getattr(getattr(torch.ops, _NAMESPACE), name).default
+    custom_op = getattr(getattr(torch.ops, _NAMESPACE), name).default
 
     def as_op(*args: Any, **kwargs: Any) -> Any:
-        return seen(*args, **kwargs)
+        return custom_op(*args, **kwargs)
 
+    # The substitute takes any arguments, so torch must not compare signatures.
     torch.compiler.substitute_in_graph(function, skip_signature_check=True)(as_op)
     return full_name

@@ -1,8 +1,8 @@
-"""Capturing steps into graphs, for platforms whose part of torch has streams and graphs.
+"""Capturing steps into device graphs, for platforms whose torch module has streams and graphs.
 
-The parts of torch for several vendors have the same names for it: streams, ``graph``, which
-captures what is queued on one, and a handle of a pool of memory. What is particular to a platform
-is which part and which class of graphs, and what it refuses before.
+torch's modules for several vendors share the same names: streams, ``graph``, which captures the
+work queued on a stream, and handles of memory pools. A platform passes its module and graph class,
+and refuses unsuitable steps beforehand.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from interposer_ops.devices.graphs import judge_compilation
 
 __all__ = ["GraphRecorder", "RecordedStep"]
 
-# Libraries of products, Triton and the allocator set themselves up in the first calls, which a
-# capture must not see.
+# BLAS libraries, Triton and the allocator initialise in the first calls, which must not happen
+# during a capture.
 _WARM_UPS = 3
 
 
 class RecordedStep:
-    """A captured step: calling it replays the graph and returns what the step returned.
+    """A captured step: calling it replays the graph and returns the step's results.
 
-    The results are the same tensors each time, overwritten by the next replay.
+    The results are the same tensors every time, overwritten by the next replay.
     """
 
     def __init__(self, graph: Any, results: object) -> None:
@@ -32,22 +32,22 @@ class RecordedStep:
         self._results = results
 
     def __call__(self) -> object:
-        """Queue the graph on the current stream."""
+        """Queue the graph on the current stream, and return the captured results."""
         self._graph.replay()
         return self._results
 
 
 class GraphRecorder:
-    """Captures steps of one platform; all of its graphs share a pool of memory.
+    """Captures steps of one platform; all graphs share one memory pool.
 
-    Graphs of one pool lend each other memory, so they are replayed one after the other on one
-    stream, never at once; what one returned is kept as long as it is captured.
+    Graphs of one pool reuse each other's memory, so they must be replayed one after the other on
+    one stream. The results of a graph stay valid as long as the graph exists.
 
     Args:
-        module: the part of torch for the platform's devices, with ``Stream``, ``stream``,
+        module: torch's module for the platform's devices, with ``Stream``, ``stream``,
             ``current_stream``, ``current_device``, ``synchronize``, ``graph`` and
             ``graph_pool_handle``.
-        graph_type: its class of graphs.
+        graph_type: the module's graph class.
     """
 
     def __init__(self, module: Any, graph_type: Callable[[], Any]) -> None:
@@ -56,7 +56,7 @@ class GraphRecorder:
         self._streams: dict[int, Any] = {}
 
     def record(self, step: Callable[[], object]) -> RecordedStep:
-        """Return ``step``, captured on the current device after some calls of it.
+        """Warm ``step`` up, and capture it on the current device.
 
         Raises: ConfigError: ``step`` is compiled, or captured already.
         """
@@ -80,11 +80,11 @@ class GraphRecorder:
         return self._module.graph_pool_handle()
 
     def _stream(self) -> Any:
-        """Return the stream of the current device on which steps are called and captured.
+        """Return the stream of the current device for warm-up and capture.
 
-        The default one cannot be captured. It is the same for both, and for all steps: a library
-        that sets itself up once per stream (pytorch/pytorch, pull request 187745) would
-        otherwise do so in every capture, where it may not allocate.
+        The default stream cannot be captured. Warm-up, capture and all steps use the same stream: a
+        library that initialises once per stream (pytorch/pytorch, pull request 187745) would
+        otherwise do so during a capture, where it must not allocate.
         """
         device = self._module.current_device()
         if device not in self._streams:

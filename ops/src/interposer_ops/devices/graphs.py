@@ -1,6 +1,6 @@
-"""The verdict on capturing the steps of a model as graphs.
+"""Checks whether the steps of a model can be captured as device graphs.
 
-A platform captures whatever it is given; what is in the way of it, is the same on all of them.
+The obstacles are the same on all platforms; a platform captures any step that it receives.
 """
 
 from __future__ import annotations
@@ -17,64 +17,67 @@ from interposer.records import LayerEntry, PlatformEntry
 
 __all__ = ["judge_choices", "judge_compilation", "judge_graphs"]
 
-_RUNNING = ("kernel", "attention", "communicator")
+_RUNNING_KINDS = ("kernel", "attention", "communicator")
 _SAFE = "graph_safe"
-_MOST_NAMED = 3
+_MAX_NAMED = 3
 _STANDARD = "standard"
 
 
 def judge_graphs(
     resolver: Resolver, placement: Placement, outside: frozenset[str] = frozenset()
 ) -> Verdict | None:
-    """Say whether the steps of a planned model become graphs; None where nobody asks for it.
+    """Decide whether the steps of a planned model become graphs; None if nothing requests graphs.
 
-    By default a platform that has graphs asks for them. A described device answers as its
-    platform would.
+    By default graphs are requested on platforms that support them. A described device answers as
+    its platform would.
 
     Args:
-        outside: prefixes of places whose kernels run outside of the captured step.
+        outside: prefixes of layers whose kernels run outside of the captured step.
     """
-    wanted = resolver.config.graphs
+    mode = resolver.config.graphs
     provided = _provided(resolver, placement)
-    if wanted == "auto" and not provided:
+    if mode == "auto" and not provided:
         return None
-    if wanted == "off":
+    if mode == "off":
         return Verdict.refuse("Config(graphs='off') says so") if provided else None
     if not provided:
-        return provided
-    made = resolver.choices.values()
-    captured = (choice for choice, at in made if not (choice.idle or outside.issuperset(at)))
+        return provided  # graphs='on': the refusal of the platform is the answer
+    chosen = resolver.choices.values()
+    captured = (choice for choice, at in chosen if not (choice.idle or outside.issuperset(at)))
     return judge_choices(captured, resolver.accepted)
 
 
 def judge_choices(
     choices: Iterable[Choice], accepted: Callable[[Request], Sequence[Candidate]] | None = None
 ) -> Verdict:
-    """Refuse if anything that is chosen does not promise to work in a graph.
+    """Refuse if any chosen component is not declared safe for graphs.
 
-    Kernels, backends, communicators and layers that replace standard ones have to promise
+    Kernels, backends, communicators and layers that replace standard ones must declare
     ``graph_safe``.
 
     Args:
-        accepted: returns what accepts a request; with it is said where nothing else is safe.
+        accepted: returns the candidates that accept a request; used to report requests without any
+            safe candidate.
     """
-    unsafe: dict[str, str] = {}
-    replaced: dict[str, str] = {}
-    stuck: dict[str, None] = {}
-    waiting: dict[str, None] = {}
+    # Dicts keep the order of the choices and drop duplicates.
+    unsafe: dict[str, str] = {}  # op by component
+    replaced: dict[str, str] = {}  # layer by replacement
+    stuck: dict[str, None] = {}  # ops without any safe candidate
+    waiting: dict[str, None] = {}  # ops between whose calls the host reads results
     for choice in choices:
         chosen, request = choice.chosen, choice.request
         if choice.waits:
             waiting[repr(request.name)] = None
-        who = f"{chosen.name} of {chosen.provider}"
+        component = f"{chosen.name} of {chosen.provider}"
         if _SAFE in chosen.properties:
             continue
-        if request.kind in _RUNNING:
-            unsafe[who] = request.name
-            if accepted and not any(_SAFE in other.properties for other in accepted(request)):
+        if request.kind in _RUNNING_KINDS:
+            unsafe[component] = request.name
+            if accepted and not any(_SAFE in c.properties for c in accepted(request)):
                 stuck[repr(request.name)] = None
+        # Standard layers run only kernels and backends, which are checked themselves.
         elif isinstance(chosen.record, LayerEntry) and chosen.record.name != _STANDARD:
-            replaced[who] = request.name
+            replaced[component] = request.name
     parts, settings = [], []
     if unsafe:
         verb = "does" if len(unsafe) == 1 else "do"
@@ -82,48 +85,48 @@ def judge_choices(
         settings.append(f"require={{{_SAFE!r}}}")
     if replaced:
         rules = ", ".join(f"{name!r}: 'standard'" for name in dict.fromkeys(replaced.values()))
-        own = "has code of its own, which does not promise to be graph_safe"
-        parts.append(f"the layer {_listed(replaced)} {own}")
+        objection = "has code of its own, which does not promise to be graph_safe"
+        parts.append(f"the layer {_listed(replaced)} {objection}")
         settings.append(f"layers={{{rules}}}")
     if waiting:
         parts.append(f"layers that call {', '.join(waiting)} read numbers on the host in between")
     if not parts:
         return Verdict.accept()
-    mend = f"Config({', '.join(settings)})"
+    remedy = f"Config({', '.join(settings)})"
     if stuck:
-        mend = f"a plugin with a {_SAFE} candidate for {', '.join(stuck)}: there is none here"
+        remedy = f"a plugin with a {_SAFE} candidate for {', '.join(stuck)}: there is none here"
     if waiting:
-        mend = "a format of weights that one op computes, or Config(graphs='off')"
-    return Verdict.refuse(f"cannot be captured: {', and '.join(parts)}. Try: {mend}")
+        remedy = "a format of weights that one op computes, or Config(graphs='off')"
+    return Verdict.refuse(f"cannot be captured: {', and '.join(parts)}. Try: {remedy}")
 
 
 def judge_compilation(step: Callable[..., Any]) -> Verdict:
-    """Refuse what torch.compile made, or has a part in: it may capture graphs itself.
+    """Refuse a step that torch.compile compiled wholly or partly: compiled code may capture graphs.
 
     Args:
-        step: a function, or a module, whose parts are looked at as well.
+        step: a function, or a module, whose submodules are checked, too.
     """
     parts: list[Any] = [*step.modules()] if isinstance(step, nn.Module) else [step]
     compiled = next((part for part in parts if _is_compiled(part)), None)
     if compiled is None:
         return Verdict.accept()
-    what = "the step" if compiled is step else f"{type(compiled).__name__}, a part of the step,"
+    subject = "the step" if compiled is step else f"{type(compiled).__name__}, a part of the step,"
     return Verdict.refuse(
-        f"{what} is compiled by torch.compile, which may capture graphs of its own. Try: "
+        f"{subject} is compiled by torch.compile, which may capture graphs of its own. Try: "
         "capture the plain step, or call the compiled one without capturing it"
     )
 
 
 def _is_compiled(part: Any) -> bool:
-    # The compiler takes a second to import; where nobody did, nothing is compiled.
+    # Importing the compiler takes a second; if it was never imported, nothing is compiled.
     frames = sys.modules.get("torch._dynamo.eval_frame")
     if frames is None:
         return False
-    own = getattr(part, "forward", None) if isinstance(part, nn.Module) else part
+    function = getattr(part, "forward", None) if isinstance(part, nn.Module) else part
     return (
         isinstance(part, frames.OptimizedModule)
         or getattr(part, "_compiled_call_impl", None) is not None
-        or hasattr(own, "_torchdynamo_orig_callable")
+        or hasattr(function, "_torchdynamo_orig_callable")
     )
 
 
@@ -139,7 +142,7 @@ def _provided(resolver: Resolver, placement: Placement) -> Verdict:
     return platform.provides("capture_graph")
 
 
-def _listed(found: dict[str, str]) -> str:
-    named = [f"{candidate} for {name!r}" for candidate, name in found.items()]
-    more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
-    return ", ".join(named[:_MOST_NAMED]) + more
+def _listed(names_by_candidate: dict[str, str]) -> str:
+    entries = [f"{candidate} for {name!r}" for candidate, name in names_by_candidate.items()]
+    more = f" and {len(entries) - _MAX_NAMED} more" if len(entries) > _MAX_NAMED else ""
+    return ", ".join(entries[:_MAX_NAMED]) + more

@@ -1,9 +1,9 @@
-"""Memory of the host for large tensors: in huge pages, and apart from the heap.
+"""Host memory for large tensors: in huge pages and outside the heap.
 
-Weights and keys are read from beginning to end in every step. With pages of 4 KiB, translating
-their addresses holds that up: huge pages gain up to a half. Linux gives them on request where
-``/sys/kernel/mm/transparent_hugepage/enabled`` says ``madvise`` or ``always``, and where it says
-``never``, none; that is the administrator's choice.
+Weights and keys are read from beginning to end in every step. With 4 KiB pages, address translation
+slows these reads down; huge pages are up to 50 % faster. Linux provides huge pages on request if
+``/sys/kernel/mm/transparent_hugepage/enabled`` is ``madvise`` or ``always``; ``never`` is the
+administrator's choice.
 
 Source: Linux, Documentation/admin-guide/mm/transhuge.rst.
 """
@@ -45,38 +45,39 @@ __all__ = [
 _ROOT = Path("/")
 _FOLDER = "sys/kernel/mm/transparent_hugepage"
 _CAN_MAP = all(hasattr(mmap, name) for name in ("MAP_ANONYMOUS", "MAP_PRIVATE"))
-_LEAST_MAPPED_BYTES = 1 << 18
-_MOST_SPARE_BYTES = 16 << 20
+_MIN_MAPPED_BYTES = 1 << 18
+_MAX_SPARE_BYTES = 16 << 20
 _SHARED_MAP_BYTES = 32 << 20
 _LINE_BYTES = 64
 
-_Map = tuple[mmap.mmap, int]  # and the offset of what is used of it
+_Map = tuple[mmap.mmap, int]  # a mapping and the offset of its used part
 _Take = Callable[[int, bool], Tensor | None]
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, *, lasting: bool = False) -> Tensor:
-    """Return new memory without content, in huge pages where the system gives them on request.
+    """Allocate uninitialised memory, in huge pages if the system provides them on request.
 
-    From 256 KiB on, it lies outside the heap: there, what stays would keep what is freed around it,
-    up to 320 MB while a model of 1.1 GB is loaded.
+    Memory of 256 KiB or more lies outside the heap: inside the heap, long-lived tensors would keep
+    freed memory around them from being returned, up to 320 MB while a model of 1.1 GB is loaded.
 
     Args:
-        lasting: it is read in every step of a model, so all of it is to lie in huge pages, which it
-            shares with other memory that lasts. Otherwise memory is mapped for the tensor alone,
-            and the last part, of less than a huge page, lies in small pages.
+        lasting: the memory is read in every step of a model, so all of it should lie in huge pages,
+            which it shares with other lasting memory. Otherwise the tensor gets a mapping of its
+            own, whose last part, smaller than a huge page, lies in small pages.
     """
     count, take = prod(shape), _placing.get()
-    if count and take and (taken := take(count * dtype.itemsize, lasting)) is not None:
-        return taken.view(dtype).view(tuple(shape))
-    if _CAN_MAP and count * dtype.itemsize >= _LEAST_MAPPED_BYTES:
-        with suppress(OSError):  # the system limits maps: torch may find memory in its heap
-            mapped = _shared if lasting and _can_share() else _mapped
-            return mapped(count, dtype).view(tuple(shape))
+    if count and take and (memory := take(count * dtype.itemsize, lasting)) is not None:
+        return memory.view(dtype).view(tuple(shape))
+    if _CAN_MAP and count * dtype.itemsize >= _MIN_MAPPED_BYTES:
+        # The system limits the number of mappings; torch may still find memory in the heap.
+        with suppress(OSError):
+            allocate = _shared if lasting and _can_share() else _mapped
+            return allocate(count, dtype).view(tuple(shape))
     return torch.empty(tuple(shape), dtype=dtype)
 
 
 def cache_memory(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
-    """Return memory of ``device`` for a KV cache; on the host, lasting memory of ``empty``."""
+    """Allocate memory for a KV cache on ``device``; on the CPU, lasting memory of ``empty``."""
     if torch.device(device).type == "cpu":
         return empty(shape, dtype, lasting=True)
     return torch.empty(tuple(shape), dtype=dtype, device=device)
@@ -84,30 +85,31 @@ def cache_memory(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tenso
 
 @contextmanager
 def reused(spare: Spare | None = None) -> Iterator[None]:
-    """Return a block in which memory whose tensor went serves the next one of the same size.
+    """Reuse the memory of freed tensors for the next tensor of the same size, in a ``with`` block.
 
-    The layers of a model hold plain weights of the same few sizes one after another. New memory is
-    cleared by the system and lies in no cache, which takes as long as copying a weight there. Up to
-    16 MiB are kept, until the block ends. Other threads and later memory have no part in it.
+    Loading creates many short-lived weights of a few sizes. New memory is cleared by the system and
+    is in no cache, which takes as long as copying a weight there. Up to 16 MiB are kept until the
+    block ends. Other threads are not affected.
 
     Args:
-        spare: what was kept in an earlier block, and is kept for later ones.
+        spare: memory kept from an earlier block, and kept for later blocks.
     """
-    kept = Spare(_MOST_SPARE_BYTES) if spare is None else spare
-    token = _spare.set(kept)
+    free_maps = Spare(_MAX_SPARE_BYTES) if spare is None else spare
+    token = _spare.set(free_maps)
     try:
         yield
     finally:
         _spare.reset(token)
         if spare is None:
-            kept.close()
+            free_maps.close()
 
 
 @contextmanager
 def placed(take: Callable[[int, bool], Tensor | None]) -> Iterator[None]:
-    """Return a block in which ``take`` gives memory: uint8, of so many bytes, aligned to 64.
+    """Let ``take`` provide the memory of ``empty`` in a ``with`` block.
 
-    It is told whether the memory is to last, and returns None for what lies elsewhere.
+    ``take`` receives the number of bytes and whether the memory is lasting. It returns a uint8
+    tensor aligned to 64 bytes, or None to leave the allocation to ``empty``.
     """
     token = _placing.set(take)
     try:
@@ -117,9 +119,9 @@ def placed(take: Callable[[int, bool], Tensor | None]) -> Iterator[None]:
 
 
 def require_pinned(tensor: Tensor) -> None:
-    """Return if a device can be given an address of ``tensor``.
+    """Check that a device can address ``tensor``.
 
-    Raises: ConfigError: it is no page-locked memory of the host.
+    Raises: ConfigError: the tensor is not page-locked host memory.
     """
     if tensor.device.type != "cpu" or not tensor.is_pinned():
         raise ConfigError(
@@ -129,10 +131,10 @@ def require_pinned(tensor: Tensor) -> None:
 
 
 def trim() -> None:
-    """Give freed memory of the heap back to the system, where the C library can be asked to.
+    """Return freed heap memory to the system, if the C library supports it.
 
-    By itself glibc gives back what lies behind the last block in use only. Small tensors that stay
-    between the temporaries of loading kept 80 MiB of a model of 520 MiB so. It takes milliseconds.
+    By itself glibc returns only memory after the last block in use. Small long-lived tensors
+    between the temporaries of loading kept 80 MiB of a model of 520 MiB. Takes milliseconds.
 
     Source: malloc_trim(3).
     """
@@ -145,7 +147,7 @@ def huge_pages(root: Path = _ROOT) -> Verdict:
     """Say whether large memory lies in huge pages, and why or why not.
 
     Args:
-        root: the folder in which ``sys`` lies.
+        root: the folder that contains ``sys``.
     """
     setting = _setting(root)
     if not setting:
@@ -161,44 +163,45 @@ def huge_pages(root: Path = _ROOT) -> Verdict:
 
 
 def huge_page_bytes(root: Path = _ROOT) -> int:
-    """Return the size of a huge page, 0 where unknown; it differs between architectures."""
+    """Return the size of a huge page in bytes, 0 if unknown; it depends on the architecture."""
     size = _text(root / _FOLDER / "hpage_pmd_size")
     return int(size) if size.isdecimal() else 0
 
 
 @cache
 def _requested_bytes() -> int:
-    """Return the size of the huge pages that are to be asked for, 0 where there are none."""
+    """Return the size of huge pages to request with madvise, 0 if there are none."""
     can_ask = hasattr(mmap, "MADV_HUGEPAGE") and huge_pages().accepted
     return huge_page_bytes() if can_ask else 0
 
 
 def _can_share() -> bool:
-    # The last huge page of a map is memory once it was touched: ARM has some of 512 MiB.
+    # Touching a map's last huge page allocates all of it, and ARM has huge pages of 512 MiB.
     return 0 < _requested_bytes() <= _SHARED_MAP_BYTES
 
 
 def _mapped(count: int, dtype: torch.dtype) -> Tensor:
     num_bytes, spare = count * dtype.itemsize, _spare.get()
-    found = None if spare is None else spare._take(num_bytes)
-    memory, start = found or _new_map(num_bytes)
-    # The tensor keeps the object that it was made from, and that the mapping, which ends with it.
-    kept = memoryview(memory)
+    recycled = None if spare is None else spare._take(num_bytes)
+    memory, start = recycled or _new_map(num_bytes)
+    # The tensor keeps the view alive, the view keeps the mapping; no tensor, no mapping.
+    view = memoryview(memory)
     if spare is not None:
-        weakref.finalize(kept, spare._put, num_bytes, (memory, start)).atexit = False
-    return torch.frombuffer(kept, dtype=dtype, count=count, offset=start)
+        weakref.finalize(view, spare._put, num_bytes, (memory, start)).atexit = False
+    return torch.frombuffer(view, dtype=dtype, count=count, offset=start)
 
 
 def _new_map(num_bytes: int) -> _Map:
     huge_bytes = _requested_bytes()
     advised_bytes = num_bytes // huge_bytes * huge_bytes if huge_bytes else 0
-    # What lies before the first border of a huge page is never touched, so it is no memory.
-    spare_bytes = huge_bytes if advised_bytes else 0
-    memory = mmap.mmap(-1, num_bytes + spare_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Extra space, to start at a huge page boundary. Memory before the boundary is never touched,
+    # so the system never allocates it.
+    alignment_bytes = huge_bytes if advised_bytes else 0
+    memory = mmap.mmap(-1, num_bytes + alignment_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = 0
     if advised_bytes:
         start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % huge_bytes
-        with suppress(OSError):  # it is memory all the same
+        with suppress(OSError):  # without huge pages the memory works, too
             memory.madvise(mmap.MADV_HUGEPAGE, start, advised_bytes)
     return memory, start
 
@@ -206,13 +209,14 @@ def _new_map(num_bytes: int) -> _Map:
 def _shared(count: int, dtype: torch.dtype) -> Tensor:
     num_bytes = count * dtype.itemsize
     memory, start = _shared_maps.take(num_bytes)
-    kept = memoryview(memory)[start : start + num_bytes]
-    weakref.finalize(kept, _forget, memory, start, num_bytes).atexit = False
-    return torch.frombuffer(kept, dtype=dtype, count=count)
+    view = memoryview(memory)[start : start + num_bytes]
+    weakref.finalize(view, _release_pages, memory, start, num_bytes).atexit = False
+    return torch.frombuffer(view, dtype=dtype, count=count)
 
 
-def _forget(memory: mmap.mmap, start: int, num_bytes: int) -> None:
-    """Give the whole pages of what went back, while neighbours keep the map."""
+def _release_pages(memory: mmap.mmap, start: int, num_bytes: int) -> None:
+    """Return the pages of a freed tensor to the system, while neighbours keep the mapping."""
+    # Pages at either end may be shared with neighbours, so only pages wholly inside are returned.
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (start + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     with suppress(OSError):
@@ -220,37 +224,39 @@ def _forget(memory: mmap.mmap, start: int, num_bytes: int) -> None:
 
 
 class _SharedMaps:
-    """Maps of huge pages that tensors share; each goes with the last of them.
+    """Mappings of huge pages shared by tensors; a mapping ends with its last tensor.
 
-    What no tensor has touched is no memory, so a map costs a part of one huge page at most.
+    Untouched pages are not allocated, so a mapping wastes less than one huge page.
     """
 
     def __init__(self) -> None:
-        self._open: list[tuple[weakref.ref[mmap.mmap], int, int]] = []  # its rest: start and end
+        # Mappings with free space: the mapping, start and end of the space.
+        self._open: list[tuple[weakref.ref[mmap.mmap], int, int]] = []
         self._lock = Lock()
 
     def take(self, num_bytes: int) -> _Map:
         with self._lock:
-            taken: _Map | None = None
+            allocation: _Map | None = None
             still_open = []
-            for alive, start, end in self._open:
-                memory = alive()
+            for reference, start, end in self._open:
+                memory = reference()
                 if memory is None:
                     continue
-                if taken is None and num_bytes <= end - start:
-                    taken = memory, start
+                if allocation is None and num_bytes <= end - start:
+                    allocation = memory, start
                     start += -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
-                if end - start >= _LEAST_MAPPED_BYTES:
-                    still_open.append((alive, start, end))
+                if end - start >= _MIN_MAPPED_BYTES:
+                    still_open.append((reference, start, end))
             self._open = still_open
-            return taken or self._begin(num_bytes)
+            return allocation or self._open_map(num_bytes)
 
-    def _begin(self, num_bytes: int) -> _Map:
+    def _open_map(self, num_bytes: int) -> _Map:
         huge_bytes = _requested_bytes()
-        whole_bytes = -(-max(num_bytes, _SHARED_MAP_BYTES) // huge_bytes) * huge_bytes
-        memory, start = _new_map(whole_bytes)
-        rest = start + -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
-        self._open.append((weakref.ref(memory), rest, start + whole_bytes))
+        map_bytes = -(-max(num_bytes, _SHARED_MAP_BYTES) // huge_bytes) * huge_bytes
+        memory, start = _new_map(map_bytes)
+        # Aligned to cache lines, so that two tensors never share a line.
+        free_start = start + -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
+        self._open.append((weakref.ref(memory), free_start, start + map_bytes))
         return memory, start
 
 
@@ -258,10 +264,10 @@ _shared_maps = _SharedMaps()
 
 
 class Spare:
-    """Maps without a tensor, by the bytes that were asked for, until it is closed."""
+    """Cache of unused mappings by size, for ``reused``."""
 
     def __init__(self, most_bytes: int) -> None:
-        """Have none; so many bytes are kept at most."""
+        """Create an empty cache that keeps at most ``most_bytes``."""
         self._maps: defaultdict[int, list[_Map]] = defaultdict(list)
         self._free_bytes = most_bytes
 
@@ -278,7 +284,7 @@ class Spare:
             self._maps[num_bytes].append(map)
 
     def close(self) -> None:
-        """Keep nothing, now and later."""
+        """Drop all mappings, and keep none from now on."""
         self._free_bytes = 0
         self._maps.clear()
 
@@ -288,9 +294,9 @@ _spare: ContextVar[Spare | None] = ContextVar("spare maps of host memory", defau
 
 
 def _setting(root: Path) -> str:
-    """Return the word in brackets, which is the one in force; empty where there is none."""
-    found = re.search(r"\[(\w+)\]", _text(root / _FOLDER / "enabled"))
-    return found[1] if found else ""
+    """Return the active setting (the word in brackets), or "" if there is none."""
+    match = re.search(r"\[(\w+)\]", _text(root / _FOLDER / "enabled"))
+    return match[1] if match else ""
 
 
 def _text(path: Path) -> str:

@@ -1,9 +1,9 @@
-"""The memory of a device that a piece of work takes: torch's part of it, and everybody else's.
+"""Device memory that a piece of work takes: torch's allocator, and everything else.
 
-Graphs, workspaces of libraries, communication and other processes take memory that torch's
-allocator does not know of, so that a cache which is sized by the allocator alone overflows.
+Graphs, library workspaces, communication and other processes take memory unknown to torch's
+allocator, so a cache sized by the allocator alone would overflow.
 
-The arithmetic is tested; reading an accelerator was not run.
+The arithmetic is tested; reading an accelerator was never run.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["MemoryProfile", "MemorySnapshot", "memory_profile", "memory_snapshot
 
 @dataclass(frozen=True, slots=True)
 class MemorySnapshot:
-    """Bytes of one device at one moment.
+    """Memory of one device at one moment, in bytes.
 
     Attributes:
-        free_bytes, total_bytes: of the device, whoever uses it.
-        reserved_bytes: taken by torch's allocator, in use or kept.
-        peak_bytes: the most that tensors have used since the peak was reset.
+        free_bytes, total_bytes: of the device, over all users.
+        reserved_bytes: reserved by torch's allocator, in use or cached.
+        peak_bytes: largest sum of tensor memory since the peak was reset.
     """
 
     free_bytes: int
@@ -34,39 +34,39 @@ class MemorySnapshot:
 
     @property
     def other_bytes(self) -> int:
-        """The memory in use besides torch's allocator: contexts, libraries, other processes."""
+        """Memory in use outside torch's allocator: contexts, libraries, other processes."""
         return self.total_bytes - self.free_bytes - self.reserved_bytes
 
 
 @dataclass(slots=True)
 class MemoryProfile:
-    """Two snapshots; ``after`` is that of the end, and equals ``before`` until then."""
+    """Snapshots before and after; ``after`` equals ``before`` until the end."""
 
     before: MemorySnapshot
     after: MemorySnapshot
 
     @property
     def torch_bytes(self) -> int:
-        """By how much torch's allocator has grown."""
+        """Growth of torch's allocator."""
         return self.after.reserved_bytes - self.before.reserved_bytes
 
     @property
     def other_bytes(self) -> int:
-        """By how much has grown what is not torch's."""
+        """Growth of the memory outside torch's allocator."""
         return self.after.other_bytes - self.before.other_bytes
 
     def room_bytes(self, share: float = 0.9) -> int:
-        """Return what may still be taken, so that ``share`` of the device is used at the peak.
+        """Return the bytes that are free if at most ``share`` of the device is used at the peak.
 
-        The peak of torch's tensors counts, not what it keeps of them, and what others have taken
-        counts in full. 0 where nothing is left.
+        The peak of torch's tensors counts, not the allocator's cache; memory of others counts in
+        full. 0 if nothing is free.
         """
         limit = int(self.after.total_bytes * share)
         return max(limit - self.after.peak_bytes - self.after.other_bytes, 0)
 
 
 def memory_snapshot(device: str) -> MemorySnapshot:
-    """Return what ``device`` holds now; work that is queued counts as far as it has allocated."""
+    """Read the memory of ``device``; queued work counts as far as it has allocated."""
     free, total = torch.accelerator.get_memory_info(device)
     return MemorySnapshot(
         free,
@@ -85,7 +85,7 @@ def memory_profile(
     """Compare the memory of ``device`` before and after a ``with`` block.
 
     Args:
-        snapshot, reset_peak: how the memory is read, and its peak forgotten.
+        snapshot, reset_peak: functions that read the memory and reset its peak.
     """
     reset_peak(device)
     before = snapshot(device)
@@ -93,4 +93,5 @@ def memory_profile(
     try:
         yield profile
     finally:
+        # Also after an error: the memory that led to a failure is the interesting one.
         profile.after = snapshot(device)

@@ -1,4 +1,4 @@
-"""The processors that this process computes on."""
+"""Binding of this process's threads to CPU cores."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ def bind_threads(
     siblings: bool = False,
     config: Config | None = None,
 ) -> Verdict:
-    """Run this process's threads on some of its cores, one thread on each, and say which.
+    """Bind this process's threads to cores, one thread per core, and report which cores.
 
-    To be called before a model is loaded: memory is then taken near the processors that read it.
-    Where the system denies it, as in some containers, the verdict says why and nothing changed.
+    Call this before a model is loaded, so that memory is allocated near the cores that read it. If
+    the system denies the binding, as in some containers, the verdict says why and nothing changes.
 
     Args:
-        node: of NUMA; None takes the cores of all.
-        reserve: how many cores are left to other programs, the lowest ones first, because systems
-            serve most of their interrupts there.
-        siblings: take all logical processors of a core. They share its arithmetic units, so that
-            more than one thread seldom computes faster.
+        node: NUMA node; None: cores of all nodes.
+        reserve: number of cores left to other programs, lowest numbers first, because systems
+            handle most interrupts there.
+        siblings: use all logical processors of a core. They share arithmetic units, so more than
+            one thread per core is rarely faster.
         config: policy that chooses the platform.
-    Raises: ConfigError: ``reserve`` is no number of cores or leaves none, or the node is unknown.
+    Raises: ConfigError: ``reserve`` is not a number of cores or leaves none, or the node is
+        unknown.
     """
     if not isinstance(reserve, int) or reserve < 0:
         raise ConfigError(f"reserve is {reserve!r}, must be a number of cores, 0 or more")
     platform = place(config).platform
+    # Both members are optional in the platform contract; the refusal says which one is missing.
     for member in ("cores", "bind_threads"):
         provided = platform.provides(member)
         if not provided:
@@ -45,12 +47,14 @@ def bind_threads(
             f"reserve is {reserve}, but this process may use {len(cores)} cores{where}. "
             f"Try: reserve={max(len(cores) - 1, 0)}"
         )
-    kept = cores[reserve:]
-    return platform.bind_threads([p for core in kept for p in (core if siblings else core[:1])])
+    bound_cores = cores[reserve:]
+    return platform.bind_threads(
+        [processor for core in bound_cores for processor in (core if siblings else core[:1])]
+    )
 
 
 def _cores_of(platform: Platform, node: int | None) -> list[Sequence[int]]:
-    """Return the cores that this process may use, those of one node where it is given."""
+    """Return the cores that this process may use, of one node if ``node`` is not None."""
     cores = sorted(platform.cores(), key=min)
     if node is None:
         return cores

@@ -1,4 +1,4 @@
-"""Routing to experts, permutation of tokens, and the products of experts.
+"""Ops of MoE layers: routing, permutation of tokens, and the expert MLPs.
 
 Every name is loaded on first use.
 """

@@ -1,4 +1,4 @@
-"""Bounds of errors that numbers on the way leave in the result of many steps."""
+"""Error bounds for results of many steps, by first-order error propagation."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from torch import Tensor
 
 
 class Errors:
-    """Bounds of what errors of numbers on the way are in the results, to the first order.
+    """First-order bounds of how errors of intermediate results affect the final results.
 
-    A number that is held in the storage dtype errs by its roundings, a sum of products by its
-    length times the sum of the absolute terms, each times a unit of roundoff. What an error of one
-    number is in a result is the derivative of that by this; absolute values add up, and the
-    largest over all results counts.
+    A number stored in the storage dtype has an error of its roundings. A sum of products has an
+    error of its length times the sum of the absolute terms. Both are in units of roundoff. The
+    effect of one error on a result is the derivative of the result by that number; absolute effects
+    are summed, and the largest sum over all results counts.
     """
 
     def __init__(self) -> None:
+        # Two sums, as roundings scale with the storage dtype and additions are always in float32.
         self._rounded = self._added = 0.0
         self._points: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -27,12 +28,14 @@ class Errors:
         terms: Tensor | None = None,
         held: Tensor | None = None,
     ) -> Tensor:
-        """Return ``numbers``, from here on with errors.
+        """Record errors of an intermediate result, and return the result.
 
         Args:
-            roundings: to the storage dtype, of ``numbers`` or of what is ``held`` for them.
-            length: additions in float32, and other operations that err by a unit.
-            terms: sums of absolute terms; the absolute ``numbers`` without.
+            numbers: the intermediate result.
+            roundings: roundings of ``numbers``, or of ``held``, to the storage dtype.
+            length: float32 additions and other operations with an error of one unit.
+            terms: sums of absolute terms; None: the absolute ``numbers``.
+            held: the stored numbers that stand for ``numbers``; None: ``numbers``.
         """
         error = torch.zeros_like(numbers, requires_grad=True)
         size = numbers.detach().abs()
@@ -46,7 +49,7 @@ class Errors:
         return numbers + error
 
     def show(self, results: Tensor) -> None:
-        """Find the bounds for ``results``, one number after the other."""
+        """Compute the bounds: differentiate every result by every recorded error."""
         errors = [error for error, _, _ in self._points]
         rounded = added = torch.zeros(results.numel(), dtype=results.dtype)
         ones = torch.eye(results.numel(), dtype=results.dtype)
@@ -60,10 +63,10 @@ class Errors:
         self._rounded, self._added = float(rounded.max()), float(added.max())
 
     def bound(self, dtype: torch.dtype) -> float:
-        """Return the bound for numbers stored as ``dtype`` on the way, as a ``magnitude``.
+        """Return the bound as a case's ``magnitude`` for intermediate results stored as ``dtype``.
 
-        The residual stream is float32 whatever they are, so that their roundings are counted in its
-        unit, of which a magnitude stands for two.
+        The residual stream is float32 whatever ``dtype``, so roundings to ``dtype`` are converted
+        to float32 units; a magnitude stands for two of these.
         """
         units = torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
         return (units * self._rounded + self._added) / 2

@@ -1,7 +1,7 @@
-"""The common part of the cases of experts: routing, and bounds of what passes through the sums.
+"""Shared parts of the test cases of experts: random routing, and error bounds.
 
-T tokens, H hidden size, E experts, I intermediate size, K chosen experts. The bounds come from a
-run in float64 with every term made positive.
+T tokens, H hidden size, E experts, I intermediate size, K chosen experts. Bounds are computed in
+float64 with all terms positive.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ Weights = tuple[dict[str, Any], Tensor, Tensor]
 
 
 def shape_of(dims: Dims, num_tokens: int) -> Shape:
-    """Return T, H, I, E and K."""
+    """Return (T, H, I, E, K) of ``dims``."""
     names = ("hidden_size", "intermediate_size", "num_experts", "top_k")
     hidden, inner, num_experts, top_k = (int(dims[name]) for name in names)
     return num_tokens, hidden, inner, num_experts, top_k
 
 
 def routed(point: Point, generator: torch.Generator) -> dict[str, Tensor]:
-    """Return weights, which don't add up to 1, and ids, of which some may be -1."""
+    """Return random weights that do not sum to 1, and expert ids, some of them -1."""
     tokens, _, _, num_experts, top_k = point["shape"]
     ids = random_experts(tokens, num_experts, top_k, generator)
-    share = {"none": 0.0, "some": 0.5, "all": 1.0}[point["ranks"]]
-    elsewhere = torch.rand(tokens, top_k, generator=generator) < share
+    remote_fraction = {"none": 0.0, "some": 0.5, "all": 1.0}[point["ranks"]]
+    is_remote = torch.rand(tokens, top_k, generator=generator) < remote_fraction
     weights = 0.1 + torch.rand(tokens, top_k, generator=generator)
-    return {"weights": weights, "expert_ids": ids.masked_fill(elsewhere, -1)}
+    return {"weights": weights, "expert_ids": ids.masked_fill(is_remote, -1)}
 
 
 def evenly_routed(dims: Dims, num_tokens: int, generator: torch.Generator) -> dict[str, Any]:
-    """Return weights that add up to 1, ids that spread over all experts, and the activation."""
+    """Return weights that sum to 1, ids spread evenly over all experts, and the activation."""
     num_experts, top_k = int(dims["num_experts"]), int(dims["top_k"])
     return {
         "weights": torch.randn(num_tokens, top_k, generator=generator).softmax(-1),
@@ -50,17 +50,18 @@ def evenly_routed(dims: Dims, num_tokens: int, generator: torch.Generator) -> di
 
 
 def spread(matrices: Tensor, scales: Tensor) -> Tensor:
-    """Return matrices times scales that are repeated to their size."""
+    """Multiply matrices by scales that are repeated to the matrices' size."""
     rows = matrices.shape[1] // scales.shape[1]
     columns = matrices.shape[2] // scales.shape[2]
     return matrices * scales.repeat_interleave(rows, 1).repeat_interleave(columns, 2)
 
 
 def bounded_case(arguments: dict[str, Any], gate_up: Tensor, down: Tensor, dims: Dims) -> Case:
-    """Return the case with its bounds; experts that no token chose become NaN after that."""
+    """Build a case with error bounds, and set the experts that no token chose to NaN."""
     num_experts, hidden, inner = down.shape
     bounds = _bounds(arguments, gate_up, down)
     ids = arguments["expert_ids"]
+    # A kernel that reads the weights of an unchosen expert produces NaN and fails.
     unread = [e for e in range(num_experts) if not (ids == e).any()]
     for name in ("gate_up", "down"):
         if arguments[name].dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -70,45 +71,46 @@ def bounded_case(arguments: dict[str, Any], gate_up: Tensor, down: Tensor, dims:
             # 255 is the NaN of exponents in bytes.
             is_exponent = arguments[name].dtype == torch.uint8
             arguments[name][unread] = 255 if is_exponent else torch.nan
-    stated = {
+    expert_dims = {
         "hidden_size": hidden,
         "intermediate_size": inner,
         "num_experts": num_experts,
         "top_k": ids.shape[1],
         "activation": arguments["activation"],
     }
-    return Case("", arguments, {**stated, **dims}, **bounds)
+    return Case("", arguments, {**expert_dims, **dims}, **bounds)
 
 
 def sampled_case(
     arguments: dict[str, Any], gate_up: Tensor, down: Tensor, dims: Dims, num_tokens: int
 ) -> Case:
-    """Return a sample for tuning with its bounds."""
+    """Build a tuning sample with error bounds."""
     return Case(f"{num_tokens} tokens", arguments, dims, **_bounds(arguments, gate_up, down))
 
 
 # The largest slope of silu, of gelu, and of g sigmoid(1.702 g), are 1.10, 1.13 and 1.10.
 _SLOPE = 1.13
-# How many Euclidean lengths a sum of rounding errors stays below, see ``_bounds``.
+# A sum of rounding errors stays below this many Euclidean lengths, see ``_bounds``.
 _LENGTHS = 12.0**0.5
 
 
 def _bounds(arguments: Mapping[str, Any], gate_up: Tensor, down: Tensor) -> dict[str, Any]:
-    """Return how far float32 sums, and h and y in the dtype of x, may move the result.
+    """Bound the result's error from float32 sums, and from storing h and y in the dtype of x.
 
-    A gate that is off by d moves h by at most slope * |u| d, and an u by d moves it by |act(g)| d,
-    with u + 1 for u in swiglu_oai. In float32, d is a share of the sums G and U of absolute terms,
-    which H additions and a bias make up; the activation is off by few units of |g| |u|, for which
-    eight more are counted. Of the terms |h| of the second sum, I + K additions, a bias and a
-    weight are made. The magnitude is the mean of both, each times its additions.
+    An error d of a gate changes h by at most slope * |u| d, an error d of u changes h by |act(g)|
+    d, with u + 1 for u in swiglu_oai. In float32, d is a fraction of the sums G and U of absolute
+    terms, after H additions and a bias; eight more units account for the activation, which errs by
+    a few units of |g| |u|. The second sum has terms |h|, with I + K additions, a bias and a weight.
+    The magnitude is the mean of both, weighted by the numbers of additions.
 
-    In between, only h is stored in the dtype of x: rounded once, it is off by at most half a step,
-    u 2^floor(log2 |h|), and moves a result by at most u c, where c is 2^floor(log2 |h|) |w| |down|.
-    All of a token's h move it by at most u times the sum of their c. Errors of rounding to nearest
-    are independent and spread evenly over a step. Of such a one, E exp(s e) is at most
-    exp(s^2 u^2 c^2 / 6), so that their sum exceeds u L times the Euclidean length of all c with a
-    probability of at most 2 exp(-3 L^2 / 2): 3e-8 for ``_LENGTHS``. With the smaller of both
-    bounds, u C, and the result's own half step u Y, u (Y + C) is allowed, as two roundings of half.
+    In between, only h is stored in the dtype of x: one rounding has an error of at most half a
+    step, u 2^floor(log2 |h|), and changes a result by at most u c, with c = 2^floor(log2 |h|) |w|
+    |down|. All h of a token together change the result by at most u times the sum of the c. Errors
+    of rounding to nearest are independent and uniform over a step. For one such error e, E exp(s e)
+    is at most exp(s^2 u^2 c^2 / 6), so their sum exceeds u L times the Euclidean length of all c
+    with a probability of at most 2 exp(-3 L^2 / 2): 3e-8 for ``_LENGTHS``. With the smaller of both
+    bounds, u C, and the result's own half step u Y, an error of u (Y + C) is allowed, as two
+    roundings of half a step.
 
     Source: Higham and Mary, SIAM Journal on Scientific Computing 41(5), 2019 (independence).
     """
@@ -155,7 +157,7 @@ def _bounds(arguments: Mapping[str, Any], gate_up: Tensor, down: Tensor) -> dict
 
 
 def _power_below(sizes: Tensor, facts: torch.finfo) -> Tensor:
-    """Return the largest powers of two not above ``sizes``, or where subnormal numbers end."""
+    """Return the largest powers of two not above ``sizes``, at least the smallest normal number."""
     # A number is its mantissa, of at least a half, times a power of two.
     return torch.exp2(sizes.clamp(min=facts.smallest_normal).frexp().exponent.double()) / 2
 

@@ -1,4 +1,4 @@
-"""Cases of the orders of tokens by expert. T tokens, K chosen experts, E experts, H hidden size."""
+"""Test cases of token permutation. T tokens, K chosen experts, E experts, H hidden size."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ _ALONE = {"shape": ("no tokens",)}
 
 
 def random_experts(tokens: int, num_experts: int, top_k: int, generator: torch.Generator) -> Tensor:
-    """Return ``[T, K]`` int32, different experts for every token."""
+    """Return random expert ids ``[T, K]`` int32, distinct within each token."""
     order = torch.rand(tokens, num_experts, generator=generator).argsort(-1)
     return order[:, :top_k].to(torch.int32).contiguous()
 
 
 def _experts(point: Point, generator: torch.Generator) -> Tensor:
-    """Return the ids that ``point`` asks for, some of them -1."""
+    """Return the expert ids of a point, some of them -1."""
     tokens, num_experts, top_k = point["shape"]
     ids = random_experts(tokens, num_experts, top_k, generator)
     if point["spread"] == "same":
         ids = ids[:1].expand(tokens, -1).contiguous()
     elif point["spread"] == "last":
         ids = ids.clamp(min=num_experts - 2)
-    elsewhere = torch.rand(tokens, top_k, generator=generator) < point["rank"]
-    return ids.masked_fill(elsewhere, -1)
+    is_remote = torch.rand(tokens, top_k, generator=generator) < point["rank"]
+    return ids.masked_fill(is_remote, -1)
 
 
 def _permute(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -63,18 +63,18 @@ moe_permute_cases = CaseSpace(
     alone={**_ALONE, "ids": ("long ids",)},
     valid=lambda point, _: _differs(point) and not (point["width"] == 1025 and point["rank"]),
 )
-"""Rows that are copied once, several times and not at all."""
+"""Rows copied once, several times and not at all."""
 
 
 def _unpermute(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
     tokens, _, top_k = point["shape"]
     num_slots = tokens * top_k
-    places = torch.randperm(num_slots, generator=generator)
-    elsewhere = torch.rand(num_slots, generator=generator) < point["rank"]
+    row_indices = torch.randperm(num_slots, generator=generator)
+    is_remote = torch.rand(num_slots, generator=generator) < point["rank"]
     rows = normal((num_slots, point["width"]), dtype, generator)
     if point["rank"]:
-        rows[places[elsewhere]] = torch.nan  # which is not read
-    positions = places.masked_fill(elsewhere, -1).view(tokens, top_k).to(torch.int32)
+        rows[row_indices[is_remote]] = torch.nan  # must not be read
+    positions = row_indices.masked_fill(is_remote, -1).view(tokens, top_k).to(torch.int32)
     weights = uniform((tokens, top_k), point["weights"] or dtype, generator, 0.0, 1.0)
     return _unpermute_case({"rows": rows, "positions": positions, "weights": weights})
 
@@ -91,11 +91,11 @@ moe_unpermute_cases = CaseSpace(
     alone=_ALONE,
     valid=lambda point, dtype: point["weights"] is not None or dtype != torch.float32,
 )
-"""Rows in any order, those of other ranks NaN, weights in float32 and in the rows' dtype."""
+"""Rows in random order, rows of other ranks NaN, weights in float32 and in the rows' dtype."""
 
 
 def moe_permute_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of hidden states and evenly spread experts."""
+    """Build T rows of hidden states with evenly spread experts."""
     generator = torch.Generator().manual_seed(seed)
     num_experts, top_k = int(dims["num_experts"]), int(dims["top_k"])
     x = normal_numbers((num_tokens, int(dims["hidden_size"])), dtype, generator)
@@ -105,7 +105,7 @@ def moe_permute_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: in
 
 
 def moe_unpermute_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return the rows of T tokens in an order by expert, with weights that add up to 1."""
+    """Build rows of T tokens in random order, with weights that sum to 1."""
     generator = torch.Generator().manual_seed(seed)
     shape = (num_tokens, int(dims["top_k"]))
     num_slots = shape[0] * shape[1]
@@ -119,12 +119,12 @@ def moe_unpermute_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: 
 
 
 def _differs(point: Point) -> bool:
-    """Say whether the experts of ``point`` are others than those of an earlier label."""
+    """Check whether the expert ids of ``point`` differ from those of an earlier label."""
     tokens, num_experts, _ = point["shape"]
-    spread, elsewhere = point["spread"], point["rank"]
+    spread, remote_fraction = point["spread"], point["rank"]
     if spread == "even":
         return True
-    if elsewhere == 1.0 or num_experts == 1:
+    if remote_fraction == 1.0 or num_experts == 1:
         return False
     return not (spread == "same" and tokens == 1)
 

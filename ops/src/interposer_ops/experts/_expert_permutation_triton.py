@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Tokens put in the order of their experts, and back.
+"""Permutation of tokens into the order of their experts, and back, in Triton.
 
-Dimensions: T tokens, K chosen experts, E experts, H hidden size. Slot t K + k is the k-th choice of
-token t; the expert -1 is left out.
+Dimensions: T tokens, K chosen experts, E experts, H hidden size, C blocks. Slot t K + k is the k-th
+choice of token t; slots of expert -1 are skipped.
 
-A sort without atomics or waiting: one program per expert counts its slots, then one per expert goes
-through all slots again and puts its own where they belong, in their order.
+The sort needs neither atomics nor host synchronization: one program per expert counts its slots,
+then one program per expert scans all slots again and writes its own slots in order.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from interposer_ops._triton.rows import as_rows, row_tile
 
 
 def aligned_blocks(expert_ids: Tensor, num_experts: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """Sort the slots by expert into blocks that belong to one expert each.
+    """Sort the slots by expert into blocks of ``block_size``; each block belongs to one expert.
 
-    The slots of an expert stand in their own order, from the beginning of a block on, and the
-    rest of its last block is padded. An expert without slots has no block. The number of blocks
-    has a bound that the shapes give: at most min(T K, E) experts have slots, and each wastes at
-    most block_size - 1 places, so C = floor((T K + min(T K, E) (block_size - 1)) / block_size).
+    The slots of an expert keep their order and start at the beginning of a block; the expert's last
+    block is padded. An expert without slots has no block. The shapes bound the number of blocks: at
+    most min(T K, E) experts have slots, and each wastes at most block_size - 1 entries, so C =
+    floor((T K + min(T K, E) (block_size - 1)) / block_size).
 
     Args:
-        expert_ids: ``[T, K]`` int32 or int64, from -1 to E - 1; rows may lie apart.
-    Returns: ``(slots, block_experts)``, both int32: ``[C * block_size]``, T K where no slot
-        stands; ``[C]``, -1 of a block that is not used.
+        expert_ids: ``[T, K]`` int32 or int64, from -1 to E - 1; rows may be strided.
+    Returns: ``(slots, block_experts)``, both int32: ``[C * block_size]``, T K for padding; ``[C]``,
+        -1 for unused blocks.
     """
     num_slots, device = expert_ids.numel(), expert_ids.device
     num_blocks = (num_slots + min(num_slots, num_experts) * (block_size - 1)) // block_size
@@ -49,7 +49,7 @@ def aligned_blocks(expert_ids: Tensor, num_experts: int, block_size: int) -> tup
 def moe_permute_triton(
     x: Tensor, expert_ids: Tensor, num_experts: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``moe_permute``: blocks of one slot leave no place empty between two experts."""
+    """Compute ``moe_permute``, with blocks of one slot, so that there is no padding."""
     (_, top_k), device = expert_ids.shape, x.device
     num_slots, width = expert_ids.numel(), x.shape[1]
     rows = torch.empty((num_slots, width), dtype=x.dtype, device=device)
@@ -80,12 +80,12 @@ def moe_unpermute_triton(rows: Tensor, positions: Tensor, weights: Tensor) -> Te
 
 
 def sum_of_slots(rows: Tensor, expert_ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what the experts of each token return, added up, each times its weight.
+    """Sum the experts' results of each token, weighted.
 
     Args:
-        rows: ``[T K, H]``, dense; rows of left out slots are not read.
-        expert_ids: ``[T, K]``, negative where a slot is left out; rows may lie apart.
-        weights: ``[T, K]``; rows may lie apart.
+        rows: ``[T K, H]``, contiguous; rows of skipped slots are not read.
+        expert_ids: ``[T, K]``, negative for skipped slots; rows may be strided.
+        weights: ``[T, K]``; rows may be strided.
     Returns: ``[T, H]`` of ``dtype``.
     """
     num_tokens, top_k = expert_ids.shape
@@ -100,13 +100,14 @@ def _sort(
     num_padded: Tensor, block_experts: Tensor | None = None,
     positions: Tensor | None = None, starts: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write ``slots`` of ``aligned_blocks``, and what else is given.
+    """Sort the slots, and write the outputs that are not None.
 
     Args:
-        num_padded: ``[1]``, places in used blocks.
-        block_experts: of ``aligned_blocks``.
-        positions: the place of every slot among ``slots``, -1 of one that is left out.
-        starts: the place of each expert's first slot.
+        slots: output, see ``aligned_blocks``.
+        num_padded: ``[1]``, output: entries in used blocks.
+        block_experts: output, see ``aligned_blocks``.
+        positions: output: index of every slot in ``slots``, -1 for skipped slots.
+        starts: output: index of each expert's first slot.
     """
     num_slots, top_k = expert_ids.numel(), expert_ids.shape[1]
     ids = as_rows(expert_ids)
@@ -116,7 +117,7 @@ def _sort(
     _count[(num_experts,)](
         ids, counts, num_slots, ids.stride(0), TOP_K=top_k, CHUNK=chunk, **parameters.compiled
     )
-    # Behind the programs of the experts come those that fill what no expert has.
+    # After one program per expert, further programs fill the unused entries.
     _place[(num_experts + triton.cdiv(slots.numel(), chunk),)](
         ids, counts, slots, num_padded, block_experts, positions, starts, num_slots, slots.numel(),
         ids.stride(0),
@@ -136,22 +137,23 @@ def _add_up(
     *,
     gathered: bool = False,
 ) -> None:
-    """Write the sums ``y`` of rows.
+    """Sum the rows of each token into ``y``.
 
     Args:
-        positions: negative where nothing is added, and ``gathered`` the number of the row else.
-        strides: elements from a token's first row to the next one's, and from row to row.
-        top_k: rows of each token, where there are no positions.
+        positions: negative for skipped rows; otherwise the row number if ``gathered``.
+        strides: elements from one token's first row to the next token's, and from row to row.
+        top_k: rows of each token, if there are no positions.
     """
     num_tokens, width = y.shape
     if y.numel() == 0:
         return
-    places = None if positions is None else as_rows(positions)
-    factors = None if weights is None else as_rows(weights)
+    position_rows = None if positions is None else as_rows(positions)
+    weight_rows = None if weights is None else as_rows(weights)
     tile = row_tile("moe_unpermute", y.device, width)
     _sum_rows[(tile.row_blocks(num_tokens), tile.column_blocks(width))](
-        rows, places, factors, y, num_tokens, *strides, 0 if places is None else places.stride(0),
-        0 if factors is None else factors.stride(0),
+        rows, position_rows, weight_rows, y, num_tokens, *strides,
+        0 if position_rows is None else position_rows.stride(0),
+        0 if weight_rows is None else weight_rows.stride(0),
         WIDTH=width, TOP_K=top_k if positions is None else positions.shape[1], GATHERED=gathered,
         **tile.options,
     )  # fmt: skip
@@ -159,19 +161,19 @@ def _add_up(
 
 @triton.jit
 def _experts_of(ids, slot, num_slots, stride, TOP_K: tl.constexpr):
-    """Return the experts of slots, -1 behind the last one."""
-    place = (slot // TOP_K).to(tl.int64) * stride + slot % TOP_K
-    return tl.load(ids + place, mask=slot < num_slots, other=-1)
+    """Load the experts of slots, -1 after the last slot."""
+    offset = (slot // TOP_K).to(tl.int64) * stride + slot % TOP_K
+    return tl.load(ids + offset, mask=slot < num_slots, other=-1)
 
 
 @triton.jit
 def _count(ids, counts, num_slots, stride, TOP_K: tl.constexpr, CHUNK: tl.constexpr):
     expert = tl.program_id(0)
-    found = tl.zeros([CHUNK], tl.int32)
+    matches = tl.zeros([CHUNK], tl.int32)
     for start in range(0, num_slots, CHUNK):
         slot = start + tl.arange(0, CHUNK)
-        found += (_experts_of(ids, slot, num_slots, stride, TOP_K) == expert).to(tl.int32)
-    tl.store(counts + expert, tl.sum(found, 0))
+        matches += (_experts_of(ids, slot, num_slots, stride, TOP_K) == expert).to(tl.int32)
+    tl.store(counts + expert, tl.sum(matches, 0))
 
 
 @triton.jit
@@ -184,42 +186,44 @@ def _place(
     expert = tl.arange(0, EXPERTS)
     count = tl.load(counts + expert, mask=expert < NUM_EXPERTS, other=0)
     blocks = (count + (BLOCK - 1)) // BLOCK
-    used = tl.sum(blocks, 0)
+    num_used_blocks = tl.sum(blocks, 0)
+    # Every program computes the offsets of all experts itself, which needs no synchronization.
     if program == 0:
-        tl.store(num_padded, used * BLOCK)
+        tl.store(num_padded, num_used_blocks * BLOCK)
     if program < NUM_EXPERTS:
         first = tl.sum(tl.where(expert < program, blocks, 0), 0)
-        last = first + tl.sum(tl.where(expert == program, blocks, 0), 0)
+        end = first + tl.sum(tl.where(expert == program, blocks, 0), 0)
         if starts is not None:
             tl.store(starts + program, first * BLOCK)
-        taken = first * BLOCK
+        next_entry = first * BLOCK
         for start in range(0, num_slots, CHUNK):
             slot = start + tl.arange(0, CHUNK)
-            own = _experts_of(ids, slot, num_slots, stride, TOP_K) == program
-            place = taken + tl.cumsum(own.to(tl.int32), 0) - 1
-            tl.store(slots + place, slot, mask=own)
+            is_mine = _experts_of(ids, slot, num_slots, stride, TOP_K) == program
+            # A running count keeps the slots of an expert in order.
+            entry = next_entry + tl.cumsum(is_mine.to(tl.int32), 0) - 1
+            tl.store(slots + entry, slot, mask=is_mine)
             if positions is not None:
-                tl.store(positions + slot, place, mask=own)
-            taken += tl.sum(own.to(tl.int32), 0)
-        padding = taken + tl.arange(0, PADDING)
-        nothing = tl.zeros_like(padding) + num_slots
-        tl.store(slots + padding, nothing, mask=padding < last * BLOCK)
+                tl.store(positions + slot, entry, mask=is_mine)
+            next_entry += tl.sum(is_mine.to(tl.int32), 0)
+        padding = next_entry + tl.arange(0, PADDING)
+        padding_value = tl.zeros_like(padding) + num_slots
+        tl.store(slots + padding, padding_value, mask=padding < end * BLOCK)
         if block_experts is not None:
-            for start in range(first, last, CHUNK):
+            for start in range(first, end, CHUNK):
                 block = start + tl.arange(0, CHUNK)
-                tl.store(block_experts + block, tl.zeros_like(block) + program, mask=block < last)
+                tl.store(block_experts + block, tl.zeros_like(block) + program, mask=block < end)
     else:
         number = (program - NUM_EXPERTS) * CHUNK + tl.arange(0, CHUNK)
-        place = used * BLOCK + number
-        tl.store(slots + place, tl.zeros_like(place) + num_slots, mask=place < num_places)
+        entry = num_used_blocks * BLOCK + number
+        tl.store(slots + entry, tl.zeros_like(entry) + num_slots, mask=entry < num_places)
         if block_experts is not None:
-            block = used + number
+            block = num_used_blocks + number
             unused = tl.zeros_like(block) - 1
             tl.store(block_experts + block, unused, mask=block < num_places // BLOCK)
         if positions is not None:
-            left_out = _experts_of(ids, number, num_slots, stride, TOP_K) < 0
-            nowhere = tl.zeros_like(number) - 1
-            tl.store(positions + number, nowhere, mask=left_out & (number < num_slots))
+            is_skipped = _experts_of(ids, number, num_slots, stride, TOP_K) < 0
+            no_position = tl.zeros_like(number) - 1
+            tl.store(positions + number, no_position, mask=is_skipped & (number < num_slots))
 
 
 @triton.jit
@@ -229,11 +233,11 @@ def _copy_rows(
 ):  # fmt: skip
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    inside = (row < num_slots) & (column < WIDTH)
+    element_mask = (row < num_slots) & (column < WIDTH)
     slot = tl.load(slots + row, mask=row < num_slots, other=0)
-    place = (slot // TOP_K).to(tl.int64) * stride
-    value = tl.load(x + place + column, mask=inside & (slot < num_slots), other=0.0)
-    tl.store(rows + row * WIDTH + column, value, mask=inside)
+    row_offset = (slot // TOP_K).to(tl.int64) * stride
+    value = tl.load(x + row_offset + column, mask=element_mask & (slot < num_slots), other=0.0)
+    tl.store(rows + row * WIDTH + column, value, mask=element_mask)
 
 
 @triton.jit
@@ -245,27 +249,29 @@ def _sum_rows(
 ):  # fmt: skip
     token = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    there = token < num_tokens
+    token_mask = token < num_tokens
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for choice in range(TOP_K):
-        place = token * token_stride + choice * row_stride
-        taken = there
+        row_offset = token * token_stride + choice * row_stride
+        row_mask = token_mask
         if positions is not None:
-            position = tl.load(positions + token * position_stride + choice, mask=there, other=-1)
-            taken = there & (position >= 0)
+            position = tl.load(
+                positions + token * position_stride + choice, mask=token_mask, other=-1
+            )
+            row_mask = token_mask & (position >= 0)
             if GATHERED:
-                place = position.to(tl.int64) * row_stride
-        inside = taken & (column < WIDTH)
-        value = tl.load(rows + place + column, mask=inside, other=0.0).to(tl.float32)
+                row_offset = position.to(tl.int64) * row_stride
+        element_mask = row_mask & (column < WIDTH)
+        value = tl.load(rows + row_offset + column, mask=element_mask, other=0.0).to(tl.float32)
         if weights is not None:
             weight = weights + token * weight_stride + choice
-            value *= tl.load(weight, mask=taken, other=0.0).to(tl.float32)
+            value *= tl.load(weight, mask=row_mask, other=0.0).to(tl.float32)
         total += value
-    inside = there & (column < WIDTH)
-    tl.store(y + token * WIDTH + column, total.to(y.dtype.element_ty), mask=inside)
+    element_mask = token_mask & (column < WIDTH)
+    tl.store(y + token * WIDTH + column, total.to(y.dtype.element_ty), mask=element_mask)
 
 
-_FEW, _MANY = (INT32, 64, 6), (INT32, 4096, 6)  # choices of a step that decodes, and prefills
+_FEW, _MANY = (INT32, 64, 6), (INT32, 4096, 6)  # choices of a decode and of a prefill step
 
 BUILDS = (
     Build("moe_permute_triton", "6 of 64 experts, 2048 wide", given((BF16, 64, 2048), _FEW, 64)),

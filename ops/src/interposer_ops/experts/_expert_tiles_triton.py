@@ -1,5 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Parts of the products of experts: which tile, stored weights as numbers, scales, activations."""
+"""Building blocks of the expert GEMM kernels: tile order, weight decoding, scales, activations.
+
+E experts, K inputs of a projection.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ _BITS = {
 }
 
 
-def seen(stored: Tensor, scale: Tensor | None) -> tuple[Tensor, str]:
-    """Return weights as the kernel takes them, and the form that they are stored in.
+def kernel_weights(stored: Tensor, scale: Tensor | None) -> tuple[Tensor, str]:
+    """Return the stored weights as the kernel reads them, and the name of the storage form.
 
-    ``plain`` are numbers that triton converts; ``int4`` two integers to a byte, ``e2m1`` two codes
-    whose scales are exponents; the others 8-bit floats that triton does not convert on the device,
-    as their bits.
+    ``plain``: Triton converts the numbers. ``int4``: two integers per byte. ``e2m1``: two FP4
+    values per byte with exponents as scales. Other names: 8-bit floats that Triton cannot convert
+    on this device, passed as raw bits.
     """
     if stored.dtype == torch.uint8:
         return stored, "int4" if scale is None or scale.is_floating_point() else "e2m1"
@@ -32,9 +35,9 @@ def seen(stored: Tensor, scale: Tensor | None) -> tuple[Tensor, str]:
 
 @per_device
 def _form(dtype: torch.dtype, device: torch.device) -> str:
-    """Return the form of numbers of ``dtype``.
+    """Return the form of numbers of ``dtype`` on a device.
 
-    Source: ``supported_fp8_dtypes`` of the backends of triton 3.7.1; that of amd converts all.
+    Source: ``supported_fp8_dtypes`` of the backends of triton 3.7.1; the AMD backend converts all.
     """
     name = architecture(device)
     if dtype not in _BITS or name.startswith("gfx"):
@@ -47,49 +50,51 @@ def _form(dtype: torch.dtype, device: torch.device) -> str:
 def expert_tile(num_blocks, NUM_TILES: tl.constexpr, BAND: tl.constexpr):
     """Return the block of slots and the tile of columns of this program.
 
-    Programs that run at the same time share a band of blocks, and their tiles of weights.
+    Concurrent programs work on one band of blocks, so that they share tiles of weights in cache.
     """
     program = tl.program_id(0)
     first = program // (BAND * NUM_TILES) * BAND
     height = tl.minimum(num_blocks - first, BAND)
-    inside = program % (BAND * NUM_TILES)
-    return first + inside % height, inside // height
+    index_in_band = program % (BAND * NUM_TILES)
+    return first + index_in_band % height, index_in_band // height
 
 
 @triton.jit
 def load_weights(
-    row, known, begin, start,
+    row, row_mask, begin, start,
     dtype: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Return the weights ``[rows, STEP]`` of a step in ``dtype``, which holds them exactly.
+    """Load the weights ``[rows, STEP]`` of one step, decoded exactly to ``dtype``.
 
     Args:
         row: pointers to the beginnings of the rows.
-        begin: where the group begins.
-        start: where the step begins within the group.
+        row_mask: mask of valid rows.
+        begin: first input of the group.
+        start: first input of the step within the group.
     """
     if FORM == "int4":
-        # Groups are even, so that bytes belong to one of them.
+        # Group sizes are even, so no byte spans two groups.
         inner = start // 2 + tl.arange(0, STEP // 2)[None, :]
-        read = known if GROUP % STEP == 0 else known & (inner < GROUP // 2)
-        packed = tl.load(row + begin // 2 + inner, mask=read, other=0)
+        load_mask = row_mask if GROUP % STEP == 0 else row_mask & (inner < GROUP // 2)
+        packed = tl.load(row + begin // 2 + inner, mask=load_mask, other=0)
         integers = tl.interleave((packed & 15).to(tl.int8), (packed >> 4).to(tl.int8))
         result = (integers - 8).to(dtype)
     elif FORM == "e2m1":
         inner = start // 2 + tl.arange(0, STEP // 2)[None, :]
-        read = known if GROUP % STEP == 0 else known & (inner < GROUP // 2)
-        packed = tl.load(row + begin // 2 + inner, mask=read, other=0).to(tl.int16)
+        load_mask = row_mask if GROUP % STEP == 0 else row_mask & (inner < GROUP // 2)
+        packed = tl.load(row + begin // 2 + inner, mask=load_mask, other=0).to(tl.int16)
         code = tl.interleave(packed & 15, packed >> 4)
-        # To where float16 has them; 2^(15 - 1) makes up for the difference of the biases.
-        moved = (code & 7) << 9 | (code & 8) << 12
-        result = (moved.to(tl.float16, bitcast=True) * 16384.0).to(dtype)
+        # Move exponent and fraction to their place in float16; the factor 2^(15 - 1) corrects the
+        # exponent bias.
+        half_bits = (code & 7) << 9 | (code & 8) << 12
+        result = (half_bits.to(tl.float16, bitcast=True) * 16384.0).to(dtype)
     else:
         inner = start + tl.arange(0, STEP)[None, :]
-        read = known if GROUP % STEP == 0 else known & (inner < GROUP)
+        load_mask = row_mask if GROUP % STEP == 0 else row_mask & (inner < GROUP)
         if FORM == "plain":
-            result = tl.load(row + begin + inner, mask=read, other=0.0).to(dtype)
+            result = tl.load(row + begin + inner, mask=load_mask, other=0.0).to(dtype)
         else:
-            packed = tl.load(row + begin + inner, mask=read, other=0)
+            packed = tl.load(row + begin + inner, mask=load_mask, other=0)
             if FORM == "e4m3fn":
                 result = _number(packed, 3, 2.0**120, 0x7F).to(dtype)
             elif FORM == "e4m3fnuz":
@@ -101,12 +106,12 @@ def load_weights(
 
 @triton.jit
 def _number(packed, FRACTION: tl.constexpr, FACTOR: tl.constexpr, NAN_BITS: tl.constexpr):
-    """Return the float32 of an 8-bit float.
+    """Decode 8-bit floats to float32.
 
     Args:
         FRACTION: bits of the fraction.
-        FACTOR: from the bias of its exponent to that of float32; makes a subnormal number normal.
-        NAN_BITS: what is NaN whatever the sign; 0x80 is what would be a negative zero.
+        FACTOR: power of two that corrects the exponent bias; also normalises subnormal numbers.
+        NAN_BITS: bit pattern of NaN without sign; 0x80 (negative zero) in the fnuz formats.
     """
     bits = packed.to(tl.uint32)
     placed = ((bits & 0x80) << 24) | ((bits & 0x7F) << (23 - FRACTION))
@@ -116,29 +121,29 @@ def _number(packed, FRACTION: tl.constexpr, FACTOR: tl.constexpr, NAN_BITS: tl.c
 
 
 @triton.jit
-def scaled(
-    total, scale, column, known, group,
+def apply_scale(
+    total, scale, column, column_mask, group,
     SCALE_ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Return sums of one group of the inputs times its scale of every column."""
-    place = column // (OUTPUTS // SCALE_ROWS) * GROUPS + group
+    """Multiply partial sums of one group of inputs by the group's scale in every column."""
+    scale_index = column // (OUTPUTS // SCALE_ROWS) * GROUPS + group
     if scale.dtype.element_ty == tl.uint8:
-        code = tl.load(scale + place, mask=known, other=0).to(tl.int32)
-        # 2^-127 is subnormal; 255 is not a number.
+        code = tl.load(scale + scale_index, mask=column_mask, other=0).to(tl.int32)
+        # Exponent 0 means 2^-127, which is subnormal in float32; 255 means NaN.
         bits = tl.where(code == 0, 0x00400000, tl.where(code == 255, 0x7FC00000, code << 23))
         factor = bits.to(tl.float32, bitcast=True)
     else:
-        factor = tl.load(scale + place, mask=known, other=0.0).to(tl.float32)
+        factor = tl.load(scale + scale_index, mask=column_mask, other=0.0).to(tl.float32)
     return total * factor[None, :]
 
 
 @triton.jit
 def activated(gate, up, ACTIVATION: tl.constexpr):
-    """Return what ``fused_experts`` calls act(g, u)."""
+    """Compute act(g, u) of ``fused_experts``."""
     if ACTIVATION == "gelu":
         result = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     elif ACTIVATION == "swiglu_oai":
-        # Comparisons that a NaN fails leave it in its place.
+        # Comparisons with NaN are false, so NaN is kept, unlike with tl.minimum.
         gate = tl.where(gate > 7.0, 7.0, gate)
         up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
         result = gate / (1.0 + tl.exp(-1.702 * gate))

@@ -1,8 +1,8 @@
-"""Experts of a mixture. T tokens, H hidden size, E experts, I intermediate size, K chosen experts.
+"""Experts of MoE layers. T tokens, H hidden size, E experts, I intermediate size, K chosen experts.
 
-Each expert is a gated perceptron. The first half of the outputs of its first projection are
-gates, the second half what they act on. The expert id -1 stands for one that another rank holds:
-it contributes nothing, and its weight is not read.
+Each expert is a gated MLP. The first half of the first projection's outputs are gates, the second
+half the up projection. The expert id -1 means an expert on another rank: it contributes nothing,
+and its weight is not read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _op = partial(
 _dequantizing = partial(_op, emulation=DEQUANTIZES)
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
-"""The factor of gates inside of the sigmoid of ``swiglu_oai``, and its clamp."""
+"""Factor of the gate inside the sigmoid of ``swiglu_oai``, and clamp of gate and up."""
 
 
 @_op("fused_experts", constants=("gate_up", "gate_up_bias", "down", "down_bias"))
@@ -41,27 +41,27 @@ def fused_experts(
     expert_ids: Tensor,
     activation: str,
 ) -> Tensor:
-    """Send each token through its experts and add up what they return, times its weights.
+    """Send each token through its experts, and sum the weighted results.
 
     [g, u] = gate_up[e] x + gate_up_bias[e]; h = act(g, u)
     y = sum_k weights[k] * (down[e_k] h_k + down_bias[e_k])
 
-    Products, biases, activation and the weighted sum are computed in float32 or wider. Only h,
-    which the second projection multiplies, and y are rounded to the dtype of ``x``.
+    Matmuls, biases, activation and the weighted sum are computed in float32 or wider. Only h, the
+    input of the second projection, and y are rounded to the dtype of ``x``.
 
     - ``"silu"``: g sigmoid(g) u
     - ``"gelu"``: g Phi(g) u, with the error function
     - ``"swiglu_oai"``: g sigmoid(1.702 g) (u + 1) with g at most 7 and u from -7 to 7
 
     Args:
-        x: ``[T, H]``, any float dtype; rows may lie apart.
+        x: ``[T, H]``, any float dtype; rows may be strided.
         gate_up: ``[E, 2 I, H]``, dtype of ``x``.
         gate_up_bias: ``[E, 2 I]``, dtype of ``x``.
         down: ``[E, H, I]``, dtype of ``x``.
         down_bias: ``[E, H]``, dtype of ``x``.
         weights: ``[T, K]`` float32.
         expert_ids: ``[T, K]`` int32 or int64, from -1 to E - 1.
-        activation: one of the three.
+        activation: one of the three names.
     Returns: ``[T, H]``, dtype of ``x``.
     Dims: hidden_size, intermediate_size, num_experts, top_k, activation, biased.
     Raises: RequestError: ``activation`` is none of the three.
@@ -71,7 +71,7 @@ def fused_experts(
     wide = torch.promote_types(x.dtype, torch.float32)
     first = gate_up[ids].to(wide), _biases(gate_up_bias, ids)
     second = down[ids].to(wide), _biases(down_bias, ids)
-    return _mixture(x, *first, *second, weights, expert_ids, activation)
+    return _weighted_experts(x, *first, *second, weights, expert_ids, activation)
 
 
 @_dequantizing("fused_experts_fp8", constants=("gate_up", "gate_up_scale", "down", "down_scale"))
@@ -87,9 +87,9 @@ def fused_experts_fp8(
 ) -> Tensor:
     """Send each token through experts whose weights are 8-bit floats with scales.
 
-    ``fused_experts`` of the products of weights and scales, which are not rounded; activations
-    are not quantized. A scale belongs to an equal share of the rows and columns of a matrix: one
-    per matrix, one per output channel, or one per block.
+    ``fused_experts`` with weights times scales, which are not rounded; activations are not
+    quantized. Scales divide a matrix into equal parts: one scale per matrix, per output channel, or
+    per block.
 
     Args:
         gate_up: ``[E, 2 I, H]``, an 8-bit float dtype.
@@ -99,15 +99,14 @@ def fused_experts_fp8(
         x, weights, expert_ids, activation: as in ``fused_experts``.
     Returns: ``[T, H]``, dtype of ``x``.
     Dims: hidden_size, intermediate_size, num_experts, top_k, activation, weight_dtype, granularity
-        ("tensor", "channel" or "block"); block_rows and block_columns of ``gate_up``, where scales
-        are those of blocks.
+    ("tensor", "channel" or "block"); block_rows and block_columns of ``gate_up`` for block scales.
     Raises: RequestError: ``activation`` is none of the three.
     """
     ids = expert_ids.clamp(min=0)
     wide = torch.promote_types(x.dtype, torch.float32)
     first = _scaled(gate_up[ids].to(wide), gate_up_scale[ids])
     second = _scaled(down[ids].to(wide), down_scale[ids])
-    return _mixture(x, first, None, second, None, weights, expert_ids, activation)
+    return _weighted_experts(x, first, None, second, None, weights, expert_ids, activation)
 
 
 @_dequantizing("fused_experts_w4a16", constants=("gate_up", "gate_up_scale", "down", "down_scale"))
@@ -121,10 +120,10 @@ def fused_experts_w4a16(
     expert_ids: Tensor,
     activation: str,
 ) -> Tensor:
-    """Send each token through experts whose weights are 4-bit integers with a scale per group.
+    """Send each token through experts whose weights are 4-bit integers with one scale per group.
 
-    ``fused_experts`` of w = (q - 8) * scale, which is not rounded. A byte holds two q of one
-    output channel, each from 0 to 15, the first of them in its low half.
+    ``fused_experts`` with w = (q - 8) * scale, which is not rounded. A byte holds two q of one
+    output channel, each from 0 to 15, the first one in the low half.
 
     Args:
         gate_up: ``[E, 2 I, H / 2]`` uint8.
@@ -140,7 +139,7 @@ def fused_experts_w4a16(
     wide = torch.promote_types(x.dtype, torch.float32)
     first = _scaled(_unpacked(gate_up[ids], wide), gate_up_scale[ids])
     second = _scaled(_unpacked(down[ids], wide), down_scale[ids])
-    return _mixture(x, first, None, second, None, weights, expert_ids, activation)
+    return _weighted_experts(x, first, None, second, None, weights, expert_ids, activation)
 
 
 @_dequantizing(
@@ -161,12 +160,12 @@ def fused_experts_mxfp4(
 ) -> Tensor:
     """Send each token through experts whose weights are MXFP4.
 
-    ``fused_experts`` of w = e2m1(q) * 2^(scale - 127), which is not rounded; activations are not
-    quantized. A scale holds for 32 inputs of one output channel, and makes them NaN where it is
-    255. A byte holds two q of one output channel, the first of them in its low half.
+    ``fused_experts`` with w = e2m1(q) * 2^(scale - 127), which is not rounded; activations are not
+    quantized. One scale covers 32 inputs of one output channel; a scale of 255 makes the weights
+    NaN. A byte holds two q of one output channel, the first one in the low half.
 
     Args:
-        x: ``[T, H]``, any float dtype; rows may lie apart; H a multiple of 32.
+        x: ``[T, H]``, any float dtype; rows may be strided; H a multiple of 32.
         gate_up: ``[E, 2 I, H / 2]`` uint8; I a multiple of 32.
         gate_up_scale: ``[E, 2 I, H / 32]`` uint8.
         down: ``[E, H, I / 2]`` uint8.
@@ -181,10 +180,10 @@ def fused_experts_mxfp4(
     wide = torch.promote_types(x.dtype, torch.float32)
     first = _microscaled(gate_up[ids], gate_up_scale[ids], wide), _biases(gate_up_bias, ids)
     second = _microscaled(down[ids], down_scale[ids], wide), _biases(down_bias, ids)
-    return _mixture(x, *first, *second, weights, expert_ids, activation)
+    return _weighted_experts(x, *first, *second, weights, expert_ids, activation)
 
 
-def _mixture(
+def _weighted_experts(
     x: Tensor,
     gate_up: Tensor,
     gate_up_bias: Tensor | None,
@@ -194,18 +193,20 @@ def _mixture(
     expert_ids: Tensor,
     activation: str,
 ) -> Tensor:
-    """Return ``fused_experts`` of the weights ``[T, K, ...]`` that each slot has for itself."""
+    """Compute ``fused_experts`` from weights gathered per slot, ``[T, K, ...]``."""
+    # Each slot has matrices of its own here: simple, but T K copies. Kernels group by expert.
     projected = (gate_up @ x.to(gate_up.dtype)[:, None, :, None]).squeeze(-1)
     if gate_up_bias is not None:
         projected = projected + gate_up_bias
     hidden = activated(projected, activation).to(x.dtype)
-    returned = (down @ hidden.to(down.dtype)[..., None]).squeeze(-1)
+    results = (down @ hidden.to(down.dtype)[..., None]).squeeze(-1)
     if down_bias is not None:
-        returned = returned + down_bias
-    held = expert_ids >= 0
-    factors = torch.where(held, weights.to(returned.dtype), 0)[..., None]
-    # Not only a factor of zero: what another expert makes of the token may be infinite.
-    return torch.where(held[..., None], returned * factors, 0).sum(1).to(x.dtype)
+        results = results + down_bias
+    is_local = expert_ids >= 0
+    factors = torch.where(is_local, weights.to(results.dtype), 0)[..., None]
+    # A factor of zero alone is not enough: skipped slots were computed with expert 0, whose result
+    # may be infinite.
+    return torch.where(is_local[..., None], results * factors, 0).sum(1).to(x.dtype)
 
 
 def _biases(bias: Tensor | None, ids: Tensor) -> Tensor | None:
@@ -213,7 +214,7 @@ def _biases(bias: Tensor | None, ids: Tensor) -> Tensor | None:
 
 
 def activated(projected: Tensor, activation: str) -> Tensor:
-    """Return act(g, u) of ``fused_experts`` for ``[..., 2 I]``, gates first.
+    """Compute act(g, u) of ``fused_experts`` for ``[..., 2 I]``, gates first.
 
     Raises: RequestError: ``activation`` is none of the three.
     """
@@ -226,24 +227,24 @@ def activated(projected: Tensor, activation: str) -> Tensor:
         case "swiglu_oai":
             gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
             return gate * (SWIGLU_ALPHA * gate).sigmoid() * (up + 1)
-    known = "'silu', 'gelu' or 'swiglu_oai'"
-    raise RequestError(f"No activation {activation!r} of experts; try {known}")
+    alternatives = "'silu', 'gelu' or 'swiglu_oai'"
+    raise RequestError(f"No activation {activation!r} of experts; try {alternatives}")
 
 
 def _scaled(matrices: Tensor, scales: Tensor) -> Tensor:
-    """Multiply ``[T, K, M, N]`` by ``[T, K, R, C]``, each scale for its share of a matrix."""
+    """Multiply ``[T, K, M, N]`` by scales ``[T, K, R, C]``, each for its part of a matrix."""
     rows, columns = scales.shape[-2:]
-    shares = matrices.unflatten(-1, (columns, -1)).unflatten(-3, (rows, -1))
-    result: Tensor = (shares * scales[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
+    blocks = matrices.unflatten(-1, (columns, -1)).unflatten(-3, (rows, -1))
+    result: Tensor = (blocks * scales[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
     return result
 
 
 def _unpacked(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the integers of the low and high halves of each byte, around 0."""
+    """Unpack the 4-bit integers of each byte, low half first, centred on 0."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2).to(dtype) - 8
 
 
 def _microscaled(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return e2m1 numbers, two to a byte, times powers of two for 32 of them each."""
+    """Decode packed e2m1 values, and multiply each block of 32 by its power of two."""
     codes = decode_e2m1(unpack_nibbles(packed), dtype)
     return _scaled(codes, decode_e8m0(scales, dtype))

@@ -1,6 +1,6 @@
-"""Cases of experts. T tokens, H hidden size, E experts, I intermediate size, K chosen experts.
+"""Test cases of experts. T tokens, H hidden size, E experts, I intermediate size, K chosen experts.
 
-Experts that no token chose are NaN, or their scales are.
+Experts that no token chose have weights or scales of NaN.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _SHAPES = {
     "one expert": (4, 16, 16, 1, 1),
     "no tokens": (0, 16, 16, 4, 2),
 }
-# Sizes that groups and blocks divide.
+# Sizes divisible by the sizes of groups and blocks.
 _EVEN_SHAPES = {
     "many tokens": (9, 64, 32, 6, 2),
     "one token": (1, 64, 64, 4, 2),
     "all experts": (3, 32, 64, 3, 3),
     "no tokens": (0, 64, 32, 4, 2),
 }
-# Powers of two that the scales of a matrix in MXFP4 differ by.
+# Number of different exponents among the scales of an MXFP4 matrix.
 _EXPONENTS = {"": 3, "equal": 1, "far apart": 12}
 _ACTIVATION = Axis("activation", {"": "silu", "gelu": "gelu", "swiglu_oai": "swiglu_oai"})
 _RANKS = Axis("ranks", {"": "none", "other ranks": "some", "all on other ranks": "all"})
 _BIAS = Axis("bias", {"": False, "biases": True})
-# Far from 0 the clamps of swiglu_oai act, and a sigmoid is 0 or 1.
+# With large inputs the clamps of swiglu_oai take effect, and a sigmoid is 0 or 1.
 _SCALE = Axis("scale", {"": 1.0, "large": 8.0})
 _SCALED: dict[str, Strides] = {
     "x": "rows",
@@ -59,7 +59,7 @@ _ORDER = ("gate_up", "gate_up_scale", "gate_up_bias", "down", "down_scale", "dow
 
 Stored = tuple[Tensor, Tensor | None, Tensor]
 Store = Callable[[int, int, int], Stored]
-"""Returns weights ``[E, outputs, inputs]`` as they are stored, their scales, and in float32."""
+"""Draws weights ``[E, outputs, inputs]``; returns stored form, scales, and float32 values."""
 
 
 def _is_plain_if_large(point: Point) -> bool:
@@ -88,7 +88,7 @@ fused_experts_cases = CaseSpace(
     alone=_ALONE,
     valid=lambda point, _: _is_plain_if_large(point),
 )
-"""Each activation at ordinary and large numbers, biases, and experts of other ranks."""
+"""Each activation with ordinary and large inputs, biases, and experts of other ranks."""
 
 
 def _fp8(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -114,7 +114,7 @@ fused_experts_fp8_cases = CaseSpace(
     alone=_ALONE,
     valid=lambda point, _: not (point["activation"] == "gelu" and point["ranks"] != "none"),
 )
-"""Each granularity of the scales, which differ by powers of two and more, in both formats."""
+"""Each granularity of the scales in both formats."""
 
 
 def _w4a16(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -132,7 +132,7 @@ fused_experts_w4a16_cases = CaseSpace(
     crossed={"shape": ("many tokens", "wide"), "activation": ("",), "ranks": ("",)},
     alone=_ALONE,
 )
-"""Groups of several sizes, all sixteen values, scales that differ from group to group."""
+"""Several group sizes, all sixteen values, different scales per group."""
 
 
 def _mxfp4(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -163,17 +163,17 @@ fused_experts_mxfp4_cases = CaseSpace(
         and not (point.labels["exponents"] and (point["scale"] != 1.0 or point["ranks"] != "none"))
     ),
 )
-"""All codes, scales that are equal, near or far apart, and biases."""
+"""All FP4 values; scales that are equal, similar or very different; biases."""
 
 
 def fused_experts_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of hidden states that spread evenly over the experts."""
+    """Build T rows of hidden states, spread evenly over the experts."""
     generator = torch.Generator().manual_seed(seed)
     return _sample(_plain(dtype, generator), dtype, dims, num_tokens, generator)
 
 
 def fused_experts_fp8_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of hidden states that spread evenly over experts in 8-bit floats."""
+    """Build T rows of hidden states, spread evenly over experts in 8-bit floats."""
     generator = torch.Generator().manual_seed(seed)
     stored = getattr(torch, str(dims.get("weight_dtype", "float8_e4m3fn")))
     store = _floats8(str(dims["granularity"]), stored, generator)
@@ -181,14 +181,14 @@ def fused_experts_fp8_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, se
 
 
 def fused_experts_w4a16_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of hidden states that spread evenly over experts in int4."""
+    """Build T rows of hidden states, spread evenly over experts in int4."""
     generator = torch.Generator().manual_seed(seed)
     store = _integers4(int(dims["group_size"]), dtype, generator)
     return _sample(store, dtype, dims, num_tokens, generator)
 
 
 def fused_experts_mxfp4_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of hidden states that spread evenly over experts in MXFP4."""
+    """Build T rows of hidden states, spread evenly over experts in MXFP4."""
     generator = torch.Generator().manual_seed(seed)
     return _sample(_floats4(_EXPONENTS[""], generator), dtype, dims, num_tokens, generator)
 
@@ -224,7 +224,7 @@ def _sample(
 def _biased(
     arguments: dict[str, Any], biased: bool, dtype: torch.dtype, generator: torch.Generator
 ) -> dict[str, Any]:
-    """Return the arguments of both projections with biases, or None for these, in their order."""
+    """Add biases, or None, to the arguments of both projections, in the op's order."""
     for name in ("gate_up", "down"):
         shape = tuple(arguments[name].shape[:2])
         bias = normal_numbers(shape, dtype, generator) if biased else None
@@ -233,7 +233,7 @@ def _biased(
 
 
 def _weights(shape: Shape, store: Store) -> Weights:
-    """Return the arguments of weights, and the matrices that they stand for, in float32."""
+    """Return the weight arguments of both projections, and their float32 values."""
     _, hidden, inner, num_experts, _ = shape
     arguments, matrices = dict[str, Any](), []
     for name, outputs, inputs in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
@@ -257,7 +257,7 @@ def _floats8(granularity: str, dtype: torch.dtype, generator: torch.Generator) -
         scale_shape = {
             "tensor": (num_experts, 1, 1),
             "channel": (num_experts, outputs, 1),
-            # A quarter of the rows, so that blocks are no squares.
+            # Four blocks of rows and 16 inputs per block, so that blocks are not square.
             "block": (num_experts, 4, inputs // 16),
         }[granularity]
         scales = inputs**-0.5 * (0.5 + torch.rand(scale_shape, generator=generator))
@@ -271,7 +271,7 @@ def _floats8(granularity: str, dtype: torch.dtype, generator: torch.Generator) -
 def _integers4(group_size: int, dtype: torch.dtype, generator: torch.Generator) -> Store:
     def store(num_experts: int, outputs: int, inputs: int) -> Stored:
         integers = torch.randint(16, (num_experts, outputs, inputs), generator=generator)
-        # The deviation of sixteen even steps is 4.6.
+        # The standard deviation of sixteen equally likely integers is 4.6.
         groups = (num_experts, outputs, inputs // group_size)
         scales = inputs**-0.5 / 4.6 * (0.5 + torch.rand(groups, generator=generator))
         stored = scales.to(dtype)
@@ -285,11 +285,14 @@ def _floats4(num_exponents: int, generator: torch.Generator) -> Store:
     def store(num_experts: int, outputs: int, inputs: int) -> Stored:
         shape = (num_experts, outputs, inputs // 2)
         packed = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
-        # Codes deviate by 2.9, so that sums deviate by about one where scales are the largest.
+        # FP4 values have a standard deviation of 2.9; sums then have one of about 1 with the
+        # largest scales.
         largest = 127 - 2 - (inputs - 1).bit_length() // 2
-        least = largest - num_exponents + 1
+        smallest = largest - num_exponents + 1
         blocks = (num_experts, outputs, inputs // 32)
-        scales = torch.randint(least, largest + 1, blocks, dtype=torch.uint8, generator=generator)
+        scales = torch.randint(
+            smallest, largest + 1, blocks, dtype=torch.uint8, generator=generator
+        )
         codes = decode_e2m1(unpack_nibbles(packed), torch.float32)
         return packed, scales, spread(codes, decode_e8m0(scales, torch.float32))
 

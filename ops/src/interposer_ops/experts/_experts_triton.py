@@ -1,10 +1,13 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Experts of a mixture. T tokens, H hidden size, E experts, I intermediate size, K chosen experts.
+"""Experts of MoE layers, in Triton.
 
-Five launches: two sort the slots by expert into blocks that the shapes bound in number, so that
-nothing waits for the device; one multiplies by the first matrices and activates, one multiplies by
-the second ones, and one adds up the K results of each token in their order. The tile does not
-depend on the number of tokens, and a row of a tile not on its neighbours.
+T tokens, H hidden size, E experts, I intermediate size, K chosen experts.
+
+Five launches: two sort the slots by expert into a number of blocks that depends on shapes only, so
+that the host never waits; one multiplies by the first matrices and applies the activation; one
+multiplies by the second matrices; one sums the K results of each token in order. The tile does not
+depend on the number of tokens, and the result of a row does not depend on its neighbours in the
+tile.
 """
 
 from __future__ import annotations
@@ -37,10 +40,10 @@ from interposer_ops._triton.rows import as_rows
 from interposer_ops.experts._expert_permutation_triton import aligned_blocks, sum_of_slots
 from interposer_ops.experts._expert_tiles_triton import (
     activated,
+    apply_scale,
     expert_tile,
+    kernel_weights,
     load_weights,
-    scaled,
-    seen,
 )
 
 _ACTIVATIONS = ("silu", "gelu", "swiglu_oai")
@@ -55,7 +58,7 @@ def fused_experts_triton(
     """Compute ``fused_experts``."""
     first = _Matrices(gate_up, None, gate_up_bias)
     second = _Matrices(down, None, down_bias)
-    return _mixture("fused_experts", x, first, second, weights, expert_ids, activation)
+    return _run_experts("fused_experts", x, first, second, weights, expert_ids, activation)
 
 
 @triton_kernel("fused_experts_fp8")
@@ -63,9 +66,9 @@ def fused_experts_fp8_triton(
     x: Tensor, gate_up: Tensor, gate_up_scale: Tensor, down: Tensor,
     down_scale: Tensor, weights: Tensor, expert_ids: Tensor, activation: str,
 ) -> Tensor:  # fmt: skip
-    """Compute ``fused_experts_fp8``: 8-bit floats are numbers of every dtype of ``x``."""
+    """Compute ``fused_experts_fp8``; every dtype of ``x`` represents 8-bit floats exactly."""
     first, second = _Matrices(gate_up, gate_up_scale, None), _Matrices(down, down_scale, None)
-    return _mixture("fused_experts_fp8", x, first, second, weights, expert_ids, activation)
+    return _run_experts("fused_experts_fp8", x, first, second, weights, expert_ids, activation)
 
 
 @triton_kernel("fused_experts_w4a16", dims={"group_size": Dim(multiple_of=2)})
@@ -73,9 +76,9 @@ def fused_experts_w4a16_triton(
     x: Tensor, gate_up: Tensor, gate_up_scale: Tensor, down: Tensor,
     down_scale: Tensor, weights: Tensor, expert_ids: Tensor, activation: str,
 ) -> Tensor:  # fmt: skip
-    """Compute ``fused_experts_w4a16``: integers are multiplied, and sums of a group scaled."""
+    """Compute ``fused_experts_w4a16``: multiply integers, then scale the sum of each group."""
     first, second = _Matrices(gate_up, gate_up_scale, None), _Matrices(down, down_scale, None)
-    return _mixture("fused_experts_w4a16", x, first, second, weights, expert_ids, activation)
+    return _run_experts("fused_experts_w4a16", x, first, second, weights, expert_ids, activation)
 
 
 @triton_kernel("fused_experts_mxfp4")
@@ -85,18 +88,18 @@ def fused_experts_mxfp4_triton(
     down_bias: Tensor | None, weights: Tensor, expert_ids: Tensor,
     activation: str,
 ) -> Tensor:  # fmt: skip
-    """Compute ``fused_experts_mxfp4``: codes are multiplied, and sums of a block scaled."""
+    """Compute ``fused_experts_mxfp4``: multiply FP4 values, then scale the sum of each block."""
     first = _Matrices(gate_up, gate_up_scale, gate_up_bias)
     second = _Matrices(down, down_scale, down_bias)
-    return _mixture("fused_experts_mxfp4", x, first, second, weights, expert_ids, activation)
+    return _run_experts("fused_experts_mxfp4", x, first, second, weights, expert_ids, activation)
 
 
 class _Matrices(NamedTuple):
     """One projection of all experts.
 
     Attributes:
-        stored: ``[E, outputs, inputs]``, or half as many bytes of integers or codes.
-        scale: ``[E, R, C]``, each for an equal share of the rows and columns; exponents if bytes.
+        stored: ``[E, outputs, inputs]``, or half as many bytes if two values share a byte.
+        scale: ``[E, R, C]``, each for an equal part of the rows and columns; uint8 means exponents.
         bias: ``[E, outputs]``.
     """
 
@@ -106,20 +109,20 @@ class _Matrices(NamedTuple):
 
 
 class _Blocks(NamedTuple):
-    """The slots by expert, of ``aligned_blocks``."""
+    """The slots sorted by expert, from ``aligned_blocks``."""
 
     slots: Tensor
     experts: Tensor
     num_slots: int
 
 
-def _mixture(
+def _run_experts(
     kernel: str, x: Tensor, first: _Matrices, second: _Matrices, weights: Tensor,
     expert_ids: Tensor, activation: str,
 ) -> Tensor:  # fmt: skip
     if activation not in _ACTIVATIONS:
-        known = " or ".join(map(repr, _ACTIVATIONS))
-        raise RequestError(f"No activation {activation!r} of experts; try {known}")
+        alternatives = " or ".join(map(repr, _ACTIVATIONS))
+        raise RequestError(f"No activation {activation!r} of experts; try {alternatives}")
     top_k = expert_ids.shape[1]
     num_experts, outputs = second.stored.shape[:2]
     inner = first.stored.shape[1] // 2
@@ -131,30 +134,30 @@ def _mixture(
     columns = parameters.blocks["column_bytes"] // x.element_size()
     hidden = torch.empty((blocks.num_slots, inner), dtype=x.dtype, device=x.device)
     _project(as_rows(x), first, blocks, hidden, parameters, columns, top_k, activation)
-    # In float32: what is rounded before the sum, the op does not round.
-    returned = torch.empty((blocks.num_slots, outputs), dtype=torch.float32, device=x.device)
-    # Without a second half of outputs, a tile has room for twice as many columns.
-    _project(hidden, second, blocks, returned, parameters, 2 * columns, 1, "")
-    return sum_of_slots(returned, expert_ids, weights, x.dtype)
+    # float32, since the op rounds only after the weighted sum.
+    results = torch.empty((blocks.num_slots, outputs), dtype=torch.float32, device=x.device)
+    # The first projection accumulates gate and up tiles; here one accumulator can be twice as wide.
+    _project(hidden, second, blocks, results, parameters, 2 * columns, 1, "")
+    return sum_of_slots(results, expert_ids, weights, x.dtype)
 
 
 def _project(
     x: Tensor, matrices: _Matrices, blocks: _Blocks, y: Tensor, parameters: Parameters,
-    columns: int, share: int, activation: str,
+    columns: int, slots_per_row: int, activation: str,
 ) -> None:  # fmt: skip
-    """Write the rows ``y`` of all slots.
+    """Compute one projection for all slots into ``y``.
 
     Args:
-        columns: of ``y`` in a tile.
-        share: how many slots have the same row of ``x``, one after another.
-        activation: of two halves of the outputs; empty where ``y`` has all of them.
+        columns: columns of ``y`` per tile.
+        share: number of consecutive slots with the same row of ``x``.
+        activation: applied to the two halves of the outputs; empty: store all outputs.
     """
     _, scale, bias = matrices
-    stored, form = seen(matrices.stored, scale)
+    stored, form = kernel_weights(matrices.stored, scale)
     width, depth = y.shape[1], x.shape[1]
     scale_rows, groups = (1, 1) if scale is None else scale.shape[1:]
     group = depth // groups
-    # A step stays within one group, whose sum is multiplied by its scale.
+    # A step never spans two groups, since each group's sum is multiplied by its own scale.
     step = parameters.blocks["depth_bytes"] // x.element_size()
     step = max(16, min(step, triton.next_power_of_2(group)))
     num_tiles = triton.cdiv(width, columns)
@@ -162,7 +165,7 @@ def _project(
     _multiply[(num_blocks * num_tiles,)](
         x, stored, scale, bias, y, blocks.slots, blocks.experts, num_blocks, blocks.num_slots,
         x.stride(0),
-        ACTIVATION=activation, FORM=form, SHARE=share, WIDTH=width, OUTPUTS=stored.shape[1],
+        ACTIVATION=activation, FORM=form, SHARE=slots_per_row, WIDTH=width, OUTPUTS=stored.shape[1],
         DEPTH=depth, SCALE_ROWS=scale_rows, GROUPS=groups, GROUP=group,
         ROWS=parameters.blocks["rows"], COLUMNS=columns, STEP=step, STEPS=triton.cdiv(group, step),
         BAND=parameters.blocks["band"], **parameters.compiled,
@@ -180,13 +183,13 @@ def _multiply(
     block, tile = expert_tile(num_blocks, (WIDTH + COLUMNS - 1) // COLUMNS, BAND)
     expert = tl.load(experts + block).to(tl.int64)
     if expert < 0:
-        return
+        return  # the number of blocks is an upper bound
     slot = tl.load(slots + block * ROWS + tl.arange(0, ROWS))
-    there = (slot < num_slots)[:, None]
+    slot_mask = (slot < num_slots)[:, None]
     slot = slot.to(tl.int64)[:, None]
     x += slot // SHARE * x_stride
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
-    known = column < WIDTH
+    column_mask = column < WIDTH
     # Two values to a byte of integers or codes.
     PACKED: tl.constexpr = 2 if FORM == "int4" or FORM == "e2m1" else 1
     row = stored + expert * (OUTPUTS * (DEPTH // PACKED)) + column[:, None] * (DEPTH // PACKED)
@@ -195,6 +198,7 @@ def _multiply(
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     up = tl.zeros([ROWS, COLUMNS], tl.float32)
     for number in range(GROUPS * STEPS):
+        # One flat loop over the steps of all groups, as Triton pipelines only innermost loops.
         if GROUPS == 1:
             group = 0
             start = number * STEP
@@ -202,15 +206,15 @@ def _multiply(
             group = number // STEPS
             start = number % STEPS * STEP
         inner = start + tl.arange(0, STEP)[None, :]
-        read = there if GROUP % STEP == 0 else there & (inner < GROUP)
-        value = tl.load(x + group * GROUP + inner, mask=read, other=0.0)
+        load_mask = slot_mask if GROUP % STEP == 0 else slot_mask & (inner < GROUP)
+        value = tl.load(x + group * GROUP + inner, mask=load_mask, other=0.0)
         weight = load_weights(
-            row, known[:, None], group * GROUP, start, value.dtype, FORM, GROUP, STEP
+            row, column_mask[:, None], group * GROUP, start, value.dtype, FORM, GROUP, STEP
         )
         if ACTIVATION != "":
-            other = load_weights(
+            up_weight = load_weights(
                 row + WIDTH * (DEPTH // PACKED),
-                known[:, None],
+                column_mask[:, None],
                 group * GROUP,
                 start,
                 value.dtype,
@@ -221,26 +225,31 @@ def _multiply(
         if GROUPS == 1:
             total = tl.dot(value, tl.trans(weight), total, input_precision="ieee")
             if ACTIVATION != "":
-                up = tl.dot(value, tl.trans(other), up, input_precision="ieee")
+                up = tl.dot(value, tl.trans(up_weight), up, input_precision="ieee")
         else:
             part = tl.dot(value, tl.trans(weight), input_precision="ieee")
-            total += scaled(part, scale, column, known, group, SCALE_ROWS, OUTPUTS, GROUPS)
+            total += apply_scale(
+                part, scale, column, column_mask, group, SCALE_ROWS, OUTPUTS, GROUPS
+            )
             if ACTIVATION != "":
-                part = tl.dot(value, tl.trans(other), input_precision="ieee")
-                up += scaled(part, scale, WIDTH + column, known, group, SCALE_ROWS, OUTPUTS, GROUPS)
+                part = tl.dot(value, tl.trans(up_weight), input_precision="ieee")
+                up += apply_scale(
+                    part, scale, WIDTH + column, column_mask, group, SCALE_ROWS, OUTPUTS, GROUPS
+                )
+    # With a single group, one multiplication after the loop replaces one per step.
     if GROUPS == 1 and scale is not None:
-        total = scaled(total, scale, column, known, 0, SCALE_ROWS, OUTPUTS, GROUPS)
+        total = apply_scale(total, scale, column, column_mask, 0, SCALE_ROWS, OUTPUTS, GROUPS)
         if ACTIVATION != "":
-            up = scaled(up, scale, WIDTH + column, known, 0, SCALE_ROWS, OUTPUTS, GROUPS)
+            up = apply_scale(up, scale, WIDTH + column, column_mask, 0, SCALE_ROWS, OUTPUTS, GROUPS)
     if bias is not None:
         bias += expert * OUTPUTS + column
-        total += tl.load(bias, mask=known, other=0.0).to(tl.float32)[None, :]
+        total += tl.load(bias, mask=column_mask, other=0.0).to(tl.float32)[None, :]
         if ACTIVATION != "":
-            up += tl.load(bias + WIDTH, mask=known, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(bias + WIDTH, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     if ACTIVATION != "":
         total = activated(total, up, ACTIVATION)
     target = y + slot * WIDTH + column[None, :]
-    tl.store(target, total.to(y.dtype.element_ty), mask=there & known[None, :])
+    tl.store(target, total.to(y.dtype.element_ty), mask=slot_mask & column_mask[None, :])
 
 
 class _Model(NamedTuple):
@@ -254,7 +263,7 @@ class _Model(NamedTuple):
 
 _MIXTRAL, _GPT_OSS = _Model(8, 4096, 14336, 2), _Model(32, 2880, 2880, 4)
 _DEEPSEEK = _Model(64, 2048, 1408, 6)
-_FEW, _MANY = 64, 4096  # tokens of a step that decodes, and of one that prefills
+_FEW, _MANY = 64, 4096  # tokens of a decode step and of a prefill step
 
 
 def _build(
@@ -262,12 +271,12 @@ def _build(
     stored: torch.dtype | None = None, scale: torch.dtype = FP32, block: tuple[int, int] = (1, 0),
     biased: bool | None = None, activation: str = "silu", dims: Dims | None = None,
 ) -> Build:  # fmt: skip
-    """Return a build of a mixture.
+    """Describe a build for the experts of one MoE layer.
 
     Args:
-        stored: of the weights, two of which lie in a byte; without, plain weights of ``dtype``.
-        block: outputs and inputs that have a scale; all inputs for 0.
-        biased: None where the op has no biases.
+        stored: dtype of quantized weights (uint8: two values per byte); None: weights of ``dtype``.
+        block: outputs and inputs per scale; 0 means all inputs.
+        biased: None if the op has no bias arguments.
     """
     experts, hidden, inner, top_k = model
     bias: dict[bool | None, Any] = {None: (), False: (None,)}

@@ -1,4 +1,4 @@
-"""Choice of experts for each token. T tokens, E experts, K chosen experts, G groups."""
+"""Routing: choice of experts for each token. T tokens, E experts, K chosen experts, G groups."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _op = partial(
     batched=("logits",),
 )
 
-_LEAST_SUM = 1e-20  # keeps weights that are all zero from being divided by zero
+_MIN_SUM = 1e-20  # avoids a division by zero if all weights are zero
 
 
 @_op("topk_softmax")
 def topk_softmax(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """Choose the experts with the largest logits, weighted by their softmax over all experts.
+    """Choose the experts with the largest logits, weighted by the softmax over all experts.
 
-    The logits themselves are compared, so that no rounding decides; the lowest id comes first
-    among equals. Computed in float32 or wider.
+    The logits themselves are compared, so that rounding cannot change the choice; ties go to the
+    lowest id. Computed in float32 or wider.
 
     Args:
-        logits: ``[T, E]``, any float dtype; rows may lie apart.
+        logits: ``[T, E]``, any float dtype; rows may be strided.
         top_k: K, from 1 to E.
         renormalize: divide the weights of a token by their sum.
     Returns: ``(weights, ids)``, both ``[T, K]`` and in descending order of the logits: float32
@@ -46,19 +46,19 @@ def topk_softmax(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor,
 def topk_sigmoid(
     logits: Tensor, bias: Tensor | None, top_k: int, renormalize: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Choose the experts with the largest biased sigmoids, weighted by the sigmoids alone.
+    """Choose the experts with the largest biased sigmoids, weighted by the sigmoids without bias.
 
-    The bias, which balances the load, decides which experts are chosen and in which order they
-    are listed; it is no part of the weights. Without one the logits themselves are compared. The
-    lowest id comes first among equals. Computed in float32 or wider.
+    The load-balancing bias decides which experts are chosen and in which order; the weights do not
+    include the bias. Without a bias the logits themselves are compared. Ties go to the lowest id.
+    Computed in float32 or wider.
 
     Args:
         logits, top_k: as in ``topk_softmax``.
         bias: ``[E]`` float32, or dtype of ``logits``.
         renormalize: divide the weights of a token by their sum plus 1e-20.
-        scale: factor of the weights, after that.
+        scale: factor of the weights, applied last.
     Returns: ``(weights, ids)``, both ``[T, K]``: float32 (float64 for float64 ``logits``) and
-        int32, in descending order of what is compared.
+        int32, in descending order of the compared values.
     Dims: num_experts, top_k, biased, renormalize.
     Source: arXiv:2412.19437, section 2.1.2.
     """
@@ -79,17 +79,17 @@ def grouped_topk(
     renormalize: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the best groups of experts first, then the best experts of these groups.
+    """Choose the best groups of experts first, then the best experts within these groups.
 
-    Experts are compared by score plus bias, or by their logits where there is no bias. A group
-    counts as much as its best expert, or where there is a bias as the sum of its two best. The
-    lowest group and the lowest id come first among equals. Weights are scores without the bias.
+    Experts are compared by score plus bias, or by their logits if there is no bias. A group's value
+    is that of its best expert, or with a bias the sum of its two best. Ties go to the lowest group
+    and the lowest id. Weights are the scores without the bias.
 
     Args:
         logits, bias, renormalize, scale: as in ``topk_sigmoid``.
         num_groups: G, a divisor of E; with a bias at most E / 2.
-        top_groups: how many groups may be chosen from, from 1 to G.
-        top_k: K, at most as many as the experts of these groups.
+        top_groups: number of groups to choose, from 1 to G.
+        top_k: K, at most the number of experts in the chosen groups.
         scoring: ``"softmax"`` over all experts, or ``"sigmoid"``.
     Returns: those of ``topk_sigmoid``.
     Dims: num_experts, num_groups, top_groups, top_k, scoring, biased, renormalize.
@@ -118,7 +118,8 @@ def _scores(logits: Tensor, scoring: str) -> Tensor:
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
-    """Return the indices of the largest values of each row, the lowest first among equals."""
+    """Return the indices of the largest values of each row; ties go to the lowest index."""
+    # A stable sort rather than topk, whose order among equal values is unspecified.
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     return order[..., :count].contiguous()
 
@@ -126,5 +127,5 @@ def _best(scores: Tensor, count: int) -> Tensor:
 def _weights(scores: Tensor, ids: Tensor, renormalize: bool, scale: float) -> Tensor:
     weights = scores.gather(-1, ids)
     if renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + _LEAST_SUM)
+        weights = weights / (weights.sum(-1, keepdim=True) + _MIN_SUM)
     return weights * scale

@@ -1,9 +1,10 @@
-"""Cases of routing. T tokens, E experts, K chosen experts, G groups.
+"""Test cases of routing. T tokens, E experts, K chosen experts, G groups.
 
-Ids are compared exactly. Logits of the clear cases are multiples of 1/32, all different within a
-row, so that neither they nor their softmax can change places; where a bias is added, rows are
-drawn until what is compared is clear. Ties are exact: equal logits where logits are compared, and
-otherwise sigmoids and softmaxes of zeros with biases that are multiples of 1/8.
+Ids are compared exactly, so every case must have one right answer. Logits of the clear cases are
+multiples of 1/32, distinct within a row, so that rounding cannot reorder logits or softmax values;
+with a bias, rows are redrawn until the compared values are clearly apart. Ties are exact: equal
+logits if logits are compared, else sigmoids and softmaxes of zeros with biases that are multiples
+of 1/8.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from interposer_ops.sampling._logits_cases import clear_rows
 from interposer_testing.cases import Axis, CaseSpace, Point
 
 _STEP = 1 / 32
-_MARGIN = 1e-5  # of scores that are rounded by about 1e-7
+_MARGIN = 1e-5  # scores have rounding errors of about 1e-7
 
 Draw = Callable[[int], Tensor]
-"""Returns so many rows of logits."""
+"""Draws the given number of rows of logits."""
 
 # T, E, K.
 _SHAPES = {
@@ -52,7 +53,7 @@ _GROUPED = {
 }
 _LOGITS = {"": _STEP, "far apart": 0.5, "tied": None, "ruled out": _STEP}
 _RENORMALIZE = {"": True, "not renormalised": False}
-# Sums of weights differ from 1 either way, so that no factor is lost and no order exchanged.
+# Factors unlike 1, so that a kernel fails if it forgets the scale or applies it too early.
 _SCALES = {True: 2.5, False: 16.0}
 _BIAS = {"": None, "bias": torch.float32, "bias like logits": "own"}
 
@@ -76,7 +77,7 @@ topk_softmax_cases = CaseSpace(
     },
     alone={"shape": ("no tokens", "one expert")},
 )
-"""Clear, spread, tied and infinitely negative logits of few to many experts."""
+"""Clear, widely spread, tied and -inf logits of few to many experts."""
 
 
 def _topk_sigmoid(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -98,7 +99,7 @@ topk_sigmoid_cases = CaseSpace(
     alone={"shape": ("no tokens", "one expert")},
     valid=lambda point, dtype: point["bias"] != "own" or dtype != torch.float32,
 )
-"""Clear and tied choices with and without a bias that changes them."""
+"""Clear and tied choices, with and without a bias that changes the choice."""
 
 
 def _grouped_topk(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -119,30 +120,30 @@ grouped_topk_cases = CaseSpace(
     strided={"logits": "rows", "bias": "offset"},
     crossed={"shape": ("many tokens", "odd groups"), "weights": ("",), "logits": ("",)},
     alone={"shape": ("no tokens",)},
-    # A softmax of equal logits is exact for a power of two alone.
+    # A softmax of equal logits is exact only for a power of two.
     valid=lambda point, dtype: (
         not (point["logits"] is None and point["bias"] is not None and point["shape"][1] == 60)
     ),
 )
-"""Groups of many sizes, all and few of them chosen, by their best or their two best experts."""
+"""Groups of many sizes; all or few groups are chosen, by one or by two best experts."""
 
 
 def topk_softmax_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of clear logits."""
+    """Build T rows of clear logits."""
     draw, _ = _sampled(dtype, dims, seed)
     options = {"top_k": int(dims["top_k"]), "renormalize": _renormalizes(dims)}
     return _softmax_case({"logits": draw(num_tokens), **options}, f"{num_tokens} tokens")
 
 
 def topk_sigmoid_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of clear logits, with the bias that the dims state."""
+    """Build T rows of clear logits, with a bias if the dims ask for one."""
     draw, bias = _sampled(dtype, dims, seed)
     top_k, label = int(dims["top_k"]), f"{num_tokens} tokens"
     return _sigmoid_case(draw, num_tokens, bias, top_k, _renormalizes(dims), False, label)
 
 
 def grouped_topk_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of clear logits, with the bias that the dims state."""
+    """Build T rows of clear logits, with a bias if the dims ask for one."""
     draw, bias = _sampled(dtype, dims, seed)
     groups = [int(dims[name]) for name in ("num_groups", "top_groups", "top_k")]
     scoring, label = str(dims["scoring"]), f"{num_tokens} tokens"
@@ -155,7 +156,7 @@ def _renormalizes(dims: Dims) -> bool:
 
 
 def _sampled(dtype: torch.dtype, dims: Dims, seed: int) -> tuple[Draw, Tensor | None]:
-    """Return what draws rows of clear logits, and the bias that the dims state."""
+    """Return a function that draws rows of clear logits, and the bias or None."""
     generator, num_experts = torch.Generator().manual_seed(seed), int(dims["num_experts"])
     bias = 0.1 * torch.randn(num_experts, generator=generator) if dims.get("biased") else None
     return lambda rows: _distinct(rows, num_experts, _STEP, generator).to(dtype), bias
@@ -165,7 +166,7 @@ def _logits(
     point: Point, num_experts: int, top_k: int, dtype: torch.dtype, generator: torch.Generator,
     tokens: int,
 ) -> Tensor:  # fmt: skip
-    """Return rows ``[T, E]`` of the kind that ``point`` asks for."""
+    """Draw rows ``[T, E]`` of the kind that ``point`` describes."""
     step = point["logits"]
     if step is None:
         if point.values.get("bias") is not None:
@@ -174,14 +175,14 @@ def _logits(
         return (drawn / 2).to(dtype)
     logits = _distinct(tokens, num_experts, step, generator)
     if point.labels["logits"] == "ruled out":
-        # As many as can be while K are left: the lowest ones, wherever they stand.
+        # Mask the lowest logits, half of the experts if K experts remain.
         rank = logits.argsort(-1, descending=True).argsort(-1)
         logits = logits.masked_fill(rank >= max(top_k, num_experts // 2), float("-inf"))
     return logits.to(dtype)
 
 
 def _distinct(tokens: int, num_experts: int, step: float, generator: torch.Generator) -> Tensor:
-    """Return rows of different multiples of ``step`` around 0, which every dtype holds exactly."""
+    """Return rows of distinct multiples of ``step`` around 0, exact in every dtype."""
     order = torch.rand(tokens, num_experts, generator=generator).argsort(-1)
     return (order - num_experts // 2) * step
 
@@ -189,17 +190,17 @@ def _distinct(tokens: int, num_experts: int, step: float, generator: torch.Gener
 def _bias(
     point: Point, num_experts: int, dtype: torch.dtype, generator: torch.Generator
 ) -> Tensor | None:
-    """Return a bias that changes the choice: of the size of the scores' differences, or tied."""
+    """Return a bias that changes the choice, or one that makes ties."""
     if point["bias"] is None:
         return None
-    own = dtype if point["bias"] == "own" else torch.float32
+    bias_dtype = dtype if point["bias"] == "own" else torch.float32
     if point["logits"] is None:
-        return (torch.randint(-2, 3, (num_experts,), generator=generator) / 8).to(own)
-    return (0.1 * torch.randn(num_experts, generator=generator)).to(own)
+        return (torch.randint(-2, 3, (num_experts,), generator=generator) / 8).to(bias_dtype)
+    return (0.1 * torch.randn(num_experts, generator=generator)).to(bias_dtype)
 
 
 def _is_clear(compared: Tensor, top_k: int) -> Tensor:
-    """Say of each row whether its K + 1 largest values differ by more than the margin."""
+    """Check for each row that the K + 1 largest values are at least the margin apart."""
     best = compared.topk(min(top_k + 1, compared.shape[-1]), -1).values
     return (best[:, :-1] - best[:, 1:] > _MARGIN).all(-1)
 
@@ -207,25 +208,26 @@ def _is_clear(compared: Tensor, top_k: int) -> Tensor:
 def _is_clear_grouped(
     logits: Tensor, bias: Tensor, num_groups: int, top_groups: int, top_k: int, scoring: str
 ) -> Tensor:
-    """Say of each row whether its groups, and the experts of the chosen ones, are clear."""
+    """Check for each row that its groups, and the experts in the chosen groups, are clear."""
     wide = logits.double()
     scores = wide.sigmoid() if scoring == "sigmoid" else wide.softmax(-1)
     groups = (scores + bias).unflatten(-1, (num_groups, -1))
     strength = groups.topk(2, -1).values.sum(-1)
-    least = strength.topk(top_groups, -1).values[:, -1:]
-    inside = groups.masked_fill((strength < least)[..., None], -9.0).flatten(-2)
-    return _is_clear(strength, top_groups) & _is_clear(inside, top_k)
+    lowest_chosen = strength.topk(top_groups, -1).values[:, -1:]
+    values_in_chosen = groups.masked_fill((strength < lowest_chosen)[..., None], -9.0).flatten(-2)
+    return _is_clear(strength, top_groups) & _is_clear(values_in_chosen, top_k)
 
 
-# Bounds. An exponential of x is off by |x| roundings of itself, so one of at most 1 by less than
-# one of 1; then the sum over E, of which the largest term is 1 before it is divided. A sigmoid at
-# |x| <= 8 is off by about ten roundings, and the sum and quotient double them and add K.
+# Error bounds. exp(x) has a relative error of |x| roundings, so results of at most 1 have an
+# absolute error below one rounding of 1; then the sum over E follows, whose largest term is 1
+# before the division. A sigmoid at |x| <= 8 has about ten roundings; sum and quotient double these
+# and add K.
 
 
 def _softmax_case(arguments: dict[str, Any], label: str = "") -> Case:
     num_experts = arguments["logits"].shape[1]
-    stated = {name: arguments[name] for name in ("top_k", "renormalize")}
-    return Case(label, arguments, {"num_experts": num_experts, **stated}, reduction=num_experts)
+    options = {name: arguments[name] for name in ("top_k", "renormalize")}
+    return Case(label, arguments, {"num_experts": num_experts, **options}, reduction=num_experts)
 
 
 def _sigmoid_case(
@@ -239,8 +241,8 @@ def _sigmoid_case(
 
     logits, scale = clear_rows(draw, is_clear, num_tokens), _SCALES[renormalize]
     weights = {"top_k": top_k, "renormalize": renormalize, "scale": scale}
-    stated = {"biased": bias is not None, "renormalize": renormalize}
-    dims: Dims = {"num_experts": logits.shape[1], "top_k": top_k, **stated}
+    flags = {"biased": bias is not None, "renormalize": renormalize}
+    dims: Dims = {"num_experts": logits.shape[1], "top_k": top_k, **flags}
     arguments = {"logits": logits, "bias": bias, **weights}
     return Case(label, arguments, dims, reduction=10 + top_k, magnitude=scale)
 
@@ -261,7 +263,7 @@ def _grouped_case(
     logits, scale = clear_rows(draw, is_clear, num_tokens), _SCALES[renormalize]
     weights = {"renormalize": renormalize, "scale": scale}
     arguments = {"logits": logits, "bias": bias, **options, **weights}
-    stated = {"biased": bias is not None, "renormalize": renormalize}
-    dims: Dims = {**options, "num_experts": logits.shape[1], **stated}
+    flags = {"biased": bias is not None, "renormalize": renormalize}
+    dims: Dims = {**options, "num_experts": logits.shape[1], **flags}
     summed = logits.shape[1] if scoring == "softmax" else 10 + top_k
     return Case(label, arguments, dims, reduction=summed, magnitude=scale)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Choice of experts for each token, by one source.
+"""Routing in Triton: one kernel for all choices of experts.
 
 T tokens, E experts, K chosen experts, G groups, S experts of a group.
 """
@@ -16,7 +16,7 @@ from interposer_ops._triton.build import BF16, FP32, Build, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
 
-_LEAST_SUM = tl.constexpr(1e-20)  # keeps weights that are all zero from being divided by zero
+_MIN_SUM = tl.constexpr(1e-20)  # avoids a division by zero if all weights are zero
 _SCORINGS = ("softmax", "sigmoid")
 
 
@@ -39,7 +39,7 @@ def grouped_topk_triton(
     logits: Tensor, bias: Tensor | None, num_groups: int, top_groups: int, top_k: int,
     scoring: str, renormalize: bool, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute ``grouped_topk``; where all groups are chosen from, they are not compared."""
+    """Compute ``grouped_topk``; if all groups are chosen, groups are not compared."""
     if scoring not in _SCORINGS:
         raise RequestError(f"No scoring {scoring!r} of experts; try 'softmax' or 'sigmoid'")
     return _routed(logits, bias, num_groups, top_groups, top_k, scoring, renormalize, scale)
@@ -54,6 +54,7 @@ def _routed(
     ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits.device)
     if ids.numel() == 0:
         return weights, ids
+    # If every group is chosen, groups have no effect.
     if top_groups == num_groups:
         num_groups = top_groups = 1
     rows = as_rows(logits)
@@ -77,15 +78,15 @@ def _route(
     GROUPS: tl.constexpr, MEMBERS: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    there = row < num_tokens
-    # Groups start at multiples of a power of two, so that a tile may be viewed as groups.
-    place = tl.arange(0, GROUPS * MEMBERS)[None, :]
-    group = place // MEMBERS
-    member = place % MEMBERS
+    row_mask = row < num_tokens
+    # Each group occupies a power of two of lanes, so that the tile can be reshaped to groups.
+    lane = tl.arange(0, GROUPS * MEMBERS)[None, :]
+    group = lane // MEMBERS
+    member = lane % MEMBERS
     expert = group * GROUP_SIZE + member
     is_expert = (group < NUM_GROUPS) & (member < GROUP_SIZE)
-    inside = there & is_expert
-    logit = tl.load(logits + row * stride + expert, mask=inside, other=0.0).to(tl.float32)
+    element_mask = row_mask & is_expert
+    logit = tl.load(logits + row * stride + expert, mask=element_mask, other=0.0).to(tl.float32)
     if SCORING == "softmax":
         finite = tl.where(is_expert, logit, float("-inf"))
         power = tl.exp(finite - tl.max(finite, 1)[:, None])
@@ -98,43 +99,47 @@ def _route(
         compared = logit
     else:
         compared = score + tl.load(bias + expert, mask=is_expert, other=0.0).to(tl.float32)
-    # A NaN would be equal to nothing, so that no id was found: it comes first, as when sorted.
+    # NaN equals no value, so the search for the maximum would find no id. NaN counts as +inf and
+    # comes first, as in the reference's sort.
     compared = tl.where(compared != compared, float("inf"), compared)
-    left = is_expert & (row >= 0)
+    is_available = is_expert & (row >= 0)
     if TOP_GROUPS < NUM_GROUPS:
         values = tl.where(is_expert, compared, float("-inf"))
         values = tl.reshape(values, (ROWS, GROUPS, MEMBERS))
         strength = tl.max(values, 2)
         if bias is not None:
-            others = tl.arange(0, MEMBERS)[None, None, :]
-            first = tl.min(tl.where(values == strength[:, :, None], others, MEMBERS), 2)
-            second = tl.where(others == first[:, :, None], float("-inf"), values)
+            # Second best value: mask the first lane that holds the best one.
+            lane_in_group = tl.arange(0, MEMBERS)[None, None, :]
+            first = tl.min(tl.where(values == strength[:, :, None], lane_in_group, MEMBERS), 2)
+            second = tl.where(lane_in_group == first[:, :, None], float("-inf"), values)
             strength += tl.max(second, 2)
         chosen = _strongest(strength, NUM_GROUPS, TOP_GROUPS, ROWS, GROUPS)
-        spread = tl.broadcast_to(chosen[:, :, None], (ROWS, GROUPS, MEMBERS))
-        spread = tl.reshape(spread, (ROWS, GROUPS * MEMBERS))
-        # As a value, not as a mask: where all that is left is -inf, so are the other groups.
-        compared = tl.where(spread > 0, compared, float("-inf"))
+        expert_in_chosen_group = tl.broadcast_to(chosen[:, :, None], (ROWS, GROUPS, MEMBERS))
+        expert_in_chosen_group = tl.reshape(expert_in_chosen_group, (ROWS, GROUPS * MEMBERS))
+        # Set other groups to -inf rather than masking: if the chosen groups have too few finite
+        # values, the remaining choices continue with -inf values by lowest id, as in the reference.
+        compared = tl.where(expert_in_chosen_group > 0, compared, float("-inf"))
     slot = tl.arange(0, CHOSEN)[None, :]
     weight = tl.zeros((ROWS, CHOSEN), tl.float32)
-    found = tl.zeros((ROWS, CHOSEN), tl.int32)
+    chosen_ids = tl.zeros((ROWS, CHOSEN), tl.int32)
+    # Take the maximum K times; ties go to the lowest id.
     for turn in range(TOP_K):
-        value = tl.where(left, compared, float("-inf"))
+        value = tl.where(is_available, compared, float("-inf"))
         best = tl.max(value, 1)[:, None]
-        index = tl.where(left & (value == best), expert, NUM_GROUPS * GROUP_SIZE)
+        index = tl.where(is_available & (value == best), expert, NUM_GROUPS * GROUP_SIZE)
         index = tl.min(index, 1)[:, None]
-        taken = expert == index
-        own = tl.sum(tl.where(taken & is_expert, score, 0.0), 1)[:, None]
-        weight = tl.where(slot == turn, own, weight)
-        found = tl.where(slot == turn, index, found)
-        left = left & (expert != index)
+        is_chosen = expert == index
+        chosen_score = tl.sum(tl.where(is_chosen & is_expert, score, 0.0), 1)[:, None]
+        weight = tl.where(slot == turn, chosen_score, weight)
+        chosen_ids = tl.where(slot == turn, index, chosen_ids)
+        is_available = is_available & (expert != index)
     if RENORMALIZE:
-        divisor = tl.sum(weight, 1)[:, None] + _LEAST_SUM
+        divisor = tl.sum(weight, 1)[:, None] + _MIN_SUM
         weight = tl.div_rn(weight, tl.zeros_like(weight) + divisor)
     target = row * TOP_K + slot
-    stored = there & (slot < TOP_K)
+    stored = row_mask & (slot < TOP_K)
     tl.store(weights + target, weight * scale, mask=stored)
-    tl.store(ids + target, found, mask=stored)
+    tl.store(ids + target, chosen_ids, mask=stored)
 
 
 @triton.jit
@@ -142,14 +147,14 @@ def _strongest(
     strength,
     NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Return 1 for the strongest groups of each row, the lowest first among equals, else 0."""
+    """Return 1 for the strongest groups of each row, ties by the lowest group, else 0."""
     group = tl.arange(0, GROUPS)[None, :]
     chosen = tl.zeros((ROWS, GROUPS), tl.int32)
     for _ in range(TOP_GROUPS):
-        left = (chosen == 0) & (group < NUM_GROUPS)
-        value = tl.where(left, strength, float("-inf"))
+        is_available = (chosen == 0) & (group < NUM_GROUPS)
+        value = tl.where(is_available, strength, float("-inf"))
         best = tl.max(value, 1)[:, None]
-        index = tl.min(tl.where(left & (value == best), group, GROUPS), 1)[:, None]
+        index = tl.min(tl.where(is_available & (value == best), group, GROUPS), 1)[:, None]
         chosen = tl.where(group == index, 1, chosen)
     return chosen
 

@@ -1,8 +1,8 @@
-"""Experts one after the other, each for all tokens that chose it: for any device.
+"""Experts for any device, computed one after the other for all tokens that chose the expert.
 
-T tokens, H hidden size, E experts, I intermediate size, K chosen experts. The references gather
-the matrices of every token's experts, which takes T K copies; here one expert's are held at a
-time, in float32. How many tokens each of them gets is read on the host.
+T tokens, H hidden size, E experts, I intermediate size, K chosen experts, S rows of one expert. The
+references gather the matrices of every token's experts, T K copies; here one expert's matrices are
+converted to float32 at a time. The host reads the number of tokens per expert.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from interposer_ops.experts._experts import activated
 from interposer_ops.quantizers._mx_quantizers import MX_BLOCK_SIZE
 from interposer_ops.quantizers._small_floats import decode_e2m1, decode_e8m0, unpack_nibbles
 
-# They wait for numbers of tokens, and hold less than the references.
+# Not graph-safe, as the host reads numbers of tokens; preferred to the references for memory.
 _in_turn = partial(
     standard_kernel,
     technique="in_turn",
@@ -30,7 +30,7 @@ _in_turn = partial(
 )
 
 Project = Callable[[int, Tensor], Tensor]
-"""Returns the projection ``[S, outputs]`` of rows ``[S, inputs]`` by one expert."""
+"""Projects rows ``[S, inputs]`` to ``[S, outputs]`` with the matrix of one expert."""
 
 
 @_in_turn("fused_experts")
@@ -53,7 +53,7 @@ def fused_experts_in_turn(
         )
 
     both = projects(gate_up, gate_up_bias), projects(down, down_bias)
-    return _mixture(x, *both, len(gate_up), weights, expert_ids, activation)
+    return _run_experts(x, *both, len(gate_up), weights, expert_ids, activation)
 
 
 @_in_turn("fused_experts_mxfp4")
@@ -69,10 +69,10 @@ def fused_experts_mxfp4_in_turn(
     expert_ids: Tensor,
     activation: str,
 ) -> Tensor:
-    """Compute ``fused_experts_mxfp4``; pairs of codes are looked up by their byte."""
+    """Compute ``fused_experts_mxfp4``, decoding two FP4 values per byte with a lookup table."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    every = torch.arange(256, dtype=torch.uint8, device=x.device)
-    pairs = decode_e2m1(unpack_nibbles(every[:, None]), wide)
+    all_bytes = torch.arange(256, dtype=torch.uint8, device=x.device)
+    pairs = decode_e2m1(unpack_nibbles(all_bytes[:, None]), wide)  # [256, 2]
 
     def projects(packed: Tensor, scales: Tensor, bias: Tensor | None) -> Project:
         def project(expert: int, rows: Tensor) -> Tensor:
@@ -85,10 +85,10 @@ def fused_experts_mxfp4_in_turn(
 
     first = projects(gate_up, gate_up_scale, gate_up_bias)
     second = projects(down, down_scale, down_bias)
-    return _mixture(x, first, second, len(gate_up), weights, expert_ids, activation)
+    return _run_experts(x, first, second, len(gate_up), weights, expert_ids, activation)
 
 
-def _mixture(
+def _run_experts(
     x: Tensor,
     first: Project,
     second: Project,
@@ -99,20 +99,20 @@ def _mixture(
 ) -> Tensor:
     wide, top_k = torch.promote_types(x.dtype, torch.float32), expert_ids.shape[1]
     ids = expert_ids.flatten()
-    # Those of other ranks are -1 and come first.
+    # Slots of other ranks have id -1, so they come first and are skipped.
     order = ids.argsort(stable=True)
     counts = torch.bincount(ids + 1, minlength=num_experts + 1).tolist()
-    returned = torch.zeros((len(ids), x.shape[1]), dtype=wide, device=x.device)
+    results = torch.zeros((len(ids), x.shape[1]), dtype=wide, device=x.device)
     start = counts[0]
     for expert, count in enumerate(counts[1:]):
         if count:
             slots = order[start : start + count]
             projected = first(expert, x[slots // top_k].to(wide))
             hidden = activated(projected, activation).to(x.dtype)
-            returned[slots] = second(expert, hidden.to(wide))
+            results[slots] = second(expert, hidden.to(wide))
             start += count
     factors = torch.where(expert_ids >= 0, weights.to(wide), 0)[..., None]
-    return (returned.view(*expert_ids.shape, x.shape[1]) * factors).sum(1).to(x.dtype)
+    return (results.view(*expert_ids.shape, x.shape[1]) * factors).sum(1).to(x.dtype)
 
 
 def _of(bias: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Attention over a latent cache (MLA).
+"""Multi-head latent attention (MLA) over a cache of latent vectors.
 
 Every name is loaded on first use.
 """

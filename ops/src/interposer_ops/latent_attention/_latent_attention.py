@@ -1,4 +1,4 @@
-"""Attention of several heads to one latent vector per token (MLA), with projections absorbed.
+"""Multi-head latent attention (MLA) with absorbed projections: one latent vector per token.
 
 Dimensions: T tokens, N heads, C latent size, R rotary size, B sequences, M pages of the longest
 sequence, P pages, S page size, Q longest query, L = M S cached tokens, X attended tokens.
@@ -38,9 +38,9 @@ def latent_attention_decode(
     """Attend causally from each sequence's newest tokens to its latent vectors in the cache.
 
     out = softmax(scale * q c^T + mask) c[:, :C], in float32 or wider: all heads share the cached
-    vectors, whose first C elements are also the values. The query of sequence b stands at positions
-    seq_lens[b] - query length .. seq_lens[b] - 1, its vectors are already in the cache. Tokens of
-    ``query``, pages of the cache and rows of ``page_table`` may lie apart in memory.
+    vectors, whose first C elements are also the values. The queries of sequence b have positions
+    seq_lens[b] - query length .. seq_lens[b] - 1; their vectors are already in the cache. Tokens of
+    ``query``, pages of the cache and rows of ``page_table`` may be strided in memory.
 
     Args:
         query: ``[T, N, C + R]``, any float dtype.
@@ -48,14 +48,15 @@ def latent_attention_decode(
         page_table, query_starts, seq_lens, max_query_tokens: as in ``paged_attention``.
         latent_size: C.
         scale: factor of the scores.
-        cache_scale: ``[1]`` float32: what stored elements are multiplied by; None leaves them.
+        cache_scale: ``[1]`` float32: factor of the stored elements; None: 1.
     Returns: ``[T, N, C]``, dtype of ``query``.
     Dims: num_heads, latent_size, rotary_size, page_size, cache_dtype (the name of a torch dtype),
-        scaled: there is a ``cache_scale``.
+    scaled: there is a ``cache_scale``.
     Source: arXiv:2405.04434.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     keys = cached(cache, page_table, seq_lens, wide, cache_scale)[:, :, None]  # [B, L, 1, C + R]
+    # Keys and values are the same vectors; the rotary part serves only the scores.
     values = keys[..., :latent_size]
     out, _ = masked_attention(query, keys, values, query_starts, seq_lens, max_query_tokens, scale)
     return out
@@ -72,32 +73,33 @@ def sparse_latent_attention(
     scale: float,
     cache_scale: Tensor | None = None,
 ) -> Tensor:
-    """Attend from each token to those latent vectors of its sequence that ``indices`` names.
+    """Attend from each token to the latent vectors of its sequence that ``indices`` lists.
 
-    out = softmax(scale * q c^T) c[:, :C] over the named vectors, in float32 or wider. A token that
-    names none gives zeros. Tokens of ``query`` and ``indices``, pages of the cache and rows of
-    ``page_table`` may lie apart in memory.
+    out = softmax(scale * q c^T) c[:, :C] over the listed vectors, in float32 or wider. A token
+    without listed vectors gives zeros. Tokens of ``query`` and ``indices``, pages of the cache and
+    rows of ``page_table`` may be strided in memory.
 
     Args:
         query, cache, latent_size, scale, cache_scale: as in ``latent_attention_decode``.
         page_table: ``[B, M]`` int64.
-        sequences: ``[T]`` int64; which sequence a token is of.
-        indices: ``[T, X]`` int32: positions in the sequence, each at most once and in the cache;
-            -1 names nothing and may stand anywhere.
+        sequences: ``[T]`` int64, the sequence of each token.
+        indices: ``[T, X]`` int32: positions in the sequence, each at most once and in the cache; -1
+            is padding, at any place.
     Returns: ``[T, N, C]``, dtype of ``query``.
     Dims: num_heads, latent_size, rotary_size, page_size, top_k, cache_dtype (the name of a torch
-        dtype), scaled: there is a ``cache_scale``.
+    dtype), scaled: there is a ``cache_scale``.
     Source: DeepSeek-V3.2-Exp technical report, DeepSeek sparse attention.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     page_size = cache.shape[1]
-    named = indices >= 0  # [T, X]
+    is_listed = indices >= 0  # [T, X]
     positions = indices.clamp(min=0).long()
     pages = page_table[sequences[:, None], positions // page_size]
     keys = cache[pages, positions % page_size].to(wide)  # [T, X, C + R]
-    keys = torch.where(named[..., None], keys, 0)[:, :, None]
+    keys = torch.where(is_listed[..., None], keys, 0)[:, :, None]
     if cache_scale is not None:
         keys = keys * cache_scale.to(wide)
+    # Every token becomes a sequence of one query and X keys.
     queries, values = query[:, None].to(wide), keys[..., :latent_size]
-    out, _ = softmax_attention(queries, keys, values, named[:, None], scale)
+    out, _ = softmax_attention(queries, keys, values, is_listed[:, None], scale)
     return out[:, 0].to(query.dtype)

@@ -1,7 +1,7 @@
-"""Cases of attention to latent vectors.
+"""Test cases of attention to latent vectors.
 
-Dimensions: T tokens, N heads, C latent size, R rotary size, B sequences, P pages, S page size,
-X attended tokens.
+Dimensions: T tokens, N heads, C latent size, R rotary size, B sequences, P pages, S page size, X
+attended tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FEATURES: dict[str, Options] = {
     "e4m3 cache with a scale": {"cache_dtype": torch.float8_e4m3fn, "scaled": True},
     "e5m2 cache with a scale": {"cache_dtype": torch.float8_e5m2, "scaled": True},
 }
-# Tokens that are named at most, and how: a share of 0 names none.
+# Largest number of listed tokens, fraction of it that is used (0: none in every second row), order.
 _NAMED: dict[str, tuple[int, float, str]] = {
     "": (4, 1.0, "ascending"),
     "one named": (1, 1.0, "ascending"),
@@ -78,8 +78,8 @@ def _decode(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Cas
 
 
 def _sparse(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
-    named, options = point["named"], point["feature"]
-    return _sparse_case(point["batch"], point["heads"], options, named, dtype, generator)
+    listing, options = point["named"], point["feature"]
+    return _sparse_case(point["batch"], point["heads"], options, listing, dtype, generator)
 
 
 latent_attention_decode_cases = CaseSpace(
@@ -90,7 +90,7 @@ latent_attention_decode_cases = CaseSpace(
     alone={"batch": ("no sequences",)},
     valid=few_changes(_DECODE_AXES, _PAIRED, most=3),
 )
-"""Batches over shuffled pages; slots that hold no token of a sequence are NaN."""
+"""Batches over shuffled pages; unused slots hold NaN, so that a kernel that reads them fails."""
 
 sparse_latent_attention_cases = CaseSpace(
     _sparse,
@@ -102,13 +102,13 @@ sparse_latent_attention_cases = CaseSpace(
         _SPARSE_AXES, {**_PAIRED, "named": ("all named", "gaps", "none in some rows")}
     ),
 )
-"""The batches of decoding; of the sequence of each token some positions are named, or none."""
+"""The batches of decoding; each token lists some positions of its sequence, or none."""
 
 
 def latent_attention_decode_sample(
     dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
 ) -> Case:
-    """Return a typical step over a cache of shuffled pages."""
+    """Build a typical step over a cache of shuffled pages."""
     lengths, options = sampled_lengths(dims, num_tokens), sampled_storage(dims, dtype)
     generator, label = torch.Generator().manual_seed(seed), f"{num_tokens} tokens"
     return _decode_case(lengths, _sizes(dims), options, dtype, generator, label)
@@ -117,11 +117,11 @@ def latent_attention_decode_sample(
 def sparse_latent_attention_sample(
     dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
 ) -> Case:
-    """Return a typical step in which every token names as many others as it may."""
+    """Build a typical step in which every token lists as many positions as allowed."""
     lengths, options = sampled_lengths(dims, num_tokens), sampled_storage(dims, dtype)
-    named = (int(dims["top_k"]), 1.0, "ascending")
+    listing = (int(dims["top_k"]), 1.0, "ascending")
     generator, label = torch.Generator().manual_seed(seed), f"{num_tokens} tokens"
-    return _sparse_case(lengths, _sizes(dims), options, named, dtype, generator, label)
+    return _sparse_case(lengths, _sizes(dims), options, listing, dtype, generator, label)
 
 
 def _sizes(dims: Dims) -> tuple[int, ...]:
@@ -134,12 +134,14 @@ def _decode_case(
 ) -> Case:  # fmt: skip
     batch = paged(lengths, generator)
     tensors, constants = _tensors(batch, sizes, options, dtype, generator)
-    places = {**batch.arguments, "max_query_tokens": lengths.longest_query}
-    return _case(label, {**tensors, **places, **constants}, lengths, sizes, lengths.longest)
+    sequence_arguments = {**batch.arguments, "max_query_tokens": lengths.longest_query}
+    return _case(
+        label, {**tensors, **sequence_arguments, **constants}, lengths, sizes, lengths.longest
+    )
 
 
 def _sparse_case(
-    lengths: Lengths, sizes: tuple[int, ...], options: Options, named: tuple[int, float, str],
+    lengths: Lengths, sizes: tuple[int, ...], options: Options, listing: tuple[int, float, str],
     dtype: torch.dtype, generator: torch.Generator, label: str = "",
 ) -> Case:  # fmt: skip
     batch = paged(lengths, generator)
@@ -149,22 +151,24 @@ def _sparse_case(
         for number, (cached, queries) in enumerate(lengths.sequences)
         for offset in range(queries)
     ]
-    top_k, share, order = named
+    top_k, used_fraction, order = listing
     indices = torch.full((len(tokens), top_k), -1, dtype=torch.int32)
     for row, (_, num_visible) in enumerate(tokens):
-        # Of a share of 0 every second row has all names.
-        kept = share or row % 2
-        count = int(kept * min(top_k, num_visible))
+        # A fraction of 0 means: every second row lists nothing, the other rows list all.
+        fraction = used_fraction or row % 2
+        count = int(fraction * min(top_k, num_visible))
         chosen = torch.randperm(num_visible, generator=generator)[:count]
         indices[row, :count] = chosen.sort().values.int()
         if order == "shuffled":
             indices[row] = indices[row, torch.randperm(top_k, generator=generator)]
-    places = {
+    sequence_arguments = {
         "page_table": batch.arguments["page_table"],
         "sequences": torch.tensor([number for number, _ in tokens], dtype=torch.int64),
         "indices": indices,
     }
-    return _case(label, {**tensors, **places, **constants}, lengths, sizes, top_k, top_k=top_k)
+    return _case(
+        label, {**tensors, **sequence_arguments, **constants}, lengths, sizes, top_k, top_k=top_k
+    )
 
 
 def _tensors(
@@ -174,7 +178,7 @@ def _tensors(
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments that both ops begin with, and those that they end with."""
+    """Build the leading arguments (tensors) and the trailing arguments (constants) of both ops."""
     heads, latent_size, rotary_size = sizes
     width = latent_size + rotary_size
     query = random_query((batch.lengths.num_tokens, heads, width), options, dtype, generator)
@@ -196,7 +200,7 @@ def _case(
 ) -> Case:
     cache, (heads, latent_size, rotary_size) = arguments["cache"], sizes
     scale, width = arguments["cache_scale"], latent_size + rotary_size
-    stated: Dims = {
+    all_dims: Dims = {
         "num_heads": heads,
         "latent_size": latent_size,
         "rotary_size": rotary_size,
@@ -205,4 +209,4 @@ def _case(
         "scaled": scale is not None,
         **dims,
     }
-    return bounded_case(label, arguments, stated, cache, longest, scale, width=width)
+    return bounded_case(label, arguments, all_dims, cache, longest, scale, width=width)

@@ -1,8 +1,8 @@
-"""Sparse attention, some tokens after the other: for any device.
+"""Sparse attention for any device that processes a few tokens at a time, to save memory.
 
-The references gather the keys of every token, which takes T L D elements; here what a few tokens
-read is held at a time. T tokens, I indexer heads, D size of an indexer head, L keys of a sequence,
-X attended tokens, C latent size, R rotary size.
+The references gather the keys of every token, T L D elements; these kernels gather the keys of a
+few tokens at a time. T tokens, I indexer heads, D size of an indexer head, L keys of a sequence, X
+attended tokens, C latent size, R rotary size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from interposer import Requires
 from interposer_ops._declare import standard_kernel
 from interposer_ops.latent_attention._latent_attention import sparse_latent_attention
 
-# They wait for numbers of tokens, and hold less than the references.
+# Not graph-safe, as the host reads numbers of tokens; preferred to the references for memory.
 _in_turn = partial(
     standard_kernel,
     technique="in_turn",
@@ -26,8 +26,8 @@ _in_turn = partial(
     properties=frozenset({"deterministic", "opaque"}),
 )
 
-_HELD = 2**22
-"""Elements that are held at a time; of one token where it takes more."""
+_MAX_ELEMENTS = 2**22
+"""Largest number of gathered elements, unless a single token needs more."""
 
 
 @_in_turn("indexer_scores")
@@ -41,7 +41,7 @@ def indexer_scores_in_turn(
     max_seq_tokens: int,
     key_scales: Tensor | None = None,
 ) -> Tensor:
-    """Compute ``indexer_scores``, a sequence after the other."""
+    """Compute ``indexer_scores``, one sequence after the other."""
     wide = torch.promote_types(query.dtype, torch.float32)
     num_heads, page_size = query.shape[1], keys.shape[1]
     shape = (query.shape[0], max_seq_tokens)
@@ -51,14 +51,15 @@ def indexer_scores_in_turn(
     for pages, (start, stop), length in zip(page_table, spans, seq_lens.tolist(), strict=True):
         if start == stop:
             continue
+        # Only the pages of this sequence; the table is as wide as the longest sequence needs.
         pages = pages[: -(-length // page_size)]
-        held = keys[pages].flatten(0, 1)[:length].to(wide)  # [L, D]
+        cached_keys = keys[pages].flatten(0, 1)[:length].to(wide)  # [L, D]
         if key_scales is not None:
-            held = held * key_scales[pages].flatten()[:length, None].to(wide)
-        step = max(1, _HELD // (num_heads * length))
+            cached_keys = cached_keys * key_scales[pages].flatten()[:length, None].to(wide)
+        step = max(1, _MAX_ELEMENTS // (num_heads * length))
         for first in range(start, stop, step):
             last = min(first + step, stop)
-            products = query[first:last].to(wide).flatten(0, 1) @ held.T  # [tokens I, L]
+            products = query[first:last].to(wide).flatten(0, 1) @ cached_keys.T  # [tokens I, L]
             products = products.relu_().unflatten(0, (-1, num_heads))
             scores[first:last, :length] = torch.bmm(weights[first:last], products)[:, 0]
         positions = torch.arange(length - (stop - start), length, device=query.device)
@@ -78,18 +79,18 @@ def sparse_latent_attention_in_turn(
     scale: float,
     cache_scale: Tensor | None = None,
 ) -> Tensor:
-    """Compute ``sparse_latent_attention``, by its definition for a few tokens at a time."""
-    num_tokens, named = indices.shape
+    """Compute ``sparse_latent_attention`` by its reference, for a few tokens at a time."""
+    num_tokens, num_listed = indices.shape
     out = query.new_empty(*query.shape[:2], latent_size)
-    step = max(1, _HELD // max(1, named * cache.shape[2]))
+    step = max(1, _MAX_ELEMENTS // max(1, num_listed * cache.shape[2]))
     for first in range(0, num_tokens, step):
-        some = slice(first, first + step)
-        out[some] = sparse_latent_attention.reference(
-            query[some],
+        batch = slice(first, first + step)
+        out[batch] = sparse_latent_attention.reference(
+            query[batch],
             cache,
             page_table,
-            sequences[some],
-            indices[some],
+            sequences[batch],
+            indices[batch],
             latent_size,
             scale,
             cache_scale,

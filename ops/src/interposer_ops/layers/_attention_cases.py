@@ -1,4 +1,4 @@
-"""Cases of the attention layer, and steps of sequences that any backend can be given.
+"""Test cases of the attention layer, and steps of sequences for any attention backend.
 
 Dimensions: T tokens, N heads, K kv heads, D head size, L tokens of a sequence.
 """
@@ -21,7 +21,7 @@ from interposer_testing.cases import LayerCase, OfLayer, Placed, normal
 
 
 def attention_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
-    """Yield prompts, chunks and decoding; backends have trials of their own for all the rest."""
+    """Yield cases of prefill, chunked prefill and decode; backends have more cases of their own."""
     generator = torch.Generator().manual_seed(seed)
     for label, heads, kv_heads, window in (
         ("prefill around page edges", 4, 2, None),
@@ -51,7 +51,7 @@ def plain_spec(
     page_size: int = 16,
     window_tokens: int | None = None,
 ) -> AttentionSpec:
-    """Return the spec of N heads, K kv heads of size D, whose scores are twice the usual ones."""
+    """Return a spec of N heads and K kv heads of size D, with twice the usual score scale."""
     num_heads, num_kv_heads, size = heads
     return AttentionSpec(
         num_heads=num_heads,
@@ -66,12 +66,12 @@ def plain_spec(
 
 
 def spec_at(spec: AttentionSpec, site: Site) -> AttentionSpec:
-    """Return the spec in the dtype of a site."""
+    """Return the spec with the dtype of a site."""
     return replace(spec, dtype=site.dtype, cache_dtype=site.dtype)
 
 
 class Step:
-    """Tokens of sequences, of which some are in the cache already."""
+    """The new tokens of some sequences, whose earlier tokens are already in the cache."""
 
     def __init__(self, lengths: Lengths, spec: AttentionSpec, generator: torch.Generator) -> None:
         self.lengths, self.spec = lengths, spec
@@ -82,7 +82,7 @@ class Step:
         self.value = normal(shapes[1], spec.dtype, generator)
 
     def cache(self, layer: Attention, device: str) -> Tensor:
-        """Return a cache of the layer's backend, to which the earlier tokens were written."""
+        """Allocate a cache for the layer's backend, and write the earlier tokens to the cache."""
         layout = layer.backend.kv_layout()
         (cache,) = layout.allocate(1, self.where.num_pages, device)
         if len(self.key):
@@ -92,18 +92,20 @@ class Step:
         return cache
 
     def plan(self, layer: Attention, device: str) -> object:
-        """Return the plan of the layer's backend for the tokens that come."""
+        """Plan the new tokens with the layer's backend."""
         return layer.backend.plan(self._batch(device, is_earlier=False))
 
     def _batch(self, device: str, *, is_earlier: bool) -> AttentionBatch:
         counts, lengths, slots = [], [], []
         begin = 0
         for cached, tokens in self.lengths.sequences:
-            before = cached - tokens
-            counts.append(before if is_earlier else tokens)
-            lengths.append(before if is_earlier else cached)
-            own = self.where.slots[begin : begin + cached]
-            slots.append(own[:before] if is_earlier else own[before:])
+            num_earlier = cached - tokens
+            counts.append(num_earlier if is_earlier else tokens)
+            lengths.append(num_earlier if is_earlier else cached)
+            sequence_slots = self.where.slots[begin : begin + cached]
+            slots.append(
+                sequence_slots[:num_earlier] if is_earlier else sequence_slots[num_earlier:]
+            )
             begin += cached
         return AttentionBatch(
             query_starts=starts_of(counts).to(device),
@@ -116,36 +118,39 @@ class Step:
 
 
 def attended(step: Step, query: Tensor, key: Tensor, value: Tensor, errors: Errors) -> Tensor:
-    """Return the attention ``[T, N, D]`` of a step in float64, and tell ``errors`` of its numbers.
+    """Compute the attention ``[T, N, D]`` of a step in float64, and track errors in ``errors``.
 
     Args:
-        query: ``[T, N, D]``, with ``key`` and ``value`` ``[T, K, D]`` of the tokens that come.
+        query: ``[T, N, D]`` of the new tokens; ``key`` and ``value`` are ``[T, K, D]``.
     """
     groups = query.shape[1] // key.shape[1]
-    mixed, tokens, earlier = [], 0, 0
+    outputs, tokens, earlier = [], 0, 0
     for cached, count in step.lengths.sequences:
-        own, old = slice(tokens, tokens + count), slice(earlier, earlier + cached - count)
+        new_rows, earlier_rows = (
+            slice(tokens, tokens + count),
+            slice(earlier, earlier + cached - count),
+        )
         keys, values = (
-            torch.cat((before[old].double(), now[own])).repeat_interleave(groups, 1)
+            torch.cat((before[earlier_rows].double(), now[new_rows])).repeat_interleave(groups, 1)
             for before, now in ((step.key, key), (step.value, value))
         )
-        tokens, earlier = own.stop, old.stop
-        mixed.append(_attend(step.spec, query[own], keys, values, errors))
-    return torch.cat(mixed)
+        tokens, earlier = new_rows.stop, earlier_rows.stop
+        outputs.append(_attend(step.spec, query[new_rows], keys, values, errors))
+    return torch.cat(outputs)
 
 
 def _attend(
     spec: AttentionSpec, query: Tensor, keys: Tensor, values: Tensor, errors: Errors
 ) -> Tensor:
-    """Return the attention ``[T, N, D]`` of one sequence's queries to its ``[L, N, D]``."""
+    """Compute attention ``[T, N, D]`` of one sequence; keys and values are ``[L, N, D]``."""
     length, count = len(keys), len(query)
     distance = torch.arange(length - count, length)[:, None] - torch.arange(length)
-    is_seen = (distance >= 0) & (distance < (spec.window_tokens or length))
+    is_attended = (distance >= 0) & (distance < (spec.window_tokens or length))
     scores = spec.scale * torch.einsum("tnd,lnd->ntl", query, keys)
-    # A weight errs as its score does, and is rounded itself; so may be the query after scaling.
+    # A softmax weight has the error of its score plus a rounding; the scaled query may be rounded.
     terms = 1 + spec.scale * torch.einsum("tnd,lnd->ntl", query.abs(), keys.abs())
     scores = errors.note(scores, 2, spec.head_size + length + 8, terms, terms)
-    weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
+    weights = scores.masked_fill(~is_attended, -torch.inf).softmax(-1)
     mixed = torch.einsum("ntl,lnd->tnd", weights, values)
     terms = torch.einsum("ntl,lnd->tnd", weights, values.abs())
     return errors.note(mixed, 2, length + 2, terms)

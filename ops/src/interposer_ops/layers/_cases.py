@@ -1,4 +1,4 @@
-"""Cases of the standard layers, taken from those of the ops behind them."""
+"""Test cases of the standard layers, derived from the cases of the layers' ops."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _GELU_NAMES = {"none": "gelu", "tanh": "gelu_pytorch_tanh"}
 
 
 def rms_norm_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
-    """Yield the norm of rows, and of their sum with a residual."""
+    """Yield cases of the norm of rows, and of the norm of rows plus a residual."""
     for op, method, names in (
         (rms_norm, "forward", ("x",)),
         (fused_add_rms_norm, "forward_add", ("x", "residual")),
@@ -36,12 +36,12 @@ def rms_norm_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
         for case in few_cases(op, dtype, seed):
             weight, eps = case.arguments["weight"], case.arguments["eps"]
             arguments = {"hidden_size": len(weight), "eps": eps}
-            found = _layer(op, case, arguments, names, {"weight": weight})
-            yield replace(found, label=f"{method}, {case.label}", method=method)
+            layer_case = _layer(op, case, arguments, names, {"weight": weight})
+            yield replace(layer_case, label=f"{method}, {case.label}", method=method)
 
 
 def linear_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
-    """Yield one projection, with and without a bias."""
+    """Yield cases of one linear layer, with and without a bias."""
     for case in few_cases(linear, dtype, seed):
         out_features, in_features = case.arguments["weight"].shape
         sizes = {"in_features": in_features, "out_features": out_features}
@@ -49,7 +49,7 @@ def linear_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
 
 
 def merged_linear_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
-    """Yield several projections of different sizes as one."""
+    """Yield cases of three merged linear layers of different sizes."""
     for case in few_cases(linear, dtype, seed):
         out_features, in_features = case.arguments["weight"].shape
         third = out_features // 3
@@ -59,36 +59,38 @@ def merged_linear_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
 
 
 def embedding_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
-    """Yield the lookup of token embeddings, also of a table whose form a head decides."""
+    """Yield cases of the embedding lookup, alone and with a table shared with a head."""
     for case in few_cases(embedding, dtype, seed):
         weight = case.arguments["weight"]
         sizes = {"vocab_size": weight.shape[0], "hidden_size": weight.shape[1]}
         for is_shared in (False, True):
             head = {"head": Placed(lambda site: site.at("head"))} if is_shared else {}
             arguments = {**sizes, **head}
-            found = _layer(embedding, case, arguments, ("token_ids",), {"weight": weight})
-            yield replace(found, label=f"{case.label}{', shared by a head' if is_shared else ''}")
+            layer_case = _layer(embedding, case, arguments, ("token_ids",), {"weight": weight})
+            yield replace(
+                layer_case, label=f"{case.label}{', shared by a head' if is_shared else ''}"
+            )
 
 
 def lm_head_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
-    """Yield the projection to logits by a weight of its own, and by the table of embeddings."""
+    """Yield cases of the head with its own weight, and with the embedding's table."""
     for case in few_cases(linear, dtype, seed):
         if case.arguments["bias"] is None:
             weight = case.arguments["weight"]
             sizes = {"vocab_size": weight.shape[0], "hidden_size": weight.shape[1]}
             for is_tied in (False, True):
                 tied = {"tied": Placed(partial(_table, **sizes))} if is_tied else {}
-                found = _layer(linear, case, {**sizes, **tied}, ("x",), {"weight": weight})
-                yield replace(found, label=f"{case.label}{', tied' if is_tied else ''}")
+                layer_case = _layer(linear, case, {**sizes, **tied}, ("x",), {"weight": weight})
+                yield replace(layer_case, label=f"{case.label}{', tied' if is_tied else ''}")
 
 
 def _table(head: Site, vocab_size: int, hidden_size: int) -> Embedding:
-    """Return the table that a head at this site shares."""
+    """Return the embedding whose table a head at this site shares."""
     return Embedding(head.at("table"), vocab_size, hidden_size, head)
 
 
 def rotary_embedding_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
-    """Yield the rotation of queries and keys."""
+    """Yield cases of the rotation of queries and keys."""
     for case in few_cases(rotary_embedding, dtype, seed):
         head_size, rotary_size = case.arguments["query"].shape[-1], case.arguments["cos"].shape[-1]
         arguments = {"head_size": head_size, "rotary_size": 2 * rotary_size}
@@ -96,22 +98,22 @@ def rotary_embedding_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase
 
 
 def activation_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
-    """Yield the gated activations by their names in configs of models."""
+    """Yield cases of the gated activations, under the names of model configs."""
     for op in (silu_and_mul, gelu_and_mul):
         for case in few_cases(op, dtype, seed):
             name = _GELU_NAMES.get(case.arguments.get("approximate", ""), "silu")
             size = case.arguments["x"].shape[-1] // 2
             arguments = {"activation": name, "intermediate_size": size}
-            found = _layer(op, case, arguments, ("x",))
-            yield replace(found, label=f"{name}, {case.label}")
+            layer_case = _layer(op, case, arguments, ("x",))
+            yield replace(layer_case, label=f"{name}, {case.label}")
 
 
 def gated_mlp_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
-    """Yield MLPs of several sizes and activations, with and without biases.
+    """Yield cases of MLPs of several sizes and activations, with and without biases.
 
-    Every error on the way shows in the result times what it is multiplied by: those of gate and up
-    by at most the other one, as no activation is steeper than 1.13, and all of them by the weight
-    of the last product. So what bounds the sum of the absolute terms bounds what is rounded too.
+    Error bound: an error of gate or up appears in the result multiplied by at most the other factor
+    (no activation has a slope above 1.13), then by the weight of the down projection. So the sum of
+    the absolute terms bounds the magnitude of the rounded numbers, too.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, biased, num_tokens, hidden_size, inner in (
@@ -157,17 +159,17 @@ def gated_mlp_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
 
 
 def self_attention_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
-    """Yield the heads before attention: projected, with norms of their own or without, turned.
+    """Yield cases of the heads before attention: projected, optionally normalised, rotated.
 
-    What follows is the backend's and a ``linear``, which have cases themselves.
+    The rest of the layer, the backend and a ``linear``, has cases of its own.
 
-    An error e of projected numbers is one of |w| / rms * e * (1 + r) at most behind a norm, where r
-    is the largest number of a head over its root mean square, which moves by e at most. Turning
-    adds up two numbers by factors of at most 1. The gain of all this times the largest projected
-    number is also no less than what the norm returns.
+    Error bound: behind a norm, an error e of a projected number becomes at most |w| / rms * e * (1
+    + r), where r is the largest number of a head divided by its root mean square, which itself
+    changes by e at most. The rotation adds two numbers with factors of at most 1. This gain times
+    the largest projected number is also an upper bound of the norm's result.
     """
     generator = torch.Generator().manual_seed(seed)
-    for num_tokens, hidden_size, heads, kv_heads, size, turned, normed, biased in (
+    for num_tokens, hidden_size, heads, kv_heads, size, rotary_size, normed, biased in (
         (1, 64, 4, 2, 32, 32, True, False),
         (9, 40, 6, 2, 32, 16, True, False),
         (5, 48, 3, 1, 20, 20, False, True),
@@ -175,7 +177,7 @@ def self_attention_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
         (0, 16, 2, 1, 16, 16, True, False),
     ):
         x = normal((num_tokens, hidden_size), dtype, generator)
-        angles = 7 * torch.rand((num_tokens, turned // 2), generator=generator)
+        angles = 7 * torch.rand((num_tokens, rotary_size // 2), generator=generator)
         width = (heads + 2 * kv_heads) * size
         parameters = {
             "qkv_proj.weight": normal((width, hidden_size), dtype, generator, 0.2),
@@ -205,7 +207,7 @@ def self_attention_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
             {
                 "spec": plain_spec((heads, kv_heads, size), dtype),
                 "hidden_size": hidden_size,
-                "rotary_size": turned,
+                "rotary_size": rotary_size,
                 "norm_eps": 1e-6 if normed else None,
                 "qkv_bias": biased,
             },
@@ -225,15 +227,16 @@ def self_attention_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
 
 
 def router_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
-    """Yield choices by logits that no order of adding up rounds: each is a number of ``x``.
+    """Yield cases whose logits are exact: the weight is the identity, so that logits equal ``x``.
 
-    One expert has a bias instead, which puts it behind all others of every token.
+    In the cases with a bias, one expert has weight 0 and a very low bias, so that it is never
+    chosen.
     """
     for case in few_cases(topk_softmax, dtype, seed):
         logits, top_k = case.arguments["logits"], case.arguments["top_k"]
         num_experts = logits.shape[1]
         if not logits.isfinite().all():
-            continue  # an infinite number times a zero of the weight is none
+            continue  # infinity times a zero weight is NaN
         for biased in (False, True) if top_k < num_experts else (False,):
             weight = torch.eye(num_experts, dtype=dtype)
             parameters = {"weight": weight}
@@ -247,12 +250,12 @@ def router_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
                 "renormalize": case.arguments["renormalize"],
                 "bias": biased,
             }
-            found = _layer(topk_softmax, case, arguments, ("logits",), parameters)
-            yield replace(found, label=f"{case.label}{', a bias' if biased else ''}")
+            layer_case = _layer(topk_softmax, case, arguments, ("logits",), parameters)
+            yield replace(layer_case, label=f"{case.label}{', a bias' if biased else ''}")
 
 
 def experts_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
-    """Yield plain experts in both orders of storing them."""
+    """Yield cases of plain experts in both storage orders."""
     for case in few_cases(fused_experts, dtype, seed):
         for alternating in (False, True):
             num_experts, hidden_size, inner = case.arguments["down"].shape
@@ -268,12 +271,12 @@ def experts_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
             )
             parameters = dict(_stored(case.arguments, alternating=alternating))
             inputs = ("x", "weights", "expert_ids")
-            found = _layer(fused_experts, case, {"spec": spec}, inputs, parameters)
-            yield replace(found, label=f"{case.label}{', alternating' if alternating else ''}")
+            layer_case = _layer(fused_experts, case, {"spec": spec}, inputs, parameters)
+            yield replace(layer_case, label=f"{case.label}{', alternating' if alternating else ''}")
 
 
 def _stored(arguments: Mapping[str, Any], *, alternating: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a checkpoint stores of experts, by its names."""
+    """Yield (checkpoint name, tensor) of the experts' parameters."""
     for name in ("gate_up", "down"):
         matrices, bias = arguments[name], arguments[f"{name}_bias"]
         if alternating and name == "gate_up":
@@ -287,7 +290,7 @@ def _stored(arguments: Mapping[str, Any], *, alternating: bool) -> Iterator[tupl
 
 
 def few_cases(op: CustomOp[..., Any], dtype: torch.dtype, seed: int) -> Iterator[Case]:
-    """Yield covering cases of ordinary numbers; the others are for kernels."""
+    """Yield a small covering set of cases with ordinary numbers; special values test kernels."""
     for planned in planned_cases(op, seed, quick=True):
         ordinary = planned.point is None or planned.point.special == ORDINARY
         if planned.dtype == dtype and ordinary:
@@ -308,8 +311,10 @@ def _layer(
     inputs: tuple[str, ...],
     parameters: dict[str, Tensor] | None = None,
 ) -> LayerCase:
-    """Return the call of a layer that computes what ``op`` does on ``case``."""
-    given = tuple(case.arguments[name] for name in inputs)
+    """Build a layer case that expects the result of ``op`` on ``case``."""
+    input_tensors = tuple(case.arguments[name] for name in inputs)
     facts = replace(case, arguments={})
     loaded = parameters or {}
-    return LayerCase(case.label, arguments, given, loaded, facts=facts, tolerance=op.tolerance)
+    return LayerCase(
+        case.label, arguments, input_tensors, loaded, facts=facts, tolerance=op.tolerance
+    )

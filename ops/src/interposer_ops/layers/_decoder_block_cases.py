@@ -1,4 +1,4 @@
-"""Cases of a decoder's block.
+"""Test cases of a decoder block.
 
 Dimensions: T tokens, H hidden size, I intermediate size, N heads, K kv heads, D head size, R
 rotated size.
@@ -31,7 +31,7 @@ _GELU = {"gelu": "none", "gelu_pytorch_tanh": "tanh"}
 
 
 def decoder_block_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
-    """Yield blocks of several sizes: prompts, later tokens, the first block and the last one."""
+    """Yield cases of several sizes: prefill, decode, the first block and the last block."""
     generator = torch.Generator().manual_seed(seed)
     prompts, mixed = (
         Lengths(sequences, page_size=16) for sequences in (((5, 5), (2, 2)), ((19, 1), (6, 3)))
@@ -48,11 +48,11 @@ def decoder_block_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
 
 @dataclass
 class _Block:
-    """The parts of a block, and the tokens of its step.
+    """The parameters of a block, and the sequences of its step.
 
     Attributes:
         heads: N, K and D.
-        rows: the tokens that matter behind attention; all, if none is named.
+        rows: tokens that are selected after attention; empty: all tokens.
     """
 
     label: str
@@ -141,12 +141,12 @@ class _Inputs(NamedTuple):
 def _compute(
     block: _Block, parameters: dict[str, Tensor], step: Step, inputs: _Inputs, errors: Errors
 ) -> None:
-    """Compute a block in float64 by formulas, and tell ``errors`` of every number on the way.
+    """Compute a block in float64 from formulas, and record every intermediate result in ``errors``.
 
-    Roundings are those that the ops behind the parts are allowed.
+    The number of roundings of each step is that which the ops of the parts are allowed.
     """
     weights = {name: tensor.double() for name, tensor in parameters.items()}
-    x, cos, sin = (each.double() for each in (inputs.x, inputs.cos, inputs.sin))
+    x, cos, sin = (tensor.double() for tensor in (inputs.x, inputs.cos, inputs.sin))
     heads, kv_heads, size = block.heads
 
     def norm(rows: Tensor, name: str) -> Tensor:
@@ -163,18 +163,19 @@ def _compute(
         return errors.note(rotated_halves(parts, cos, sin), 3, 2, parts.abs().amax(-1, keepdim=True)
                            .mul(2).expand(parts.shape))  # fmt: skip
 
+    # The residual stream is float32: no rounding to the storage dtype.
     total = errors.note(x if inputs.residual is None else x + inputs.residual, 0)
-    merged = linear(norm(total, "input_layernorm"), "self_attn.qkv_proj")
+    qkv = linear(norm(total, "input_layernorm"), "self_attn.qkv_proj")
     sizes = [count * size for count in (heads, kv_heads, kv_heads)]
-    query, key, value = (part.unflatten(-1, (-1, size)) for part in merged.split(sizes, -1))
+    query, key, value = (part.unflatten(-1, (-1, size)) for part in qkv.split(sizes, -1))
     if block.normed:
         query, key = norm(query, "self_attn.q_norm"), norm(key, "self_attn.k_norm")
     query, key = turned(query), turned(key)
-    mixed = attended(step, query, key, value, errors)
-    out = linear(mixed.flatten(1), "self_attn.o_proj")
+    attention = attended(step, query, key, value, errors)
+    projected = linear(attention.flatten(1), "self_attn.o_proj")
     if block.rows:
-        out, total = out[list(block.rows)], total[list(block.rows)]
-    total = errors.note(total + out, 0)
+        projected, total = projected[list(block.rows)], total[list(block.rows)]
+    total = errors.note(total + projected, 0)
     both = linear(norm(total, "post_attention_layernorm"), "mlp.gate_up_proj")
     gate, up = both.chunk(2, -1)
     approximate = _GELU.get(block.activation)
@@ -182,6 +183,6 @@ def _compute(
         activated = functional.silu(gate)
     else:
         activated = functional.gelu(gate, approximate=approximate)
-    # Where a gelu ends in almost nothing, its error is one of the gate.
+    # Where the result of a gelu is close to zero, its error is relative to the gate instead.
     product = errors.note(activated * up, 3, 8, (gate * up).abs())
     errors.show(torch.stack((linear(product, "mlp.down_proj"), total)))

@@ -1,4 +1,4 @@
-"""Cases of the sampler, taken from those of its ops. Dimensions: B sequences, V vocabulary."""
+"""Test cases of the sampler, derived from the cases of its ops. B sequences, V vocabulary."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seeds", "steps")
 
 
 def sampler_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
-    """Yield every way to sample without penalties, and penalties before the largest is taken."""
+    """Yield every sampling mode without penalties, and penalties with greedy sampling."""
     for case in few_cases(sample_tokens, dtype, seed):
         columns = {name: case.arguments[name] for name in _COLUMNS}
         yield _layer(case.label, case, columns)
     for case in few_cases(apply_penalties, dtype, seed):
-        logits, *rest = case.arguments.values()
-        if not clearly_won(apply_penalties(logits.double(), *rest)).all():
-            continue  # where rounding decides, no token is the right one
+        logits, *penalty_arguments = case.arguments.values()
+        if not clearly_won(apply_penalties(logits.double(), *penalty_arguments)).all():
+            continue  # rounding would decide, so no single token is right
         unread = torch.zeros(len(logits), dtype=torch.int64)
         columns = {**dict.fromkeys(_COLUMNS), "seeds": unread, "steps": unread}
         penalties = {n: value for n, value in case.arguments.items() if n != "logits"}
@@ -62,5 +62,5 @@ def _batch(
     def moved(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
         return {n: None if value is None else value.to(device) for n, value in tensors.items()}
 
-    held = None if penalties is None else Penalties(**moved(penalties))
-    return SamplingBatch(**moved(columns), penalties=held)
+    moved_penalties = None if penalties is None else Penalties(**moved(penalties))
+    return SamplingBatch(**moved(columns), penalties=moved_penalties)

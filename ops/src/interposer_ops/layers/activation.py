@@ -1,4 +1,4 @@
-"""The gated activation of an MLP."""
+"""Gated activation of an MLP. T tokens, I intermediate size."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _SILU = ("silu", "swish")
 
 
 class GatedActivation(PluggableLayer):
-    """Gate one half of the input by the activation of the other.
+    """Split the input in two halves, and multiply the activation of the first half by the second.
 
-    Raises: UnknownNameError: ``activation`` is not a name of Hugging Face configs known here.
+    Raises: UnknownNameError: ``activation`` is not a known name of Hugging Face configs.
     """
 
     layer_id = "activation"
@@ -46,25 +46,30 @@ class GatedActivation(PluggableLayer):
             raise UnknownNameError("activation", activation, (*_SILU, *_GELU))
 
     def quantize_for(self, site: Site, receiver: Linear) -> None:
-        """Return codes for ``receiver``, if it takes some and a kernel is there.
+        """Quantize results for ``receiver`` from now on, if a fused kernel computes both steps.
+
+        Nothing changes if ``receiver`` takes no quantized input or no such kernel exists.
 
         Args:
-            receiver: all that reads the result.
+            receiver: the only layer that reads the result.
         """
         sizes = {"intermediate_size": receiver.in_features}
-        bound = (
+        kernels = (
             ()
-            if self.options
+            if self.options  # no fused op quantizes after a gelu
             else bind_quantizing(site, receiver, (silu_and_mul_quantize_fp8, sizes))
         )
-        if bound:
-            self._quantize: Callable[..., Tensor] = bound[0].function
-            self._receiver = (receiver,)  # in a tuple, so that it is no module of its own
-            self._codes = receiver.method.input_codes
+        if kernels:
+            self._quantize: Callable[..., Tensor] = kernels[0].function
+            self._receiver = (receiver,)  # a tuple hides the module from torch's child modules
+            self._quantized_dtype = receiver.method.input_codes
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``[..., I]`` of ``x`` ``[..., 2 I]``, or its codes, see ``quantize_for``."""
+        """Compute the gated activation ``[T, I]`` of ``x`` ``[T, 2 I]``.
+
+        The result is quantized once ``quantize_for`` has found a receiver.
+        """
         if self._receiver:
             scale: Tensor = self._receiver[0].operands[0]
-            return self._quantize(x, scale, self._codes)
+            return self._quantize(x, scale, self._quantized_dtype)
         return self.activate(x, *self.options)

@@ -1,6 +1,7 @@
-"""Attention over the paged cache, and the backends made of the standard ops.
+"""Attention layer over a paged cache, and attention backends built from the standard ops.
 
-Dimensions: T tokens, N heads, C latent size, R rotary size, P pages, S page size.
+Dimensions: T tokens, N heads, K kv heads, D head size, C latent size, R rotary size, P pages, S
+page size.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _SCALES = ("k_scale", "v_scale")
 
 
 class Attention(PluggableLayer):
-    """Write a step's keys and values to this layer's cache and attend to the sequence."""
+    """Write this step's keys and values to the layer's cache, then attend to the sequence."""
 
     layer_id = "attention"
 
@@ -45,26 +46,27 @@ class Attention(PluggableLayer):
         self.backend: AttentionBackend = site.resolver.attention(spec, site)
         self.scales: Any = None
         if spec.is_quantized:
-            place, scheme = site.prefix.rpartition(".")[0], site.resolver.scheme
-            stored = scheme.cache_format(place) if scheme else None
-            names = stored.scale_names if stored else _SCALES
-            self.scale_names = tuple(f"{place}.{name}" for name in names)
+            # Checkpoints store scales and sinks next to the projections, one level up.
+            parent, scheme = site.prefix.rpartition(".")[0], site.resolver.scheme
+            cache_format = scheme.cache_format(parent) if scheme else None
+            names = cache_format.scale_names if cache_format else _SCALES
+            self.scale_names = tuple(f"{parent}.{name}" for name in names)
             for name, full_name in zip(_SCALES, self.scale_names, strict=True):
-                numbers = torch.empty(spec.num_kv_heads if spec.head_scales else 1)
-                scale = nn.Parameter(numbers, requires_grad=False)
+                scales = torch.empty(spec.num_kv_heads if spec.head_scales else 1)
+                scale = nn.Parameter(scales, requires_grad=False)
                 scale.stored_as = full_name  # type: ignore[attr-defined]
                 self.register_parameter(name, scale)
         if spec.sinks:
-            place = site.prefix.rpartition(".")[0]
+            parent = site.prefix.rpartition(".")[0]
             sinks = nn.Parameter(torch.empty(spec.num_heads, dtype=spec.dtype), requires_grad=False)
-            self.sinks_name = f"{place}.sinks" if place else "sinks"
+            self.sinks_name = f"{parent}.sinks" if parent else "sinks"
             sinks.stored_as = self.sinks_name  # type: ignore[attr-defined]
             self.register_parameter("sinks", sinks)
 
     def finalize(self) -> None:
-        """Prepare the scales of a quantized cache.
+        """Validate the loaded scales and sinks, and prepare the scales for the backend.
 
-        Raises: CheckpointError: one is not a positive finite number, or a sink is none.
+        Raises: CheckpointError: a scale is not positive and finite, or a sink is not finite.
         """
         if self.spec.sinks and not self.get_parameter("sinks").isfinite().all():
             raise CheckpointError(
@@ -76,11 +78,11 @@ class Attention(PluggableLayer):
             return
         scales = [self.get_parameter(name).data for name in _SCALES]
         for name, scale in zip(self.scale_names, scales, strict=True):
-            wrong = scale[~(scale.isfinite() & (scale > 0))]
-            if wrong.numel():
+            invalid = scale[~(scale.isfinite() & (scale > 0))]
+            if invalid.numel():
                 raise CheckpointError(
                     name,
-                    f"holds the scale {wrong[0].item()}, must be positive and finite",
+                    f"holds the scale {invalid[0].item()}, must be positive and finite",
                     "quantize the model again",
                 )
         self.scales = self.backend.prepare_scales(*scales)
@@ -88,7 +90,14 @@ class Attention(PluggableLayer):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: object
     ) -> Tensor:
-        """Return ``[T, N, D]``; ``plan`` is the backend's for this step."""
+        """Compute attention ``[T, N, D]`` of this step's tokens.
+
+        Args:
+            query: ``[T, N, D]``.
+            key, value: ``[T, K, D]``.
+            cache: the layer's cache, in the layout of the backend.
+            plan: the value that the backend's ``plan`` returned for this step.
+        """
         if self.spec.sinks:
             sinks = self.get_parameter("sinks")
             if self.scales is None:
@@ -102,9 +111,10 @@ class Attention(PluggableLayer):
 
 
 class PagedBackend(DecoderBackend):
-    """Decoder attention from ``paged_attention`` and the ops that write its cache.
+    """Decoder attention with ``paged_attention`` and the ops that write its cache.
 
-    Besides what others take it takes ``alibi``, ``prefix_lm``, and attention to sources.
+    In addition to ``DecoderBackend`` this backend supports ``alibi``, ``prefix_lm`` and attention
+    to encoder inputs.
     """
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
@@ -118,13 +128,14 @@ class PagedBackend(DecoderBackend):
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept what ``DecoderBackend`` does, with slopes, prefixes or neither, and sources."""
+        """Accept the specs of ``DecoderBackend``, also with ALiBi, prefix LM or encoder inputs."""
         if spec.type == "encoder_decoder":
             return judge_source(spec)
         return super().accepts(replace(spec, alibi=False, prefix_lm=False), capability)
 
+    # ``paged_attention`` takes the batch itself; only cross attention needs another one.
     def plan(self, batch: AttentionBatch) -> AttentionBatch:
-        """Return the batch as it is; for sources, with its queries one by one."""
+        """Return the batch; for encoder inputs, one sequence per query."""
         return lone_queries(batch) if self.spec.type == "encoder_decoder" else batch
 
     def attend_to(
@@ -136,7 +147,7 @@ class PagedBackend(DecoderBackend):
         sinks: Tensor | None,
         scales: tuple[Tensor | None, Tensor | None],
     ) -> Tensor:
-        """Return what the op does; see ``DecoderBackend.attend_to``."""
+        """Call ``paged_attention``; see ``DecoderBackend.attend_to``."""
         batch = plan.page_table, plan.query_starts, plan.seq_lens, plan.max_query_tokens
         scores = self.spec.scale, True, self.spec.window_tokens, self.spec.softcap
         biases = sinks, self.slopes, plan.prefix_lens if self.spec.prefix_lm else None
@@ -144,11 +155,12 @@ class PagedBackend(DecoderBackend):
 
 
 class LatentBackend(AttentionBackend):
-    """Store one vector per token, and attend to these by the op ``latent_attention_decode``.
+    """Multi-head latent attention: store one vector per token, shared by all heads.
 
-    Prompts, chunks of them and decode steps are one call, as the op takes queries of any length.
-    Where a platform has a function for some of the steps, a subclass plans these with ``slots`` and
-    whatever its ``attend`` needs, and gives the others to this.
+    One call of ``latent_attention_decode`` serves prompts, chunks and decode steps, because the op
+    takes queries of any length. A platform with a faster function for some steps subclasses this
+    class: its ``plan`` returns an object with ``slots`` and everything that its ``attend`` reads,
+    and the other steps are left to this class.
     """
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
@@ -158,21 +170,22 @@ class LatentBackend(AttentionBackend):
             "rotary_size": spec.head_size - spec.latent_size,
             "page_size": spec.page_size,
         }
-        stored = str(spec.cache_dtype).removeprefix("torch.")
+        cache_dtype = str(spec.cache_dtype).removeprefix("torch.")
         self._write = site.bind(write_latent_cache, **sizes)
         self._attend = site.bind(
             latent_attention_decode,
             **sizes,
             num_heads=spec.num_heads,
-            cache_dtype=stored,
+            cache_dtype=cache_dtype,
             scaled=False,
         )
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept decoders whose heads share one vector per token, of the model's dtype."""
+        """Accept decoders whose heads share one vector per token, stored in the model's dtype."""
         if not spec.latent:
             return Verdict.refuse("serves latent attention only")
+        # Apart from latent heads the same features are refused as for plain decoders.
         verdict = replace(spec, latent=False).judge_plain_decoder()
         if not verdict:
             return verdict
@@ -186,33 +199,33 @@ class LatentBackend(AttentionBackend):
         return Verdict.accept()
 
     def kv_layout(self) -> KVCacheLayout:
-        """Return ``[P, S, C + R]``."""
+        """Describe the cache of one layer, ``[P, S, C + R]``."""
         page_shape = (self.spec.page_size, self.spec.head_size)
         return KVCacheLayout(page_shape, 0, (0, 1, 2), self.spec.cache_dtype)
 
     def plan(self, batch: AttentionBatch) -> Any:
-        """Return the batch as it is."""
+        """Return the batch unchanged."""
         return batch
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any
     ) -> Tensor:
-        """Write the vectors, then attend to them.
+        """Write this step's vectors to the cache, then attend to the whole sequence.
 
         Args:
             query: ``[T, N, C + R]``.
-            key: ``[T, 1, C + R]``; its first C elements are ``value``, which is not read.
+            key: ``[T, 1, C + R]``; the first C elements are the values, so ``value`` is not read.
         Returns: ``[T, N, C]``, dtype of ``query``.
         """
         self.write(key, cache, plan.slots)
         return self.attend(query, cache, plan)
 
     def attend(self, query: Tensor, cache: Tensor, plan: Any) -> Tensor:
-        """Return ``[T, N, C]`` of queries ``[T, N, C + R]`` to what is in the cache."""
-        places = plan.page_table, plan.query_starts, plan.seq_lens, plan.max_query_tokens
-        return self._attend(query, cache, *places, self.spec.latent_size, self.spec.scale)
+        """Compute attention ``[T, N, C]`` of queries ``[T, N, C + R]`` to the cached vectors."""
+        sequences = plan.page_table, plan.query_starts, plan.seq_lens, plan.max_query_tokens
+        return self._attend(query, cache, *sequences, self.spec.latent_size, self.spec.scale)
 
     def write(self, vectors: Tensor, cache: Tensor, slots: Tensor) -> None:
-        """Store vectors ``[T, 1, C + R]`` at ``slots`` ``[T]`` int64."""
+        """Store vectors ``[T, 1, C + R]`` in the cache at ``slots`` ``[T]`` int64."""
         size = self.spec.latent_size
         self._write(vectors[:, 0, :size], vectors[:, 0, size:], cache, slots)

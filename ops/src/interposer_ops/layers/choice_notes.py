@@ -1,4 +1,4 @@
-"""Notes of layers at the choices of the kernels that they call."""
+"""Notes that layers add to the recorded choices of their kernels."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ __all__ = ["annotate_place"]
 def annotate_place(
     site: Site, note: str, *, op: str = "", idle: bool = False, waits: bool = False
 ) -> None:
-    """Add a note to the choices of kernels that were made last for the place of ``site``.
+    """Add a note to the kernel choices that were made last for the layer at ``site``.
 
     Args:
-        op: its alone; empty for all.
-        idle: its kernel is never called.
-        waits: the layer there reads results on the host between its calls.
+        op: annotate only the choice for this op; empty: all ops of the layer.
+        idle: the chosen kernel is never called.
+        waits: the layer reads results on the host between calls of the kernel.
     """
+    # Values are (choice, prefixes that share it); the last prefix asked for the choice last.
     choices = site.resolver.choices
     for key, (choice, prefixes) in choices.items():
         request = choice.request
         is_meant = request.kind == "kernel" and op in ("", request.name)
         if is_meant and prefixes[-1:] == [site.prefix] and note not in choice.notes:
-            told = replace(
+            annotated = replace(
                 choice,
                 notes=(*choice.notes, note),
                 idle=idle or choice.idle,
                 waits=waits or choice.waits,
             )
-            choices[key] = (told, prefixes)
+            choices[key] = (annotated, prefixes)

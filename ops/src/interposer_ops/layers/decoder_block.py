@@ -1,6 +1,6 @@
 """One block of a decoder.
 
-Dimensions: T tokens, R tokens that matter, H hidden size.
+Dimensions: T tokens, M selected tokens, H hidden size, R rotated size.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ __all__ = ["DecoderBlock"]
 
 
 class DecoderBlock(PluggableLayer):
-    """Attention and MLP, each behind a norm, on a residual stream.
+    """Pre-norm transformer block: norm, attention, norm, MLP, with a residual stream.
 
-    Its parts are layers of their own, as those of ``SelfAttention``.
+    The block's parts are layers themselves, as in ``SelfAttention``.
 
     Args:
-        norm_eps: of both norms.
-        attention: returns the attention that is built at a site.
-        mlp: returns the module at a site that computes ``[T, H]`` of ``[T, H]``: one perceptron, or
-            a mixture of several.
+        norm_eps: epsilon of both norms.
+        attention: builds the attention layer at a site.
+        mlp: builds the module at a site that maps ``[T, H]`` to ``[T, H]``: an MLP or a MoE layer.
     """
 
     layer_id = "decoder_block"
@@ -49,7 +48,8 @@ class DecoderBlock(PluggableLayer):
             site.at("post_attention_layernorm"), hidden_size, norm_eps
         )
         self.mlp = mlp(site.at("mlp"))
-        # What a replacement reads of its parts is its own affair; a mixture reads them twice.
+        # Only standard classes: a replacement may read the normalised rows elsewhere too, and a
+        # MoE layer reads the rows twice (router and experts), so both need the unquantized rows.
         for norm, part, standard, name in (
             (self.input_layernorm, self.self_attn, SelfAttention, "qkv_proj"),
             (self.post_attention_layernorm, self.mlp, GatedMLP, "gate_up_proj"),
@@ -58,9 +58,16 @@ class DecoderBlock(PluggableLayer):
                 receiver = getattr(part, name)
                 if type(receiver) is MergedLinear:
                     norm.quantize_for(site.at(norm.prefix.rpartition(".")[2]), receiver)
-        mixer, behind = self.self_attn, self.post_attention_layernorm
-        if type(self) is DecoderBlock and ends_in_projection(mixer, SelfAttention):
-            leave_sum(site.at("post_attention_layernorm"), mixer.o_proj, behind, (mixer,))
+        # The all-reduce of the output projection moves into the norm after attention. The model
+        # does the same for the MLP and the next block's norm.
+        attention_layer, next_norm = self.self_attn, self.post_attention_layernorm
+        if type(self) is DecoderBlock and ends_in_projection(attention_layer, SelfAttention):
+            leave_sum(
+                site.at("post_attention_layernorm"),
+                attention_layer.o_proj,
+                next_norm,
+                (attention_layer,),
+            )
 
     def forward(
         self,
@@ -72,16 +79,17 @@ class DecoderBlock(PluggableLayer):
         plan: object,
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the block's output, not yet added, and the residual stream.
+        """Return the output of the MLP, not yet added to the residual stream, and the stream.
 
-        Both are ``[T, H]``, or ``[R, H]`` where ``rows`` ``[R]`` names the tokens that matter.
+        Both are ``[T, H]``, or ``[M, H]`` if ``rows`` selects tokens.
 
         Args:
-            x: ``[T, H]``, what is to be added to the stream.
-            residual: ``[T, H]``, as ``RMSNorm.forward_add`` returns it; None at first.
-            cos, sin: ``[T, R / 2]`` for R rotated elements, float32 or wider.
-            cache, plan: of the attention backend.
-            rows: int64, indices into T.
+            x: ``[T, H]``, the output of the previous block, to be added to the stream.
+            residual: ``[T, H]``, the stream that ``RMSNorm.forward_add`` returned; None in the
+                first block.
+            cos, sin: ``[T, R / 2]``, float32 or wider.
+            cache, plan: arguments of the attention backend.
+            rows: ``[M]`` int64, the selected tokens.
         """
         x, residual = self.input_layernorm.forward_add(x, residual)
         x = self.self_attn(x, cos, sin, cache, plan, rows)

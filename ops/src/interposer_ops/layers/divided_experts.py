@@ -1,8 +1,9 @@
-"""Routed experts of which each rank computes a share of the elements inside every expert.
+"""Routed experts under tensor parallelism: each rank computes a shard of every expert.
 
-``PlacedExperts`` are whole ones, of which each rank has some; both leave the router whole.
+``PlacedExperts`` is the alternative (expert parallelism): each rank holds some whole experts. The
+router is replicated in both.
 
-Dimensions: T tokens, E experts, I intermediate size.
+Dimensions: T tokens, H hidden size, E experts, I intermediate size.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from torch import Tensor, nn
 
 from interposer import ExpertsSpec, Site
 from interposer.errors import InterposerError
-from interposer_ops.layers._parameter_cuts import (
-    CannotCutError,
-    bare,
-    sandboxed,
+from interposer_ops.layers._parameter_slices import (
+    CannotShardError,
+    empty_layer,
+    probe_site,
     slices_between,
 )
-from interposer_ops.layers.cuts import Cut, Slice, Slices, alone, even_cut, tell_replicated
+from interposer_ops.layers.cuts import Cut, Slice, Slices, alone, even_cut, note_replicated
 from interposer_ops.layers.divided_linear import AllReduce
 from interposer_ops.layers.experts import Experts, PlainExperts
 from interposer_ops.layers.placed_experts import place_experts
@@ -33,7 +34,7 @@ _LAST_BIAS = "down_proj_bias"
 
 
 class DividedExperts(Experts):
-    """A share of each expert; what all shares return is added up over the ranks."""
+    """Experts of which this rank holds a shard along I; an all-reduce sums partial results."""
 
     def __init__(self, site: Site, spec: ExpertsSpec, cut: Cut, slices: Slices) -> None:
         super().__init__(site, replace(spec, intermediate_size=cut.size))
@@ -41,16 +42,17 @@ class DividedExperts(Experts):
         self.reduce = AllReduce(site, spec.hidden_size)
 
     def forward(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
-        """Return what the chosen experts make of ``x`` ``[T, H]``, added up by ``weights``."""
+        """Compute the weighted sum ``[T, H]`` of the chosen experts' outputs."""
         return self.reduce(super().forward(x, weights, expert_ids))
 
 
 def share_experts(site: Site, spec: ExpertsSpec) -> Experts:
-    """Return the experts at ``site``, as far as the scheme stores them so that ranks share them.
+    """Build the experts at ``site``: expert parallel, tensor parallel or replicated.
 
-    They are placed whole where the ranks say how; else, or where they cannot be, cut by I.
+    Expert parallelism is tried if the settings of the ranks request it; then a shard along I, if
+    the scheme stores the weights so that a rank can read its part; else the experts are replicated.
 
-    Raises: ConfigError: there are not enough of them to be placed.
+    Raises: ConfigError: there are fewer experts than ranks, or too many redundant experts.
     """
     ranks: Any = site.resolver.ranks
     if not alone(site) and ranks.experts is not None:
@@ -61,57 +63,60 @@ def share_experts(site: Site, spec: ExpertsSpec) -> Experts:
     if cut is not None:
         try:
             return DividedExperts(site, spec, cut, _slices(site, spec, cut))
-        except (CannotCutError, InterposerError) as refusal:
-            tell_replicated(site, str(refusal))
+        except (CannotShardError, InterposerError) as refusal:
+            note_replicated(site, str(refusal))
     return Experts(site, spec)
 
 
 def _slices(site: Site, spec: ExpertsSpec, cut: Cut) -> Slices:
-    """Return what this rank reads of each matrix, or of all of them where they are one tensor."""
+    """Return the slices that this rank reads of each stored matrix."""
     ranks: Any = site.resolver.ranks
     separators: dict[str, tuple[str, str]] = {}
 
-    def built(size: int) -> dict[str, nn.Parameter]:
-        own = sandboxed(site)
-        scheme = own.resolver.scheme
-        method = (scheme.experts_method(own.prefix) if scheme else None) or PlainExperts()
-        layer = bare(Experts, own)
-        method.create_weights(layer, own, replace(spec, intermediate_size=size))
+    def build_parameters(size: int) -> dict[str, nn.Parameter]:
+        probe = probe_site(site)
+        scheme = probe.resolver.scheme
+        method = (scheme.experts_method(probe.prefix) if scheme else None) or PlainExperts()
+        layer = empty_layer(Experts, probe)
+        method.create_weights(layer, probe, replace(spec, intermediate_size=size))
         if layer._modules:
-            raise CannotCutError(f"{site.prefix}: each expert is layers of its own in this format")
-        found = {}
+            raise CannotShardError(f"{site.prefix}: experts are separate layers in this format")
+        parameters_by_key = {}
         for name, parameter in layer._parameters.items():
             if parameter is None:
                 continue
             parts = getattr(parameter, "expert_parts", None)
             for part, rows in (parts or {"": 0}).items():
+                # slices_between wants one string per parameter; ``separators`` splits it again.
                 key = f"{part}/{name}"
                 separators[key] = part, name
-                found[key] = _matrix(parameter, rows) if parts else parameter
-        return found
+                parameters_by_key[key] = _matrix(parameter, rows) if parts else parameter
+        return parameters_by_key
 
-    found = {}
-    for key, one in slices_between(site.prefix, built, cut, ranks.size).items():
+    slices = {}
+    for key, shard in slices_between(site.prefix, build_parameters, cut, ranks.size).items():
         part, name = separators[key]
         is_joined = not part and name.startswith(_FIRST) and not spec.alternating
-        found[part, name] = _halves(one) if is_joined else one
+        slices[part, name] = _halves(shard) if is_joined else shard
     if spec.biased and ranks.rank:
-        found["", _LAST_BIAS] = Slice(0, spec.num_experts, ((0, spec.num_experts),), None, True)
-    return found
+        # Partial results are summed, so only rank 0 may add the bias of the last projection.
+        slices["", _LAST_BIAS] = Slice(0, spec.num_experts, ((0, spec.num_experts),), None, True)
+    return slices
 
 
 def _matrix(parameter: nn.Parameter, rows: int) -> nn.Parameter:
-    """Return a parameter like one matrix of one expert, as it is stored by itself."""
-    own = nn.Parameter(
+    """Return a meta parameter like one matrix of one expert, stored by itself."""
+    matrix = nn.Parameter(
         torch.empty(rows, *parameter.shape[2:], dtype=parameter.dtype, device="meta"), False
     )
-    own.__dict__.update(parameter.__dict__)
-    return own
+    matrix.__dict__.update(parameter.__dict__)
+    return matrix
 
 
-def _halves(one: Slice) -> Slice:
-    """Return the slice of gates, and behind them that of what they act on."""
-    half = one.whole // 2
-    ranges = [(start // 2, stop // 2) for start, stop in one.ranges]
-    behind = [(start + half, stop + half) for start, stop in ranges]
-    return replace(one, ranges=(*ranges, *behind))
+def _halves(joined: Slice) -> Slice:
+    """Return the slice of a tensor that stores all gates, then all up projections."""
+    # The ranges were found for the joined dimension of 2 I, so a rank's gates are half of each.
+    half = joined.whole // 2
+    ranges = [(start // 2, stop // 2) for start, stop in joined.ranges]
+    up_ranges = [(start + half, stop + half) for start, stop in ranges]
+    return replace(joined, ranges=(*ranges, *up_ranges))

@@ -1,7 +1,8 @@
-"""Pairs of projections of a layer: the first one is cut by outputs, the last one by inputs.
+"""Pairs of tensor-parallel projections: the first sharded by outputs, the last by inputs.
 
-What lies between them is computed on a share of its heads, or of its elements, by every rank.
-Where one process computes all, or one of the pair cannot be cut, both are the standard layers.
+Every rank computes the layers between the two projections on its shard of the heads or of the
+intermediate elements. Both projections are standard layers if one process computes the model or if
+one of the two cannot be sharded.
 
 Dimensions: H hidden size, D head size, I intermediate size.
 """
@@ -20,8 +21,8 @@ from interposer_ops.layers.cuts import (
     alone,
     even_cut,
     heads_cut,
+    note_replicated,
     slices_of_heads,
-    tell_replicated,
 )
 from interposer_ops.layers.divided_linear import ColumnLinear, Projection, RowLinear, divides
 from interposer_ops.layers.linear import Linear, MergedLinear
@@ -29,18 +30,18 @@ from interposer_ops.layers.linear import Linear, MergedLinear
 __all__ = ["QKV", "PairNames", "share_heads", "share_inner"]
 
 Outputs = Mapping[str, Sequence[tuple[str, int]]]
-"""The axes of the outputs of each part, with how many times its size."""
+"""For each part, its output axes in order: (axis name, multiple of the axis size)."""
 
 QKV: Outputs = {
     "q_proj": (("query", 1),),
     "k_proj": (("kv", 1),),
     "v_proj": (("kv", 1),),
 }
-"""Queries are of all heads, keys and values of the kv heads, each of D elements."""
+"""Q has D outputs for each query head; K and V have D outputs for each kv head."""
 
 
 class PairNames(NamedTuple):
-    """The names of both projections below a layer, and whether they have biases."""
+    """The names of both projections below a layer, and whether each has a bias."""
 
     first: str
     last: str
@@ -50,10 +51,10 @@ class PairNames(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Both projections, each of which is built when the layer wants it.
+    """Both projections; each is built when the enclosing layer calls for it.
 
     Attributes:
-        slices: of both; None where they are whole.
+        slices: slices of both projections; None if both are replicated.
     """
 
     site: Site
@@ -61,14 +62,14 @@ class Pair:
     slices: tuple[Slices, ...] | None
 
     def first(self) -> Linear:
-        """Return the first one."""
-        return self._built(0)
+        """Build the first projection."""
+        return self._build(0)
 
     def last(self) -> Linear:
-        """Return the last one."""
-        return self._built(1)
+        """Build the last projection."""
+        return self._build(1)
 
-    def _built(self, index: int) -> Linear:
+    def _build(self, index: int) -> Linear:
         projection = self.projections[index]
         at = self.site.at(projection.name)
         if self.slices is None:
@@ -78,13 +79,13 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadShares(Pair):
-    """The projections of an attention and what this rank computes between them.
+class HeadShards(Pair):
+    """The projections of an attention layer, and the shard of heads between them.
 
     Attributes:
-        spec: of the heads that this rank has.
-        sizes: of its queries, keys and values in the result of the first one.
-        heads: cuts of query and of kv heads; None where this rank has all.
+        spec: attention spec of this rank's heads.
+        sizes: sizes of queries, keys and values in the first projection's result.
+        heads: shards of query and kv heads; None if this rank has all heads.
     """
 
     spec: AttentionSpec
@@ -92,7 +93,7 @@ class HeadShares(Pair):
     heads: tuple[Cut, Cut] | None
 
     def attention(self, site: Site) -> Attention:
-        """Return the attention of these heads."""
+        """Build the attention layer of this rank's heads."""
         attention = Attention(site, self.spec)
         if self.heads is not None:
             query, kv = self.heads
@@ -104,8 +105,8 @@ class HeadShares(Pair):
 
 
 @dataclass(frozen=True, slots=True)
-class InnerShares(Pair):
-    """The projections of an MLP, and the size between them on this rank."""
+class InnerShards(Pair):
+    """The projections of an MLP, and the intermediate size on this rank."""
 
     size: int
 
@@ -118,29 +119,31 @@ def share_heads(
     outputs: Outputs = QKV,
     kind: type[Linear] = MergedLinear,
     undivided: str = "",
-) -> HeadShares:
-    """Return the projections of an attention at ``site``, cut by heads if they can be.
+) -> HeadShards:
+    """Build the projections of an attention layer at ``site``, sharded by heads if possible.
 
     Args:
-        hidden_size: H, inputs of the first one and outputs of the last one.
-        outputs: in the manner of ``QKV``, of each part of the first one.
-        kind: the standard class of both, ``MergedLinear`` for that and ``Linear``.
-        undivided: why heads cannot be shared out; empty where they can.
+        hidden_size: H, inputs of the first projection and outputs of the last one.
+        outputs: output axes of the first projection's parts, like ``QKV``.
+        kind: standard class of both projections; ``MergedLinear`` means ``MergedLinear`` for the
+            first projection and ``Linear`` for the last.
+        undivided: why the heads cannot be sharded; empty if the heads can.
     """
     size = spec.head_size
-    whole = {"query": spec.num_heads * size, "kv": spec.num_kv_heads * size}
-    shares = None if undivided else heads_cut(site, spec)
+    axis_sizes = {"query": spec.num_heads * size, "kv": spec.num_kv_heads * size}
+    head_shards = None if undivided else heads_cut(site, spec)
     if undivided and not alone(site):
-        tell_replicated(site, undivided)
-    if shares is not None:
-        local, query, kv = shares
+        note_replicated(site, undivided)
+    if head_shards is not None:
+        local, query, kv = head_shards
         cuts = {"query": query.times(size), "kv": kv.times(size)}
-        pair = _projections(names, hidden_size, outputs, whole, "query", kind, cuts)
+        pair = _projections(names, hidden_size, outputs, axis_sizes, "query", kind, cuts)
+        # A quantization format may still forbid the shard, for instance by its block size.
         if (slices := divides(site, *pair)) is not None:
-            held = {name: cut.size for name, cut in cuts.items()}
-            return HeadShares(site, pair, slices, local, _sizes(outputs, held), (query, kv))
-    pair = _projections(names, hidden_size, outputs, whole, "query", kind)
-    return HeadShares(site, pair, None, spec, _sizes(outputs, whole), None)
+            local_sizes = {name: cut.size for name, cut in cuts.items()}
+            return HeadShards(site, pair, slices, local, _sizes(outputs, local_sizes), (query, kv))
+    pair = _projections(names, hidden_size, outputs, axis_sizes, "query", kind)
+    return HeadShards(site, pair, None, spec, _sizes(outputs, axis_sizes), None)
 
 
 def share_inner(
@@ -150,42 +153,47 @@ def share_inner(
     names: PairNames,
     outputs: Mapping[str, int],
     kind: type[Linear] = MergedLinear,
-) -> InnerShares:
-    """Return the projections of an MLP at ``site``, cut by elements between them if they can be.
+) -> InnerShards:
+    """Build the projections of an MLP at ``site``, sharded along I if possible.
 
     Args:
-        inner_size: I, inputs of the last one.
-        outputs: how many times I each part of the first one has.
-        kind: the standard class of both, ``MergedLinear`` for that and ``Linear``.
+        inner_size: I, inputs of the last projection.
+        outputs: for each part of the first projection, its outputs as a multiple of I.
+        kind: standard class of both projections; ``MergedLinear`` means ``MergedLinear`` for the
+            first projection and ``Linear`` for the last.
     """
-    counted = {name: (("inner", 1),) * count for name, count in outputs.items()}
-    whole, cut = {"inner": inner_size}, even_cut(site, "column", inner_size)
+    axes_by_part = {name: (("inner", 1),) * count for name, count in outputs.items()}
+    axis_sizes, cut = {"inner": inner_size}, even_cut(site, "column", inner_size)
     if cut is not None:
-        pair = _projections(names, hidden_size, counted, whole, "inner", kind, {"inner": cut})
+        # Both projections are sharded, or neither: the layers between need matching sizes.
+        pair = _projections(
+            names, hidden_size, axes_by_part, axis_sizes, "inner", kind, {"inner": cut}
+        )
         if (slices := divides(site, *pair)) is not None:
-            return InnerShares(site, pair, slices, cut.size)
-    pair = _projections(names, hidden_size, counted, whole, "inner", kind)
-    return InnerShares(site, pair, None, inner_size)
+            return InnerShards(site, pair, slices, cut.size)
+    pair = _projections(names, hidden_size, axes_by_part, axis_sizes, "inner", kind)
+    return InnerShards(site, pair, None, inner_size)
 
 
 def _projections(
     names: PairNames,
     hidden_size: int,
     outputs: Outputs,
-    whole: Mapping[str, int],
+    axis_sizes: Mapping[str, int],
     inner: str,
     kind: type[Linear],
     cuts: Mapping[str, Cut] | None = None,
 ) -> tuple[Projection, Projection]:
-    """Return both projections, cut or not.
+    """Describe both projections, sharded if ``cuts`` is given.
 
     Args:
         whole: size of each axis of the outputs.
-        inner: the axis that the last one reads.
-        cuts: of each axis.
+        inner: the axis that the last projection reads.
+        cuts: shard of each axis.
     """
     parts = {
-        name: sum(whole[axis] * count for axis, count in axes) for name, axes in outputs.items()
+        name: sum(axis_sizes[axis] * count for axis, count in axes)
+        for name, axes in outputs.items()
     }
     columns = row = None
     if cuts is not None:
@@ -195,13 +203,13 @@ def _projections(
     second = Linear if kind is MergedLinear else kind
     return (
         Projection(names.first, hidden_size, parts, names.first_bias, columns=columns, kind=kind),
-        Projection(names.last, whole[inner], last, names.last_bias, row=row, kind=second),
+        Projection(names.last, axis_sizes[inner], last, names.last_bias, row=row, kind=second),
     )
 
 
 def _cut_outputs(outputs: Outputs, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
-    """Return the cut of each part, whose outputs may be of several axes one behind the other."""
-    found = {}
+    """Return the shard of each part, whose outputs may be several concatenated axes."""
+    cuts_by_part = {}
     for name, axes in outputs.items():
         ranges: list[tuple[int, int]] = []
         offset = 0
@@ -209,9 +217,9 @@ def _cut_outputs(outputs: Outputs, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
             cut = cuts[axis].times(count)
             ranges += [(start + offset, stop + offset) for start, stop in cut.ranges]
             offset += cut.whole
-        found[name] = Cut(cuts[axes[0][0]].kind, offset, tuple(ranges))
-    return found
+        cuts_by_part[name] = Cut(cuts[axes[0][0]].kind, offset, tuple(ranges))
+    return cuts_by_part
 
 
-def _sizes(outputs: Outputs, held: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(held[axis] * count for axes in outputs.values() for axis, count in axes)
+def _sizes(outputs: Outputs, axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(axis_sizes[axis] * count for axes in outputs.values() for axis, count in axes)

@@ -1,4 +1,4 @@
-"""Embedding and head of which each rank holds the rows of some tokens.
+"""Vocabulary-parallel embedding and head: each rank holds the table rows of some tokens.
 
 Dimensions: T tokens, V vocabulary, H hidden size.
 """
@@ -12,18 +12,18 @@ from torch import Tensor
 
 from interposer import PluggableLayer, Site
 from interposer.errors import InterposerError
-from interposer_ops.layers._parameter_cuts import (
-    CannotCutError,
-    bare,
+from interposer_ops.layers._parameter_slices import (
+    CannotShardError,
+    empty_layer,
     parameters_of,
-    sandboxed,
+    probe_site,
     slices_between,
 )
 from interposer_ops.layers.cuts import (
     Cut,
     Slices,
     even_edges,
-    tell_replicated,
+    note_replicated,
     vocabulary_cut,
 )
 from interposer_ops.layers.divided_linear import AllReduce, bind_all_gather
@@ -34,7 +34,10 @@ __all__ = ["share_embedding", "share_head"]
 
 
 class DividedEmbedding(Embedding):
-    """Look up the tokens of this rank, and add up what all ranks found: one of them for each."""
+    """Look up this rank's tokens, and sum the results over the ranks.
+
+    A rank contributes zeros for tokens of other ranks.
+    """
 
     def __init__(
         self, site: Site, cut: Cut, hidden_size: int, head: Site | None, slices: Slices
@@ -47,15 +50,16 @@ class DividedEmbedding(Embedding):
         self.reduce = AllReduce(site, hidden_size)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """Return the embeddings ``[T, H]`` of ``token_ids`` ``[T]``."""
-        own = token_ids - self.start
-        is_foreign = (own < 0) | (own >= self.cut.size)
-        found = super().forward(own.masked_fill_(is_foreign, 0))
-        return self.reduce(found.masked_fill(is_foreign[..., None], 0))
+        """Look up the embeddings ``[T, H]`` of ``token_ids`` ``[T]``."""
+        # Look up row 0 for tokens of other ranks, then zero these rows: shapes stay static.
+        local_ids = token_ids - self.start
+        is_foreign = (local_ids < 0) | (local_ids >= self.cut.size)
+        embeddings = super().forward(local_ids.masked_fill_(is_foreign, 0))
+        return self.reduce(embeddings.masked_fill(is_foreign[..., None], 0))
 
 
 class DividedHead(LMHead):
-    """Project hidden states to the logits of this rank, and put those of all side by side."""
+    """Compute the logits of this rank's tokens, and gather the logits of all ranks."""
 
     def __init__(
         self, site: Site, cut: Cut, hidden_size: int, tied: Embedding | None, slices: Slices
@@ -71,27 +75,27 @@ class DividedHead(LMHead):
         self.gather = bind_all_gather(site, sizes)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the logits ``[T, V]`` of ``hidden`` ``[T, H]``."""
+        """Project ``hidden`` ``[T, H]`` to logits ``[T, V]``."""
         return self.gather(super().forward(hidden))
 
 
 def share_embedding(
     site: Site, vocab_size: int, hidden_size: int, head: Site | None = None
 ) -> Embedding:
-    """Return the embedding at ``site``, of the tokens of this rank if it can be cut."""
+    """Build the embedding at ``site``, sharded by vocabulary if possible."""
     cut = vocabulary_cut(site, vocab_size)
     if cut is not None:
 
-        def built(size: int) -> dict[str, Any]:
-            own = sandboxed(site)
-            scheme = own.resolver.scheme
-            method = scheme.embedding_method(own.prefix, head and head.prefix) if scheme else None
-            layer = bare(Embedding, own)
-            behind = None if head is None else sandboxed(head)
-            (method or PlainEmbedding()).create_weights(layer, own, size, hidden_size, behind)
+        def build_parameters(size: int) -> dict[str, Any]:
+            probe = probe_site(site)
+            scheme = probe.resolver.scheme
+            method = scheme.embedding_method(probe.prefix, head and head.prefix) if scheme else None
+            layer = empty_layer(Embedding, probe)
+            probe_head = None if head is None else probe_site(head)
+            (method or PlainEmbedding()).create_weights(layer, probe, size, hidden_size, probe_head)
             return parameters_of(layer)
 
-        slices = _slices(site, built, cut)
+        slices = _slices(site, build_parameters, cut)
         if slices is not None:
             return DividedEmbedding(site, cut, hidden_size, head, slices)
     return Embedding(site, vocab_size, hidden_size, head)
@@ -100,37 +104,38 @@ def share_embedding(
 def share_head(
     site: Site, vocab_size: int, hidden_size: int, tied: Embedding | None = None
 ) -> LMHead:
-    """Return the head at ``site``, of the tokens of this rank if it can be cut.
+    """Build the language model head at ``site``, sharded by vocabulary if possible.
 
-    One that shares the table of an embedding is cut as that is.
+    A tied head has the same shard as the embedding that owns the table.
     """
     if tied is not None:
+        # The embedding has decided already whether the shared table is sharded.
         if isinstance(tied, DividedEmbedding):
             return DividedHead(site, tied.cut, hidden_size, tied, tied.slices)
         return LMHead(site, vocab_size, hidden_size, tied)
     cut = vocabulary_cut(site, vocab_size)
     if cut is not None:
 
-        def built(size: int) -> dict[str, Any]:
-            own = sandboxed(site)
-            scheme = own.resolver.scheme
-            method = scheme.head_method(own.prefix) if scheme else None
-            layer = bare(LMHead, own)
-            (method or PlainLinear()).create_weights(layer, own, hidden_size, size, bias=False)
+        def build_parameters(size: int) -> dict[str, Any]:
+            probe = probe_site(site)
+            scheme = probe.resolver.scheme
+            method = scheme.head_method(probe.prefix) if scheme else None
+            layer = empty_layer(LMHead, probe)
+            (method or PlainLinear()).create_weights(layer, probe, hidden_size, size, bias=False)
             return parameters_of(layer)
 
-        slices = _slices(site, built, cut)
+        slices = _slices(site, build_parameters, cut)
         if slices is not None:
             return DividedHead(site, cut, hidden_size, None, slices)
     return LMHead(site, vocab_size, hidden_size)
 
 
-def _slices(site: Site, built: Any, cut: Cut) -> Slices | None:
+def _slices(site: Site, build_parameters: Any, cut: Cut) -> Slices | None:
     ranks = site.resolver.ranks
     assert ranks is not None
     try:
-        found = slices_between(site.prefix, built, cut, ranks.size)
-    except (CannotCutError, InterposerError) as refusal:
-        tell_replicated(site, str(refusal))
+        slices = slices_between(site.prefix, build_parameters, cut, ranks.size)
+    except (CannotShardError, InterposerError) as refusal:
+        note_replicated(site, str(refusal))
         return None
-    return {("", name): one for name, one in found.items()}
+    return {("", name): shard for name, shard in slices.items()}

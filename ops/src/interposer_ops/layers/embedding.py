@@ -1,4 +1,4 @@
-"""Token embedding and the language model head, which may share one table.
+"""Token embedding and language model head, which may share one table.
 
 Dimensions: T tokens, V vocabulary, H hidden size.
 """
@@ -21,7 +21,7 @@ __all__ = ["Embedding", "LMHead", "PlainEmbedding"]
 
 
 class PlainEmbedding(EmbeddingMethod):
-    """An unquantized table: ``weight`` ``[V, H]`` in the model's dtype."""
+    """Unquantized table: ``weight`` ``[V, H]`` in the model's dtype."""
 
     def create_weights(
         self, layer: nn.Module, site: Site, vocab_size: int, hidden_size: int, head: Site | None
@@ -34,7 +34,7 @@ class PlainEmbedding(EmbeddingMethod):
         layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
 
     def finalize(self, layer: nn.Module) -> tuple[Call, Call | None]:
-        """Return the bound kernels with the table, prepared if they want it so."""
+        """Return the bound kernels with the table, prepared if the kernels require preparation."""
         weight = layer.get_parameter("weight")
         looked_up = self.lookup.prepared(weight=weight)["weight"]
         lookup: Call = self.lookup.function, (looked_up,)
@@ -43,14 +43,15 @@ class PlainEmbedding(EmbeddingMethod):
             prepared = self.product.prepared(weight=weight, bias=None)
             product = self.product.function, (prepared["weight"], prepared["bias"])
         if looked_up is not weight:
+            # The kernel keeps its own prepared copy; the original would double the memory.
             layer.register_parameter("weight", None)
         return lookup, product
 
 
 class Embedding(PluggableLayer):
-    """Look up token embeddings; the scheme of the checkpoint decides how they are stored.
+    """Look up token embeddings; the checkpoint's quantization scheme decides the storage format.
 
-    ``head`` is the site of the head that shares the table, or None.
+    ``head`` is the site of the language model head that shares the table, or None.
     """
 
     layer_id = "embedding"
@@ -74,18 +75,18 @@ class Embedding(PluggableLayer):
         self.product: Call | None = None
 
     def finalize(self) -> None:
-        """Hand the loaded table to the method, which says what to call with which operands."""
+        """Let the embedding method turn the loaded table into kernels and operands."""
         (self.lookup, self.constants), self.product = self.method.finalize(self)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """Return the embeddings ``[T, H]`` of ``token_ids`` ``[T]``."""
+        """Look up the embeddings ``[T, H]`` of ``token_ids`` ``[T]``."""
         return self.lookup(token_ids, *self.constants)  # type: ignore[misc]
 
 
 class LMHead(PluggableLayer):
-    """Project hidden states to logits; the scheme decides how a weight of its own is stored.
+    """Project hidden states to logits; the quantization scheme decides how the weight is stored.
 
-    ``tied`` is the embedding whose table serves both, built with the site of this head, or None.
+    ``tied`` is the embedding whose table the head shares, built with this head's site, or None.
     """
 
     layer_id = "lm_head"
@@ -102,7 +103,7 @@ class LMHead(PluggableLayer):
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
         self._kernel: Callable[..., Tensor] | None = None
         self._operands: tuple[Any, ...] = ()
-        # In a tuple, so that it is no module of its own.
+        # A tuple hides the module from torch's child modules.
         self._tied = () if tied is None else (tied,)
         if tied is None:
             scheme = site.resolver.scheme
@@ -114,22 +115,23 @@ class LMHead(PluggableLayer):
                 f"{site.prefix} is tied to {tied.prefix}, which was built without a head. "
                 "Try: Embedding(site, vocab_size, hidden_size, head=the site of the head)"
             )
-        # So that both are filled together, and either name of the table is known.
+        # The head registers the same parameters, so the loader fills the table once under either
+        # name.
         for name, parameter in tied._parameters.items():
             self.register_parameter(name, parameter)
 
     @property
     def kernel(self) -> Callable[..., Tensor] | None:
-        """Return what is called with hidden states and the operands, None before ``finalize``."""
+        """The kernel called with hidden states and ``operands``; None before ``finalize``."""
         return self._call[0]
 
     @property
     def operands(self) -> tuple[Any, ...]:
-        """Return the weight as the kernel takes it, and what belongs to it."""
+        """The prepared weight and the kernel's other constants."""
         return self._call[1]
 
     def finalize(self) -> None:
-        """Hand the loaded weight to the method; a tied one is its embedding's alone."""
+        """Let the linear method prepare an untied weight; the embedding prepares a tied one."""
         if self._tied:
             for name in list(self._parameters):
                 self.register_parameter(name, None)
@@ -137,7 +139,7 @@ class LMHead(PluggableLayer):
             self._kernel, self._operands = self.method.finalize(self)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the logits ``[T, V]`` of ``hidden`` ``[T, H]``."""
+        """Project ``hidden`` ``[T, H]`` to logits ``[T, V]``."""
         kernel, operands = self._call
         return kernel(hidden, *operands)  # type: ignore[misc]
 

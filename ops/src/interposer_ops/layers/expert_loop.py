@@ -1,4 +1,4 @@
-"""Experts one after the other, each of them linear layers in the form of the checkpoint's scheme.
+"""Experts computed one after the other, each as linear layers in the checkpoint's format.
 
 Dimensions: T tokens, K chosen experts, M rows, H hidden size, I intermediate size, E experts.
 """
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 Pair = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
-"""Both projections of an expert, each of rows ``[M, inputs]``."""
+"""First and last projection of one expert; each maps rows ``[M, inputs]`` to ``[M, outputs]``."""
 
 _WAITS = (
     "how many rows each expert gets is read on the host, as experts compute one after the other"
@@ -38,13 +38,13 @@ _IN_TURN = "called for one expert after the other: no op computes all of them in
 
 
 class ExpertLoop:
-    """Sorts the rows of tokens by expert, and calls the projections of each expert that has some.
+    """Sort the tokens' rows by expert, then call the projections of each expert that has rows.
 
-    It computes what ``fused_experts`` does, with both projections rounded to the dtype of the rows.
+    The result is that of ``fused_experts``, except that both projections round to the dtype of the
+    rows.
 
     Args:
-        activate: what comes between the projections; None takes the activation of ``spec``, which
-            has gates.
+        activate: activation between the projections; None: the gated activation of ``spec``.
     """
 
     def __init__(
@@ -57,54 +57,58 @@ class ExpertLoop:
     def __call__(
         self, x: Tensor, experts: Sequence[Pair], weights: Tensor, expert_ids: Tensor, *_: Any
     ) -> Tensor:
-        """Return what the chosen experts make of ``x`` ``[T, H]``, added up by ``weights``."""
+        """Compute the weighted sum ``[T, H]`` of the chosen experts' outputs."""
         rows, starts, receipt = self.dispatcher.prepare(x, weights, expert_ids)
-        returned = torch.zeros_like(rows)
+        results = torch.zeros_like(rows)
+        # tolist() waits for the device: the row counts decide which experts run.
         for expert, (start, end) in zip(experts, pairwise(starts.tolist()), strict=True):
-            if start < end:
+            if start < end:  # an expert without rows is not called
                 first, second = expert
-                returned[start:end] = second(self.activate(first(rows[start:end])))
-        return self.dispatcher.finalize(returned, receipt)
+                results[start:end] = second(self.activate(first(rows[start:end])))
+        return self.dispatcher.finalize(results, receipt)
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedLayers:
-    """Several projections of one input, the outputs of each behind those of the one before."""
+    """Several linear layers that share one input; their outputs are concatenated."""
 
     layers: tuple[Linear, ...]
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Return ``[M, outputs]`` of ``[M, inputs]``."""
+        """Map ``[M, inputs]`` to ``[M, outputs]``."""
         return torch.cat([layer(rows) for layer in self.layers], -1)
 
 
 class LinearExperts(ExpertsMethod):
-    """Two linear layers for every expert, or three, as the scheme has those of such names.
+    """Experts method that builds two or three linear layers per expert.
 
-    So every format of linear layers is one of experts, and every kernel of them serves experts.
+    Every quantization format and kernel of linear layers thereby works for experts, too.
     """
 
     def create_weights(self, layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
-        """Add the linear layers to ``layer``.
+        """Add the linear layers of every expert to ``layer``.
 
-        Gates and what they act on are one product, unless these would have to agree on numbers:
-        calibration finds others where a mixture has no layer that shares their input.
+        Gate and up projections form one merged layer, unless the format demands that merged parts
+        share numbers such as an input scale: calibration of a MoE layer may give the two
+        projections different numbers.
 
-        Raises: ConfigError: matrices are stored together, or have biases.
+        Raises: ConfigError: the checkpoint stores the matrices of all experts together, or with
+            biases.
         """
         gate, up, down = separate_projections(site, spec)
         hidden, inner = spec.hidden_size, spec.intermediate_size
         self.loop, pairs = ExpertLoop(site, spec), []
         for expert in range(spec.num_experts):
-            at = site.at(str(expert))
-            whole, second = at.at("gate_up_proj"), Linear(at.at(down), inner, hidden)
+            expert_site = site.at(str(expert))
+            merged_site = expert_site.at("gate_up_proj")
+            second = Linear(expert_site.at(down), inner, hidden)
             first: Callable[[Tensor], Tensor]
-            method = site.resolver.scheme.linear_method(whole.prefix, (gate, up))
+            method = site.resolver.scheme.linear_method(merged_site.prefix, (gate, up))
             if method is not None and method.parts_agree:
-                apart = tuple(Linear(at.at(name), hidden, inner) for name in (gate, up))
-                layers, first = (*apart, second), JoinedLayers(apart)
+                separate = tuple(Linear(expert_site.at(name), hidden, inner) for name in (gate, up))
+                layers, first = (*separate, second), JoinedLayers(separate)
             else:
-                first = MergedLinear(whole, hidden, {gate: inner, up: inner})
+                first = MergedLinear(merged_site, hidden, {gate: inner, up: inner})
                 layers = first, second
             tell_in_turn(site, *layers)
             layer.add_module(str(expert), nn.ModuleList(layers))
@@ -112,14 +116,14 @@ class LinearExperts(ExpertsMethod):
         self.pairs = tuple(pairs)
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-        """Return the loop and the linear layers, which are finalized by themselves."""
+        """Return the loop and the linear layers; each linear layer finalizes itself."""
         return self.loop, (self.pairs,)
 
 
 def separate_projections(site: Site, spec: ExpertsSpec) -> tuple[str, str, str]:
-    """Return what checkpoints call the matrices of an expert, gates first.
+    """Return the checkpoint names of an expert's gate, up and down matrices.
 
-    Raises: ConfigError: they are stored together, or have biases.
+    Raises: ConfigError: the checkpoint stores the matrices together, or with biases.
     """
     if spec.projections is None or spec.biased or spec.alternating or spec.inputs_first:
         raise ConfigError(
@@ -130,13 +134,13 @@ def separate_projections(site: Site, spec: ExpertsSpec) -> tuple[str, str, str]:
 
 
 def tell_in_turn(site: Site, *layers: Linear) -> None:
-    """Say of the kernels of these layers of experts, which were just built, how they are called."""
+    """Note on the kernel choices of these just-built layers that experts run in turn."""
     for layer in layers:
         annotate_place(replace(site, prefix=layer.prefix), _IN_TURN)
 
 
 def _gates_first(activate: GatedActivation) -> Callable[[Tensor], Tensor]:
-    """Return the activation of rows ``[M, 2 I]`` whose gates come first."""
+    """Return an activation of rows ``[M, 2 I]`` whose first half is the gates."""
     if not activate.interleaves:
         return activate
     return lambda projected: activate(interleaved(projected))

@@ -1,4 +1,4 @@
-"""The places of a layer's experts on ranks: as settings, as data, and as they follow the load.
+"""Expert parallelism: settings, the placement of experts on ranks, and load balancing.
 
 Dimensions: N ranks, E experts.
 """
@@ -13,23 +13,24 @@ from interposer.errors import ConfigError
 
 __all__ = ["ExpertParallel", "ExpertPlacement", "balanced_placement", "even_placement"]
 
-# Experts move for a gain of a twentieth at least, since what moves is read again.
-_WORTH = 0.95
+# Moving an expert reads its weights again, so the busiest rank must gain at least 5 %.
+_MAX_LOAD_RATIO = 0.95
 # For each rank; one or two are mostly enough.
-_MOST_EXCHANGES = 4
+_MAX_EXCHANGES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertParallel:
-    """The manner in which experts are placed whole on ranks.
+    """Settings of expert parallelism: each rank holds whole experts.
 
     Attributes:
-        redundant_experts: further places of each layer, for second copies of its busiest experts.
-        dispatch_tokens: from how many tokens of a step on each rank takes a share of them and sends
-            rows to the ranks of their experts; with fewer tokens each rank computes its own experts
-            for all of them, and results are added up. None: 512 where that moves fewer bytes, else
-            never; 0 never.
-    Raises: ConfigError: a number is no integer of at least 0.
+        redundant_experts: extra expert slots of each layer, for second copies of its busiest
+            experts.
+        dispatch_tokens: smallest number of tokens in a step for which each rank takes a part of the
+            tokens and sends their rows to the ranks of the chosen experts (all-to-all). In smaller
+            steps each rank computes its own experts for all tokens, and an all-reduce sums the
+            results. None: 512 if the all-to-all then moves fewer bytes, else never; 0: never.
+    Raises: ConfigError: a number is not an integer of at least 0.
     """
 
     redundant_experts: int = 0
@@ -38,17 +39,18 @@ class ExpertParallel:
     def __post_init__(self) -> None:
         for name in ("redundant_experts", "dispatch_tokens"):
             number = getattr(self, name)
-            whole = isinstance(number, int) and not isinstance(number, bool)
-            if not (number is None and name == "dispatch_tokens") and not (whole and number >= 0):
+            is_int = isinstance(number, int) and not isinstance(number, bool)
+            if not (number is None and name == "dispatch_tokens") and not (is_int and number >= 0):
                 raise ConfigError(
                     f"{name} of ExpertParallel is {number!r}, must be an integer of at least 0"
                 )
 
     @classmethod
     def of(cls, given: Any) -> ExpertParallel | None:
-        """Return the settings that ``load`` was given; None where each rank has parts of experts.
+        """Convert the ``expert_parallel`` argument of ``load`` to settings.
 
-        Raises: ConfigError: they are of another type.
+        Returns: None if expert parallelism is off, so that each rank holds a shard of every expert.
+        Raises: ConfigError: the argument has another type.
         """
         if isinstance(given, bool):
             return cls() if given else None
@@ -61,98 +63,106 @@ class ExpertParallel:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlacement:
-    """The experts of each rank.
+    """The experts that each rank holds.
 
     Attributes:
-        num_experts: E, as the router counts them.
-        ranks: the experts of each rank by their numbers, in the order in which it holds them. An
-            expert of several ranks gets a share of its rows on each.
-    Raises: ConfigError: an expert is nowhere, or twice on one rank, or there is no such expert.
+        num_experts: E, the number of experts that the router knows.
+        ranks: for each rank, the ids of its experts in storage order. An expert on several ranks
+            gets a part of its rows on each of them.
+    Raises: ConfigError: an expert is on no rank, or twice on one rank, or an id is out of range.
     """
 
     num_experts: int
     ranks: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        twice = [e for held in self.ranks for e in set(held) if held.count(e) > 1]
+        twice = [e for experts in self.ranks for e in set(experts) if experts.count(e) > 1]
         missing = {*range(self.num_experts)}.symmetric_difference(
-            e for held in self.ranks for e in held
+            e for experts in self.ranks for e in experts
         )
         if twice or missing:
-            wrong = f"{twice[0]} is twice on a rank" if twice else f"{min(missing)} has no place"
-            raise ConfigError(f"{self} places {self.num_experts} experts, of which {wrong}")
+            fault = f"{twice[0]} is twice on a rank" if twice else f"{min(missing)} has no place"
+            raise ConfigError(f"{self} places {self.num_experts} experts, of which {fault}")
 
     @property
     def places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """The rank of each copy of each expert, and its number among what that rank holds."""
-        found: list[list[tuple[int, int]]] = [[] for _ in range(self.num_experts)]
-        for rank, held in enumerate(self.ranks):
-            for number, expert in enumerate(held):
-                found[expert].append((rank, number))
-        return tuple(map(tuple, found))
+        """For each expert, the (rank, index on that rank) of every copy."""
+        copies: list[list[tuple[int, int]]] = [[] for _ in range(self.num_experts)]
+        for rank, experts in enumerate(self.ranks):
+            for index, expert in enumerate(experts):
+                copies[expert].append((rank, index))
+        return tuple(map(tuple, copies))
 
     def shares(self, loads: Sequence[float]) -> list[float]:
-        """Return the rows of each rank, where copies of an expert share its rows evenly.
+        """Compute the load of each rank; copies of an expert divide its rows evenly.
 
         Args:
-            loads: rows of each expert.
+            loads: rows of each expert, ``[E]``.
         """
         copies = [len(places) for places in self.places]
-        return [sum(loads[e] / copies[e] for e in held) for held in self.ranks]
+        return [sum(loads[e] / copies[e] for e in experts) for experts in self.ranks]
 
 
 def even_placement(num_experts: int, num_ranks: int, redundant: int = 0) -> ExpertPlacement:
-    """Return a placement for experts of which no load is known.
+    """Place experts evenly, for use before any load is known.
 
-    Neighbours lie next to each other, so that a rank reads one range of a tensor that holds all of
-    them. Second copies are those of the first experts.
+    Consecutive experts are on the same rank, so that a rank reads one range of a tensor that stores
+    all experts. The redundant slots hold second copies of the first experts.
 
-    Raises: ConfigError: a rank would have no expert, or the same one twice.
+    Raises: ConfigError: there are more ranks than slots, or more redundant slots than copies that
+        fit.
     """
-    rooms = _rooms(num_experts, num_ranks, redundant)
-    held, first = [], 0
+    capacities = _rank_capacities(num_experts, num_ranks, redundant)
+    experts_by_rank, first = [], 0
     for size in _spread(num_experts, num_ranks):
-        held.append([*range(first, first + size)])
+        experts_by_rank.append([*range(first, first + size)])
         first += size
-    fill = _Fill(rooms, [0.0] * num_experts, held)
+    builder = _PlacementBuilder(capacities, [0.0] * num_experts, experts_by_rank)
     for number in range(redundant):
-        fill.put(number % num_experts)
-    return fill.placement(num_experts)
+        builder.put(number % num_experts)
+    return builder.placement(num_experts)
 
 
 def balanced_placement(loads: Sequence[int], before: ExpertPlacement) -> ExpertPlacement:
-    """Return a placement with as many copies of experts, whose most loaded rank has less to do.
+    """Rebalance a placement by measured loads, with the same number of expert slots.
 
-    The busiest experts per copy get the further copies; then experts go, the busiest first, each to
-    the ranks that have least to do and room for it (the rule of the longest processing time,
-    doi:10.1137/0117039), and the busiest rank exchanges experts with others while it gains by that.
-    Where all of it is no gain of a twentieth, all experts stay.
+    Extra copies go to the experts with most rows per copy. Then experts are placed in the order of
+    decreasing load, each on the least loaded rank with a free slot (longest processing time first,
+    doi:10.1137/0117039). Then the busiest rank exchanges experts with other ranks as long as that
+    lowers the maximum load.
 
     Args:
         loads: rows of each expert, ``[E]``.
-        before: with as many experts on each rank as ``even_placement`` gives it.
+        before: the current placement, with as many experts per rank as ``even_placement`` gives.
+    Returns: ``before`` itself if the most loaded rank would gain less than 5 %.
     """
     num_ranks, count = len(before.ranks), before.num_experts
     redundant = sum(map(len, before.ranks)) - count
     copies = [1] * count
     for _ in range(redundant):
         free = [e for e in range(count) if copies[e] < num_ranks]
+        # Ties go to the expert with fewer copies, then to the lower id: deterministic on all ranks.
         copies[max(free, key=lambda e: (loads[e] / copies[e], -copies[e], -e))] += 1
-    shares = [load / number for load, number in zip(loads, copies, strict=True)]
-    fill = _Fill(_rooms(count, num_ranks, redundant), shares, [[] for _ in before.ranks])
-    for expert in sorted(range(count), key=lambda e: (-shares[e], -copies[e], e)):
+    copy_loads = [load / number for load, number in zip(loads, copies, strict=True)]
+    capacities = _rank_capacities(count, num_ranks, redundant)
+    builder = _PlacementBuilder(capacities, copy_loads, [[] for _ in before.ranks])
+    # Experts with more copies first among equals, as each of their copies needs another rank.
+    for expert in sorted(range(count), key=lambda e: (-copy_loads[e], -copies[e], e)):
         for _ in range(copies[expert]):
-            fill.put(expert)
-    fill.even_out()
-    fill.held = [[*_in_place(*pair)] for pair in zip(before.ranks, fill.held, strict=True)]
-    found = fill.placement(count)
-    return found if max(found.shares(loads)) < _WORTH * max(before.shares(loads)) else before
+            builder.put(expert)
+    builder.even_out()
+    builder.experts_by_rank = [
+        [*_keep_slots(*pair)] for pair in zip(before.ranks, builder.experts_by_rank, strict=True)
+    ]
+    placement = builder.placement(count)
+    is_worth_moving = max(placement.shares(loads)) < _MAX_LOAD_RATIO * max(before.shares(loads))
+    return placement if is_worth_moving else before
 
 
-def _rooms(num_experts: int, num_ranks: int, redundant: int) -> list[int]:
-    """Return how many experts each rank holds."""
-    places = num_experts + redundant
-    if places < num_ranks:
+def _rank_capacities(num_experts: int, num_ranks: int, redundant: int) -> list[int]:
+    """Return the number of expert slots of each rank."""
+    num_slots = num_experts + redundant
+    if num_slots < num_ranks:
         raise ConfigError(
             f"{num_ranks} ranks are more than {num_experts} experts and {redundant} redundant ones"
         )
@@ -161,87 +171,104 @@ def _rooms(num_experts: int, num_ranks: int, redundant: int) -> list[int]:
             f"redundant_experts is {redundant}, and {num_ranks} ranks have room for "
             f"{num_experts * (num_ranks - 1)} further copies of {num_experts} experts"
         )
-    return _spread(places, num_ranks)
+    return _spread(num_slots, num_ranks)
 
 
 def _spread(count: int, num_ranks: int) -> list[int]:
-    """Return equal shares, the first ones larger by one; of a larger count none is smaller."""
+    """Divide ``count`` into ``num_ranks`` parts that differ by one at most, larger parts first."""
     return [count // num_ranks + (rank < count % num_ranks) for rank in range(num_ranks)]
 
 
-class _Fill:
-    """Ranks while experts are put on them.
+class _PlacementBuilder:
+    """Assigns expert copies to ranks while keeping the loads of the ranks even.
 
     Args:
-        rooms: how many experts each rank is to hold; they differ by one at most.
-        shares: rows of a copy of each expert.
-        held: what ranks have already.
+        capacities: expert slots of each rank; capacities differ by one at most.
+        copy_loads: rows of one copy of each expert.
+        experts_by_rank: experts that are already assigned.
     """
 
-    def __init__(self, rooms: list[int], shares: list[float], held: list[list[int]]) -> None:
-        self.rooms, self.shares, self.held = rooms, shares, held
-        self.todo = [sum(shares[e] for e in own) for own in held]
+    def __init__(
+        self, capacities: list[int], copy_loads: list[float], experts_by_rank: list[list[int]]
+    ) -> None:
+        self.capacities, self.copy_loads = capacities, copy_loads
+        self.experts_by_rank = experts_by_rank
+        self.rank_loads = [sum(copy_loads[e] for e in experts) for experts in experts_by_rank]
 
     def put(self, expert: int) -> None:
-        """Add a copy to the rank with least to do of those that have room and not this expert.
+        """Add a copy to the least loaded rank that has a free slot and no copy of the expert.
 
-        Where all ranks with room have it, one of them takes another expert from a rank that has
-        not, which takes the copy. Rooms differ by one at most, so that there is such an expert.
+        If every rank with a free slot already has a copy, a full rank without one first hands one
+        of its other experts over to a rank with a free slot. Capacities differ by one at most, so
+        the full rank always has an expert that the other rank lacks.
         """
-        ranks = range(len(self.held))
-        without = [r for r in ranks if expert not in self.held[r]]
-        free = [r for r in without if self._room(r)]
-        if not free:
-            giver = min(without, key=lambda r: (self.todo[r], r))
-            taker = next(r for r in ranks if self._room(r))
-            given = next(e for e in reversed(self.held[giver]) if e not in self.held[taker])
-            self.held[giver].remove(given)
-            self.todo[giver] -= self.shares[given]
-            self._add(given, taker)
-            free = [giver]
-        self._add(expert, min(free, key=lambda r: (self.todo[r], -self._room(r), r)))
+        ranks = range(len(self.experts_by_rank))
+        without_copy = [r for r in ranks if expert not in self.experts_by_rank[r]]
+        eligible = [r for r in without_copy if self._free_slots(r)]
+        if not eligible:
+            giver = min(without_copy, key=lambda r: (self.rank_loads[r], r))
+            taker = next(r for r in ranks if self._free_slots(r))
+            moved = next(
+                e
+                for e in reversed(self.experts_by_rank[giver])
+                if e not in self.experts_by_rank[taker]
+            )
+            self.experts_by_rank[giver].remove(moved)
+            self.rank_loads[giver] -= self.copy_loads[moved]
+            self._add(moved, taker)
+            eligible = [giver]
+        least_loaded = min(eligible, key=lambda r: (self.rank_loads[r], -self._free_slots(r), r))
+        self._add(expert, least_loaded)
 
     def even_out(self) -> None:
-        """Let the busiest rank exchange an expert with another one, as long as both then have less.
+        """Exchange experts between the busiest rank and others while that lowers the maximum load.
 
-        Ranks that are full as equal numbers want it would else keep what they got last.
+        Greedy placement alone is uneven: near the end only some ranks have free slots, so the
+        last experts go to these ranks whatever their loads.
         """
-        for _ in range(_MOST_EXCHANGES * len(self.held)):
-            busy = max(range(len(self.held)), key=lambda r: (self.todo[r], -r))
-            mine = set(self.held[busy])
-            found = []
-            for rank, theirs in enumerate(map(set, self.held)):
-                gap = self.todo[busy] - self.todo[rank]
-                found += [
-                    (abs(gap / 2 - less), rank, out, into)
-                    for out in mine - theirs
-                    for into in theirs - mine
-                    if 0 < (less := self.shares[out] - self.shares[into]) < gap
+        for _ in range(_MAX_EXCHANGES * len(self.experts_by_rank)):
+            ranks = range(len(self.experts_by_rank))
+            busiest = max(ranks, key=lambda r: (self.rank_loads[r], -r))
+            busiest_experts = set(self.experts_by_rank[busiest])
+            exchanges = []
+            for rank, experts in enumerate(map(set, self.experts_by_rank)):
+                gap = self.rank_loads[busiest] - self.rank_loads[rank]
+                # The best exchange moves half of the gap, so candidates rank by their distance
+                # from it.
+                exchanges += [
+                    (abs(gap / 2 - moved_load), rank, out, into)
+                    for out in busiest_experts - experts
+                    for into in experts - busiest_experts
+                    if 0 < (moved_load := self.copy_loads[out] - self.copy_loads[into]) < gap
                 ]
-            if not found:
+            if not exchanges:
                 return
-            _, rank, *pair = min(found)
-            for place, (out, into) in ((busy, pair), (rank, pair[::-1])):
-                self.held[place].remove(out)
-                self.todo[place] -= self.shares[out]
-                self._add(into, place)
+            _, rank, *pair = min(exchanges)
+            for changed_rank, (out, into) in ((busiest, pair), (rank, pair[::-1])):
+                self.experts_by_rank[changed_rank].remove(out)
+                self.rank_loads[changed_rank] -= self.copy_loads[out]
+                self._add(into, changed_rank)
 
     def placement(self, num_experts: int) -> ExpertPlacement:
-        """Return what the ranks hold now."""
-        return ExpertPlacement(num_experts, tuple(map(tuple, self.held)))
+        """Return the current assignment."""
+        return ExpertPlacement(num_experts, tuple(map(tuple, self.experts_by_rank)))
 
-    def _room(self, rank: int) -> int:
-        return self.rooms[rank] - len(self.held[rank])
+    def _free_slots(self, rank: int) -> int:
+        return self.capacities[rank] - len(self.experts_by_rank[rank])
 
     def _add(self, expert: int, rank: int) -> None:
-        self.held[rank].append(expert)
-        self.todo[rank] += self.shares[expert]
+        self.experts_by_rank[rank].append(expert)
+        self.rank_loads[rank] += self.copy_loads[expert]
 
 
-def _in_place(before: Sequence[int], after: Sequence[int]) -> Iterator[int]:
-    """Yield the experts of a rank, those that stay where they were."""
+def _keep_slots(before: Sequence[int], after: Sequence[int]) -> Iterator[int]:
+    """Yield a rank's new experts, ordered so that experts that stay keep their slots.
+
+    Only the slots of experts that move are read again.
+    """
     new = iter([expert for expert in after if expert not in before])
     for expert in before:
-        if (there := expert if expert in after else next(new, None)) is not None:
-            yield there
+        occupant = expert if expert in after else next(new, None)
+        if occupant is not None:
+            yield occupant
     yield from new

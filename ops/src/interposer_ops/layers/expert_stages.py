@@ -1,7 +1,7 @@
-"""Experts in three stages: rows are sent to them, they compute, and what they return is added up.
+"""Experts in three stages: send rows to their experts, compute the experts, combine the results.
 
-Dimensions: T tokens, K chosen experts, M rows, H hidden size, I intermediate size, E experts that
-the layer holds.
+Dimensions: T tokens, K chosen experts, M rows, H hidden size, I intermediate size, E experts of the
+layer.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ __all__ = [
 
 
 class Dispatched(NamedTuple):
-    """Rows in the order of the experts that the layer holds.
+    """Rows sorted by the experts of the layer.
 
     Attributes:
-        rows: ``[M, H]``, those of each expert next to each other; M may be 0. Rows behind those
-            of the last expert are computed by none.
-        starts: ``[E + 1]`` int32 or int64, where the rows of each expert begin, and the end of all.
-        receipt: what the dispatcher needs to return the rows to their tokens.
+        rows: ``[M, H]``, the rows of each expert are contiguous; M may be 0. Rows after those of
+            the last expert are padding that no expert computes.
+        starts: ``[E + 1]`` int32 or int64, the first row of each expert, then the end of the last.
+        receipt: the dispatcher's data for returning the rows to their tokens.
     """
 
     rows: Tensor
@@ -51,45 +51,46 @@ class Dispatched(NamedTuple):
 
 
 class ExpertDispatcher(ABC):
-    """Sends tokens to their experts and returns the results, here or on other ranks.
+    """Sends tokens to their experts and combines the results, on this rank or over several ranks.
 
-    A dispatcher belongs to one ``Experts`` layer. The ids that it gets are the router's, which
-    counts the experts of all ranks; the rows that it prepares are for those of the layer.
+    A dispatcher belongs to one ``Experts`` layer. The expert ids are the router's, counted over all
+    ranks; the prepared rows are for the experts of this layer only.
     """
 
     @abstractmethod
     def prepare(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Dispatched:
-        """Return the rows that the layer's experts have to compute.
+        """Collect the rows that the layer's experts must compute.
 
         Args:
             x: ``[T, H]``, the tokens of this rank.
             weights: ``[T, K]`` float32.
-            expert_ids: ``[T, K]`` int32; -1 stands for no expert.
+            expert_ids: ``[T, K]`` int32; -1 means no expert.
         """
 
     @abstractmethod
     def finalize(self, rows: Tensor, receipt: Any) -> Tensor:
-        """Return ``[T, H]``: each token's results, times their weights, added up.
+        """Combine the experts' results into the weighted sum ``[T, H]`` of each token.
 
         Args:
-            rows: ``[M, H]``, what the experts return for the rows of ``prepare``, in their order.
-                Rows behind those of the last expert may hold anything.
-            receipt: of the same ``Dispatched``.
+            rows: ``[M, H]``, the experts' results for the rows of ``prepare``, in the same order.
+                Padding rows may hold anything.
+            receipt: the receipt of the same ``Dispatched``.
         """
 
 
 class LocalDispatcher(ExpertDispatcher):
-    """Sorts the rows of the tokens by expert; the layer holds all experts."""
+    """Sorts the tokens' rows by expert, for a layer that holds all experts."""
 
     def __init__(self, site: Site, spec: ExpertsSpec) -> None:
         self.num_experts = spec.num_experts
         sizes = {"hidden_size": spec.hidden_size, "top_k": spec.top_k}
-        held = spec.num_experts
-        self.permute = site.bind(moe_permute, **sizes, num_experts=held, index_dtype="int32")
+        self.permute = site.bind(
+            moe_permute, **sizes, num_experts=spec.num_experts, index_dtype="int32"
+        )
         self.unpermute = site.bind(moe_unpermute, **sizes, weights_dtype="float32")
 
     def prepare(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Dispatched:
-        """Return a row for each choice of each token."""
+        """Return one row for each chosen expert of each token."""
         rows, positions, starts = self.permute(x, expert_ids, self.num_experts)
         return Dispatched(rows, starts, (positions, weights))
 
@@ -99,12 +100,12 @@ class LocalDispatcher(ExpertDispatcher):
 
 
 class GatedActivation:
-    """The activation between the projections of experts, as an op that rounds its result.
+    """Gated activation between the projections of experts, as an op that rounds its result.
 
     Attributes:
-        interleaves: it takes a gate, then what that acts on, in turn; else all gates come first.
+        interleaves: inputs alternate between gate and up; False: all gates come first.
 
-    Raises: RequestError: the activation is not one that ``fused_experts`` knows.
+    Raises: RequestError: ``fused_experts`` has no such activation.
     """
 
     def __init__(self, site: Site, spec: ExpertsSpec) -> None:
@@ -123,36 +124,35 @@ class GatedActivation:
                 self.options = SWIGLU_ALPHA, SWIGLU_LIMIT
                 self.activate = site.bind(swiglu_oai_and_mul, intermediate_size=inner)
             case other:
-                known = "'silu', 'gelu' or 'swiglu_oai'"
-                raise RequestError(f"No activation {other!r} of experts; try {known}")
+                alternatives = "'silu', 'gelu' or 'swiglu_oai'"
+                raise RequestError(f"No activation {other!r} of experts; try {alternatives}")
 
     def __call__(self, projected: Tensor) -> Tensor:
-        """Return ``[M, I]`` of ``[M, 2 I]``."""
+        """Map ``[M, 2 I]`` to ``[M, I]``."""
         return self.activate(projected, *self.options)
 
 
 class GroupedProducts:
-    """Both projections of unquantized experts, as products of rows in groups.
+    """Unquantized experts as two grouped GEMMs.
 
-    They compute what ``fused_experts`` does, with further roundings to the dtype of the rows: of
-    each projection, and of what its bias is added to.
+    The result is that of ``fused_experts`` with more roundings: each projection rounds to the dtype
+    of the rows, before and after its bias is added.
 
-    Raises: RequestError: the activation is not one that ``fused_experts`` knows.
+    Raises: RequestError: ``fused_experts`` has no such activation.
     """
 
     def __init__(self, site: Site, spec: ExpertsSpec) -> None:
         hidden, inner = spec.hidden_size, spec.intermediate_size
         first = {"in_features": hidden, "out_features": 2 * inner}
         second = {"in_features": inner, "out_features": hidden}
-        held = spec.num_experts
-        self.first = site.bind_kernel(grouped_linear, **first, num_experts=held)
-        self.second = site.bind_kernel(grouped_linear, **second, num_experts=held)
+        self.first = site.bind_kernel(grouped_linear, **first, num_experts=spec.num_experts)
+        self.second = site.bind_kernel(grouped_linear, **second, num_experts=spec.num_experts)
         self.activate = GatedActivation(site, spec)
 
     def operands(
         self, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Return the constants of ``fused_experts`` as the call wants them."""
+        """Convert the constants of ``fused_experts`` to the operands of ``__call__``."""
         if self.activate.interleaves:
             gate_up = interleaved(gate_up)
             gate_up_bias = None if gate_up_bias is None else interleaved(gate_up_bias)
@@ -168,8 +168,10 @@ class GroupedProducts:
         down_bias: Tensor | None,
         starts: Tensor,
     ) -> Tensor:
-        """Return ``[M, H]`` of rows ``[M, H]`` in the order of their experts."""
+        """Compute ``[M, H]`` for rows ``[M, H]`` sorted by expert."""
         starts = starts.long()
+        # Grouped GEMMs take no bias, so biases are gathered per row. Padding rows have no expert;
+        # any valid index will do for them.
         experts = None
         if gate_up_bias is not None:
             experts = row_experts(starts, len(rows)).clamp(min=0)
@@ -179,8 +181,9 @@ class GroupedProducts:
 
 
 def row_experts(starts: Tensor, num_rows: int) -> Tensor:
-    """Return the expert of each row ``[M]`` int32, -1 of rows behind those of the last expert."""
+    """Return the expert index of each row ``[M]`` int32; -1 for padding rows."""
     rows = torch.arange(num_rows, device=starts.device, dtype=starts.dtype)
+    # An expert without rows has the same start as the next one; right=True skips it.
     experts = torch.searchsorted(starts[1:].contiguous(), rows, right=True, out_int32=True)
     return torch.where(rows < starts[-1], experts, -1)
 
@@ -190,5 +193,5 @@ def _offset(rows: Tensor, bias: Tensor | None, experts: Tensor | None) -> Tensor
 
 
 def interleaved(halves: Tensor) -> Tensor:
-    """Return the outputs along dimension 1 in turn, one of the first half, one of the second."""
+    """Interleave the two halves of dimension 1: first half's entry, then second half's entry."""
     return torch.stack(halves.chunk(2, 1), 2).flatten(1, 2)

@@ -1,6 +1,6 @@
-"""Mixtures of experts: the router that chooses them, and the experts themselves.
+"""MoE layers: the router that chooses experts, and the experts.
 
-Dimensions: T tokens, H hidden size, E experts, I intermediate size, K chosen experts.
+Dimensions: T tokens, M rows, H hidden size, E experts, I intermediate size, K chosen experts.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _MATRICES = {"gate_up": "gate_up_proj", "down": "down_proj"}
 
 
 class Router(WideLinear):
-    """Choose the experts of each token by a projection, and weight them by a softmax.
+    """Choose the top-k experts of each token by a linear layer, and weight them by a softmax.
 
     Args:
-        renormalize: the softmax is over the chosen experts, else over all of them.
+        renormalize: compute the softmax over the chosen experts; False: over all experts.
     """
 
     layer_id = "router"
@@ -54,34 +54,37 @@ class Router(WideLinear):
         self.bind_choice(replace(site, dtype=self.dtype), sizes)
 
     def bind_choice(self, site: Site, sizes: Mapping[str, int]) -> None:
-        """Bind what chooses the experts; a subclass may choose in another way."""
+        """Bind the op that chooses the experts; a subclass may bind another op."""
         self.select = site.bind(topk_softmax, **sizes, renormalize=self.renormalize)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights and ids of the experts for the logits ``[T, E]``."""
+        """Return weights and expert ids ``[T, K]`` for logits ``[T, E]``."""
         return self.select(logits, self.top_k, self.renormalize)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Return weights ``[T, K]`` float32 and ids ``[T, K]`` int32 for ``x`` ``[T, H]``."""
+        """Choose the experts of ``x`` ``[T, H]``.
+
+        Returns: weights ``[T, K]`` float32 and expert ids ``[T, K]`` int32.
+        """
         return self.choose(super().forward(x))
 
 
 class PlainExperts(ExpertsMethod):
     """Unquantized matrices ``gate_up_proj`` and ``down_proj`` of all experts, and their biases.
 
-    They are held as ``fused_experts`` takes them; what is stored in another order is copied once.
-    Where checkpoints store every matrix by itself, ``expert_parts`` of a parameter states their
-    names and how many of an expert's outputs each of them has.
+    The matrices are kept in the layout of ``fused_experts``; another stored layout is converted
+    once. If the checkpoint stores every matrix separately, the parameter's ``expert_parts`` maps
+    the matrix names to their numbers of outputs.
 
     Args:
-        is_staged: the kernel is that of ``GroupedProducts``.
+        is_staged: use ``GroupedProducts`` instead of ``fused_experts``.
     """
 
     def __init__(self, is_staged: bool = False) -> None:
         self.is_staged = is_staged
 
     def create_weights(self, layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
-        """Register both matrices and, if they have some, their biases."""
+        """Register both matrices and, if ``spec`` has biases, the biases."""
         self.spec = spec
         if self.is_staged:
             self.products = GroupedProducts(site, spec)
@@ -95,7 +98,7 @@ class PlainExperts(ExpertsMethod):
         return gate_up.double(), down.double()
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-        """Return the bound kernel with its weights, prepared if it wants them so."""
+        """Return the bound kernel with its weights, prepared if the kernel requires preparation."""
         constants = taken_matrices(layer, self.spec)
         if self.is_staged:
             return self.products, self.products.operands(**constants)
@@ -104,13 +107,13 @@ class PlainExperts(ExpertsMethod):
 
 
 class Experts(PluggableLayer):
-    """Routed experts; the scheme of the checkpoint decides how their weights are stored.
+    """Routed experts; the checkpoint's quantization scheme decides the storage format.
 
     Args:
-        spec: of the experts that the layer holds.
-        dispatcher: sends the tokens to experts, which may be on other ranks. Without one, the
-            layer holds all of them and computes them by one kernel. A plugin that replaces the
-            layer ``"experts"`` reaches every model: its subclass passes a dispatcher on.
+        spec: the experts that the layer holds.
+        dispatcher: sends tokens to experts, possibly on other ranks. Without a dispatcher the layer
+            holds all experts and one kernel computes them. A plugin that replaces the layer
+            ``"experts"`` by a subclass with a dispatcher reaches every model.
     """
 
     layer_id = "experts"
@@ -126,17 +129,17 @@ class Experts(PluggableLayer):
         method = scheme.experts_method(site.prefix) if scheme else None
         self.is_grouped = is_staged and method is None
         self.method = method or PlainExperts(is_staged)
-        # A row that is sent to an expert is a token with this one choice.
+        # To the kernel, each dispatched row is a token with exactly one chosen expert.
         self.method.create_weights(self, site, replace(spec, top_k=1) if is_staged else spec)
         self.kernel: Callable[..., Tensor] | None = None
         self.operands: tuple[Any, ...] = ()
 
     def finalize(self) -> None:
-        """Hand the loaded weights to the method, which says what to call with which operands."""
+        """Let the experts method turn the loaded weights into a kernel and operands."""
         self.kernel, self.operands = self.method.finalize(self)
 
     def forward(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
-        """Return what the chosen experts make of ``x`` ``[T, H]``, added up by ``weights``."""
+        """Compute the weighted sum ``[T, H]`` of the chosen experts' outputs."""
         if self.dispatcher is None:
             routing = weights, expert_ids, self.spec.activation
             return self.kernel(x, *self.operands, *routing)  # type: ignore[misc]
@@ -144,7 +147,7 @@ class Experts(PluggableLayer):
         return self.dispatcher.finalize(self.compute(rows, starts), receipt)
 
     def compute(self, rows: Tensor, starts: Tensor) -> Tensor:
-        """Return what experts make of the rows of a ``Dispatched``, where there is a dispatcher."""
+        """Compute the experts for the rows ``[M, H]`` of a ``Dispatched``; needs a dispatcher."""
         if self.is_grouped:
             return self.kernel(rows, *self.operands, starts)  # type: ignore[misc]
         experts = row_experts(starts, len(rows))[:, None]
@@ -152,18 +155,18 @@ class Experts(PluggableLayer):
         return self.kernel(rows, *self.operands, ones, experts, self.spec.activation)  # type: ignore[misc]
 
     def extra_repr(self) -> str:
-        """Return the sizes for ``repr``."""
+        """Format the sizes for ``repr``."""
         spec = self.spec
         return f"{spec.num_experts} x ({spec.hidden_size}, {spec.intermediate_size}), {spec.top_k}"
 
 
 def gates_first(alternating: Tensor) -> Tensor:
-    """Return outputs that alternate along dimension 1 with the even ones before the odd ones."""
+    """Reorder alternating outputs of dimension 1: all even ones, then all odd ones."""
     return torch.cat((alternating[:, ::2], alternating[:, 1::2]), 1)
 
 
 def register_matrices(layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
-    """Register what ``PlainExperts`` says, in the model's dtype."""
+    """Register the parameters of ``PlainExperts`` in the model's dtype."""
     count, hidden, inner = spec.num_experts, spec.hidden_size, spec.intermediate_size
     shapes = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}
     for name, (outputs, inputs) in shapes.items():
@@ -181,16 +184,16 @@ def register_matrices(layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
 
 
 def taken_matrices(layer: nn.Module, spec: ExpertsSpec) -> dict[str, Any]:
-    """Take away what ``register_matrices`` registered, and return the constants of the op.
+    """Remove the parameters of ``register_matrices`` from the layer, and return op constants.
 
-    Those are ``gate_up`` ``[E, 2 I, H]``, gates first, ``gate_up_bias``, ``down`` ``[E, H, I]`` and
-    ``down_bias``.
+    Returns: ``gate_up`` ``[E, 2 I, H]``, gates first, ``gate_up_bias``, ``down`` ``[E, H, I]`` and
+        ``down_bias``.
     """
     gate_up, down = _matrices(layer, spec)
     gate_up_bias, down_bias = (layer._parameters[f"{name}_bias"] for name in _MATRICES.values())
     if gate_up_bias is not None and spec.alternating:
         gate_up_bias = gates_first(gate_up_bias)  # type: ignore[assignment]
-    # Held twice they would double the memory.
+    # The kernel's copies may differ from the parameters; keeping both would double the memory.
     for name in _MATRICES.values():
         layer.register_parameter(name, None)
         layer.register_parameter(f"{name}_bias", None)

@@ -1,7 +1,7 @@
-"""Sums over ranks, each with the residual stream and the norm that read it.
+"""Fused all-reduce, residual add and RMSNorm after a row-parallel projection.
 
-A projection that is cut by inputs leaves its sum to the norm behind it. This is ``all_reduce``,
-then the op ``fused_add_rms_norm``, unless the communicator has a method that does both.
+The projection skips its all-reduce and the next norm does the sum. If the communicator has no fused
+method, ``all_reduce`` and the op ``fused_add_rms_norm`` run one after the other.
 
 Dimensions: T tokens, H hidden size.
 """
@@ -22,17 +22,19 @@ from interposer_ops.layers.linear import Linear
 __all__ = ["FUSED_SUM", "LeftSum", "ends_in_projection", "leave_sum"]
 
 FUSED_SUM = "all_reduce_add_rms_norm"
-"""The collective that does what a sum is left to a norm for."""
+"""Name of the collective that does all-reduce, residual add and RMSNorm in one call."""
 
 
 class LeftSum:
-    """The sum of a projection, as the norm takes it that the projection leaves it to.
+    """The all-reduce of a projection, moved to the norm that follows.
+
+    The projection does the sum itself while a forward hook could see the difference.
 
     Attributes:
-        between: layers that return the result of the projection. A hook on one of them is to see
-            the sum, which the projection takes itself then.
-        readers: layers that are called with it.
-        is_paused: something else reads the result of the projection, too.
+        between: layers that return the projection's result; a forward hook on one of them must see
+            the sum.
+        readers: layers whose input is the projection's result; a pre-hook on one must see the sum.
+        is_paused: another layer reads the projection's result, too.
     """
 
     def __init__(
@@ -47,9 +49,10 @@ class LeftSum:
         self.is_paused = False
 
     def is_left(self) -> bool:
-        """Say whether the norm adds up."""
+        """Check whether the norm does the sum, rather than the projection."""
         return not (
             self.is_paused
+            # Hooks that were registered for every module see this one, too.
             or every_module._global_forward_hooks
             or every_module._global_forward_pre_hooks
             or any(module._forward_hooks for module in self.between)
@@ -57,9 +60,9 @@ class LeftSum:
         )
 
     def add_norm(self, norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm of the residual stream and the sum of ``x`` ``[T, H]``, and both added.
+        """Sum ``x`` over the ranks and add the residual; return ``(normalised stream, stream)``.
 
-        ``x`` may be overwritten.
+        ``x`` ``[T, H]`` is this rank's summand, and may be overwritten.
         """
         fused = self._fused[x.numel() > self._sum_alone.limit]
         if fused is None:
@@ -74,51 +77,54 @@ def leave_sum(
     between: Iterable[nn.Module],
     readers: Iterable[nn.Module] = (),
 ) -> bool:
-    """Leave the sum of a projection to a norm if ranks add it up and the norm can take it.
+    """Move a projection's all-reduce to the next norm, if layers and communicator allow it.
 
     Args:
-        site: of the norm.
-        norm: an ``RMSNorm`` that is given the residual stream.
-        between, readers: those of ``LeftSum``.
+        site: site of the norm.
+        norm: an ``RMSNorm`` that receives the residual stream.
+        between, readers: attributes of the ``LeftSum``.
+    Returns: whether the norm does the sum from now on.
     """
     if type(projection) is not RowLinear or not norm.takes_sums:
         return False
-    alone = projection.reduce_alone
-    fused = tuple(_fused(site, alone, index) for index in range(2))
+    reduce_alone = projection.reduce_alone
+    # Index 0: the communicator for few rows, index 1: for many rows.
+    fused = tuple(_fused(site, reduce_alone, index) for index in range(2))
     if fused == (None, None):
         return False
-    left = LeftSum(alone, fused, (projection, *between), (*readers,))
-    projection.left = norm.left = (left,)
+    left_sum = LeftSum(reduce_alone, fused, (projection, *between), (*readers,))
+    projection.left = norm.left = (left_sum,)
     return True
 
 
 def ends_in_projection(part: nn.Module, standard: type[PluggableLayer]) -> bool:
-    """Say whether a layer returns what its last projection does, as its own class says."""
+    """Check whether a layer's own class declares that its last projection gives its result."""
     return isinstance(part, standard) and bool(vars(type(part)).get("ends_in_projection"))
 
 
-def _fused(site: Site, alone: AllReduce, index: int) -> Communicator | None:
-    """Return what does all at once, for few or for many rows; None where steps run apart."""
-    choice = alone.choices[index]
+def _fused(site: Site, reduce_alone: AllReduce, index: int) -> Communicator | None:
+    """Return the communicator with the fused collective, for few (0) or many (1) rows, or None."""
+    choice = reduce_alone.choices[index]
     if FUSED_SUM not in getattr(choice.chosen.record, "collectives", ()):
-        _tell(site, choice, f"{choice.chosen.name} has no {FUSED_SUM}")
+        _note_separate(site, choice, f"{choice.chosen.name} has no {FUSED_SUM}")
         return None
     try:
-        fused, held = site.resolver.communicator(
-            FUSED_SUM, alone.dtype, alone.num_bytes[index], site.prefix
+        fused, communicator = site.resolver.communicator(
+            FUSED_SUM, reduce_alone.dtype, reduce_alone.num_bytes[index], site.prefix
         )
     except NoCandidateError as error:
         refusals = "; ".join(map(str, error.refusals))
-        _tell(site, choice, f"{FUSED_SUM} was refused: {refusals}")
+        _note_separate(site, choice, f"{FUSED_SUM} was refused: {refusals}")
         return None
+    # Fusing must not change the communicator that was chosen for the all-reduce.
     if fused.chosen.qualified_name != choice.chosen.qualified_name:
-        _tell(site, choice, f"{FUSED_SUM} is that of {fused.chosen.name}")
+        _note_separate(site, choice, f"{FUSED_SUM} is that of {fused.chosen.name}")
         return None
-    return held
+    return communicator
 
 
-def _tell(site: Site, sums: Choice, reason: str) -> None:
-    """Note with the choice for sums why norms run apart from them."""
+def _note_separate(site: Site, sums: Choice, reason: str) -> None:
+    """Note on the choice of the all-reduce why the norm stays separate."""
     note, resolver = f"norms behind sums run apart: {reason}", cast("Any", site.resolver)
     for key, (choice, _) in [*resolver.choices.items()]:
         if choice.request == sums.request and note not in choice.notes:

@@ -1,8 +1,9 @@
-"""Layers that quantize what they return for the one that comes next, by one kernel.
+"""Layers that quantize their result for the next layer, by one fused kernel.
 
-A projection whose inputs all have one scale can be given their codes. The layer before it asks for
-a kernel that computes both steps when the two are built. Where there is none but the reference,
-which would only do one after the other, both stay as they are, and the choice says so.
+A projection with one scale for all inputs can take quantized inputs. When both layers are built,
+the preceding layer looks for a kernel that computes its own op and the quantization. If only the
+reference implements the fused op, nothing is fused, since the reference would run both steps one
+after the other; a note on the choice says so.
 """
 
 from __future__ import annotations
@@ -23,24 +24,26 @@ _Dims = Mapping[str, int | float | str | bool]
 def bind_quantizing(
     site: Site, receiver: nn.Module, *ops: tuple[CustomOp[..., Any], _Dims]
 ) -> tuple[BoundKernel[..., Any], ...]:
-    """Return kernels that quantize for a projection, which takes codes from now on; or none.
+    """Bind fused kernels that quantize for a projection, which then takes quantized input.
 
     Args:
-        site: of the layer that quantizes.
-        receiver: the projection; nothing else may read what the layer returns.
-        ops: with dims, to which that of the codes is added.
+        site: site of the layer that quantizes.
+        receiver: the projection, which must be the only reader of the layer's result.
+        ops: each fused op with its dims; ``out_dtype`` is added here.
+    Returns: the bound kernels; empty if nothing is fused.
     """
     method: Any = getattr(receiver, "method", None)
     if not isinstance(method, LinearMethod) or method.input_codes is None:
         return ()
-    codes = str(method.input_codes).removeprefix("torch.")
-    bound = tuple(site.bind_kernel(op, **dims, out_dtype=codes) for op, dims in ops)
-    method.takes_codes = all(isinstance(b.choice.chosen.record, Kernel) for b in bound)
+    out_dtype = str(method.input_codes).removeprefix("torch.")
+    kernels = tuple(site.bind_kernel(op, **dims, out_dtype=out_dtype) for op, dims in ops)
+    # A reference is no Kernel record: the layers stay separate if any op has only a reference.
+    method.takes_codes = all(isinstance(b.choice.chosen.record, Kernel) for b in kernels)
     note = "quantizes for the projection that comes next, whose inputs have one scale"
     if not method.takes_codes:
-        note = "not called: this step and the quantizer run apart, as no kernel computes both"
+        note = "not called: no kernel fuses this op with the quantization of its result"
     resolver: Any = site.resolver
     for key, (choice, _) in [*resolver.choices.items()]:
-        if any(choice is b.choice for b in bound) and note not in choice.notes:
+        if any(choice is b.choice for b in kernels) and note not in choice.notes:
             resolver.annotate(key, note, idle=not method.takes_codes)
-    return bound if method.takes_codes else ()
+    return kernels if method.takes_codes else ()

@@ -1,4 +1,4 @@
-"""Dense projections: plain, and several of one input merged into one product."""
+"""Dense linear layers: plain, and several of one input merged into one matmul."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PlainLinear(LinearMethod):
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> None:
-        """Register ``weight`` and, if asked for, ``bias``."""
+        """Register ``weight`` and, if requested, ``bias``."""
         sizes = {"in_features": in_features, "out_features": out_features}
         self.bound = site.bind_kernel(linear, **sizes, biased=bias)
         weight = torch.empty(out_features, in_features, dtype=site.dtype)
@@ -30,17 +30,17 @@ class PlainLinear(LinearMethod):
         layer.register_parameter("bias", parameter)
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-        """Return the bound kernel with its weights, prepared if it wants them so."""
+        """Return the bound kernel with its weights, prepared if the kernel requires preparation."""
         weight, bias = layer.get_parameter("weight"), layer._parameters["bias"]
         prepared = self.bound.prepared(weight=weight, bias=bias)
         if prepared["weight"] is not weight:
-            # The prepared copy replaces it; held twice it would double the memory.
+            # The kernel keeps the prepared copy; keeping the original too would double the memory.
             layer.register_parameter("weight", None)
         return self.bound.function, (prepared["weight"], prepared["bias"])
 
 
 class Linear(PluggableLayer):
-    """One projection; the scheme of the checkpoint decides how its weights are stored."""
+    """Linear layer; the checkpoint's quantization scheme decides how the weights are stored."""
 
     layer_id = "linear"
 
@@ -51,6 +51,7 @@ class Linear(PluggableLayer):
     def _create(self, site: Site, in_features: int, parts: Mapping[str, int], bias: bool) -> None:
         self.in_features = in_features
         self.parts = dict(parts)
+        # The scheme returns None for layers that the checkpoint leaves unquantized.
         scheme = site.resolver.scheme
         method = scheme.linear_method(site.prefix, tuple(parts)) if scheme else None
         self.method = method or PlainLinear()
@@ -60,25 +61,28 @@ class Linear(PluggableLayer):
 
     @staticmethod
     def mark(layer: Linear) -> None:
-        """Mark what checkpoints of this class store in another form; a share of it calls this."""
+        """Mark parameters that checkpoints of this class store in another form.
+
+        Shards of the layer call this method of the original class.
+        """
 
     def finalize(self) -> None:
-        """Hand the loaded weights to the method, which says what to call with which operands."""
+        """Let the linear method turn the loaded weights into a kernel and operands."""
         self.kernel, self.operands = self.method.finalize(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the projection of ``x``: ``[..., I]`` to ``[..., O]``."""
+        """Project ``x`` ``[..., I]`` to ``[..., O]``."""
         return self.kernel(x, *self.operands)  # type: ignore[misc]
 
     def extra_repr(self) -> str:
-        """Return the sizes for ``repr``."""
+        """Format the sizes for ``repr``."""
         return f"{self.in_features}, {self.parts}"
 
 
 class MergedLinear(Linear):
-    """Several projections of one input as one product, such as Q, K and V, or gate and up.
+    """Several projections of one input as one matmul, such as Q, K and V, or gate and up.
 
-    ``parts`` maps the names that checkpoints use to output sizes, in the order of the output.
+    ``parts`` maps checkpoint names to output sizes, in the order of the merged output.
     """
 
     layer_id = "merged_linear"

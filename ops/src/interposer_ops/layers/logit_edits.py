@@ -1,4 +1,4 @@
-"""Edits of logits before a token is drawn, and the likeliest tokens in its place.
+"""Edits of logits before sampling (bias, minimum length, grammar mask), and top log probabilities.
 
 Dimensions: B sequences, V vocabulary, M listed tokens, N likeliest tokens.
 """
@@ -23,17 +23,17 @@ from interposer_ops.sampling._logprobs import token_logprobs
 __all__ = ["MOST_LIKELY", "LogitEditor", "LogitEdits"]
 
 MOST_LIKELY = 20
-"""Tokens that a request may ask for at most at each position, as in the OpenAI API."""
+"""Largest number of top log probabilities per position, as in the OpenAI API."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogitEdits:
-    """The arguments of the ops besides the logits; None stands for what no request uses.
+    """Arguments of the logit-editing ops, without the logits; None: no request uses the edit.
 
     Attributes:
         bias: token ids and values of ``apply_logit_bias``.
-        least: steps, least numbers of tokens and stop ids of ``suppress_tokens_until``.
-        bitmask: of ``apply_token_bitmask``.
+        least: steps, minimum numbers of tokens and stop ids of ``suppress_tokens_until``.
+        bitmask: mask of ``apply_token_bitmask``.
     """
 
     bias: tuple[Tensor, Tensor] | None = None
@@ -42,7 +42,7 @@ class LogitEdits:
 
 
 class LogitEditor:
-    """Kernels that few requests need, each bound when the first one does."""
+    """Kernels that few requests need; each is bound when a request first needs it."""
 
     def __init__(self, site: Site, vocab_size: int) -> None:
         self._site = site
@@ -52,9 +52,9 @@ class LogitEditor:
     def prepare(
         self, *, bias: bool = False, least: bool = False, bitmask: bool = False, top: bool = False
     ) -> None:
-        """Bind what a request will need, so that no step fails for want of a kernel.
+        """Bind the kernels of a new request now, so that no later step fails for lack of a kernel.
 
-        Raises: InterposerError: the policy leaves none, or names one that is unknown.
+        Raises: InterposerError: the policy excludes every kernel, or names an unknown kernel.
         """
         if bias:
             self._bias()
@@ -63,11 +63,12 @@ class LogitEditor:
         if bitmask:
             self._bitmask()
         if top:
+            # Logits are in the model's dtype, or wider after penalties.
             for dtype in {self._site.dtype, torch.promote_types(self._site.dtype, torch.float32)}:
                 self._top(dtype)
 
     def edit(self, logits: Tensor, edits: LogitEdits) -> Tensor:
-        """Return ``[B, V]`` logits as requests want them; rows that want nothing are equal."""
+        """Apply ``edits`` to logits ``[B, V]``; rows without edits are unchanged."""
         if edits.bias is not None:
             logits = self._bias()(logits, *edits.bias)
         if edits.least is not None:
@@ -77,12 +78,13 @@ class LogitEditor:
         return logits
 
     def top(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return log probabilities and ranks of ``tokens``, and those of the likeliest, with ids.
+        """Compute log probabilities and ranks of ``tokens``, and the likeliest tokens of each row.
 
         Args:
-            logits: ``[B, V]``, dtype of the site or the wider one of penalised logits.
+            logits: ``[B, V]``, dtype of the site or the wider dtype of penalised logits.
             tokens: ``[B]`` int64.
-        Returns: ``[B]``, ``[B]``, ``[B, N]`` descending, ``[B, N]``; N is ``MOST_LIKELY`` or V.
+        Returns: log probabilities ``[B]`` and ranks ``[B]`` of ``tokens``; log probabilities ``[B,
+            N]``, descending, and ids ``[B, N]`` of the likeliest tokens. N is ``MOST_LIKELY`` or V.
         """
         return self._top(logits.dtype)(logits, tokens, self._num_top)
 
@@ -105,6 +107,7 @@ class LogitEditor:
     def _kernel(
         self, op: CustomOp[..., Any], dtype: torch.dtype | None = None, **dims: int | str
     ) -> Callable[..., Any]:
+        # Kernels are bound per dtype, as penalised logits are wider.
         key = op.name, dtype or self._site.dtype
         if key not in self._bound:
             site = replace(self._site, dtype=key[1])

@@ -15,15 +15,15 @@ __all__ = ["GatedMLP"]
 
 
 class GatedMLP(PluggableLayer):
-    """Merged gate and up projection, gated activation, down projection.
+    """Gated MLP: merged gate and up projection, gated activation, down projection.
 
-    Its parts are layers of their own, as those of ``SelfAttention``.
+    The parts are layers themselves, as in ``SelfAttention``.
 
     Args:
-        activation: as of ``GatedActivation``.
+        activation: name as for ``GatedActivation``.
 
-    ``part_names`` are those of gate, up and down projection in checkpoints; a class that sets
-    ``ends_in_projection`` in its body returns what the last one does.
+    ``part_names`` are the checkpoint names of gate, up and down projection. A class that sets
+    ``ends_in_projection`` in its body returns the last projection's result unchanged.
     """
 
     layer_id = "gated_mlp"
@@ -43,15 +43,15 @@ class GatedMLP(PluggableLayer):
         *first, last = self.part_names
         names = PairNames("gate_up_proj", last, bias, bias)
         sizes = hidden_size, intermediate_size
-        shares = share_inner(site, *sizes, names, dict.fromkeys(first, 1))
-        self.gate_up_proj = shares.first()
-        self.activation = GatedActivation(site.at("activation"), activation, shares.size)
-        self.down_proj = shares.last()
-        # What a replacement reads of its parts is its own affair.
+        shards = share_inner(site, *sizes, names, dict.fromkeys(first, 1))
+        self.gate_up_proj = shards.first()
+        self.activation = GatedActivation(site.at("activation"), activation, shards.size)
+        self.down_proj = shards.last()
+        # Only standard classes: a replacement may read the activation's result elsewhere, too.
         standard = GatedMLP, GatedActivation, Linear
         if (type(self), type(self.activation), type(self.down_proj)) == standard:
             self.activation.quantize_for(site.at("activation"), self.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``[T, H]`` of ``x`` ``[T, H]``."""
+        """Map ``x`` ``[T, H]`` to ``[T, H]``."""
         return self.down_proj(self.activation(self.gate_up_proj(x)))  # type: ignore[no-any-return]

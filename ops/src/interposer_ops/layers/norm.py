@@ -1,4 +1,4 @@
-"""RMS normalisation, with or without a residual stream."""
+"""RMS normalisation, with or without a residual stream. T tokens, H hidden size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["GemmaRMSNorm", "RMSNorm"]
 
 
 class RMSNorm(PluggableLayer):
-    """Normalise over the last dimension; see the ops ``rms_norm`` and ``fused_add_rms_norm``."""
+    """RMS norm over the last dimension; see the ops ``rms_norm`` and ``fused_add_rms_norm``."""
 
     layer_id = "rms_norm"
     ops = (rms_norm, fused_add_rms_norm)
@@ -32,6 +32,7 @@ class RMSNorm(PluggableLayer):
         super().__init__(site)
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=site.dtype), requires_grad=False)
+        # ``forward`` and ``forward_add`` are two ops, which may have two different kernels.
         plain = site.bind_kernel(self.ops[0], hidden_size=hidden_size)
         stream = str(_stream_dtype(site.dtype)).removeprefix("torch.")
         sizes = {"hidden_size": hidden_size}
@@ -39,8 +40,8 @@ class RMSNorm(PluggableLayer):
         self.norm, self.add_norm = plain.function, adding.function
         self._bound: tuple[BoundKernel[..., Any], ...] = (plain, adding)
         self._receiver: tuple[Linear, ...] = ()
-        self.left: tuple[Any, ...] = ()  # the LeftSum that forward_add takes, where ranks have one
-        # In a tuple, so that they are no parameters of their own.
+        self.left: tuple[Any, ...] = ()  # the LeftSum, if forward_add does the ranks' all-reduce
+        # A tuple keeps torch from registering the weight twice.
         self.constants: tuple[Any, ...] = (self.weight, self.weight)
 
     def finalize(self) -> None:
@@ -48,38 +49,42 @@ class RMSNorm(PluggableLayer):
         self.constants = tuple(b.prepared(weight=self.weight)["weight"] for b in self._bound)
 
     def quantize_for(self, site: Site, receiver: Linear) -> None:
-        """Return codes from ``forward_add``, if ``receiver`` takes some and a kernel is there.
+        """Quantize the result of ``forward_add`` for ``receiver``, if a fused kernel exists.
 
         Args:
-            receiver: all that reads the normalised rows.
+            receiver: the only layer that reads the normalised rows.
         """
         sizes = {"hidden_size": self.weight.shape[0]}
         stream = str(_stream_dtype(site.dtype)).removeprefix("torch.")
-        bound = bind_quantizing(
+        kernels = bind_quantizing(
             site,
             receiver,
             (rms_norm_quantize_fp8, sizes),
             (fused_add_rms_norm_quantize_fp8, {**sizes, "residual_dtype": stream}),
         )
-        if bound:
-            self._bound += bound
-            self._receiver = (receiver,)  # in a tuple, so that it is no module of its own
-            self._codes = receiver.method.input_codes
+        if kernels:
+            self._bound += kernels
+            self._receiver = (receiver,)  # a tuple hides the module from torch's child modules
+            self._quantized_dtype = receiver.method.input_codes
 
     @property
     def takes_sums(self) -> bool:
-        """Say whether ``forward_add`` may be left a sum over ranks."""
+        """Whether ``forward_add`` can do the all-reduce of the projection before it."""
         return type(self) is RMSNorm and not self._receiver
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` normalised, ``[..., H]``."""
+        """Normalise ``x`` ``[..., H]``."""
         return self.norm(x, self.constants[0], self.eps)
 
     def forward_add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return ``(normalised sum, sum)``; a missing residual counts as zero.
+        """Add ``x`` to the residual stream; return ``(normalised stream, stream)``.
 
-        The sum stays in float32 or wider, whatever the dtype of ``x``: rounding it after every
-        block is the largest error of a model in 16 bits.
+        The stream stays in float32 or wider, whatever the dtype of ``x``: rounding the stream after
+        every block would be the largest error of a 16-bit model.
+
+        Args:
+            x: ``[..., H]``.
+            residual: ``[..., H]``, the stream; None counts as zero.
         """
         if self._receiver:
             return self._quantized(x, residual)
@@ -90,21 +95,21 @@ class RMSNorm(PluggableLayer):
         return self.add_norm(x, residual, self.constants[1], self.eps)
 
     def _quantized(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return ``(codes, sum)``."""
+        """Add, normalise and quantize; return ``(quantized normalised stream, stream)``."""
         norm, add_norm = self._bound[2].function, self._bound[3].function
         scale, (_, _, weight, add_weight) = self._receiver[0].operands[0], self.constants
         if residual is None:
-            codes = norm(x, weight, scale, self.eps, self._codes)
-            return codes, x.to(_stream_dtype(x.dtype))
-        return add_norm(x, residual, add_weight, scale, self.eps, self._codes)  # type: ignore[no-any-return]
+            quantized = norm(x, weight, scale, self.eps, self._quantized_dtype)
+            return quantized, x.to(_stream_dtype(x.dtype))
+        return add_norm(x, residual, add_weight, scale, self.eps, self._quantized_dtype)  # type: ignore[no-any-return]
 
 
 class GemmaRMSNorm(RMSNorm):
-    """Normalise as ``gemma_rms_norm`` does, by one more than the weight."""
+    """RMS norm that scales by ``1 + weight``; see the op ``gemma_rms_norm``."""
 
     ops = (gemma_rms_norm, fused_add_gemma_rms_norm)
 
 
 def _stream_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the sum of all block outputs is kept."""
+    """Return the dtype of the residual stream."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Routed experts of which each rank holds some, whole.
+"""Expert parallelism: each rank holds some of the routed experts, whole.
 
 Dimensions: T tokens, K chosen experts, H hidden size, E experts of all ranks, N ranks.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from interposer import ExpertsSpec, Ranks, Site
 from interposer.errors import ConfigError, InterposerError
-from interposer_ops.layers._parameter_cuts import CannotCutError, bare, sandboxed
+from interposer_ops.layers._parameter_slices import CannotShardError, empty_layer, probe_site
 from interposer_ops.layers.choice_notes import annotate_place
 from interposer_ops.layers.cuts import (
     Cut,
@@ -23,8 +23,8 @@ from interposer_ops.layers.cuts import (
     Slice,
     Slices,
     even_edges,
-    kind_of,
-    tell_once,
+    note_once,
+    prefix_without_numbers,
 )
 from interposer_ops.layers.divided_linear import (
     MANY_ROWS,
@@ -42,15 +42,16 @@ _WAITS = "how many rows go to which rank is read on the host, where tokens are s
 
 
 class PlacedExperts(Experts):
-    """The experts of one rank, whole, out of those that the router chooses from.
+    """The whole experts of one rank.
 
-    For few tokens each rank computes its own experts for all of them, and results are added up. Of
-    many tokens each rank takes a share, and sends rows to the ranks of their experts.
+    In small steps each rank computes its own experts for all tokens, and an all-reduce sums the
+    results. In large steps each rank takes a part of the tokens and sends rows to the ranks of the
+    chosen experts (all-to-all).
 
     Attributes:
-        num_routed: experts of all ranks, E.
-        routes: where these are, and how many rows they got.
-        dispatch_tokens: from how many tokens on rows are sent; None: never.
+        num_routed: E, experts of all ranks.
+        routes: location and row count of every expert.
+        dispatch_tokens: smallest number of tokens for the all-to-all; None: never.
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class PlacedExperts(Experts):
         dispatch_tokens: int | None,
     ) -> None:
         ranks = _ranks(site)
-        held = replace(spec, num_experts=len(placement.ranks[ranks.rank]))
-        super().__init__(site, held)
+        local_spec = replace(spec, num_experts=len(placement.ranks[ranks.rank]))
+        super().__init__(site, local_spec)
         self.num_routed, self.stacked = spec.num_experts, stacked
         self.routes = ExpertRoutes(placement, ranks.rank)
         self.reduce = AllReduce(site, spec.hidden_size)
@@ -71,67 +72,70 @@ class PlacedExperts(Experts):
         self.torch_device = site.resolver.device.torch_device
         if dispatch_tokens is not None:
             rows = max(1, dispatch_tokens // ranks.size)
-            self.dispatcher = RankDispatcher(site, held, self.routes, rows)
+            self.dispatcher = RankDispatcher(site, local_spec, self.routes, rows)
             width = rows * spec.hidden_size
-            _, found = chosen_communicator(site.at(EXCHANGE), "all_gather", width, site.dtype)
-            self.gather: Callable[..., Tensor] = uncallable if found is None else found.all_gather
+            _, chosen = chosen_communicator(site.at(EXCHANGE), "all_gather", width, site.dtype)
+            self.gather: Callable[..., Tensor] = uncallable if chosen is None else chosen.all_gather
 
     @property
     def held(self) -> tuple[int, ...]:
-        """The experts of this rank, by the numbers that checkpoints and routers have for them."""
+        """Ids of this rank's experts, as checkpoints and routers number them."""
         return self.routes.placement.ranks[self.routes.rank]
 
     @property
     def cut(self) -> Cut:
-        """The share of all experts."""
+        """This rank's shard of all experts."""
         return Cut("experts", self.num_routed, _ranges(self.held))
 
     @property
     def slices(self) -> Slices:
-        """The share of tensors that hold all experts."""
-        one = Slice(0, self.num_routed, _ranges(self.held))
-        return {("", name): one for name in self.stacked}
+        """This rank's slices of tensors that store all experts."""
+        shard = Slice(0, self.num_routed, _ranges(self.held))
+        return {("", name): shard for name in self.stacked}
 
     def finalize(self) -> None:
-        """Hand the loaded weights to the method, and hold the tables of routes beside them."""
+        """Prepare the loaded weights, and move the routing tables to the device."""
         super().finalize()
         self.routes.move(self.torch_device)
 
     def forward(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
-        """Return what the chosen experts make of ``x`` ``[T, H]``, added up by ``weights``.
+        """Compute the weighted sum ``[T, H]`` of the chosen experts' outputs for ``x`` ``[T, H]``.
 
-        All ranks have the same tokens, and get the same bits.
+        All ranks pass the same tokens and get bit-identical results.
         """
+        # Counted before the tokens are divided, so that all ranks have the same counts.
         self.routes.count(expert_ids)
         if self.dispatch_tokens is None or len(x) < self.dispatch_tokens:
             routing = weights, self.routes.own(expert_ids), self.spec.activation
             return self.reduce(self.kernel(x, *self.operands, *routing))  # type: ignore[misc]
         edges = even_edges(self.num_ranks, len(x))
-        own = slice(edges[self.routes.rank], edges[self.routes.rank + 1])
-        mine = super().forward(x[own], weights[own], expert_ids[own])
-        return self.gather(mine, [stop - start for start, stop in pairwise(edges)])
+        local = slice(edges[self.routes.rank], edges[self.routes.rank + 1])
+        local_results = super().forward(x[local], weights[local], expert_ids[local])
+        return self.gather(local_results, [stop - start for start, stop in pairwise(edges)])
 
 
 def place_experts(site: Site, spec: ExpertsSpec, settings: ExpertParallel) -> PlacedExperts | None:
-    """Return the experts of this rank; None where they cannot be placed whole, which is noted.
+    """Build this rank's experts; return None, with a note, if experts cannot be placed whole.
 
-    Raises: ConfigError: there are not enough experts for the ranks, or too many are redundant.
+    Raises: ConfigError: there are fewer experts than ranks, or too many redundant experts.
     """
     size = _ranks(site).size
     placement = even_placement(spec.num_experts, size, settings.redundant_experts)
     try:
-        stacked = _stacked(site, spec, len(placement.ranks[_ranks(site).rank]))
-    except (CannotCutError, InterposerError) as refusal:
-        tell_once(site, f"experts of {kind_of(site)} are not placed whole: {refusal}")
+        stacked = _stacked_parameters(site, spec, len(placement.ranks[_ranks(site).rank]))
+    except (CannotShardError, InterposerError) as refusal:
+        note_once(
+            site, f"experts of {prefix_without_numbers(site)} are not placed whole: {refusal}"
+        )
         return None
     tokens, why = _dispatch_tokens(site, spec, settings)
     layer = PlacedExperts(site, spec, placement, stacked, tokens)
     if tokens is not None and settings.dispatch_tokens is not None:
         annotate_place(site, _WAITS, waits=True)
-    held = ", ".join(str(len(own)) for own in placement.ranks)
+    counts = ", ".join(str(len(experts)) for experts in placement.ranks)
     annotate_place(
         site,
-        f"ranks hold {held} of {spec.num_experts} experts and {settings.redundant_experts} "
+        f"ranks hold {counts} of {spec.num_experts} experts and {settings.redundant_experts} "
         f"redundant ones; {why}",
     )
     return layer
@@ -140,84 +144,92 @@ def place_experts(site: Site, spec: ExpertsSpec, settings: ExpertParallel) -> Pl
 def _dispatch_tokens(
     site: Site, spec: ExpertsSpec, settings: ExpertParallel
 ) -> tuple[int | None, str]:
-    """Return from how many tokens on rows are sent, and why.
+    """Return the smallest number of tokens for the all-to-all, and the reason as text.
 
-    An all-reduce moves 2 (N - 1) / N rows of each token over a rank's links. A token that goes to D
-    ranks and back, and then to all of them, moves (2 D / N + 1) (N - 1) / N.
+    Traffic per token, in rows over one rank's links: an all-reduce moves 2 (N - 1) / N. Sending a
+    token to the D ranks of its experts and back, then gathering the result on all ranks, moves (2 D
+    / N + 1) (N - 1) / N.
     """
-    size, asked = _ranks(site).size, settings.dispatch_tokens
-    if asked is not None:
-        told = f"tokens are sent to their experts from {asked} of a step on, as asked for"
-        return (asked, told) if asked else (None, "results are added up, as asked for")
+    size, requested = _ranks(site).size, settings.dispatch_tokens
+    if requested is not None:
+        reason = f"tokens are sent to their experts from {requested} of a step on, as asked for"
+        return (requested, reason) if requested else (None, "results are added up, as asked for")
+    # D: expected number of distinct ranks among top_k experts that are uniform over the ranks.
     reached = size * (1 - (1 - 1 / size) ** spec.top_k)
     rows = f"a token reaches {reached:.2g} of {size} ranks"
     if 2 * reached >= size:
         return None, f"results are added up, which moves least, as {rows}"
     if site.resolver.config.compile != "off":
         return None, "results are added up, as a compiled step cannot read sizes on the host"
-    told = f"tokens are sent to their experts from {MANY_ROWS} of a step on, which moves least"
-    return MANY_ROWS, f"{told}, as {rows}"
+    reason = f"tokens are sent to their experts from {MANY_ROWS} of a step on, which moves least"
+    return MANY_ROWS, f"{reason}, as {rows}"
 
 
-def _stacked(site: Site, spec: ExpertsSpec, count: int) -> frozenset[str]:
-    """Return the parameters whose tensors hold all experts, along their first dimension.
+def _stacked_parameters(site: Site, spec: ExpertsSpec, count: int) -> frozenset[str]:
+    """Return the names of parameters that store all experts along the first dimension.
 
-    Raises: CannotCutError: this rank cannot hold ``count`` experts as all of them are stored.
+    The layer is built on the meta device with E, E + 1 and ``count`` experts, and shapes are
+    compared.
+
+    Raises: CannotShardError: a rank cannot read ``count`` experts from tensors stored like this.
     """
-    whole, share = (_built(site, replace(spec, num_experts=n)) for n in (spec.num_experts, count))
-    further = _built(site, replace(spec, num_experts=spec.num_experts + 1))
-    forms = [_form(child) for child in whole.children()]
-    others = [_form(child) for child in share.children()]
-    if any(form != forms[0] for form in forms) or others != forms[:count]:
-        raise CannotCutError(f"{site.prefix}: experts are not stored in one form")
-    parameters: Mapping[str, Any] = whole._parameters
-    if any(getattr(one, "any_form", False) for one in whole.parameters()):
-        raise CannotCutError(f"{site.prefix}: experts are held in whatever form they are stored")
-    if parameters.keys() != share._parameters.keys() or parameters.keys() != (
-        further._parameters.keys()
+    complete, shard = (
+        _meta_layer(site, replace(spec, num_experts=n)) for n in (spec.num_experts, count)
+    )
+    # A tensor stores all experts if one more expert makes its first dimension longer.
+    larger = _meta_layer(site, replace(spec, num_experts=spec.num_experts + 1))
+    forms = [_parameter_shapes(child) for child in complete.children()]
+    shard_forms = [_parameter_shapes(child) for child in shard.children()]
+    if any(form != forms[0] for form in forms) or shard_forms != forms[:count]:
+        raise CannotShardError(f"{site.prefix}: experts are not stored in one form")
+    parameters: Mapping[str, Any] = complete._parameters
+    if any(getattr(parameter, "any_form", False) for parameter in complete.parameters()):
+        raise CannotShardError(f"{site.prefix}: experts are held in whatever form they are stored")
+    if parameters.keys() != shard._parameters.keys() or parameters.keys() != (
+        larger._parameters.keys()
     ):
-        raise CannotCutError(f"{site.prefix}: some experts are stored in another form")
-    found = set()
+        raise CannotShardError(f"{site.prefix}: some experts are stored in another form")
+    stacked = set()
     for name, parameter in parameters.items():
         if parameter is None or hasattr(parameter, "expert_parts"):
-            continue
-        shape, more = parameter.shape, further._parameters[name].shape
-        if shape == more:
-            continue
-        if shape[1:] != more[1:] or getattr(parameter, "stored_transposed", False):
-            raise CannotCutError(f"{site.prefix}.{name}: experts are not its first dimension")
-        found.add(name)
-    return frozenset(found)
+            continue  # stored as one tensor per matrix, so the rank reads whole tensors
+        shape, larger_shape = parameter.shape, larger._parameters[name].shape
+        if shape == larger_shape:
+            continue  # independent of the number of experts, so replicated
+        if shape[1:] != larger_shape[1:] or getattr(parameter, "stored_transposed", False):
+            raise CannotShardError(f"{site.prefix}.{name}: experts are not its first dimension")
+        stacked.add(name)
+    return frozenset(stacked)
 
 
-def _built(site: Site, spec: ExpertsSpec) -> Any:
-    """Return a layer with the parameters of such experts, without memory."""
-    own = sandboxed(site)
-    scheme = own.resolver.scheme
-    method = (scheme.experts_method(own.prefix) if scheme else None) or PlainExperts()
-    layer = bare(Experts, own)
+def _meta_layer(site: Site, spec: ExpertsSpec) -> Any:
+    """Return a layer with the parameters of these experts, on the meta device."""
+    probe = probe_site(site)
+    scheme = probe.resolver.scheme
+    method = (scheme.experts_method(probe.prefix) if scheme else None) or PlainExperts()
+    layer = empty_layer(Experts, probe)
     with torch.device("meta"):
-        method.create_weights(layer, own, spec)
+        method.create_weights(layer, probe, spec)
     return layer
 
 
-def _form(layer: nn.Module) -> list[tuple[Any, ...]]:
-    """Return the parameters of one expert, as far as others have them alike."""
+def _parameter_shapes(layer: nn.Module) -> list[tuple[Any, ...]]:
+    """Return names, shapes and dtypes of one expert's parameters, for comparison."""
     return [
         (name, tuple(parameter.shape), parameter.dtype)
         for name, parameter in layer.named_parameters(remove_duplicate=False)
     ]
 
 
-def _ranges(held: tuple[int, ...]) -> Ranges:
-    """Return the ranges of experts, in the order in which they are held."""
-    found: list[tuple[int, int]] = []
-    for expert in held:
-        if found and found[-1][1] == expert:
-            found[-1] = found[-1][0], expert + 1
+def _ranges(experts: tuple[int, ...]) -> Ranges:
+    """Merge consecutive expert ids into half-open ranges, in storage order."""
+    ranges: list[tuple[int, int]] = []
+    for expert in experts:
+        if ranges and ranges[-1][1] == expert:
+            ranges[-1] = ranges[-1][0], expert + 1
         else:
-            found.append((expert, expert + 1))
-    return tuple(found)
+            ranges.append((expert, expert + 1))
+    return tuple(ranges)
 
 
 def _ranks(site: Site) -> Ranks:

@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys."""
+"""Rotary position embedding of queries and keys. T tokens, N heads, K kv heads, D head size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["RotaryEmbedding"]
 
 
 class RotaryEmbedding(PluggableLayer):
-    """Rotate queries and keys by angles that the model looks up once per step."""
+    """Rotate queries and keys by cos/sin tables that the model looks up once per step."""
 
     layer_id = "rotary_embedding"
 

@@ -1,4 +1,4 @@
-"""The last step of a model: one token for each sequence of a batch.
+"""Sampling: choose one token for each sequence of a batch.
 
 Dimensions: B sequences, V vocabulary.
 """
@@ -23,7 +23,7 @@ __all__ = ["Penalties", "Sampler", "SamplingBatch"]
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """The arguments of ``apply_penalties`` besides the logits, in its order."""
+    """Arguments of ``apply_penalties`` without the logits, in the op's order."""
 
     prompt_mask: Tensor
     output_counts: Tensor
@@ -43,13 +43,13 @@ class Penalties:
         vocab_size: int,
         device: str,
     ) -> Penalties:
-        """Return the penalties of B requests, from one item of each list per request.
+        """Build the penalties of B requests; each list has one item per request.
 
         Args:
-            repetition: up to ``frequency``, as ``apply_penalties`` takes them as tensors.
-            prompts: token ids.
-            outputs: token ids that were generated so far.
-        Raises: RequestError: a token id is not in the vocabulary.
+            repetition, presence, frequency: penalties as ``apply_penalties`` defines them.
+            prompts: token ids of the prompts.
+            outputs: token ids generated so far.
+        Raises: RequestError: a token id is outside the vocabulary.
         """
         return cls(
             _counts(prompts, vocab_size, device) > 0,
@@ -60,9 +60,9 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """The arguments of ``sample_tokens`` besides the logits, in its order, and the penalties.
+    """Arguments of ``sample_tokens`` without the logits, in the op's order, and the penalties.
 
-    None stands for what no request of the batch uses.
+    None: no request of the batch uses the parameter.
     """
 
     temperature: Tensor | None
@@ -75,16 +75,17 @@ class SamplingBatch:
 
     @property
     def all_greedy(self) -> bool:
-        """Say whether every row takes its largest logit."""
+        """Whether every row takes its largest logit."""
         return self.temperature is None
 
     @staticmethod
     @lru_cache(maxsize=1024)
     def greedy(num_rows: int, device: str) -> SamplingBatch:
-        """Return the batch of B greedy requests without penalties, the same one each time.
+        """Return a cached batch of greedy requests without penalties.
 
-        Its seeds and steps are zeros, which nothing reads.
+        Seeds and steps are zeros that greedy sampling never reads.
         """
+        # The cached tensors are used inside and outside of inference mode.
         with torch.inference_mode(False):
             unread = torch.zeros(num_rows, dtype=torch.int64, device=device)
         return SamplingBatch(None, None, None, None, unread, unread, None)
@@ -102,23 +103,26 @@ class SamplingBatch:
         device: str,
         penalties: Penalties | None = None,
     ) -> SamplingBatch:
-        """Return the batch of B requests, from one item of each list per request.
+        """Build the batch of B requests; each list has one item per request.
 
-        The lists are what ``sample_tokens`` takes as tensors.
+        The parameters are defined by the op ``sample_tokens``.
         """
-        random = [value > 0 for value in temperature]
+        # Truncation has no effect on greedy rows, so only the parameters of random rows count.
+        is_random = [value > 0 for value in temperature]
 
-        def used(values: Sequence[float], neutral: float) -> bool:
-            return any(row and value != neutral for row, value in zip(random, values, strict=True))
+        def is_used(values: Sequence[float], neutral: float) -> bool:
+            return any(
+                row and value != neutral for row, value in zip(is_random, values, strict=True)
+            )
 
-        # Two tensors, of which the columns are parts: a device is sent two things, not six.
+        # The columns are views of two tensors: two copies to the device instead of six.
         floats = _columns([temperature, top_p, min_p], torch.float32, device)
         integers = _columns([top_k, seeds, steps], torch.int64, device)
         return cls(
-            temperature=floats[0] if any(random) else None,
-            top_k=integers[0] if used(top_k, 0) else None,
-            top_p=floats[1] if used(top_p, 1) else None,
-            min_p=floats[2] if used(min_p, 0) else None,
+            temperature=floats[0] if any(is_random) else None,
+            top_k=integers[0] if is_used(top_k, 0) else None,
+            top_p=floats[1] if is_used(top_p, 1) else None,
+            min_p=floats[2] if is_used(min_p, 0) else None,
             seeds=integers[1],
             steps=integers[2],
             penalties=penalties,
@@ -126,7 +130,7 @@ class SamplingBatch:
 
 
 class Sampler(PluggableLayer):
-    """Penalise used tokens where a request asks for it, then choose one token for each row."""
+    """Apply penalties where requests ask for penalties, then sample one token per row."""
 
     layer_id = "sampler"
 
@@ -140,16 +144,18 @@ class Sampler(PluggableLayer):
         if wide != site.dtype:
             at = replace(site, dtype=wide)
             self.sample_penalized = at.bind(sample_tokens, vocab_size=vocab_size)
-        # Called before and after this layer, so that a replacement of it need not know of edits.
+        # The engine calls the editor before and after this layer, so a replacement layer need not
+        # implement edits.
         self.editor = LogitEditor(site, vocab_size)
 
     def forward(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-        """Return ``(tokens, logprobs)``, ``[B]`` int64 and ``[B]`` float32.
+        """Sample one token per row, and return the tokens with their log probabilities.
 
         Args:
             logits: ``[B, V]``, dtype of the site.
-            batch: of the same B requests, on the device of ``logits``.
-        Returns: logprobs are natural logs, after penalties, before temperature and truncation.
+            batch: sampling parameters of the B requests, on the device of ``logits``.
+        Returns: ``(tokens, logprobs)``, ``[B]`` int64 and ``[B]`` float32. The logprobs are natural
+            logs, after penalties, before temperature and truncation.
         """
         sample = self.sample
         if batch.penalties is not None:
@@ -159,21 +165,21 @@ class Sampler(PluggableLayer):
         return sample(logits, batch.temperature, *truncation, batch.seeds, batch.steps)
 
     def penalized(self, logits: Tensor, penalties: Penalties) -> Tensor:
-        """Return ``logits``, ``[B, V]``, after penalties, in float32 or wider."""
-        used = penalties.prompt_mask, penalties.output_counts
+        """Apply penalties to ``logits`` ``[B, V]``, in float32 or wider."""
+        tokens = penalties.prompt_mask, penalties.output_counts
         factors = penalties.repetition, penalties.presence, penalties.frequency
-        return self.penalize(logits, *used, *factors)
+        return self.penalize(logits, *tokens, *factors)
 
     def top_logprobs(
         self, logits: Tensor, batch: SamplingBatch, tokens: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the log probabilities of the likeliest tokens, and their ids.
+        """Return log probabilities and ids of the likeliest tokens of each row.
 
         Args:
-            logits: as those that ``tokens`` were drawn from.
+            logits: the logits that ``tokens`` were sampled from.
             tokens: ``[B]`` int64.
-        Returns: ``[B, N]`` descending, and ``[B, N]`` int64; N is ``MOST_LIKELY`` or V. They are
-            of the same softmax as the log probabilities of tokens.
+        Returns: ``[B, N]`` descending, and ``[B, N]`` int64; N is ``MOST_LIKELY`` or V. The softmax
+            is that of the sampled tokens' log probabilities.
         """
         if batch.penalties is not None:
             logits = self.penalized(logits, batch.penalties)
@@ -187,13 +193,13 @@ def _columns(
 
 
 def _counts(sequences: Sequence[Sequence[int]], vocab_size: int, device: str) -> Tensor:
-    """Return how often each sequence holds each token, ``[B, V]`` int32."""
+    """Count the occurrences of each token in each sequence, ``[B, V]`` int32."""
     tokens = list(chain.from_iterable(sequences))
     for token in (min(tokens), max(tokens)) if tokens else ():
         if not 0 <= token < vocab_size:
             raise RequestError(f"Token id {token} is outside the vocabulary of {vocab_size}")
     rows = [row for row, sequence in enumerate(sequences) for _ in sequence]
-    places = torch.tensor([rows, tokens], dtype=torch.int64, device=device)
+    indices = torch.tensor([rows, tokens], dtype=torch.int64, device=device)
     ones = torch.ones(len(tokens), dtype=torch.int32, device=device)
     counts = torch.zeros(len(sequences), vocab_size, dtype=torch.int32, device=device)
-    return counts.index_put_(tuple(places), ones, accumulate=True)
+    return counts.index_put_(tuple(indices), ones, accumulate=True)

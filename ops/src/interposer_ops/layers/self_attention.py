@@ -1,6 +1,7 @@
-"""The attention of a decoder block.
+"""Self-attention of a decoder block.
 
-Dimensions: T tokens, H hidden size, N heads, K kv heads, D head size, R rotated size.
+Dimensions: T tokens, M selected tokens, H hidden size, N heads, K kv heads, D head size, R rotated
+size.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ __all__ = ["SelfAttention"]
 
 
 class SelfAttention(PluggableLayer):
-    """Merged QKV projection, optional norms of heads, rotary embedding, attention, projection.
+    """Merged QKV projection, optional QK norm, rotary embedding, attention, output projection.
 
-    Its parts are layers of their own, which load their weights and bind their kernels. A
-    replacement may compute what several of them do at once, as long as they hold what it takes.
+    The parts are layers themselves, which load their weights and bind their kernels. A replacement
+    class may compute several parts at once, as long as the replaced parts hold the weights.
 
     Args:
         rotary_size: R.
-        norm_eps: of the norms of query and key heads; None where there are none.
-        qkv_bias: of the first projection.
-        bias: of the last one.
+        norm_eps: epsilon of the query and key norms; None: no such norms.
+        qkv_bias: whether the QKV projection has a bias.
+        bias: whether the output projection has a bias.
 
-    ``norm_type`` and ``rotary_type`` are the layers that a subclass may take others for;
-    ``part_names`` are those of the last projection, and of the norms of queries and keys;
-    ``undivided`` says why ranks cannot share the heads of a subclass out; a class that sets
-    ``ends_in_projection`` in its body returns what the last projection does.
+    Class attributes for subclasses: ``norm_type`` and ``rotary_type`` are the classes of the norms
+    and of the rotary embedding; ``part_names`` are the names of output projection, query norm and
+    key norm; ``undivided`` says why ranks cannot divide the heads; a class that sets
+    ``ends_in_projection`` in its body returns the output projection's result unchanged.
     """
 
     layer_id = "self_attention"
@@ -59,21 +60,22 @@ class SelfAttention(PluggableLayer):
         size = self.head_size = spec.head_size
         out, of_query, of_key = self.part_names
         names = PairNames("qkv_proj", out, qkv_bias, bias)
-        shares = share_heads(site, spec, hidden_size, names, undivided=self.undivided)
-        self.qkv_proj, self.o_proj = shares.first(), shares.last()
-        self.sizes, spec = shares.sizes, shares.spec
+        shards = share_heads(site, spec, hidden_size, names, undivided=self.undivided)
+        self.qkv_proj, self.o_proj = shards.first(), shards.last()
+        self.sizes, spec = shards.sizes, shards.spec
         self.q_norm = self.k_norm = None
         if norm_eps is not None:
             self.q_norm = self.norm_type(site.at(of_query), size, norm_eps)
             self.k_norm = self.norm_type(site.at(of_key), size, norm_eps)
             if type(self.q_norm) is type(self.k_norm) is RMSNorm:
                 heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
+                # One kernel for both norms; q_norm and k_norm remain as holders of the weights.
                 self._both_norms = site.bind_kernel(qk_norm, **heads, head_size=size)
         self.rotary = self.rotary_type(site.at("rotary"), size, rotary_size)
-        self.attn = shares.attention(site.at("attn"))
+        self.attn = shards.attention(site.at("attn"))
 
     def finalize(self) -> None:
-        """Prepare the weights of the norms of heads, where one kernel computes both."""
+        """Prepare the query and key norm weights, if one kernel computes both norms."""
         if self._both_norms is not None and self.q_norm is not None and self.k_norm is not None:
             weights = {"query_weight": self.q_norm.weight, "key_weight": self.k_norm.weight}
             self._norm_weights = tuple(self._both_norms.prepared(**weights).values())
@@ -81,13 +83,13 @@ class SelfAttention(PluggableLayer):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, plan: object, rows: Tensor | None
     ) -> Tensor:
-        """Return the output projection ``[T, H]``, or ``[rows, H]`` of the tokens they name.
+        """Compute attention and the output projection ``[T, H]``, or ``[M, H]`` of selected tokens.
 
         Args:
             x: ``[T, H]``.
             cos, sin: ``[T, R / 2]``, float32 or wider.
-            cache, plan: of the attention backend.
-            rows: int64, indices into T.
+            cache, plan: arguments of the attention backend.
+            rows: ``[M]`` int64, the selected tokens.
         """
         mixed = self.attn(*self.heads(x, cos, sin), cache, plan)
         if rows is not None:
@@ -95,10 +97,11 @@ class SelfAttention(PluggableLayer):
         return self.o_proj(mixed.flatten(1))  # type: ignore[no-any-return]
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query ``[T, N, D]``, key and value ``[T, K, D]``, ready for the attention."""
-        merged = self.qkv_proj(x).split(self.sizes, dim=-1)
-        query, key, value = (part.unflatten(-1, (-1, self.head_size)) for part in merged)
+        """Compute query ``[T, N, D]``, key and value ``[T, K, D]``, ready for the attention."""
+        parts = self.qkv_proj(x).split(self.sizes, dim=-1)
+        query, key, value = (part.unflatten(-1, (-1, self.head_size)) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
+            # The joint kernel bypasses the norm modules, so their hooks would not run.
             if self._both_norms is None or _is_watched(self.q_norm) or _is_watched(self.k_norm):
                 query, key = self.q_norm(query), self.k_norm(key)
             else:
@@ -109,5 +112,5 @@ class SelfAttention(PluggableLayer):
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Say whether somebody wants to see what a module is given or returns."""
+    """Check whether a forward hook or pre-hook observes a module."""
     return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -1,4 +1,4 @@
-"""The state of recurrent layers: its layout, and the sequences of a step as such layers see them.
+"""State of recurrent layers: the layout, and the batch that such layers receive.
 
 Dimensions: B sequences, N slots.
 """
@@ -25,7 +25,7 @@ def _empty(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """The tensors that one layer keeps of each sequence; they do not grow with its length.
+    """The tensors that one recurrent layer keeps per sequence; sizes do not depend on the length.
 
     Attributes:
         parts: shape and dtype of each tensor, for one sequence.
@@ -34,7 +34,7 @@ class StateLayout:
     parts: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
     def slot_bytes(self) -> int:
-        """Return the bytes of one sequence."""
+        """Return the bytes per sequence."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.parts)
 
     def allocate(
@@ -43,28 +43,29 @@ class StateLayout:
         device: str,
         empty: Callable[[Sequence[int], torch.dtype, str], Tensor] = _empty,
     ) -> tuple[Tensor, ...]:
-        """Return a tensor ``[N, ...]`` of each part.
+        """Allocate a tensor ``[N, ...]`` for each part.
 
-        They are not initialised: the state of a sequence begins with zeros, whatever is there.
+        The memory is uninitialised: layers start a sequence's state from zeros.
 
         Args:
-            empty: returns uninitialised memory of a shape and dtype on a device.
+            empty: allocates uninitialised memory of a shape and dtype on a device.
         """
         return tuple(empty((num_slots, *shape), dtype, device) for shape, dtype in self.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBatch:
-    """The sequences of a step, concatenated without padding; the plan of layers with a state.
+    """The sequences of a step, concatenated without padding; the plan of recurrent layers.
 
     Attributes:
-        query_starts: ``[B + 1]`` int64; sequence b's tokens go from entry b to before entry b + 1.
-        slots: ``[B]`` int64, the row of the state that each sequence has. A negative one is
-            padding, whose state is neither read nor written.
-        num_cached: ``[B]`` int64, tokens of the sequence before this step; where there are none,
-            the state begins with zeros.
+        query_starts: ``[B + 1]`` int64; the tokens of sequence b are entries b to b + 1
+            (exclusive).
+        slots: ``[B]`` int64, the state slot of each sequence. A negative slot is padding: no state
+            is read or written.
+        num_cached: ``[B]`` int64, tokens of the sequence before this step; 0: the state starts from
+            zeros.
         max_query_tokens: the longest query of the batch.
-        host: the same batch in host memory, where whoever made it had it there.
+        host: the same batch in host memory, if the engine has a copy.
     """
 
     version: ClassVar[int] = 1
@@ -77,22 +78,24 @@ class StateBatch:
 
     @classmethod
     def of(cls, batch: AttentionBatch) -> StateBatch:
-        """Return what layers with a state need of a batch.
+        """Extract the arguments of recurrent layers from an attention batch.
 
-        Raises: MissingMemberError: it names no slots.
+        Raises: MissingMemberError: the batch has no ``state_slots``.
         """
         if batch.state_slots is None:
             raise MissingMemberError("the batch names no slots of states. Try: give state_slots")
         return cls(
             query_starts=batch.query_starts,
             slots=batch.state_slots,
+            # seq_lens include this step's tokens.
             num_cached=batch.seq_lens - batch.query_starts.diff(),
             max_query_tokens=batch.max_query_tokens,
             host=None if batch.host is None else cls.of(batch.host),
         )
 
     def on_host(self) -> StateBatch:
-        """Return the batch in host memory; where no copy came along, the device is waited for."""
+        """Return the batch in host memory; without a host copy, this waits for the device."""
+        # A CPU batch is its own host copy.
         if self.host is not None or self.slots.device.type == "cpu":
             return self.host or self
         names = ("query_starts", "slots", "num_cached")

@@ -1,4 +1,4 @@
-"""A projection whose result decides something. T tokens, H hidden size, O outputs."""
+"""Linear layer in at least float32, for results that decide. T tokens, H hidden size, O outputs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["WideLinear"]
 
 
 class WideLinear(PluggableLayer):
-    """A projection in float32 or wider, whatever the model's dtype and the scheme.
+    """Linear layer in float32 or wider, whatever the model's dtype and quantization scheme.
 
-    ``weight`` ``[O, H]`` and ``bias`` ``[O]`` take little memory, and what they round changes which
-    expert or which token is chosen.
+    Used where rounding would change a decision, such as which expert or token is chosen. ``weight``
+    ``[O, H]`` and ``bias`` ``[O]`` are small.
     """
 
     def __init__(self, site: Site, in_features: int, out_features: int, bias: bool = False) -> None:
@@ -33,7 +33,7 @@ class WideLinear(PluggableLayer):
         self.operands: tuple[Tensor | None, ...] = ()
 
     def finalize(self) -> None:
-        """Prepare the weights if the kernel wants them so."""
+        """Prepare the weights if the kernel requires preparation."""
         weight, bias = self.get_parameter("weight"), self._parameters["bias"]
         prepared = self.bound.prepared(weight=weight, bias=bias)
         if prepared["weight"] is not weight:
@@ -41,5 +41,5 @@ class WideLinear(PluggableLayer):
         self.operands = prepared["weight"], prepared["bias"]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``[T, O]``, float32 or wider, for ``x`` ``[T, H]``."""
+        """Project ``x`` ``[T, H]`` to ``[T, O]``, float32 or wider."""
         return self.bound.function(x.to(self.dtype), *self.operands)  # type: ignore[arg-type]
