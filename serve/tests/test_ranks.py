@@ -102,7 +102,9 @@ def test_both_ranks_explain_their_selection(server: Ranks) -> None:
     first, second = explanation.pop("ranks")
     assert first == explanation
     assert first["choices"] == second["choices"]
-    assert any(note.startswith("sharded by heads: model.layers.self_attn") for note in first["notes"])
+    assert any(
+        note.startswith("sharded by heads: model.layers.self_attn") for note in first["notes"]
+    )
 
 
 def test_a_disconnect_ends_the_answer_on_both_ranks(server: Ranks, offline: LanguageModel) -> None:
