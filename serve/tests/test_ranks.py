@@ -102,7 +102,9 @@ def test_both_ranks_tell_what_they_chose(server: Ranks) -> None:
     first, second = told.pop("ranks")
     assert first == told
     assert first["choices"] == second["choices"]
-    assert any(note.startswith("sharded by heads: model.layers.self_attn") for note in first["notes"])
+    assert any(
+        note.startswith("sharded by heads: model.layers.self_attn") for note in first["notes"]
+    )
 
 
 def test_a_client_that_leaves_ends_its_answer_on_both_ranks(
