@@ -116,7 +116,7 @@ def _check_attribute(spec: ModuleSpec, module: str, attribute: str) -> str:
     names = {*source.defined, *source.imported, *_submodules(spec.submodule_search_locations or ())}
     if attribute in names or (attribute.startswith("__") and attribute.endswith("__")):
         return ""
-    return f"{module} has no {attribute!r}{_nearest(attribute, source.own)}"
+    return f"{module} has no {attribute!r}{_nearest(attribute, source.defined)}"
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
