@@ -100,7 +100,7 @@ def test_states_are_part_of_the_budget(spaces: Path, mixed: Path) -> None:
     assert [layout.slot_bytes() for layout in layouts] == [4 * (192 * 3 + 8 * 16 * 16)] * 3
     assert lm.engine.runner.cache_bytes == 4 * sum(layout.slot_bytes() for layout in layouts)
     assert "0.0 MiB, beside 0.1 MiB of recurrent states" in budget
-    with pytest.raises(ConfigError, match=r"states of sequences take .* smaller max_sequences"):
+    with pytest.raises(ConfigError, match=r"recurrent states take .* smaller max_sequences"):
         load(spaces, max_sequences=2**40, cache_tokens=16)
     with pytest.raises(ConfigError, match=r"cache_tokens is \d+, the free memory holds"):
         load(mixed, cache_tokens=2**40)
