@@ -198,7 +198,7 @@ def test_pages_are_given_lowest_first(counts: list[int], num_pages: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "label", "changes", "said"),
+    ("name", "label", "changes", "message"),
     [
         ("mamba2", "grouped", {"n_groups": 3}, "num_heads 8 is not a multiple of n_groups 3"),
         ("mamba2", "grouped", {"expand": 3}, "times expand 3 is not num_heads 8"),
@@ -233,9 +233,9 @@ def test_pages_are_given_lowest_first(counts: list[int], num_pages: int) -> None
     ],
 )
 def test_impossible_states_are_refused(
-    name: str, label: str, changes: dict[str, Any], said: str
+    name: str, label: str, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         family(name).parse({**getattr(examples, name)()[label], **changes}, "config.json")
 
 
