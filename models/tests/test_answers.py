@@ -20,14 +20,14 @@ def lm(llama: Path) -> LanguageModel:
 
 
 def test_answers_follow_each_other_and_have_the_next_seeds(lm: LanguageModel) -> None:
-    found = lm.generate(["import", [1, 2]], n=3, seed=7, **WARM)
+    actual = lm.generate(["import", [1, 2]], n=3, seed=7, **WARM)
     alone = [
         lm.generate([prompt], seed=seed, **WARM)[0]
         for prompt in ("import", [1, 2])
         for seed in (7, 8, 9)
     ]
-    assert [each.token_ids for each in found] == [each.token_ids for each in alone]
-    assert [each.prompt_token_ids for each in found[2:4]] == [
+    assert [each.token_ids for each in actual] == [each.token_ids for each in alone]
+    assert [each.prompt_token_ids for each in actual[2:4]] == [
         tuple(lm.tokenizer.encode("import")),
         (1, 2),
     ]
@@ -36,8 +36,8 @@ def test_answers_follow_each_other_and_have_the_next_seeds(lm: LanguageModel) ->
 
 
 def test_answers_without_a_seed_differ(lm: LanguageModel) -> None:
-    found = lm.generate("import", n=4, **WARM)
-    assert len({each.token_ids for each in found}) > 1
+    actual = lm.generate("import", n=4, **WARM)
+    assert len({each.token_ids for each in actual}) > 1
 
 
 def test_streams_tell_answers_apart(lm: LanguageModel) -> None:

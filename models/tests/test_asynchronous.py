@@ -137,8 +137,8 @@ def test_requests_of_any_threads_get_the_answers_of_generate(
             task.cancel()
             await asyncio.wait([task])
         elif way == "whole":
-            found = await model.generate(text, params, n=n)
-            for one, wanted in zip(found, expected(text, count, kind, n), strict=True):
+            actual = await model.generate(text, params, n=n)
+            for one, wanted in zip(actual, expected(text, count, kind, n), strict=True):
                 alike(one, wanted)
         else:
             answers: list[list[Delta]] = [[] for _ in range(n)]
@@ -220,8 +220,8 @@ def test_a_failing_step_fails_all_that_ran_and_no_later_request(
                 assert str(error) == "a kernel failed"
             assert model.trouble == "the last step of the engine failed"
             steps.release()
-            (found,) = await model.generate("import", max_new_tokens=5)
-            alike(found, expected("import", 5, 0, 1)[0])
+            (actual,) = await model.generate("import", max_new_tokens=5)
+            alike(actual, expected("import", 5, 0, 1)[0])
             assert model.trouble == ""
 
     with stalled_steps(small) as steps, stepping(small, sometimes):
@@ -236,8 +236,8 @@ def test_a_step_that_ends_the_thread_fails_all_waiting_requests(small: LanguageM
     async def run() -> None:
         model = AsyncLanguageModel(small)
         asked = [model.generate([[1, 2]], **ENDLESS), model.generate([[3]], **ENDLESS)]
-        for found in await asyncio.gather(*asked, return_exceptions=True):
-            assert "The model was closed" in str(found)
+        for error in await asyncio.gather(*asked, return_exceptions=True):
+            assert "The model was closed" in str(error)
         assert model.trouble == "the engine does not run"
         with pytest.raises(RequestError, match="was closed"):
             await model.call(lambda: None)
@@ -315,8 +315,8 @@ def test_answers_beyond_the_capacity_are_refused(small: LanguageModel) -> None:
             running[0].cancel()
             await until(model, lambda: model.num_unfinished == 3)
             steps.release()
-            for found in await model.generate([[5], [6]], max_new_tokens=2):
-                assert len(found.token_ids) == 2
+            for completion in await model.generate([[5], [6]], max_new_tokens=2):
+                assert len(completion.token_ids) == 2
 
     with stalled_steps(small) as steps:
         asyncio.run(run())

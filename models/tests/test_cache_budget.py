@@ -229,11 +229,11 @@ def test_a_budget_stays_within_the_fraction(
     shape = CacheShape([CacheGroup(None, 1, page_bytes, None)], page_size, spare)
     allowed = fraction * memory.available_bytes
     try:
-        found = cache_budget(memory, "cuda:0", shape, max_tokens=wanted, fraction=fraction)
+        actual = cache_budget(memory, "cuda:0", shape, max_tokens=wanted, fraction=fraction)
     except ConfigError:
         assert (1 + spare) * page_bytes > allowed - page_bytes
         return
-    pages = -(-found.tokens // page_size)
-    assert found.cache_bytes == (pages + spare) * page_bytes <= allowed
+    pages = -(-actual.tokens // page_size)
+    assert actual.cache_bytes == (pages + spare) * page_bytes <= allowed
     # Nothing that is wanted and fits is left out.
-    assert found.tokens == wanted or (pages + spare + 1) * page_bytes > allowed - page_bytes
+    assert actual.tokens == wanted or (pages + spare + 1) * page_bytes > allowed - page_bytes

@@ -20,9 +20,11 @@ def template(**field: Any) -> dict[str, Any]:
 
 def test_control_tokens_are_written_by_their_ids() -> None:
     asked = template(open=["<call>", "<c>"], close="end<|e|>")
-    found = call_constraint(asked, [LOOK], {"<call>": 7, "<|e|>": 9})
-    assert found.text.startswith('start: <[7]> "\\n"? "{\\"name\\": \\"look\\", \\"arguments\\": "')
-    assert found.text.endswith('"end" <[9]>\n')
+    actual = call_constraint(asked, [LOOK], {"<call>": 7, "<|e|>": 9})
+    assert actual.text.startswith(
+        'start: <[7]> "\\n"? "{\\"name\\": \\"look\\", \\"arguments\\": "'
+    )
+    assert actual.text.endswith('"end" <[9]>\n')
 
 
 def test_a_pattern_is_written_as_a_text_that_it_matches() -> None:

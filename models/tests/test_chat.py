@@ -98,7 +98,7 @@ def test_a_message_cannot_end_itself(lm: LanguageModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("messages", "said"),
+    ("messages", "message"),
     [
         ([], "messages is empty"),
         ("hello", "messages is of the type str, must be a list"),
@@ -118,8 +118,8 @@ def test_a_message_cannot_end_itself(lm: LanguageModel) -> None:
         ),
     ],
 )
-def test_malformed_messages_are_refused(lm: LanguageModel, messages: Any, said: str) -> None:
-    with pytest.raises(RequestError, match=said):
+def test_malformed_messages_are_refused(lm: LanguageModel, messages: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
         lm.chat(messages)
 
 
@@ -182,10 +182,10 @@ def test_answers_are_read_by_the_response_template(path: Path, tmp_path: Path) -
     def parsed(text: str) -> Any:
         return tokenizer.chat.parsed(tokenizer.encode(text)[1:], prompt, [add])
 
-    wanted = {"name": "add", "arguments": {"a": 1, "b": 2}}
-    found = parsed(f"I add.<call>{json.dumps(wanted)}</call>")
-    assert found["content"] == "I add."
-    assert found["tool_calls"] == [{"type": "function", "function": wanted}]
+    expected = {"name": "add", "arguments": {"a": 1, "b": 2}}
+    actual = parsed(f"I add.<call>{json.dumps(expected)}</call>")
+    assert actual["content"] == "I add."
+    assert actual["tool_calls"] == [{"type": "function", "function": expected}]
     with pytest.raises(RequestError, match="does not read the answer"):
         parsed("<call>{</call>")
     assert TextTokenizer(path).chat.parsed([1], prompt, None) is None
@@ -195,8 +195,8 @@ def test_suggested_settings_are_those_of_the_checkpoint(path: Path, tmp_path: Pa
     shutil.copytree(path, tmp_path / "model")
     written = {"do_sample": True, "top_p": 0.9, "top_k": None, "eos_token_id": 0}
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(written))
-    found = load(tmp_path / "model", cache_tokens=64).suggested
-    assert found == {"temperature": 1.0, "top_p": 0.9}
+    actual = load(tmp_path / "model", cache_tokens=64).suggested
+    assert actual == {"temperature": 1.0, "top_p": 0.9}
 
 
 def test_suggested_settings_are_greedy_without_a_file(lm: LanguageModel) -> None:

@@ -35,8 +35,8 @@ FP8 = torch.float8_e4m3fn
 
 def opaque_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Project ``x`` by numpy, which torch's compiler cannot see."""
-    found = torch.from_numpy(x.detach().numpy() @ weight.detach().numpy().T)
-    return found if bias is None else found + bias
+    product = torch.from_numpy(x.detach().numpy() @ weight.detach().numpy().T)
+    return product if bias is None else product + bias
 
 
 def packed(weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, Any]:
@@ -107,11 +107,11 @@ def test_every_kind_of_step_is_one_graph(tiny: Path, tmp_path: Path) -> None:
     assert (graphs(compiled), plain.engine.runner.compiled) == (0, None)
 
     def both(prompts: list[list[int]], count: int, kinds: int) -> None:
-        expected, found = (
+        expected, actual = (
             lm.generate(prompts, max_new_tokens=count, ignore_eos=True) for lm in (plain, compiled)
         )
-        assert tokens(found) == tokens(expected)
-        for one, other in zip(found, expected, strict=True):
+        assert tokens(actual) == tokens(expected)
+        for one, other in zip(actual, expected, strict=True):
             torch.testing.assert_close(one.logprobs, other.logprobs, atol=1e-5, rtol=1e-4)
         assert graphs(compiled) == kinds
 
@@ -140,8 +140,8 @@ def test_the_shipped_model_is_one_graph(backend: str, tmp_path: Path) -> None:
         load(SHIPPED, config=Config(compile=how, plugins=OWN, cache_dir=tmp_path), cache_tokens=512)
         for how in ("off", backend)
     )
-    expected, found = (lm.generate(["def f("], max_new_tokens=6) for lm in (plain, compiled))
-    assert tokens(found) == tokens(expected)
+    expected, actual = (lm.generate(["def f("], max_new_tokens=6) for lm in (plain, compiled))
+    assert tokens(actual) == tokens(expected)
     assert graphs(compiled) == 2
     assert f"note: steps are compiled: by {backend!r}" in str(explain(compiled))
 
@@ -150,14 +150,14 @@ def test_the_shipped_model_is_one_graph(backend: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_later_process_finds_what_inductor_made(tiny: Path, tmp_path: Path) -> None:
     script = Path(__file__).with_name("inductor_model.py")
-    found = []
+    recorded = []
     for folder in ("one", "two"):  # of torch's own cache
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / folder)}
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of processes
         done = forks().run(script, tiny, tmp_path / "store", env=environment)
         assert done.returncode == 0, done.stderr
-        found.append(json.loads(done.stdout))
-    cold, warm = found
+        recorded.append(json.loads(done.stdout))
+    cold, warm = recorded
     assert cold["compiled"] == warm["compiled"] == cold["plain"] == warm["plain"]
     assert cold["graphs"] == warm["graphs"] == 2
     assert (cold["graph_hits"], cold["hits"], cold["misses"]) == (0, 0, 2)
@@ -286,15 +286,15 @@ def test_triton_kernels_are_ops_of_the_graph(tiny: Path, tmp_path: Path) -> None
     adapter = write_adapter(
         tmp_path / "adapter", {f"model.layers.0.{name}": size for name, size in sizes.items()}
     )
-    found = interpreted(
+    actual = interpreted(
         "interpreted_model.py", quantized(tiny, tmp_path / "fp8"), tmp_path / "cache", adapter
     )
-    plain, compiled, apart = (found[way] for way in ("plain", "compiled", "apart"))
+    plain, compiled, apart = (actual[way] for way in ("plain", "compiled", "apart"))
     assert compiled["tokens"] == plain["tokens"] == apart["tokens"]
     assert (plain["graphs"], plain["bound"]) == (0, compiled["bound"])
     assert compiled["graphs"] == 2
     assert {f"interposer_ops_{name}" for name in compiled["kernels"] if "triton" in name} <= {
-        *found["ops"]
+        *actual["ops"]
     }
     # Every standard op of two steps is reached by a model.
     quantizing = {f"{op}_triton" for op in current_registry().ops if "_quantize_" in op}

@@ -49,9 +49,9 @@ def of_form(lm: LanguageModel, constraint: Constraint, seed: int = 0) -> str:
     params = SamplingParams(
         constraint=constraint, max_new_tokens=ROOM, temperature=1.5, seed=seed, ignore_eos=True
     )
-    found = lm.generate("import os\n", params)[0]
-    assert found.finish_reason == "stop"
-    return found.text
+    actual = lm.generate("import os\n", params)[0]
+    assert actual.finish_reason == "stop"
+    return actual.text
 
 
 NAMES = st.text("abcdefgh_é", min_size=1, max_size=6)
@@ -103,12 +103,12 @@ def test_texts_are_json_of_the_schema(
 
 
 def test_any_object_is_one(lm: LanguageModel) -> None:
-    wanted = {"constraint": Constraint.json_object(), "max_new_tokens": 60}
-    found = lm.generate(["x = "] * 12, [drawn(seed, **wanted) for seed in range(12)])
-    whole = [completion for completion in found if completion.finish_reason == "stop"]
+    expected = {"constraint": Constraint.json_object(), "max_new_tokens": 60}
+    actual = lm.generate(["x = "] * 12, [drawn(seed, **expected) for seed in range(12)])
+    whole = [completion for completion in actual if completion.finish_reason == "stop"]
     assert whole
     assert all(isinstance(json.loads(completion.text), dict) for completion in whole)
-    assert {completion.finish_reason for completion in found} <= {"stop", "length"}
+    assert {completion.finish_reason for completion in actual} <= {"stop", "length"}
 
 
 def drawn(seed: int, **fields: Any) -> SamplingParams:
@@ -125,18 +125,18 @@ def test_texts_match_the_pattern(lm: LanguageModel, pattern: str) -> None:
 
 def test_texts_are_one_of_the_choice(lm: LanguageModel) -> None:
     texts = ["yes", 'no "x"\\', "line\nä", "<tag>"]
-    found = {of_form(lm, Constraint.choice(texts), seed) for seed in range(24)}
-    assert len(found) > 1
-    assert found <= set(texts)
+    actual = {of_form(lm, Constraint.choice(texts), seed) for seed in range(24)}
+    assert len(actual) > 1
+    assert actual <= set(texts)
 
 
 @pytest.mark.parametrize(
     "text", ['start: "a" b\nb: "(" b ")" | "x"\n', 'root ::= "a" b\nb ::= "(" b ")" | "x"\n']
 )
 def test_texts_are_of_the_grammar(lm: LanguageModel, text: str) -> None:
-    found = of_form(lm, Constraint.grammar(text), seed=3)
-    depth = found.count("(")
-    assert found == "a" + "(" * depth + "x" + ")" * depth
+    actual = of_form(lm, Constraint.grammar(text), seed=3)
+    depth = actual.count("(")
+    assert actual == "a" + "(" * depth + "x" + ")" * depth
 
 
 CASES: list[dict[str, Any]] = [
@@ -159,8 +159,8 @@ def test_free_requests_have_the_tokens_that_they_have_alone(lm: LanguageModel) -
     mixed = lm.generate([p for p in prompts for _ in range(2)], every)
     assert [one.token_ids for one in mixed[::2]] == [one.token_ids for one in alone]
     assert [one.finish_reason for one in mixed[::2]] == [one.finish_reason for one in alone]
-    for found, one in zip(mixed[::2], alone, strict=True):
-        assert found.logprobs == pytest.approx(one.logprobs, abs=1e-4)
+    for actual, one in zip(mixed[::2], alone, strict=True):
+        assert actual.logprobs == pytest.approx(one.logprobs, abs=1e-4)
 
 
 def test_preempted_requests_keep_their_place(llama: Path, tiny: LanguageModel) -> None:
@@ -176,9 +176,9 @@ def test_preempted_requests_keep_their_place(llama: Path, tiny: LanguageModel) -
         return forward(batch, *arguments)
 
     tight.engine.runner.forward = counted  # type: ignore[assignment, method-assign]
-    found = tight.generate(prompts, params)
-    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
-    assert all(re.fullmatch(r"([0-9]{3}[a-z]{2})+", one.text) for one in found)
+    actual = tight.generate(prompts, params)
+    assert [one.token_ids for one in actual] == [one.token_ids for one in expected]
+    assert all(re.fullmatch(r"([0-9]{3}[a-z]{2})+", one.text) for one in actual)
     assert sum(computed) > sum(map(len, prompts)) + 3 * 40  # some were computed twice
 
 
@@ -196,8 +196,8 @@ def test_end_tokens_come_where_the_text_is_complete(shipped: LanguageModel) -> N
         "logit_bias": {0: 100.0},
         "max_new_tokens": 50,
     }
-    found = shipped.generate("x", **eager)[0]
-    assert (found.text, found.finish_reason, found.token_ids[-1]) == ("ab", "stop", 0)
+    actual = shipped.generate("x", **eager)[0]
+    assert (actual.text, actual.finish_reason, actual.token_ids[-1]) == ("ab", "stop", 0)
     deaf = shipped.generate("x", ignore_eos=True, **eager)[0]
     assert deaf.finish_reason == "length"
     assert 0 not in deaf.token_ids
@@ -359,5 +359,5 @@ def test_threads_may_compile_at_once(llama: Path) -> None:
         return row.tolist()
 
     with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(rows, range(48)))
-    assert found == [rows(index) for index in range(3)] * 16
+        actual = list(threads.map(rows, range(48)))
+    assert actual == [rows(index) for index in range(3)] * 16

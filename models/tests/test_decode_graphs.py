@@ -82,9 +82,9 @@ def test_greedy_tokens_are_equal_with_and_without_graphs(pair: tuple[Path, Any])
     settings = SamplingParams(max_new_tokens=20, ignore_eos=True)
     # The numbers of sequences fall from three over two to one while they decode.
     params = [settings, SamplingParams(max_new_tokens=9), SamplingParams(max_new_tokens=14)]
-    expected, found = (lm.generate(PROMPTS, params) for lm in (plain, graphed))
-    assert tokens(found) == tokens(expected)
-    for one, other in zip(found, expected, strict=True):
+    expected, actual = (lm.generate(PROMPTS, params) for lm in (plain, graphed))
+    assert tokens(actual) == tokens(expected)
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one.logprobs, other.logprobs, atol=1e-5, rtol=1e-4)
     assert TapePlatform.captured == len(graphed.engine.runner.graphs or ()) == 3
     assert TapePlatform.replayed == 19
@@ -100,10 +100,10 @@ def test_longer_sequences_get_wider_graphs(llama: Path) -> None:
     assert graphed.engine.runner.graphs.buckets.widths == (32,)
     for length in (3, 300, 5):
         prompt = [[7, 3, 1] * (length // 3)]
-        expected, found = (
+        expected, actual = (
             lm.generate(prompt, max_new_tokens=6, ignore_eos=True) for lm in (plain, graphed)
         )
-        assert tokens(found) == tokens(expected)
+        assert tokens(actual) == tokens(expected)
     assert TapePlatform.captured == 1
 
 
@@ -129,10 +129,10 @@ def test_a_preempted_sequence_decodes_on(llama: Path) -> None:
         load(llama, config=config(graphs), cache_tokens=96, max_sequences=3)
         for graphs in ("off", "on")
     )
-    expected, found = (
+    expected, actual = (
         lm.generate(PROMPTS, max_new_tokens=30, ignore_eos=True) for lm in (plain, graphed)
     )
-    assert tokens(found) == tokens(expected)
+    assert tokens(actual) == tokens(expected)
     assert graphed.engine.pool.num_free == graphed.engine.pool.num_pages == 6
 
 

@@ -102,9 +102,9 @@ def test_every_token_is_drawn_from_the_target(name: str, certain: bool) -> None:
     tokens = made.verify(drafts, counts, LOGITS[offset], rows, probs)
     shares = []
     for place in range(NUM_DRAFTS + 1):
-        found = tokens[:, place]
-        shares.append(float((found >= 0).double().mean()))
-        assert_drawn_from(found[found >= 0], distribution(LOGITS[place], params))
+        actual = tokens[:, place]
+        shares.append(float((actual >= 0).double().mean()))
+        assert_drawn_from(actual[actual >= 0], distribution(LOGITS[place], params))
     assert shares[0] == 1
     assert shares[1] > shares[2] > 0.01
 

@@ -446,9 +446,13 @@ def test_features_without_encoder_support_are_refused_by_name(
     path = pairs["bart"][0]
     with pytest.raises(ConfigError, match="prefix_cache=True, but the model has an encoder"):
         loaded(path, prefix_cache=True)
-    with pytest.raises(ConfigError, match="has an encoder, and a draft model is given no source"):
+    with pytest.raises(
+        ConfigError, match="has an encoder, and draft models cannot read an encoder input"
+    ):
         loaded(path, speculation=str(llama))
-    with pytest.raises(ConfigError, match="has an encoder, and a draft model is given no source"):
+    with pytest.raises(
+        ConfigError, match="has an encoder, and draft models cannot read an encoder input"
+    ):
         loaded(llama, speculation=str(path))
     with pytest.raises(ConfigError, match="A model with an encoder takes no adapters"):
         loaded(path).load_adapter("one", tmp_path)

@@ -216,8 +216,8 @@ def test_logprobs_are_those_of_the_logits(lm: LanguageModel) -> None:
     (completion,) = lm.generate([[1, 2, 3]], max_new_tokens=5)
     tokens = [1, 2, 3, *completion.token_ids]
     table = lm.logits(tokens).log_softmax(-1)
-    wanted = [float(table[2 + i, token]) for i, token in enumerate(completion.token_ids)]
-    assert completion.logprobs == pytest.approx(wanted, abs=1e-4)
+    expected = [float(table[2 + i, token]) for i, token in enumerate(completion.token_ids)]
+    assert completion.logprobs == pytest.approx(expected, abs=1e-4)
 
 
 def test_scores_are_those_of_the_logits(lm: LanguageModel) -> None:
@@ -333,9 +333,9 @@ def test_end_tokens_cannot_come_before_min_tokens(lm: LanguageModel, least: int)
         logit_bias={7: 90.0, 9: 80.0}, stop_token_ids=(7, 10**6), min_tokens=least
     )
     free = SamplingParams(max_new_tokens=9)
-    found, beside = lm.generate([[1, 2], [3]], [params, free])
-    assert found.token_ids == (9,) * least + (7,)
-    assert found.finish_reason == "stop"
+    actual, beside = lm.generate([[1, 2], [3]], [params, free])
+    assert actual.token_ids == (9,) * least + (7,)
+    assert actual.finish_reason == "stop"
     assert beside == lm.generate([[3]], free)[0]
     every = tuple(range(256))
     with pytest.raises(RequestError, match="min_tokens rules out every token"):
@@ -346,19 +346,19 @@ def test_the_likeliest_tokens_are_reported(lm: LanguageModel) -> None:
     prompts = [[1, 2, 3], [4, 5]]
     asked = SamplingParams(max_new_tokens=5, top_logprobs=20, presence_penalty=0.7)
     few = SamplingParams(max_new_tokens=5, temperature=0.9, seed=1, top_logprobs=2)
-    found = lm.generate([*prompts, [9]], [asked, few, SamplingParams(max_new_tokens=5)])
-    assert found[2].top_logprobs == ()
-    for completion, count in zip(found, (20, 2), strict=False):
+    actual = lm.generate([*prompts, [9]], [asked, few, SamplingParams(max_new_tokens=5)])
+    assert actual[2].top_logprobs == ()
+    for completion, count in zip(actual, (20, 2), strict=False):
         assert [len(likely) for likely in completion.top_logprobs] == [count] * 5
     for token, logprob, likely in zip(
-        found[0].token_ids, found[0].logprobs, found[0].top_logprobs, strict=True
+        actual[0].token_ids, actual[0].logprobs, actual[0].top_logprobs, strict=True
     ):
         assert likely[0][0] == token
         assert likely[0][1] == pytest.approx(logprob, abs=1e-4)
         assert [value for _, value in likely] == sorted((v for _, v in likely), reverse=True)
     first = lm.logits(prompts[1])[-1].log_softmax(-1).topk(2)
-    assert [token for token, _ in found[1].top_logprobs[0]] == first.indices.tolist()
-    values = [value for _, value in found[1].top_logprobs[0]]
+    assert [token for token, _ in actual[1].top_logprobs[0]] == first.indices.tolist()
+    values = [value for _, value in actual[1].top_logprobs[0]]
     assert values == pytest.approx(first.values.tolist(), abs=1e-4)
     deltas = list(lm.stream(prompts[1], few))
-    assert tuple(delta.top_logprobs for delta in deltas) == found[1].top_logprobs
+    assert tuple(delta.top_logprobs for delta in deltas) == actual[1].top_logprobs

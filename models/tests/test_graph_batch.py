@@ -53,8 +53,8 @@ def test_widths_reach_the_longest_sequence(most: int, widths: tuple[int, ...]) -
 def test_buckets_hold_every_batch_up_to_the_largest(most: int) -> None:
     buckets = GraphBuckets.up_to(most, 1)
     assert buckets.sizes[-1] == most
-    found = [buckets.bucket_for(count, 1) for count in range(1, most + 1)]
-    padding = [b.num_sequences - count for count, b in enumerate(found, 1) if b is not None]
+    actual = [buckets.bucket_for(count, 1) for count in range(1, most + 1)]
+    padding = [b.num_sequences - count for count, b in enumerate(actual, 1) if b is not None]
     assert len(padding) == most
     assert min(padding) == 0
     assert all(added < count for count, added in enumerate(padding, 1) if added)
@@ -143,9 +143,9 @@ def test_padding_changes_nothing_of_the_step(lengths: list[int]) -> None:
     )
     for turn in range(3):
         batch = decoding(lengths, turn)
-        found = graphs.run(batch)
+        actual = graphs.run(batch)
         expected = step_on(plain)(batch)
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(actual, expected)
         assert torch.equal(plain[:, : count * PAGES], padded[:, : count * PAGES])
     assert (recorder.captured, recorder.replayed) == (1, 3)
 

@@ -124,5 +124,5 @@ def test_each_option_changes_the_answer_or_is_refused(
 
 def test_an_engine_alone_finds_no_texts(llama: Path) -> None:
     lm = load(llama, "float32", cache_tokens=64)
-    with pytest.raises(RequestError, match=r"stop is \('a',\), but an engine makes no texts"):
+    with pytest.raises(RequestError, match=r"stop is \('a',\), but an engine does not detokenize"):
         lm.engine.add([1, 2], SamplingParams(stop=("a",)))

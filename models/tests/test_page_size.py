@@ -160,8 +160,8 @@ def test_the_kit_tries_the_sizes_of_the_record(add: Add) -> None:
     assert quick == {4, 16, 32, 64}
     add(Pages32)
     report = verify("acme_pages", quick=True, platform="cpu")
-    (found,) = [candidate for candidate in report.candidates if candidate.kind == "attention"]
-    assert found.state == "correct"
+    (actual,) = [candidate for candidate in report.candidates if candidate.kind == "attention"]
+    assert actual.state == "correct"
 
 
 @pytest.mark.parametrize("sizes", [[32], (0,), (True,), ("32",)], ids=repr)

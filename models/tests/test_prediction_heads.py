@@ -198,15 +198,15 @@ def expected_of_stored(path: Path, tokens: list[int], count: int) -> list[int]:
         projection = stored["mtp.fc.weight"]
     of_token, of_state, behind = (stored[f"{at}{name}.weight"] + shift for name in names)
     states = block_inputs(model, tokens[:-1])[-1]
-    following, found = list(tokens[1:]), []
+    following, recorded = list(tokens[1:]), []
     for _ in range(count):
         embedded = model.model.embed_tokens.weight[torch.tensor(following)]
         pairs = [rms(embedded, of_token, eps), rms(states, of_state, eps)]
         made = rms(run_block(model, block, torch.cat(pairs, -1) @ projection.T), behind, eps)
         states = torch.cat([states, made[-1:]])
-        found.append(int(model.lm_head(made[-1]).argmax()))
-        following.append(found[-1])
-    return found
+        recorded.append(int(model.lm_head(made[-1]).argmax()))
+        following.append(recorded[-1])
+    return recorded
 
 
 def expected_of_eagle(path: Path, head: Path, tokens: list[int], count: int) -> list[int]:
@@ -216,7 +216,7 @@ def expected_of_eagle(path: Path, head: Path, tokens: list[int], count: int) -> 
     weight = {name.removesuffix(".weight"): tensor for name, tensor in stored.items()}
     inputs = block_inputs(model, tokens[:-1])
     states = torch.cat([inputs[2], inputs[4], inputs[5]], -1) @ weight["fc"].T
-    following, found = list(tokens[1:]), []
+    following, recorded = list(tokens[1:]), []
     for _ in range(count):
         embedded = model.model.embed_tokens.weight[torch.tensor(following)]
         token = rms(embedded, weight["midlayer.input_layernorm"], 1e-5)
@@ -240,9 +240,9 @@ def expected_of_eagle(path: Path, head: Path, tokens: list[int], count: int) -> 
         y = y + (torch.nn.functional.silu(inner @ gate.T) * (inner @ up.T)) @ down.T
         states = torch.cat([states, y[-1:]])
         place = (rms(y[-1], weight["norm"], 1e-5) @ weight["lm_head"].T).argmax()
-        found.append(int(place + stored["d2t"][place]))
-        following.append(found[-1])
-    return found
+        recorded.append(int(place + stored["d2t"][place]))
+        following.append(recorded[-1])
+    return recorded
 
 
 def test_a_stored_head_predicts_what_its_definition_says(holder: Path) -> None:
@@ -296,9 +296,9 @@ def test_any_schedule_gives_the_tokens_of_plain_decoding(
     lm = pair[name]
     prompts = prompts_of(length for length, _, _ in requests)
     params = [SamplingParams(max_new_tokens=count, **kind) for _, count, kind in requests]
-    wanted = pair["plain"].generate(prompts, params)
-    found = beside_one_that_leaves(lm, prompts, params, leaver)
-    assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
+    expected = pair["plain"].generate(prompts, params)
+    actual = beside_one_that_leaves(lm, prompts, params, leaver)
+    assert [each.token_ids for each in actual] == [each.token_ids for each in expected]
     assert not lm.engine.busy
 
 
@@ -307,8 +307,8 @@ def test_stored_heads_change_no_token(holder: Path) -> None:
     lm = load(holder, "float32", speculation=always("heads"), **SMALL)
     prompts = prompts_of((70, 3, 20, 9))
     params = [SamplingParams(max_new_tokens=24, **kind) for kind in KINDS[:4]]
-    wanted = [each.token_ids for each in plain.generate(prompts, params)]
-    assert [each.token_ids for each in lm.generate(prompts, params)] == wanted
+    expected = [each.token_ids for each in plain.generate(prompts, params)]
+    assert [each.token_ids for each in lm.generate(prompts, params)] == expected
     assert lm.speculation is not None
     assert lm.speculation.drafted_tokens > 50
     assert idle(lm)
@@ -341,12 +341,12 @@ def test_a_head_that_is_right_is_accepted_and_saves_steps(
 ) -> None:
     path = known_next(tmp_path / "known", holder, noise=0)
     lm = load(path, "float32", cache_tokens=512, speculation=always("heads"))
-    (found,) = lm.generate([[1, 2, 3]], max_new_tokens=41, **kind)
+    (actual,) = lm.generate([[1, 2, 3]], max_new_tokens=41, **kind)
     plain = load(path, "float32", cache_tokens=512)
-    assert found.token_ids == plain.generate([[1, 2, 3]], max_new_tokens=41, **kind)[0].token_ids
-    told = lm.speculation
-    assert told is not None
-    assert (told.acceptance, told.drafted_steps, told.drafted_tokens) == (1, 8, 32)
+    assert actual.token_ids == plain.generate([[1, 2, 3]], max_new_tokens=41, **kind)[0].token_ids
+    counts = lm.speculation
+    assert counts is not None
+    assert (counts.acceptance, counts.drafted_steps, counts.drafted_tokens) == (1, 8, 32)
 
 
 def test_unseeded_requests_are_drawn_from_the_distribution(tmp_path: Path) -> None:
@@ -373,14 +373,14 @@ def test_states_of_long_prompts_are_computed_before_drafting(
 def test_adapters_are_verified_with(eagle: tuple[Path, Path], tmp_path: Path) -> None:
     modules = {"model.layers.0.self_attn.o_proj": (64, 64), "lm_head": (256, 64)}
     folder = write_adapter(tmp_path / "own", modules)
-    found = []
+    recorded = []
     for speculation in (None, always(eagle[1])):
         lm = load(eagle[0], "float32", cache_tokens=512, speculation=speculation)
         lm.load_adapter("own", folder)
         params = [SamplingParams(max_new_tokens=20, adapter=name) for name in ("own", None)]
-        found.append([each.token_ids for each in lm.generate([[1, 2], [1, 2]], params)])
-    assert found[0] == found[1]
-    assert found[0][0] != found[0][1]
+        recorded.append([each.token_ids for each in lm.generate([[1, 2], [1, 2]], params)])
+    assert recorded[0] == recorded[1]
+    assert recorded[0][0] != recorded[0][1]
 
 
 def test_graphs_return_the_hidden_states(eagle: tuple[Path, Path]) -> None:
@@ -434,7 +434,7 @@ def test_a_checkpoint_without_a_head_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"vocab_size": 300}, "with vocab_size 300, the model has 256"),
         ({"target_hidden_size": 32}, "with target_hidden_size 32, the model has 64"),
@@ -448,10 +448,10 @@ def test_a_checkpoint_without_a_head_is_refused(
     ],
 )
 def test_heads_of_other_models_are_refused(
-    eagle: tuple[Path, Path], tmp_path: Path, fields: dict[str, Any], told: str
+    eagle: tuple[Path, Path], tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
     write_eagle(tmp_path, **fields)
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         load(eagle[0], cache_tokens=64, speculation=tmp_path)
 
 

@@ -61,8 +61,8 @@ def test_a_common_prefix_is_computed_once(
         computed.clear()
         (done,) = lm.generate([prompt], max_new_tokens=5, ignore_eos=True)
         assert computed == [count, 1, 1, 1, 1]
-        (wanted,) = plain.generate([prompt], max_new_tokens=5, ignore_eos=True)
-        assert done.token_ids == wanted.token_ids
+        (expected,) = plain.generate([prompt], max_new_tokens=5, ignore_eos=True)
+        assert done.token_ids == expected.token_ids
     assert lm.engine.prefixes is not None
     said = "379 of 587 prompt tokens were in the cache (64.6%), 0 pages were given up"
     assert str(lm.engine.prefixes) == said
@@ -105,7 +105,7 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
-    found = {}
+    recorded = {}
     root = tmp_path_factory.mktemp("kinds")
     for name, config in KINDS.items():
         write_checkpoint(config(), root / name)
@@ -113,11 +113,11 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
         path = FP8 if name == "8 bits" else root / name
         kept = PrefixCache(state_bytes=2**18, offload_bytes=2**22, offload_dir=root)
         small = {"cache_tokens": 192, "max_sequences": 3, "max_step_tokens": 48}
-        found[name] = Pair(
+        recorded[name] = Pair(
             shared(path, prefix_cache=kept, **small),
             load(path, dtype="float32", cache_tokens=2048, max_sequences=8),
         )
-    return found
+    return recorded
 
 
 @settings(
@@ -169,9 +169,9 @@ def test_evicted_pages_are_restored(pairs: dict[str, Pair], name: str) -> None:
     length = 44 if name == "8 bits" else 150
     prompts = [[token % size for token in tokens(length, seed)] for seed in range(3, 9)]
     for prompt in prompts * 2:
-        found = lm.generate([prompt], max_new_tokens=4, ignore_eos=True)
-        wanted = plain.generate([prompt], max_new_tokens=4, ignore_eos=True)
-        assert found[0].token_ids == wanted[0].token_ids
+        actual = lm.generate([prompt], max_new_tokens=4, ignore_eos=True)
+        expected = plain.generate([prompt], max_new_tokens=4, ignore_eos=True)
+        assert actual[0].token_ids == expected[0].token_ids
     assert counts.restored_pages > before
 
 
@@ -202,8 +202,8 @@ def test_speculation_works_with_a_prefix_cache(model: Path, plain: LanguageModel
     prompt = [1, 2, 3, 4, 5, 6, 7] * 8
     for end in ([], [9], [9, 8], []):
         (done,) = lm.generate([prompt + end], max_new_tokens=30, ignore_eos=True)
-        (wanted,) = plain.generate([prompt + end], max_new_tokens=30, ignore_eos=True)
-        assert done.token_ids == wanted.token_ids
+        (expected,) = plain.generate([prompt + end], max_new_tokens=30, ignore_eos=True)
+        assert done.token_ids == expected.token_ids
     assert lm.speculation is not None
     assert lm.speculation.drafted_steps
 
@@ -233,8 +233,8 @@ def test_memory_of_the_prefix_cache_follows_the_settings(
     lm = shared(spaces, cache_tokens=256, max_sequences=3, prefix_cache=kept)
     assert not [*folder.iterdir()]  # the file has no name
     notes = explain(lm).notes
-    wanted = f"5 checkpoints of states, {5 * row / 2**20:.1f} MiB of these, 1.0 MiB of a file in"
-    assert [note for note in notes if wanted in note]
+    expected = f"5 checkpoints of states, {5 * row / 2**20:.1f} MiB of these, 1.0 MiB of a file in"
+    assert [note for note in notes if expected in note]
     states = f"beside {9 * row / 2**20:.1f} MiB of recurrent states"
     assert [note for note in notes if states in note]
     for wrong, said in (

@@ -61,11 +61,11 @@ Pair = tuple[Path, Any]
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     """Directories, and transformers' models of them."""
-    found = {}
+    recorded = {}
     for name in MODELS:
         path = tmp_path_factory.mktemp("mpt")
-        found[name] = path, write_checkpoint(config_of(name), path)
-    return found
+        recorded[name] = path, write_checkpoint(config_of(name), path)
+    return recorded
 
 
 @torch.inference_mode()
@@ -149,18 +149,18 @@ def test_a_wider_mlp_is_computed_as_the_config_says(tmp_path: Path) -> None:
         block.ffn.down_proj = torch.nn.Linear(192, 96, bias=False)
     model.save_pretrained(tmp_path)
     edit_json(tmp_path / "config.json", expansion_ratio=2)
-    found = load(tmp_path, "float32").logits([3, 1, 4, 1, 5])
-    torch.testing.assert_close(found, logits_of(model, [3, 1, 4, 1, 5], 5), atol=1e-4, rtol=0)
+    actual = load(tmp_path, "float32").logits([3, 1, 4, 1, 5])
+    torch.testing.assert_close(actual, logits_of(model, [3, 1, 4, 1, 5], 5), atol=1e-4, rtol=0)
 
 
 def test_a_causal_mpt_has_other_slopes_where_it_says_so(tmp_path: Path) -> None:
     model = write_checkpoint(config_of("six heads", prefix_lm=False), tmp_path)
     lm, tokens = load(tmp_path, "float32", max_step_tokens=7), list(range(40))
     torch.testing.assert_close(lm.logits(tokens), logits_of(model, tokens, 0), atol=1e-4, rtol=0)
-    (found,) = lm.generate([tokens], max_new_tokens=4)
+    (actual,) = lm.generate([tokens], max_new_tokens=4)
     for place in range(4):
-        given = [*tokens, *found.token_ids[:place]]
-        assert found.token_ids[place] == int(logits_of(model, given, 0)[-1].argmax())
+        given = [*tokens, *actual.token_ids[:place]]
+        assert actual.token_ids[place] == int(logits_of(model, given, 0)[-1].argmax())
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -170,8 +170,8 @@ def test_continuations_are_causal_where_they_are_scored(pairs: dict[str, Pair], 
     for count in (1, 25, 59):
         expected = logits_of(model, tokens, count)
         bound = 1e-4 * float(expected.abs().max())
-        found = lm.logits(tokens, num_prompt=count)
-        torch.testing.assert_close(found, expected, atol=bound, rtol=0)
+        actual = lm.logits(tokens, num_prompt=count)
+        torch.testing.assert_close(actual, expected, atol=bound, rtol=0)
         (scores,) = lm.score(tokens[:count], [tokens[count:]])
         after = expected[count - 1 : -1].log_softmax(-1)
         wanted = after.gather(1, torch.tensor(tokens[count:])[:, None])[:, 0]
@@ -219,13 +219,13 @@ def test_any_schedule_gives_the_tokens_of_a_large_cache(
         [(place * number) % 7 + 1 for place in range(n)] for number, (n, _) in enumerate(requests)
     ]
     params = [SamplingParams(max_new_tokens=count) for _, count in requests]
-    wanted = whole.generate(given, params)
+    expected = whole.generate(given, params)
     leaving = lm.engine.add([5, 6] * 10, SamplingParams(max_new_tokens=40))
     for _ in range(leaver):
         lm.engine.step()
     lm.engine.cancel(leaving)
-    found = lm.generate(given, params)
-    assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
+    actual = lm.generate(given, params)
+    assert [each.token_ids for each in actual] == [each.token_ids for each in expected]
     assert idle(lm)
 
 
@@ -234,8 +234,8 @@ def test_a_draft_that_is_the_model_is_accepted(
 ) -> None:
     path = pairs["six heads"][0]
     lm = load(path, "float32", cache_tokens=512, speculation=always(path))
-    (found,) = lm.generate([[1, 2, 3]], max_new_tokens=41)
-    assert found.token_ids == whole.generate([[1, 2, 3]], max_new_tokens=41)[0].token_ids
+    (actual,) = lm.generate([[1, 2, 3]], max_new_tokens=41)
+    assert actual.token_ids == whole.generate([[1, 2, 3]], max_new_tokens=41)[0].token_ids
     assert lm.speculation is not None
     assert lm.speculation.acceptance == 1
 
@@ -257,18 +257,18 @@ def test_only_steps_with_prompts_have_prefixes(
     pairs: dict[str, Pair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def told(path: Path) -> list[list[int] | None]:
-        lm, found = load(path, "float32", cache_tokens=512), list[Any]()
+        lm, actual = load(path, "float32", cache_tokens=512), list[Any]()
         forward = lm.engine.runner.forward
 
         def noted(batch: Any, *given: Any) -> torch.Tensor:
             prefixes = batch.attention.prefix_lens
-            found.append(None if prefixes is None else prefixes.tolist())
+            actual.append(None if prefixes is None else prefixes.tolist())
             return forward(batch, *given)
 
         monkeypatch.setattr(lm.engine.runner, "forward", noted)
         lm.generate([[3, 1, 4], [1]], max_new_tokens=3)
         lm.generate([[5]], max_new_tokens=2)
-        return found
+        return actual
 
     assert told(pairs["plain"][0]) == [[3, 1], None, None, None, None]
     write_checkpoint(config_of("plain", prefix_lm=False), tmp_path)
@@ -288,10 +288,10 @@ def test_prompts_are_never_split_and_no_request_waits_forever(
     longest = max(prompt + count for prompt, count in requests)
     pages = -(-longest // page_size) + data.draw(st.integers(0, 10))
     scheduler = Scheduler([PagePool(pages, page_size)], most, step, whole_prompts=True)
-    wanted = {}
+    expected = {}
     for number, (prompt, count) in enumerate(requests):
         sequence = Sequence(number, [0] * prompt, SamplingParams(), 0)
-        wanted[sequence] = count
+        expected[sequence] = count
         scheduler.add(sequence)
     steps = 0
     while scheduler.busy:
@@ -304,7 +304,7 @@ def test_prompts_are_never_split_and_no_request_waits_forever(
         for chunk in chunks:
             sequence = chunk.sequence
             if sequence.num_computed == len(sequence):
-                if len(sequence.output) == wanted[sequence]:
+                if len(sequence.output) == expected[sequence]:
                     scheduler.remove(sequence)
                 else:
                     sequence.output.append(0)
@@ -344,9 +344,9 @@ def test_decode_steps_are_graphs(pairs: dict[str, Pair], whole: LanguageModel) -
     path = pairs["six heads"][0]
     lm = load(path, "float32", config=config, cache_tokens=320, max_sequences=3)
     given = prompts(256, (20, 1, 33, 8))
-    found = lm.generate(given, max_new_tokens=20)
-    wanted = whole.generate(given, max_new_tokens=20)
-    assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
+    actual = lm.generate(given, max_new_tokens=20)
+    expected = whole.generate(given, max_new_tokens=20)
+    assert [each.token_ids for each in actual] == [each.token_ids for each in expected]
     assert TapePlatform.replayed > 20
 
 
@@ -443,15 +443,15 @@ def test_calibration_computes_prompts_in_both_directions(
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("A token of a prompt sees those that come after it. " * 60)
-    found = []
+    recorded = []
     for name, prefix_lm in (("both", True), ("causal", False)):
         source, target = tmp_path / name, tmp_path / f"{name}-quantized"
         source.mkdir()
         copy_to(source, pairs["six heads"][0])
         edit_json(source / "config.json", attn_config={"clip_qkv": 0.5, "prefix_lm": prefix_lm})
         quantize(source, target, "int4", group_size=32, calibrate=text)
-        found.append(load_file(next(target.glob("*.safetensors"))))
-    both, causal = found
+        recorded.append(load_file(next(target.glob("*.safetensors"))))
+    both, causal = recorded
     assert both.keys() == causal.keys()
     first = "transformer.blocks.0.attn.{}.weight_packed"
     # The inputs of the first projection are embeddings, those of the last one what attention mixed.

@@ -92,13 +92,13 @@ def test_prompt_logprobs_are_those_of_logits_in_any_batch(
         for _, new, count, own, _ in requests
     ]
     for each, one, (*_, n) in zip(prompts, params, requests, strict=True):
-        found = lm.generate([each], one, n=n)
-        assert len(found) == n
-    found = lm.generate(prompts, params, n=2)
+        actual = lm.generate([each], one, n=n)
+        assert len(actual) == n
+    actual = lm.generate(prompts, params, n=2)
     for place, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-        (wanted,) = plain.generate([prompt], one.model_copy(update={"prompt_logprobs": None}))
-        for answer in found[2 * place : 2 * place + 2]:
-            assert answer.token_ids == wanted.token_ids
+        (expected,) = plain.generate([prompt], one.model_copy(update={"prompt_logprobs": None}))
+        for answer in actual[2 * place : 2 * place + 2]:
+            assert answer.token_ids == expected.token_ids
             if one.prompt_logprobs is None:
                 assert answer.prompt_logprobs == ()
             else:
@@ -113,8 +113,8 @@ def test_models_with_windows_and_states_report_prompt_logprobs(name: str, tmp_pa
     write_checkpoint(CONFIGS[key](), tmp_path)
     lm = load(tmp_path, "float32", cache_tokens=256, max_step_tokens=24, max_sequences=2)
     (prompt,) = mixed([70])
-    (found,) = lm.generate([prompt], max_new_tokens=2, prompt_logprobs=2)
-    check(found, lm.logits(prompt), 2)
+    (actual,) = lm.generate([prompt], max_new_tokens=2, prompt_logprobs=2)
+    check(actual, lm.logits(prompt), 2)
 
 
 def test_no_step_holds_the_logits_of_a_long_prompt(llama: Path) -> None:
@@ -129,13 +129,13 @@ def test_no_step_holds_the_logits_of_a_long_prompt(llama: Path) -> None:
     prompts = mixed([500, 400])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lm.engine.runner, "compute", measured)
-        found = lm.generate(prompts, max_new_tokens=1, prompt_logprobs=0)
+        actual = lm.generate(prompts, max_new_tokens=1, prompt_logprobs=0)
         assert sum(sizes) == 500 + 400
         assert max(sizes) <= 256 + 2
         sizes.clear()
         lm.generate(prompts, max_new_tokens=1)
         assert sizes == [2]
-    for one, prompt in zip(found, prompts, strict=True):
+    for one, prompt in zip(actual, prompts, strict=True):
         check(one, lm.logits(prompt), 0)
 
 

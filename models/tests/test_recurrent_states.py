@@ -100,7 +100,7 @@ def test_states_count_in_the_memory_budget(spaces: Path, mixed: Path) -> None:
     assert [layout.slot_bytes() for layout in layouts] == [4 * (192 * 3 + 8 * 16 * 16)] * 3
     assert lm.engine.runner.cache_bytes == 4 * sum(layout.slot_bytes() for layout in layouts)
     assert "0.0 MiB, beside 0.1 MiB of recurrent states" in budget
-    with pytest.raises(ConfigError, match=r"states of sequences take .* smaller max_sequences"):
+    with pytest.raises(ConfigError, match=r"recurrent states take .* smaller max_sequences"):
         load(spaces, max_sequences=2**40, cache_tokens=16)
     with pytest.raises(ConfigError, match=r"cache_tokens is \d+, the free memory holds"):
         load(mixed, cache_tokens=2**40)
@@ -198,7 +198,7 @@ def test_pages_are_allocated_lowest_first(counts: list[int], num_pages: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "label", "changes", "said"),
+    ("name", "label", "changes", "message"),
     [
         ("mamba2", "grouped", {"n_groups": 3}, "num_heads 8 is not a multiple of n_groups 3"),
         ("mamba2", "grouped", {"expand": 3}, "times expand 3 is not num_heads 8"),
@@ -233,9 +233,9 @@ def test_pages_are_allocated_lowest_first(counts: list[int], num_pages: int) -> 
     ],
 )
 def test_impossible_states_are_refused(
-    name: str, label: str, changes: dict[str, Any], said: str
+    name: str, label: str, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         family(name).parse({**getattr(examples, name)()[label], **changes}, "config.json")
 
 

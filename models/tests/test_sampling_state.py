@@ -65,20 +65,20 @@ def test_any_schedule_gives_the_batches_of_a_new_state(
         chosen = [sequences[number] for number in drawing]
         if all(sequence.params.takes_likeliest for sequence in chosen):
             continue  # they need no parameters
-        wanted = sampling_batch(chosen, VOCAB_SIZE, "cpu")
-        found = state.batch(chosen)
+        expected = sampling_batch(chosen, VOCAB_SIZE, "cpu")
+        actual = state.batch(chosen)
         if any(sequence.params.is_penalised for sequence in chosen):
             held = penalties_of(chosen, VOCAB_SIZE, "cpu")
-            assert found.penalties is not None
-            assert torch.equal(found.penalties.output_counts, held.output_counts)
-            assert torch.equal(found.penalties.prompt_mask, held.prompt_mask)
-            assert torch.equal(found.penalties.repetition, held.repetition)
-            assert torch.equal(found.penalties.presence, held.presence)
-            assert torch.equal(found.penalties.frequency, held.frequency)
+            assert actual.penalties is not None
+            assert torch.equal(actual.penalties.output_counts, held.output_counts)
+            assert torch.equal(actual.penalties.prompt_mask, held.prompt_mask)
+            assert torch.equal(actual.penalties.repetition, held.repetition)
+            assert torch.equal(actual.penalties.presence, held.presence)
+            assert torch.equal(actual.penalties.frequency, held.frequency)
         else:
-            assert found.penalties is None
+            assert actual.penalties is None
         for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "steps"):
-            one, other = getattr(found, name), getattr(wanted, name)
+            one, other = getattr(actual, name), getattr(expected, name)
             assert (one is None) == (other is None)
             assert one is None or torch.equal(one, other)
 

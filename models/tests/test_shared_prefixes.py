@@ -358,17 +358,17 @@ def test_evicted_pages_are_restored_from_the_store(kind: str) -> None:
     sizes = {"num_pages": tuple(32 for _ in KINDS[kind].get("num_pages", (1,)))}
     if kind == "states":
         sizes["num_checkpoints"] = 2  # type: ignore[assignment]
-    found = []
+    recorded = []
     for rows in (0, 64):
         machine = Machine(**{**KINDS[kind], **sizes}, stored=rows, max_sequences=1)
         for _ in range(2):
             for seed in range(3):
                 sequence = machine.add(tokens(103, seed))
                 machine.run()
-        found.append(sequence.num_shared)
+        recorded.append(sequence.num_shared)
         counts = machine.shared.statistics
-    assert found[0] == 0
-    assert found[1] >= 100
+    assert recorded[0] == 0
+    assert recorded[1] >= 100
     assert 0 < counts.restored_pages <= counts.stored_pages <= counts.evicted_pages
     assert f"of which {counts.stored_pages} were stored" in str(counts)
     restored = counts.restored_pages
@@ -399,12 +399,12 @@ def test_the_oldest_and_last_pages_are_evicted_first() -> None:
 
 
 def test_an_adapter_has_prefixes_of_its_own() -> None:
-    machine, found = Machine(), []
+    machine, recorded = Machine(), []
     for adapter in (None, 0, 1, 0):
         sequence = machine.add(tokens(40, 1), adapter=adapter)
         machine.run()
-        found.append(sequence.num_shared)
-    assert found == [0, 0, 0, 39]
+        recorded.append(sequence.num_shared)
+    assert recorded == [0, 0, 0, 39]
 
 
 def test_rows_of_states_are_copied_from_slots_to_slots() -> None:

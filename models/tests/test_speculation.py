@@ -98,9 +98,9 @@ def test_any_schedule_gives_the_tokens_of_plain_decoding(
     lm = guessing[name]
     prompts = prompts_of(length for length, _, _ in requests)
     params = [SamplingParams(max_new_tokens=count, **kind) for _, count, kind in requests]
-    wanted = plain.generate(prompts, params)
-    found = beside_one_that_leaves(lm, prompts, params, leaver)
-    for one, two in zip(wanted, found, strict=True):
+    expected = plain.generate(prompts, params)
+    actual = beside_one_that_leaves(lm, prompts, params, leaver)
+    for one, two in zip(expected, actual, strict=True):
         assert two.token_ids == one.token_ids
         assert two.logprobs == pytest.approx(one.logprobs, abs=1e-4)
         assert two.finish_reason == one.finish_reason
@@ -115,13 +115,13 @@ def test_a_draft_that_is_the_model_is_accepted_and_saves_steps(
 ) -> None:
     for kind in KINDS[:3]:
         lm = load(llama, "float32", cache_tokens=512, speculation=always(plain))
-        (found,) = lm.generate([[1, 2, 3]], max_new_tokens=41, **kind)
+        (actual,) = lm.generate([[1, 2, 3]], max_new_tokens=41, **kind)
         assert (
-            found.token_ids == plain.generate([[1, 2, 3]], max_new_tokens=41, **kind)[0].token_ids
+            actual.token_ids == plain.generate([[1, 2, 3]], max_new_tokens=41, **kind)[0].token_ids
         )
-        told = lm.speculation
-        assert told is not None
-        assert (told.acceptance, told.drafted_steps, told.drafted_tokens) == (1, 8, 32)
+        counts = lm.speculation
+        assert counts is not None
+        assert (counts.acceptance, counts.drafted_steps, counts.drafted_tokens) == (1, 8, 32)
     assert idle(plain)
 
 
@@ -129,14 +129,14 @@ def test_repeated_text_is_found_by_prompt_lookup(llama: Path, plain: LanguageMod
     lm = load(llama, "float32", cache_tokens=512, speculation=always())
     bias = {9: 100.0}  # makes the output repeat, and is nothing that guesses are made for
     assert lm.generate([[1, 2]], max_new_tokens=8, logit_bias=bias)
-    told = lm.speculation
-    assert told is not None
-    assert told.drafted_tokens == 0
+    counts = lm.speculation
+    assert counts is not None
+    assert counts.drafted_tokens == 0
     tokens = tokens_of(lm, [1, 2, 3], 60)
     prompt = [1, 2, 3, *tokens, 1, 2, 3]
     assert tokens_of(lm, prompt, 40) == tokens_of(plain, prompt, 40)
-    assert 0 < told.accepted_tokens <= told.drafted_tokens
-    assert told.plain_steps + told.drafted_steps + told.accepted_tokens <= 7 + 59 + 39
+    assert 0 < counts.accepted_tokens <= counts.drafted_tokens
+    assert counts.plain_steps + counts.drafted_steps + counts.accepted_tokens <= 7 + 59 + 39
     assert "up to 4 tokens by prompt lookup" in str(explain(lm))
 
 
@@ -188,18 +188,18 @@ def assert_drawn_from_the_distribution(
                 grown[*front, token] = chance * share
         outcomes = grown
     params = SamplingParams(temperature=1.0, top_k=top_k, max_new_tokens=4)
-    found = [each.token_ids[:3] for each in lm.generate([prompt] * count, params)]
-    told = lm.speculation
-    assert told is not None
-    assert told.drafted_tokens > 200
-    assert 0.02 < told.acceptance < 0.9
+    actual = [each.token_ids[:3] for each in lm.generate([prompt] * count, params)]
+    counts = lm.speculation
+    assert counts is not None
+    assert counts.drafted_tokens > 200
+    assert 0.02 < counts.acceptance < 0.9
     statistic = sum(
-        (found.count(outcome) - count * chance) ** 2 / (count * chance)
+        (actual.count(outcome) - count * chance) ** 2 / (count * chance)
         for outcome, chance in outcomes.items()
     )
     # 81.6 is exceeded once in ten million times with 26 degrees of freedom.
     assert statistic < 81.6
-    assert not {*found} - {*outcomes}
+    assert not {*actual} - {*outcomes}
 
 
 def test_draft_tokens_have_other_noise_than_their_verification(
@@ -210,9 +210,9 @@ def test_draft_tokens_have_other_noise_than_their_verification(
     sequence = lm.engine.add([1, 2, 3], SamplingParams(max_new_tokens=41, temperature=1.0))
     while lm.engine.busy:
         lm.engine.step()
-    told = lm.speculation
-    assert told is not None
-    assert told.acceptance == 1
+    counts = lm.speculation
+    assert counts is not None
+    assert counts.acceptance == 1
     same = tokens_of(plain, [1, 2, 3], 41, temperature=1.0, seed=sequence.seed)
     assert same[0] == sequence.output[0]
     assert [*same] != sequence.output
@@ -230,7 +230,7 @@ def test_windows_keep_the_pages_that_rejected_draft_tokens_need(
     kinds: tuple[dict[str, Any], ...]
     kinds = ({}, {"temperature": 1.0, "seed": 1}, {}, {"temperature": 3.0, "seed": 2})
     params = [SamplingParams(max_new_tokens=50, **kind) for kind in kinds]
-    wanted = plain.generate(prompts, params)
+    expected = plain.generate(prompts, params)
     drafts: list[Any] = ["ngram"]
     if name == "same":
         # They are right but for what is spoilt, and so keep what they need as well, or not.
@@ -241,8 +241,8 @@ def test_windows_keep_the_pages_that_rejected_draft_tokens_need(
             spoil_drafts(draft)
         lm = loaded(tmp_path, page_size, speculation=always(draft), **SMALL)
         spoil(lm)
-        found = lm.generate(prompts, params)
-        assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
+        actual = lm.generate(prompts, params)
+        assert [each.token_ids for each in actual] == [each.token_ids for each in expected]
         told = lm.speculation
         assert told is not None
         assert 0 < told.accepted_tokens < told.drafted_tokens
@@ -276,20 +276,20 @@ def test_stop_texts_and_tokens_end_within_accepted_draft_tokens(
 
 
 def told(lm: LanguageModel, **kind: Any) -> tuple[Any, ...]:
-    (found,) = lm.generate(["abc"], max_new_tokens=20, **kind)
-    return found.text, found.token_ids, len(found.logprobs), found.finish_reason
+    (actual,) = lm.generate(["abc"], max_new_tokens=20, **kind)
+    return actual.text, actual.token_ids, len(actual.logprobs), actual.finish_reason
 
 
 def test_adapters_are_verified_with(llama: Path, plain: LanguageModel, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "own", {"model.layers.0.self_attn.o_proj": (64, 64)})
     lms = [load(llama, "float32", cache_tokens=512, speculation=s) for s in (None, always(plain))]
-    found = []
+    recorded = []
     for lm in lms:
         lm.load_adapter("own", folder)
         params = [SamplingParams(max_new_tokens=20, adapter=name) for name in ("own", None)]
-        found.append([each.token_ids for each in lm.generate([[1, 2], [1, 2]], params)])
-    assert found[0] == found[1]
-    assert found[0][0] != found[0][1]
+        recorded.append([each.token_ids for each in lm.generate([[1, 2], [1, 2]], params)])
+    assert recorded[0] == recorded[1]
+    assert recorded[0][0] != recorded[0][1]
 
 
 def test_graphs_replay_steps_without_draft_tokens(llama: Path, plain: LanguageModel) -> None:
@@ -304,13 +304,13 @@ def test_graphs_replay_steps_without_draft_tokens(llama: Path, plain: LanguageMo
     with register(Tapes, "tapes"):
         TapePlatform.captured = TapePlatform.replayed = 0
         lm = load(llama, "float32", config=config, cache_tokens=512, speculation=always())
-        found = lm.generate(prompts_of((9, 30)), max_new_tokens=30)
-    wanted = plain.generate(prompts_of((9, 30)), max_new_tokens=30)
-    assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
-    told = lm.speculation
-    assert told is not None
-    assert told.drafted_steps > 0
-    assert TapePlatform.replayed == told.plain_steps > 0
+        actual = lm.generate(prompts_of((9, 30)), max_new_tokens=30)
+    expected = plain.generate(prompts_of((9, 30)), max_new_tokens=30)
+    assert [each.token_ids for each in actual] == [each.token_ids for each in expected]
+    counts = lm.speculation
+    assert counts is not None
+    assert counts.drafted_steps > 0
+    assert TapePlatform.replayed == counts.plain_steps > 0
 
 
 @given(
@@ -441,17 +441,17 @@ def test_states_are_restored_after_rejected_draft_tokens(tmp_path: Path, family:
         SamplingParams(max_new_tokens=count, ignore_eos=True, **kind)
         for count, kind in zip((30, 24, 12, 7), kinds, strict=True)
     ]
-    wanted = [each.token_ids for each in plain.generate(prompts, params)]
+    expected = [each.token_ids for each in plain.generate(prompts, params)]
     same = load(tmp_path, "float32", cache_tokens=1024)
     for draft in ("ngram", same):
         if draft is same:
             spoil_drafts(same)
         lm = load(tmp_path, "float32", speculation=always(draft), **SMALL)
-        assert [each.token_ids for each in lm.generate(prompts, params)] == wanted
+        assert [each.token_ids for each in lm.generate(prompts, params)] == expected
         assert idle(lm)
-    told = lm.speculation
-    assert told is not None
-    assert 20 < told.accepted_tokens < told.drafted_tokens
+    counts = lm.speculation
+    assert counts is not None
+    assert 20 < counts.accepted_tokens < counts.drafted_tokens
     assert idle(same)
 
 

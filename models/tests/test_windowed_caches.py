@@ -41,11 +41,11 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
     Of one, half of the layers read caches of others.
     """
-    found = {}
+    recorded = {}
     for name, config in MODELS.items():
-        found[name] = tmp_path_factory.mktemp(name)
-        write_checkpoint(config(), found[name])
-    return found
+        recorded[name] = tmp_path_factory.mktemp(name)
+        write_checkpoint(config(), recorded[name])
+    return recorded
 
 
 def loaded(path: Path, page_size: int = 16, **more: Any) -> LanguageModel:
@@ -97,12 +97,12 @@ def references(paths: dict[str, Path]) -> dict[str, LanguageModel]:
 @pytest.fixture(scope="module")
 def spoiled(paths: dict[str, Path]) -> dict[tuple[str, int], LanguageModel]:
     """Models with pages of several sizes in caches so small that sequences are preempted."""
-    found = {}
+    recorded = {}
     for name, size in SPOILED:
         sizes = {"cache_tokens": 144, "max_sequences": 3, "max_step_tokens": 40}
-        found[name, size] = lm = loaded(paths[name], size, **sizes)
+        recorded[name, size] = lm = loaded(paths[name], size, **sizes)
         spoil(lm)
-    return found
+    return recorded
 
 
 @settings(
@@ -295,8 +295,8 @@ def test_no_backend_reads_freed_pages(
     spoil(lm)
     prompts = [[(5 * i) % 256 for i in range(100)], [7] * 30]
     expected = references["some"].generate(prompts, max_new_tokens=20, ignore_eos=True)
-    found = lm.generate(prompts, max_new_tokens=20, ignore_eos=True)
-    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+    actual = lm.generate(prompts, max_new_tokens=20, ignore_eos=True)
+    assert [each.token_ids for each in actual] == [each.token_ids for each in expected]
     assert idle(lm)
 
 
@@ -311,8 +311,8 @@ def test_graphs_have_pages_of_every_pool(
     spoil(lm)
     prompts, counts = [[3] * 70, [2, 7, 1], [5] * 30], (40, 9, 20)
     params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in counts]
-    expected, found = (each.generate(prompts, params) for each in (references[name], lm))
-    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+    expected, actual = (each.generate(prompts, params) for each in (references[name], lm))
+    assert [each.token_ids for each in actual] == [each.token_ids for each in expected]
     assert TapePlatform.replayed > 30
     assert idle(lm)
 
