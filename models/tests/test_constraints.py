@@ -296,7 +296,9 @@ def test_without_a_tokenizer_constraints_are_refused(copied: Path) -> None:
     with pytest.raises(RequestError, match="no tokenizer, which constraints need"):
         lm.generate([[1]], constraint=Constraint.regex("a"))
     lm.engine.constraints = None
-    with pytest.raises(RequestError, match="this engine has no tokenizer"):
+    with pytest.raises(
+        RequestError, match="A constraint needs a tokenizer, and this engine has none"
+    ):
         lm.generate([[1]], constraint=Constraint.regex("a"))
 
 

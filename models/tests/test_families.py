@@ -229,7 +229,7 @@ def test_the_conformance_suite_detects_a_wrong_family() -> None:
     findings = [finding for tally in candidate.tallies for finding in tally.findings]
     assert {finding.case for finding in findings} == {"grouped", "long"}
     assert {finding.where for finding in findings} == {"logits of 5 tokens"}
-    assert findings[0].reason.startswith("off by ")
+    assert findings[0].reason.startswith("the error is ")
 
 
 def test_a_null_field_gets_its_default_unless_null_is_valid() -> None:

@@ -400,7 +400,9 @@ def small_files() -> Iterator[None]:
 
 @pytest.mark.usefixtures("small_files")
 def test_a_full_disk_leaves_nothing_at_the_target(plain: Path, tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"cannot be written: File too large\nTry: make room"):
+    with pytest.raises(
+        StorageError, match=r"cannot be written: File too large\nTry: free disk space"
+    ):
         quantize(plain, tmp_path / "out", "fp8")
     assert names_in(tmp_path) == [".out.unfinished"]
     assert not list((tmp_path / ".out.unfinished" / "model").iterdir())

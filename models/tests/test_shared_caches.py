@@ -107,10 +107,13 @@ def test_a_backend_without_forward_stored_is_refused(
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"num_kv_shared_layers": 5}, "none of the other layers is of the kind"),
+        ({"num_kv_shared_layers": 5}, "no earlier layer with the same window and heads"),
         ({"enable_moe_block": True}, "experts of Gemma 4 are not computed"),
         ({"use_bidirectional_attention": "all"}, "'all', which is not computed"),
-        ({"per_layer_config": {"3": {"head_dim": 8}}}, "none of the other layers is of the kind"),
+        (
+            {"per_layer_config": {"3": {"head_dim": 8}}},
+            "no earlier layer with the same window and heads",
+        ),
         ({"per_layer_config": {"1": {"head_dim": -1}}}, "greater than 0"),
     ],
 )

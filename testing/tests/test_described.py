@@ -131,7 +131,7 @@ def test_the_device_is_the_one_that_the_platform_would_report(file: Path) -> Non
         ({"caches_bytes": {"l1d": -1}}, "caches_bytes.l1d is -1: "),
         ({"features": [""]}, "features."),
         ({"name": "two\nlines"}, "must be printable"),
-        ({"name": " padded "}, "without space around it"),
+        ({"name": " padded "}, "without leading or trailing spaces"),
         ({"dtypes": []}, "dtypes is []: "),
         ({"dtypes": ["float17"]}, "'float17' is no dtype of torch"),
         ({"dtypes": ["nn"]}, "'nn' is no dtype of torch"),

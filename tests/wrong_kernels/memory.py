@@ -53,7 +53,7 @@ def rotary_embedding_takes_heads_for_dense(
     return rotary_embedding(heads[0], heads[1], cos, sin)
 
 
-@wrong("reshape_and_cache", "guard", "mutation", "value", says="beside it")
+@wrong("reshape_and_cache", "guard", "mutation", "value", says="outside of it")
 def reshape_and_cache_writes_one_element_too_far(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
 ) -> None:

@@ -215,7 +215,7 @@ def test_why_selects_one_subject_and_refuses_unknown_ones(command: Command) -> N
     [
         (("--on", "abaccus"), "Unknown device 'abaccus'"),
         (("--on", "none.json"), "none.json: cannot be read"),
-        (("--on", "x", "--platform", "abacus"), "--on says where"),
+        (("--on", "x", "--platform", "abacus"), "--on and --platform both choose the device"),
         (("--platform", "abaccus"), "nearest first: 'abacus'"),
         (("--kernel", "negate"), "not of the form NAME=CHOICE"),
         (("--kernel", "=negate_slide"), "not of the form NAME=CHOICE"),

@@ -432,7 +432,7 @@ def test_requests_that_cannot_be_timed_are_listed_with_the_reason(make_plan: Mak
     reasons = {missing.request.split("'")[1]: missing.reason for missing in table.not_measured}
     assert set(reasons) == {"scaling", "unsampled"}
     assert "no sample" in reasons["unsampled"]
-    assert "policy" in reasons["scaling"]
+    assert "selected by configuration" in reasons["scaling"]
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder_decoder"])

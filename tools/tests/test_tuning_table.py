@@ -143,7 +143,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         Table.read(tmp_path / "nowhere.json")
 
 
-@given(one=tables(), other=tables())
+@given(first=tables(), second=tables())
 def test_merging_keeps_the_newer_measurement(first: Table, second: Table) -> None:
     merged, replaced = first.merge(second)
     given_entries = [*first.entries, *second.entries]
