@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(wildcard */pyproject.toml platforms/*/pyproject.toml plugins/*/pyproject.toml))
+DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(wildcard */pyproject.toml */*/pyproject.toml))
 
 # One thread for each test worker. Hundreds of processes import the distributions, so their bytecode
 # is kept, even where PYTHONDONTWRITEBYTECODE is set.
@@ -52,12 +52,12 @@ test-repeat: $(INSTALLED) ## Run the quick and the process tests RUNS times, to 
 	done
 
 test-checkpoints: $(INSTALLED) ## Compare spellings of checkpoints with transformers and PEFT: 2,000 of config.json and of tokenizer files, 500 of each other file. An hour.
-	OMP_NUM_THREADS=1 $(BIN)/python models/tests/variants/compare.py 0 2000 --keep .variants_cache/loaded
-	OMP_NUM_THREADS=1 $(BIN)/python models/tests/variants/compare.py 0 500 --adapt --keep .variants_cache/adapted
-	OMP_NUM_THREADS=1 $(BIN)/python models/tests/variants/compare_adapters.py 0 500 --keep .variants_cache/adapters
-	OMP_NUM_THREADS=1 $(BIN)/python models/tests/variants/tokenizer_files.py 0 2000
-	OMP_NUM_THREADS=1 $(BIN)/python models/tests/variants/generation_files.py 0 1000 --keep .variants_cache/generation
-	OMP_NUM_THREADS=1 $(BIN)/python models/tests/variants/quantized_files.py 0 1000 --keep .variants_cache/quantized
+	OMP_NUM_THREADS=1 $(BIN)/python models/engine/tests/variants/compare.py 0 2000 --keep .variants_cache/loaded
+	OMP_NUM_THREADS=1 $(BIN)/python models/engine/tests/variants/compare.py 0 500 --adapt --keep .variants_cache/adapted
+	OMP_NUM_THREADS=1 $(BIN)/python models/engine/tests/variants/compare_adapters.py 0 500 --keep .variants_cache/adapters
+	OMP_NUM_THREADS=1 $(BIN)/python models/engine/tests/variants/tokenizer_files.py 0 2000
+	OMP_NUM_THREADS=1 $(BIN)/python models/engine/tests/variants/generation_files.py 0 1000 --keep .variants_cache/generation
+	OMP_NUM_THREADS=1 $(BIN)/python models/engine/tests/variants/quantized_files.py 0 1000 --keep .variants_cache/quantized
 
 test-load: $(INSTALLED) ## Send costly requests to a server, and measure how other clients are delayed. Three minutes.
 	$(BIN)/python serve/tests/load.py
@@ -89,7 +89,7 @@ test-vllm: $(INSTALLED) ## Install vLLM for CPUs into .vllm-env, 4 GB, and run m
 
 test-libraries: $(INSTALLED) ## Install libraries, 400 MB, that run adapted models or ask the server.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group libraries
-	$(BIN)/python -m pytest models/tests/test_adapt_libraries.py models/tests/test_adapt_pipelines.py serve/tests/test_client_libraries.py
+	$(BIN)/python -m pytest models/adapt/tests/test_adapt_libraries.py models/adapt/tests/test_adapt_pipelines.py serve/tests/test_client_libraries.py
 
 test-spirv: $(INSTALLED) ## Compile the portable kernels to SPIR-V with a triton for XPU, which is installed aside.
 	$(BIN)/python -m pytest platforms/xpu/tests/test_spirv.py -s

@@ -45,7 +45,8 @@ from transformers import (
 
 from decode import interposer_run
 from interposer import Config
-from interposer_models import LanguageModel, adapt, language_model, load
+from interposer_adapt import adapt, language_model
+from interposer_engine import LanguageModel, load
 from interposer_ops.devices import host_memory
 from random_model import SHAPES
 

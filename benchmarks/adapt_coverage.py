@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from interposer_models import adapt
+from interposer_adapt import adapt
 from tiny_models.building import model_classes
 from tiny_models.judge import Row, judge, judge_apart
 from tiny_models.table import Summary, render

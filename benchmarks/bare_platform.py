@@ -29,7 +29,7 @@ from interposer import (
     register,
 )
 from interposer_cpu import CPUPlatform
-from interposer_models import LanguageModel, load
+from interposer_engine import LanguageModel, load
 
 
 class Bare(Platform):

@@ -50,7 +50,7 @@ def call_path(action: Callable[[], object], first: str, through: str, reached: s
 def measured() -> dict[str, Frames]:
     """Return the frames of every path."""
     import interposer
-    from interposer_models import LanguageModel, load
+    from interposer_engine import LanguageModel, load
 
     config = interposer.Config(
         kernels={"rms_norm": "reference", "fused_add_rms_norm": "reference"},

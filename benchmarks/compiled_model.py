@@ -16,7 +16,7 @@ import time
 import torch
 
 from interposer import Config
-from interposer_models import LanguageModel, load
+from interposer_engine import LanguageModel, load
 
 PROMPT = [1, 2, 3, 4]
 

@@ -13,7 +13,7 @@ import asyncio
 import statistics
 import time
 
-from interposer_models import AsyncLanguageModel, Constraint, ConstraintLimits, load
+from interposer_engine import AsyncLanguageModel, Constraint, ConstraintLimits, load
 
 _NUM_PROPERTIES = 8
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from cpu_contenders.interposer_engine import settings_of
 from interposer import Config
-from interposer_models import LanguageModel, SamplingParams, load
+from interposer_engine import LanguageModel, SamplingParams, load
 
 HIDDEN, BETWEEN, LAYERS, HEADS, KV_HEADS, HEAD_SIZE = 2048, 8192, 4, 32, 8, 64
 REQUESTS, PROMPT = 8, 8

@@ -34,8 +34,8 @@ from cpu_peers import (
     environment_python,
 )
 from cpu_processes import Worker, available_mib
-from interposer_models import plan
-from interposer_models.roofline import ModelWork
+from interposer_engine import plan
+from interposer_engine.roofline import ModelWork
 
 ROOFS = Path(__file__).with_name("cpu_roofs.py")
 # What the largest contender takes while it loads a model of 0.6 billion parameters.

@@ -26,7 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cpu_models import write_hugging_face
-from interposer_models import LanguageModel, load
+from interposer_engine import LanguageModel, load
 from random_model import SHAPES
 
 CONTEXT, STEPS, PROMPT = 128, 32, 512

@@ -31,8 +31,8 @@ from cpu_contenders.contract import Settings
 from cpu_contenders.interposer_engine import Engine
 from cpu_decode import decode_bytes
 from interposer import Config, place
-from interposer_models import plan
-from interposer_models.roofline import ModelWork, measured_roofs
+from interposer_engine import plan
+from interposer_engine.roofline import ModelWork, measured_roofs
 
 SOURCE = Path(__file__).with_name("instruction_rates.c")
 BITS = {"bf16": 16, "int8": 8, "w4a8": 4, "int4": 4}

@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from cpu_peers import ENVIRONMENTS, Unavailable, cache_folder, environment_python, source_tree
-from interposer_models import Checkpoint, quantize
+from interposer_engine import Checkpoint, quantize
 from random_model import SHAPES
 
 # Small enough for a smoke test; sizes are multiples of what each of the formats has for a block.

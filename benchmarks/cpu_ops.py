@@ -29,7 +29,7 @@ from interposer import CustomOp, Kernel, Registry, Request, current_registry
 from interposer.errors import described, foreign_errors
 from interposer.records import load_target
 from interposer_cpu import CPUPlatform
-from interposer_models.roofline import Roofs
+from interposer_engine.roofline import Roofs
 
 Call = Callable[[], object]
 ROWS = (1, 2, 4, 8, 32, 512)

@@ -80,7 +80,7 @@ class Contender:
 ENVIRONMENTS = {
     environment.name: environment
     for environment in (
-        Environment("ours", "interposer_models", ()),
+        Environment("ours", "interposer_engine", ()),
         Environment("transformers", "transformers", ("transformers==5.23.0",)),
         Environment("torchao", "torchao", ("torchao==0.18.0", "transformers==5.23.0")),
         # Its source is compiled here, with the flags of this processor: a quarter of an hour.

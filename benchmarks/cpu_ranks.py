@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from interposer import Config
-from interposer_models import LanguageModel, SamplingParams, launched, load
+from interposer_engine import LanguageModel, SamplingParams, launched, load
 
 PROMPT = [(7 * place) % 997 for place in range(16)]
 WAITING = "waiting"

@@ -3,7 +3,7 @@
     python benchmarks/cpu_roofs.py [--threads N] [--rounds N]
 
 Prints JSON. Bandwidth is that of the fastest of several ways to read far more than the caches
-hold; each is the median of its rounds. `interposer_models.roofline` measures.
+hold; each is the median of its rounds. `interposer_engine.roofline` measures.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import asdict
 import torch
 
 from interposer import Config, place
-from interposer_models.roofline import Roofs, measured_roofs
+from interposer_engine.roofline import Roofs, measured_roofs
 
 __all__ = ["READ_BYTES", "roofs_of"]
 

@@ -32,7 +32,7 @@ import torch
 from cpu_contenders.interposer_engine import settings_of
 from cpu_models import config_of, write_hugging_face
 from interposer import Config
-from interposer_models import LanguageModel, SamplingParams, load
+from interposer_engine import LanguageModel, SamplingParams, load
 from interposer_ops.quantized_linear import CodedProduct
 
 # Multiples of the groups that weights share scales in, and of what kernels are blocked by.

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from interposer_models import LanguageModel, SamplingParams, load
+from interposer_engine import LanguageModel, SamplingParams, load
 
 Run = Callable[[list[list[int]], int], tuple[float, float]]
 """Prompts and new tokens to seconds of prefill and seconds of decode."""

@@ -2,7 +2,7 @@
 
 python benchmarks/engine_coverage.py [MODEL_TYPE ...] [--table FILE]
 
-Each checkpoint is written by transformers and opened by ``interposer_models.load``. Two prompts run
+Each checkpoint is written by transformers and opened by ``interposer_engine.load``. Two prompts run
 in one batch, the longer one in chunks. Their greedy tokens must be those of the model of
 transformers, which computes each of them without a cache. Each architecture is judged in a process
 of its own.
@@ -26,7 +26,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from interposer_models import load
+from interposer_engine import load
 from tiny_models.building import SHRUNK, make, where
 from tiny_models.processes import called_apart
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from torch.utils import _pytree
 
+from interposer_engine import LanguageModel, SamplingParams, load
 from interposer_gguf import _placement as placement
-from interposer_models import LanguageModel, SamplingParams, load
 
 CONTEXT, STEPS = 128, 256
 

@@ -10,7 +10,7 @@ from statistics import median
 import torch
 
 from interposer import Config, Placement, place
-from interposer_models.roofline import Roofs, measured_roofs
+from interposer_engine.roofline import Roofs, measured_roofs
 
 __all__ = [
     "Call",

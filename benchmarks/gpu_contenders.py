@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from interposer import Config, Placement
-from interposer_models import SamplingParams, load
+from interposer_engine import SamplingParams, load
 
 __all__ = ["Contender", "InterposerEngine", "TransformersModel"]
 

@@ -31,8 +31,8 @@ from evidence.record import Deadline, Record, add_step_options
 from gpu_clock import clock_of, placement_of, roofs_by
 from gpu_contenders import Contender, InterposerEngine, TransformersModel
 from interposer import Placement
+from interposer_engine.roofline import Roofs
 from interposer_models.families import DecoderFamily
-from interposer_models.roofline import Roofs
 from random_model import SHAPES, write_model
 
 # Bits of a weight of the blocks, with its scales, and of the head, by precision.

@@ -86,7 +86,7 @@ def install(folder: Path, site: Path) -> None:
 
 def preload() -> None:
     """Import what the programs of the steps share, for their forks."""
-    for name in ("torch._dynamo", "transformers", "interposer_models", "interposer_tools"):
+    for name in ("torch._dynamo", "transformers", "interposer_engine", "interposer_tools"):
         importlib.import_module(name)
 
 

@@ -25,7 +25,7 @@ from evidence.record import Deadline, Record, add_step_options
 from gpu_clock import placement_of
 from gpu_decode import folder_of
 from interposer import Config, Placement
-from interposer_models import LanguageModel, SamplingParams, load
+from interposer_engine import LanguageModel, SamplingParams, load
 from random_model import SHAPES
 
 _LEAST_S = 15.0

@@ -29,7 +29,7 @@ from gpu_workload import Item, items_of_model, items_of_others, moved_bytes, num
 from interposer import CustomOp, Device, Kernel, Registry, Request, current_registry
 from interposer.errors import described, foreign_errors
 from interposer.records import load_target
-from interposer_models.roofline import Roofs
+from interposer_engine.roofline import Roofs
 
 METHODS = {"bf16": None, "fp8": "fp8", "int4": "int4", "w4a8": "w4a8"}
 _TINY_OPS = ("silu_and_mul", "rms_norm", "relu2")

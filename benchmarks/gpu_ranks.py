@@ -32,7 +32,7 @@ from evidence.record import Deadline, Record, add_step_options
 from gpu_clock import placement_of
 from interposer import Communicator, Config, Placement, Ranks
 from interposer.records import load_target
-from interposer_models import load
+from interposer_engine import load
 from random_model import write_model
 
 _NUM = 2

@@ -24,7 +24,7 @@ import torch
 from evidence.record import Deadline, Record, add_step_options
 from gpu_clock import placement_of
 from interposer import Config, Placement
-from interposer_models import LanguageModel, SamplingParams, load
+from interposer_engine import LanguageModel, SamplingParams, load
 from random_model import SHAPES, write_model
 
 PROMPTS = (

@@ -35,7 +35,7 @@ import torch
 from torch.utils import _pytree
 
 from interposer import Config
-from interposer_models import Checkpoint, LanguageModel, load, plan
+from interposer_engine import Checkpoint, LanguageModel, load, plan
 
 MIB = 2**20
 UNPACKED = Config(packed="off")

@@ -14,10 +14,8 @@ import time
 
 import torch
 
-from interposer_models import SamplingParams
-from interposer_models._engine.request_batch import penalties_of, sampling_batch
-from interposer_models._engine.sampling_state import SamplingState
-from interposer_models._engine.sequence import Sequence
+from interposer_engine import SamplingParams
+from interposer_engine.parts import SamplingState, TokenSequence, penalties_of, sampling_batch
 
 PROMPT_TOKENS = 1000
 
@@ -31,7 +29,9 @@ def main() -> None:
     torch.set_num_threads(1)
     params = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.5)
     sequences = [
-        Sequence(n, [(n + 7919 * place) % given.vocab for place in range(PROMPT_TOKENS)], params, n)
+        TokenSequence(
+            n, [(n + 7919 * place) % given.vocab for place in range(PROMPT_TOKENS)], params, n
+        )
         for n in range(given.requests)
     ]
     state = SamplingState(given.vocab, "cpu")

@@ -70,12 +70,12 @@ def load_here(model: str, quantization: str, packed: str, tokens: int, floor: bo
     """Load a model, print what that took, and stay until a line comes."""
     import torch
 
-    import interposer_models
+    import interposer_engine
     from interposer import Config
 
     config = Config.model_validate({"packed": packed})
     settings: dict[str, Any] = {} if quantization == "none" else {"quantization": quantization}
-    interposer_models.plan(model, config=config, **settings)
+    interposer_engine.plan(model, config=config, **settings)
     floors = floors_of(model) if floor else dict
     Path("/proc/self/clear_refs").write_text("5")  # the peak is to be the model's
     before = peak = bytes_of("status", "RssAnon")
@@ -89,7 +89,7 @@ def load_here(model: str, quantization: str, packed: str, tokens: int, floor: bo
     watching = threading.Thread(target=watch)
     watching.start()
     start, used = time.perf_counter(), time.process_time()
-    lm = interposer_models.load(
+    lm = interposer_engine.load(
         model, config=config, cache_tokens=tokens, max_sequences=1, **settings
     )
     seconds, processor = time.perf_counter() - start, time.process_time() - used
@@ -153,7 +153,7 @@ def seconds_of(function: Callable[[], object]) -> float:
 
 def vocabulary_here(model: str) -> None:
     """Print what reading the tokenizer takes."""
-    from interposer_models import TextTokenizer
+    from interposer_engine import TextTokenizer
 
     before = bytes_of("status", "RssAnon")
     seconds = seconds_of(lambda: TextTokenizer(Path(model)).read())

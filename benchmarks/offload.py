@@ -23,7 +23,7 @@ import torch
 
 from interposer import Config, effective_config
 from interposer.tooling import default_store
-from interposer_models import LanguageModel, load
+from interposer_engine import LanguageModel, load
 from memory_limit import limited
 
 _PIECE_BYTES = 4 << 20

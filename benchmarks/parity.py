@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from interposer_models import load
+from interposer_engine import load
 
 LENGTHS = (1, 17, 150, 500)
 

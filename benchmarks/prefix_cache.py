@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cpu_models import write_hugging_face
-from interposer_models import LanguageModel, load
+from interposer_engine import LanguageModel, load
 from random_model import SHAPES
 
 END, STEPS = 20, 32

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from interposer_models import load, quantize
+from interposer_engine import load, quantize
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "examples" / "models" / "stdlib-lm"

@@ -63,7 +63,7 @@ class Side:
 
 def decode(row: Row) -> None:
     """Answer each line of standard input with the speed of a decode."""
-    from interposer_models import SamplingParams, load
+    from interposer_engine import SamplingParams, load
 
     room = row.batch * (row.context + STEPS + 64)
     options: dict[str, Any] = {"cache_tokens": room, "max_sequences": row.batch}

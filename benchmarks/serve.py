@@ -204,7 +204,7 @@ def bare(lm: Any, num_clients: int, seconds: float) -> Spent:
 
     It counts from the half of the time on: until then, all began at once.
     """
-    from interposer_models import SamplingParams
+    from interposer_engine import SamplingParams
 
     dice = [random.Random(seed) for seed in range(num_clients)]
     running: list[tuple[Any, float] | None] = [None] * num_clients
@@ -244,7 +244,7 @@ def bare(lm: Any, num_clients: int, seconds: float) -> Spent:
 
 
 def load(options: argparse.Namespace) -> None:
-    from interposer_models import load as load_model
+    from interposer_engine import load as load_model
 
     lm = load_model(options.model, cache_tokens=options.cache_tokens, max_sequences=64)
     alone = bare(lm, options.clients, options.seconds / 10)
@@ -310,7 +310,7 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def compare(options: argparse.Namespace) -> None:
-    from interposer_models import load as load_model
+    from interposer_engine import load as load_model
 
     lm = load_model(options.model, cache_tokens=options.cache_tokens)
     prompts = [[1 + i, *range(50, 65)] for i in range(options.streams)]

@@ -14,7 +14,7 @@ import statistics
 import time
 from typing import Any
 
-from interposer_models import LanguageModel, Speculation, load
+from interposer_engine import LanguageModel, Speculation, load
 
 SHIPPED = "examples/models/stdlib-lm"
 LINES = "".join(

@@ -17,13 +17,15 @@ from cpu_peers import ENVIRONMENTS, Unavailable, environment_python
 ROOT = Path(__file__).parents[1]
 # What interposer-vllm needs to run on a CPU.
 DISTRIBUTIONS = (
-    "sandbox",
     "core",
-    "testing",
+    "core/sandbox",
+    "core/testing",
+    "core/tools",
     "ops",
     "quantization",
-    "tools",
     "models",
+    "models/engine",
+    "models/adapt",
     "platforms/cpu",
     "plugins/vllm",
 )

@@ -31,7 +31,7 @@ from statistics import median
 import torch
 
 from interposer import Config, place
-from interposer_models import Checkpoint, load
+from interposer_engine import Checkpoint, load
 
 WAYS = ("copies", "warm", "cold", "packed")
 # Of each round: a load with the search, and two without.

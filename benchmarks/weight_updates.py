@@ -28,7 +28,7 @@ import torch
 from torch import distributed
 
 from interposer import Config
-from interposer_models import Checkpoint, WeightsFrom, load, send_weights
+from interposer_engine import Checkpoint, WeightsFrom, load, send_weights
 
 MIB = 2**20
 

@@ -80,9 +80,9 @@ class Module:
 
 def sources() -> list[Path]:
     """Return the source folders of all distributions, the core first."""
-    order = ("core", "sandbox", "testing", "tools", "ops", "quantization", "models", "serve")
-    houses = [ROOT / name / "src" for name in order]
-    return houses + sorted(ROOT.glob("platforms/*/src")) + sorted(ROOT.glob("plugins/*/src"))
+    order = ("core", "core/*", "ops", "quantization", "models", "models/*", "serve")
+    patterns = (*order, "platforms/*", "plugins/*", "examples/*")
+    return [path for pattern in patterns for path in sorted(ROOT.glob(f"{pattern}/src"))]
 
 
 def exported(file: Path) -> tuple[str, ...]:

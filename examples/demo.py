@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import interposer
-from interposer_models import LanguageModel, load
+from interposer_engine import LanguageModel, load
 
 MODEL = Path(__file__).parent / "models" / "stdlib-lm"
 # They end before white space, because an indentation is one token with the newline before it.

@@ -21,7 +21,7 @@ from transformers.cli.serving.transcription import TranscriptionHandler
 from transformers.cli.serving.utils import GenerationState
 
 import interposer
-from interposer_models import adapt
+from interposer_adapt import adapt
 
 
 class AdaptedModels(ModelManager):

@@ -16,7 +16,7 @@ from typing import Any
 
 from interposer import Config, current_registry, explain
 from interposer.records import DeviceEntry
-from interposer_models import quantize
+from interposer_engine import quantize
 
 MODEL = Path(__file__).parents[1] / "examples/models/stdlib-lm"
 STANDARD = ("interposer-models", "interposer-ops", "interposer-quantization")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from interposer_models import LanguageModel
+from interposer_engine import LanguageModel
 
 __all__ = ["StalledSteps", "stalled_steps"]
 

@@ -30,7 +30,7 @@ from interposer import (
     register,
 )
 from interposer_cpu import CPUPlatform
-from interposer_models import load
+from interposer_engine import load
 from interposer_ops.activations import silu_and_mul
 from interposer_testing import conformance
 

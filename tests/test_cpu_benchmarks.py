@@ -14,7 +14,7 @@ import torch
 from tests.adapter_files import write_adapter
 
 from interposer import current_registry
-from interposer_models.roofline import Roofs
+from interposer_engine.roofline import Roofs
 
 SHIPPED = Path(__file__).parents[1] / "examples" / "models" / "stdlib-lm"
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

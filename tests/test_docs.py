@@ -106,7 +106,7 @@ def read_blocks(page: Path) -> list[Block]:
 
 
 def find_pages() -> list[Path]:
-    folders = ("[!.]*", "platforms/*", "plugins/*")
+    folders = ("[!.]*", "core/*", "models/*", "platforms/*", "plugins/*", "examples/*")
     patterns = ("*.md", "docs/**/*.md", *(f"{folder}/README.md" for folder in folders))
     return sorted({page for pattern in patterns for page in ROOT.glob(pattern)})
 
@@ -327,7 +327,7 @@ def unknown_requirements(words: Iterable[str]) -> Iterator[str]:
 
 @functools.cache
 def known_distributions() -> frozenset[str]:
-    patterns = ("*/pyproject.toml", "platforms/*/pyproject.toml", "plugins/*/pyproject.toml")
+    patterns = ("*/pyproject.toml", "*/*/pyproject.toml")
     ours = [file for pattern in patterns for file in ROOT.glob(pattern)]
     names = [tomllib.loads(file.read_text())["project"]["name"] for file in ours]
     lines = (ROOT / "constraints.txt").read_text().splitlines()

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from tests.wheel_recipe import wheel_for
 
-from interposer_models import load
+from interposer_engine import load
 
 pytestmark = [
     pytest.mark.foreign,
@@ -53,12 +53,13 @@ PACKAGES = (
 TOOLS = "on Debian: apt dpkg qemu-user"
 # Folders of distributions, and what they need that Debian does not have; it is all Python.
 OURS = {
-    "interposer-sandbox": "sandbox",
+    "interposer-sandbox": "core/sandbox",
     "interposer": "core",
-    "interposer-testing": "testing",
+    "interposer-testing": "core/testing",
     "interposer-ops": "ops",
     "interposer-quantization": "quantization",
     "interposer-models": "models",
+    "interposer-engine": "models/engine",
 }
 PURE = ("importlib-metadata", "lazy-importer", "zipp")
 ARCHITECTURES = {

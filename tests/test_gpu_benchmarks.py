@@ -15,7 +15,7 @@ from tests.forks import forks
 
 from interposer import Capability, Config, Device, Kernel, current_registry, hookimpl, register
 from interposer.records import load_target
-from interposer_models.roofline import Roofs
+from interposer_engine.roofline import Roofs
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 

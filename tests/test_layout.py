@@ -52,8 +52,18 @@ class Distribution:
         return sorted((self.path / "src").rglob("*.py"))
 
     @property
+    def files(self) -> list[Path]:
+        """All Python files of its folder, without those of distributions inside."""
+        inner = [file.parent for file in self.path.glob("*/pyproject.toml")]
+        return [
+            file
+            for file in sorted(self.path.rglob("*.py"))
+            if not any(file.is_relative_to(folder) for folder in inner)
+        ]
+
+    @property
     def is_leaf(self) -> bool:
-        return self.folder.startswith(("platforms/", "plugins/"))
+        return self.folder.startswith(("platforms/", "plugins/", "examples/"))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -61,8 +71,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def find_distributions() -> list[Distribution]:
-    patterns = ("*/pyproject.toml", "platforms/*/pyproject.toml", "plugins/*/pyproject.toml")
-    files = sorted(file for pattern in patterns for file in ROOT.glob(pattern))
+    files = sorted([*ROOT.glob("*/pyproject.toml"), *ROOT.glob("*/*/pyproject.toml")])
     return [
         Distribution(file.parent.relative_to(ROOT).as_posix(), read_toml(file)["project"])
         for file in files
@@ -125,13 +134,15 @@ def place(file: Path, line: int) -> str:
 def test_every_house_has_a_distribution() -> None:
     folders = {dist.folder for dist in DISTRIBUTIONS}
     houses = {
-        "sandbox",
+        "core/sandbox",
         "core",
-        "testing",
-        "tools",
+        "core/testing",
+        "core/tools",
         "ops",
         "quantization",
         "models",
+        "models/engine",
+        "models/adapt",
         "platforms/cpu",
         "serve",
     }
@@ -149,8 +160,10 @@ def test_tools_list_every_distribution_and_no_other() -> None:
     mypy_path = [path.removeprefix("$MYPY_CONFIG_FILE_DIR/") for path in TOOLS["mypy"]["mypy_path"]]
     scripts = ["benchmarks", "docs", "examples"]
     assert set(TOOLS["importlinter"]["root_packages"]) == {dist.package for dist in DISTRIBUTIONS}
-    programs = ["conftest.py", "platforms/cpu/manylinux.py"]
-    assert set(TOOLS["mypy"]["files"]) == {*sources, *tests, "tests", *programs, *scripts}
+    programs = ["conftest.py", "models/conftest.py", "platforms/cpu/manylinux.py"]
+    # The distributions in examples/ are listed like all others.
+    checked = ["benchmarks", "docs", "examples/*.py"]
+    assert set(TOOLS["mypy"]["files"]) == {*sources, *tests, "tests", *programs, *checked}
     # Scripts name their neighbours, as the one of these tests that writes golden vectors does.
     neighbours = [*scripts, "platforms/cpu/tests"]
     assert set(mypy_path) == {"$MYPY_CONFIG_FILE_DIR", *sources, *neighbours}
@@ -161,8 +174,9 @@ def test_import_contracts_cover_every_distribution() -> None:
     contracts = {contract["id"]: contract for contract in TOOLS["importlinter"]["contracts"]}
     leaves = {dist.package for dist in DISTRIBUTIONS if dist.is_leaf}
     platforms = {dist.package for dist in DISTRIBUTIONS if dist.folder.startswith("platforms/")}
-    first, top, *below = contracts["layers"]["layers"]
-    assert first == "interposer_serve"
+    *engines, top = contracts["layers"]["layers"][:4]
+    below = contracts["layers"]["layers"][4:]
+    assert engines == ["interposer_serve", "interposer_adapt", "interposer_engine"]
     assert set(top.split(" | ")) == {"interposer_models", *leaves}
     assert below == [
         "interposer_quantization",
@@ -172,7 +186,9 @@ def test_import_contracts_cover_every_distribution() -> None:
         "interposer_sandbox",
     ]
     assert set(contracts["platforms"]["source_modules"]) == platforms
-    assert set(contracts["tools"]["source_modules"]) == {"interposer_quantization", *leaves}
+    assert set(contracts["engine"]["source_modules"]) == leaves
+    without_commands = {"interposer_quantization", "interposer_models", *leaves}
+    assert set(contracts["tools"]["source_modules"]) == without_commands
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
@@ -243,7 +259,7 @@ def test_core_depends_on_little() -> None:
 
 
 def test_the_sandbox_depends_on_nothing() -> None:
-    sandbox = next(dist for dist in DISTRIBUTIONS if dist.folder == "sandbox")
+    sandbox = next(dist for dist in DISTRIBUTIONS if dist.folder == "core/sandbox")
     assert sandbox.requirements == []
 
 
@@ -262,16 +278,17 @@ def test_a_platform_brings_all_that_runs_a_model(dist: Distribution) -> None:
                 waiting.append(ours[name])
         for text in project.get("optional-dependencies", {}).get("cli", ()):
             extras.add(Requirement(text).name)
-    assert found >= {"interposer", "interposer-models", "interposer-ops", "interposer-quantization"}
+    parts = ("models", "engine", "adapt", "ops", "quantization")
+    assert found >= {"interposer", *(f"interposer-{part}" for part in parts)}
     assert "interposer-tools" in extras - found
 
 
 def test_private_modules_stay_at_home() -> None:
     """Only names without a leading underscore cross a distribution, in tests and examples too."""
     packages = {dist.package for dist in DISTRIBUTIONS}
-    files = [(dist.package, file) for dist in DISTRIBUTIONS for file in dist.path.rglob("*.py")]
-    for folder in ("tests", "examples"):
-        files += [("", file) for file in (ROOT / folder).rglob("*.py")]
+    files = [(dist.package, file) for dist in DISTRIBUTIONS for file in dist.files]
+    files += [("", file) for file in (ROOT / "tests").rglob("*.py")]
+    files += [("", file) for file in (ROOT / "examples").glob("*.py")]
     # cpu_kernels.py, say, measures what is the distribution's own.
     for file in (ROOT / "benchmarks").rglob("*.py"):
         files.append((f"interposer_{file.stem.partition('_')[0]}", file))
@@ -296,7 +313,7 @@ def test_modules_are_named_for_what_they_hold() -> None:
     assert not names
 
 
-@pytest.mark.parametrize("folder", ["core", "models"])
+@pytest.mark.parametrize("folder", ["core", "models", "models/engine", "models/adapt"])
 def test_no_vendor_is_named(folder: str) -> None:
     # An underscore ends a word too: is_cuda names a vendor.
     vendor = re.compile(

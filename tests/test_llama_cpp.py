@@ -20,7 +20,7 @@ import torch
 from tests.gguf_kinds import FIELDS
 from tests.gguf_models import make, write
 
-from interposer_models import load
+from interposer_engine import load
 
 pytestmark = [pytest.mark.foreign, pytest.mark.timeout(1800)]
 

@@ -28,7 +28,7 @@ from interposer import (
 )
 from interposer.records import SchemeEntry, load_target
 from interposer.tooling import Row
-from interposer_models import load
+from interposer_engine import load
 from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.norms import fused_add_rms_norm

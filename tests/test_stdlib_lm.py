@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from interposer_models import load
+from interposer_engine import load
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SHIPPED = EXAMPLES / "models" / "stdlib-lm"

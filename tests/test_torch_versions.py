@@ -21,14 +21,17 @@ import pytest
 from packaging.requirements import Requirement
 
 from interposer_cpu import native
-from interposer_models import load
+from interposer_engine import load
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "examples" / "models" / "stdlib-lm"
 SERVE = Path(__file__).parent / "foreign" / "serve.py"
 PROMPT, NUM_TOKENS = "import os\nimport sys\n\n\ndef main(", 24
 VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")
-OURS = ("sandbox", "core", "testing", "ops", "quantization", "models", "platforms/cpu")
+OURS = (
+    *("core", "core/sandbox", "core/testing", "ops", "quantization"),
+    *("models", "models/engine", "models/adapt", "platforms/cpu"),
+)
 # What follows from torch's version. Everything else is what it is in these tests.
 OF_TORCH = {"setuptools", "torch", "triton"}
 # What torch warns of itself, where its compiler is imported.
@@ -82,7 +85,7 @@ def environment(version: str, wheels: list[Path], tmp_path: Path) -> Iterator[Pa
 
 def test_declared_are_the_versions_that_are_tested() -> None:
     declared = dict[str, set[str]]()
-    for file in (*ROOT.glob("*/pyproject.toml"), *ROOT.glob("p*/*/pyproject.toml")):
+    for file in (*ROOT.glob("*/pyproject.toml"), *ROOT.glob("*/*/pyproject.toml")):
         for text in tomllib.loads(file.read_text())["project"]["dependencies"]:
             if (requirement := Requirement(text)).name == "torch":
                 candidates = [f"2.{minor}.0" for minor in range(100)]

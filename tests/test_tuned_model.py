@@ -13,7 +13,7 @@ import torch
 
 import interposer
 from interposer import Choice, Config, Kernel, Planned, hookimpl, planned
-from interposer_models import SamplingParams, load
+from interposer_engine import SamplingParams, load
 from interposer_ops.activations import silu_and_mul
 from interposer_tools import tune
 

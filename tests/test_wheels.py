@@ -19,13 +19,16 @@ from typing import Any
 import pytest
 from tests.wheel_recipe import recipe, wheel_for
 
-from interposer_models import load
+from interposer_engine import load
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "examples" / "models" / "stdlib-lm"
 SERVE = Path(__file__).parent / "foreign" / "serve.py"
 PROMPT, NUM_TOKENS = "import os\nimport sys\n\n\ndef main(", 24
-PURE = ("sandbox", "core", "testing", "ops", "quantization", "models")
+PURE = (
+    *("core", "core/sandbox", "core/testing", "ops", "quantization"),
+    *("models", "models/engine", "models/adapt"),
+)
 MACHINES = {
     "x86_64": ("EM_X86_64", True),
     "aarch64": ("EM_AARCH64", True),

@@ -20,7 +20,7 @@ class Engine:
         import torch
 
         torch.set_num_threads(threads)
-        models = importlib.import_module("interposer_models")
+        models = importlib.import_module("interposer_engine")
         config: Any = importlib.import_module("interposer").Config
         # The kernels of the example would win where they are installed, by their score.
         disabled = importlib.util.find_spec("interposer_example_norm") is not None

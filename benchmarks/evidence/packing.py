@@ -34,7 +34,7 @@ class PackingError(Exception):
 
 def distributions(root: Path = ROOT) -> list[str]:
     """Return the folders of all distributions, as the Makefile finds them."""
-    patterns = ("*/pyproject.toml", "platforms/*/pyproject.toml", "plugins/*/pyproject.toml")
+    patterns = ("*/pyproject.toml", "*/*/pyproject.toml")
     files = sorted(file for pattern in patterns for file in root.glob(pattern))
     return [file.parent.relative_to(root).as_posix() for file in files]
 

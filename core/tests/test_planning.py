@@ -68,7 +68,7 @@ def test_a_plugin_without_the_quantization_argument_is_skipped(make_plugin: Make
         with pytest.raises(
             ConfigError, match=r"reads the .*'model\.one' and quantizes it by 'fp8'"
         ):
-            planned("model.one", Config(disable={"models"}), quantization="fp8")
+            planned("model.one", Config(disable={"engine"}), quantization="fp8")
         with register(make_plugin("b", interposer_plan=interposer_plan)):
             plan = planned("model.one", quantization="fp8")
             plain = planned("model.one")
@@ -121,8 +121,8 @@ def test_an_error_of_the_planner_is_passed_on_without_quarantine(make_plugin: Ma
 
 
 def test_without_a_planner_the_error_says_what_to_install() -> None:
-    with pytest.raises(ConfigError, match="pip install interposer-models"):
-        planned("model.one", Config(disable={"models"}))
+    with pytest.raises(ConfigError, match="pip install interposer-engine"):
+        planned("model.one", Config(disable={"engine"}))
 
 
 @pytest.mark.parametrize("nonsense", [3, None, object()])

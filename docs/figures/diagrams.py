@@ -83,28 +83,30 @@ class Canvas:
 
 def layers() -> Canvas:
     """Distributions: a box may import what stands below it, and nothing beside it."""
-    c = Canvas(860, 572, "Layers of distributions")
+    c = Canvas(860, 724, "Layers of distributions")
     c.box((20, 20, 190, 56), "interposer-serve", "endpoints, one batch")
-    c.box((20, 96, 190, 64), "interposer-models", "loader, decoder, engine", color=CORE)
-    c.box((222, 96, 296, 64), "interposer-cpu, -cuda, -rocm, -xpu", "platforms and their kernels")
-    c.box((530, 96, 190, 64), "plugins", "GGUF, NF4, traces, yours", color=PLUGIN)
-    c.box((20, 180, 700, 56), "interposer-quantization", "schemes, checkpoint formats, writing")
-    c.box((20, 256, 430, 56), "interposer-ops", "ops, references, cases, portable kernels, layers")
-    c.box((462, 256, 258, 56), "interposer-tools", "command line, doctor, tuner, templates")
-    c.box((20, 332, 700, 56), "interposer-testing", "conformance kit: cases, checks, reports")
+    c.box((20, 96, 190, 56), "interposer-adapt", "models of transformers")
+    c.box((20, 172, 190, 56), "interposer-engine", "loader, caches, sampling")
+    c.box((20, 248, 190, 64), "interposer-models", "families, decoder", color=CORE)
+    c.box((222, 248, 296, 64), "interposer-cpu, -cuda, -rocm, -xpu", "platforms and their kernels")
+    c.box((530, 248, 190, 64), "plugins", "GGUF, NF4, traces, yours", color=PLUGIN)
+    c.box((20, 332, 700, 56), "interposer-quantization", "schemes, checkpoint formats, writing")
+    c.box((20, 408, 430, 56), "interposer-ops", "ops, references, cases, portable kernels, layers")
+    c.box((462, 408, 258, 56), "interposer-tools", "command line, doctor, tuner, templates")
+    c.box((20, 484, 700, 56), "interposer-testing", "conformance kit: cases, checks, reports")
     c.box(
-        (20, 408, 700, 64),
+        (20, 560, 700, 64),
         "interposer",
         "contract and selection; no kernel, no model, no vendor",
         color=CORE,
     )
     c.box(
-        (20, 484, 700, 56), "interposer-sandbox", "foreign code in a guarded fork, and what it did"
+        (20, 636, 700, 56), "interposer-sandbox", "foreign code in a guarded fork, and what it did"
     )
-    c.arrow((760, 40), (760, 534))
-    c.text(772, 268, "may import", QUIET)
-    c.text(772, 285, "what is", QUIET)
-    c.text(772, 302, "below", QUIET)
+    c.arrow((760, 40), (760, 686))
+    c.text(772, 344, "may import", QUIET)
+    c.text(772, 361, "what is", QUIET)
+    c.text(772, 378, "below", QUIET)
     return c
 
 

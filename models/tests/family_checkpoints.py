@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 
 from interposer import Config
 from interposer.records import ModelEntry
-from interposer_models import plan
-from interposer_models._checkpoint.weights import Weights
-from interposer_models._families import examples
+from interposer_engine import plan
+from interposer_engine.parts import Weights
+from interposer_models._families import examples as examples
 from interposer_models.plugin import interposer_records
 
 

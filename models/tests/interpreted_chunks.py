@@ -11,7 +11,7 @@ import json
 import sys
 
 from interposer import Config
-from interposer_models import load
+from interposer_engine import load
 
 
 def main(path: str) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from interposer import Config, Ranks, Resolver
-from interposer_models import SamplingParams, load
+from interposer_engine import SamplingParams, load
 from interposer_ops.layers.cuts import Cut
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from interposer_models import Completion, LanguageModel, SamplingParams
+from interposer_engine import Completion, LanguageModel, SamplingParams
 
 REQUESTS = st.lists(
     st.tuples(st.integers(1, 90), st.integers(1, 40), st.integers(0, 5)), min_size=1, max_size=5

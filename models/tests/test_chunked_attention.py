@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from models.tests.conftest import example, write_checkpoint
+from models.conftest import example, write_checkpoint
 from models.tests.interpreter import interpreted
 
 from interposer import AttentionBackend, AttentionBatch, AttentionSpec, Config
 from interposer.errors import ConfigError
-from interposer_models import load
-from interposer_models._decoder.chunked_backend import ChunkedBackend, FixedPlan, chunks_of
+from interposer_engine import load
+from interposer_models._decoder.chunked_attention import ChunkedBackend, FixedPlan, chunks_of
 from interposer_models._families import examples
 
 CHUNK, PAGE = 16, 4

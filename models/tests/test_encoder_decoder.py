@@ -14,19 +14,19 @@ import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models.tests.conftest import write_tokenizer
+from models.conftest import write_tokenizer
+from models.engine.tests.test_bad_checkpoints import edit_json, edit_weights
 from models.tests.interpreter import interpreted
 from models.tests.schedules import REQUESTS
-from models.tests.test_bad_checkpoints import edit_json, edit_weights
 from safetensors.torch import load_file
 from tests.landing import num_examples
 from tests.tape import TapePlatform
 
 from interposer import Config, explain
 from interposer.errors import CheckpointError, ConfigError, RequestError
-from interposer_models import LanguageModel, SamplingParams, load, plan
+from interposer_engine import LanguageModel, SamplingParams, load, plan
+from interposer_engine.parts import decoder_of
 from interposer_models._families import examples
-from interposer_models._quantizing.calibrated_blocks import decoder_of
 
 Pair = tuple[Path, Any]
 STEPS = 64

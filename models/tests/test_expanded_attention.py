@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from models.tests.conftest import example, write_checkpoint
+from models.conftest import example, write_checkpoint
 
 from interposer import Config, Resolver, Site, current_registry, place
-from interposer_models import load
-from interposer_models._decoder import expanded_attention
-from interposer_models._decoder.expanded_attention import ExpandedAttention, cached_chunks
+from interposer_engine import load
+from interposer_models._decoder import attention as expanded_attention
+from interposer_models._decoder.attention import ExpandedAttention, cached_chunks
 from interposer_models._families import examples
 from interposer_testing import attention_specs
 from interposer_testing.workload import paged_batch

@@ -35,8 +35,8 @@ from interposer.errors import (
     UnsupportedModelError,
 )
 from interposer.records import ModelEntry, load_target
-from interposer_models import load, plan
-from interposer_models._quantizing.calibrated_blocks import decoder_of
+from interposer_engine import load, plan
+from interposer_engine.parts import decoder_of
 from interposer_models.families import GptOss, Llama, Mixtral, Phi3, Qwen3, SmolLM3
 from interposer_testing import TrialGroup, verify
 

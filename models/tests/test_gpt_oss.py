@@ -21,9 +21,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from interposer import Config, explain
 from interposer.errors import CheckpointError, ConfigError
-from interposer_models import load
-from interposer_models._loader import plan
-from interposer_models._quantizing.quantizer import quantize
+from interposer_engine import load, plan, quantize
 from interposer_models.families import GptOss
 from interposer_ops.layers.experts import Experts
 from interposer_ops.quantizers import quantize_mxfp4

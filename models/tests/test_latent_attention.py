@@ -33,12 +33,11 @@ from interposer import (
 )
 from interposer.errors import CheckpointError, InterposerError
 from interposer.records import ModelEntry
-from interposer_models import load, plan, quantize
+from interposer_engine import load, plan, quantize
 from interposer_models._decoder.family import DecoderFamily
-from interposer_models._decoder.latent_family import LatentFamily
+from interposer_models._decoder.mla import LatentFamily
 from interposer_models._families import examples
-from interposer_models._families.deepseek_v2 import DeepseekV2
-from interposer_models._families.deepseek_v3 import DeepseekV3
+from interposer_models._families.deepseek import DeepseekV2, DeepseekV3
 from interposer_ops.layers.attention import LatentBackend
 from interposer_ops.layers.self_attention import SelfAttention
 from interposer_testing import attention_specs, check_attention

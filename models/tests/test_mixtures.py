@@ -16,9 +16,7 @@ from transformers import MixtralConfig, Qwen3MoeConfig
 
 from interposer import Config, explain
 from interposer.errors import CheckpointError
-from interposer_models import load
-from interposer_models._loader import plan
-from interposer_models._quantizing.quantizer import quantize
+from interposer_engine import load, plan, quantize
 from interposer_models.families import DecoderFamily, Mixtral, Qwen2, Qwen3Moe
 from interposer_ops.layers.experts import Experts
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from interposer_models import SamplingParams, load
+from interposer_engine import SamplingParams, load
 
 Pair = tuple[Path, Any]
 SHIPPED = Path(__file__).parents[2] / "examples" / "models" / "stdlib-lm"

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from interposer import explain
 from interposer.errors import CheckpointError, UnknownNameError
-from interposer_models import load
+from interposer_engine import load
 
 TOKENS = list(range(3, 40))
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

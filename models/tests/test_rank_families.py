@@ -14,7 +14,7 @@ from models.tests.rank_families import ADAPTER
 from tests.adapter_files import write_adapter
 from tests.forks import forks
 
-from interposer_models._families.example_sizes import SIZES
+from interposer_models._families.examples import SIZES
 
 WORKER = Path(__file__).with_name("rank_families.py")
 SIZE = 4

@@ -12,7 +12,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from interposer.errors import CheckpointError
-from interposer_models import load
+from interposer_engine import load
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

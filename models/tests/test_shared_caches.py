@@ -8,15 +8,15 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from models.tests.conftest import example, write_checkpoint
+from models.conftest import example, write_checkpoint
 from models.tests.test_parity import greedy_of, logits_of
 
 from interposer import AttentionBackend, AttentionEntry, Config, explain, hookimpl, register
 from interposer.errors import CheckpointError, ConfigError
-from interposer_models import LanguageModel, load, plan
+from interposer_engine import LanguageModel, load, plan
+from interposer_engine.parts import decoder_of
 from interposer_models._families import examples
 from interposer_models._families.gemma4 import Gemma4
-from interposer_models._quantizing.calibrated_blocks import decoder_of
 from interposer_ops.layers.attention import PagedBackend
 
 PROMPTS = [[(5 * i) % 256 for i in range(60)], [7] * 9]

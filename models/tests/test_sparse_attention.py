@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from models.tests.conftest import example, write_checkpoint
+from models.conftest import example, write_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from interposer import AttentionSpec, Capability, Config, Resolver, Site, current_registry, place
 from interposer.errors import CheckpointError
-from interposer_models import load, plan
-from interposer_models._decoder.sparse_backends import IndexerBackend, SparseLatentBackend
+from interposer_engine import load, plan
+from interposer_models._decoder.sparse_attention import IndexerBackend, SparseLatentBackend
 from interposer_models._families import examples
 from interposer_testing import attention_specs, check_attention
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models
 
 from interposer import Case, Config, Resolver, Site, Tolerance, current_registry, explain, place
 from interposer.errors import CheckpointError, ConfigError
-from interposer_models import load, plan
+from interposer_engine import load, plan
 from interposer_ops.layers.linear import Linear, PlainLinear
 from interposer_quantization._auto_round.scheme import AutoRound
 

@@ -24,7 +24,7 @@ from transformers import AwqConfig
 
 from interposer import Capability, Config, Device, Resolver, Site, current_registry, explain
 from interposer.errors import CheckpointError, ConfigError, UnknownNameError
-from interposer_models import load
+from interposer_engine import load
 from interposer_ops.layers.linear import Linear, MergedLinear, PlainLinear
 from interposer_quantization._awq.config import Settings
 from interposer_quantization._awq.scheme import AWQ

@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from interposer import Config, explain
 from interposer.errors import CheckpointError, ConfigError
-from interposer_models import load
+from interposer_engine import load
 from interposer_ops.layers.embedding import LMHead
 from interposer_ops.layers.linear import Linear, PlainLinear
 from interposer_ops.quantizers import quantize_int8_per_token

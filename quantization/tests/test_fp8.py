@@ -22,7 +22,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 from interposer import Case, Config, Tolerance, explain
 from interposer.errors import CheckpointError
-from interposer_models import LanguageModel, load
+from interposer_engine import LanguageModel, load
 from interposer_ops.layers.linear import Linear, PlainLinear
 
 MODEL = Path(__file__).parents[2] / "examples/models/stdlib-lm"

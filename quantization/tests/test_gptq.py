@@ -25,7 +25,7 @@ from transformers import GPTQConfig
 
 from interposer import Capability, Config, Device, Resolver, Site, current_registry, explain
 from interposer.errors import CheckpointError, ConfigError, NoCandidateError, UnknownNameError
-from interposer_models import load
+from interposer_engine import load
 from interposer_ops.layers.linear import Linear, MergedLinear, PlainLinear
 from interposer_quantization._gptq.config import Settings
 from interposer_quantization._gptq.scheme import GPTQ

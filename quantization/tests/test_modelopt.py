@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models
 
 from interposer import Case, Config, Resolver, Site, Tolerance, current_registry, explain, place
 from interposer.errors import CheckpointError, ConfigError
-from interposer_models import LanguageModel, load, plan
+from interposer_engine import LanguageModel, load, plan
 from interposer_ops.layers.linear import Linear
 from interposer_quantization._examples import modelopt_examples
 from interposer_quantization._modelopt.scheme import ModelOpt

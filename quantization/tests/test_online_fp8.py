@@ -17,7 +17,7 @@ from tests.landing import num_examples
 
 from interposer import Config, Resolver, Site, current_registry, explain, place
 from interposer.errors import CheckpointError, ConfigError, UnknownNameError
-from interposer_models import load, plan
+from interposer_engine import load, plan
 from interposer_ops.layers.linear import Linear, MergedLinear, PlainLinear
 from interposer_quantization._online.fp8 import OnlineFp8, online_fp8_examples
 from interposer_testing import conformance

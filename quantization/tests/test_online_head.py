@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from interposer import Config, Resolver, Site, current_registry, explain, place
 from interposer.errors import CheckpointError, ConfigError
-from interposer_models import LanguageModel, load, plan
+from interposer_engine import LanguageModel, load, plan
 from interposer_ops.layers.embedding import Embedding, LMHead, PlainEmbedding
 from interposer_ops.layers.linear import PlainLinear
 from interposer_quantization._online.fp8 import OnlineFp8

@@ -17,7 +17,7 @@ from tests.landing import num_examples
 from interposer import Config, QuantizationScheme, Resolver, Site, current_registry, explain, place
 from interposer.errors import CheckpointError, ConfigError, UnknownNameError
 from interposer.records import SchemeEntry, load_target
-from interposer_models import load, plan, quantize
+from interposer_engine import load, plan, quantize
 from interposer_ops.layers.linear import Linear, MergedLinear, PlainLinear
 from interposer_quantization._online.integers import (
     online_int4_examples,

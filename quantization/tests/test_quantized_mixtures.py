@@ -37,7 +37,7 @@ from interposer import Config, ExpertsSpec, Site, explain, register
 from interposer.errors import CheckpointError, ConfigError
 from interposer.hookspecs import hookimpl
 from interposer.records import LayerEntry
-from interposer_models import LanguageModel, load
+from interposer_engine import LanguageModel, load
 from interposer_ops.experts import activated
 from interposer_ops.layers.expert_stages import ExpertDispatcher, LocalDispatcher
 from interposer_ops.layers.experts import Experts, taken_matrices

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models
 
 from interposer import Case, Config, Resolver, Site, Tolerance, current_registry, explain, place
 from interposer.errors import CheckpointError, ConfigError, UnknownNameError
-from interposer_models import load, plan
+from interposer_engine import load, plan
 from interposer_ops.layers.linear import Linear, PlainLinear
 from interposer_quantization._torchao.examples import torchao_examples
 from interposer_quantization._torchao.scheme import TorchAo

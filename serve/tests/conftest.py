@@ -18,7 +18,8 @@ import pytest
 import uvicorn
 from tests.waiting import WAIT_SECONDS, wait_until
 
-from interposer_models import Encoder, LanguageModel, load
+from interposer_adapt import Encoder
+from interposer_engine import LanguageModel, load
 from interposer_serve import ConnectionLimits, Limits, application
 from interposer_serve._connections import protocol
 

@@ -10,7 +10,7 @@ from serve.tests.conftest import NAME, events, serving
 from tests.adapter_files import write_adapter
 
 from interposer.errors import ConfigError
-from interposer_models import LanguageModel
+from interposer_engine import LanguageModel
 from interposer_serve import application
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]

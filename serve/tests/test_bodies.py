@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serve.tests.conftest import STDLIB, Served, serving
 
-from interposer_models import load
+from interposer_engine import load
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 

@@ -13,7 +13,7 @@ import pytest
 from serve.tests.conftest import NAME, STDLIB, Answer, Served
 from tests.processes import served as serve_in_process
 
-from interposer_models import LanguageModel
+from interposer_engine import LanguageModel
 from interposer_serve._requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]

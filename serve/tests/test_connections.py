@@ -10,7 +10,7 @@ import pytest
 from serve.tests.conftest import NAME, Served, serving
 from tests.waiting import WAIT_SECONDS, wait_until
 
-from interposer_models import LanguageModel
+from interposer_engine import LanguageModel
 from interposer_serve import ConnectionLimits, Limits
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]

@@ -12,7 +12,7 @@ import torch
 from serve.tests.conftest import STDLIB, Served, serving
 from transformers import AutoTokenizer, BertConfig, BertModel
 
-from interposer_models import Encoder, load_encoder
+from interposer_adapt import Encoder, load_encoder
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 

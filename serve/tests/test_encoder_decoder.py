@@ -9,7 +9,7 @@ import pytest
 from models.tests.test_encoder_decoder import greedy_of, written
 from serve.tests.conftest import NAME, events, serving
 
-from interposer_models import load
+from interposer_engine import load
 
 
 @pytest.mark.process

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from serve.tests.conftest import STDLIB, Served, events, serving
 
-from interposer_models import LanguageModel, Speculation, load
+from interposer_engine import LanguageModel, Speculation, load
 
 pytestmark = pytest.mark.process
 

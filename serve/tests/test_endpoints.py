@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from serve.tests.conftest import NAME, Served, events
 
-from interposer_models import LanguageModel
+from interposer_engine import LanguageModel
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 

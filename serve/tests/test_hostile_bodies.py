@@ -11,7 +11,7 @@ from serve.tests.attacks import BODIES, CONSTRAINTS, body_of
 from serve.tests.conftest import Served, read, serving
 from tests.waiting import WAIT_SECONDS
 
-from interposer_models import LanguageModel
+from interposer_engine import LanguageModel
 from interposer_serve import Limits
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]

@@ -20,7 +20,7 @@ from tests.stalled_steps import StalledSteps, stalled_steps
 from tests.waiting import WAIT_SECONDS, wait_until
 
 from interposer.errors import ConfigError
-from interposer_models import LanguageModel, Speculation, load
+from interposer_engine import LanguageModel, Speculation, load
 from interposer_serve import Limits, application
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]

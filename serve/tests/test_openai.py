@@ -13,7 +13,7 @@ from serve.tests.conftest import NAME, Served, serving
 from serve.tests.test_endpoints import TOOLS
 from tests.waiting import wait_until
 
-from interposer_models import LanguageModel
+from interposer_engine import LanguageModel
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 

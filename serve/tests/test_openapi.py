@@ -9,7 +9,7 @@ import pytest
 from serve.tests.conftest import NAME, Served, serving
 from serve.tests.test_options import CHAT, COMPLETION
 
-from interposer_models import LanguageModel
+from interposer_engine import LanguageModel
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 

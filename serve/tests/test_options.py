@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from serve.tests.conftest import NAME, Served, events
 
-from interposer_models import LanguageModel
+from interposer_engine import LanguageModel
 from interposer_serve._requests import ChatBody, CompletionBody
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]

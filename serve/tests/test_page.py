@@ -10,7 +10,7 @@ from serve.tests.browser import Page, opened, program
 from serve.tests.conftest import NAME, Served, serving
 from tests.waiting import wait_until
 
-from interposer_models import LanguageModel
+from interposer_engine import LanguageModel
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 

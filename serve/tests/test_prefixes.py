@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from serve.tests.conftest import Served, serving
 
-from interposer_models import load
+from interposer_engine import load
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 

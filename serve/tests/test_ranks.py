@@ -23,7 +23,7 @@ from serve.tests.conftest import NAME, Answer, Served, events
 from tests.processes import lives, served
 from tests.waiting import WAIT_SECONDS, wait_until
 
-from interposer_models import LanguageModel
+from interposer_engine import LanguageModel
 
 pytestmark = [
     pytest.mark.process,

@@ -14,7 +14,7 @@ import pytest
 from serve.tests.conftest import NAME, RESPONSES, Served, events, serving
 from tests.landing import landing_sample
 
-from interposer_models import LanguageModel, load
+from interposer_engine import LanguageModel, load
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 

@@ -16,7 +16,7 @@ from tests.stalled_steps import stalled_steps
 from tests.waiting import wait_until
 
 import interposer_serve._tracing as tracing
-from interposer_models import LanguageModel
+from interposer_engine import LanguageModel
 from interposer_serve import Limits
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from models.tests.conftest import write_checkpoint
-from models.tests.test_without_family import FAMILIES
+from models.adapt.tests.test_without_family import FAMILIES
+from models.conftest import write_checkpoint
 from serve.tests.conftest import NAME, serving
 
-from interposer_models import load
+from interposer_engine import load
 
 
 @pytest.mark.process

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from interposer import Config, Resolver, Site, current_registry, hookspecs, planned
 from interposer.errors import InterposerError, NoCandidateError
 from interposer.tooling import Plugins
-from interposer_models import LanguageModel, load
+from interposer_engine import LanguageModel, load
 from interposer_ops.layers.norm import RMSNorm
 from interposer_testing.described import described_placement
 

@@ -23,7 +23,7 @@ import torch
 from interposer import Config, current_registry
 from interposer.records import Kernel
 from interposer_cpu import CPUPlatform, native
-from interposer_models import load
+from interposer_engine import load
 from interposer_testing import conformance
 
 # What compiles needs a compiler, which is not there; records are the same everywhere.

@@ -121,7 +121,7 @@ def progress() -> Callable[[int, str], None]:
 
 def generated(model: str, prompt: str, num_tokens: int) -> list[int]:
     """Return the tokens that follow a prompt."""
-    from interposer_models import load
+    from interposer_engine import load
 
     language_model = load(model, dtype="float32", max_sequences=1)
     (completion,) = language_model.generate(prompt, max_new_tokens=num_tokens)

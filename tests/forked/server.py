@@ -22,12 +22,12 @@ import torch
 import torch._dynamo
 
 import interposer
-import interposer_models
+import interposer_engine
 import interposer_tools.options
 
 # Loaded on first use, which would be in each program. Neither reads the environment, nor what is
 # installed. The plugin of pytest is left to pytest, which rewrites what it imports.
-LOADED = (interposer.Resolver, interposer.explain, interposer_models.load, interposer_tools.doctor)
+LOADED = (interposer.Resolver, interposer.explain, interposer_engine.load, interposer_tools.doctor)
 
 
 def main() -> None:

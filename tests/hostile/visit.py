@@ -25,7 +25,7 @@ import torch
 from interposer import Choice, Config, Registry, Resolver, Site, current_registry, place
 from interposer.errors import InterposerError
 from interposer.tooling import Lock, installed_distributions
-from interposer_models import plan
+from interposer_engine import plan
 from interposer_ops.caches import reshape_and_cache
 from interposer_ops.layers.norm import RMSNorm
 

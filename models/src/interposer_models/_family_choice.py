@@ -17,7 +17,7 @@ from interposer.errors import (
     foreign_errors,
 )
 from interposer.records import ModelEntry
-from interposer_models._decoder.field_error import UNKNOWN_MEND
+from interposer_models._decoder.settings import UNKNOWN_MEND
 
 
 def choose_family(resolver: Resolver, config: Mapping[str, Any], source: object) -> ModelFamily:
@@ -48,7 +48,7 @@ def choose_family(resolver: Resolver, config: Mapping[str, Any], source: object)
         raise UnsupportedModelError(
             source,
             f"architecture {architecture!r} is not supported; supported are {supported_names}",
-            "interposer_models.load or `interposer run`, which adapt the model of transformers, "
+            "interposer_engine.load or `interposer run`, which adapt the model of transformers, "
             f"or a plugin with a family for it{error.hint and f'. {error.hint}'}",
         ) from None
     _note_unread(resolver, config)

@@ -1,21 +1,12 @@
-"""Records of the model families and attention backends, and the hook that plans a model.
+"""Records of the model families and of the attention backends that only they need.
 
-Importing this module needs no torch.
+Importing this module imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
 from interposer.hookspecs import hookimpl
 from interposer.records import AttentionEntry, ModelEntry, Record
-
-if TYPE_CHECKING:
-    from interposer import Config, Placement
-    from interposer_models._plan import Plan
-    from interposer_ops.layers.expert_placement import ExpertParallel
 
 INTERPOSER_API = ">=1.0,<2"
 
@@ -269,11 +260,45 @@ _MODULES = {
     "Qwen3_5Moe": "qwen3_5_moe",
     "Qwen3Next": "qwen3_next",
 }
+# The modules of families that share one, by the name of the family's record.
+_SHARED_MODULES = {
+    "deepseek_v2": "deepseek",
+    "deepseek_v3": "deepseek",
+    "deepseek_v32": "deepseek",
+    "ernie4_5": "ernie",
+    "ernie4_5_moe": "ernie",
+    "bamba": "granite",
+    "falcon_h1": "mamba",
+    "gemma2": "gemma",
+    "gemma3": "gemma",
+    "glm4": "glm",
+    "glm4_moe": "glm",
+    "granite_moe": "granite",
+    "hunyuan_dense": "hunyuan",
+    "hunyuan_moe": "hunyuan",
+    "lfm2": "mamba",
+    "mamba2": "mamba",
+    "mbart": "bart",
+    "ministral": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "nemotron_h": "mamba",
+    "olmo2": "olmo",
+    "olmo3": "olmo",
+    "qwen2": "qwen",
+    "qwen2_moe": "qwen",
+    "qwen3": "qwen",
+    "qwen3_5": "qwen3_next",
+    "qwen3_5_moe": "qwen3_next",
+    "qwen3_moe": "qwen",
+    "smollm3": "llama",
+    "t5gemma": "gemma",
+}
 # Attention backends of some families only: name, class, whether torch.compile can trace it.
 _BACKENDS: tuple[tuple[str, str, bool], ...] = (
     ("latent", "interposer_ops.layers.attention:LatentBackend", True),
-    ("latent_sparse", "interposer_models._decoder.sparse_backends:SparseLatentBackend", True),
-    ("indexer", "interposer_models._decoder.sparse_backends:IndexerBackend", True),
+    ("latent_sparse", "interposer_models._decoder.sparse_attention:SparseLatentBackend", True),
+    ("indexer", "interposer_models._decoder.sparse_attention:IndexerBackend", True),
 )
 
 
@@ -298,32 +323,7 @@ def _model_entry(family: str, reads: tuple[str, ...]) -> ModelEntry:
     return ModelEntry(
         _ARCHITECTURES.get(family, (f"{family}ForCausalLM",)),
         name,
-        f"interposer_models._families.{name}:{family}",
+        f"interposer_models._families.{_SHARED_MODULES.get(name, name)}:{family}",
         examples=f"interposer_models._families.examples:{name}",
         reads=(*_DECODER, *reads),
-    )
-
-
-@hookimpl
-def interposer_plan(
-    path: Path,
-    config: Config,
-    dtype: str,
-    placement: Placement | None,
-    quantization: str | Mapping[str, Any] | None,
-    tensor_parallel: int | None,
-    expert_parallel: bool | ExpertParallel | None,
-) -> Plan:
-    """Plan a Hugging Face model directory."""
-    # Imported here, because reading the records must not import torch.
-    from interposer_models._loader import plan
-
-    return plan(
-        path,
-        dtype,
-        config=config,
-        quantization=quantization,
-        placement=placement,
-        tensor_parallel=tensor_parallel,
-        expert_parallel=expert_parallel or False,
     )

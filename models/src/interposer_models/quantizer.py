@@ -1,17 +1,7 @@
-"""Quantization by interposer for models that transformers loads.
-
-Importing this module registers the method ``"interposer"``::
-
-    from interposer_models.quantizer import InterposerConfig
-
-    AutoModelForCausalLM.from_pretrained(path, quantization_config=InterposerConfig("int8"))
-"""
+"""The former home of :mod:`interposer_adapt.quantizer`."""
 
 from __future__ import annotations
 
-from interposer_models._transformers_quantizer.config import InterposerConfig
-from interposer_models._transformers_quantizer.quantizer import register
+from interposer_models._moved import moved_module
 
-__all__ = ["InterposerConfig"]
-
-register()
+__getattr__ = moved_module(__name__, "interposer_adapt.quantizer")

@@ -15,7 +15,7 @@ from tests.waiting import WAIT_SECONDS
 
 from interposer import Config
 from interposer_cpu import native
-from interposer_models import LanguageModel, SamplingParams, launched, load
+from interposer_engine import LanguageModel, SamplingParams, launched, load
 
 # Without a compiler the plugin works too, but has none of what is tested here.
 pytestmark = [

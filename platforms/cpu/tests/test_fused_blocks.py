@@ -11,7 +11,7 @@ import pytest
 from interposer import Config
 from interposer_cpu import native
 from interposer_cpu._kernels.decoder_block import NativeDecoderBlock
-from interposer_models import LanguageModel, SamplingParams, load
+from interposer_engine import LanguageModel, SamplingParams, load
 from interposer_ops.layers.decoder_block import DecoderBlock
 
 # Without a compiler the platform works too, but has nothing to compute blocks with.

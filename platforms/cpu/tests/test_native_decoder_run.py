@@ -14,7 +14,7 @@ import torch
 
 from interposer import Config
 from interposer_cpu import native
-from interposer_models import SamplingParams, load
+from interposer_engine import SamplingParams, load
 
 # Without a compiler the plugin works too, but has none of what is tested here.
 pytestmark = pytest.mark.skipif(bool(native.why_absent()), reason=native.why_absent())

@@ -32,7 +32,7 @@ from interposer.records import PlatformEntry, Record
 from interposer_cuda._flash_mla.latent_backend import FlashMLABackend
 from interposer_cuda._flashinfer.attention import FlashInferBackend
 from interposer_cuda._flashinfer.latent_backend import FlashInferLatentBackend
-from interposer_models import load
+from interposer_engine import load
 from interposer_ops.attention import FlexBackend, SdpaBackend
 from interposer_testing.workload import paged_batch, random_projections
 
@@ -141,7 +141,7 @@ def test_graphs_of_them_decode_the_same_tokens(
 
 
 def _params(**settings: Any) -> Any:
-    from interposer_models import SamplingParams
+    from interposer_engine import SamplingParams
 
     return SamplingParams(**settings)
 

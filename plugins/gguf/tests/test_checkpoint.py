@@ -17,9 +17,9 @@ from torch.utils import _pytree
 
 from interposer import Config, current_registry, explain
 from interposer.errors import CheckpointError, ConfigError, UnknownNameError, UnsupportedModelError
+from interposer_engine import Constraint, LanguageModel, load
 from interposer_gguf._checkpoint import GGUFCheckpoint
 from interposer_gguf._scheme import GGUF
-from interposer_models import Constraint, LanguageModel, load
 from interposer_ops.layers.linear import Linear
 
 SHIPPED = Path(__file__).parents[3] / "examples" / "models" / "stdlib-lm"

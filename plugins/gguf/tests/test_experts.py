@@ -25,10 +25,10 @@ from interposer import (
     place,
 )
 from interposer.errors import CheckpointError
+from interposer_engine import load
 from interposer_gguf._block_formats import FORMATS
 from interposer_gguf._experts import BlocksExperts, DequantizedExperts
 from interposer_gguf._scheme import GGUF
-from interposer_models import load
 from interposer_ops.layers.experts import Experts
 from interposer_ops.layers.linear import Linear
 

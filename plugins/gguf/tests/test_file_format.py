@@ -164,8 +164,8 @@ from pathlib import Path
 import torch
 from interposer.errors import InterposerError
 from interposer_models.families import DecoderFamily
-from interposer_models import plan
-from interposer_models import TextTokenizer
+from interposer_engine import plan
+from interposer_engine import TextTokenizer
 from interposer_gguf._checkpoint import GGUFCheckpoint
 
 original, count, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from interposer import explain
 from interposer.errors import CheckpointError, UnsupportedModelError
+from interposer_engine import load
 from interposer_gguf._architectures import ARCHITECTURES
 from interposer_gguf._checkpoint import GGUFCheckpoint
-from interposer_models import load
 
 Q8, MXFP4 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.MXFP4
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "ernie4_5_moe", "hunyuan_v1_moe"]

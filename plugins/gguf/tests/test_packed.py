@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from interposer import Config
-from interposer_models import LanguageModel, load, pack
+from interposer_engine import LanguageModel, load, pack
 
 OFF = Config(packed="off")
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

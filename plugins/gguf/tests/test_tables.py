@@ -15,12 +15,12 @@ from torch.utils import _pytree
 from interposer import Config, Resolver, Site, current_registry, explain, place
 from interposer.errors import CheckpointError
 from interposer_cpu import native
+from interposer_engine import LanguageModel, load
 from interposer_gguf import _native_library as native_library
 from interposer_gguf._block_formats import FORMATS
 from interposer_gguf._blocks_embedding import BlocksEmbedding
 from interposer_gguf._cases import random_rows
 from interposer_gguf._checkpoint import GGUFCheckpoint
-from interposer_models import LanguageModel, load
 from interposer_ops.layers.embedding import Embedding, LMHead
 
 PROMPT = "import os\nimport sys\n"

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from interposer.errors import CheckpointError, UnsupportedModelError
+from interposer_engine import TextTokenizer
 from interposer_gguf._checkpoint import GGUFCheckpoint
 from interposer_gguf._pre_tokenizers import PRE_TOKENIZERS
-from interposer_models import TextTokenizer
 
 SHIPPED = Path(__file__).parents[3] / "examples" / "models" / "stdlib-lm"
 KEY = "tokenizer.ggml."

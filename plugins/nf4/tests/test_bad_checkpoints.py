@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from interposer.errors import CheckpointError
-from interposer_models import load
+from interposer_engine import load
 
 LAYER = "model.layers.0.self_attn.k_proj"
 Tensors = dict[str, torch.Tensor]

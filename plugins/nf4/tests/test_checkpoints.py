@@ -25,7 +25,7 @@ from interposer import (
     current_registry,
     explain,
 )
-from interposer_models import load
+from interposer_engine import load
 from interposer_nf4._bitsandbytes import BitsAndBytes
 from interposer_nf4._codebooks import CODEBOOKS, QuantType
 from interposer_ops.layers.linear import Linear, PlainLinear

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from interposer import Config
 from interposer.errors import InterposerError
-from interposer_models import load
+from interposer_engine import load
 from interposer_ops.layers.linear import Linear, PlainLinear
 
 NAMES = ("nf4-double", "fp4", "nf4-straddling", "int8")

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from interposer.errors import CheckpointError
-from interposer_models import LanguageModel, load
+from interposer_engine import LanguageModel, load
 from interposer_nf4._codebook_linear import dequantize
 from interposer_nf4._codebooks import CODEBOOKS
 from interposer_ops.layers.experts import Experts, PlainExperts

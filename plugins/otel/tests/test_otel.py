@@ -52,7 +52,7 @@ exporter = InMemorySpanExporter()
 provider = TracerProvider()
 provider.add_span_processor(SimpleSpanProcessor(exporter))
 trace.set_tracer_provider(provider)
-from interposer_models import load
+from interposer_engine import load
 from interposer_tools import tune
 
 start = time.time_ns()

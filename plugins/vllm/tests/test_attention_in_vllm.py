@@ -1,7 +1,7 @@
 """Windows, caps and sinks give vLLM's own tokens by backends chosen here, caches of 8 bits others.
 
 vLLM's kernels for CPUs cut keys and values to 8 bits, where backends here round to the nearest. So
-these caches are compared with the engine of ``interposer_models``.
+these caches are compared with ``interposer_engine``.
 
 The models are tiny and random. Prompts are longer than their windows, and than a step.
 """
@@ -27,7 +27,7 @@ from transformers import (
     PretrainedConfig,
 )
 
-from interposer_models import load
+from interposer_engine import load
 
 Engines = Callable[..., list[dict[str, Any]]]
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from interposer_models import load, quantize
+from interposer_engine import load, quantize
 
 Runs = list[dict[str, Any]]
 Settings = dict[str, Any]

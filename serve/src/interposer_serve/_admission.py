@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from interposer_models import AsyncLanguageModel, Generation
+from interposer_engine import AsyncLanguageModel, Generation
 from interposer_serve._errors import ApiError
 from interposer_serve._limits import Limits
 

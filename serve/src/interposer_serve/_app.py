@@ -18,7 +18,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from interposer.errors import ConfigError, InterposerError
-from interposer_models import Encoder, LanguageModel
+from interposer_adapt import Encoder
+from interposer_engine import LanguageModel
 from interposer_serve._errors import ApiError, check_model, respond
 from interposer_serve._guard import LOOPBACK, Guard, check_keys
 from interposer_serve._limits import Limits

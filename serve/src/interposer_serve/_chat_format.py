@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from interposer.errors import RequestError
-from interposer_models import Delta
+from interposer_engine import Delta
 from interposer_serve._formats import Answer, Format, Spell
 from interposer_serve._messages import answer_message
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from interposer_models import Delta
+from interposer_engine import Delta
 from interposer_serve._formats import Answer, Format, Spell
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from interposer.errors import RequestError
-from interposer_models import Constraint
+from interposer_engine import Constraint
 from interposer_serve._errors import ApiError, shown
 
 _FORMATS = (

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from interposer_models import Delta, PromptLogprob
+from interposer_engine import Delta, PromptLogprob
 
 _json = json.JSONEncoder(ensure_ascii=False).encode
 compact_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode

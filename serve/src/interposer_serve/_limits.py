@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from interposer.errors import ConfigError
-from interposer_models import ConstraintLimits
+from interposer_engine import ConstraintLimits
 
 
 class _Checked:

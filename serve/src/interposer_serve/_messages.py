@@ -7,7 +7,7 @@ import uuid
 from typing import Any
 
 from interposer.errors import RequestError
-from interposer_models import TextTokenizer
+from interposer_engine import TextTokenizer
 from interposer_serve._errors import ApiError
 
 

@@ -14,7 +14,7 @@ from prometheus_client import (
 )
 from starlette.responses import Response
 
-from interposer_models import Generation
+from interposer_engine import Generation
 from interposer_serve._errors import Gone
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from interposer.errors import UnknownNameError
-from interposer_models import Constraint, SamplingParams
+from interposer_engine import Constraint, SamplingParams
 from interposer_serve._constraints import of_response_format, of_structured_outputs
 from interposer_serve._errors import ApiError, shown
 

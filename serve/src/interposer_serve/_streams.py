@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from interposer_models import Generation
+from interposer_engine import Generation
 from interposer_serve._errors import Gone, api_error
 
 _log = logging.getLogger("interposer")

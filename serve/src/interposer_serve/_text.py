@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from interposer.errors import InterposerError, RequestError
 from interposer.tooling import steady_time_ns
-from interposer_models import (
+from interposer_engine import (
     AsyncLanguageModel,
     Compiled,
     Constraint,

@@ -9,7 +9,7 @@ from opentelemetry import propagate, trace
 from opentelemetry.trace import Status, StatusCode
 from starlette.requests import Request
 
-from interposer_models import Generation
+from interposer_engine import Generation
 from interposer_serve._errors import Gone
 
 # OpenTelemetry resolves the provider at first use, so applications can set one later.

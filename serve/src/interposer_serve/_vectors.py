@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 import interposer
-from interposer_models import Encoder
+from interposer_adapt import Encoder
 from interposer_serve._errors import ApiError, check_model
 from interposer_serve._limits import Limits
 from interposer_serve._prompt_sizes import PromptSizes

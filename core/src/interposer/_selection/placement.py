@@ -205,7 +205,7 @@ def planned(
     else:
         raise ConfigError(
             f"{model!r} is neither a model directory nor a model. "
-            "Try: a path, or what interposer_models.load returned"
+            "Try: a path, or what interposer_engine.load returned"
         )
     config = effective_config(config)
     plugins = current_registry(config).plugins
@@ -229,6 +229,6 @@ def planned(
         by = "" if quantization is None else f" and quantizes it by {quantization!r}"
         raise ConfigError(
             f"No installed plugin reads the model directory {str(path)!r}{by}. "
-            "Try: pip install interposer-models"
+            "Try: pip install interposer-engine"
         )
     return plan

@@ -25,7 +25,8 @@ from interposer_sandbox import (
 
 STANDARD = frozenset(
     {
-        *("interposer", "interposer-models", "interposer-ops", "interposer-quantization"),
+        *("interposer", "interposer-adapt", "interposer-engine", "interposer-models"),
+        *("interposer-ops", "interposer-quantization"),
         *("interposer-sandbox", "interposer-serve", "interposer-testing", "interposer-tools"),
     }
 )

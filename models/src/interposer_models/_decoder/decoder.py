@@ -1,29 +1,103 @@
 """The decoder around the blocks: embedding, final norm and LM head; a family provides the blocks.
 
 Dimensions: T tokens of the step, R tokens that need logits, H hidden size, V vocabulary.
+
+Hidden states of a step, for draft models that read hidden states.
+
+Dimensions: T tokens of the step, H hidden size, L layers.
+
+Decoder blocks with norms in other positions than Llama's.
+
+Dimensions: T tokens, R tokens to output, H hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from interposer import AttentionBackend, CausalModel, Site
-from interposer_models._decoder.hidden_states import HiddenStates
+from interposer_models._decoder.attention import StoredAttention
 from interposer_models._decoder.recurrent import RecurrentLayer
 from interposer_models._decoder.settings import DecoderSettings
-from interposer_models._decoder.stored_attention import StoredAttention
-from interposer_models._decoder.sums_between_blocks import fuse_sums_into_norms
 from interposer_ops.layers.attention import Attention
+from interposer_ops.layers.cuts import alone
+from interposer_ops.layers.decoder_block import DecoderBlock
 from interposer_ops.layers.divided_tables import share_embedding, share_head
 from interposer_ops.layers.embedding import Embedding
+from interposer_ops.layers.fused_sums import LeftSum, ends_in_projection, leave_sum
+from interposer_ops.layers.mlp import GatedMLP
+from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.self_attention import SelfAttention
 from interposer_ops.rotary import rotary_table
+
+
+def fuse_sums_into_norms(blocks: Sequence[nn.Module], last: nn.Module, site: Site) -> list[LeftSum]:
+    """Move the all-reduce after each block into the next block's first norm, or the last norm.
+
+    Args:
+        blocks: in order.
+        last: the norm after the last block.
+        site: of the decoder.
+    Returns: the fused sums.
+    """
+    if alone(site):
+        return []
+    fused_sums = []
+    # A list with the following block, empty for the last one.
+    next_blocks: list[list[nn.Module]] = [*([block] for block in blocks[1:]), []]
+    for block, next_block in zip(blocks, next_blocks, strict=True):
+        norm = _first_norm(next_block[0]) if next_block else last
+        # A subclass may use the MLP's output in another way than adding it to the stream.
+        if type(block) is not DecoderBlock or not isinstance(norm, RMSNorm):
+            continue
+        mlp: Any = block.mlp
+        if not ends_in_projection(mlp, GatedMLP):
+            continue
+        if leave_sum(
+            replace(site, prefix=norm.prefix), mlp.down_proj, norm, (mlp, block), next_block
+        ):
+            fused_sums.append(norm.left[0])
+    return fused_sums
+
+
+def _first_norm(block: nn.Module) -> nn.Module | None:
+    return block.input_layernorm if type(block) is DecoderBlock else None
+
+
+class HiddenStates:
+    """Receives the hidden states of all tokens in each step of a ``Decoder``.
+
+    Attributes:
+        layers: indices of the blocks whose inputs are recorded, in order; an empty tuple records
+            the output of the final norm.
+        latest: ``[T, L * H]`` of ``layers``, or ``[T, H]`` of the final norm, of the latest step.
+    """
+
+    def __init__(self, layers: tuple[int, ...] = ()) -> None:
+        self.layers = layers
+        self.latest: Tensor | None = None
+        self._inputs: list[Tensor] = []
+
+    def record_block_input(self, index: int, x: Tensor, residual: Tensor | None) -> None:
+        """Record the input of block ``index``: the residual stream plus ``x``."""
+        # The first block begins a new step; an earlier step may have failed halfway.
+        if index == 0:
+            self._inputs = []
+        if index in self.layers:
+            self._inputs.append(x if residual is None else (residual + x).to(x.dtype))
+
+    def record_final_output(self, normalised: Tensor) -> None:
+        """Record the output of the final norm, which ends the step."""
+        inputs, self._inputs = self._inputs, []
+        self.latest = torch.cat(inputs, -1) if self.layers else normalised
+
 
 _FIRST_POSITIONS = 4096
 CACHED_LAYERS = Attention, RecurrentLayer
@@ -345,3 +419,95 @@ def _cached_layers(block: nn.Module) -> list[Attention | StoredAttention | Recur
     """List the layers of a block that own a cache or read another layer's cache, in order."""
     rotation_indices = (*CACHED_LAYERS, StoredAttention)
     return [module for module in block.modules() if isinstance(module, rotation_indices)]
+
+
+Names = tuple[str, str, str, str]
+
+
+class NormedBlock(nn.Module):
+    """Attention and MLP on a residual stream, with norms before or after each, or both.
+
+    The residual stream is kept in float32 or wider, independent of the dtype of ``x``.
+
+    Args:
+        norm: builds the norm at a site.
+        names: of the norms before and after the attention, then before and after the MLP; an empty
+            name means no norm.
+    """
+
+    def __init__(
+        self, site: Site, norm: Norm, names: Names, attention: nn.Module, mlp: nn.Module
+    ) -> None:
+        super().__init__()
+        self.self_attn, self.mlp, self.names = attention, mlp, names
+        # The norms keep the names of the checkpoint, so their parameters load without a mapping.
+        for name in filter(None, names):
+            self.add_module(name, norm(site.at(name)))
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        cache: Tensor,
+        plan: object,
+        rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the block's output, not yet added, and the residual stream, as ``DecoderBlock``.
+
+        Returns: both ``[T, H]``, or ``[R, H]`` of the tokens in ``rows``.
+        """
+        x, stream = self._sublayer_input(self.names[0], x, residual)
+        x = self._sublayer_output(self.names[1], self.self_attn(x, cos, sin, cache, plan, rows))
+        if rows is not None:
+            stream = stream[rows]
+        x, stream = self._sublayer_input(self.names[2], x, stream)
+        return self._sublayer_output(self.names[3], self.mlp(x)), stream
+
+    def _sublayer_input(
+        self, name: str, x: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Add ``x`` to the residual stream; return the sublayer's normed input and the stream."""
+        if name:
+            norm: Any = self._modules[name]
+            return norm.forward_add(x, residual)  # type: ignore[no-any-return]
+        # Without a norm before the sublayer, the stream still adds x and stays in float32.
+        stream_dtype = torch.promote_types(x.dtype, torch.float32)
+        stream = x.to(stream_dtype) if residual is None else residual + x
+        return stream.to(x.dtype), stream
+
+    def _sublayer_output(self, name: str, x: Tensor) -> Tensor:
+        norm: Any = self._modules[name] if name else nn.Identity()
+        return norm(x)  # type: ignore[no-any-return]
+
+
+class OnePartBlock(nn.Module):
+    """One sublayer after one norm, on a residual stream that is kept like that of ``NormedBlock``.
+
+    Args:
+        norm: builds the norm at a site.
+        name: of the norm.
+        part: the sublayer, called with the arguments of attention.
+    """
+
+    def __init__(self, site: Site, norm: Norm, name: str, part: nn.Module) -> None:
+        super().__init__()
+        self.norm: Any = norm(site.at(name))
+        self.part = part
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        cache: Any,
+        plan: Any,
+        rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sublayer's output, not yet added, and the stream, as ``DecoderBlock``."""
+        x, stream = self.norm.forward_add(x, residual)
+        x = self.part(x, cos, sin, cache, plan, rows)
+        # The sublayer has dropped the other rows already.
+        return x, stream if rows is None else stream[rows]

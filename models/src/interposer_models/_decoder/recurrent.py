@@ -1,19 +1,37 @@
-"""Layers with a fixed-size state per sequence, and a convolution and a norm for such layers.
+"""The Gated DeltaNet mixer: linear attention with a key-value state that each token corrects.
+
+Dimensions: T tokens, H hidden size, G key heads of size K, N value heads of size D,
+R rows of the state cache, C = 2 G K + N D channels.
+
+Source: arXiv:2412.06464.
+
+Layers with a fixed-size state per sequence, and a convolution and a norm for such layers.
 
 Dimensions: T tokens, C channels, W window of the convolution, H hidden size.
+
+The Mamba-2 mixer: a state space model with token-dependent decay and input.
+
+Dimensions: T tokens, H hidden size, N heads, P head size, G groups, S state size, R rows of the
+state cache, I = N P.
+
+Source: arXiv:2405.21060.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from interposer import PluggableLayer, Site
+from interposer_ops.layers.linear import Linear, MergedLinear
 from interposer_ops.layers.states import StateBatch, StateLayout
-from interposer_ops.norms import gated_rms_norm
-from interposer_ops.recurrence import causal_convolution
+from interposer_ops.norms import gated_rms_norm, l2_norm
+from interposer_ops.recurrence import causal_convolution, gated_delta_rule, state_space_scan
 
 
 class RecurrentLayer(nn.Module, ABC):
@@ -121,3 +139,305 @@ class GatedNorm(PluggableLayer):
         """Normalise ``x`` and multiply by the gate's SiLU; all ``[..., H]``."""
         (weight,) = self.operands
         return self.bound.function(x, gate, weight, self.eps, self.group_size, self.norm_first)
+
+
+# Epsilon of the L2 norm of keys and queries; the reference fixes it, independent of the config.
+_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class DeltaSizes:
+    """The sizes of a Gated DeltaNet mixer.
+
+    Attributes:
+        key_heads, key: number and size of query and key heads.
+        value_heads, value: number and size of value heads.
+        window: tokens that the convolution reads.
+    """
+
+    hidden: int
+    key_heads: int
+    key: int
+    value_heads: int
+    value: int
+    window: int
+
+    @property
+    def keys(self) -> int:
+        """Elements of all keys, G K."""
+        return self.key_heads * self.key
+
+    @property
+    def values(self) -> int:
+        """Elements of all values, N D."""
+        return self.value_heads * self.value
+
+
+Projected = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Queries, keys and values ``[T, C]``; gates ``[T, N D]``; raw beta and decay ``[T, N]``."""
+Projections = Callable[[Site, DeltaSizes], nn.Module]
+"""Builds the module at a mixer's site that projects ``[T, H]`` to ``Projected``."""
+
+
+class SeparateProjections(nn.Module):
+    """Separate projections of the convolved channels, gates, beta and decay, as in Qwen3.5."""
+
+    def __init__(self, site: Site, sizes: DeltaSizes) -> None:
+        super().__init__()
+        # Two merged projections rather than one: a scheme may quantize only the wide outputs.
+        self.wide = {"in_proj_qkv": 2 * sizes.keys + sizes.values, "in_proj_z": sizes.values}
+        self.narrow = dict.fromkeys(("in_proj_b", "in_proj_a"), sizes.value_heads)
+        self.in_proj = MergedLinear(site.at("in_proj"), sizes.hidden, self.wide)
+        self.in_proj_ba = MergedLinear(site.at("in_proj_ba"), sizes.hidden, self.narrow)
+
+    def forward(self, x: Tensor) -> Projected:
+        """Project ``x`` ``[T, H]``."""
+        mixed, gate = self.in_proj(x).split((*self.wide.values(),), dim=-1)
+        beta, decay = self.in_proj_ba(x).chunk(2, dim=-1)
+        return mixed, gate, beta, decay
+
+
+class GroupedProjections(nn.Module):
+    """Two projections with outputs interleaved by key head, as in Qwen3-Next."""
+
+    def __init__(self, site: Site, sizes: DeltaSizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        width = 2 * (sizes.keys + sizes.values)
+        self.in_proj_qkvz = Linear(site.at("in_proj_qkvz"), sizes.hidden, width)
+        self.in_proj_ba = Linear(site.at("in_proj_ba"), sizes.hidden, 2 * sizes.value_heads)
+
+    def forward(self, x: Tensor) -> Projected:
+        """Project ``x`` ``[T, H]``."""
+        sizes = self.sizes
+        values_per_key_head = sizes.values // sizes.key_heads
+        projected = self.in_proj_qkvz(x).unflatten(-1, (sizes.key_heads, -1))
+        query, key, value, gate = projected.split(
+            (sizes.key, sizes.key, values_per_key_head, values_per_key_head), dim=-1
+        )
+        beta, decay = self.in_proj_ba(x).unflatten(-1, (sizes.key_heads, -1)).chunk(2, dim=-1)
+        # The convolution wants all queries, then all keys, then all values.
+        mixed = torch.cat([part.flatten(1) for part in (query, key, value)], dim=-1)
+        return mixed, gate.flatten(1), beta.flatten(1), decay.flatten(1)
+
+
+class DeltaRule(PluggableLayer):
+    """The op ``gated_delta_rule`` on L2-normalised queries and keys."""
+
+    def __init__(self, site: Site, sizes: DeltaSizes) -> None:
+        super().__init__(site)
+        self.sizes = sizes
+        for name in ("A_log", "dt_bias"):
+            # Decay parameters are exponentiated; float32 keeps small decay rates apart.
+            empty = torch.empty(sizes.value_heads, dtype=torch.float32)
+            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+        self.unit = site.bind(l2_norm, head_size=sizes.key)
+        self.rule = site.bind(
+            gated_delta_rule,
+            num_heads=sizes.key_heads,
+            num_value_heads=sizes.value_heads,
+            key_size=sizes.key,
+            value_size=sizes.value,
+        )
+        self.constants: tuple[Tensor, ...] = ()
+
+    def finalize(self) -> None:
+        """Compute each head's decay rate, -exp(A_log)."""
+        self.constants = -self.get_parameter("A_log").data.exp(), self.get_parameter("dt_bias").data
+
+    def forward(
+        self, mixed: Tensor, beta: Tensor, decay: Tensor, states: Tensor, plan: StateBatch
+    ) -> Tensor:
+        """Update the states and compute the outputs ``[T, N, D]``.
+
+        Args:
+            mixed: ``[T, C]``, the convolution's output.
+            beta, decay: ``[T, N]``, before the activations.
+            states: ``[R, N, K, D]`` float32.
+        """
+        sizes = self.sizes
+        rate, bias = self.constants
+        query, key, value = mixed.split((sizes.keys, sizes.keys, sizes.values), dim=-1)
+        query, key = (
+            self.unit(part.unflatten(-1, (sizes.key_heads, sizes.key)), _EPS)
+            for part in (query, key)
+        )
+        value = value.unflatten(-1, (sizes.value_heads, sizes.value))
+        # In float32: rounding errors of the decay would accumulate over the sequence.
+        decay = rate * functional.softplus(decay.float() + bias)
+        cache_arguments = plan.query_starts, plan.slots, plan.num_cached
+        factors = decay, beta.float().sigmoid()
+        return self.rule(query, key, value, *factors, states, *cache_arguments, sizes.key**-0.5)
+
+
+class DeltaMixer(RecurrentMixer):
+    """Projections, convolution, delta rule and gated norm, in the position of attention."""
+
+    def __init__(self, site: Site, sizes: DeltaSizes, eps: float, projections: Projections) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.projections = projections(site, sizes)
+        channels = 2 * sizes.keys + sizes.values
+        conv_site = site.at("conv1d")
+        self.conv1d = Convolution(conv_site, channels, sizes.window, bias=False, silu=True)
+        self.rule = DeltaRule(site, sizes)
+        self.norm = GatedNorm(site.at("norm"), sizes.value, sizes.value, eps, norm_first=True)
+        self.out_proj = Linear(site.at("out_proj"), sizes.values, sizes.hidden)
+
+    def state_layout(self) -> StateLayout:
+        """Return a sequence's state: the convolution's last inputs, and each head's memory."""
+        sizes = self.sizes
+        # The state is float32 for the same reason as the decay.
+        memory = (sizes.value_heads, sizes.key, sizes.value), torch.float32
+        return StateLayout((self.conv1d.state, memory))
+
+    def mixed(
+        self, x: Tensor, cache: tuple[Tensor, ...], plan: StateBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Run projections, convolution and delta rule; return ``[T, N, D]`` and the gate."""
+        windows, states = cache
+        mixed, gate, beta, decay = self.projections(x)
+        y = self.rule(self.conv1d(mixed, windows, plan), beta, decay, states, plan)
+        return y, gate.view(y.shape)
+
+    def ended(self, y: Tensor, gate: Tensor) -> Tensor:
+        """Apply the gated norm and the output projection: ``[T, H]``."""
+        return self.out_proj(self.norm(y, gate).flatten(1))  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class StateSpaceSizes:
+    """Sizes and variants of a Mamba-2 mixer.
+
+    Attributes:
+        window: tokens that the convolution reads.
+        steps: the smallest and the largest step.
+        normed: outputs are normalised.
+        norm_first: the norm comes before the multiplication by the gate, not after.
+        out_bias: the output projection has a bias; None means the same as ``bias``.
+        factors: of gate, input, B, C and steps; empty if all are 1.
+    """
+
+    hidden: int
+    heads: int
+    head: int
+    groups: int
+    state: int
+    window: int
+    bias: bool
+    convolution_bias: bool
+    steps: tuple[float, float] = (0.0, float("inf"))
+    normed: bool = True
+    norm_first: bool = False
+    out_bias: bool | None = None
+    factors: tuple[float, ...] = ()
+
+    @property
+    def inner(self) -> int:
+        """Elements of all heads, I."""
+        return self.heads * self.head
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: the input of the scan, and the projections B and C."""
+        return self.inner + 2 * self.groups * self.state
+
+
+class Scan(PluggableLayer):
+    """The op ``state_space_scan`` with per-head parameters."""
+
+    def __init__(self, site: Site, sizes: StateSpaceSizes) -> None:
+        super().__init__(site)
+        self.sizes = sizes
+        for name in ("A_log", "D", "dt_bias"):
+            # Decay parameters are exponentiated; float32 keeps small decay rates apart.
+            empty = torch.empty(sizes.heads, dtype=torch.float32)
+            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+        self.bound = site.bind_kernel(
+            state_space_scan,
+            num_heads=sizes.heads,
+            head_size=sizes.head,
+            num_groups=sizes.groups,
+            state_size=sizes.state,
+        )
+        self.constants: tuple[Tensor, ...] = ()
+
+    def finalize(self) -> None:
+        """Compute each head's decay rate, -exp(A_log), for the kernel."""
+        decay, skip, bias = (self.get_parameter(n).data for n in ("A_log", "D", "dt_bias"))
+        prepared = self.bound.prepared(decay=-decay.exp(), skip=skip)
+        self.constants = prepared["decay"], prepared["skip"], bias
+
+    def forward(self, x: Tensor, steps: Tensor, states: Tensor, plan: StateBatch) -> Tensor:
+        """Run the scan and update the states: ``[T, I]``.
+
+        Args:
+            x: ``[T, I + 2 G S]``, the convolution's output.
+            steps: ``[T, N]``, before softplus.
+            states: ``[R, N, P, S]`` float32.
+        """
+        sizes = self.sizes
+        decay, skip, bias = self.constants
+        steps = functional.softplus(steps.float() + bias).clamp(*sizes.steps)
+        width = sizes.groups * sizes.state
+        x, b, c = x.split((sizes.inner, width, width), dim=-1)
+        heads = x.unflatten(-1, (sizes.heads, sizes.head))
+        b, c = (part.unflatten(-1, (sizes.groups, sizes.state)) for part in (b, c))
+        cache_arguments = plan.query_starts, plan.slots, plan.num_cached
+        return self.bound.function(
+            heads, steps, decay, b, c, skip, states, *cache_arguments
+        ).flatten(1)
+
+
+class StateSpaceMixer(RecurrentMixer):
+    """Projections, convolution, scan and gated norm, in the position of attention."""
+
+    def __init__(self, site: Site, sizes: StateSpaceSizes, eps: float) -> None:
+        super().__init__()
+        self.sizes = sizes
+        width = sizes.inner + sizes.channels + sizes.heads
+        self.in_proj = Linear(site.at("in_proj"), sizes.hidden, width, sizes.bias)
+        self.conv1d = Convolution(
+            site.at("conv1d"), sizes.channels, sizes.window, sizes.convolution_bias, silu=True
+        )
+        self.scan = Scan(site, sizes)
+        if sizes.normed:
+            group = sizes.inner // sizes.groups
+            self.norm = GatedNorm(site.at("norm"), sizes.inner, group, eps, sizes.norm_first)
+        out_bias = sizes.bias if sizes.out_bias is None else sizes.out_bias
+        self.out_proj = Linear(site.at("out_proj"), sizes.inner, sizes.hidden, out_bias)
+
+    def state_layout(self) -> StateLayout:
+        """Return a sequence's state: the convolution's last inputs, and each head's state."""
+        sizes = self.sizes
+        return StateLayout(
+            (self.conv1d.state, ((sizes.heads, sizes.head, sizes.state), torch.float32))
+        )
+
+    def mixed(
+        self, x: Tensor, cache: tuple[Tensor, ...], plan: StateBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Run projection, convolution and scan; return the output and the gate, both ``[T, I]``."""
+        windows, states = cache
+        gate, x, steps = self._projected(x)
+        return self.scan(self.conv1d(x, windows, plan), steps, states, plan), gate
+
+    def ended(self, y: Tensor, gate: Tensor) -> Tensor:
+        """Apply the gate, the norm if there is one, and the output projection: ``[T, H]``."""
+        y = self.norm(y, gate) if self.sizes.normed else y * functional.silu(gate)
+        return self.out_proj(y)  # type: ignore[no-any-return]
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the gate ``[T, I]``, the convolution's input and the raw steps ``[T, N]``."""
+        sizes = self.sizes
+        projected = self.in_proj(x)
+        # Falcon-H1 scales each part; all other families split without copying.
+        if not sizes.factors:
+            return projected.split((sizes.inner, sizes.channels, sizes.heads), dim=-1)  # type: ignore[no-any-return]
+        width = sizes.groups * sizes.state
+        widths = (sizes.inner, sizes.inner, width, width, sizes.heads)
+        gate, *mixed, steps = (
+            part * factor
+            for part, factor in zip(projected.split(widths, dim=-1), sizes.factors, strict=True)
+        )
+        return gate, torch.cat(mixed, dim=-1), steps

@@ -1,6 +1,18 @@
 """BART: an encoder-decoder with learned positions and a layer norm after every residual sum.
 
 Source: arXiv:1910.13461.
+
+The layers of BART: encoder attention, and blocks with a norm after every residual sum.
+
+Dimensions: T tokens, R tokens to output, H hidden size.
+
+BART's encoder, decoder and LM head, which share one embedding table.
+
+Dimensions: T tokens, R tokens that need logits, H hidden size, V vocabulary.
+
+mBART: BART with norms before each sublayer and after the last block of encoder and decoder.
+
+Source: arXiv:2001.08210.
 """
 
 from __future__ import annotations
@@ -9,21 +21,185 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, Self
 
+import torch
 from pydantic import AliasChoices, Field, model_validator
-from torch import nn
+from torch import Tensor, nn
 
-from interposer import AttentionSpec, Site
+from interposer import AttentionSpec, PluggableLayer, Site
 from interposer.errors import UnsupportedModelError
-from interposer_models._decoder.layer_norm import LayerNorm
-from interposer_models._decoder.plain_mlp import PlainMLP
+from interposer_models._decoder.attention import Unrotated
+from interposer_models._decoder.decoder import Decoder, Norm
+from interposer_models._decoder.family import MultiHeadFamily
+from interposer_models._decoder.layers import LayerNorm, PlainMLP
 from interposer_models._decoder.settings import FrameNames, Positive
-from interposer_models._decoder.whole_heads import MultiHeadFamily
-from interposer_models._encoder_decoder.attention import CrossAttention
-from interposer_models._encoder_decoder.family import EncoderDecoderFamily
-from interposer_models._families.bart_layers import BartBlock, BartEncoderAttention, NoNorm
-from interposer_models._families.bart_model import BartLM
+from interposer_models._encoder_decoder import (
+    CrossAttention,
+    CrossDecoder,
+    CrossedBlock,
+    EncoderAttention,
+    EncoderDecoderFamily,
+    EncoderDecoderLM,
+    SourceEncoder,
+)
 from interposer_models._families.opt import OPTAttention
+from interposer_ops.layers.embedding import Embedding
 from interposer_ops.layers.self_attention import SelfAttention
+
+
+class BartEncoderAttention(EncoderAttention):
+    """Encoder self-attention without rotary embedding, under BART's parameter names."""
+
+    rotary_type = Unrotated
+    part_names = ("out_proj", "q_norm", "k_norm")
+
+
+class BartBlock(nn.Module):
+    """Self-attention, cross-attention in a decoder, and an MLP; a norm follows every residual sum.
+
+    So there is no residual stream apart from the block's output. Sums are in float32 or wider.
+
+    Args:
+        norm: builds the norm at a site.
+        cross: the cross-attention; None in an encoder.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        norm: Norm,
+        attention: nn.Module,
+        mlp: nn.Module,
+        cross: CrossAttention | None,
+    ) -> None:
+        super().__init__()
+        self.self_attn = attention
+        self.self_attn_layer_norm = norm(site.at("self_attn_layer_norm"))
+        self.encoder_attn = cross
+        if cross is not None:
+            self.encoder_attn_layer_norm = norm(site.at("encoder_attn_layer_norm"))
+        self.mlp = mlp
+        self.final_layer_norm = norm(site.at("final_layer_norm"))
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        cache: Any,
+        plan: Any,
+        rows: Tensor | None,
+    ) -> tuple[Tensor, None]:
+        """Return the block's output, ``[T, H]`` or ``[R, H]``, and None as residual stream.
+
+        Args:
+            cache, plan: in a decoder two of each: for self-attention and for cross-attention.
+        """
+        # The plan of the cross-attention counts all T tokens, so rows are dropped only after it.
+        if self.encoder_attn is None:
+            self_attended = self.self_attn(x, cos, sin, cache, plan, None)
+        else:
+            self_attended = self.self_attn(x, cos, sin, cache[0], plan[0], None)
+        x = _add_and_norm(self.self_attn_layer_norm, self_attended, x)
+        if self.encoder_attn is not None:
+            cross_attended = self.encoder_attn(x, cache[1], plan[1], rows)
+            x = _add_and_norm(
+                self.encoder_attn_layer_norm, cross_attended, x if rows is None else x[rows]
+            )
+        return _add_and_norm(self.final_layer_norm, self.mlp(x), x), None
+
+
+class NoNorm(nn.Module):
+    """Stands in for the final norm of other decoders, and does nothing."""
+
+    def forward_add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
+def _add_and_norm(norm: nn.Module, x: Tensor, stream: Tensor) -> Tensor:
+    stream_dtype = torch.promote_types(x.dtype, torch.float32)
+    normalised: Tensor = norm.forward_add(x, stream.to(stream_dtype))[0]  # type: ignore[operator]
+    return normalised
+
+
+class _NormedEmbeddings(Decoder):
+    """Adds learned positions to scaled embeddings and normalises the sum."""
+
+    def __init__(self, site: Site, config: Any, *parts: Any) -> None:
+        super().__init__(site, config, *parts)
+        self.layernorm_embedding = config.norm(site.at("layernorm_embedding"))
+
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """Compute the first block's input ``[T, H]``."""
+        x: Tensor = self.embed_tokens(token_ids)
+        if self.embedding_scale != 1.0:
+            x = x * self.embedding_scale
+        assert self.embed_positions is not None
+        x = x + self.embed_positions(positions + self.config.frame.first_position)
+        return self.layernorm_embedding(x)  # type: ignore[no-any-return]
+
+
+class BartDecoder(_NormedEmbeddings, CrossDecoder):
+    """BART's decoder."""
+
+
+class BartEncoder(_NormedEmbeddings, SourceEncoder):
+    """BART's encoder."""
+
+
+class LogitsBias(PluggableLayer):
+    """Add a bias per token to the logits, unless all biases of the checkpoint are zero."""
+
+    def __init__(self, site: Site, vocab_size: int) -> None:
+        super().__init__(site)
+        bias = nn.Parameter(torch.empty(1, vocab_size, dtype=site.dtype), requires_grad=False)
+        bias.stored_as = site.prefix  # type: ignore[attr-defined]
+        # Checkpoints without the tensor get zeros.
+        bias.default = 0.0  # type: ignore[attr-defined]
+        self.register_parameter("bias", bias)
+        # In a tuple, so that torch does not register it as a second parameter.
+        self.operands: tuple[Tensor, ...] = ()
+
+    def finalize(self) -> None:
+        """Keep the bias if it has a nonzero element."""
+        bias = self.get_parameter("bias")
+        self.operands = (bias,) if bias.any() else ()
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """Add the bias to ``logits`` ``[R, V]``."""
+        return logits + self.operands[0] if self.operands else logits
+
+
+class BartLM(EncoderDecoderLM):
+    """Encoder, decoder and LM head, which share one embedding table.
+
+    Args:
+        config, source: settings of the decoder and of the encoder.
+    """
+
+    decoder_type = BartDecoder
+
+    def __init__(self, site: Site, config: Any, source: Any, page_size: int) -> None:
+        head = site.at(config.frame.head)
+        # Both sides and the head use this table; without it each would build its own.
+        shared = Embedding(site.at("model.shared"), config.vocab_size, config.hidden_size, head)
+        super().__init__(
+            site, config, lambda at, i: config.block(at, i, page_size), config.last_norm, shared
+        )
+        self.encoder = BartEncoder(
+            site.at(source.frame.decoder),
+            source,
+            lambda at, i: source.block(at, i, page_size),
+            source.last_norm,
+            None,
+            shared,
+        )
+        self.final_logits_bias = LogitsBias(site.at("final_logits_bias"), config.vocab_size)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the logits; see ``CausalModel``."""
+        return self.final_logits_bias(super().forward(*args, **kwargs))  # type: ignore[no-any-return]
+
 
 # The config of BART does not state it.
 _EPS = 1e-5
@@ -146,3 +322,49 @@ class BartEncoderSettings(Bart):
         at = site.at("self_attn")
         attention = self.self_attention(at, index, self.attention_spec(at, index, page_size))
         return BartBlock(site, self.norm, attention, self.mlp(site, index), None)
+
+
+_NORMS = ("self_attn_layer_norm", "", "final_layer_norm", "")
+_CROSSING = ("encoder_attn_layer_norm", "")
+
+
+class MBart(Bart):
+    """The settings of mBART's decoder."""
+
+    frame = FrameNames(
+        "model.decoder", norm="layer_norm", positions="embed_positions", first_position=2
+    )
+
+    @cached_property
+    def encoder(self) -> Bart:
+        """The settings of the encoder."""
+        return MBartEncoderSettings.model_construct(**self.encoder_fields())
+
+    def last_norm(self, site: Site) -> nn.Module:
+        """Build the norm after the last block."""
+        return self.norm(site)
+
+    def block(self, site: Site, index: int, page_size: int) -> nn.Module:
+        """Build block ``index`` of the decoder at a site."""
+        attention_site, cross = site.at("self_attn"), self.cross_attention(site, index, page_size)
+        attention = self.self_attention(
+            attention_site, index, self.attention_spec(attention_site, index, page_size)
+        )
+        sublayers = attention, self.mlp(site, index)
+        return CrossedBlock(site, self.norm, _NORMS, *sublayers, _CROSSING, cross, self.cross_name)
+
+
+class MBartEncoderSettings(BartEncoderSettings):
+    """The settings of mBART's encoder."""
+
+    frame = FrameNames(
+        "model.encoder", norm="layer_norm", positions="embed_positions", first_position=2
+    )
+
+    def last_norm(self, site: Site) -> nn.Module:
+        """Build the norm after the last block."""
+        return self.norm(site)
+
+    def block(self, site: Site, index: int, page_size: int) -> nn.Module:
+        """Build block ``index`` of the encoder at a site."""
+        return self.normed_block(site, index, page_size, _NORMS)

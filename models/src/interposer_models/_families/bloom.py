@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from interposer import AttentionSpec, Site
 from interposer.errors import UnsupportedModelError
-from interposer_models._decoder.blocks import NormedBlock
-from interposer_models._decoder.fused_attention import FusedAttention, FusedForm
-from interposer_models._decoder.layer_norm import LayerNorm
-from interposer_models._decoder.plain_mlp import PlainMLP
+from interposer_models._decoder.attention import FusedAttention, FusedForm
+from interposer_models._decoder.decoder import NormedBlock
+from interposer_models._decoder.family import MultiHeadFamily
+from interposer_models._decoder.layers import LayerNorm, PlainMLP
 from interposer_models._decoder.settings import Epsilon, FrameNames, Positive
-from interposer_models._decoder.whole_heads import MultiHeadFamily
 
 _NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
 _ROOT = "transformer."

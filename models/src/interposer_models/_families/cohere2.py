@@ -14,7 +14,7 @@ from interposer import AttentionSpec, Site
 from interposer_models._decoder.attention import InterleavedAttention, UnrotatedAttention
 from interposer_models._decoder.decoder import CausalLM
 from interposer_models._decoder.family import DecoderFamily
-from interposer_models._decoder.layer_norm import LayerNorm
+from interposer_models._decoder.layers import LayerNorm
 from interposer_models._decoder.settings import Epsilon, Positive, WindowTokens
 from interposer_ops.layers.self_attention import SelfAttention
 

@@ -4,26 +4,380 @@ from __future__ import annotations
 
 from typing import Any
 
-from interposer_models._families.example_sizes import SIZES, WINDOW, Examples, configs
-from interposer_models._families.gpt_examples import bloom as bloom
-from interposer_models._families.gpt_examples import gpt2 as gpt2
-from interposer_models._families.gpt_examples import gpt_neox as gpt_neox
-from interposer_models._families.gpt_examples import mpt as mpt
-from interposer_models._families.gpt_examples import opt as opt
-from interposer_models._families.latent_examples import deepseek_v2 as deepseek_v2
-from interposer_models._families.latent_examples import deepseek_v3 as deepseek_v3
-from interposer_models._families.latent_examples import deepseek_v32 as deepseek_v32
-from interposer_models._families.source_examples import bart as bart
-from interposer_models._families.source_examples import mbart as mbart
-from interposer_models._families.source_examples import t5gemma as t5gemma
-from interposer_models._families.state_examples import bamba as bamba
-from interposer_models._families.state_examples import falcon_h1 as falcon_h1
-from interposer_models._families.state_examples import lfm2 as lfm2
-from interposer_models._families.state_examples import mamba2 as mamba2
-from interposer_models._families.state_examples import nemotron_h as nemotron_h
-from interposer_models._families.state_examples import qwen3_5 as qwen3_5
-from interposer_models._families.state_examples import qwen3_5_moe as qwen3_5_moe
-from interposer_models._families.state_examples import qwen3_next as qwen3_next
+Examples = dict[str, dict[str, Any]]
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    # Larger than in real configs, so that random small models have clearly different logits.
+    "initializer_range": 0.1,
+    # No special tokens: generation then ends only at the token limit.
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+WINDOW = {"sliding_window": 24}
+
+
+def configs(architecture: str, **changes: dict[str, Any]) -> Examples:
+    """Build contents of config.json of an architecture, one per label with the label's changes."""
+    return {
+        label: {"architectures": [architecture], **SIZES, **fields}
+        for label, fields in changes.items()
+    }
+
+
+def gpt2() -> Examples:
+    """Configs: one as released, one with untied LM head and own MLP size, one with other scales."""
+    untied = {"tie_word_embeddings": False, "n_inner": 80, "activation_function": "quick_gelu"}
+    scales = {"scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False}
+    sizes = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "vocab_size": 128}
+    special = {"bos_token_id": None, "eos_token_id": None, "initializer_range": 0.1}
+    released = {"architectures": ["GPT2LMHeadModel"], **sizes, **special}
+    return {
+        "released": released,
+        "own sizes": {**released, **untied},
+        "other scales": {**released, **scales, "n_head": 2},
+    }
+
+
+def opt() -> Examples:
+    """Configs: one as released, one with untied LM head and quick GELU, and one without biases."""
+    sizes = {"ffn_dim": 96, "init_std": 0.1, "word_embed_proj_dim": 64}
+    untied = {"tie_word_embeddings": False, "activation_function": "quick_gelu"}
+    return configs(
+        "OPTForCausalLM",
+        released=sizes,
+        own={**sizes, **untied},
+        plain={**sizes, "enable_bias": False, "ffn_dim": 160},
+    )
+
+
+def gpt_neox() -> Examples:
+    """Configs: one like Pythia, one with sequential sublayers, and one without biases."""
+    turns = {"use_parallel_residual": False, "rotary_pct": 1.0, "hidden_act": "gelu_new"}
+    plain = {"attention_bias": False, "tie_word_embeddings": True, "rotary_emb_base": 500.0}
+    return configs(
+        "GPTNeoXForCausalLM", quarter={}, turns=turns, plain={"rotary_pct": 0.5, **plain}
+    )
+
+
+def mpt() -> Examples:
+    """Configs: one as released, one clipped with six heads, and one with llm-foundry's field names.
+
+    Fields that transformers ignores have the values that transformers assumes.
+    """
+    special = {"bos_token_id": None, "eos_token_id": None, "initializer_range": 0.1}
+    sizes = {"d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 256, "vocab_size": 128}
+    released = {"architectures": ["MptForCausalLM"], **sizes, **special}
+    clipped = {"clip_qkv": 0.5, "softmax_scale": 0.4}
+    first_names = {"architectures": ["MPTForCausalLM"], "attn_config": {"clip_qkv": 8.0}}
+    return {
+        "released": released,
+        "six heads": {**released, "n_heads": 6, "d_model": 96, "attn_config": clipped},
+        "first names": {**released, **first_names, "n_heads": 2, "n_layers": 2},
+    }
+
+
+def bloom() -> Examples:
+    """Configs: one as released, one with three heads, and one with an untied LM head."""
+    special = {"bos_token_id": None, "eos_token_id": None, "initializer_range": 0.1}
+    sizes = {"hidden_size": 64, "n_layer": 3, "n_head": 4, "vocab_size": 128, **special}
+    released = {"architectures": ["BloomForCausalLM"], **sizes}
+    return {
+        "released": released,
+        "three heads": {**released, "n_head": 3, "hidden_size": 48},
+        "own head": {**released, "tie_word_embeddings": False, "n_head": 2, "n_layer": 2},
+    }
+
+
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+}
+
+
+def deepseek_v2() -> Examples:
+    """Configs: a Lite model, one with grouped experts and YaRN, and one with biases."""
+    lite = {"q_lora_rank": None, "first_k_dense_replace": 1, "n_shared_experts": 2}
+    groups = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+    long = {"rope_parameters": _YARN, "routed_scaling_factor": 3.5, "first_k_dense_replace": 2}
+    biases = {"attention_bias": True, "tie_word_embeddings": True, "v_head_dim": 16}
+    return configs(
+        "DeepseekV2ForCausalLM",
+        lite={**_LATENT, **lite},
+        groups={**_LATENT, **groups, **long},
+        biases={**_LATENT, **biases, "routed_scaling_factor": 0.5},
+    )
+
+
+def deepseek_v3() -> Examples:
+    """Configs: one with grouped experts and YaRN, one like Kimi, and one without latent queries."""
+    groups = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+    one_group = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.8, "v_head_dim": 24}
+    plain = {
+        "q_lora_rank": None,
+        "rope_interleave": False,
+        "attention_bias": True,
+        "norm_topk_prob": False,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+        "n_shared_experts": 2,
+    }
+    return configs(
+        "DeepseekV3ForCausalLM",
+        groups={**_LATENT, **groups, "rope_parameters": _YARN},
+        one={**_LATENT, **one_group, "first_k_dense_replace": 0, "tie_word_embeddings": True},
+        plain={**_LATENT, **plain},
+    )
+
+
+_INDEXER = {"index_topk": 12, "index_n_heads": 16, "index_head_dim": 16}
+
+
+def deepseek_v32() -> Examples:
+    """Configs: models with indexers that select a few tokens, one token, and nearly all tokens."""
+    groups = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "rope_parameters": _YARN}
+    one_token = {"n_group": 1, "topk_group": 1, "index_topk": 1, "index_head_dim": 8}
+    layers = {"mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True}
+    return configs(
+        "DeepseekV32ForCausalLM",
+        few={**_LATENT, **_INDEXER, **groups},
+        one={**_LATENT, **_INDEXER, **one_token, "first_k_dense_replace": 0, "qk_rope_head_dim": 4},
+        many={
+            **_LATENT,
+            **_INDEXER,
+            **layers,
+            "index_topk": 40,
+            "index_n_heads": 24,
+            "n_group": 2,
+            "topk_group": 1,
+        },
+    )
+
+
+_START = {"decoder_start_token_id": 2, "is_encoder_decoder": True}
+
+
+def _sides(architecture: str, **changes: dict[str, Any]) -> Examples:
+    sizes = {"d_model": 64, "vocab_size": 128, "max_position_embeddings": 256, "init_std": 0.1}
+    special = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 1}
+    decoder = {"decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
+    encoder = {"encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 80}
+    both = {"architectures": [architecture], **sizes, **special, **decoder, **encoder, **_START}
+    return {label: {**both, **fields} for label, fields in changes.items()}
+
+
+def bart() -> Examples:
+    """Configs: one as released, one with unequal sides, and one with scaled embeddings."""
+    sides = {"encoder_layers": 4, "encoder_attention_heads": 2, "decoder_attention_heads": 8}
+    scaled = {"scale_embedding": True, "activation_function": "relu", "forced_bos_token_id": 7}
+    return _sides("BartForConditionalGeneration", released={}, sides=sides, scaled=scaled)
+
+
+def mbart() -> Examples:
+    """Configs: one with scaled embeddings, one with a small encoder, and one without changes."""
+    scaled = {"scale_embedding": True, "forced_bos_token_id": 9}
+    small = {"encoder_layers": 1, "encoder_ffn_dim": 32, "activation_function": "gelu_new"}
+    return _sides("MBartForConditionalGeneration", released=scaled, small=small, plain={})
+
+
+def t5gemma() -> Examples:
+    """Configs: one with windows, one with unequal sides, and one with untied embeddings."""
+    special = {"pad_token_id": 0, "query_pre_attn_scalar": 16, "head_dim": 16}
+    side = {**SIZES, **special, **WINDOW}
+    small = {**side, "hidden_size": 48, "num_hidden_layers": 2, "num_key_value_heads": 4}
+    uncapped = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    full_attention = {"layer_types": ["full_attention"] * 3, "attention_bias": True, **uncapped}
+    top = {"architectures": ["T5GemmaForConditionalGeneration"], "vocab_size": 128, **_START}
+    top |= {"initializer_range": 0.1, "pad_token_id": 0}
+    return {
+        "windowed": {**top, "encoder": side, "decoder": side},
+        "sides": {**top, "encoder": small, "decoder": {**side, "hidden_size": 96}},
+        "own head": {
+            **top,
+            "encoder": {**side, **full_attention},
+            "decoder": {**side, **full_attention, "tie_word_embeddings": False},
+            "tie_word_embeddings": False,
+        },
+    }
+
+
+def lfm2() -> Examples:
+    """Configs: one with mixed layers, one with biases and an exact MLP size, one with indices."""
+    kinds = ["conv", "full_attention", "conv"]
+    return configs(
+        "Lfm2ForCausalLM",
+        mixed={"layer_types": kinds, "block_multiple_of": 16, "rope_theta": 10000.0},
+        biased={
+            "layer_types": kinds[::-1],
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+        numbered={"full_attn_idxs": [1, 2], "conv_L_cache": 8, "block_ffn_dim_multiplier": 1.5},
+    )
+
+
+def mamba2() -> Examples:
+    """Configs: one with several groups, one with biases, and one with a tied LM head."""
+    sizes = {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 8}
+    return configs(
+        "Mamba2ForCausalLM",
+        grouped=sizes,
+        biased={**sizes, "use_bias": True, "use_conv_bias": False, "conv_kernel": 3},
+        tied={**sizes, "n_groups": 1, "tie_word_embeddings": True},
+    )
+
+
+_DELTA = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+
+
+def qwen3_5() -> Examples:
+    """Configs: one with the default layer order, one with another, and one with a tied LM head."""
+    other_order = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
+    tied = {"tie_word_embeddings": True, "attention_bias": True, "linear_conv_kernel_dim": 3}
+    return configs(
+        "Qwen3_5ForCausalLM",
+        usual=_DELTA,
+        other={**_DELTA, "layer_types": other_order, "linear_num_value_heads": 2},
+        tied={**_DELTA, **tied},
+    )
+
+
+_DELTA_EXPERTS = {
+    **_DELTA,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 32,
+}
+
+
+def qwen3_next() -> Examples:
+    """Configs: one with experts in all layers, one with some, and one without renormalization."""
+    return configs(
+        "Qwen3NextForCausalLM",
+        experts=_DELTA_EXPERTS,
+        some={**_DELTA_EXPERTS, "mlp_only_layers": [1]},
+        raw={**_DELTA_EXPERTS, "norm_topk_prob": False, "decoder_sparse_step": 2},
+    )
+
+
+def qwen3_5_moe() -> Examples:
+    """Configs: one with the default layer order, one with another, and one with a tied LM head."""
+    other_order = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
+    return configs(
+        "Qwen3_5MoeForCausalLM",
+        usual=_DELTA_EXPERTS,
+        other={**_DELTA_EXPERTS, "layer_types": other_order},
+        tied={**_DELTA_EXPERTS, "tie_word_embeddings": True},
+    )
+
+
+def nemotron_h() -> Examples:
+    """Configs: one with all layer kinds, biases, attention first, experts, and latent experts."""
+    kinds = ["linear_attention", "mlp", "full_attention", "linear_attention"]
+    sizes = {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 12,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 8,
+    }
+    experts = {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 40,
+        "routed_scaling_factor": 2.5,
+    }
+    return configs(
+        "NemotronHForCausalLM",
+        kinds={**sizes, "layers_block_type": kinds},
+        biased={**sizes, "layers_block_type": kinds, "mlp_bias": True, "use_bias": True},
+        attention={**sizes, "layers_block_type": kinds[::-1], "use_conv_bias": False},
+        experts={**sizes, **experts},
+        latent={**sizes, **experts, "moe_latent_size": 24, "n_group": 2, "norm_topk_prob": False},
+    )
+
+
+_BAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 8,
+}
+
+
+def bamba() -> Examples:
+    """Configs: one with attention in the middle, one with biases, and one with a tied LM head."""
+    biased = {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 3}
+    return configs(
+        "BambaForCausalLM",
+        middle={**_BAMBA, "attn_layer_indices": [1]},
+        biased={**_BAMBA, **biased, "attn_layer_indices": [0, 2]},
+        tied={**_BAMBA, "attn_layer_indices": [2], "tie_word_embeddings": True},
+    )
+
+
+def falcon_h1() -> Examples:
+    """Configs: one without multipliers, one with all, and one with the norm after the gate."""
+    sizes = {**_BAMBA, "mamba_d_ssm": 96}
+    factors = {
+        "lm_head_multiplier": 0.5,
+        "embedding_multiplier": 2.0,
+        "key_multiplier": 0.7,
+        "attention_in_multiplier": 1.2,
+        "attention_out_multiplier": 0.8,
+        "ssm_in_multiplier": 1.1,
+        "ssm_out_multiplier": 0.6,
+        "mlp_multipliers": [0.9, 1.3],
+        "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+    }
+    norm_after_gate = {
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "projectors_bias": True,
+    }
+    return configs(
+        "FalconH1ForCausalLM",
+        plain=sizes,
+        factors={**sizes, **factors},
+        behind={**sizes, **norm_after_gate, "mamba_d_ssm": None},
+    )
 
 
 def llama() -> Examples:

@@ -14,7 +14,7 @@ from interposer import AttentionSpec, Site
 from interposer_models._decoder.attention import UnrotatedAttention
 from interposer_models._decoder.family import DecoderFamily
 from interposer_models._decoder.settings import Epsilon, WindowTokens
-from interposer_models._families.olmo2 import NORMS
+from interposer_models._families.olmo import NORMS
 from interposer_ops.layers.self_attention import SelfAttention
 
 

@@ -15,13 +15,11 @@ from torch import nn
 
 from interposer import AttentionSpec, Site
 from interposer.errors import UnsupportedModelError
-from interposer_models._decoder.blocks import NormedBlock
-from interposer_models._decoder.fused_attention import FusedAttention, FusedForm
-from interposer_models._decoder.layer_norm import LayerNorm
-from interposer_models._decoder.plain_mlp import PlainMLP
+from interposer_models._decoder.attention import FusedAttention, FusedForm
+from interposer_models._decoder.decoder import NormedBlock
+from interposer_models._decoder.family import MultiHeadFamily
+from interposer_models._decoder.layers import LayerNorm, PlainMLP, TransposedLinear
 from interposer_models._decoder.settings import Epsilon, FrameNames, Positive
-from interposer_models._decoder.transposed_linear import TransposedLinear
-from interposer_models._decoder.whole_heads import MultiHeadFamily
 
 _NORMS = ("ln_1", "", "ln_2", "")
 # Causal masks, which older checkpoints contain although they follow from the context length.

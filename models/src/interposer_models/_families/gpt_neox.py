@@ -13,13 +13,11 @@ from pydantic import AliasChoices, Field
 from torch import Tensor, nn
 
 from interposer import Site
-from interposer_models._decoder.blocks import NormedBlock
-from interposer_models._decoder.field_error import FieldError
-from interposer_models._decoder.fused_attention import FusedAttention, FusedForm
-from interposer_models._decoder.layer_norm import LayerNorm
-from interposer_models._decoder.plain_mlp import PlainMLP
-from interposer_models._decoder.settings import Epsilon, FrameNames, RopeBase
-from interposer_models._decoder.whole_heads import MultiHeadFamily
+from interposer_models._decoder.attention import FusedAttention, FusedForm
+from interposer_models._decoder.decoder import NormedBlock
+from interposer_models._decoder.family import MultiHeadFamily
+from interposer_models._decoder.layers import LayerNorm, PlainMLP
+from interposer_models._decoder.settings import Epsilon, FieldError, FrameNames, RopeBase
 
 _NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
 # Causal masks, which older checkpoints contain although they follow from the context length.

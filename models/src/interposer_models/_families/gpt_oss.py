@@ -12,7 +12,7 @@ from pydantic import AliasChoices, Field, model_validator
 from torch import nn
 
 from interposer import AttentionSpec, Site
-from interposer_models._decoder.mixture import MixtureFamily, MixtureMLP, count_of_experts
+from interposer_models._decoder.moe import MixtureFamily, MixtureMLP, count_of_experts
 from interposer_models._decoder.settings import Epsilon, Positive, RopeBase, WindowTokens
 from interposer_ops.experts import SWIGLU_ALPHA, SWIGLU_LIMIT
 

@@ -1,12 +1,104 @@
-"""Llama: pre-norm RMSNorm, rotary embedding, grouped-query attention, a gated SiLU MLP.
+"""SmolLM3: Llama without rotary embedding in every fourth layer.
+
+Source: arXiv:2501.18795 for such layers; huggingface.co/blog/smollm3.
+
+Llama: pre-norm RMSNorm, rotary embedding, grouped-query attention, a gated SiLU MLP.
 
 Source: arXiv:2302.13971; grouped queries arXiv:2307.09288; long contexts arXiv:2407.21783.
+
+Mixtral: Mistral with experts, two of which compute each token.
+
+Source: arXiv:2401.04088.
+
+Mistral: Llama with sliding-window attention.
+
+Source: arXiv:2310.06825.
+
+Ministral: Mistral with full attention in some layers.
+
+Source: mistral.ai/news/ministraux.
 """
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+from torch import nn
+
+from interposer import AttentionSpec, Site
+from interposer_models._decoder.attention import UnrotatedAttention
 from interposer_models._decoder.family import DecoderFamily
+from interposer_models._decoder.moe import MixtureFamily, MixtureMLP, count_of_experts
+from interposer_models._decoder.settings import Epsilon, Positive, RopeBase, WindowTokens
+from interposer_ops.layers.self_attention import SelfAttention
+
+
+class SmolLM3(DecoderFamily):
+    """SmolLM3; layers without rotation may have a window."""
+
+    reads_layer_types: ClassVar[bool] = True
+    num_key_value_heads: Positive | None = 4
+    rope_theta: RopeBase = 2000000.0
+    tie_word_embeddings: bool = True
+    no_rope_layers: tuple[int, ...] | None = None
+    no_rope_layer_interval: Positive = 4
+    use_sliding_window: bool = False
+
+    def rotates(self, index: int) -> bool:
+        """Say whether layer ``index`` rotates queries and keys."""
+        flags = self.no_rope_layers  # 1 means that the layer does rotate, despite the field's name
+        if flags is not None and index < len(flags):
+            return bool(flags[index])
+        return (index + 1) % self.no_rope_layer_interval != 0
+
+    def slides(self, index: int) -> bool:
+        """Say whether layer ``index`` has the window."""
+        # Windows are only in layers without rotation.
+        return self.use_sliding_window and not self.rotates(index)
+
+    def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
+        """Build attention with or without rotation."""
+        if self.rotates(index):
+            return super().self_attention(site, index, spec)
+        bias = self.attention_bias
+        return UnrotatedAttention(site, spec, self.hidden_size, self.rotary_size, None, bias, bias)
 
 
 class Llama(DecoderFamily):
     """Llama 1 to 3, and every model that is stored in the same format."""
+
+
+class Mixtral(MixtureFamily):
+    """Mixtral; checkpoints store every expert separately."""
+
+    num_local_experts: Positive | None = count_of_experts(8)
+    num_experts_per_tok: Positive | None = 2
+    rms_norm_eps: Epsilon = 1e-5
+    rope_theta: RopeBase = 1e6
+
+    def slides(self, index: int) -> bool:
+        """Return True: every layer has the window."""
+        return True
+
+    def mlp(self, block: Site, index: int) -> nn.Module:
+        """Build the MoE layer; the weights of a token's experts sum to 1."""
+        experts = self.experts(projections=("w1", "w3", "w2"))
+        return MixtureMLP(block.at("block_sparse_moe"), experts, "gate", renormalize=True)
+
+
+class Mistral(Llama):
+    """Mistral; later releases have no ``sliding_window`` and use full attention."""
+
+    def slides(self, index: int) -> bool:
+        """Return True: every layer has the window."""
+        return True
+
+
+class Ministral(Mistral):
+    """Ministral.
+
+    ``layer_types`` names the layers with a sliding window; if absent, all layers have one.
+    """
+
+    reads_layer_types: ClassVar[bool] = True
+    sliding_window: WindowTokens | None = 4096

@@ -14,15 +14,10 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from interposer import AttentionSpec, ExpertsSpec, Site
-from interposer_models._decoder.attention import (
-    InterleavedAttention,
-    Unrotated,
-    UnrotatedAttention,
-)
-from interposer_models._decoder.chunked_backend import chunk_layers
+from interposer_models._decoder.attention import InterleavedAttention, Unrotated, UnrotatedAttention
+from interposer_models._decoder.chunked_attention import chunk_layers
 from interposer_models._decoder.decoder import CausalLM, Decoder
-from interposer_models._decoder.grouped_mixture import GroupedRouter, Grouping
-from interposer_models._decoder.mixture import MixtureFamily, count_of_experts
+from interposer_models._decoder.moe import GroupedRouter, Grouping, MixtureFamily, count_of_experts
 from interposer_models._decoder.settings import Epsilon, Positive, RopeBase
 from interposer_ops.layers.divided_experts import share_experts
 from interposer_ops.layers.mlp import GatedMLP

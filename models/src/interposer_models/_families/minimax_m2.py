@@ -10,10 +10,9 @@ from typing import ClassVar
 from torch import nn
 
 from interposer import AttentionSpec, Site
-from interposer_models._decoder.grouped_mixture import GroupedMoE, Grouping
-from interposer_models._decoder.mixture import MixtureFamily, count_of_experts
+from interposer_models._decoder.moe import GroupedMoE, Grouping, MixtureFamily, count_of_experts
 from interposer_models._decoder.settings import Positive, RopeBase
-from interposer_models._families.olmo2 import WideNormAttention
+from interposer_models._families.olmo import WideNormAttention
 from interposer_ops.layers.self_attention import SelfAttention
 
 

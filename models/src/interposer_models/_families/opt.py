@@ -14,11 +14,10 @@ from torch import nn
 from interposer import Site
 from interposer.errors import UnsupportedModelError
 from interposer_models._decoder.attention import UnrotatedAttention
-from interposer_models._decoder.blocks import NormedBlock
-from interposer_models._decoder.layer_norm import LayerNorm
-from interposer_models._decoder.plain_mlp import PlainMLP
+from interposer_models._decoder.decoder import NormedBlock
+from interposer_models._decoder.family import MultiHeadFamily
+from interposer_models._decoder.layers import LayerNorm, PlainMLP
 from interposer_models._decoder.settings import FrameNames, Positive
-from interposer_models._decoder.whole_heads import MultiHeadFamily
 
 _NORMS = ("self_attn_layer_norm", "", "final_layer_norm", "")
 _EPS = 1e-5

@@ -10,8 +10,7 @@ from torch import nn
 
 from interposer import Site
 from interposer_models._decoder.family import DecoderFamily
-from interposer_models._decoder.layer_norm import LayerNorm
-from interposer_models._decoder.plain_mlp import PlainMLP
+from interposer_models._decoder.layers import LayerNorm, PlainMLP
 from interposer_models._decoder.settings import Epsilon
 
 NORMS = ("input_layernorm", "", "post_attention_layernorm", "")

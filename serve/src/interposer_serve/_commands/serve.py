@@ -122,7 +122,8 @@ def serve(
         raise ConfigError(f"{option} is given with --embed. Try: without")
     listening = _listen(host, port)  # first, because loading the model can take minutes
 
-    from interposer_models import Encoder, LanguageModel, launched, load_encoder
+    from interposer_adapt import Encoder, load_encoder
+    from interposer_engine import LanguageModel, launched
     from interposer_serve import ConnectionLimits, Limits, application
     from interposer_serve._server import Server
 

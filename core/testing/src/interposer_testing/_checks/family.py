@@ -1,0 +1,191 @@
+"""The check of a model family: a model with random weights against transformers.
+
+Dimensions: T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from interposer import Candidate, Config, Device
+from interposer.records import load_target
+from interposer_testing._checks.fault import Fault
+
+# The kit must not depend on these packages, so they are imported only for this check.
+_LOAD = "interposer_engine:load"
+_TRANSFORMERS = "transformers"
+_PROMPT_TOKENS = (1, 5, 24, 70)
+_STEPS = 6
+# Error bound relative to the largest logit: reordered float32 sums of a small model differ by less.
+_RELATIVE_BOUND = 1e-4
+
+
+def peer_of(architecture: str, others: Iterable[str] = ()) -> tuple[Any, str]:
+    """Return the model class in transformers, or None and the reason why there is none.
+
+    Args:
+        others: other names of the architecture, one of which transformers may have instead.
+    """
+    for required in (_TRANSFORMERS, _LOAD.partition(":")[0]):
+        try:
+            import_module(required)
+        except ModuleNotFoundError as error:
+            return None, f"{error.name} is not installed. Try: pip install interposer-engine"
+    package = import_module(_TRANSFORMERS)
+    names = (name for name in (architecture, *others) if hasattr(package, name))
+    peer = next((getattr(package, name) for name in names), None)
+    return peer, "" if peer else f"transformers has no class {architecture}"
+
+
+def check_family(
+    candidate: Candidate,
+    architecture: str,
+    peer: Any,
+    config: Mapping[str, Any],
+    device: Device,
+    seed: int,
+) -> list[Fault]:
+    """Compare a model that the family builds for ``config`` with the same model of transformers.
+
+    The transformers model gets random weights and is saved; the family loads that checkpoint with
+    ``config`` as config.json. Float32 logits must differ by at most 1e-4 of the largest logit,
+    and greedy decoding must give the same tokens, alone and in a batch. In an encoder-decoder
+    model, the encoder reads the prompts; the config must then have ``decoder_start_token_id``.
+
+    Args:
+        peer: the model's class in transformers.
+    """
+    with torch.random.fork_rng(devices=()), TemporaryDirectory() as folder:
+        torch.manual_seed(seed)
+        model = peer(peer.config_class(**config)).eval().to(torch.float32)
+        for tensor in model.state_dict().values():
+            if tensor.dim() == 1 and tensor.is_floating_point():
+                # Change norm weights from 1 and biases from 0, or they would have no effect.
+                tensor.add_(torch.randn(tensor.shape), alpha=0.2)
+        with _silence():
+            model.save_pretrained(folder)
+        # Replace the saved config, in which transformers has filled in its own defaults.
+        Path(folder, "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
+        loaded = load_target(_LOAD)(
+            folder,
+            dtype="float32",
+            cache_tokens=4096,
+            max_sequences=len(_PROMPT_TOKENS),
+            config=Config(
+                platform=device.platform,
+                models={architecture: candidate.qualified_name},
+                canary="off",
+                tables=False,
+            ),
+        )
+        start_tokens = _start_tokens(config) if model.config.is_encoder_decoder else []
+        text_config = model.config.get_text_config(decoder=bool(start_tokens) or None)
+        # A model without position embeddings has no context limit in its config.
+        default_context = max(_PROMPT_TOKENS) + _STEPS
+        context = getattr(text_config, "max_position_embeddings", default_context) - _STEPS
+        prompts = [
+            torch.randint(text_config.vocab_size, (min(length, context),)).tolist()
+            for length in _PROMPT_TOKENS
+        ]
+        return list(_faults(loaded, _Peer(model, start_tokens), prompts))
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """The transformers model.
+
+    Attributes:
+        start_tokens: first tokens of the decoder in an encoder-decoder model; otherwise empty.
+    """
+
+    model: Any
+    start_tokens: list[int]
+
+    def logits(self, prompt: list[int], following: list[int]) -> Tensor:
+        """Return the logits ``[T, V]`` of all decoder tokens."""
+        if not self.start_tokens:
+            ids = torch.tensor([[*prompt, *following]])
+            return self.model(ids).logits[0].float()  # type: ignore[no-any-return]
+        source, ids = torch.tensor([prompt]), torch.tensor([[*self.start_tokens, *following]])
+        # Without masks, transformers ignores random tokens that equal the padding token.
+        masks = {"attention_mask": source >= 0, "decoder_attention_mask": ids >= 0}
+        masks = {name: mask.long() for name, mask in masks.items()}
+        return self.model(input_ids=source, decoder_input_ids=ids, **masks).logits[0].float()  # type: ignore[no-any-return]
+
+    def family_logits(self, loaded: Any, prompt: list[int], following: list[int]) -> Tensor:
+        """Return the logits ``[T, V]`` of the family's model for the same tokens."""
+        if not self.start_tokens:
+            return loaded.logits([*prompt, *following]).float().cpu()  # type: ignore[no-any-return]
+        logits = loaded.logits([*self.start_tokens, *following], source=prompt)
+        return logits.float().cpu()  # type: ignore[no-any-return]
+
+
+def _start_tokens(config: Mapping[str, Any]) -> list[int]:
+    tokens = (config.get(name) for name in ("decoder_start_token_id", "forced_bos_token_id"))
+    return [token for token in tokens if token is not None]
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Disable the progress bars of transformers within a ``with`` block."""
+    logging = import_module(f"{_TRANSFORMERS}.utils.logging")
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
+
+
+@torch.inference_mode()
+def _faults(loaded: Any, peer: _Peer, prompts: list[list[int]]) -> Iterator[Fault]:
+    bound = 0.0
+    for prompt in prompts:
+        where = f"logits of {len(prompt)} tokens"
+        # A decoder needs some input of its own; the reversed prompt is as good as any.
+        following = prompt[::-1] if peer.start_tokens else []
+        expected = peer.logits(prompt, following)
+        logits = peer.family_logits(loaded, prompt, following)
+        if logits.shape != expected.shape:
+            shapes = f"{[*expected.shape]} expected, got {[*logits.shape]}"
+            yield Fault("model", where, shapes)
+            return
+        max_error = _RELATIVE_BOUND * float(expected.abs().max())
+        bound = max(bound, max_error)
+        error = float((logits - expected).abs().max())
+        if not error <= max_error:
+            reason = f"the error is {error:.3g}, the bound is {max_error:.3g}"
+            yield Fault("model", where, reason, error, max_error)
+            return
+    options = {"max_new_tokens": _STEPS, "ignore_eos": True}
+    alone = [loaded.generate([prompt], **options)[0] for prompt in prompts]
+    together = loaded.generate(prompts, **options)
+    for batching, completions in (("alone", alone), ("in a batch", together)):
+        for prompt, completion in zip(prompts, completions, strict=True):
+            tokens = _greedy(peer, prompt, list(completion.token_ids), bound)
+            if tokens:
+                where = f"tokens after {len(prompt)}, {batching}"
+                yield Fault("model", where, f"{tokens} expected, got {list(completion.token_ids)}")
+
+
+def _greedy(peer: _Peer, prompt: list[int], tokens: list[int], bound: float) -> list[int]:
+    """Return the expected tokens up to the first wrong one, or an empty list if all are correct.
+
+    A token is correct if the difference to the largest logit is within the errors of two logits.
+    """
+    for count, token in enumerate(tokens):
+        logits = peer.logits(prompt, tokens[:count])[-1]
+        if float(logits.max() - logits[token]) > 2 * bound:
+            return [*tokens[:count], int(logits.argmax())]
+    return []

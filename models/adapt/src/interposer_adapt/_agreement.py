@@ -1,0 +1,151 @@
+"""Rounding noise of a decoder: the effect of one rounding on logits, and the bound for many.
+
+Dimensions: T tokens of the prompt, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from interposer import Case, Tolerance, Verdict
+
+MAGNITUDES = (1e-2, 1.0, 50.0)
+_SEED = 1
+
+
+def random_signs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return random numbers of 1 and -1, the same at every call.
+
+    Every dtype represents 1 and -1 exactly. The dot product of a row of weights with signs is at
+    most the row's sum of magnitudes.
+    """
+    generator = torch.Generator().manual_seed(_SEED)
+    bits = torch.randint(0, 2, shape, generator=generator)
+    return (2 * bits - 1).to(dtype).to(device)
+
+
+def random_normals(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return random normal numbers with the mean 1/3, the same at every call."""
+    generator = torch.Generator().manual_seed(_SEED)
+    numbers = torch.randn(shape, generator=generator, dtype=torch.float64) + 1 / 3
+    return numbers.to(dtype).to(device)
+
+
+def check_agreement(
+    tolerance: Tolerance,
+    expected: Tensor,
+    actual: Tensor,
+    reduction: int,
+    magnitude: float,
+    rounded: float = 0.0,
+) -> Verdict:
+    """Refuse results that differ by more than two correct results can differ.
+
+    Each result may deviate from the exact one by the op's tolerance.
+
+    Args:
+        reduction, magnitude, rounded: as of a ``Case``.
+    """
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return Verdict.refuse(
+            f"returns {tuple(actual.shape)} {actual.dtype}, "
+            f"the module {tuple(expected.shape)} {expected.dtype}"
+        )
+    reference = expected.double()
+    distance = (actual.double() - reference).abs()
+    case = Case("", {}, reduction=reduction, magnitude=magnitude, rounded=rounded)
+    max_distance = 2 * tolerance.bound(reference, expected.dtype, case)
+    if bool((distance <= max_distance).all()):
+        return Verdict.accept()
+    excess = float(
+        (distance / max_distance.clamp(min=torch.finfo(torch.float64).tiny)).nan_to_num().max()
+    )
+    return Verdict.refuse(f"its results are {excess:.1f} times as far away as rounding explains")
+
+
+def check_calls(
+    tolerance: Tolerance,
+    original: Callable[[Tensor], Tensor],
+    replacement: Callable[[Tensor], Tensor],
+    inputs: Tensor,
+    reduction: int,
+    magnitude: float,
+    rounded: float = 0.0,
+) -> Verdict:
+    """Refuse a replacement that disagrees with the original on ``inputs``, or fails."""
+    with torch.no_grad():
+        expected = original(inputs)
+        actual = replacement(inputs)
+    if not isinstance(expected, Tensor):
+        return Verdict.refuse(f"returns a tensor, the module a {type(expected).__name__}")
+    return check_agreement(tolerance, expected, actual, reduction, magnitude, rounded)
+
+
+# Roundings in one block: projections, norms, the gate's multiplication, attention, residual sums.
+ROUNDINGS = 10
+
+
+def error_bound(model: nn.Module, expected: Tensor, perturbed: Tensor, num_layers: int) -> float:
+    """Return the largest relative distance from ``expected`` that rounding explains.
+
+    Each block has ``ROUNDINGS`` independent roundings, in either run. The bound is twice the root
+    of the sum of squares.
+
+    Args:
+        perturbed: the result of ``perturbed_logits``.
+        num_layers: the number of attending layers, if more than the model's blocks.
+    """
+    one_rounding = max(distance(perturbed, expected), torch.finfo(expected.dtype).eps / 2)
+    return 2 * math.sqrt(2 * ROUNDINGS * max(num_layers, num_blocks(model))) * one_rounding
+
+
+def distance(actual: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference relative to the norm of ``expected``."""
+    reference = expected.double()
+    norm = max(float(reference.norm()), torch.finfo(torch.float64).tiny)
+    return float((actual.double() - reference).norm()) / norm
+
+
+def plain_logits(model: nn.Module, prompt: list[int], device: str) -> Tensor:
+    """Return the logits ``[T, V]`` of the unchanged model without a cache."""
+    ids = torch.tensor([prompt], device=device)
+    out = model(input_ids=ids, use_cache=False, return_dict=True)
+    return logits_of(out)
+
+
+def logits_of(out: Any) -> Tensor:
+    """Return ``[T, V]`` of one sequence: logits, or hidden states of a model without a head."""
+    logits: Tensor = out.last_hidden_state if getattr(out, "logits", None) is None else out.logits
+    return logits[0]
+
+
+def perturbed_logits(model: nn.Module, prompt: list[int], device: str) -> Tensor:
+    """Return the logits ``[T, V]`` after one additional rounding of the embeddings."""
+    holder: Any = model
+
+    def perturb(_: nn.Module, __: object, out: Tensor) -> Tensor:
+        return perturb_once(out)
+
+    hook = holder.get_input_embeddings().register_forward_hook(perturb)
+    try:
+        return plain_logits(model, prompt, device)
+    finally:
+        hook.remove()
+
+
+def perturb_once(x: Tensor) -> Tensor:
+    """Return ``x`` with half of its elements moved to the next number, as a rounding may."""
+    change = random_signs(tuple(x.shape), x.dtype, x.device) * (torch.finfo(x.dtype).eps / 2)
+    # A whole step to the next number: half a step would be rounded away.
+    return torch.where(change > 0, x * (1 + 2 * change), x)
+
+
+def num_blocks(model: nn.Module) -> int:
+    """Return the length of the longest ModuleList, which in a decoder holds the blocks."""
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    return max((len(modules) for modules in lists), default=1)

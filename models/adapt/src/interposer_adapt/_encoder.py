@@ -1,0 +1,339 @@
+"""Entry point ``load_encoder``: embed or classify texts by an adapted transformers model.
+
+Pooling of token vectors to one vector for each text, as configured in the checkpoint.
+
+The files of sentence-transformers are modules.json, and a config.json for each module.
+Dimensions: B texts, T tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from interposer import Config, effective_config, place
+from interposer.errors import CheckpointError, RequestError, UnknownNameError, UnsupportedModelError
+from interposer_adapt._api import Adapted, adapt
+from interposer_engine.parts import (
+    FairLock,
+    WeightCheck,
+    is_listing,
+    non_finite,
+    open_folder,
+    read_json,
+)
+
+Pool = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """The pooling of a checkpoint.
+
+    Attributes:
+        modes: names of ``POOLS``; the vectors of several modes are concatenated.
+        unit: vectors are scaled to unit length.
+        max_tokens: longer texts are truncated; None uses the tokenizer's limit.
+        prompts: texts that can be prepended, by name.
+        default_prompt: name of the prompt that is prepended by default.
+    """
+
+    modes: tuple[str, ...] = ("mean",)
+    unit: bool = False
+    max_tokens: int | None = None
+    prompts: Mapping[str, str] | None = None
+    default_prompt: str | None = None
+
+    @classmethod
+    def of(cls, folder: Path) -> Pooling:
+        """Read the pooling from the files in ``folder``; without files, the mean of all tokens.
+
+        Raises:
+            CheckpointError: a file is corrupt.
+            UnsupportedModelError: a file names an unsupported module or pooling mode.
+        """
+        if not (folder / "modules.json").is_file():
+            return cls()
+        modes: tuple[str, ...] = ("mean",)
+        unit = False
+        for path, kind in _modules(folder):
+            if kind == "Pooling":
+                modes = _modes(folder / path / "config.json")
+            elif kind == "Normalize":
+                unit = True
+            elif kind != "Transformer":
+                raise UnsupportedModelError(
+                    folder, f"modules.json has a {kind!r}; read are Transformer, Pooling, Normalize"
+                )
+        settings = _optional(folder / "config_sentence_transformers.json")
+        max_tokens = _optional(folder / "sentence_bert_config.json").get("max_seq_length")
+        prompts = {k: v for k, v in (settings.get("prompts") or {}).items() if isinstance(v, str)}
+        return cls(modes, unit, max_tokens, prompts, settings.get("default_prompt_name"))
+
+    def __call__(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        """Pool token vectors to ``[B, H * modes]`` float32.
+
+        Args:
+            hidden: ``[B, T, H]``.
+            mask: ``[B, T]``, 1 for tokens of the text, 0 for padding.
+        """
+        wide = hidden.float()
+        out = torch.cat([POOLS[mode](wide, mask) for mode in self.modes], dim=1)
+        return normalize(out, dim=1) if self.unit else out
+
+
+def _cls(hidden: Tensor, mask: Tensor) -> Tensor:
+    # The first token that is no padding: padding may be on the left.
+    return hidden[torch.arange(len(hidden)), mask.argmax(1)]
+
+
+def _max(hidden: Tensor, mask: Tensor) -> Tensor:
+    return hidden.masked_fill(mask[..., None] == 0, -torch.inf).amax(1)
+
+
+def _mean(hidden: Tensor, mask: Tensor) -> Tensor:
+    return _sum(hidden, mask) / mask.sum(1, keepdim=True).clamp(min=1)
+
+
+def _mean_sqrt_len(hidden: Tensor, mask: Tensor) -> Tensor:
+    return _sum(hidden, mask) / mask.sum(1, keepdim=True).clamp(min=1).sqrt()
+
+
+def _weighted_mean(hidden: Tensor, mask: Tensor) -> Tensor:
+    weights = mask.cumsum(1) * mask
+    return _sum(hidden, weights) / weights.sum(1, keepdim=True).clamp(min=1)
+
+
+def _last(hidden: Tensor, mask: Tensor) -> Tensor:
+    last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
+    return hidden[torch.arange(len(hidden)), last]
+
+
+def _sum(hidden: Tensor, weights: Tensor) -> Tensor:
+    return (hidden * weights[..., None]).sum(1)
+
+
+POOLS: dict[str, Pool] = {
+    "cls": _cls,
+    "lasttoken": _last,
+    "max": _max,
+    "mean": _mean,
+    "mean_sqrt_len_tokens": _mean_sqrt_len,
+    "weightedmean": _weighted_mean,
+}
+"""By names of sentence-transformers: functions ``(hidden [B, T, H], mask [B, T]) -> [B, H]``."""
+_RENAMED_MODES = {"cls_token": "cls", "max_tokens": "max", "mean_tokens": "mean"}
+_RENAMED_MODES |= {"weightedmean_tokens": "weightedmean"}
+
+
+def _modules(folder: Path) -> list[tuple[str, str]]:
+    """Return path and class name of each module in modules.json."""
+    file = folder / "modules.json"
+    try:
+        modules = json.loads(file.read_text(encoding="utf-8"))
+        return [(entry["path"], entry["type"].rpartition(".")[2]) for entry in modules]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(file, f"is no list of modules: {error}", "copy it again") from error
+
+
+def _modes(file: Path) -> tuple[str, ...]:
+    settings = read_json(file)
+    stored_modes: Any = settings.get("pooling_mode")
+    # Older files have a boolean for each mode instead.
+    if stored_modes is None:
+        enabled = [key.removeprefix("pooling_mode_") for key, on in settings.items() if on is True]
+        stored_modes = [
+            _RENAMED_MODES.get(name, name) for name in enabled if f"pooling_mode_{name}" in settings
+        ]
+    modes = (stored_modes,) if isinstance(stored_modes, str) else tuple(stored_modes)
+    unknown = [mode for mode in modes if mode not in POOLS]
+    if unknown or not modes:
+        pooling = f"pools by {unknown}" if unknown else "names no pooling mode"
+        raise UnsupportedModelError(file, f"{pooling}; known are {', '.join(POOLS)}")
+    return modes
+
+
+def _optional(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.is_file() else {}
+
+
+_CLASSIFIER_SUFFIX = "ForSequenceClassification"
+Text = str | tuple[str, str]
+
+
+class Encoder:
+    """A model that embeds or classifies texts.
+
+    ``interposer.explain(encoder.adapted)`` lists its kernels.
+
+    Any thread may call the methods; threads take turns, batch by batch.
+
+    Attributes:
+        adapted: the adapted model.
+        tokenizer: of transformers.
+        pooling: reduces the vectors of tokens to one vector.
+        labels: names of the classes, in order; empty for an embedding model.
+    """
+
+    def __init__(
+        self, adapted: Adapted[Any], tokenizer: Any, pooling: Pooling, labels: Sequence[str]
+    ) -> None:
+        self.adapted = adapted
+        self.tokenizer = tokenizer
+        self.pooling = pooling
+        self.labels = tuple(labels)
+        self._lock = FairLock()
+        if tokenizer.pad_token is None:
+            # The attention mask hides padding, so that any token can pad.
+            tokenizer.pad_token = tokenizer.eos_token
+
+    def embed(
+        self, texts: str | Sequence[str], *, prompt: str | None = None, batch_size: int = 32
+    ) -> Tensor:
+        """Compute the vector of each text, ``[B, H]`` float32 on the CPU.
+
+        Args:
+            prompt: name of one of the checkpoint's prompts; None selects the default prompt, if
+                any.
+            batch_size: texts in one call of the model.
+        Raises:
+            RequestError: there are no texts, or the model is a classifier.
+            UnknownNameError: the checkpoint has no such prompt.
+        """
+        if self.labels:
+            raise RequestError("The model classifies texts. Try: encoder.classify(texts)")
+        prefix = self._prompt(prompt)
+        prompted_texts = []
+        for text in _texts(texts):
+            if isinstance(text, tuple):
+                raise RequestError(f"{text!r:.100} is a pair. Try: encoder.embed([*pair])")
+            prompted_texts.append(prefix + text)
+
+        def pooled(out: Any, mask: Tensor) -> Tensor:
+            return self.pooling(out.last_hidden_state, mask)
+
+        return self._run(prompted_texts, batch_size, pooled)
+
+    def classify(
+        self, texts: Text | Sequence[Text], *, batch_size: int = 32
+    ) -> list[dict[str, float]]:
+        """Compute the probability of each label, for each text or pair of texts.
+
+        Labels exclude each other, unless the checkpoint states ``multi_label_classification`` or
+        has a single label, as rerankers have.
+
+        Raises: RequestError: there are no texts, or the model has no classes.
+        """
+        if not self.labels:
+            raise RequestError("The model has no classes. Try: encoder.embed(texts)")
+        logits = self._run(_texts(texts), batch_size, lambda out, _: out.logits.float())
+        problem_type = self.adapted.model.config.problem_type
+        is_exclusive = len(self.labels) > 1 and problem_type != "multi_label_classification"
+        probabilities = logits.softmax(1) if is_exclusive else logits.sigmoid()
+        return [dict(zip(self.labels, row, strict=True)) for row in probabilities.tolist()]
+
+    def _prompt(self, name: str | None) -> str:
+        prompts = self.pooling.prompts or {}
+        name = self.pooling.default_prompt if name is None else name
+        if name is None:
+            return ""
+        if name not in prompts:
+            raise UnknownNameError("prompt", name, prompts)
+        return prompts[name]
+
+    def _run(self, texts: Sequence[Text], batch_size: int, get_rows: Any) -> Tensor:
+        """Run all texts in batches of similar length, and return the rows in input order."""
+        if type(batch_size) is not int or batch_size < 1:
+            raise RequestError(f"batch_size is {batch_size!r}, must be a positive integer")
+        # Texts of similar length are padded little.
+        order = sorted(range(len(texts)), key=lambda i: len("".join(texts[i])), reverse=True)
+        model = self.adapted.model
+        limit = {} if self.pooling.max_tokens is None else {"max_length": self.pooling.max_tokens}
+        rows: list[Tensor] = []
+        for start in range(0, len(order), batch_size):
+            batch = [texts[i] for i in order[start : start + batch_size]]
+            parts = zip(*batch, strict=True) if isinstance(batch[0], tuple) else [batch]
+            # Padding and truncation are state of the tokenizer, so that threads take turns.
+            with self._lock, torch.no_grad():
+                inputs = self.tokenizer(
+                    *map(list, parts), padding=True, truncation=True, return_tensors="pt", **limit
+                ).to(model.device)
+                rows += get_rows(model(**inputs), inputs["attention_mask"]).cpu()
+        input_order = sorted(range(len(order)), key=order.__getitem__)
+        results = torch.stack([rows[i] for i in input_order])
+        if (has_nan := results.isnan().flatten(1).any(1)).any():
+            raise non_finite(f"Results of the text {int(has_nan.int().argmax())}")
+        return results
+
+
+def load_encoder(
+    path: str | Path,
+    dtype: str | torch.dtype = "auto",
+    config: Config | None = None,
+    *,
+    quantization: str | Mapping[str, Any] | None = None,
+) -> Encoder:
+    """Load and adapt a model that embeds or classifies texts.
+
+    Pooling follows the checkpoint's sentence-transformers files. Decoders are also supported.
+
+    Args:
+        path: a folder of transformers or sentence-transformers, or the name of a model on the hub.
+        dtype: to compute in; ``"auto"`` is the checkpoint's.
+        config: policy for this model; it overrides every other source.
+        quantization: a method that quantizes the weights, as for ``load``.
+    Raises:
+        CheckpointError: the checkpoint is incomplete or inconsistent, or cannot be fetched.
+        UnsupportedModelError: the pooling is not supported, or transformers lacks the model.
+    """
+    from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+
+    checkpoint = open_folder(path)
+    folder = str(checkpoint.path)
+    names = checkpoint.config.get("architectures") or [""]
+    # The class decides: AutoModel would drop the classification head.
+    is_classifier = str(names[0]).endswith(_CLASSIFIER_SUFFIX)
+    auto_class: Any = AutoModelForSequenceClassification if is_classifier else AutoModel
+    settings = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        model = auto_class.from_pretrained(folder, dtype=dtype, **settings).eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder, **settings)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(folder, f"transformers does not load it: {error}") from error
+    policy = effective_config(config)
+    check = WeightCheck(policy.weight_check, place(policy).platform)
+    check.check_parameters(model, checkpoint.path)
+    labels = [model.config.id2label[i] for i in range(model.config.num_labels)]
+    adapted = adapt(model, config, quantization=quantization)
+    return Encoder(adapted, tokenizer, Pooling.of(checkpoint.path), labels if is_classifier else ())
+
+
+def _texts(texts: Any) -> list[Text]:
+    """Return texts as a list.
+
+    Raises: RequestError: ``texts`` is empty, or has elements of a wrong or mixed type.
+    """
+    if not is_listing(texts):
+        raise RequestError(
+            f"texts is {texts!r:.100} of the type {type(texts).__name__}, must be a text or a list "
+            "of texts"
+        )
+    listed = [texts] if isinstance(texts, str | tuple) else list(texts)
+    for index, text in enumerate(listed):
+        is_pair = isinstance(text, tuple) and len(text) == 2
+        if not isinstance(text, str) and not (is_pair and all(isinstance(t, str) for t in text)):
+            raise RequestError(
+                f"Text {index} is {text!r:.100}, must be a text, or for classes a pair of texts"
+            )
+    if len({type(text) for text in listed}) > 1:
+        raise RequestError("Texts and pairs are mixed. Try: one call for each kind")
+    if not listed:
+        raise RequestError("There are no texts. Try: ['A cat sits on the mat.']")
+    return listed

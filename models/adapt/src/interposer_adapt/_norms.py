@@ -1,0 +1,330 @@
+"""The norm ops that a leaf module may compute, and the search for the matching op.
+
+H is the hidden size.
+
+Binding of norms without a weight, for each possible row size of the inputs.
+
+Such a norm holds neither size nor dtype of the input. Both are taken from the parent's other
+modules: the input comes from a projection or a table, as a whole or split into heads.
+
+Binding of norms: nn.LayerNorm, and leaf modules that compute a norm.
+
+H is the hidden size.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from interposer import CustomOp, Verdict
+from interposer_adapt._adaptation import Adaptation, kernel_name
+from interposer_adapt._agreement import MAGNITUDES, check_calls, random_normals
+from interposer_adapt._forwards import Forward, class_forward, forward_one_input
+from interposer_ops.norms import gemma_rms_norm, layer_norm, rms_norm
+
+_log = logging.getLogger("interposer")
+# Modules compute in float32 for any input dtype.
+_RELATIVE_TOLERANCE = 2e-5
+_MAX_EPS = 0.1
+_HIDDEN = 48
+_SEED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """The norm that a leaf module computes.
+
+    Attributes:
+        op: called as ``op(x, weight, eps)``, or with a bias before ``eps``.
+        weight, bias: names of the module's parameters; "" for none.
+        eps: name of the module's attribute.
+    """
+
+    op: CustomOp[..., Any]
+    weight: str
+    bias: str
+    eps: str
+
+    def constants(self, module: nn.Module, size: int) -> dict[str, Tensor | None]:
+        """Return the op's constants from the module's parameters."""
+        weight = module._parameters.get(self.weight) if self.weight else None
+        if self.op is not layer_norm:
+            return {"weight": weight}
+        return {"weight": weight, "bias": module._parameters.get(self.bias) if self.bias else None}
+
+    def dims(self, size: int) -> dict[str, int | bool]:
+        """Return the dimensions of the kernel request."""
+        dims: dict[str, int | bool] = {"hidden_size": size}
+        if self.op is layer_norm:
+            dims |= {"weighted": bool(self.weight), "biased": bool(self.bias)}
+        return dims
+
+
+_NORMS: dict[str, Norm | None] = {}
+_SOURCES: weakref.WeakKeyDictionary[type[nn.Module], bytes] = weakref.WeakKeyDictionary()
+
+
+def find_norm(module: nn.Module) -> Norm | None:
+    """Return the norm that the class of a leaf computes, None for unsupported classes.
+
+    Results are cached by a hash of the class's source and of the attributes that may change the
+    computation: bools and strings.
+    """
+    names = [name for name, value in module._parameters.items() if value is not None]
+    shapes = {tuple(module._parameters[name].shape) for name in names}  # type: ignore[union-attr]
+    if len(names) > 2 or len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
+        return None
+    if not any(True for _ in _eps_names(module)):
+        return None
+    key = _key(module, names)
+    if key not in _NORMS:
+        size = next(iter(shapes))[0] if shapes else _HIDDEN
+        _NORMS[key] = _search(module, names, size)
+    return _NORMS[key]
+
+
+def _key(module: nn.Module, names: list[str]) -> str:
+    kind = type(module)
+    if kind not in _SOURCES:
+        _SOURCES[kind] = _source(kind)
+    digest = hashlib.sha256(_SOURCES[kind])
+    facts = {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, bool | str) and name != "training"
+    }
+    digest.update(repr((sorted(names), sorted(facts.items()))).encode())
+    return digest.hexdigest()
+
+
+def _source(kind: type[nn.Module]) -> bytes:
+    """Return the source code of a class and its base classes."""
+    parts = []
+    for base in kind.__mro__:
+        if base is nn.Module:
+            break
+        try:
+            parts.append(inspect.getsource(base))
+        except (OSError, TypeError):
+            parts.append(f"{base.__module__}.{base.__qualname__} {id(base)}")
+    return "\n".join(parts).encode()
+
+
+def _search(module: nn.Module, names: list[str], size: int) -> Norm | None:
+    """Return the first candidate that agrees with the class in float64 at every magnitude."""
+    generator = torch.Generator().manual_seed(_SEED)
+    try:
+        probe = copy.copy(module)
+        probe._parameters = {
+            name: nn.Parameter(torch.randn(size, generator=generator).double(), False)
+            for name in names
+        }
+    except (RuntimeError, TypeError):
+        return None
+    inputs = [
+        (torch.randn(3, 5, size, generator=generator).double() + 0.3) * scale
+        for scale in MAGNITUDES
+    ]
+    outputs = []
+    with torch.no_grad():
+        for x in inputs:
+            try:
+                y = type(module).forward(probe, x)
+            except Exception as error:  # noqa: BLE001 - foreign code may raise anything
+                _log.debug("%s is no norm: its probe raised %r", type(module).__name__, error)
+                return None
+            if not isinstance(y, Tensor) or y.shape != x.shape:
+                return None
+            outputs.append(y.double())
+        for candidate in _candidates(module, names):
+            eps = getattr(module, candidate.eps)
+            constants = candidate.constants(probe, size)
+            # RMS norm ops require a weight.
+            if candidate.op is not layer_norm and constants["weight"] is None:
+                constants["weight"] = torch.ones(size, dtype=torch.float64)
+            if all(
+                _agrees(candidate.op, x, y, constants, eps)
+                for x, y in zip(inputs, outputs, strict=True)
+            ):
+                return candidate
+    return None
+
+
+def _candidates(module: nn.Module, names: list[str]) -> Iterator[Norm]:
+    for eps in _eps_names(module):
+        if not names:
+            yield Norm(rms_norm, "", "", eps)
+            yield Norm(layer_norm, "", "", eps)
+        elif len(names) == 1:
+            yield Norm(rms_norm, names[0], "", eps)
+            yield Norm(gemma_rms_norm, names[0], "", eps)
+            yield Norm(layer_norm, names[0], "", eps)
+        else:
+            for weight, bias in (names, names[::-1]):
+                yield Norm(layer_norm, weight, bias, eps)
+
+
+def _eps_names(module: nn.Module) -> Iterator[str]:
+    for name, value in vars(module).items():
+        if isinstance(value, float) and 0 < value <= _MAX_EPS:
+            yield name
+
+
+def _agrees(
+    op: Callable[..., Tensor], x: Tensor, y: Tensor, constants: dict[str, Tensor | None], eps: float
+) -> bool:
+    actual = op(x, **constants, eps=eps)
+    return bool((actual - y).abs().max() <= _RELATIVE_TOLERANCE * y.abs().max())
+
+
+_ROWS = (2, 3)
+_MIN_SIZE, _MAX_SIZE = 8, 1 << 16
+_MAX_SIZES = 8
+
+Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
+
+
+def bind_unweighted_norm(
+    adaptation: Adaptation, module: nn.Module, name: str, norm: Norm
+) -> str | Verdict:
+    """Bind a norm that has no weight, for the row sizes found in its parent module."""
+    verdict = adaptation.check_module(module)
+    if not verdict:
+        return verdict
+    parent = adaptation.model.get_submodule(name.rpartition(".")[0])
+    sample = next(
+        (parameter for parameter in parent.parameters() if parameter.is_floating_point()), None
+    )
+    # Too many candidates cost a kernel binding each; further sizes run the class's forward.
+    sizes = list(dict.fromkeys(_sizes(parent)))[:_MAX_SIZES]
+    if sample is None or not sizes:
+        return Verdict.refuse("it has no weight, and no neighbouring module states size and dtype")
+    verdict = adaptation.check_rows(sample.dtype, sample.device)
+    if not verdict:
+        return verdict
+    original, eps = class_forward(module), float(getattr(module, norm.eps))
+    calls: dict[int, Call] = {}
+    kernels: dict[str, None] = {}
+    for size in sizes:
+        bound_kernel = adaptation.site(name, sample.dtype).bind_kernel(norm.op, **norm.dims(size))
+        constants: dict[str, Tensor | None] = {"weight": None, "bias": None}
+        if norm.op is not layer_norm:
+            constants = {"weight": torch.ones(size, dtype=sample.dtype, device=sample.device)}
+        prepared = bound_kernel.prepared(**constants)
+        calls[size] = bound_kernel.function, (*(prepared[key] for key in constants), eps)
+        kernels[kernel_name(bound_kernel.choice)] = None
+    forward = _by_size(calls, original, sample.dtype, adaptation.device)
+    for size in sizes:
+        for scale in MAGNITUDES:
+            x = (
+                random_normals((*_ROWS, size), torch.float32, sample.device)
+                .mul(scale)
+                .to(sample.dtype)
+            )
+            verdict = check_calls(norm.op.tolerance, original, forward, x, size, 2 * size**0.5)
+            if not verdict:
+                return verdict
+    adaptation.bind_forward(module, name, forward)
+    return ", ".join(kernels)
+
+
+def _sizes(parent: nn.Module) -> Iterator[int]:
+    """Yield possible row sizes within ``parent``: integer attributes, and sizes of weights."""
+    for value in vars(parent).values():
+        if type(value) is int and _MIN_SIZE <= value <= _MAX_SIZE:
+            yield value
+    for child in parent.modules():
+        for parameter in child._parameters.values():
+            if parameter is not None and 1 <= parameter.ndim <= 2:
+                size = parameter.shape[-1]
+                if _MIN_SIZE <= size <= _MAX_SIZE:
+                    yield size
+
+
+def _by_size(
+    calls: dict[int, Call], original: Forward, dtype: torch.dtype, device: torch.device
+) -> Forward:
+    """Return a forward that selects the kernel by row size, and calls ``original`` otherwise."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs:
+            (x,) = args
+            call = calls.get(x.shape[-1])
+            if call and x.dtype is dtype and x.device == device and not x.requires_grad:
+                kernel, operands = call
+                return kernel(x, *operands)
+        return original(*args, **kwargs)
+
+    return forward
+
+
+def find_layer_norm(module: nn.LayerNorm) -> Norm | Verdict:
+    """Return the norm that an nn.LayerNorm computes, or a refusal."""
+    if len(module.normalized_shape) != 1:
+        shape = tuple(module.normalized_shape)
+        return Verdict.refuse(f"it normalises over {len(shape)} dimensions {shape}, kernels over 1")
+    names = {name for name, parameter in module._parameters.items() if parameter is not None}
+    weight, bias = (name if name in names else "" for name in ("weight", "bias"))
+    return Norm(layer_norm, weight, bias, "eps")
+
+
+def bind_norm(adaptation: Adaptation, module: nn.Module, name: str, norm: Norm) -> str | Verdict:
+    """Bind a leaf to a kernel of the matching norm op."""
+    verdict = adaptation.check_module(module)
+    if not verdict:
+        return verdict
+    parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+    if not parameters:
+        return bind_unweighted_norm(adaptation, module, name, norm)
+    dtype, size = parameters[0].dtype, parameters[0].shape[0]
+    bound_kernel = adaptation.site(name, dtype).bind_kernel(norm.op, **norm.dims(size))
+    constants = {
+        key: None if tensor is None else tensor.detach()
+        for key, tensor in norm.constants(module, size).items()
+    }
+    prepared = bound_kernel.prepared(**constants)
+    eps = float(getattr(module, norm.eps))
+    # The order of a norm op's constants is the order of its arguments.
+    operands: tuple[Any, ...] = (*(prepared[key] for key in constants), eps)
+    original = class_forward(module)
+    kernel = bound_kernel.function
+    with torch.no_grad():
+        # Kernels return the layout of their input. Code after the module may call view, so if the
+        # class always returns a contiguous tensor, the kernel must do so, too.
+        columns = torch.ones(2, size, 3, dtype=dtype, device=parameters[0].device).transpose(1, 2)
+        if original(columns).is_contiguous():
+            kernel = _contiguous_kernel(kernel)
+    forward = forward_one_input(kernel, operands, original, dtype, adaptation.device)
+    largest_constants = sum(
+        float(t.abs().max()) for t in constants.values() if t is not None and t.numel()
+    )
+    for scale in MAGNITUDES:
+        x: Tensor = (
+            random_normals((*_ROWS, size), torch.float32, parameters[0].device).mul(scale).to(dtype)
+        )
+        # After normalization, a row has the norm sqrt(size), which bounds each partial sum.
+        magnitude = (1 + largest_constants) * size**0.5
+        verdict = check_calls(norm.op.tolerance, original, forward, x, size, magnitude)
+        if not verdict:
+            return verdict
+    adaptation.bind_forward(module, name, forward)
+    return kernel_name(bound_kernel.choice)
+
+
+def _contiguous_kernel(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a kernel whose result is contiguous for any input."""
+
+    def call(x: Tensor, *operands: Any) -> Tensor:
+        return kernel(x.contiguous(), *operands)
+
+    return call

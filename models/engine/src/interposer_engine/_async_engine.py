@@ -1,0 +1,391 @@
+"""Asynchronous interface of a language model: one thread runs the requests of all event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+
+from interposer.errors import RequestError
+from interposer_engine._chat import Message
+from interposer_engine._constrained_decoding.constraints import Compiled
+from interposer_engine._constrained_decoding.limits import ConstraintLimits
+from interposer_engine._constrained_decoding.process import STACK_BYTES
+from interposer_engine._engine_thread import Generation, StepThread
+from interposer_engine._language_model import (
+    Completion,
+    Delta,
+    LanguageModel,
+    Prompt,
+    requests,
+    token_ids_of,
+)
+from interposer_engine._sampling_params import Constraint, SamplingParams
+from interposer_engine._timed_calls import TimedCalls
+from interposer_engine._tokenizer import TextTokenizer
+from interposer_engine._weight_transfer.receiver import WeightsFrom
+
+T = TypeVar("T")
+# Time for the step thread to complete its present step when the model is closed.
+_STOP_SECONDS = 10.0
+# More stack than the child process has, so that what compiles there compiles here too.
+_EXTRA_STACK_BYTES = 2**20
+_STACK_SIZE_LOCK = threading.Lock()  # threading.stack_size is a setting of the whole process
+
+
+class AsyncLanguageModel:
+    """Language model for coroutines of any number of event loops.
+
+    One thread runs the steps of the engine. Four others tokenize prompts, render chat templates,
+    compile constraints and format answers, so that none of this work delays the others. You may
+    call methods of ``model`` at the same time. Cancelling a coroutine, or leaving an
+    ``async for``, cancels its request.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        max_waiting: int | None = None,
+        constraint_limits: ConstraintLimits | None = None,
+        template_seconds: float | None = None,
+    ) -> None:
+        """Start the threads.
+
+        Args:
+            model: Model to run.
+            max_waiting: Number of answers that may wait in the queue. Further requests raise
+                ``QueueFullError``. None for no limit.
+            constraint_limits: Limits on constraints of untrusted clients, which a child process
+                then compiles first. None for no limits.
+            template_seconds: Time to render a chat template, in seconds; None for no limit.
+        Raises:
+            RequestError: ``max_waiting`` is negative.
+            CheckpointError: The tokenizer is not valid.
+        """
+        if max_waiting is not None and max_waiting < 0:
+            raise RequestError(f"max_waiting is {max_waiting}, must be None or at least 0")
+        model.tokenizer.read()  # now, so that the first request need not wait for it
+        self.model = model
+        self._steps = StepThread(model, max_waiting)
+        self._constraints = model.engine.constraints
+        if self._constraints is not None:
+            self._constraints.limit(constraint_limits)
+        self._prompt_executor = ThreadPoolExecutor(1, "interposer-texts")
+        self._answer_executor = ThreadPoolExecutor(1, "interposer-answers")
+        self._constraint_executor = _large_stack_executor("interposer-constraints")
+        self._template_seconds = template_seconds
+        self._template_calls = TimedCalls("interposer-chats", template_seconds)
+        executors = (self._prompt_executor, self._answer_executor, self._constraint_executor)
+        stops = [partial(ex.shutdown, wait=False, cancel_futures=True) for ex in executors]
+        if self._constraints is not None:
+            stops.append(partial(self._constraints.limit, None))
+        self._stop = weakref.finalize(self, _stop, self._steps, stops)
+
+    async def __aenter__(self) -> Self:
+        """Return this model."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Call ``aclose``."""
+        await self.aclose()
+
+    def close(self) -> None:
+        """Cancel unfinished requests, and end the threads after the present step.
+
+        Unfinished and later requests raise RequestError where they are awaited.
+        """
+        self._stop()
+
+    async def aclose(self) -> None:
+        """Call ``close`` in a thread, so that the event loop does not wait."""
+        await asyncio.to_thread(self.close)
+
+    @property
+    def trouble(self) -> str:
+        """Why requests would fail; "" if no reason is known."""
+        if not self._steps.alive:
+            return "the engine does not run"
+        if trouble := self.model.engine.trouble:
+            return trouble
+        return "the last step of the engine failed" if self._steps.failed else ""
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of answers that run or wait."""
+        return self._steps.num_unfinished
+
+    @property
+    def capacity(self) -> int | None:
+        """Number of answers that may run or wait; None for no limit."""
+        return self._steps.capacity
+
+    async def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int = 1,
+        **settings: Any,
+    ) -> list[Completion]:
+        """Return the completion of each prompt, in order; see ``LanguageModel.generate``.
+
+        Raises:
+            RequestError: A prompt or parameter is unusable, or the model was closed.
+            QueueFullError: The queue has no room for so many answers.
+            Exception: An error of an engine step.
+        """
+        generation = await self._prepare(prompts, params, settings, n, streams=False)
+        try:
+            return await generation.completions()
+        finally:
+            generation.close()
+
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, n: int = 1, **settings: Any
+    ) -> AsyncGenerator[Delta, None]:
+        """Yield the completion of ``prompt`` token by token; see ``LanguageModel.stream``.
+
+        Tokens between the first and the last may be delayed by up to 40 ms, and then come together.
+
+        Raises: as ``generate``, with the first token.
+        """
+        generation = await self._prepare([prompt], params, settings, n, streams=True)
+        try:
+            async for deltas in generation:
+                for delta in deltas:
+                    yield delta
+        finally:
+            generation.close()
+
+    async def chat(
+        self,
+        messages: Iterable[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+        template: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> Completion:
+        """Return the next message of the assistant; see ``LanguageModel.chat``.
+
+        Raises: as ``generate``.
+        """
+        prompt = await self.chat_prompt(messages, tools=tools, template=template, options=options)
+        ((_, merged),) = requests([prompt], params, settings, 1)  # refuses n in settings
+        return (await self.generate([prompt], merged))[0]
+
+    async def chat_prompt(
+        self,
+        messages: Iterable[Message],
+        *,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+        template: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the token ids of the prompt that ``chat`` uses, for example for ``stream``.
+
+        Raises: RequestError: a message is unusable, or there is no template.
+        """
+        return await self.render_chat(
+            lambda tokenizer: tokenizer.chat.token_ids(messages, tools, template, options or {})
+        )
+
+    async def call(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
+        """Call a function between two steps in the step thread, and return its result.
+
+        Use this for functions that change or run the model, such as ``call(model.logits, ids)``.
+        All requests wait until the function returns.
+
+        Raises:
+            RequestError: The model was closed.
+            Exception: An error of the function.
+        """
+        return await asyncio.wrap_future(self._steps.call(lambda: function(*args, **options)))
+
+    async def tokenize(self, function: Callable[[TextTokenizer], T]) -> T:
+        """Call a function with a tokenizer in the thread that tokenizes prompts.
+
+        A long text then delays neither the event loop nor the engine.
+
+        Raises:
+            RequestError: The model was closed.
+            Exception: An error of the function.
+        """
+        return await self._run(self._prompt_executor, lambda: function(self._tokenizer))
+
+    async def render_chat(self, function: Callable[[TextTokenizer], T]) -> T:
+        """Call a function with a tokenizer in the thread that renders chat templates.
+
+        A chat template is a program that can loop forever. A function that runs longer than
+        ``template_seconds`` is interrupted.
+
+        Raises:
+            RequestError: The model was closed, or the function took too long.
+            Exception: An error of the function.
+        """
+        self._steps.check_room(0)
+        try:
+            return await self._template_calls.run(lambda: function(self._chat_tokenizer))
+        except TimeoutError:
+            raise RequestError(
+                "Rendering the chat template took longer than the allowed "
+                f"{self._template_seconds:g} s. Try: fewer messages, or another template"
+            ) from None
+
+    async def load_chat_template(self) -> None:
+        """Load the chat template now, so that the first chat need not wait for it.
+
+        Raises: InterposerError: the model has no usable chat template.
+        """
+        await asyncio.gather(
+            self._run(self._prompt_executor, lambda: self._chat_tokenizer.chat),
+            self._run(self._answer_executor, lambda: self.model.tokenizer.chat),
+        )
+
+    async def format_answer(self, function: Callable[[TextTokenizer], T]) -> T:
+        """Call a function with a tokenizer in the thread that formats answers.
+
+        The function gets the model's own tokenizer and must only decode with it.
+
+        Raises:
+            RequestError: The model was closed.
+            Exception: An error of the function.
+        """
+        return await self._run(self._answer_executor, lambda: function(self.model.tokenizer))
+
+    async def compile_constraint(self, constraint: Constraint) -> Compiled:
+        """Compile a constraint in a thread; it stays compiled while you keep the result.
+
+        Raises: RequestError: the constraint cannot be compiled or exceeds ``constraint_limits``,
+            or the model was closed.
+        """
+        constraints = self._constraints
+        if constraints is None:
+            raise RequestError("A constraint needs a tokenizer, and this engine has none")
+        return await self._run(self._constraint_executor, lambda: constraints.compiled(constraint))
+
+    async def load_adapter(self, name: str, path: str | Path) -> None:
+        """Load a LoRA adapter between two steps; see ``LanguageModel.load_adapter``."""
+        await self.call(self.model.load_adapter, name, path)
+
+    async def remove_adapter(self, name: str) -> None:
+        """Remove an adapter between two steps; see ``LanguageModel.remove_adapter``."""
+        await self.call(self.model.remove_adapter, name)
+
+    async def update_weights(
+        self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | WeightsFrom
+    ) -> tuple[str, ...]:
+        """Exchange weights while no request is unfinished; see ``LanguageModel.update_weights``.
+
+        Later requests wait for the end of the exchange, even if the trainer is late.
+        """
+        return await self.call(self.model.update_weights, tensors)
+
+    def open(
+        self,
+        prompts: Sequence[tuple[Sequence[int], SamplingParams]],
+        n: int = 1,
+        *,
+        streams: bool,
+        received: int | None = None,
+        on_end: Callable[[Generation], None] | None = None,
+    ) -> Generation:
+        """Queue a request of the running event loop, and return the generation of its tokens.
+
+        This is for servers. ``generate`` and ``stream`` also take prompts that are texts.
+
+        Args:
+            prompts: Token ids of each prompt, with its sampling parameters.
+            n: Number of answers to each prompt.
+            streams: True delivers tokens soon after each step, False later and together.
+            received: Time at which the request arrived, in nanoseconds since the epoch.
+            on_end: Called with the generation when it ends, for any reason.
+        Raises:
+            RequestError: The model cannot take a prompt, or was closed.
+            QueueFullError: The queue has no room for so many answers.
+        """
+        checked = [(self.model.check(tokens, params), params) for tokens, params in prompts]
+        compiled: list[Compiled] = []
+        if self._constraints is not None:
+            # The caller may drop its compiled constraints before the engine takes them.
+            constraints = {params.constraint for _, params in prompts if params.constraint}
+            compiled = [self._constraints.compiled(constraint) for constraint in constraints]
+        generation = self._steps.open(checked, n, streams=streams, received=received, on_end=on_end)
+        generation.kept_alive = compiled
+        return generation
+
+    async def _prepare(
+        self,
+        prompts: str | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        settings: dict[str, Any],
+        n: int,
+        *,
+        streams: bool,
+    ) -> Generation:
+        """Compile the constraints and tokenize the prompts of a request, and open the request."""
+        rows = requests(prompts, params, settings, n)
+        self._steps.check_room(n * len(rows))  # refuse before preparing anything
+        # These references keep the constraints compiled until the generation has its own.
+        compiled = [
+            await self.compile_constraint(row_params.constraint)
+            for _, row_params in rows
+            if row_params.constraint
+        ]
+        if any(isinstance(prompt, str) for prompt, _ in rows):
+            checked = await self.tokenize(lambda tokenizer: self._checked(rows, tokenizer))
+        else:
+            checked = self._checked(rows, self.model.tokenizer)
+        generation = self.open(checked, n, streams=streams)
+        del compiled
+        return generation
+
+    async def _run(self, executor: Executor, function: Callable[[], T]) -> T:
+        self._steps.check_room(0)
+        return await asyncio.get_running_loop().run_in_executor(executor, function)
+
+    def _checked(
+        self, rows: Sequence[tuple[Prompt, SamplingParams]], tokenizer: TextTokenizer
+    ) -> list[tuple[list[int], SamplingParams]]:
+        return [
+            (self.model.check(token_ids_of(prompt, tokenizer), params), params)
+            for prompt, params in rows
+        ]
+
+    @cached_property
+    def _tokenizer(self) -> TextTokenizer:
+        """Tokenizer of the thread that tokenizes prompts; some tokenizers are not thread-safe."""
+        return copy.deepcopy(self.model.tokenizer)
+
+    @cached_property
+    def _chat_tokenizer(self) -> TextTokenizer:
+        """Tokenizer of the thread that renders chat templates."""
+        return copy.deepcopy(self.model.tokenizer)
+
+
+def _large_stack_executor(name: str) -> ThreadPoolExecutor:
+    """Return an executor of one thread, whose stack is larger than the child process's."""
+    executor = ThreadPoolExecutor(1, name)
+    with _STACK_SIZE_LOCK:
+        default_bytes = threading.stack_size(STACK_BYTES + _EXTRA_STACK_BYTES)
+        try:
+            executor.submit(int)  # starts the thread while the stack size is set
+        finally:
+            threading.stack_size(default_bytes)
+    return executor
+
+
+def _stop(steps: StepThread, stops: Sequence[Callable[[], None]]) -> None:
+    steps.stop(_STOP_SECONDS)
+    for stop in stops:
+        stop()

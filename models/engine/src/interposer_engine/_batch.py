@@ -1,0 +1,163 @@
+"""The tensors of one step, built from the scheduler's chunks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+
+import torch
+
+from interposer import AttentionBatch
+from interposer_engine._scheduler import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """Tokens of one step, packed without padding.
+
+    Attributes:
+        token_ids: ``[T]`` int64.
+        positions: ``[T]`` int64.
+        attention: Paged batch with the pages of the first page pool.
+        other_pools: The same batch with the pages of each other pool. If the model has an encoder,
+            the last one has the lengths and pages of the encoder inputs.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    attention: AttentionBatch
+    other_pools: tuple[AttentionBatch, ...] = ()
+
+    @property
+    def by_pool(self) -> tuple[AttentionBatch, ...]:
+        """The paged batch of each page pool, in the order of the pools."""
+        return (self.attention, *self.other_pools)
+
+    @classmethod
+    def build(
+        cls,
+        chunks: Items[Chunk],
+        page_size: int,
+        device: str,
+        min_pages: int = 1,
+        with_states: bool = False,
+        with_prefixes: bool = False,
+    ) -> StepBatch:
+        """Build the batch of a step from the chunks.
+
+        Args:
+            min_pages: Least number of columns of the page table.
+            with_states: Whether the model keeps recurrent states, so that sequences have state
+                slots.
+            with_prefixes: Whether prompt tokens attend in both directions, as in a prefix-LM.
+        """
+        token_ids: list[int] = []
+        positions: list[int] = []
+        starts = [0]
+        lengths: list[int] = []
+        table_width = max(min_pages, *(len(chunk.sequence.pages[0]) for chunk in chunks))
+        has_encoder_input = bool(chunks[0].sequence.source)
+        if has_encoder_input:  # graphs have one width for all page tables
+            table_width = max(table_width, *(len(chunk.sequence.source_pages) for chunk in chunks))
+        # For each pool: the slots to write, then the rows of the page table.
+        pool_parts: list[list[int]] = [[] for _ in range(2 * len(chunks[0].sequence.pages))]
+        for chunk in chunks:
+            sequence = chunk.sequence
+            start, stop = sequence.num_computed, sequence.num_computed + chunk.num_rows
+            token_ids += sequence.tokens(start, start + chunk.num_tokens)
+            token_ids += chunk.drafts
+            positions += range(start, stop)
+            starts.append(len(token_ids))
+            lengths.append(stop)
+            for pages, slots, table in zip(
+                sequence.pages, pool_parts[::2], pool_parts[1::2], strict=True
+            ):
+                # Slot = page number * page size + offset in the page: where a backend writes the
+                # key and value.
+                slots += [
+                    pages[p // page_size] * page_size + p % page_size for p in range(start, stop)
+                ]
+                table += pages
+                table += [0] * (table_width - len(pages))
+        # One tensor that is split afterwards: creating six takes as long as a layer of a decode.
+        states = [chunk.sequence.state_slot for chunk in chunks] if with_states else []
+        max_lengths = [max(chunk.num_rows for chunk in chunks), max(lengths)]
+        if has_encoder_input:
+            pool_parts += _encoder_inputs(chunks, table_width)
+            max_lengths.append(max(pool_parts[-2]))
+        prefixes = _prefix_lens(chunks) if with_prefixes else []
+        value_lists = (token_ids, positions, starts, lengths, states, prefixes, *pool_parts)
+        host_values = torch.tensor([*itertools.chain(*value_lists)], dtype=torch.int64)
+        sizes = [len(part) for part in value_lists]
+        host_batch = cls._from_parts(host_values.split(sizes), table_width, max_lengths, None)
+        # On a host, the tensors are already where the backends read them.
+        if host_values.device == torch.device(device):
+            return host_batch
+        # Keep the host copy, so that backends that plan on the host need not wait for the device.
+        device_values = host_values.to(device, non_blocking=True).split(sizes)
+        return cls._from_parts(device_values, table_width, max_lengths, host_batch)
+
+    @classmethod
+    def _from_parts(
+        cls,
+        parts: Items[torch.Tensor],
+        table_width: int,
+        max_lengths: Items[int],
+        host: StepBatch | None,
+    ) -> StepBatch:
+        """Assemble the batch from the parts of one tensor, in the order of ``build``."""
+        tokens, positions, query_starts, seq_lens, states, prefixes, slots, pages, *pool_parts = (
+            parts
+        )
+        attention = AttentionBatch(
+            query_starts=query_starts,
+            seq_lens=seq_lens,
+            page_table=pages.view(len(seq_lens), table_width),
+            slots=slots,
+            max_query_tokens=max_lengths[0],
+            max_seq_tokens=max_lengths[1],
+            state_slots=states if len(states) else None,
+            prefix_lens=prefixes if len(prefixes) else None,
+            host=host.attention if host else None,
+        )
+        other_pools = [
+            replace(
+                attention,
+                slots=slots,
+                page_table=pages.view(len(seq_lens), table_width),
+                host=host.other_pools[number] if host else None,
+            )
+            for number, (slots, pages) in enumerate(
+                zip(pool_parts[::2], pool_parts[1::2], strict=True)
+            )
+        ]
+        if len(max_lengths) > 2:
+            # Steps only read the encoder inputs, so that these slots are a placeholder.
+            encoder_batch = replace(
+                other_pools.pop(),
+                slots=attention.slots,
+                seq_lens=pool_parts[-2],
+                max_seq_tokens=max_lengths[2],
+            )
+            other_pools.append(encoder_batch)
+        return cls(tokens, positions, attention, tuple(other_pools))
+
+
+def _prefix_lens(chunks: Items[Chunk]) -> list[int]:
+    """Return the prompt lengths, or nothing if no token of the step attends to a later one."""
+    sequences = [chunk.sequence for chunk in chunks]
+    if any(sequence.num_computed + 1 < len(sequence.prompt) for sequence in sequences):
+        return [len(sequence.prompt) for sequence in sequences]
+    return []
+
+
+def _encoder_inputs(chunks: Items[Chunk], table_width: int) -> list[list[int]]:
+    """Return the lengths of the encoder inputs, and the rows of the page table as one list."""
+    lengths: list[int] = []
+    table: list[int] = []
+    for chunk in chunks:
+        pages = chunk.sequence.source_pages
+        lengths.append(len(chunk.sequence.source))
+        table += [*pages, *[0] * (table_width - len(pages))]
+    return [lengths, table]

@@ -1,0 +1,325 @@
+"""Chat templates: render messages as the prompt format that a model was trained with.
+
+A template is a program of the model's publisher. transformers renders templates in a sandbox.
+
+Constraints on tool calls, derived from a model's response template.
+
+A response template defines how a call is parsed. A simple template also defines how a call must be
+written.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from interposer.errors import RequestError
+from interposer_engine._sampling_params import Constraint
+
+Message = Mapping[str, Any]
+"""``role``, ``content`` and further fields that the template reads, such as ``tool_calls``."""
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_EXAMPLE = "Try: [{'role': 'user', 'content': 'Hello'}]"
+
+
+def plain_messages(messages: Iterable[Message], template: str) -> list[dict[str, Any]]:
+    """Convert messages to plain dicts with texts as contents.
+
+    Text parts of a content are joined. The role ``developer``, OpenAI's newer name, becomes
+    ``system`` if ``template`` does not name ``developer``.
+
+    Raises: RequestError: there are no messages, a message has no role, or a content is not text.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
+        raise RequestError(
+            f"messages is of the type {type(messages).__name__}, must be a list of messages. "
+            f"{_EXAMPLE}"
+        )
+    plain = [_plain(index, message) for index, message in enumerate(messages)]
+    if not plain:
+        raise RequestError(f"messages is empty. {_EXAMPLE}")
+    for message in plain:
+        if message["role"] == "developer" and "developer" not in template:
+            message["role"] = "system"
+    return plain
+
+
+def check_roles(messages: Iterable[Message], template: str) -> None:
+    """Raise RequestError if a role is neither common nor named by the template.
+
+    Many templates would copy an unknown role into the prompt.
+    """
+    for index, message in enumerate(messages):
+        role = message["role"]
+        # A template names a role as a quoted text.
+        if role not in _ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+            raise RequestError(
+                f"messages[{index}].role is {role!r:.100}, which the chat template does not name. "
+                f"Try: {', '.join(_ROLES[:-1])} or {_ROLES[-1]}"
+            )
+
+
+def _plain(index: int, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(
+            f"Message {index} is {message!r:.200}, must have a 'role', which is a text. "
+            "Try: {'role': 'user', 'content': 'Hello'}"
+        )
+    content = message.get("content")
+    place = f"messages[{index}].content"
+    if isinstance(content, list | tuple):
+        parts = (_part_text(f"{place}[{at}]", part) for at, part in enumerate(content))
+        return {**message, "content": "".join(parts)}
+    if not (content is None or isinstance(content, str)):
+        raise RequestError(
+            f"{place} is {content!r:.100} of the type {type(content).__name__}; "
+            "allowed is a text or a list of text parts. Try: json.dumps(content)"
+        )
+    return dict(message)
+
+
+def _part_text(place: str, part: Any) -> str:
+    if not isinstance(part, Mapping):
+        kind = f"{part!r:.100}, which is no part"
+    elif part.get("type") != "text":
+        kind = f"of the type {part.get('type')!r:.100}, which the model cannot read"
+    elif isinstance(text := part.get("text"), str):
+        return text
+    else:
+        kind = f"a part whose 'text' is {text!r:.100}, which is no text"
+    raise RequestError(
+        f"{place} is {kind}; allowed is 'text'. Try: {{'type': 'text', 'text': 'Hello'}}"
+    )
+
+
+_NAME = re.compile(r"\(\?P<name>(?:[^()\\]|\\.)*\)")
+_SPACE = re.compile(r"\\s[*+?]|\\n[*?]")
+_WHITE_SPACE = r"(?: |\n[ \t]{0,24})"
+
+
+def call_constraint(
+    template: Mapping[str, Any] | None,
+    tools: Sequence[Mapping[str, Any]],
+    specials: Mapping[str, int],
+) -> Constraint:
+    """Return the constraint that allows exactly one call of one of ``tools``.
+
+    Args:
+        template: Response template of the checkpoint; None without one.
+        tools: Tools as chat templates read them, with JSON schemas.
+        specials: Ids of control tokens by text, because a grammar must name such tokens by id.
+    Raises: RequestError: the template does not define how calls are written, or uses unsupported
+        features.
+    """
+    if template is None:
+        raise _unsupported("it has no response template")
+    field = template.get("fields", {}).get("tool_calls")
+    if not isinstance(field, Mapping):
+        raise _unsupported("its response template reads no calls")
+    if field.get("content", "text") != "json" or field.get("content_args"):
+        raise _unsupported("its calls are not plain JSON")
+    calls = [_call(field, tool, specials) for tool in tools]
+    return Constraint.grammar("start: " + "\n     | ".join(calls) + "\n")
+
+
+def _call(field: Mapping[str, Any], tool: Mapping[str, Any], specials: Mapping[str, int]) -> str:
+    function = tool.get("function", tool)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"The tool {tool!r:.200} has no name. Try: {{'name': 'look', ...}}")
+    schema = {**(function.get("parameters") or {}), "x-guidance": _guidance()}
+    schema.setdefault("type", "object")
+    try:
+        arguments = f"%json {json.dumps(schema, allow_nan=False)}"
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"The parameters of {name!r} are no JSON schema: {error}") from None
+    opening = _literal(field, "open", name)
+    shape = field.get("transform", "{content}")
+    if isinstance(shape, Mapping) and shape.get("type") == "function":
+        shape = shape.get("function")
+    if shape == {"name": "{name}", "arguments": "{content}"}:
+        parts = [*_terms(opening, specials), arguments]
+    elif shape == "{content}":
+        prefix = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
+        parts = [
+            *_terms(opening, specials),
+            r'"\n"?',
+            *_terms(prefix, {}),
+            arguments,
+            '"}"',
+            r'"\n"?',
+        ]
+    else:
+        raise _unsupported(f"its calls become {field.get('transform')!r:.200}")
+    return " ".join([*parts, *_terms(_literal(field, "close", name), specials)])
+
+
+def _guidance() -> dict[str, str]:
+    return {"whitespace_pattern": _WHITE_SPACE}
+
+
+def _literal(field: Mapping[str, Any], side: str, name: str) -> str:
+    """Return the text that opens or closes a call of the function ``name``."""
+    literal = field.get(side)
+    if literal is not None:
+        return str(literal if isinstance(literal, str) else literal[0])
+    pattern = str(field.get(f"{side}_pattern", ""))
+    # Derive a candidate text from the pattern, and let the pattern confirm it below.
+    candidate = re.sub(r"\\(.)", r"\1", _NAME.sub(lambda _: name, _SPACE.sub("", pattern)))
+    for text in (candidate, ""):
+        try:
+            match = re.fullmatch(pattern, text, re.DOTALL)
+        except re.error:
+            break
+        if match is not None and match.groupdict() in ({}, {"name": name}):
+            return text
+    raise _unsupported(f"calls {side} with the pattern {pattern!r:.200}")
+
+
+def _terms(text: str, specials: Mapping[str, int]) -> Iterator[str]:
+    """Yield grammar terms for a text: literals, and control tokens by id."""
+    if not text:
+        return
+    pattern = "|".join(map(re.escape, sorted(specials, key=len, reverse=True)))
+    for part in re.split(f"({pattern})", text) if pattern else [text]:
+        if part in specials:
+            yield f"<[{specials[part]}]>"
+        elif part:
+            yield json.dumps(part)
+
+
+def _unsupported(reason: str) -> RequestError:
+    return RequestError(
+        "A call cannot be required of this model, since how it writes calls is not known: "
+        f"{reason}. Try: tool_choice 'auto'"
+    )
+
+
+class ChatRenderer:
+    """Renders messages as a prompt, and parses answers as messages.
+
+    Args:
+        tokenizer: Tokenizer of transformers, which holds the template.
+        path: Path of the model, for error texts.
+    """
+
+    def __init__(self, tokenizer: Any, path: Path) -> None:
+        self._tokenizer = tokenizer
+        self._path = path
+
+    def token_ids(
+        self,
+        messages: Iterable[Message],
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None,
+        template: str | None,
+        options: Mapping[str, Any],
+    ) -> list[int]:
+        """Return the token ids of the prompt for the next message of the assistant.
+
+        Texts of control tokens inside messages are tokenized as normal text, so that no message can
+        end itself and begin another one; transformers does so from 5.23 on.
+
+        Raises: RequestError: a message is malformed; there is no template; the template refuses the
+            messages; or the template does not name an unusual role.
+        """
+        read_template = self._template_text(template)
+        plain = plain_messages(messages, read_template)
+        if template is None and not self._tokenizer.chat_template:
+            raise RequestError(
+                f"{self._path} holds no chat template, so that messages cannot be written as the "
+                "prompt that it was trained with. Try: generate() with a text, or template=..."
+            )
+        render = self._tokenizer.apply_chat_template
+        # Options become keyword arguments, so they must not shadow parameters of transformers.
+        parameters = inspect.signature(render).parameters.keys() - {"documents", "self"}
+        if reserved := sorted(parameters & options.keys()):
+            # One of these settings would let messages end themselves.
+            raise RequestError(
+                f"{reserved[0]!r} is a setting of transformers and no variable of a chat template. "
+                "Try: leave it out"
+            )
+        sanitizing = (
+            {"sanitize_control_tokens": True} if "sanitize_control_tokens" in parameters else {}
+        )
+        try:
+            prompt_ids = render(
+                plain,
+                tools=None if tools is None else list(tools),
+                chat_template=template,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+                **sanitizing,
+                **options,
+            )
+        except Exception as error:  # templates can raise any error, and call functions in options
+            raise RequestError(
+                f"The chat template of {self._path} refuses these messages: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        check_roles(plain, read_template)
+        # A template that ignores tools renders the same prompt without tools.
+        if tools and list(prompt_ids) == self.token_ids(plain, None, template, options):
+            raise RequestError(
+                f"The chat template of {self._path} does not write tools, so that the model would "
+                "not know of them. Try: leave tools out, or template=... that writes them"
+            )
+        return list(prompt_ids)
+
+    def plain(self, messages: Iterable[Message]) -> list[dict[str, Any]]:
+        """Return messages as plain dicts with texts as contents, for the checkpoint's template.
+
+        Raises: RequestError: a message is malformed.
+        """
+        return plain_messages(messages, self._template_text(None))
+
+    def _template_text(self, template: str | None) -> str:
+        """Return ``template``, or the text of all templates of the checkpoint."""
+        templates = self._tokenizer.chat_template if template is None else template
+        return "\n".join(templates.values()) if isinstance(templates, Mapping) else templates or ""
+
+    def parsed(
+        self,
+        token_ids: Sequence[int],
+        prompt: Sequence[int],
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None,
+    ) -> dict[str, Any] | None:
+        """Parse an answer as a message, with the response template of the checkpoint.
+
+        Args:
+            token_ids: Tokens of the answer, including an end token.
+            prompt: Tokens of the prompt.
+            tools: Tools of the prompt; the schemas give the types of call arguments.
+        Returns: ``content`` and other parts that the template distinguishes, such as
+            ``tool_calls``; None if the checkpoint has no response template.
+        Raises: RequestError: the answer does not match the template.
+        """
+        if getattr(self._tokenizer, "response_template", None) is None:
+            return None
+        try:
+            message = self._tokenizer.parse_response(
+                list(token_ids), prefix=list(prompt), tools=None if tools is None else list(tools)
+            )
+        except Exception as error:  # the template is untrusted data of the model's publisher
+            raise RequestError(
+                f"The response template of {self._path} does not read the answer: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return dict(message)
+
+    def call_constraint(self, tools: Sequence[Mapping[str, Any]]) -> Constraint:
+        """Return the constraint that allows exactly one call of one of ``tools``.
+
+        Raises: RequestError: the response template does not define how calls are written.
+        """
+        added_tokens = self._tokenizer.added_tokens_decoder
+        special_ids = {
+            token.content: index for index, token in added_tokens.items() if token.special
+        }
+        template = getattr(self._tokenizer, "response_template", None)
+        return call_constraint(template, tools, special_ids)

@@ -1,0 +1,184 @@
+"""The subcommand ``interposer bench``.
+
+Heavy modules are imported inside the command, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from interposer_tools.options import (
+    AsJson,
+    Dtype,
+    ExpertParallel,
+    Kernels,
+    Locked,
+    PlatformName,
+    Quantization,
+    Speculate,
+    TensorParallel,
+    policy,
+)
+
+if TYPE_CHECKING:
+    from interposer_engine._bench.report import Progress
+
+
+def bench(
+    model_dir: Annotated[
+        Path,
+        typer.Argument(
+            help="A model directory, a name as Qwen/Qwen3-0.6B, or a file that a plugin reads."
+        ),
+    ],
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
+    contexts: Annotated[
+        str, typer.Option(help="Context lengths of the decode rows, in tokens.")
+    ] = "128,1024,4096",
+    new_tokens: Annotated[int, typer.Option(help="Tokens to decode.")] = 32,
+    batch: Annotated[int, typer.Option(help="Requests of the batch row; 1 omits the row.")] = 8,
+    rounds: Annotated[
+        int, typer.Option(help="Measured runs of each row, after one to warm up.")
+    ] = 3,
+    adapter: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Add rows with this LoRA adapter.")
+    ] = None,
+    shared_prefix: Annotated[
+        int, typer.Option(metavar="TOKENS", help="Add rows with prompts that share a prefix.")
+    ] = 0,
+    speculate: Speculate = None,
+    tensor_parallel: TensorParallel = 1,
+    expert_parallel: ExpertParallel = False,
+    dtype: Dtype = "auto",
+    quantization: Quantization = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of torch on the host.")] = None,
+    platform: PlatformName = None,
+    kernel: Kernels = None,
+    locked: Locked = False,
+    read_mib: Annotated[
+        int | None, typer.Option(help="MiB to measure bandwidth with; too few measure a cache.")
+    ] = None,
+    as_json: AsJson = False,
+    llama_bench: Annotated[
+        bool, typer.Option("--llama-bench", help="Print the table in llama-bench's format.")
+    ] = False,
+    plot: Annotated[
+        bool, typer.Option("--plot", help="Draw the rows as bars below the table.")
+    ] = False,
+    svg: Annotated[
+        Path | None, typer.Option(help="Draw the rows as bars into this SVG file.")
+    ] = None,
+) -> None:
+    """Measure how fast a model runs here, and how fast this machine would let it."""
+    import torch
+
+    from interposer.errors import ConfigError
+    from interposer_engine._bench.kinds import END_TOKENS, Sizes, kinds_of, parsed_contexts
+    from interposer_engine._bench.report import (
+        Benchmark,
+        bars,
+        benchmark_rows,
+        measured_runs,
+        roofs_of,
+        svg_chart,
+    )
+    from interposer_engine._bench.roofline import ModelWork
+    from interposer_engine._commands.run import load_with_progress, peak_memory
+    from interposer_engine._distributed.launcher import launched
+    from interposer_engine._encoder_inputs import reads_sources
+    from interposer_engine._loader import plan
+
+    counts = {"--rounds": rounds, "--threads": threads, "--read-mib": read_mib}
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}, must be an integer of at least 1")
+    if svg is not None and not svg.absolute().parent.is_dir():
+        raise ConfigError(f"--svg is {str(svg)!r}, and its folder does not exist")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    config = policy(kernel, platform, locked)
+    planned = plan(model_dir, dtype, config=config, quantization=quantization)
+    if reads_sources(planned.model):
+        raise ConfigError(
+            f"{model_dir} has an encoder, but bench measures only decoders. Try: interposer run"
+        )
+    context = planned.decoder.max_position_embeddings
+    context_lengths = parsed_contexts(contexts)
+    sizes = Sizes.within(context, prompt, context_lengths, new_tokens, batch, shared_prefix)
+    has_prefix_lm = any(layer.backend.spec.prefix_lm for layer in planned.model.attention_layers)
+    compute, longest = planned.dtype, max(*sizes.contexts, sizes.shared + END_TOKENS)
+    # The plan was only for the context length; its modules must not stay in memory.
+    del planned
+    with launched(tensor_parallel, config) as load:
+        started = time.perf_counter()
+        lm = load_with_progress(
+            load,
+            model_dir,
+            dtype,
+            quantization,
+            config,
+            speculate,
+            expert_parallel=expert_parallel,
+            max_sequences=sizes.max_sequences,
+            # A prefix LM computes a prompt in one step, which must hold the longest prompt.
+            max_step_tokens=max(sizes.behind, longest) if has_prefix_lm else sizes.behind,
+            cache_tokens=sizes.cache_tokens(),
+            prefix_cache=bool(sizes.shared),
+        )
+        load_s = time.perf_counter() - started
+        options: dict[str, Any] = {"adapter": adapter is not None, "whole_prompts": has_prefix_lm}
+        kinds = list(kinds_of(sizes, speculates=speculate is not None, **options))
+        with _progress() as progress:
+            runs = measured_runs(lm, kinds, rounds, adapter, progress)
+            peak = peak_memory(lm)  # before the bandwidth is measured, which needs more memory
+            progress("measuring bandwidth and arithmetic")
+            roofs = roofs_of(
+                lm, compute, sizes.prompt, None if read_mib is None else read_mib << 20
+            )
+        work = ModelWork.of(lm.engine.model)
+    benchmark = Benchmark(
+        model=str(model_dir),
+        platform=lm.placement.platform.name,
+        device=lm.placement.device.name,
+        dtype=str(compute).removeprefix("torch."),
+        quantization=quantization,
+        rounds=rounds,
+        weights=work.numbers,
+        weight_bytes=work.weight_bytes(1),
+        load_s=load_s,
+        peak_memory_bytes=peak,
+        roofs=roofs,
+        rows=benchmark_rows(kinds, runs, work, roofs),
+        notes=(*sizes.notes, *_notes(has_prefix_lm, tensor_parallel)),
+    )
+    if svg is not None:
+        svg.write_text(svg_chart(benchmark), encoding="utf-8")
+    print(benchmark.to_json() if as_json else benchmark.llama_bench() if llama_bench else benchmark)
+    if plot and not as_json:
+        print(f"\n{bars(benchmark)}")
+
+
+def _notes(has_prefix_lm: bool, ranks: int) -> Iterator[str]:
+    if has_prefix_lm:
+        yield "prompts are computed in one step, so no row extends a cached prompt"
+    if ranks > 1:
+        yield f"{ranks} ranks: weights, memory and ceilings are those of rank 0"
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """Show the current row, if stderr is a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status("") as status:
+        yield status.update

@@ -1,0 +1,63 @@
+"""The subcommand ``interposer pack``.
+
+Heavy modules are imported inside the command, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from interposer_tools.options import (
+    AsJson,
+    Dtype,
+    Kernels,
+    Locked,
+    PlatformName,
+    Quantization,
+    policy,
+)
+
+
+def pack(
+    model_dir: Annotated[Path, typer.Argument(help="A model directory, a name, or a file.")],
+    output: Annotated[
+        Path | None, typer.Option(help="The folder to write to; by default next to the model.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Verify existing packed files; write nothing.")
+    ] = False,
+    dtype: Dtype = "auto",
+    quantization: Quantization = None,
+    platform: PlatformName = None,
+    kernel: Kernels = None,
+    locked: Locked = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a model's weights in the packed form of this machine's kernels, for fast loading."""
+    from interposer_engine._packed.packing import check_packed
+    from interposer_engine._packed.packing import pack as write
+
+    config = policy(kernel, platform, locked)
+    if check:
+        faults_by_path = check_packed(model_dir, output, config)
+        if as_json:
+            files = {str(path): fault for path, fault in faults_by_path.items()}
+            print(json.dumps({"version": 1, "files": files}, indent=2))
+        else:
+            print(
+                "\n".join(f"{path}: {fault or 'sound'}" for path, fault in faults_by_path.items())
+            )
+        # A script must notice damaged files.
+        if any(faults_by_path.values()):
+            raise typer.Exit(1)
+        return
+    packed = write(model_dir, output, dtype, config=config, quantization=quantization)
+    if as_json:
+        facts = {"version": 1, "path": str(packed.path), "bytes": packed.num_bytes}
+        print(json.dumps({**facts, "seconds": packed.seconds}, indent=2))
+    else:
+        print(f"{packed.path}: {packed.num_bytes / 1e6:.1f} MB in {packed.seconds:.1f} s")

@@ -1,0 +1,353 @@
+"""The subcommand ``interposer run``.
+
+Heavy modules are imported inside the command, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from interposer_tools.options import (
+    AsJson,
+    Dtype,
+    ExpertParallel,
+    Kernels,
+    Locked,
+    PlatformName,
+    Quantization,
+    Speculate,
+    TensorParallel,
+    policy,
+)
+
+if TYPE_CHECKING:
+    from interposer import Config
+    from interposer_engine._language_model import LanguageModel
+
+
+def run(
+    model_dir: Annotated[
+        Path,
+        typer.Argument(
+            help="A model directory, a name as Qwen/Qwen3-0.6B, or a file that a plugin reads."
+        ),
+    ],
+    prompt: Annotated[str, typer.Option(help="The text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens to generate.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    adapter: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="A LoRA adapter, or its name on the hub.")
+    ] = None,
+    dtype: Dtype = "auto",
+    quantization: Quantization = None,
+    speculate: Speculate = None,
+    tensor_parallel: TensorParallel = 1,
+    expert_parallel: ExpertParallel = False,
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Weights to keep in memory, as 8GiB or 50%; the rest is streamed."
+        ),
+    ] = None,
+    platform: PlatformName = None,
+    kernel: Kernels = None,
+    locked: Locked = False,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a prompt with the model, and say how fast it went."""
+    from interposer_engine._distributed.launcher import launched
+    from interposer_engine._sampling_params import SamplingParams
+
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, adapter=adapter
+    )
+    config = policy(kernel, platform, locked)
+    with launched(tensor_parallel, config) as load:
+        started = time.perf_counter()
+        lm = load_with_progress(
+            load,
+            model_dir,
+            dtype,
+            quantization,
+            config,
+            speculate,
+            offload=offload,
+            expert_parallel=expert_parallel,
+        )
+        if adapter is not None:
+            lm.load_adapter(adapter, adapter)
+        load_s = time.perf_counter() - started
+
+        text: list[str] = []
+        arrivals: list[float] = []
+        token_ids: list[int] = []
+        reason: str | None = None
+        started = time.perf_counter()
+        for delta in lm.stream(prompt, params):
+            arrivals.append(time.perf_counter() - started)
+            text.append(delta.text)
+            token_ids.append(delta.token_id)
+            reason = delta.finish_reason
+            if not as_json:
+                print(delta.text, end="", flush=True)
+
+        statistics = {"load_s": load_s, **speed(arrivals), **_memory(lm), **_draft_counts(lm)}
+    if as_json:
+        facts = {
+            "text": "".join(text),
+            "token_ids": token_ids,
+            "finish_reason": reason,
+            **statistics,
+        }
+        print(json.dumps(facts, indent=2))
+    else:
+        print()
+        # The engine reports "length" for both limits; tell the user which one it was.
+        if reason == "length" and len(token_ids) < max_new_tokens:
+            reason = (
+                f"length: the context of {lm.engine.model.config.max_position_embeddings} is full"
+            )
+        print(_summary(len(token_ids), reason, statistics), file=sys.stderr)
+
+
+def load_with_progress(
+    load: Callable[..., LanguageModel],
+    path: Path,
+    dtype: str,
+    quantization: str | None,
+    config: Config,
+    speculation: str | None = None,
+    **sizes: Any,
+) -> LanguageModel:
+    """Load a model for one request at a time, with a progress bar if stderr is a terminal.
+
+    Args:
+        load: ``interposer_engine.load``, or that of launched ranks.
+        sizes: more options of ``load``, for example ``max_sequences``.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("loading", total=None)
+
+        def advance(done_bytes: int, total_bytes: int) -> None:
+            bar.update(task, completed=done_bytes, total=total_bytes)
+
+        return load(
+            path,
+            dtype,
+            config=config,
+            quantization=quantization,
+            speculation=speculation,
+            progress=advance,
+            **{"max_sequences": 1, **sizes},
+        )
+
+
+def speed(arrivals: list[float]) -> dict[str, float]:
+    """Return the seconds to the first token, and tokens per second after that."""
+    span = arrivals[-1] - arrivals[0]
+    # The first token has the prefill's latency, so the rate counts the tokens after it.
+    rate = (len(arrivals) - 1) / span if span > 0 else 0.0
+    return {"time_to_first_token_s": arrivals[0], "tokens_per_second": rate}
+
+
+def peak_memory(lm: LanguageModel) -> int | None:
+    """Return the most bytes that this process has used; None if the platform has no figure."""
+    placement = lm.placement
+    if not placement.platform.provides("peak_memory_bytes"):
+        return None
+    return placement.platform.peak_memory_bytes(placement.device.torch_device)
+
+
+def _memory(lm: LanguageModel) -> dict[str, int]:
+    peak = peak_memory(lm)
+    return {} if peak is None else {"peak_memory_bytes": peak}
+
+
+def _draft_counts(lm: LanguageModel) -> dict[str, int]:
+    if (counts := lm.speculation) is None:
+        return {}
+    return {"drafted_tokens": counts.drafted_tokens, "accepted_tokens": counts.accepted_tokens}
+
+
+def _summary(count: int, reason: object, statistics: dict[str, Any]) -> str:
+    parts = [
+        f"{count} tokens ({reason})",
+        f"loaded in {statistics['load_s']:.2f} s",
+        f"first token after {statistics['time_to_first_token_s'] * 1e3:.0f} ms",
+        f"then {statistics['tokens_per_second']:.1f} tokens/s",
+    ]
+    if "peak_memory_bytes" in statistics:
+        parts.append(f"peak memory {statistics['peak_memory_bytes'] / 2**20:.0f} MiB")
+    if "drafted_tokens" in statistics:
+        parts.append(
+            "{accepted_tokens} of {drafted_tokens} draft tokens accepted".format(**statistics)
+        )
+    return ", ".join(parts)
+
+
+_HELP = """\
+/clear         forget the conversation
+/system TEXT   set the system message, and forget the conversation
+/exit          end; so does Ctrl-D
+Ctrl-C stops an answer; the part shown so far stays in the conversation."""
+
+
+def chat(
+    model_dir: Annotated[
+        Path, typer.Argument(help="A model directory, a name, or a file that a plugin reads.")
+    ],
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.")] = 2048,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="0 is greedy; the default is that of generation_config.json."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    template: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="A file with a chat template, instead of the model's.",
+        ),
+    ] = None,
+    dtype: Dtype = "auto",
+    quantization: Quantization = None,
+    tensor_parallel: TensorParallel = 1,
+    expert_parallel: ExpertParallel = False,
+    platform: PlatformName = None,
+    kernel: Kernels = None,
+    locked: Locked = False,
+) -> None:
+    """Talk with the model in the terminal."""
+    from interposer_engine._distributed.launcher import launched
+
+    template_text = None if template is None else template.read_text(encoding="utf-8")
+    config = policy(kernel, platform, locked)
+    with launched(tensor_parallel, config) as load:
+        lm = load_with_progress(
+            load, model_dir, dtype, quantization, config, expert_parallel=expert_parallel
+        )
+        settings = {**lm.suggested, "max_new_tokens": max_new_tokens, "seed": seed}
+        if temperature is not None:
+            settings["temperature"] = temperature
+        conversation = _Conversation(lm, system, settings, template_text)
+        conversation.prompt("")  # fails early for a model without a template
+        context = lm.engine.model.config.max_position_embeddings
+        _say(f"{model_dir}: {context} tokens of context. /help")
+        _talk(conversation)
+
+
+def _talk(conversation: _Conversation) -> None:
+    """Answer the user's lines until the end of the input."""
+    from interposer.errors import RequestError
+
+    for line in _lines():
+        command, _, argument = line.partition(" ")
+        if command == "/exit":
+            break
+        if command == "/help":
+            _say(_HELP)
+        elif command in ("/clear", "/system"):
+            conversation.begin(argument.strip() if command == "/system" else conversation.system)
+        elif command.startswith("/"):
+            _say(f"Unknown command {command}.\n{_HELP}")
+        elif line.strip():
+            try:
+                _say(conversation.answer(line, lambda text: print(text, end="", flush=True)))
+            except RequestError as error:
+                _say(f"error: {error}\nThe conversation is unchanged. Try: /clear")
+
+
+class _Conversation:
+    """The messages so far, and the settings of the next answer."""
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        system: str | None,
+        settings: dict[str, Any],
+        template: str | None,
+    ) -> None:
+        self._lm = lm
+        self._settings = settings
+        self._template = template
+        self.begin(system)
+
+    def begin(self, system: str | None) -> None:
+        """Forget all messages and set the system message."""
+        self.system = system
+        self._messages = [{"role": "system", "content": system}] if system else []
+
+    def prompt(self, text: str) -> list[int]:
+        """Return the token ids of the conversation with ``text`` as the next user message."""
+        messages = [*self._messages, {"role": "user", "content": text}]
+        return self._lm.chat_prompt(messages, template=self._template)
+
+    def answer(self, text: str, show: Callable[[str], None]) -> str:
+        """Stream an answer to ``show``, remember question and answer, and return statistics."""
+        prompt = self.prompt(text)
+        started = time.perf_counter()
+        parts: list[str] = []
+        arrivals: list[float] = []
+        reason: str | None = "stopped"
+        stream = self._lm.stream(prompt, **self._settings)
+        with suppress(KeyboardInterrupt):
+            for delta in stream:
+                arrivals.append(time.perf_counter() - started)
+                parts.append(delta.text)
+                show(delta.text)
+                reason = delta.finish_reason
+        # After Ctrl-C, frees the request's pages in the engine.
+        stream.close()  # type: ignore[attr-defined]
+        show("\n")
+        # An interrupted answer stays in the conversation as far as it was shown.
+        self._messages += [
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": "".join(parts)},
+        ]
+        if not arrivals:
+            return f"no token ({reason})"
+        rates = speed(arrivals)
+        context = self._lm.engine.model.config.max_position_embeddings
+        return (
+            f"{len(arrivals)} tokens ({reason or 'stopped'}), "
+            f"first after {rates['time_to_first_token_s'] * 1e3:.0f} ms, "
+            f"then {rates['tokens_per_second']:.1f} tokens/s, "
+            f"{len(prompt) + len(arrivals)} of {context} tokens of context"
+        )
+
+
+def _lines() -> Iterator[str]:
+    """Yield the user's lines until the end of the input or an interrupt."""
+    is_typed = sys.stdin.isatty()
+    if is_typed:
+        with suppress(ImportError):
+            import readline  # noqa: F401  importing it gives input() editing and history
+    while True:
+        try:
+            yield input("> " if is_typed else "")
+        except (EOFError, KeyboardInterrupt):
+            if is_typed:
+                print()
+            return
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

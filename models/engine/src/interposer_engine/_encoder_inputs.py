@@ -1,0 +1,140 @@
+"""Encoder inputs: encoded once, and attended to by all steps of the sequence.
+
+Dimensions: E tokens of all encoder inputs of a batch, B encoder inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from interposer import AttentionBackend, AttentionBatch, AttentionSpec
+from interposer.errors import RequestError
+from interposer_engine._pages import PagePool
+from interposer_engine._sampling import checked_tokens
+from interposer_engine._sequence import TokenSequence as Request
+from interposer_models.decoder import SourceBatch
+
+
+class SourceModel(Protocol):
+    """The additional interface of a ``PagedModel`` with cross-attention to an encoder input."""
+
+    @property
+    def max_source_tokens(self) -> int:
+        """Largest number of tokens of an encoder input."""
+        ...
+
+    def encode(self, sources: SourceBatch, caches: Sequence[Any], plans: Sequence[Any]) -> None:
+        """Encode inputs, and write the keys and values of the cross-attention layers to the caches.
+
+        Args:
+            caches: As in ``PagedModel.__call__``.
+            plans: One per attention layer; plans of cross-attention layers have the slots of the E
+                tokens.
+        """
+        ...
+
+
+class Sources:
+    """Encodes the inputs of new sequences into cache pages that the sequences hold.
+
+    Attributes:
+        pool: Page pool of the encoder inputs.
+        longest: Largest number of tokens of an encoder input.
+    """
+
+    def __init__(
+        self, model: Any, pool: PagePool, device: str, max_step_tokens: int, vocab_size: int
+    ) -> None:
+        self._model, self._device, self._vocab_size = model, device, vocab_size
+        self._max_step_tokens = max_step_tokens
+        self._backends: list[AttentionBackend] = [layer.backend for layer in model.attention_layers]
+        self.pool = pool
+        self.longest = pool.longest(min(model.max_source_tokens, max_step_tokens))
+
+    def check(self, source: Sequence[int] | None) -> list[int]:
+        """Return the token ids of an encoder input as plain integers.
+
+        Raises: RequestError: the input is missing or empty, has an unknown token, or exceeds the
+            encoder, a step or the cache.
+        """
+        if source is None:
+            raise RequestError(
+                "The model has an encoder, but no encoder input was given. "
+                "Try: engine.add(prompt, params, source=token_ids)"
+            )
+        tokens = checked_tokens(source, self._vocab_size)
+        max_tokens = self._model.max_source_tokens
+        if len(tokens) > max_tokens:
+            raise RequestError(
+                f"The encoder input has {len(tokens)} tokens, the encoder takes {max_tokens}. "
+                f"Try: shorten it to {max_tokens}"
+            )
+        if len(tokens) > self._max_step_tokens:
+            raise RequestError(
+                f"The encoder input has {len(tokens)} tokens, which are computed in one step, but "
+                f"max_step_tokens is {self._max_step_tokens}. "
+                f"Try: load(..., max_step_tokens={len(tokens)})"
+            )
+        self.pool.check(len(tokens))
+        return tokens
+
+    def encode(
+        self,
+        sequences: Sequence[Request],
+        caches: Sequence[Any],
+        numerics: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Encode the inputs of sequences, and write the results to the pages."""
+        size = self.pool.page_size
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        for sequence in sequences:
+            pages, source_positions = sequence.source_pages, range(len(sequence.source))
+            token_ids += sequence.source
+            positions += source_positions
+            slots += [pages[p // size] * size + p % size for p in source_positions]
+        lengths = [len(sequence.source) for sequence in sequences]
+        device_values = torch.tensor([token_ids, positions, slots]).to(self._device)
+        starts = torch.tensor([0, *accumulate(lengths)]).to(self._device)
+        batch = SourceBatch(device_values[0], device_values[1], starts, max(lengths))
+        self._model.reserve_positions(batch.longest, self._device)
+        write_batch = _write_batch(device_values[2])
+        with numerics():
+            plans: dict[AttentionBackend, Any] = {}
+            for backend in self._backends:
+                # Self-attention layers have other backends; the encoder writes nothing to their
+                # caches.
+                if backend not in plans:
+                    plans[backend] = (
+                        backend.plan(write_batch) if sees_source(backend.spec) else None
+                    )
+            self._model.encode(batch, caches, [plans[backend] for backend in self._backends])
+
+
+def sees_source(spec: AttentionSpec) -> bool:
+    """Return whether a layer with this spec attends to the encoder input."""
+    return spec.type == "encoder_decoder"
+
+
+def reads_sources(model: Any) -> bool:
+    """Return whether the model has layers that attend to an encoder input."""
+    return any(sees_source(layer.backend.spec) for layer in model.attention_layers)
+
+
+def _write_batch(slots: Tensor) -> AttentionBatch:
+    """Return a batch that only writes to the slots ``[E]``, without sequences that read."""
+    return AttentionBatch(
+        query_starts=slots.new_zeros(1),
+        seq_lens=slots.new_empty(0),
+        page_table=slots.new_empty(0, 1),
+        slots=slots,
+        max_query_tokens=1,
+        max_seq_tokens=1,
+    )

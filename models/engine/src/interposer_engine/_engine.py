@@ -1,0 +1,406 @@
+"""Continuous batching: requests join one model, run step by step, and end.
+
+Log probabilities of prompt tokens, recorded while the prompt is computed in chunks.
+
+Dimensions: R rows of logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Sequence as Items
+from random import Random
+
+import torch
+
+from interposer.errors import RequestError, UnknownNameError
+from interposer_engine._constrained_decoding.constraints import Constraints
+from interposer_engine._locks import FairLock
+from interposer_engine._prefix_pool import PrefixStatistics
+from interposer_engine._runner import Runner
+from interposer_engine._sampling import RequestEdits, SamplingState, checked_tokens, non_finite
+from interposer_engine._sampling_params import SamplingParams
+from interposer_engine._scheduler import Chunk, Scheduler
+from interposer_engine._sequence import Event, FinishReason, PromptLogprob, TokenSequence
+from interposer_engine._speculation.api import StepSpeculation
+from interposer_ops.layers.sampler import Sampler, SamplingBatch
+
+_MOST_ROWS = 64  # rows per kernel call, which may convert all of them to float32
+
+
+class PromptLogprobs:
+    """Records the log probabilities of prompt tokens in the sequences with ``prompt_logprobs``."""
+
+    def __init__(self, runner: Runner, sampler: Sampler) -> None:
+        self._runner = runner
+        self._sampler = sampler
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise RequestError if the model does not predict the tokens of prompts."""
+        count = params.prompt_logprobs
+        if count is None:
+            return
+        reason = ""
+        if self._runner.sources is not None:
+            reason = "the encoder reads the prompt, and nothing predicts its tokens"
+        elif self._runner.is_prefix_lm:
+            reason = "prompt tokens attend to later ones, so that none is predicted"
+        if reason:
+            raise RequestError(
+                f"prompt_logprobs is {count}, but {reason}. Try: score(prompt, continuations)"
+            )
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Bind the kernels that a request needs.
+
+        Raises: InterposerError: the policy leaves no kernel.
+        """
+        self._sampler.editor.prepare(top=params.prompt_logprobs is not None)
+
+    def record(self, chunks: Items[Chunk], logits: torch.Tensor) -> torch.Tensor:
+        """Record prompt log probabilities in the sequences; return the rows of logits to sample.
+
+        Args:
+            logits: ``[R, V]``, the requested rows of all chunks.
+        """
+        start = 0
+        sampled_rows: list[int] = []
+        for chunk in chunks:
+            stop = start + chunk.num_prompt_logits
+            for first in range(start, stop, _MOST_ROWS):
+                self._record(chunk.sequence, logits[first : min(first + _MOST_ROWS, stop)])
+            start += chunk.num_logits
+            sampled_rows += range(stop, start)
+        return logits[torch.tensor(sampled_rows, dtype=torch.int64, device=logits.device)]
+
+    def _record(self, sequence: TokenSequence, logits: torch.Tensor) -> None:
+        """Append the log probabilities of the next prompt tokens to the sequence."""
+        # The logits after token i predict token i + 1; the first prompt token has no prediction.
+        first, count = len(sequence.prompt_logprobs) + 1, sequence.params.prompt_logprobs or 0
+        tokens = sequence.prompt[first : first + len(logits)]
+        chosen = torch.tensor(tokens, device=logits.device)
+        logprobs, ranks, top, ids = self._sampler.editor.top(logits, chosen)
+        rows = zip(ids[:, :count].tolist(), top[:, :count].tolist(), strict=True)
+        top_logprobs = (tuple(zip(*row, strict=True)) for row in rows)
+        records = zip(tokens, logprobs.tolist(), ranks.tolist(), top_logprobs, strict=True)
+        sequence.prompt_logprobs += [PromptLogprob(*record) for record in records]
+
+
+class Engine:
+    """Runs any number of requests on one model and one paged KV cache.
+
+    If several threads use the engine, a thread must hold ``lock`` to call methods or to read
+    tokens.
+
+    Attributes:
+        lock: Lock of the engine.
+        runner: Computes the steps; owns ``model`` and ``device``.
+        pools: Page pools, the pool of the widest attention window first.
+        pool: The first of ``pools``.
+        start_token_ids: Tokens that start the decoder of a model with an encoder.
+        constraints: Compiles constraints of requests; None if the engine has no tokenizer.
+        speculation: Runs the steps with draft tokens; None without speculative decoding.
+    """
+
+    constraints: Constraints | None = None
+    speculation: StepSpeculation | None = None
+
+    def __init__(
+        self,
+        runner: Runner,
+        sampler: Sampler,
+        *,
+        stop_token_ids: frozenset[int],
+        seed: int | None = None,
+        start_token_ids: Items[int] = (),
+    ) -> None:
+        """Create an engine without requests.
+
+        Args:
+            stop_token_ids: End tokens of the model.
+            seed: Seed of the noise of requests without a seed; None draws random seeds.
+            start_token_ids: See ``Engine``.
+        """
+        self.lock = FairLock()
+        self.runner = runner
+        self.model, self.device = runner.model, runner.device
+        self.pools, self.pool = runner.pools, runner.pools[0]
+        self.sampler = sampler
+        self.stop_token_ids = stop_token_ids
+        self.start_token_ids = tuple(start_token_ids)
+        self.scheduler = Scheduler(
+            self.pools,
+            runner.max_sequences,
+            runner.max_step_tokens,
+            runner.encoder_pool,
+            runner.is_prefix_lm,
+            runner.prefixes,
+        )
+        size = self.model.config.vocab_size
+        self._edits = RequestEdits(sampler, size, stop_token_ids, self.device)
+        self._prompts = PromptLogprobs(runner, sampler)
+        self._state = SamplingState(size, self.device)
+        self._seeds = None if seed is None else Random(seed)
+        self._ids = itertools.count()
+
+    @property
+    def trouble(self) -> str:
+        """The reason why no step can run; "" if none is known."""
+        return ""
+
+    @property
+    def prefixes(self) -> PrefixStatistics | None:
+        """Statistics of the prefix cache; None without a prefix cache."""
+        prefix_cache = self.runner.prefixes
+        return None if prefix_cache is None else prefix_cache.statistics
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, because weights or adapters have changed."""
+        if self.runner.prefixes is not None:
+            self.runner.prefixes.forget()
+
+    def add(
+        self,
+        prompt: Items[int],
+        params: SamplingParams,
+        source: Items[int] | None = None,
+        *,
+        reads_texts: bool = False,
+    ) -> TokenSequence:
+        """Queue a request, which joins the batch at the next step with free capacity.
+
+        Args:
+            source: Token ids of the encoder input, if the model has an encoder; ``prompt`` then
+                holds the first decoder tokens.
+            reads_texts: Whether the caller searches the output for the texts of ``stop``.
+        Raises: RequestError: as ``check``; or ``stop`` is set and the caller does not search for
+            stop texts.
+        """
+        if params.stop and not reads_texts:
+            raise RequestError(
+                f"stop is {params.stop!r}, but an engine does not detokenize. "
+                "Try: start() of the LanguageModel"
+            )
+        tokens = self.check(prompt, params, source)
+        seed = params.seed
+        if seed is None:
+            seed = secrets.randbits(62) if self._seeds is None else self._seeds.getrandbits(62)
+        sequence = self.sequence(tokens, params, seed, source)
+        self._prompts.prepare(params)
+        # Only greedy requests without reports skip the logit edits in ``sample``.
+        if not params.takes_likeliest:
+            sequence.matcher = self._edits.prepare(params, self.constraints)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def check(
+        self, prompt: Items[int], params: SamplingParams, source: Items[int] | None = None
+    ) -> list[int]:
+        """Return the prompt in the form for ``add``. Any thread may call this.
+
+        Raises:
+            RequestError: the prompt is empty, has an unknown token, or leaves no space for a new
+                token in the model's context, in the cache or in a step; a parameter names an
+                unknown token, an unusable constraint, or log probabilities of a prompt that the
+                model does not predict; or ``source`` fails ``Sources.check``, or is set for a model
+                without an encoder.
+            UnknownNameError: no adapter of the name is loaded.
+        """
+        tokens = self.checked_tokens(prompt)
+        self.checked_source(source)
+        self._check_adapter(params)
+        context = self.model.config.max_position_embeddings
+        if len(tokens) >= context:
+            raise RequestError(
+                f"The prompt has {len(tokens)} tokens, the model's context is {context} and must "
+                f"hold at least one new token besides. Try: shorten it to {context - 1}"
+            )
+        for pool in self.pools:
+            pool.check(min(len(tokens) + params.max_new_tokens, context))
+        self.scheduler.check(len(tokens))
+        self._prompts.check(params)
+        self._edits.check(params, self.constraints)
+        return tokens
+
+    def _check_adapter(self, params: SamplingParams) -> None:
+        adapter_names = () if self.runner.adapters is None else self.runner.adapters.names
+        if params.adapter is not None and params.adapter not in adapter_names:
+            hint = "Try: load_adapter(name, folder) of the model"
+            raise UnknownNameError("adapter", params.adapter, adapter_names, hint)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished."""
+        return self.scheduler.busy
+
+    def cancel(self, sequence: TokenSequence) -> None:
+        """End a request early and free the pages; do nothing after the end."""
+        if sequence.finish_reason is None:
+            self._end(sequence, "cancelled")
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """Compute the next step and return the new tokens.
+
+        The list is empty while prompts are computed in chunks, and when there is nothing to do;
+        ``busy`` distinguishes the two.
+        """
+        chunks = self.scheduler.next_step()
+        if not chunks:
+            return []
+        return self.run(chunks) if self.speculation is None else self.speculation.step(chunks)
+
+    def run(self, chunks: Items[Chunk]) -> list[Event]:
+        """Compute chunks without draft tokens, and return the new tokens."""
+        sampled = [chunk.sequence for chunk in chunks if chunk.is_last]
+        logits = self.runner.compute(chunks)
+        # More rows than sampled sequences: some chunks request logits for prompt log probabilities.
+        if len(logits) > len(sampled):
+            logits = self._prompts.record(chunks, logits)
+        self.scheduler.advance(chunks)
+        return self.sample(sampled, logits) if sampled else []
+
+    @torch.inference_mode()
+    def logits(
+        self,
+        token_ids: Items[int],
+        adapter: str | None = None,
+        num_prompt: int | None = None,
+        source: Items[int] | None = None,
+    ) -> torch.Tensor:
+        """Compute the logits after every token, ``[T, V]`` float32.
+
+        Args:
+            num_prompt: Number of prompt tokens, which attend in both directions in a prefix-LM;
+                None for all.
+            source: Token ids of the encoder input.
+        Raises: RequestError, UnknownNameError: as ``add``, except that a full context is allowed;
+            or ``num_prompt`` is not from 1 to T.
+        """
+        tokens, params = self.checked_tokens(token_ids), SamplingParams(adapter=adapter)
+        self._check_adapter(params)
+        context = self.model.config.max_position_embeddings
+        if len(tokens) > context:
+            raise RequestError(f"{len(tokens)} tokens exceed the model's context of {context}")
+        for pool in self.pools:
+            pool.check(len(tokens))
+        count = len(tokens) if num_prompt is None else num_prompt
+        if not 1 <= count <= len(tokens):
+            raise RequestError(f"num_prompt is {count}, must be from 1 to {len(tokens)} tokens")
+        sequence = self.sequence(tokens[:count], params, 0, source)
+        # Tokens after the prompt count as output, which attends causally in a prefix-LM.
+        sequence.output += tokens[count:]
+        # This sequence is not queued, so the scheduler never assigns a slot.
+        sequence.state_slot = self.pool.take_slot()
+        parts = []
+        try:
+            while sequence.num_computed < len(sequence):
+                chunk = self.scheduler.next_alone(sequence)
+                if chunk is None:
+                    raise RequestError(
+                        "The cache is full of running requests. Try: finish or cancel some"
+                    )
+                parts.append(self.runner.compute_all(chunk).float())
+                self.scheduler.advance([chunk])
+        finally:
+            self.scheduler.remove(sequence)
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def agreed(self, flag: bool) -> bool:
+        """Return the common answer of all ranks to a question of timing; alone, ``flag``."""
+        return flag
+
+    @property
+    def draws_repeat(self) -> bool:
+        """Whether requests without a seed get the same noise in every run."""
+        return self._seeds is not None
+
+    def sequence(
+        self, tokens: list[int], params: SamplingParams, seed: int, source: Items[int] | None = None
+    ) -> TokenSequence:
+        """Create a sequence, but neither queue it nor check the tokens."""
+        pages: list[list[int]] = [[] for _ in self.pools]
+        encoder_input = self.checked_source(source)
+        sequence = TokenSequence(
+            next(self._ids), tokens, params, seed, pages=pages, source=encoder_input
+        )
+        if self.runner.adapters is not None:
+            sequence.adapter = self.runner.adapters.version(params.adapter)
+        return sequence
+
+    def checked_source(self, source: Items[int] | None) -> list[int]:
+        """Return the encoder input as plain integers; empty if the model has no encoder.
+
+        Raises: RequestError: see ``Sources.check``; or ``source`` is set and there is no encoder.
+        """
+        if self.runner.sources is not None:
+            return self.runner.sources.check(source)
+        if source is not None:
+            raise RequestError(
+                "source is set, but the model has no encoder. Try: give it as the prompt"
+            )
+        return []
+
+    def checked_tokens(self, token_ids: Items[int]) -> list[int]:
+        """Return the ids as plain integers; see ``checked_tokens`` of ``request_batch``."""
+        return checked_tokens(token_ids, self.model.config.vocab_size)
+
+    def sample(self, sequences: list[TokenSequence], logits: torch.Tensor) -> list[Event]:
+        """Draw the next token of each sequence from ``logits``, ``[B, V]``."""
+        plain = all(sequence.params.takes_likeliest for sequence in sequences)
+        if plain:
+            batch = SamplingBatch.greedy(len(sequences), self.device)
+        else:
+            batch = self._state.batch(sequences)
+            logits = self._edits.edit(sequences, logits, batch, self.constraints)
+        tokens, logprobs = self.sampler(logits, batch)
+        if not plain:
+            self._edits.record_top_logprobs(sequences, logits, batch, tokens)
+        samples = zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True)
+        return [self.append(*sample) for sample in samples]
+
+    def append(self, sequence: TokenSequence, token: int, logprob: float) -> Event:
+        """Append a new token to a sequence, and end the sequence if the token ends it.
+
+        If the logits were not finite, the sequence ends with an error and the token is not
+        appended.
+        """
+        if logprob != logprob:  # one NaN or infinite logit makes the log probability NaN
+            place = f"after {len(sequence.prompt)} prompt and {len(sequence.output)} new tokens"
+            sequence.error = non_finite(f"The logits {place}")
+            self._end(sequence, "error")
+            return Event(sequence, token, logprob)
+        sequence.output.append(token)
+        sequence.logprobs.append(logprob)
+        if (reason := self._finish_reason(sequence, token)) is not None:
+            sequence.has_end_token = reason == "stop" and self._is_end_token(sequence, token)
+            self._end(sequence, reason)
+        return Event(sequence, token, logprob)
+
+    def _finish_reason(self, sequence: TokenSequence, token: int) -> FinishReason | None:
+        """Return the finish reason if the sequence ends with ``token``, else None."""
+        params, matcher = sequence.params, sequence.matcher
+        if matcher is not None and (reason := matcher.advance(token)) is not None:
+            return reason
+        if self._is_end_token(sequence, token):
+            return "stop"
+        context_is_full = len(sequence) >= self.model.config.max_position_embeddings
+        return (
+            "length" if context_is_full or len(sequence.output) >= params.max_new_tokens else None
+        )
+
+    def _is_end_token(self, sequence: TokenSequence, token: int) -> bool:
+        """Return whether ``token`` is an end token of the model or of the request."""
+        params = sequence.params
+        return token in params.stop_token_ids or (
+            token in self.stop_token_ids and not params.ignore_eos
+        )
+
+    def _end(self, sequence: TokenSequence, reason: FinishReason) -> None:
+        sequence.finish_reason = reason
+        self.scheduler.remove(sequence)
+        if self.runner.adapters is not None:
+            self.runner.adapters.leave(sequence)
+        if self.speculation is not None:
+            self.speculation.forget(sequence)

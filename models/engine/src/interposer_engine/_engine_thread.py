@@ -1,0 +1,512 @@
+"""The thread that steps the engine; requests join and leave between two steps."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence, Sized
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+from interposer.errors import RequestError
+from interposer.tooling import steady_time_ns
+from interposer_engine._language_model import (
+    Completion,
+    Delta,
+    LanguageModel,
+    Stream,
+    Token,
+    completions,
+)
+from interposer_engine._sampling_params import SamplingParams
+
+
+class QueueFullError(RequestError):
+    """The largest number of answers is running or waiting. The same request can succeed later.
+
+    Attributes:
+        num_unfinished: Number of answers that run or wait.
+        capacity: Largest number of such answers.
+    """
+
+    def __init__(self, num_answers: int, num_unfinished: int, capacity: int) -> None:
+        if num_answers > capacity:
+            reason = f"The request asks for {num_answers} answers, and {capacity} may run or wait"
+            reason, hint = f"{reason} at once", "fewer answers"
+        else:
+            reason = f"{num_unfinished} answers are running or waiting, and {capacity} may be"
+            hint = "again later"
+        super().__init__(f"{reason}. Try: {hint}, or a larger max_waiting")
+        self.num_unfinished = num_unfinished
+        self.capacity = capacity
+
+
+# A token of a stream may wait this long (times the number of streams) for the tokens of later
+# steps. One delivery to a server's stream takes about 30 microseconds, whatever the number of
+# tokens: a sixteenth of that time.
+_STREAM_PAUSE_SECONDS = 0.0005
+_MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.01, 0.04
+
+
+class Reader(Protocol):
+    """The part of a generation that a delivery uses."""
+
+    @property
+    def unread(self) -> Sized:
+        """Tokens that the reader has not taken yet."""
+        ...
+
+    def wake(self) -> None:
+        """Let the reader take the new tokens."""
+        ...
+
+    def fail(self, error: Exception) -> None:
+        """End the generation early with an error."""
+        ...
+
+
+class Delivery:
+    """Wakes the readers of one event loop.
+
+    The step thread requests a delivery for the first and last token of a stream, and for a token
+    that follows a pause. During a pause tokens accumulate; a timer of the event loop ends the pause
+    a few milliseconds after the last delivery, and delivers the accumulated tokens together.
+
+    Attributes:
+        loop: The event loop of the readers.
+        streams: Generations whose tokens are delivered one by one.
+        is_paused: Whether later tokens wait; read by the step thread.
+        num_open: Number of generations that have not ended.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.streams: set[Reader] = set()
+        self.is_paused = False
+        self.num_open = 0
+
+    def deliver(self, outcomes: Iterable[tuple[Reader, Exception | None]]) -> None:
+        """Wake readers, and fail the generations that have an error. Runs in the event loop."""
+        for generation, error in outcomes:
+            if error is None:
+                generation.wake()
+            else:
+                generation.fail(error)
+        self._pause()
+
+    def _pause(self) -> None:
+        if self.streams and not self.is_paused:
+            self.is_paused = True
+            seconds = max(_MIN_PAUSE_SECONDS, len(self.streams) * _STREAM_PAUSE_SECONDS)
+            self.loop.call_later(min(seconds, _MAX_PAUSE_SECONDS), self._end_pause)
+
+    def _end_pause(self) -> None:
+        # The step thread adds a token before it reads this flag. So either that thread requests a
+        # delivery, or the loop below finds the token.
+        self.is_paused = False
+        if waiting := [generation for generation in self.streams if generation.unread]:
+            for generation in waiting:
+                generation.wake()
+            self._pause()
+
+
+# Detokenizing this many tokens takes a millisecond; more would block the event loop too long.
+_MOST_AT_ONCE = 256
+
+
+@dataclass(slots=True)
+class Stages:
+    """Start times of the stages of a request, in nanoseconds since the epoch; 0 if not started."""
+
+    received: int
+    started: int = 0
+    first_token: int = 0
+    ended: int = 0
+
+
+class Generation(AsyncIterator[list[Delta]]):
+    """Answers to one request; ``async for`` yields lists of new tokens.
+
+    All methods must be called in the event loop in which the generation was opened.
+
+    Attributes:
+        prompts: Token ids of each prompt, with the sampling parameters of the first answer.
+        n: Number of answers to each prompt. Answers to the first prompt come first; see
+            ``Delta.index``.
+        delivery: Delivery of the event loop.
+        streams: Whether tokens are delivered soon after each step, or later and together.
+        stages: Start times of the stages.
+        answers: Streams of the answers, once the engine has the request.
+        unread: Tokens that were not read yet; the step thread appends to this queue.
+        num_tokens: Number of tokens so far; written by the step thread.
+        num_unfinished: Number of unfinished answers; written by the step thread.
+        error: The error that ended the generation early.
+        on_end: Functions to call with the generation when it ends.
+        kept_alive: Objects to keep referenced until the end.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[tuple[Sequence[int], SamplingParams]],
+        n: int,
+        delivery: Delivery,
+        received: int,
+        on_end: Sequence[Callable[[Generation], None]],
+        *,
+        streams: bool,
+        clock: Callable[[], int] = steady_time_ns,
+    ) -> None:
+        self.prompts = prompts
+        self.n = n
+        self.delivery = delivery
+        self.streams = streams
+        self.stages = Stages(received)
+        self.answers: list[Stream] = []
+        self.unread: deque[tuple[Stream, Token | Delta]] = deque()
+        self.num_tokens = 0
+        self.num_unfinished = self.num_answers
+        self.error: Exception | None = None
+        self.on_end = on_end
+        self.kept_alive: Sequence[object] = ()
+        self._clock = clock
+        self._woken = asyncio.Event()
+        self._is_read = False
+
+    @property
+    def num_answers(self) -> int:
+        """Number of answers to all prompts."""
+        return self.n * len(self.prompts)
+
+    async def __anext__(self) -> list[Delta]:
+        """Wait for tokens, and return all that are available.
+
+        Raises:
+            StopAsyncIteration: every answer has ended.
+            Exception: the error that ended the generation early.
+        """
+        while not self._is_read:
+            await self._woken.wait()
+            self._woken.clear()
+            # Read the flag before the queue: after the end nothing is appended to the queue.
+            self._is_read = bool(self.stages.ended)
+            tokens = [self.unread.popleft() for _ in range(len(self.unread))]
+            if len(tokens) > _MOST_AT_ONCE:
+                return await asyncio.to_thread(_deltas, tokens)
+            if tokens:
+                return _deltas(tokens)
+        raise StopAsyncIteration if self.error is None else self.error
+
+    async def completions(self) -> list[Completion]:
+        """Wait for all answers and return the completions; no other reader can take the tokens.
+
+        Raises: Exception: the error that ended the generation early.
+        """
+        async for _ in self:
+            pass
+        return completions(self.answers, self.n)
+
+    def wake(self) -> None:
+        """Let the reader take the new tokens."""
+        self._woken.set()
+        if not (self.num_unfinished or self.stages.ended):
+            self._end()
+
+    def fail(self, error: Exception) -> None:
+        """End with an error, unless the generation has ended."""
+        if not self.stages.ended:
+            self.error = error
+            self._woken.set()
+            self._end()
+
+    def close(self) -> None:
+        """Cancel unfinished answers; the present step still computes one more token each."""
+        self.fail(RequestError("The request was closed before its answers ended"))
+
+    def _end(self) -> None:
+        self.stages.ended = self._clock()
+        self.kept_alive = ()
+        for callback in self.on_end:
+            callback(self)
+
+
+def _deltas(tokens: list[tuple[Stream, Token | Delta]]) -> list[Delta]:
+    return [token if isinstance(token, Delta) else stream.delta(token) for stream, token in tokens]
+
+
+_log = logging.getLogger("interposer")
+# Tokens of an answer that is not streamed to deliver at once. So detokenizing overlaps with steps.
+_BATCH_TOKENS = 64
+T = TypeVar("T")
+Outcome = tuple[Generation, Exception | None]
+
+
+class StepThread:
+    """Steps the engine of a model while requests are unfinished.
+
+    Other threads send requests through a queue. The step thread holds the engine's lock while it
+    uses the engine, because methods of the model may be called at the same time.
+
+    Attributes:
+        failed: Whether the last step raised an error.
+        capacity: Number of answers that may run or wait; None for no limit.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        max_waiting: int | None,
+        *,
+        clock: Callable[[], int] = steady_time_ns,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            clock: Returns nanoseconds since the epoch, for the stages of each request.
+        """
+        self.failed = False
+        self.capacity: int | None = None
+        if max_waiting is not None:
+            self.capacity = model.engine.scheduler.max_sequences + max_waiting
+        self._model = model
+        self._clock = clock
+        self._num_unfinished = 0
+        self._closed = False
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._running: list[tuple[Generation, Stream]] = []
+        self._deliveries: dict[asyncio.AbstractEventLoop, Delivery] = {}
+        # Reentrant, because the garbage collector may close a model while this thread holds it.
+        self._lock = threading.RLock()
+        self._thread = threading.Thread(target=self._run, name="interposer-engine", daemon=True)
+        self._thread.start()
+
+    # The methods below may be called in any thread; ``open`` needs a running event loop.
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread accepts requests."""
+        return not self._closed and self._thread.is_alive()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of answers that run or wait."""
+        return self._num_unfinished
+
+    def check_room(self, num_answers: int) -> None:
+        """Raise QueueFullError if the answers exceed the capacity, RequestError after the end."""
+        if self._closed:
+            raise _closed_error()
+        if self.capacity is not None and self._num_unfinished + num_answers > self.capacity:
+            raise QueueFullError(num_answers, self._num_unfinished, self.capacity)
+
+    def open(
+        self,
+        prompts: Sequence[tuple[Sequence[int], SamplingParams]],
+        n: int,
+        *,
+        streams: bool,
+        received: int | None = None,
+        on_end: Callable[[Generation], None] | None = None,
+    ) -> Generation:
+        """Queue a request; see ``AsyncLanguageModel.open``."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            self.check_room(n * len(prompts))
+            delivery = self._deliveries.setdefault(loop, Delivery(loop))
+            generation = Generation(
+                prompts,
+                n,
+                delivery,
+                self._clock() if received is None else received,
+                [self._ended] if on_end is None else [self._ended, on_end],
+                streams=streams,
+                clock=self._clock,
+            )
+            delivery.num_open += 1
+            self._num_unfinished += generation.num_answers
+            if streams:
+                delivery.streams.add(generation)
+            self._orders.put(partial(self._join, generation))
+        return generation
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Call a function between two steps in the step thread.
+
+        Raises: RequestError: the thread has ended.
+        """
+        future: Future[T] = Future()
+
+        def order() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001 - raised in the caller
+                future.set_exception(error)
+
+        with self._lock:
+            if self._closed:
+                raise _closed_error()
+            self._orders.put(order)
+        return future
+
+    def stop(self, seconds: float | None = None) -> None:
+        """Cancel unfinished requests, and end the thread after the present step.
+
+        Args:
+            seconds: Longest time to wait for the end.
+        """
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._orders.put(None)
+        # A function of ``call`` may close the model from the step thread itself.
+        if threading.current_thread() is not self._thread:
+            self._thread.join(seconds)
+
+    def _ended(self, generation: Generation) -> None:
+        delivery = generation.delivery
+        with self._lock:
+            self._num_unfinished -= generation.num_answers
+            delivery.streams.discard(generation)
+            delivery.num_open -= 1
+            if not delivery.num_open:
+                self._deliveries.pop(delivery.loop, None)
+            if generation.error is not None and not self._closed:
+                # Only the step thread may touch the engine, so an early end is an order, too.
+                self._orders.put(partial(self._leave, generation))
+
+    # The methods below run in the step thread.
+
+    def _run(self) -> None:
+        fault: BaseException | None = None
+        try:
+            while self._take_orders():
+                self._step()
+        except BaseException as error:  # noqa: BLE001 - such as SystemExit of a kernel
+            _log.exception("the engine's thread ends, and with it all that was running")
+            fault = error
+        self._finish(fault)
+
+    def _finish(self, fault: BaseException | None) -> None:
+        """Fail all unfinished requests, and refuse later ones."""
+        with self._lock:
+            self._closed = True
+            while not self._orders.empty():
+                # Orders that are queued already must run, so that callers of ``call`` get a result.
+                if order := self._orders.get():
+                    order()
+        error = _closed_error()
+        error.__cause__ = fault
+        generations = {generation: error for generation, _ in self._running}
+        for generation in generations:
+            self._leave(generation)
+        self._deliver([*generations.items()])
+
+    def _take_orders(self) -> bool:
+        """Run queued orders; wait for one if no request is unfinished. Return False at the end."""
+        idle = not self._running
+        while True:
+            try:
+                order = self._orders.get(block=idle)
+            except queue.Empty:
+                return True
+            if order is None:
+                return False
+            order()
+            idle = not self._running
+
+    def _step(self) -> None:
+        start_time = self._clock()
+        outcomes: list[Outcome] = []
+        try:
+            with self._model.engine.lock:
+                self._model.engine.step()
+                self.failed = False
+                outcomes = [
+                    (generation, stream.sequence.error)
+                    for generation, stream in [*self._running]
+                    if self._read(generation, stream, start_time)
+                ]
+        except Exception as error:  # noqa: BLE001 - kernels raise any error; later requests can run
+            _log.exception("a step of the engine failed, and with it all that was running")
+            self.failed = True
+            outcomes = [(generation, error) for generation, _ in self._running]
+            for generation, _ in outcomes:
+                self._leave(generation)
+        if outcomes:
+            self._deliver(outcomes)
+
+    def _join(self, generation: Generation) -> None:
+        if generation.stages.ended:
+            return  # it was cancelled while this order was queued
+        n, answers = generation.n, generation.answers
+        try:
+            for index, (prompt, params) in enumerate(generation.prompts):
+                # Each answer of a stream reports the prompt's log probabilities itself.
+                answers += self._model.start_several(
+                    prompt, params, n, index * n, shares=not generation.streams
+                )
+        except Exception as error:  # noqa: BLE001 - raised in the reader of this request only
+            self._leave(generation)
+            self._deliver([(generation, error)])
+        else:
+            self._running += [(generation, stream) for stream in answers]
+
+    def _leave(self, generation: Generation) -> None:
+        self._running = [entry for entry in self._running if entry[0] is not generation]
+        with self._model.engine.lock:
+            for stream in generation.answers:
+                self._model.engine.cancel(stream.sequence)
+
+    def _read(self, generation: Generation, stream: Stream, start_time: int) -> bool:
+        """Pass new tokens of an answer to the generation; drop an answer that has ended.
+
+        Args:
+            start_time: Start of the step, in nanoseconds since the epoch.
+        Returns: whether the reader must be woken now.
+        """
+        stages, unread = generation.stages, generation.unread
+        if not stages.started and (stream.sequence.num_computed or stream.ended):
+            stages.started = start_time
+        is_first = not generation.num_tokens
+        stops = bool(stream.sequence.params.stop)
+        while stream.num_unread and not stream.ended:
+            # Only answers with stop texts are detokenized here, others by the reader.
+            unread.append((stream, stream.read() if stops else stream.take()))
+            generation.num_tokens += 1
+        if is_first and generation.num_tokens:
+            stages.first_token = self._clock()
+        if stream.ended:
+            generation.num_unfinished -= 1
+            self._running.remove((generation, stream))
+            self._model.engine.cancel(stream.sequence)
+            return True
+        if generation.streams:
+            return bool(unread and (is_first or not generation.delivery.is_paused))
+        return len(unread) >= _BATCH_TOKENS
+
+    def _deliver(self, outcomes: list[Outcome]) -> None:
+        by_delivery: dict[Delivery, list[Outcome]] = {}
+        for outcome in outcomes:
+            by_delivery.setdefault(outcome[0].delivery, []).append(outcome)
+        for delivery, loop_outcomes in by_delivery.items():
+            try:
+                delivery.loop.call_soon_threadsafe(delivery.deliver, loop_outcomes)
+            except RuntimeError:  # the event loop was closed, so there is no reader
+                for generation in {generation for generation, _ in loop_outcomes}:
+                    self._abandon(generation)
+
+    def _abandon(self, generation: Generation) -> None:
+        if not generation.stages.ended:
+            generation.stages.ended = self._clock()
+            self._ended(generation)
+            self._leave(generation)
+
+
+def _closed_error() -> RequestError:
+    return RequestError("The model was closed, so that it answers nothing. Try: another one")

@@ -1,0 +1,121 @@
+"""Size of the KV cache of a loaded model: as requested, or as much as fits into free memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+
+from interposer.errors import ConfigError
+from interposer_engine._engine import Engine
+from interposer_engine._kv_cache import CacheShape, slots_for
+from interposer_engine._kv_cache_budget import (
+    CacheBudget,
+    StepMemory,
+    cache_budget,
+    is_host,
+    measure_step,
+    one_block_of_each_kind,
+    pages_of,
+    spare_pages_for,
+)
+from interposer_engine._plan import Plan
+from interposer_engine._prefix_settings import PrefixCache
+from interposer_ops.layers.states import StateLayout
+
+
+def check_fraction(memory_fraction: float | None, cache_tokens: int | None) -> None:
+    """Raise ConfigError if the fraction is out of range, or the cache size is set twice."""
+    if memory_fraction is None:
+        return
+    is_number = isinstance(memory_fraction, int | float) and not isinstance(memory_fraction, bool)
+    if not (is_number and 0 < memory_fraction <= 1):
+        raise ConfigError(
+            f"memory_fraction is {memory_fraction!r}, must be a number above 0 and at most 1"
+        )
+    if cache_tokens is not None:
+        raise ConfigError(
+            f"memory_fraction is {memory_fraction!r} and cache_tokens {cache_tokens}, which say "
+            "the size of the cache twice. Try: leave one out"
+        )
+
+
+def measured_budget(
+    planned: Plan,
+    engine_of: Callable[[int], Engine],
+    fraction: float | None,
+    states: int,
+    adapter_bytes: int,
+    max_sequences: int,
+    max_step_tokens: int,
+    *,
+    measures: bool = True,
+) -> CacheBudget:
+    """Compute the size of the cache that fits next to adapters and the largest step.
+
+    Args:
+        engine_of: Creates an engine with a cache of this many pages, to run the step.
+        states: Result of ``state_bytes``.
+        measures: Whether to run the step. Ranks on several platforms would run different steps.
+    """
+    placement, page_size = planned.placement, planned.page_size
+    device = placement.device.torch_device
+    on_host = is_host(placement.platform)
+    if not measures:
+        memory_now = placement.platform.memory(device)
+        # Adapters are loaded after the cache is allocated, so their memory is set aside now.
+        free_bytes = memory_now.free_bytes - adapter_bytes
+        memory = StepMemory(max_step_tokens, None, free_bytes, memory_now.total_bytes, on_host)
+        return _budget(planned, memory, fraction, states, max_sequences, max_step_tokens)
+    with one_block_of_each_kind(planned.model) if on_host else nullcontext():
+        engine = engine_of(pages_of(max_sequences, max_step_tokens, page_size))
+        memory = measure_step(placement.platform, engine, max_sequences, max_step_tokens)
+        # The small cache of this engine is freed with the engine.
+        trial_cache_bytes = engine.runner.cache_bytes
+    del engine
+    free_bytes = memory.free_bytes - adapter_bytes
+    memory = replace(memory, free_bytes=free_bytes if on_host else free_bytes + trial_cache_bytes)
+    return _budget(planned, memory, fraction, states, max_sequences, max_step_tokens)
+
+
+def _budget(
+    planned: Plan,
+    memory: StepMemory,
+    fraction: float | None,
+    states: int,
+    max_sequences: int,
+    max_step_tokens: int,
+) -> CacheBudget:
+    return cache_budget(
+        memory,
+        planned.placement.device.torch_device,
+        cache_shape(planned, max_sequences, max_step_tokens),
+        max_tokens=max_sequences * planned.decoder.max_position_embeddings,
+        fraction=fraction,
+        state_bytes=states,
+    )
+
+
+def cache_shape(planned: Plan, max_sequences: int, max_step_tokens: int) -> CacheShape:
+    """Return the page pools of a model's cache, with the page sizes."""
+    size = planned.page_size
+    spare_pages = spare_pages_for(max_sequences, size) if planned.graphs else 0
+    backends = [layer.backend for layer in planned.model.attention_layers]
+    return CacheShape.of(backends, size, max_sequences, max_step_tokens, spare_pages)
+
+
+def state_layouts(planned: Plan) -> list[StateLayout]:
+    """Return the layout of the state of each recurrent layer."""
+    return [layer.state_layout() for layer in planned.model.state_layers]
+
+
+def state_bytes(planned: Plan, max_sequences: int, shared: PrefixCache | None) -> int:
+    """Return the memory of recurrent states and of state checkpoints in the prefix cache.
+
+    Args:
+        shared: Settings of the prefix cache; None without one.
+    """
+    layouts, num_rows = state_layouts(planned), slots_for(max_sequences)
+    if shared is not None:
+        num_rows += shared.num_checkpoints(layouts, max_sequences)
+    return num_rows * sum(layout.slot_bytes() for layout in layouts)

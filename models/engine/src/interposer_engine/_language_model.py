@@ -1,0 +1,694 @@
+"""The language model: prompts in, texts out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from interposer import Planned, Resolver, Verdict, explain
+from interposer.errors import ConfigError, RequestError
+from interposer_engine import _sequence as sequences
+from interposer_engine._chat import Message
+from interposer_engine._checkpoint.updates import Offer
+from interposer_engine._checkpoint.weights import Weights
+from interposer_engine._constrained_decoding.constraints import Constraints
+from interposer_engine._engine import Engine
+from interposer_engine._generation_config import GenerationSettings
+from interposer_engine._lora.adapters import Adapters
+from interposer_engine._lora.files import Adapter
+from interposer_engine._sampling import chosen_params, is_listing, non_finite
+from interposer_engine._sampling_params import SamplingParams
+from interposer_engine._speculation.api import SpeculationCounts
+from interposer_engine._tokenizer import Detokenizer, MissingTokenizer, TextTokenizer
+from interposer_engine._weight_transfer.receiver import WeightsFrom, offer_of
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The result of one request.
+
+    Attributes:
+        text: Text of the new tokens without an end token; empty if the model has no tokenizer.
+        token_ids: New tokens, including an end token.
+        logprobs: Natural-log probability of each new token, after penalties, biases and
+            constraints, before temperature and truncation.
+        finish_reason: ``"stop"`` for an end token, a stop text or a complete constraint;
+            ``"length"`` for a limit; ``"constraint"`` if no token could follow although the text is
+            incomplete.
+        top_logprobs: Ids and log probabilities of the likeliest tokens at each position, if
+            requested; fewer if a constraint allows fewer.
+        prompt_token_ids: The prompt.
+        prompt_logprobs: Log probabilities of the prompt tokens from the second on, if requested.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: sequences.FinishReason
+    top_logprobs: tuple[sequences.TopLogprobs, ...] = ()
+    prompt_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: tuple[sequences.PromptLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The next token of a stream, with the completed text, which may be empty.
+
+    Attributes:
+        index: Index of the answer, if the request has several.
+        prompt_logprobs: As in ``Completion``, with the first token of an answer.
+    """
+
+    text: str
+    token_id: int
+    logprob: float
+    finish_reason: sequences.FinishReason | None
+    top_logprobs: sequences.TopLogprobs = ()
+    index: int = 0
+    prompt_logprobs: tuple[sequences.PromptLogprob, ...] = ()
+
+
+class Token(NamedTuple):
+    """A generated token that is not detokenized yet."""
+
+    token_id: int
+    logprob: float
+    top_logprobs: sequences.TopLogprobs
+    finish_reason: sequences.FinishReason | None
+
+
+class Stream:
+    """Reads the tokens of a sequence, and the text so far, cut at the first stop text.
+
+    A stream reads the sequence instead of the events of steps, because a step of any request may
+    compute tokens of this one. If you created the stream with ``LanguageModel.start``, call
+    ``lm.engine.step()`` to compute tokens, and ``lm.engine.cancel(stream.sequence)`` at the end.
+
+    ``read`` is ``take`` followed by ``delta``. If the request has no stop texts, ``delta`` may run
+    in another thread than ``take`` and the engine.
+
+    Attributes:
+        sequence: The request in the engine.
+        index: Index of the answer, if the request has several.
+        text: Text of the tokens that were read so far.
+        stopped: Whether a stop text was found.
+    """
+
+    def __init__(
+        self, sequence: sequences.TokenSequence, tokenizer: TextTokenizer, index: int = 0
+    ) -> None:
+        self.sequence = sequence
+        self.index = index
+        self.text = ""
+        self.stopped = False
+        self._num_read = 0
+        self._sent = 0
+        self._sent_prompt_logprobs = False
+        self._detokenizer = Detokenizer(tokenizer)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last token was read."""
+        return self._finish_reason() is not None
+
+    @property
+    def num_unread(self) -> int:
+        """Number of computed tokens that were not read yet."""
+        return len(self.sequence.output) - self._num_read
+
+    def read(self) -> Delta:
+        """Take the next token of the sequence, and return the token with the added text."""
+        return self.delta(self.take())
+
+    def take(self) -> Token:
+        """Take the next token of the sequence, without text; see ``delta``."""
+        sequence, index = self.sequence, self._num_read
+        top_logprobs = sequence.top_logprobs[index] if sequence.top_logprobs else ()
+        self._num_read += 1
+        return Token(
+            sequence.output[index], sequence.logprobs[index], top_logprobs, self._finish_reason()
+        )
+
+    def delta(self, token: Token) -> Delta:
+        """Return a token with the text that the token adds."""
+        token_id, logprob, top_logprobs, reason = token
+        if reason is not None and self.sequence.has_end_token:
+            self.text += self._detokenizer.rest()
+        else:
+            self.text += self._detokenizer.push(token_id, last=reason is not None)
+        stops = self.sequence.params.stop
+        if stop_positions := [
+            position for stop in stops if (position := self.text.find(stop)) >= 0
+        ]:
+            self.text = self.text[: min(stop_positions)]
+            self.stopped, reason = True, "stop"
+        # Hold back text that may become part of a stop text.
+        end = len(self.text) if reason is not None else self._safe_end()
+        new_text, self._sent = self.text[self._sent : end], max(self._sent, end)
+        if self._sent_prompt_logprobs or self.sequence.params.prompt_logprobs is None:
+            return Delta(new_text, token_id, logprob, reason, top_logprobs, self.index)
+        self._sent_prompt_logprobs = True
+        return Delta(
+            new_text, token_id, logprob, reason, top_logprobs, self.index, self._prompt_logprobs
+        )
+
+    def completion(self) -> Completion:
+        """Return the completion of an ended request.
+
+        Raises: Exception: the error that ended the request.
+        """
+        if self.sequence.error is not None:
+            raise self.sequence.error
+        reason = self._finish_reason()
+        assert reason is not None
+        sequence = self.sequence
+        # A step may have computed tokens after a stop text.
+        read_tokens = slice(self._num_read)
+        return Completion(
+            self.text,
+            tuple(sequence.output[read_tokens]),
+            tuple(sequence.logprobs[read_tokens]),
+            reason,
+            tuple(sequence.top_logprobs[read_tokens]),
+            tuple(sequence.source or sequence.prompt),
+            self._prompt_logprobs,
+        )
+
+    @property
+    def _prompt_logprobs(self) -> tuple[sequences.PromptLogprob, ...]:
+        return tuple(self.sequence.prompt_logprobs)
+
+    def _finish_reason(self) -> sequences.FinishReason | None:
+        if self.stopped:
+            return "stop"
+        return None if self.num_unread else self.sequence.finish_reason
+
+    def _safe_end(self) -> int:
+        """Return the length of the text that cannot be part of a stop text any more."""
+        stops = self.sequence.params.stop
+        longest = max(map(len, stops), default=1) - 1
+        # Hold back the longest end of the text that a stop text starts with.
+        for length in range(min(longest, len(self.text)), 0, -1):
+            if any(stop.startswith(self.text[-length:]) for stop in stops):
+                return len(self.text) - length
+        return len(self.text)
+
+
+Prompt = str | Sequence[int]
+
+
+def requests(
+    prompts: str | Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    settings: dict[str, Any],
+    n: int,
+) -> list[tuple[Prompt, SamplingParams]]:
+    """Pair each prompt with sampling parameters.
+
+    Raises: RequestError: there is no prompt, ``n`` is not positive, or parameters are given twice
+        or for another number of prompts.
+    """
+    _check_type("prompts", prompts, "a text or a list of texts or of lists of token ids")
+    if type(n) is not int or n < 1:
+        raise RequestError(f"n is {n!r}, must be an integer of at least 1")
+    texts: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
+    return [*zip(texts, chosen_params(params, settings, len(texts)), strict=True)]
+
+
+def continuations_of(prompt: Prompt, continuations: Sequence[Prompt]) -> list[Prompt]:
+    """Return the continuations of a prompt as a list.
+
+    Raises: RequestError: the prompt or a continuation has another type.
+    """
+    allowed = "a text or a list of token ids"
+    _check_type("prompt", prompt, allowed)
+    if isinstance(continuations, str):  # iterating a text would score its letters
+        raise RequestError(
+            f"continuations is the text {continuations!r:.100}, must be a list. "
+            f"Try: [{continuations!r:.100}]"
+        )
+    _check_type("continuations", continuations, "a list of texts or of lists of token ids")
+    continuation_list = list(continuations)
+    for index, continuation in enumerate(continuation_list):
+        _check_type(f"continuations[{index}]", continuation, allowed)
+    return continuation_list
+
+
+def _check_type(name: str, value: object, allowed: str) -> None:
+    """Raise RequestError unless ``value`` is a text or lists items in an order."""
+    if not is_listing(value):
+        raise RequestError(
+            f"{name} is {value!r:.100} of the type {type(value).__name__}, must be {allowed}"
+        )
+
+
+def token_ids_of(prompt: Prompt, tokenizer: TextTokenizer) -> Sequence[int]:
+    """Return the token ids of a prompt, which may be a text."""
+    if not isinstance(prompt, str):
+        return prompt
+    # An empty text is refused later, even if the tokenizer would add a special token.
+    return tokenizer.encode(prompt) if prompt else []
+
+
+def target_ids(text: Prompt, tokenizer: TextTokenizer, starts: Sequence[int]) -> list[int]:
+    """Return the decoder's start tokens, followed by the tokens of a text."""
+    if not isinstance(text, str):
+        return [*starts, *text]
+    tokens = tokenizer.encode(text)
+    # The tokenizer may add the forced first token, which the start tokens contain already.
+    is_forced = len(starts) > 1 and tokens[:1] == [starts[1]]
+    return [*starts, *tokens[is_forced:]]
+
+
+def completions(streams: Sequence[Stream], n: int) -> list[Completion]:
+    """Return the completion of each stream; ``n`` consecutive streams answer one prompt."""
+    results: list[Completion] = []
+    for index, stream in enumerate(streams):
+        completion = stream.completion()
+        # Only the first answer to a prompt computed the prompt's log probabilities.
+        if index % n and (shared := results[-1].prompt_logprobs):
+            completion = replace(completion, prompt_logprobs=shared)
+        results.append(completion)
+    return results
+
+
+_PREFIXES = "prefix cache: "
+
+
+class LanguageModel:
+    """A loaded model. ``interposer.explain`` reports the kernels in use.
+
+    Any thread may call the methods; requests of several threads run as one batch. An iterator of
+    ``stream`` must be used in one thread.
+
+    If the model has an encoder, a prompt is the encoder input, and the decoder starts with the
+    tokens that the checkpoint names.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: TextTokenizer,
+        plan: Planned,
+        weights: Weights | None,
+        adapters: Mapping[str, Adapter] | None = None,
+    ) -> None:
+        self.engine = engine
+        # Constraints need the tokenizer, so the engine gets its compiler here.
+        engine.constraints = Constraints(tokenizer, engine.model.config.vocab_size)
+        self.weights = weights
+        self.tokenizer = tokenizer
+        self._resolver = plan.resolver
+        self.placement = plan.placement
+        self.path = plan.path
+        generation_settings: GenerationSettings | None = getattr(plan, "generation", None)
+        self._generation = generation_settings or GenerationSettings.of_folder(plan.path)
+        # A plan of another library has only the fields of ``Planned``, so the others have defaults.
+        self.quantization = getattr(plan, "quantization", None)  # other ranks plan with it
+        self._graphs: Verdict | None = getattr(plan, "graphs", None)
+        self.compiled: Verdict | None = getattr(plan, "compiled", None)
+        self._adapters = Adapters(engine, plan, takes_none=weights is None)
+        self._adapters.start(adapters or {})
+
+    @property
+    def resolver(self) -> Resolver:
+        """The resolver of the kernel choices, with a note on the savings of the prefix cache."""
+        if (statistics := self.engine.prefixes) is not None:
+            notes = self._resolver.notes
+            other_notes = (note for note in notes if not note.startswith(_PREFIXES))
+            # Replace the note of an earlier call, so that the note has the present counts.
+            notes[:] = [*other_notes, f"{_PREFIXES}{statistics}"]
+        return self._resolver
+
+    def explanations(self) -> list[dict[str, Any]]:
+        """Return ``interposer.explain(model).to_dict()`` of each process of the model."""
+        return [explain(self).to_dict()]
+
+    @property
+    def suggested(self) -> dict[str, Any]:
+        """Sampling settings that the checkpoint suggests; empty for greedy decoding."""
+        return self._generation.suggested
+
+    @property
+    def graphs(self) -> Verdict | None:
+        """True if decode steps run as graphs; None if graphs were not requested."""
+        running = self.engine.runner.graphs
+        return self._graphs if running is None or running.compiled else running.compiled
+
+    @property
+    def speculation(self) -> SpeculationCounts | None:
+        """Counts of draft tokens and accepted ones so far; None without speculative decoding."""
+        running = self.engine.speculation
+        return None if running is None else running.figures
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int = 1,
+        **settings: Any,
+    ) -> list[Completion]:
+        """Return the completion of each prompt, in order; all prompts run as one continuous batch.
+
+        Args:
+            prompts: A text, or a sequence of texts or of lists of token ids.
+            params: Sampling parameters for all prompts, or one per prompt.
+            n: Number of answers to each prompt. The result has all answers to the first prompt
+                first. Answer i of a prompt uses the seed plus i.
+            **settings: Fields of ``SamplingParams``, instead of ``params``.
+        Raises:
+            RequestError: a prompt or parameter is unusable; then no prompt was run.
+            ArithmeticError: the logits of an answer are not finite.
+        """
+        checked_requests = requests(prompts, params, settings, n)
+        streams: list[Stream] = []
+        try:
+            for prompt, prompt_params in checked_requests:
+                streams += self.start_several(prompt, prompt_params, n)
+            while not all(stream.ended for stream in streams):
+                with self.engine.lock:
+                    # A step of another thread may have computed tokens of these answers too.
+                    if not any(stream.num_unread for stream in streams if not stream.ended):
+                        self.engine.step()
+                    for stream in streams:
+                        self._read(stream)
+        finally:
+            self._cancel(streams)
+        return completions(streams, n)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, n: int = 1, **settings: Any
+    ) -> Iterator[Delta]:
+        """Yield the completion of ``prompt`` token by token; close the iterator to cancel it.
+
+        Args:
+            n: Number of answers, as in ``generate``; ``Delta.index`` tells the answers apart.
+        Raises: RequestError: at the call, before the first token.
+        """
+        ((_, merged),) = requests([prompt], params, settings, n)
+        deltas = self._deltas(self.start_several(prompt, merged, n, shares=False))
+        next(deltas)  # a generator that never ran would not cancel when it is closed
+        return cast(Iterator[Delta], deltas)
+
+    def chat(
+        self,
+        messages: Iterable[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+        template: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> Completion:
+        """Return the next message of the assistant.
+
+        Args:
+            messages: Messages with ``role`` and ``content``, the first one first.
+            params: Sampling parameters, instead of single ``settings``.
+            tools: JSON schemas of functions, or documented and typed functions, for templates that
+                offer tools to the model.
+            template: Chat template to use instead of the checkpoint's.
+            options: Further variables of the template, such as ``{"enable_thinking": False}``.
+        Raises: RequestError: a message or parameter is unusable, or there is no template.
+        """
+        prompt = self.chat_prompt(messages, tools=tools, template=template, options=options)
+        ((_, merged),) = requests([prompt], params, settings, 1)  # settings cannot hold n
+        return self.generate([prompt], merged)[0]
+
+    def chat_prompt(
+        self,
+        messages: Iterable[Message],
+        *,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+        template: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the token ids of the prompt that ``chat`` uses, for example for ``stream``.
+
+        Raises: RequestError: a message is unusable, or there is no template.
+        """
+        with self.engine.lock:  # some tokenizers are not thread-safe
+            return self.tokenizer.chat.token_ids(messages, tools, template, options or {})
+
+    def logits(
+        self,
+        token_ids: Sequence[int],
+        *,
+        adapter: str | None = None,
+        num_prompt: int | None = None,
+        source: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Compute the logits after every token, ``[T, V]`` float32.
+
+        Args:
+            token_ids: Tokens of the prompt and output; the decoder's, if the model has an encoder.
+            adapter: Name of a loaded adapter; None for the plain model.
+            num_prompt: Number of prompt tokens, which attend in both directions in a prefix-LM;
+                None for all. Other models ignore this number.
+            source: Token ids of the encoder input, if the model has an encoder.
+        """
+        with self.engine.lock:
+            return self.engine.logits(token_ids, adapter, num_prompt, source)
+
+    def score(
+        self, prompt: Prompt, continuations: Sequence[Prompt], *, adapter: str | None = None
+    ) -> list[tuple[float, ...]]:
+        """Return the natural-log probability of each token of each continuation of a prompt.
+
+        A text is tokenized together with the prompt; the first tokens count as the prompt, as many
+        as the prompt alone has. The sum of a tuple scores a continuation. In a model with an
+        encoder, the encoder reads only the prompt; a continuation is then tokenized by itself,
+        special tokens included.
+
+        Raises: RequestError: the prompt is empty, a continuation adds no token, prompt and
+            continuation exceed the context, or an argument has another type.
+        """
+        continuation_list = continuations_of(prompt, continuations)
+        with self.engine.lock:
+            return self._scores(prompt, continuation_list, adapter)
+
+    def _scores(
+        self, prompt: Prompt, continuations: Sequence[Prompt], adapter: str | None
+    ) -> list[tuple[float, ...]]:
+        prefix_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) and prompt else prompt
+        source: Sequence[int] | None = None
+        if self.engine.runner.sources is not None:
+            prefix_ids, source = self.engine.start_token_ids, cast("Sequence[int]", prefix_ids)
+        scores = []
+        for continuation in continuations:
+            if isinstance(continuation, str) != isinstance(prompt, str):
+                raise RequestError(
+                    f"{continuation!r:.100} continues {prompt!r:.100}, but only one is a text. "
+                    "Try: both as texts, or both as lists of token ids"
+                )
+            if source is not None:
+                tokens = target_ids(continuation, self.tokenizer, self.engine.start_token_ids)
+            elif isinstance(prompt, str):
+                tokens = [*self.tokenizer.encode(prompt + cast(str, continuation))]
+            else:
+                tokens = [*prompt, *cast("Sequence[int]", continuation)]
+            # A continuation can merge into the last prompt token, so that no token is added.
+            if not len(prefix_ids) or len(tokens) <= len(prefix_ids):
+                raise RequestError(
+                    f"{continuation!r:.100} adds no token to the prompt {prompt!r:.100}. "
+                    "Try: a prompt and a continuation of at least one token each"
+                )
+            prefix_length = len(prefix_ids)
+            logits = self.logits(tokens, adapter=adapter, num_prompt=prefix_length, source=source)
+            # Row i predicts token i + 1, so the rows start at the last prompt token.
+            logprobs = logits[prefix_length - 1 : -1].log_softmax(-1)
+            chosen = torch.tensor([*map(int, tokens[len(prefix_ids) :])], device=logprobs.device)
+            token_logprobs = logprobs.gather(1, chosen[:, None])[:, 0]
+            if token_logprobs.isnan().any():
+                raise non_finite(f"The logits of the continuation {continuation!r:.100}")
+            scores.append(tuple(token_logprobs.tolist()))
+        return scores
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the loaded adapters."""
+        return self._adapters.names
+
+    def load_adapter(self, name: str, path: str | Path, *, replace: bool = False) -> None:
+        """Load a LoRA adapter, which requests select with ``SamplingParams(adapter=name)``.
+
+        The adapter is added between two steps; running requests are not affected.
+
+        Args:
+            path: A folder that PEFT saved, or ``"namespace/name"`` on the hub.
+            replace: Whether to replace a loaded adapter of this name. Running requests keep the
+                replaced adapter, which is freed after the last of the requests.
+        Raises:
+            CheckpointError: the adapter is incomplete, belongs to another model, or needs an
+                unsupported feature.
+            ConfigError: the name is in use and ``replace`` is false; or the model is compiled or
+                adapted; or the kernels of adapters cannot be captured in graphs.
+        """
+        with self.engine.lock:
+            self._adapters.load(name, path, replace)
+
+    def remove_adapter(self, name: str) -> None:
+        """Remove an adapter and free the memory.
+
+        Raises:
+            UnknownNameError: no adapter has the name.
+            RequestError: unfinished requests use the adapter.
+        """
+        with self.engine.lock:
+            self._adapters.remove(name)
+
+    def update_weights(
+        self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | WeightsFrom
+    ) -> tuple[str, ...]:
+        """Replace the weights of some or all layers; replace either all given tensors or none.
+
+        All tensors of a layer must be in one call: also the scales and zero points of quantized
+        layers, and the tensors of all layers that are merged into one matmul. Tensors are prepared
+        as at loading, and exist next to the present ones until the call ends.
+
+        Args:
+            tensors: Tensors by the names and in the formats of the checkpoint, on any device. Or
+                the source of the tensors: another process, which calls ``send_weights``.
+        Returns: prefixes of the layers that got new memory, because the new operands have another
+            form. Graphs are captured again for the new memory.
+        Raises:
+            ConfigError: the model is adapted, or the process group is unusable.
+            RankError: the trainer or another receiver failed, died or did not answer. Nothing was
+                changed, unless a note of the error says so.
+            RequestError: a request is unfinished, with cached values of the present weights.
+            CheckpointError: a tensor is unknown, duplicate, unusable, has the wrong shape or kind
+                of dtype, or is missing although others of its layer are present. Nothing was
+                changed.
+        """
+        with self.engine.lock, offer_of(tensors) as offer:
+            return self._apply_offer(offer)
+
+    def _apply_offer(self, offer: Offer) -> tuple[str, ...]:
+        """Replace weights by the tensors of an open offer."""
+        if self.weights is None:
+            raise ConfigError(
+                "The weights of an adapted model are changed in the model itself. "
+                "Try: adapted.restore(), change them, and adapt() again"
+            )
+        if self.engine.busy:
+            raise RequestError(
+                "Weights cannot be exchanged while requests are unfinished: their cached keys and "
+                "values belong to the present ones. Try: finish or cancel them first"
+            )
+        with self.engine.runner.numerics():
+            moved = self.weights.update(offer, f"update of {self.path}")
+        # Cached prefixes were computed with the former weights.
+        self.engine.forget_prefixes()
+        self._adapters.renew()
+        if moved:
+            # Captured graphs and compiled code read the former memory.
+            self.engine.runner.renew()
+        return moved
+
+    def start(self, prompt: Prompt, params: SamplingParams) -> Stream:
+        """Queue a request for an engine that the caller steps, and return a token reader.
+
+        Raises: RequestError: the prompt or a parameter is unusable.
+        """
+        return self.start_several(prompt, params, 1)[0]
+
+    def start_several(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        n: int,
+        first_index: int = 0,
+        *,
+        shares: bool = True,
+    ) -> list[Stream]:
+        """Queue ``n`` answers to a prompt, as ``start`` does; see ``generate``.
+
+        Args:
+            first_index: Index of the first answer; see ``Delta.index``.
+            shares: Whether only the first answer computes the log probabilities of the prompt, if
+                requested.
+        Raises: RequestError, CheckpointError: as ``start``; then no answer is queued.
+        """
+        self._check_stop(params)
+        streams: list[Stream] = []
+        with self.engine.lock:
+            self.tokenizer.read()  # may fail: read before anything is queued
+            decoder_ids, source = self._split_prompt(token_ids_of(prompt, self.tokenizer))
+            try:
+                for index, answer_params in enumerate(params.numbered(n, shares), first_index):
+                    sequence = self.engine.add(decoder_ids, answer_params, source, reads_texts=True)
+                    streams.append(Stream(sequence, self.tokenizer, index))
+            except Exception:
+                for stream in streams:
+                    self.engine.cancel(stream.sequence)
+                raise
+        return streams
+
+    def check(self, token_ids: Sequence[int], params: SamplingParams) -> list[int]:
+        """Return the token ids of a prompt in the form for ``start``. Any thread may call this.
+
+        Raises: RequestError: the prompt or a parameter is unusable.
+        """
+        self._check_stop(params)
+        self.tokenizer.read()  # may fail: read before anything is queued
+        decoder_ids, source = self._split_prompt(token_ids)
+        tokens = self.engine.check(decoder_ids, params, source)
+        return tokens if source is None else self.engine.checked_source(source)
+
+    def room(self, token_ids: Sequence[int]) -> int:
+        """Return how many tokens may follow a prompt; 0 or less if the prompt is too long."""
+        return self.engine.runner.longest - len(self._split_prompt(token_ids)[0])
+
+    def _check_stop(self, params: SamplingParams) -> None:
+        if params.stop and isinstance(self.tokenizer, MissingTokenizer):
+            raise RequestError(
+                f"stop is {params.stop!r}, but {self.path} holds no tokenizer to find texts with. "
+                "Try: stop_token_ids, or add a tokenizer.json"
+            )
+
+    def _split_prompt(self, prompt: Sequence[int]) -> tuple[Sequence[int], Sequence[int] | None]:
+        """Return the first tokens of the decoder, and the encoder input if there is an encoder."""
+        if self.engine.runner.sources is None:
+            return prompt, None
+        return self.engine.start_token_ids, prompt
+
+    def _deltas(self, streams: Sequence[Stream]) -> Iterator[Delta | None]:
+        """Yield None once, to start the generator, and then the deltas."""
+        try:
+            yield None
+            while not all(stream.ended for stream in streams):
+                deltas: list[Delta] = []
+                with self.engine.lock:  # not while the caller has a delta
+                    if not any(stream.num_unread for stream in streams if not stream.ended):
+                        self.engine.step()
+                    for stream in streams:
+                        deltas += self._read(stream)
+                yield from deltas
+        finally:
+            self._cancel(streams)
+
+    def _cancel(self, streams: Sequence[Stream]) -> None:
+        """Cancel the unfinished answers after the current step."""
+
+        def cancel() -> None:
+            for stream in streams:
+                self.engine.cancel(stream.sequence)
+
+        if any(stream.sequence.finish_reason is None for stream in streams):
+            self.engine.lock.call_soon(cancel)
+
+    def _read(self, stream: Stream) -> list[Delta]:
+        deltas = []
+        while stream.num_unread and not stream.ended:
+            deltas.append(stream.read())
+        # Raise only after the caller got the tokens before the error.
+        if stream.sequence.error is not None and not deltas:
+            raise stream.sequence.error
+        if stream.ended:
+            self.engine.cancel(stream.sequence)
+        return deltas

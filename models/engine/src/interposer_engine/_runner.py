@@ -1,0 +1,232 @@
+"""Runs the steps of a model on KV caches: eagerly, compiled or as captured graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from interposer.errors import ConfigError
+from interposer_engine._batch import StepBatch
+from interposer_engine._compiled import CompiledModel
+from interposer_engine._encoder_inputs import Sources
+from interposer_engine._graphs import Capture, DecodeGraphs, GraphBuckets, Plans, Results
+from interposer_engine._kv_cache import Caches, PagedModel
+from interposer_engine._pages import States
+from interposer_engine._prefix_cache import SharedPrefixes
+from interposer_engine._scheduler import Chunk
+from interposer_models import CausalLM
+from interposer_models.decoder import HiddenStates
+from interposer_ops.layers.states import StateBatch
+
+if TYPE_CHECKING:
+    from interposer_engine._lora.layers import StepAdapters
+
+
+class Runner:
+    """Computes chunks of sequences; the scheduler has assigned the pages.
+
+    Attributes:
+        model: A ``PagedModel``, typed ``Any`` because each kind of model has further attributes.
+        numerics: Context manager in which weights are prepared and steps compute.
+        pools: Page pools, the pool of the widest attention window first.
+        encoder_pool: Page pool of the encoder inputs; None without an encoder.
+        is_prefix_lm: Whether the tokens of a prompt attend in both directions.
+        sources: Encodes the encoder inputs of sequences; None without an encoder.
+        graphs: Captured graphs of decode steps; None without graphs.
+        compiled: The compiled model, which is called instead of ``model``; None without
+            compilation.
+        prefixes: The prefix cache; None without one.
+        adapters: Assigns each token an adapter; None while no adapter is loaded.
+        hidden: Receives the hidden states of all tokens of a step; None if not needed.
+    """
+
+    adapters: StepAdapters | None = None
+    hidden: HiddenStates | None = None
+
+    def __init__(
+        self,
+        model: PagedModel,
+        device: str,
+        *,
+        page_size: int,
+        num_pages: int,
+        max_sequences: int,
+        max_step_tokens: int,
+        capture: Capture | None = None,
+        graphs_required: bool = False,
+        numerics: Callable[[], AbstractContextManager[None]] = nullcontext,
+        compiled: Callable[[Any, list[torch.Tensor]], CompiledModel] | None = None,
+        prefixes: Callable[[Caches, list[Any]], SharedPrefixes] | None = None,
+    ) -> None:
+        """Create the page pools and allocate the KV cache.
+
+        Args:
+            num_pages: Number of pages for the tokens of all sequences; pools of windows have fewer.
+            capture: ``Platform.capture_graph``, to run decode steps as graphs; None for no graphs.
+            graphs_required: Whether a failed capture raises; see ``DecodeGraphs``.
+            numerics: Context manager of the platform in which every step computes.
+            compiled: Compiles the model for the allocated caches.
+            prefixes: Creates the prefix cache over the allocated caches.
+        Raises: ConfigError: ``prefixes`` for a model that cannot share prefixes.
+        """
+        self.model: Any = model
+        self.max_sequences, self.max_step_tokens = max_sequences, max_step_tokens
+        self.device = device
+        self.numerics = numerics
+        sizes = page_size, num_pages, max_sequences, max_step_tokens
+        caches = Caches(model, *sizes, prefix_cache=prefixes is not None)
+        self.backends, self.pools = caches.backends, caches.pools
+        self._pool_indices = caches.pool_indices
+        self.encoder_pool, self.is_prefix_lm = caches.encoder_pool, caches.is_prefix_lm
+        self._num_states = len(caches.states)
+        self.sources: Sources | None = None
+        if self.encoder_pool is not None:
+            vocab_size = model.config.vocab_size
+            self.sources = Sources(model, self.encoder_pool, device, max_step_tokens, vocab_size)
+        self.graphs: DecodeGraphs | None = None
+        num_spare = 0
+        if capture is not None:
+            # Graphs read the rotary table, which must not move: make it large enough at once.
+            model.reserve_positions(self.longest, device)
+            max_tokens = max(self.longest, 0 if self.sources is None else self.sources.longest)
+            buckets = GraphBuckets.up_to(max_sequences, self.pools[0].pages_for(max_tokens))
+            num_spare = DecodeGraphs.pages_for(buckets, page_size)
+            self.graphs = DecodeGraphs(
+                self._results,
+                capture,
+                buckets,
+                page_size=page_size,
+                spare_pages=caches.spare_pages(num_spare),
+                device=device,
+                backends=self._pool_indices,
+                model=model if isinstance(model, nn.Module) else None,
+                with_states=bool(self._num_states),
+                with_encoder=self.sources is not None,
+                required=graphs_required,
+            )
+        self.caches = caches.allocate(device, num_spare)
+        self.prefixes = None if prefixes is None else prefixes(caches, self.caches)
+        self.compiled = None if compiled is None else compiled(model, self.caches)
+        # torch.compile specializes a size of 1, and a page table of one column is rare.
+        self._min_pages = 1 if compiled is None else 2
+
+    @property
+    def longest(self) -> int:
+        """Largest number of tokens of a sequence: the context length, or less in a small cache."""
+        context: int = self.model.config.max_position_embeddings
+        return min(pool.longest(context) for pool in self.pools)
+
+    @property
+    def states(self) -> States:
+        """The state tensors of the recurrent layers, in order."""
+        return self.caches[len(self.backends) :]
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of all pages and states, in bytes."""
+        parts = (cache if isinstance(cache, tuple) else (cache,) for cache in self.caches)
+        return sum(tensor.nbytes for part in parts for tensor in part)
+
+    def compute(self, chunks: Items[Chunk]) -> torch.Tensor:
+        """Compute the logits that the chunks request, ``[R, V]``; see ``Chunk.num_logits``.
+
+        Writes the keys and values of all tokens to the cache, but does not advance the sequences.
+        """
+        batch = self._batch(chunks)
+        rows: list[int] = []
+        stop = 0
+        for chunk in chunks:
+            stop += chunk.num_rows
+            rows += range(stop - chunk.num_logits, stop)
+        # Compute logits of some rows only: the output matmul is large for a large vocabulary.
+        if len(rows) < stop:
+            return self.forward(batch, torch.tensor(rows, dtype=torch.int64, device=self.device))
+        # Every row is requested, as in a step of decodes only.
+        if self.graphs is None:
+            return self.forward(batch, None)
+        results = self.graphs.run(batch)
+        if isinstance(results, torch.Tensor):
+            return results
+        logits, states = results
+        if self.hidden is not None:
+            self.hidden.latest = states
+        return logits
+
+    def record_hidden_states(self, hidden: HiddenStates) -> None:
+        """Write the hidden states of all tokens to ``hidden`` from the next step on.
+
+        Raises: ConfigError: the model is compiled, or is not a ``CausalLM``.
+        """
+        if self.compiled is not None or not isinstance(self.model, CausalLM):
+            obstacle = "compiled" if self.compiled is not None else type(self.model).__name__
+            raise ConfigError(
+                f"The model is {obstacle}, so that its hidden states are not available, which an "
+                "MTP head reads. Try: Config(compile='off'), or speculation='ngram'"
+            )
+        self.hidden = self.model.model.hidden = hidden
+        if self.graphs is not None:
+            self.graphs.forget()
+
+    def renew(self) -> None:
+        """Drop captured graphs and fix compiled sizes again, because layers have new operands."""
+        if self.graphs is not None:
+            self.graphs.forget()
+        if self.compiled is not None:
+            self.compiled.fix_sizes()
+
+    def _results(self, batch: StepBatch, plans: Plans) -> Results:
+        """Compute the logits, and the hidden states if a proposer needs hidden states."""
+        logits = self.forward(batch, None, plans)
+        if self.hidden is None or self.hidden.latest is None:
+            return logits
+        return logits, self.hidden.latest
+
+    def compute_all(self, chunk: Chunk) -> torch.Tensor:
+        """Compute the logits of every token of a chunk, ``[T, V]``."""
+        return self.forward(self._batch([chunk]), None)
+
+    def forward(
+        self, batch: StepBatch, rows: torch.Tensor | None, planned: Plans | None = None
+    ) -> torch.Tensor:
+        """Compute the logits of ``batch``; layers with the same backend share one plan.
+
+        Args:
+            rows: Rows of the tokens to compute logits for; None for all.
+            planned: Plans of the batch that exist already, by backend.
+        """
+        # The capacity of a graph is in whole pages, so its last page may exceed the context.
+        num_positions = min(
+            batch.attention.max_seq_tokens, self.model.config.max_position_embeddings
+        )
+        self.model.reserve_positions(num_positions, self.device)
+        with self.numerics():
+            plans = dict(planned or {})
+            for backend in self.backends:
+                if backend not in plans:
+                    plans[backend] = backend.plan(batch.by_pool[self._pool_indices[backend]])
+            model: Callable[..., torch.Tensor] = self.compiled or self.model
+            layer_plans = [plans[backend] for backend in self.backends]
+            if self._num_states:
+                layer_plans += [StateBatch.of(batch.attention)] * self._num_states
+            return model(batch.token_ids, batch.positions, self.caches, layer_plans, rows)
+
+    def _batch(self, chunks: Items[Chunk]) -> StepBatch:
+        if self.adapters is not None:
+            self.adapters.assign(chunks)
+        if self.sources is not None:
+            started = [chunk.sequence for chunk in chunks if not chunk.sequence.num_computed]
+            if started:
+                self.sources.encode(started, self.caches, self.numerics)
+        return StepBatch.build(
+            chunks,
+            self.pools[0].page_size,
+            self.device,
+            self._min_pages,
+            with_states=bool(self._num_states),
+            with_prefixes=self.is_prefix_lm,
+        )

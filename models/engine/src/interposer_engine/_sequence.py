@@ -1,0 +1,114 @@
+"""State of one request in the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from interposer_engine._constrained_decoding.constraints import Matcher
+from interposer_engine._sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "constraint", "cancelled", "error"]
+TopLogprobs = tuple[tuple[int, float], ...]
+"""Ids of the likeliest tokens with their natural-log probabilities, the likeliest first."""
+
+
+class PromptLogprob(NamedTuple):
+    """A prompt token with the probability given the preceding tokens.
+
+    Attributes:
+        token_id: The token.
+        logprob: Natural logarithm of the probability by the model's own logits.
+        rank: 1 if no token is likelier.
+        top_logprobs: Ids and log probabilities of the likeliest tokens at the position, as many as
+            requested.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_logprobs: TopLogprobs = ()
+
+
+@dataclass(slots=True, eq=False)
+class TokenSequence:
+    """Prompt, output and cache state of one request.
+
+    Attributes:
+        id: Number of the sequence in the engine.
+        prompt: Token ids of the prompt.
+        params: Sampling parameters.
+        seed: Seed of the request's noise; drawn if the parameters have none.
+        output: New tokens so far.
+        logprobs: Log probability of each new token.
+        num_computed: Number of tokens with keys and values in the cache.
+        num_shared: Number of first tokens that were cached when the sequence started.
+        pages: Cache pages of the sequence in each pool, in order.
+        page_keys: Key of the empty prefix and of each whole page; see ``page_keys``. Empty without
+            a prefix cache.
+        checkpoint_positions: Numbers of tokens after which the recurrent state is saved for other
+            sequences.
+        state_tokens: Number of tokens in the recurrent state; -1 if the state includes draft
+            tokens.
+        source: Token ids of the encoder input; empty if the model has no encoder.
+        source_pages: Cache pages of the encoder input.
+        state_slot: Row of the state tensors; -1 while the sequence has none.
+        adapter: Version number of the adapter in ``StepAdapters``; None without one.
+        finish_reason: Why the sequence has ended; None before the end.
+        error: The error, if the finish reason is ``"error"``.
+        has_end_token: Whether the last output token ended the sequence and is not part of the text.
+        matcher: Matcher of the constraint, advanced to the end of the output; None without one.
+        top_logprobs: Likeliest tokens at each output position, if requested.
+        prompt_logprobs: Log probabilities of the prompt tokens from the second on, as far as
+            computed, if requested.
+    """
+
+    id: int
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    output: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    num_computed: int = 0
+    num_shared: int = 0
+    pages: list[list[int]] = field(default_factory=lambda: [[]])
+    page_keys: list[bytes] = field(default_factory=list)
+    checkpoint_positions: list[int] = field(default_factory=list)
+    state_tokens: int = 0
+    source: list[int] = field(default_factory=list)
+    source_pages: list[int] = field(default_factory=list)
+    state_slot: int = -1
+    adapter: int | None = None
+    finish_reason: FinishReason | None = None
+    error: Exception | None = None
+    has_end_token: bool = False
+    matcher: Matcher | None = None
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def num_missing_logprobs(self) -> int:
+        """Number of prompt tokens without a computed log probability, if requested."""
+        if self.params.prompt_logprobs is None:
+            return 0
+        # The first prompt token has no prediction.
+        return len(self.prompt) - 1 - len(self.prompt_logprobs)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Return the tokens of prompt and output at the positions ``start`` to ``stop - 1``."""
+        split = len(self.prompt)
+        if start >= split:
+            return self.output[start - split : stop - split]
+        return self.prompt[start:stop] + self.output[: max(0, stop - split)]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A new token of a sequence, with the natural-log probability."""
+
+    sequence: TokenSequence
+    token_id: int
+    logprob: float

@@ -1,0 +1,48 @@
+"""Interface of speculative decoding in the steps of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from interposer_engine._scheduler import Chunk
+from interposer_engine._sequence import Event, TokenSequence
+
+
+@dataclass(slots=True)
+class SpeculationCounts:
+    """Counts over all decode-only steps so far.
+
+    Attributes:
+        plain_steps: Steps without draft tokens.
+        drafted_steps: Steps with draft tokens.
+        drafted_tokens: Draft tokens that were proposed.
+        accepted_tokens: Draft tokens that the model accepted.
+    """
+
+    plain_steps: int = 0
+    drafted_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        """Fraction of draft tokens that the model accepted; 0 if there were none."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
+
+
+class StepSpeculation(Protocol):
+    """Runs the steps of an engine with draft tokens, through the engine's own methods."""
+
+    @property
+    def figures(self) -> SpeculationCounts:
+        """The counts so far."""
+        ...
+
+    def step(self, chunks: list[Chunk]) -> list[Event]:
+        """Compute the chunks of a step with allocated pages; see ``Engine.step``."""
+        ...
+
+    def forget(self, sequence: TokenSequence) -> None:
+        """Drop the state of a sequence that has ended."""
+        ...

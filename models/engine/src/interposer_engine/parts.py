@@ -1,0 +1,122 @@
+"""Parts of the engine for distributions that run models of their own in it.
+
+Most programs need :func:`interposer_engine.load` only. Names are loaded on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from interposer.tooling import lazy_attributes
+
+if TYPE_CHECKING:
+    from interposer_engine._batch import StepBatch
+    from interposer_engine._checkpoint.files import read_json
+    from interposer_engine._checkpoint.opening import (
+        config_source,
+        open_folder,
+        tokenizer_of,
+        with_weights,
+    )
+    from interposer_engine._checkpoint.tensors import unplaced
+    from interposer_engine._checkpoint.weight_check import WeightCheck
+    from interposer_engine._checkpoint.weights import Weights
+    from interposer_engine._engine import Engine
+    from interposer_engine._generation_config import GenerationSettings, end_token_ids, stop_tokens
+    from interposer_engine._kv_cache import CacheGroup, CacheShape, PagedLayer
+    from interposer_engine._kv_cache_budget import (
+        CacheBudget,
+        check_cache,
+        check_sizes,
+        unmeasured_budget,
+    )
+    from interposer_engine._locks import FairLock
+    from interposer_engine._pages import PagePool
+    from interposer_engine._plan import compute_dtype
+    from interposer_engine._quantize.calibration import decoder_of
+    from interposer_engine._quantize.settings import TRANSFORMERS_METHOD, quantization_settings
+    from interposer_engine._runner import Runner
+    from interposer_engine._sampling import (
+        SamplingState,
+        is_listing,
+        non_finite,
+        penalties_of,
+        sampling_batch,
+    )
+    from interposer_engine._scheduler import Chunk
+    from interposer_engine._sequence import TokenSequence
+    from interposer_engine._tokenizer import MissingTokenizer
+
+__all__ = [
+    "TRANSFORMERS_METHOD",
+    "CacheBudget",
+    "CacheGroup",
+    "CacheShape",
+    "Chunk",
+    "Engine",
+    "FairLock",
+    "GenerationSettings",
+    "MissingTokenizer",
+    "PagePool",
+    "PagedLayer",
+    "Runner",
+    "SamplingState",
+    "StepBatch",
+    "TokenSequence",
+    "WeightCheck",
+    "Weights",
+    "check_cache",
+    "check_sizes",
+    "compute_dtype",
+    "config_source",
+    "decoder_of",
+    "end_token_ids",
+    "is_listing",
+    "non_finite",
+    "open_folder",
+    "penalties_of",
+    "quantization_settings",
+    "read_json",
+    "sampling_batch",
+    "stop_tokens",
+    "tokenizer_of",
+    "unmeasured_budget",
+    "unplaced",
+    "with_weights",
+]
+
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "interposer_engine._batch": "StepBatch",
+        "interposer_engine._checkpoint.files": "read_json",
+        "interposer_engine._checkpoint.opening": (
+            "config_source open_folder tokenizer_of with_weights"
+        ),
+        "interposer_engine._checkpoint.tensors": "unplaced",
+        "interposer_engine._checkpoint.weight_check": "WeightCheck",
+        "interposer_engine._checkpoint.weights": "Weights",
+        "interposer_engine._engine": "Engine",
+        "interposer_engine._generation_config": "GenerationSettings end_token_ids stop_tokens",
+        "interposer_engine._kv_cache": "CacheGroup CacheShape PagedLayer",
+        "interposer_engine._kv_cache_budget": (
+            "CacheBudget check_cache check_sizes unmeasured_budget"
+        ),
+        "interposer_engine._locks": "FairLock",
+        "interposer_engine._pages": "PagePool",
+        "interposer_engine._plan": "compute_dtype",
+        "interposer_engine._quantize.calibration": "decoder_of",
+        "interposer_engine._quantize.settings": "TRANSFORMERS_METHOD quantization_settings",
+        "interposer_engine._runner": "Runner",
+        "interposer_engine._sampling": (
+            "SamplingState is_listing non_finite penalties_of sampling_batch"
+        ),
+        "interposer_engine._scheduler": "Chunk",
+        "interposer_engine._sequence": "TokenSequence",
+        "interposer_engine._tokenizer": "MissingTokenizer",
+    },
+)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,1 +1,0 @@
-"""Adaptation of transformers models: structure proposes a kernel for a module, a trial decides."""

@@ -1,1 +1,0 @@
-"""Low-rank adapters (LoRA): read, attached to the layers of a model, and chosen by request."""

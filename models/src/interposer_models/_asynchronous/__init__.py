@@ -1,1 +1,0 @@
-"""Asynchronous interface: requests of any event loop, run by one step thread."""

@@ -1,1 +1,0 @@
-"""Benchmarks of a loaded model, compared with a roofline."""

@@ -1,1 +1,0 @@
-"""Checkpoints: files, tensors, and the loading of weights into layers."""

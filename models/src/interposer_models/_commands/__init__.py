@@ -1,1 +1,0 @@
-"""The subcommands that run models."""

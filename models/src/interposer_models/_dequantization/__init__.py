@@ -1,1 +1,0 @@
-"""Quantized weights that only a reference multiplies here, dequantized once while loading."""

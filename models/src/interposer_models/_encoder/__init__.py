@@ -1,1 +1,0 @@
-"""Models that turn texts into vectors or classes."""

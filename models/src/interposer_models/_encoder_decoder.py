@@ -1,0 +1,302 @@
+"""The self-attention of an encoder, and the cross-attention of a decoder to the encoder's output.
+
+Dimensions: T tokens of a step, E tokens of encoder inputs, B encoder inputs, N heads, K kv heads,
+D head size, H hidden size, R rotary size.
+
+Decoder blocks with cross-attention.
+
+Dimensions: T tokens, R tokens to output, H hidden size.
+
+An encoder-decoder model: a decoder with an LM head, and an encoder.
+
+Dimensions: E tokens of encoder inputs, H hidden size of the encoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from interposer import AttentionSpec, PluggableLayer, Site
+from interposer_models._decoder.decoder import CausalLM, Decoder, Names, Norm, NormedBlock
+from interposer_models._decoder.family import DecoderFamily
+from interposer_ops.attention import ragged_attention
+from interposer_ops.layers.attention import Attention
+from interposer_ops.layers.divided_pairs import PairNames, share_heads
+from interposer_ops.layers.linear import Linear, MergedLinear
+from interposer_ops.layers.self_attention import SelfAttention
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderBatch:
+    """The start of each encoder input, ``[B + 1]`` int64, and the length of the longest one."""
+
+    starts: Tensor
+    longest: int
+
+
+class EncoderAttention(SelfAttention):
+    """Attention of every token to all tokens of the encoder input, or to a window on either side.
+
+    Nothing is cached.
+
+    Args:
+        spec: the window counts the query token and the tokens on one side.
+        rotary_size: R; 0 without rotary embedding.
+        bias: of all projections.
+    """
+
+    def __init__(
+        self, site: Site, spec: AttentionSpec, hidden_size: int, rotary_size: int, bias: bool
+    ) -> None:
+        PluggableLayer.__init__(self, site)
+        names = PairNames("qkv_proj", self.part_names[0], bias, bias)
+        shards = share_heads(site, spec, hidden_size, names)
+        self.spec = spec = shards.spec
+        self.head_size = size = spec.head_size
+        self.sizes = shards.sizes
+        self.qkv_proj, self.o_proj = shards.first(), shards.last()
+        self.q_norm = self.k_norm = None
+        self.rotary = self.rotary_type(site.at("rotary"), size, rotary_size)
+        self.attend = site.at("attn").bind(
+            ragged_attention,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=size,
+            value_size=size,
+            causal=False,
+            windowed=spec.window_tokens is not None,
+            softcapped=spec.softcap is not None,
+            sinks=False,
+            alibi=False,
+        )
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, plan: Any, rows: Tensor | None
+    ) -> Tensor:
+        """Compute the output projection ``[E, H]``.
+
+        Args:
+            x: ``[E, H]``.
+            cos, sin: ``[E, R / 2]``, float32 or wider.
+            cache: ignored.
+            plan: an ``EncoderBatch``.
+            rows: ignored; all tokens are computed.
+        """
+        query, key, value = self.heads(x, cos, sin)
+        starts, longest, spec = plan.starts, plan.longest, self.spec
+        lengths = starts, starts, longest, longest
+        scores = spec.scale, False, spec.window_tokens, spec.softcap
+        mixed = self.attend(query, key, value, *lengths, *scores, None, None)
+        return self.o_proj(mixed.flatten(1))  # type: ignore[no-any-return]
+
+
+class CrossAttention(PluggableLayer):
+    """Attention of a decoder's tokens to the cached keys and values of an encoder input.
+
+    Args:
+        spec: of the type ``encoder_decoder``.
+        source_size: hidden size of the encoder.
+        out: name of the output projection.
+        bias: of all projections.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        spec: AttentionSpec,
+        hidden_size: int,
+        source_size: int,
+        out: str = "o_proj",
+        bias: bool = False,
+    ) -> None:
+        super().__init__(site)
+        self.head_size = size = spec.head_size
+        width, kv_width = spec.num_heads * size, spec.num_kv_heads * size
+        parts = {"k_proj": kv_width, "v_proj": kv_width}
+        self.q_proj = Linear(site.at("q_proj"), hidden_size, width, bias)
+        self.kv_proj = MergedLinear(site.at("kv_proj"), source_size, parts, bias)
+        self.o_proj = Linear(site.at(out), width, hidden_size, bias)
+        self.attn = Attention(site.at("attn"), spec)
+
+    def store(self, source: Tensor, cache: Any, plan: Any) -> None:
+        """Cache keys and values of an encoder's output ``[E, source_size]``.
+
+        Args:
+            plan: has the slots ``[E]`` to write to.
+        """
+        key, value = self.kv_proj(source).unflatten(-1, (-1, self.head_size)).chunk(2, -2)
+        # Without queries the backend only writes.
+        query = source.new_empty(0, self.attn.spec.num_heads, self.head_size)
+        self.attn(query, key, value, cache, plan)
+
+    def forward(self, x: Tensor, cache: Any, plan: Any, rows: Tensor | None) -> Tensor:
+        """Compute the output projection ``[T, H]``, or ``[rows, H]`` of the tokens in ``rows``."""
+        query = self.q_proj(x).unflatten(-1, (-1, self.head_size))
+        mixed = self.attn.backend.forward_stored(query, cache, plan)
+        if rows is not None:
+            mixed = mixed[rows]
+        return self.o_proj(mixed.flatten(1))  # type: ignore[no-any-return]
+
+
+class CrossedBlock(NormedBlock):
+    """A ``NormedBlock`` with cross-attention between self-attention and MLP.
+
+    Args:
+        crossing: the names of the norms before and after the cross-attention; an empty name means
+            no norm.
+        cross: the cross-attention.
+        cross_name: the module name of the cross-attention.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        norm: Norm,
+        names: Names,
+        attention: nn.Module,
+        mlp: nn.Module,
+        crossing: tuple[str, str],
+        cross: nn.Module,
+        cross_name: str,
+    ) -> None:
+        super().__init__(site, norm, names, attention, mlp)
+        self.crossing, self.cross_name = crossing, cross_name
+        self.add_module(cross_name, cross)
+        for name in filter(None, crossing):
+            self.add_module(name, norm(site.at(name)))
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        cache: Any,
+        plan: Any,
+        rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the block's output, not yet added, and the stream, as ``DecoderBlock``.
+
+        Args:
+            cache, plan: two of each: for self-attention and for cross-attention.
+        """
+        cross: Any = self._modules[self.cross_name]
+        x, stream = self._sublayer_input(self.names[0], x, residual)
+        # The plan of the cross-attention counts all T tokens, so rows are dropped only after it.
+        x = self._sublayer_output(
+            self.names[1], self.self_attn(x, cos, sin, cache[0], plan[0], None)
+        )
+        x, stream = self._sublayer_input(self.crossing[0], x, stream)
+        x = self._sublayer_output(self.crossing[1], cross(x, cache[1], plan[1], rows))
+        if rows is not None:
+            stream = stream[rows]
+        x, stream = self._sublayer_input(self.names[2], x, stream)
+        return self._sublayer_output(self.names[3], self.mlp(x)), stream
+
+
+class EncoderDecoderFamily(DecoderFamily):
+    """A decoder with self-attention and cross-attention in each block.
+
+    A family adds the settings of the encoder, and builds encoder and decoder.
+    """
+
+    cross_name: ClassVar[str] = "cross_attn"
+
+    def cross_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
+        """Describe the cross-attention of layer ``index``.
+
+        Cross-attention has no window, and a cache of the model's dtype.
+        """
+        self_spec = self.attention_spec(site, index, page_size)
+        # Everything else, such as heads and scale, is as in self-attention.
+        return replace(
+            self_spec,
+            type="encoder_decoder",
+            window_tokens=None,
+            cache_dtype=self_spec.dtype,
+            head_scales=False,
+        )
+
+    def attention(self, site: Site) -> Iterator[tuple[AttentionSpec, Site]]:
+        """Yield spec and site of both attentions of each block, in pages of one token."""
+        yield from super().attention(site)
+        for index in range(self.num_hidden_layers):
+            cross_site = site.at(
+                f"{self.frame.decoder}.{self.frame.layers}.{index}.{self.cross_name}"
+            )
+            yield self.cross_spec(cross_site, index, page_size=1), cross_site.at("attn")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceBatch:
+    """Whole encoder inputs, packed without padding.
+
+    Attributes:
+        token_ids, positions: ``[E]`` int64; positions count from the start of each input.
+        starts: ``[B + 1]`` int64; input b has the entries ``starts[b]`` to ``starts[b + 1] - 1``.
+        longest: Length of the longest input.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    starts: Tensor
+    longest: int
+
+
+class SourceEncoder(Decoder):
+    """An encoder: embedding, blocks with bidirectional attention, and the final norm."""
+
+    def encode(self, sources: SourceBatch) -> torch.Tensor:
+        """Compute the normalised hidden states ``[E, H]``."""
+        x = self.embed(sources.token_ids, sources.positions)
+        plan, residual = EncoderBatch(sources.starts, sources.longest), None
+        for block, angles in zip(self.layers, self.angles(sources.positions), strict=True):
+            x, residual = block(x, residual, *angles, None, plan, None)
+        normalised: torch.Tensor = self.norm.forward_add(x, residual)[0]  # type: ignore[operator]
+        return normalised
+
+
+class CrossDecoder(Decoder):
+    """A decoder with cross-attention; no block can run without an encoder's output."""
+
+    can_run_block_by_block = False
+
+
+class EncoderDecoderLM(CausalLM):
+    """A decoder with an LM head and an encoder; cross-attention caches the encoder's output.
+
+    Attributes:
+        encoder: set by the subclass or the family that builds the model.
+    """
+
+    decoder_type: ClassVar[type[Decoder]] = CrossDecoder
+    encoder: SourceEncoder
+
+    @property
+    def max_source_tokens(self) -> int:
+        """The most tokens of an encoder input."""
+        return self.encoder.config.max_position_embeddings
+
+    def reserve_positions(self, count: int, device: str) -> None:
+        """Compute the angles of at least ``count`` positions for encoder and decoder."""
+        super().reserve_positions(count, device)
+        if not self.encoder.tables or count > len(self.encoder.tables[0][0]):
+            self.encoder.reserve_positions(count, device)
+
+    def encode(self, sources: SourceBatch, caches: Sequence[Any], plans: Sequence[Any]) -> None:
+        """Encode inputs, and cache each cross-attention's keys and values; see ``SourceModel``."""
+        hidden = self.encoder.encode(sources)
+        cache_indices = {
+            # Caches follow the order of attention layers, self-attention and cross-attention alike.
+            layer: cache_index
+            for cache_index, layer in enumerate(self.attention_layers)
+        }
+        for module in self.model.modules():
+            if isinstance(module, CrossAttention):
+                cache_index = cache_indices[module.attn]
+                module.store(hidden, caches[cache_index], plans[cache_index])

@@ -1,1 +1,0 @@
-"""The engine: requests, batches, steps and graphs."""

@@ -1,1 +1,0 @@
-"""Packed forms of checkpoints: weights that kernels have prepared, in a file to be mapped."""

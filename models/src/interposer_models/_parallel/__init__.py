@@ -1,1 +1,0 @@
-"""Tensor and expert parallelism: models that several processes compute together."""

@@ -1,1 +1,0 @@
-"""Writing a quantized copy of a model directory."""

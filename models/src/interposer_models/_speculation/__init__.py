@@ -1,1 +1,0 @@
-"""Speculative decoding: draft tokens that the target model verifies, several in one step."""

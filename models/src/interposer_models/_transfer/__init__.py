@@ -1,1 +1,0 @@
-"""Weight transfer: a trainer in another process updates the weights of models."""

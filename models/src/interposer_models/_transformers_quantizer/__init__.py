@@ -1,1 +1,0 @@
-"""Online quantization of models that transformers loads."""

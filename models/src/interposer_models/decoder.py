@@ -1,0 +1,71 @@
+"""The decoder that model families are built from, for engines that run it.
+
+Names are loaded on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from interposer.tooling import lazy_attributes
+
+if TYPE_CHECKING:
+    from interposer_models._decoder.attention import StoredAttention
+    from interposer_models._decoder.chunked_attention import ChunkedBackend
+    from interposer_models._decoder.decoder import CACHED_LAYERS, Decoder, HiddenStates
+    from interposer_models._decoder.family import DecoderFamily, cache_note
+    from interposer_models._decoder.mla import LatentAttention, LatentProjection
+    from interposer_models._decoder.moe import UngatedExperts
+    from interposer_models._decoder.mtp_head import PredictionHead
+    from interposer_models._decoder.recurrent import RecurrentLayer
+    from interposer_models._decoder.settings import DecoderSettings, Positive
+    from interposer_models._encoder_decoder import SourceBatch
+    from interposer_models._family_choice import (
+        blamed_on_family,
+        checked_model,
+        choose_family,
+        located,
+    )
+
+__all__ = [
+    "CACHED_LAYERS",
+    "ChunkedBackend",
+    "Decoder",
+    "DecoderFamily",
+    "DecoderSettings",
+    "HiddenStates",
+    "LatentAttention",
+    "LatentProjection",
+    "Positive",
+    "PredictionHead",
+    "RecurrentLayer",
+    "SourceBatch",
+    "StoredAttention",
+    "UngatedExperts",
+    "blamed_on_family",
+    "cache_note",
+    "checked_model",
+    "choose_family",
+    "located",
+]
+
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "interposer_models._decoder.attention": "StoredAttention",
+        "interposer_models._decoder.chunked_attention": "ChunkedBackend",
+        "interposer_models._decoder.decoder": "CACHED_LAYERS Decoder HiddenStates",
+        "interposer_models._decoder.family": "DecoderFamily cache_note",
+        "interposer_models._decoder.mla": "LatentAttention LatentProjection",
+        "interposer_models._decoder.moe": "UngatedExperts",
+        "interposer_models._decoder.mtp_head": "PredictionHead",
+        "interposer_models._decoder.recurrent": "RecurrentLayer",
+        "interposer_models._decoder.settings": "DecoderSettings Positive",
+        "interposer_models._encoder_decoder": "SourceBatch",
+        "interposer_models._family_choice": "blamed_on_family checked_model choose_family located",
+    },
+)
+
+
+def __dir__() -> list[str]:
+    return __all__
