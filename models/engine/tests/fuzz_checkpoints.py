@@ -31,7 +31,7 @@ from interposer.errors import CheckpointError, InterposerError
 from interposer.records import ModelEntry, SchemeEntry, load_target
 from interposer_engine import load
 from interposer_engine._checkpoint.tensors import places_of
-from interposer_engine._loader import plan
+from interposer_engine._planning import plan
 
 SECONDS = 30
 BYTES = 2**30

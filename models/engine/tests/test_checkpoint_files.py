@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from interposer import CheckpointEntry, CheckpointFile, Config, explain, hookimpl, register
 from interposer.errors import CheckpointError, PluginError
 from interposer_engine import load
-from interposer_engine._loader import plan
+from interposer_engine._planning import plan
 from interposer_ops.layers.linear import Linear
 
 SHIPPED = Path(__file__).parents[3] / "examples" / "models" / "stdlib-lm"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from interposer import Config, explain, place
-from interposer_engine._loader import plan
 from interposer_engine._plan import Plan
+from interposer_engine._planning import plan
 
 
 def kernels(planned: Plan, op: str) -> set[tuple[str, str]]:

@@ -12,9 +12,9 @@ import pytest
 from interposer import Config
 from interposer_engine._checkpoint.opening import with_weights
 from interposer_engine._checkpoint.weights import Weights
-from interposer_engine._loader import plan
 from interposer_engine._packed.file import PackedWriter
 from interposer_engine._packed.loading import load_weights, packed_file, packed_store_of
+from interposer_engine._planning import plan
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,8 +46,8 @@ class Machine:
     """
 
     page_size: int = 4
-    windows: Items[int | None] = (None,)
-    num_pages: Items[int] = (64,)
+    windows: Sequence[int | None] = (None,)
+    num_pages: Sequence[int] = (64,)
     max_sequences: int = 8
     max_step_tokens: int = 64
     num_checkpoints: int = 0
@@ -83,7 +83,9 @@ class Machine:
         self.scheduler = Scheduler(self.pools, *sizes, prefixes=self.shared)
         self.ids = iter(range(10**6))
 
-    def add(self, prompt: Items[int], more: int = 1, adapter: int | None = None) -> TokenSequence:
+    def add(
+        self, prompt: Sequence[int], more: int = 1, adapter: int | None = None
+    ) -> TokenSequence:
         params = SamplingParams(max_new_tokens=more)
         pages: list[list[int]] = [[] for _ in self.pools]
         sequence = TokenSequence(next(self.ids), [*prompt], params, 0, pages=pages, adapter=adapter)

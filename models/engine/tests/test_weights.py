@@ -30,8 +30,8 @@ from interposer_engine import load
 from interposer_engine._checkpoint.files import Checkpoint
 from interposer_engine._checkpoint.updates import Offer
 from interposer_engine._checkpoint.weights import Weights
-from interposer_engine._loader import plan
 from interposer_engine._plan import Plan
+from interposer_engine._planning import plan
 from interposer_ops.layers.linear import Linear, MergedLinear
 
 Tensors = dict[str, torch.Tensor]

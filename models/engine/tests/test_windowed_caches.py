@@ -18,7 +18,7 @@ from tests.tape import TapePlatform
 
 from interposer import AttentionBackend, AttentionSpec, Config, KVCacheLayout, explain
 from interposer.errors import ConfigError, RequestError
-from interposer_engine import LanguageModel, SamplingParams, _loader, load
+from interposer_engine import LanguageModel, SamplingParams, _planning, load
 from interposer_engine._kv_cache import CacheGroup, CacheShape
 from interposer_engine._pages import PagePool, window_pages
 from interposer_engine._scheduler import Scheduler
@@ -50,7 +50,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def loaded(path: Path, page_size: int = 16, **more: Any) -> LanguageModel:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_loader, "common_page_size", lambda *_: page_size)
+        patch.setattr(_planning, "common_page_size", lambda *_: page_size)
         return load(path, "float32", platform="cpu", **more)
 
 

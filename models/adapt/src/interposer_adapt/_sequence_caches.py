@@ -23,8 +23,15 @@ from interposer_adapt._caches import new_cache
 from interposer_adapt._paged_decoder import FAILURES, DecoderSizes
 from interposer_adapt._trial_length import extra_trial_tokens
 from interposer_engine import SamplingParams
-from interposer_engine.parts import CacheGroup, CacheShape, Chunk, PagedLayer, PagePool, StepBatch
-from interposer_engine.parts import TokenSequence as EngineSequence
+from interposer_engine.parts import (
+    CacheGroup,
+    CacheShape,
+    Chunk,
+    PagedLayer,
+    PagePool,
+    StepBatch,
+    TokenSequence,
+)
 from interposer_ops.layers.states import StateBatch, StateLayout
 
 _CACHE_NAMES = ("past_key_values", "cache_params")
@@ -202,7 +209,7 @@ def _logits_in_steps(
         2 * -(-max(len(prompt), len(second_prompt)) // decoder.page_size), decoder.page_size
     )
     sequences = [
-        EngineSequence(i, tokens, SamplingParams(), 0)
+        TokenSequence(i, tokens, SamplingParams(), 0)
         for i, tokens in enumerate((prompt, second_prompt))
     ]
     for slot, sequence in enumerate(sequences):

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from interposer_engine._distributed.launcher import launched
     from interposer_engine._engine_thread import Generation, QueueFullError
     from interposer_engine._language_model import Completion, Delta, LanguageModel, Stream
-    from interposer_engine._loader import load, plan
+    from interposer_engine._loader import load
     from interposer_engine._packed.packing import Packed, pack
     from interposer_engine._plan import Plan
+    from interposer_engine._planning import plan
     from interposer_engine._prefix_settings import PrefixCache
     from interposer_engine._quantize.quantizer import quantize
     from interposer_engine._sampling_params import Constraint, SamplingParams
@@ -79,7 +80,8 @@ __getattr__ = lazy_attributes(
         "interposer_engine._distributed.launcher": "launched",
         "interposer_engine._engine_thread": "Generation QueueFullError",
         "interposer_engine._language_model": "Completion Delta LanguageModel Stream",
-        "interposer_engine._loader": "load plan",
+        "interposer_engine._loader": "load",
+        "interposer_engine._planning": "plan",
         "interposer_engine._packed.packing": "Packed pack",
         "interposer_engine._plan": "Plan",
         "interposer_engine._prefix_settings": "PrefixCache",

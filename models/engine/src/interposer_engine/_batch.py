@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,7 +37,7 @@ class StepBatch:
     @classmethod
     def build(
         cls,
-        chunks: Items[Chunk],
+        chunks: Sequence[Chunk],
         page_size: int,
         device: str,
         min_pages: int = 1,
@@ -101,9 +101,9 @@ class StepBatch:
     @classmethod
     def _from_parts(
         cls,
-        parts: Items[torch.Tensor],
+        parts: Sequence[torch.Tensor],
         table_width: int,
-        max_lengths: Items[int],
+        max_lengths: Sequence[int],
         host: StepBatch | None,
     ) -> StepBatch:
         """Assemble the batch from the parts of one tensor, in the order of ``build``."""
@@ -144,7 +144,7 @@ class StepBatch:
         return cls(tokens, positions, attention, tuple(other_pools))
 
 
-def _prefix_lens(chunks: Items[Chunk]) -> list[int]:
+def _prefix_lens(chunks: Sequence[Chunk]) -> list[int]:
     """Return the prompt lengths, or nothing if no token of the step attends to a later one."""
     sequences = [chunk.sequence for chunk in chunks]
     if any(sequence.num_computed + 1 < len(sequence.prompt) for sequence in sequences):
@@ -152,7 +152,7 @@ def _prefix_lens(chunks: Items[Chunk]) -> list[int]:
     return []
 
 
-def _encoder_inputs(chunks: Items[Chunk], table_width: int) -> list[list[int]]:
+def _encoder_inputs(chunks: Sequence[Chunk], table_width: int) -> list[list[int]]:
     """Return the lengths of the encoder inputs, and the rows of the page table as one list."""
     lengths: list[int] = []
     table: list[int] = []

@@ -17,7 +17,7 @@ from interposer import AttentionBackend, AttentionBatch, AttentionSpec
 from interposer.errors import RequestError
 from interposer_engine._pages import PagePool
 from interposer_engine._sampling import checked_tokens
-from interposer_engine._sequence import TokenSequence as Request
+from interposer_engine._sequence import TokenSequence
 from interposer_models.decoder import SourceBatch
 
 
@@ -86,7 +86,7 @@ class Sources:
 
     def encode(
         self,
-        sequences: Sequence[Request],
+        sequences: Sequence[TokenSequence],
         caches: Sequence[Any],
         numerics: Callable[[], AbstractContextManager[None]],
     ) -> None:

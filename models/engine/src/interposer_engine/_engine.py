@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from random import Random
 
 import torch
@@ -58,7 +58,7 @@ class PromptLogprobs:
         """
         self._sampler.editor.prepare(top=params.prompt_logprobs is not None)
 
-    def record(self, chunks: Items[Chunk], logits: torch.Tensor) -> torch.Tensor:
+    def record(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> torch.Tensor:
         """Record prompt log probabilities in the sequences; return the rows of logits to sample.
 
         Args:
@@ -113,7 +113,7 @@ class Engine:
         *,
         stop_token_ids: frozenset[int],
         seed: int | None = None,
-        start_token_ids: Items[int] = (),
+        start_token_ids: Sequence[int] = (),
     ) -> None:
         """Create an engine without requests.
 
@@ -162,9 +162,9 @@ class Engine:
 
     def add(
         self,
-        prompt: Items[int],
+        prompt: Sequence[int],
         params: SamplingParams,
-        source: Items[int] | None = None,
+        source: Sequence[int] | None = None,
         *,
         reads_texts: bool = False,
     ) -> TokenSequence:
@@ -195,7 +195,7 @@ class Engine:
         return sequence
 
     def check(
-        self, prompt: Items[int], params: SamplingParams, source: Items[int] | None = None
+        self, prompt: Sequence[int], params: SamplingParams, source: Sequence[int] | None = None
     ) -> list[int]:
         """Return the prompt in the form for ``add``. Any thread may call this.
 
@@ -251,7 +251,7 @@ class Engine:
             return []
         return self.run(chunks) if self.speculation is None else self.speculation.step(chunks)
 
-    def run(self, chunks: Items[Chunk]) -> list[Event]:
+    def run(self, chunks: Sequence[Chunk]) -> list[Event]:
         """Compute chunks without draft tokens, and return the new tokens."""
         sampled = [chunk.sequence for chunk in chunks if chunk.is_last]
         logits = self.runner.compute(chunks)
@@ -264,10 +264,10 @@ class Engine:
     @torch.inference_mode()
     def logits(
         self,
-        token_ids: Items[int],
+        token_ids: Sequence[int],
         adapter: str | None = None,
         num_prompt: int | None = None,
-        source: Items[int] | None = None,
+        source: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """Compute the logits after every token, ``[T, V]`` float32.
 
@@ -317,7 +317,11 @@ class Engine:
         return self._seeds is not None
 
     def sequence(
-        self, tokens: list[int], params: SamplingParams, seed: int, source: Items[int] | None = None
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        seed: int,
+        source: Sequence[int] | None = None,
     ) -> TokenSequence:
         """Create a sequence, but neither queue it nor check the tokens."""
         pages: list[list[int]] = [[] for _ in self.pools]
@@ -329,7 +333,7 @@ class Engine:
             sequence.adapter = self.runner.adapters.version(params.adapter)
         return sequence
 
-    def checked_source(self, source: Items[int] | None) -> list[int]:
+    def checked_source(self, source: Sequence[int] | None) -> list[int]:
         """Return the encoder input as plain integers; empty if the model has no encoder.
 
         Raises: RequestError: see ``Sources.check``; or ``source`` is set and there is no encoder.
@@ -342,7 +346,7 @@ class Engine:
             )
         return []
 
-    def checked_tokens(self, token_ids: Items[int]) -> list[int]:
+    def checked_tokens(self, token_ids: Sequence[int]) -> list[int]:
         """Return the ids as plain integers; see ``checked_tokens`` of ``request_batch``."""
         return checked_tokens(token_ids, self.model.config.vocab_size)
 

@@ -17,7 +17,7 @@ from interposer_engine._offload.planning import Offloading
 from interposer_ops.layers.sampler import Sampler
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Plan:
     """A model on the meta device: all choices are made, but no weights are loaded.
 

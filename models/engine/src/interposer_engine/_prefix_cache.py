@@ -9,8 +9,7 @@ Dimensions: S page size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -58,7 +57,7 @@ class PrefixTails:
             if not self._tails[position]:
                 del self._tails[position]
 
-    def after(self, before: bytes, tokens: Items[int]) -> Iterator[tuple[bytes, list[int]]]:
+    def after(self, before: bytes, tokens: Sequence[int]) -> Iterator[tuple[bytes, list[int]]]:
         """Yield keys and tokens of pages after ``before`` that share the first of ``tokens``."""
         yield from self._tails.get((before, tokens[0]), {}).items()
 
@@ -110,7 +109,7 @@ class PrefixSearch:
 
     def __init__(
         self,
-        pools: Items[PrefixPool],
+        pools: Sequence[PrefixPool],
         checkpoints: StateCheckpoints | None,
         store: PrefixStore | None,
     ) -> None:
@@ -121,7 +120,7 @@ class PrefixSearch:
         self._store = store
 
     def longest(
-        self, sequence: TokenSequence, running: Items[TokenSequence], needs_pages: bool = True
+        self, sequence: TokenSequence, running: Sequence[TokenSequence], needs_pages: bool = True
     ) -> Match:
         """Return the longest cached prefix of a sequence.
 
@@ -162,7 +161,7 @@ class PrefixSearch:
         return Match(num_complete, tail, num_known_pages, num_complete * size + tail.num_tokens)
 
     def _tail(
-        self, sequence: TokenSequence, count: int, running: Items[TokenSequence]
+        self, sequence: TokenSequence, count: int, running: Sequence[TokenSequence]
     ) -> Tail | None:
         """Return the longest partial match after ``count`` whole pages; None without one."""
         start = count * self._size
@@ -189,7 +188,7 @@ class PrefixSearch:
         return longest if longest is not None and longest.num_tokens else None
 
     def _running_tails(
-        self, key_before: bytes, count: int, running: Items[TokenSequence]
+        self, key_before: bytes, count: int, running: Sequence[TokenSequence]
     ) -> Iterator[tuple[list[int], tuple[int, ...]]]:
         """Yield tokens and unfinished pages of running sequences after the key ``key_before``."""
         start = count * self._size
@@ -251,7 +250,7 @@ class SharedPrefixes:
 
     def __init__(
         self,
-        pools: Items[PrefixPool],
+        pools: Sequence[PrefixPool],
         contents: CacheContents,
         checkpoints: StateCheckpoints | None = None,
         store: PrefixStore | None = None,
@@ -281,7 +280,7 @@ class SharedPrefixes:
             if checkpoints is not None:
                 checkpoints.on_evict = self._store_state
 
-    def plan_checkpoints(self, sequence: TokenSequence, running: Items[TokenSequence]) -> None:
+    def plan_checkpoints(self, sequence: TokenSequence, running: Sequence[TokenSequence]) -> None:
         """Let older sequences save states where a new sequence diverges."""
         if self._checkpoints is None:
             return
@@ -290,7 +289,7 @@ class SharedPrefixes:
             if position > other.num_computed and position not in other.checkpoint_positions:
                 other.checkpoint_positions.append(position)
 
-    def attach(self, sequence: TokenSequence, running: Items[TokenSequence]) -> bool:
+    def attach(self, sequence: TokenSequence, running: Sequence[TokenSequence]) -> bool:
         """Give a sequence without pages the longest cached prefix, at most all but the last token.
 
         The last token is always computed, because the logits of the last token are needed.
@@ -318,7 +317,9 @@ class SharedPrefixes:
         self._awaited[sequence] = awaited, end
         return False
 
-    def _begin(self, sequence: TokenSequence, match: Match, running: Items[TokenSequence]) -> None:
+    def _begin(
+        self, sequence: TokenSequence, match: Match, running: Sequence[TokenSequence]
+    ) -> None:
         if not self._load_match(sequence, match):
             # Too few pages are free to copy or restore pages: share only cached whole pages.
             match = self._search.longest(sequence, running, needs_pages=False)

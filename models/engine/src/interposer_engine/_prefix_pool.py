@@ -9,7 +9,6 @@ import tempfile
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence, Set
-from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -285,7 +284,7 @@ def check_shared_prefixes(is_prefix_lm: bool, has_encoder_input: bool) -> None:
         raise ConfigError(f"prefix_cache=True, but the model {reason}. Try: leave it out")
 
 
-def common_tokens(first: Items[int], second: Items[int]) -> int:
+def common_tokens(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the length of the common prefix of two token lists."""
     count = 0
     for first_token, second_token in zip(first, second, strict=False):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +131,7 @@ class Runner:
         parts = (cache if isinstance(cache, tuple) else (cache,) for cache in self.caches)
         return sum(tensor.nbytes for part in parts for tensor in part)
 
-    def compute(self, chunks: Items[Chunk]) -> torch.Tensor:
+    def compute(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Compute the logits that the chunks request, ``[R, V]``; see ``Chunk.num_logits``.
 
         Writes the keys and values of all tokens to the cache, but does not advance the sequences.
@@ -215,7 +214,7 @@ class Runner:
                 layer_plans += [StateBatch.of(batch.attention)] * self._num_states
             return model(batch.token_ids, batch.positions, self.caches, layer_plans, rows)
 
-    def _batch(self, chunks: Items[Chunk]) -> StepBatch:
+    def _batch(self, chunks: Sequence[Chunk]) -> StepBatch:
         if self.adapters is not None:
             self.adapters.assign(chunks)
         if self.sources is not None:

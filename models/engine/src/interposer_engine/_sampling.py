@@ -10,8 +10,7 @@ Dimensions: B sequences, V vocabulary.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Set
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -33,7 +32,7 @@ def is_listing(value: object) -> bool:
     )
 
 
-def checked_tokens(token_ids: Items[int], vocab_size: int) -> list[int]:
+def checked_tokens(token_ids: Sequence[int], vocab_size: int) -> list[int]:
     """Return the ids as plain integers.
 
     Accepts every type that Python can use as an index, such as elements of arrays.
@@ -55,7 +54,7 @@ def checked_tokens(token_ids: Items[int], vocab_size: int) -> list[int]:
 
 
 def chosen_params(
-    params: SamplingParams | Items[SamplingParams] | None, settings: dict[str, Any], count: int
+    params: SamplingParams | Sequence[SamplingParams] | None, settings: dict[str, Any], count: int
 ) -> list[SamplingParams]:
     """Return the sampling parameters of each of ``count`` prompts.
 
@@ -67,7 +66,7 @@ def chosen_params(
         return [SamplingParams(**settings)] * count
     if isinstance(params, SamplingParams):
         return [params] * count
-    params_list = list(params) if isinstance(params, Items) else [params]
+    params_list = list(params) if isinstance(params, Sequence) else [params]
     for item in params_list:
         if not isinstance(item, SamplingParams):
             raise RequestError(f"params holds {item!r}, must be SamplingParams, one or a list")
@@ -77,7 +76,10 @@ def chosen_params(
 
 
 def sampling_batch(
-    sequences: Items[TokenSequence], vocab_size: int, device: str, ahead: Items[int] | None = None
+    sequences: Sequence[TokenSequence],
+    vocab_size: int,
+    device: str,
+    ahead: Sequence[int] | None = None,
 ) -> SamplingBatch:
     """Build the sampling parameters of one row of logits per sequence, without penalties.
 
@@ -103,7 +105,7 @@ def sampling_batch(
     )
 
 
-def penalties_of(sequences: Items[TokenSequence], vocab_size: int, device: str) -> Penalties:
+def penalties_of(sequences: Sequence[TokenSequence], vocab_size: int, device: str) -> Penalties:
     """Build the penalties of the sequences, with the counts of used tokens."""
     params = [sequence.params for sequence in sequences]
     return Penalties.build(
@@ -157,7 +159,7 @@ class CachedValue(Generic[_Value]):
     sequences: tuple[TokenSequence, ...] = ()
     value: _Value | None = None
 
-    def of(self, sequences: Items[TokenSequence], make: Callable[[], _Value]) -> _Value:
+    def of(self, sequences: Sequence[TokenSequence], make: Callable[[], _Value]) -> _Value:
         """Return the value for ``sequences``; call ``make`` if the sequences have changed."""
         if self.value is None or not is_same_batch(self.sequences, sequences):
             self.value, self.sequences = make(), tuple(sequences)
@@ -179,7 +181,7 @@ class SamplingState:
         self._num_counted: list[int] = []  # output tokens of each sequence that are in the batch
         self._batch: SamplingBatch | None = None
 
-    def batch(self, sequences: Items[TokenSequence]) -> SamplingBatch:
+    def batch(self, sequences: Sequence[TokenSequence]) -> SamplingBatch:
         """Return the sampling parameters of one row of logits per sequence.
 
         The next call changes the returned tensors.
@@ -225,7 +227,7 @@ class SamplingState:
             for num_old, num_added in zip(self._num_counted, num_new, strict=True)
         ]
 
-    def _rebuild(self, sequences: Items[TokenSequence]) -> SamplingBatch:
+    def _rebuild(self, sequences: Sequence[TokenSequence]) -> SamplingBatch:
         """Build the batch of other sequences, and reuse the token counts of known ones."""
         batch = sampling_batch(sequences, self._vocab_size, self._device)
         if not any(sequence.params.is_penalised for sequence in sequences):
@@ -249,7 +251,7 @@ class SamplingState:
         return replace(batch, penalties=_select_rows(old_penalties, new_penalties, rows))
 
 
-def is_same_batch(first: Items[TokenSequence], second: Items[TokenSequence]) -> bool:
+def is_same_batch(first: Sequence[TokenSequence], second: Sequence[TokenSequence]) -> bool:
     """Return whether two lists hold the same sequences in the same order."""
     return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))
 

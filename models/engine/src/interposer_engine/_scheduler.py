@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from interposer.errors import RequestError
@@ -67,7 +67,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pools: Items[PagePool],
+        pools: Sequence[PagePool],
         max_sequences: int,
         max_step_tokens: int,
         encoder_pool: PagePool | None = None,
@@ -204,7 +204,7 @@ class Scheduler:
             return None
         return Chunk(sequence, num_tokens)
 
-    def advance(self, chunks: Items[Chunk]) -> None:
+    def advance(self, chunks: Sequence[Chunk]) -> None:
         """Count the tokens of the chunks as computed, and free pages that have left a window."""
         # Fast path: without windows and prefix cache, no page can be freed or registered.
         if self._prefixes is None and not self._windowed:

@@ -180,20 +180,22 @@ class _SlowLayer:
         return sum(p.nbytes for name, p in parameters if p is not None and name != "bias")
 
 
-def dequantize_once(model: nn.Module, site: Site, placement: Placement) -> None:
+def dequantize_once(model: nn.Module, site: Site, placement: Placement) -> list[str]:
     """Let layers that would dequantize weights in every step do so once, while loading.
 
     A layer keeps its method if no plain matmul can replace the method. All layers keep their
-    methods if the memory is too small. Choices record the reason, and the resolver's notes the
-    sizes. Call this before weights are loaded.
+    methods if the memory is too small. Choices record the reason. Call this before weights are
+    loaded.
 
     Args:
         site: site of the model.
         placement: device of the model.
+    Returns: notes with the sizes of the layers that are, or should be, dequantized.
     """
     resolver: Any = site.resolver
     if not resolver.config.dequantize:
-        return
+        return []
+    notes: list[str] = []
     slow_layers: list[_SlowLayer] = []
     refused: dict[tuple[object, ...], Verdict] = {}
     for slow_layer in _slow_layers(model, site):
@@ -208,13 +210,13 @@ def dequantize_once(model: nn.Module, site: Site, placement: Placement) -> None:
     )
     if not verdict:
         refused.update({key: verdict for layer in slow_layers for key in layer.references})
-        resolver.notes.append(
+        notes.append(
             f"{_listed(slow_layers)} are dequantized in every step, slowly: {verdict.reason}"
         )
     for key, refusal in refused.items():
         resolver.annotate(key, f"not dequantized while loading: {refusal.reason}")
     if not (slow_layers and verdict):
-        return
+        return notes
     layers_by_choice: dict[tuple[object, ...], list[_SlowLayer]] = defaultdict(list)
     # A choice is idle if all layers that made the choice are dequantized.
     for layer in slow_layers:
@@ -229,11 +231,12 @@ def dequantize_once(model: nn.Module, site: Site, placement: Placement) -> None:
         resolver.annotate(key, note, idle=len(layers) == num_prefixes)
     for slow_layer in slow_layers:
         slow_layer.layer.method = slow_layer.dequantizing_method()
-    resolver.notes.append(
+    notes.append(
         f"{_listed(slow_layers)} are dequantized once, while loading, to "
         f"{_sizes(slow_layers, site)}. "
         "Config(dequantize=False) keeps them as they are stored, and is slow"
     )
+    return notes
 
 
 def _slow_layers(model: nn.Module, site: Site) -> Iterator[_SlowLayer]:

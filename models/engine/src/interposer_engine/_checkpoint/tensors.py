@@ -411,27 +411,26 @@ _CHUNK_BYTES = 2**24
 
 
 def untied(
-    decoder: ModelFamily, checkpoint: Checkpoint | CheckpointFile, notes: list[str]
-) -> ModelFamily:
-    """Return settings without tied embeddings if the checkpoint stores a head that differs.
+    decoder: ModelFamily, checkpoint: Checkpoint | CheckpointFile
+) -> tuple[ModelFamily, list[str]]:
+    """Untie the embeddings in the settings if the checkpoint stores a head that differs.
 
     transformers keeps such a head as well, regardless of ``tie_word_embeddings``.
 
-    Args:
-        notes: receives a note if the settings change.
+    Returns: the settings, and a note if they changed.
     """
     if not isinstance(decoder, DecoderSettings) or not decoder.tie_word_embeddings:
-        return decoder
+        return decoder, []
     frame = decoder.frame
     table, head = f"{frame.decoder}.{frame.embedding}.weight", f"{frame.head}.weight"
     stored = stored_names(checkpoint, decoder.renamed, frame.decoder)
     if not {table, head} <= stored.keys() or _are_equal(checkpoint, stored[table], stored[head]):
-        return decoder
-    notes.append(
+        return decoder, []
+    note = (
         f"config.json says tie_word_embeddings, but {stored[head]!r} of the checkpoint differs "
         f"from {stored[table]!r}: the stored head is used"
     )
-    return decoder.model_copy(update={"tie_word_embeddings": False})
+    return decoder.model_copy(update={"tie_word_embeddings": False}), [note]
 
 
 def check_tied(checkpoint: Checkpoint | CheckpointFile, model: CausalModel) -> None:

@@ -92,7 +92,7 @@ def bench(
     from interposer_engine._commands.run import load_with_progress, peak_memory
     from interposer_engine._distributed.launcher import launched
     from interposer_engine._encoder_inputs import reads_sources
-    from interposer_engine._loader import plan
+    from interposer_engine._planning import plan
 
     counts = {"--rounds": rounds, "--threads": threads, "--read-mib": read_mib}
     for name, value in counts.items():

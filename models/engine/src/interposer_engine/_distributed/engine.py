@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Items
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -76,9 +75,9 @@ class RankedEngine(Engine):
 
     def add(
         self,
-        prompt: Items[int],
+        prompt: Sequence[int],
         params: SamplingParams,
-        source: Items[int] | None = None,
+        source: Sequence[int] | None = None,
         *,
         reads_texts: bool = False,
     ) -> TokenSequence:
@@ -126,10 +125,10 @@ class RankedEngine(Engine):
 
     def logits(
         self,
-        token_ids: Items[int],
+        token_ids: Sequence[int],
         adapter: str | None = None,
         num_prompt: int | None = None,
-        source: Items[int] | None = None,
+        source: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """Compute logits on all ranks; see ``Engine.logits``."""
         self.coordinator.call_others("logits", token_ids, adapter, num_prompt, source)

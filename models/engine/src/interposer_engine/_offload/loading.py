@@ -128,7 +128,8 @@ class DeviceCopies(Filler):
         return event
 
 
-_NOTE = "offload: "
+OFFLOAD_NOTE = "offload: "
+"""The beginning of notes on offload."""
 _FIXED = (
     "offloaded weights cannot be exchanged: buffers hold them for the time of their block. "
     "Try: load the new checkpoint, or load(..., offload=False)"
@@ -198,10 +199,13 @@ def load_offloaded(
     checkpoint: Checkpoint | CheckpointFile,
     weights: Weights,
     progress: Progress,
-) -> None:
+) -> list[str]:
     """Load the weights of a plan's model as its offload plan says.
 
     Without an offload plan, load all weights through ``load_weights``.
+
+    Returns: notes on where the weights came from and stay. With an offload plan, its sizes are
+        exact now, so that these notes replace those of the plan.
 
     Raises:
         CheckpointError: as ``Weights.load``.
@@ -210,20 +214,20 @@ def load_offloaded(
     """
     offloading = planned.offload
     if offloading is None:
-        load_weights(planned, checkpoint, weights, progress)
-        return
+        return load_weights(planned, checkpoint, weights, progress)
+    offload_notes: list[str] = []
     load_from_source = _from_disk if offloading.source == "disk" else _from_host
 
     def load(advance: Progress) -> None:
-        load_from_source(planned, offloading, checkpoint, weights, advance)
+        offload_notes.extend(load_from_source(planned, offloading, checkpoint, weights, advance))
 
     refusal = try_loading(load, progress, (*REFUSALS, ConfigError))
     if refusal is None:
-        return
+        return offload_notes
     if not offloading.is_automatic:
         raise ConfigError(f"offload was asked for, but {refusal}") from refusal
-    _replace_notes(planned, [f"{_NOTE}none, {refusal}"])
-    load_weights(planned, checkpoint, weights, progress)
+    notes = load_weights(planned, checkpoint, weights, progress)
+    return [f"{OFFLOAD_NOTE}none, {refusal}", *notes]
 
 
 def _from_disk(
@@ -232,8 +236,8 @@ def _from_disk(
     checkpoint: Checkpoint | CheckpointFile,
     weights: Weights,
     progress: Progress,
-) -> None:
-    """Map a packed file, and read streamed blocks into buffers instead."""
+) -> list[str]:
+    """Map a packed file, read streamed blocks into buffers instead, and describe both."""
     file = packed_file(planned, checkpoint, weights, progress)
     memory, bounds = file.memory(ahead=False), file.facts.memories
     block_memories = _memories_of_file(planned, weights, file, memory.__getitem__)
@@ -264,7 +268,7 @@ def _from_disk(
             memory.advise(number)
     if reader is not None:
         _attach(plan, block_memories, reader, weights)
-    _replace_notes(planned, plan.notes() if plan.offloads else [])
+    return plan.notes() if plan.offloads else []
 
 
 def _from_host(
@@ -273,8 +277,8 @@ def _from_host(
     checkpoint: Checkpoint | CheckpointFile,
     weights: Weights,
     progress: Progress,
-) -> None:
-    """Finalize layers one after another on the device, and move offloaded weights to the host."""
+) -> list[str]:
+    """Finalize layers one by one on the device, move offloaded ones to the host, describe both."""
     plan, platform = offloading.plan, planned.placement.platform
     device = planned.placement.device.torch_device
     block_memories = _BlockMemories(planned, weights)
@@ -333,6 +337,7 @@ def _from_host(
     restore(weights, states, final_memories.__getitem__)
     if pinned_blocks:
         _attach(plan, block_memories, copies, weights)
+    return plan.notes()
 
 
 def _streamed_memories(plan: OffloadPlan, block_memories: _BlockMemories, block: int) -> list[int]:
@@ -388,9 +393,3 @@ def _memories_of_file(
         states_of(file.facts.states, number, group, record)
         block_memories.add(number, group_memories)
     return block_memories
-
-
-def _replace_notes(planned: Plan, lines: list[str]) -> None:
-    """Replace the planned notes on offload by notes on the actual offload."""
-    notes: list[Any] = planned.resolver.notes
-    notes[:] = [*(note for note in notes if not note.startswith(_NOTE)), *lines]

@@ -340,24 +340,24 @@ def offloading(
     option: bool | int | str | None,
     model: CausalModel,
     placement: Placement,
-    notes: list[str],
     packed: str,
     ranks: Ranks | None = None,
-) -> Offloading | None:
-    """Return the offload plan of a model; None if all weights are resident.
+) -> tuple[Offloading | None, list[str]]:
+    """Plan where the weights of a model stay.
 
     Weights that exceed a host's memory are offloaded unless ``option`` is False. For weights that
     exceed a device's memory, the notes suggest offload.
 
     Args:
-        notes: receives lines on the place of weights and the reason.
         packed: the setting of the ``Config``.
         ranks: ranks that hold shards of the model; ranks of one host share the free memory.
+    Returns: the offload plan, None if all weights are resident; and notes on the place of weights
+        and the reason.
     Raises: ConfigError: offload is requested but impossible, or the budget is too small.
     """
     settings = Offload.of(option)
     if option is False:
-        return None
+        return None, []
     source_or_refusal = _source(model, placement, packed)
     if settings is not None and isinstance(source_or_refusal, Verdict):
         raise ConfigError(f"offload was asked for, but {source_or_refusal.reason}")
@@ -368,12 +368,10 @@ def offloading(
     sizes = _sizes(model)
     exceeds = bool(free_bytes) and sizes.num_bytes > _MAX_RESIDENT_FRACTION * free_bytes
     if settings is None and not exceeds:
-        return None
+        return None, []
     if isinstance(source_or_refusal, Verdict):
-        notes.append(
-            f"offload: none, though {_exceeding(sizes, free_bytes)}: {source_or_refusal.reason}"
-        )
-        return None
+        reason = source_or_refusal.reason
+        return None, [f"offload: none, though {_exceeding(sizes, free_bytes)}: {reason}"]
     source, can_map = source_or_refusal
     # The sizes of quantized weights are estimates: ``again`` uses exact ones after loading.
     empty = OffloadPlan(source, 0, 0, 0, ())
@@ -384,17 +382,15 @@ def offloading(
     except ConfigError as error:
         if not is_automatic:
             raise
-        notes.append(f"offload: none, though {_exceeding(sizes, free_bytes)}: {error}")
-        return None
+        return None, [f"offload: none, though {_exceeding(sizes, free_bytes)}: {error}"]
+    notes = decision.plan.notes()
     if is_automatic and source == "host":
-        notes.append(
+        suggestion = (
             f"offload: none, and {_exceeding(sizes, free_bytes)}. Try: load(..., offload=True), "
             "for which the next lines hold"
         )
-        notes += decision.plan.notes()
-        return None
-    notes += decision.plan.notes()
-    return decision
+        return None, [suggestion, *notes]
+    return decision, notes
 
 
 def blocks_of(model: CausalModel) -> Sequence[nn.Module]:

@@ -233,19 +233,21 @@ def load_weights(
     progress: Progress,
     *,
     sleep: Callable[[float], None] = time.sleep,
-) -> None:
-    """Load the weights of a plan's model, and note the source.
+) -> list[str]:
+    """Load the weights of a plan's model from packed weights or from its checkpoint.
 
     Args:
         sleep: waits for a number of seconds while another process writes the file.
+    Returns: notes on where the weights came from.
     Raises:
         CheckpointError: as ``Weights.load``.
         ConfigError: ``packed`` is ``"on"``, and no packed weights can be used.
     """
     setting = planned.resolver.config.packed
+    notes: list[str] = []
 
     def mapped(advance: Progress) -> None:
-        _map(planned, checkpoint, weights, advance)
+        _map(planned, checkpoint, weights, advance, notes)
 
     if setting != "off":
         refusal = try_loading(mapped, progress)
@@ -254,23 +256,32 @@ def load_weights(
             sleep(PAUSE_SECONDS)
             refusal = try_loading(mapped, progress)
         if refusal is None:
-            return
+            return notes
         if setting == "on":
             raise ConfigError(f"packed='on' was asked for, but {refusal}") from refusal
         note = f"packed weights: none, {refusal}"
-        if isinstance(refusal, _RankedModelError):
-            planned.resolver.notes.append(note)
-        elif not isinstance(refusal, _TooSmallError):
-            _note_and_warn(planned, note)
+        if not isinstance(refusal, _TooSmallError):
+            notes.append(note)
+            if not isinstance(refusal, _RankedModelError):
+                _log.warning("%s: %s", planned.path, note)
     read(planned, checkpoint, weights, progress)
+    return notes
 
 
 def _map(
-    planned: Plan, checkpoint: Checkpoint | CheckpointFile, weights: Weights, progress: Progress
+    planned: Plan,
+    checkpoint: Checkpoint | CheckpointFile,
+    weights: Weights,
+    progress: Progress,
+    notes: list[str],
 ) -> None:
     """Set the model to mapped packed weights; pack weights first if there is no file.
 
     A thread publishes the new file.
+
+    Args:
+        notes: receives the files that were refused, even if no file can be used, and the file
+            that is used.
 
     Raises:
         CheckpointError: as ``Weights.load``.
@@ -289,11 +300,12 @@ def _map(
             packed_store.refusals.append(f"{file.path}: {error}")
             file = None
     for reason in packed_store.refusals:
-        _note_and_warn(planned, f"packed weights: not used, {reason}")
+        notes.append(f"packed weights: not used, {reason}")
+        _log.warning("%s: %s", planned.path, notes[-1])
     num_bytes = checkpoint.num_bytes
     if file is not None:
         repeat_findings(weights, file.facts)
-        _note(planned, file.facts, file.path)
+        notes.append(_mapped_note(file.facts, file.path))
         progress(num_bytes)
         return
     if num_bytes < MIN_BYTES and planned.resolver.config.packed == "auto":
@@ -308,15 +320,10 @@ def _map(
     except BaseException:
         writer.close()
         raise
-    _note(planned, facts, writer.path)
+    notes.append(_mapped_note(facts, writer.path))
     packed_store.publish_soon(writer, facts)
 
 
-def _note(planned: Plan, facts: Facts, path: Path) -> None:
+def _mapped_note(facts: Facts, path: Path) -> str:
     num_bytes = sum(size for _, size in facts.memories)
-    planned.resolver.notes.append(f"packed weights: {num_bytes >> 20} MiB, mapped from {path}")
-
-
-def _note_and_warn(planned: Plan, note: str) -> None:
-    planned.resolver.notes.append(note)
-    _log.warning("%s: %s", planned.path, note)
+    return f"packed weights: {num_bytes >> 20} MiB, mapped from {path}"

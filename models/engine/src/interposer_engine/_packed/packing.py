@@ -15,10 +15,10 @@ from interposer.errors import ConfigError
 from interposer_engine._checkpoint.opening import open_checkpoint, with_weights
 from interposer_engine._checkpoint.weight_check import WeightCheck
 from interposer_engine._checkpoint.weights import Weights
-from interposer_engine._loader import plan
 from interposer_engine._packed.file import PackedFile, PackedFileError
 from interposer_engine._packed.loading import REFUSALS, pack_into, packed_store_of
 from interposer_engine._packed.store import files_in, folder_next_to
+from interposer_engine._planning import plan
 
 
 @dataclass(frozen=True, slots=True)

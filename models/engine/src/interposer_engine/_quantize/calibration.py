@@ -21,7 +21,7 @@ from interposer_engine._plan import Plan
 from interposer_engine._quantize.files import TensorSource
 from interposer_engine._sampling_params import SamplingParams
 from interposer_engine._scheduler import Chunk
-from interposer_engine._sequence import TokenSequence as Request
+from interposer_engine._sequence import TokenSequence
 from interposer_engine._tokenizer import TextTokenizer
 from interposer_models import CausalLM
 from interposer_models.decoder import CACHED_LAYERS, Decoder, RecurrentLayer
@@ -69,7 +69,7 @@ class CalibratedBlocks:
         num_tokens = len(sequences[0])
         num_pages = -(-num_tokens // planned.page_size)
         # A pseudo request with consecutive pages, only to build a batch for the backends.
-        request = Request(
+        request = TokenSequence(
             0, list(sequences[0]), SamplingParams(), 0, pages=[list(range(num_pages))]
         )
         # Recurrent layers store the request's state in slot 0.

@@ -13,7 +13,7 @@ from interposer import Config
 from interposer.errors import CheckpointError, ConfigError
 from interposer_engine._checkpoint.files import Checkpoint
 from interposer_engine._checkpoint.opening import open_folder
-from interposer_engine._loader import plan
+from interposer_engine._planning import plan
 from interposer_engine._quantize.calibration import calibration_sequences
 from interposer_engine._quantize.files import TensorSource
 from interposer_engine._quantize.rounding import (

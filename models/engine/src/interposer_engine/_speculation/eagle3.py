@@ -228,9 +228,9 @@ def load_eagle3_head(
         page_size = common_page_size(resolver, [(config.spec(site, 1), site.at("attn"))])
         head = Eagle3Head(site, config, page_size, model, has_embedding)
     head.places = None if tokens is None else tokens.to(device)
-    dequantize_once(head, site, planned.placement)
+    notes = dequantize_once(head, site, planned.placement)
     load_head(head, checkpoint, target, resolver)
-    return HeadDraftSource(head, settings, target, page_size, f"EAGLE-3 head {path}")
+    return HeadDraftSource(head, settings, target, page_size, f"EAGLE-3 head {path}", notes)
 
 
 def _is_head(path: str | Path, config: Config) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -33,9 +34,11 @@ class DraftSource(Protocol):
 
     Attributes:
         certain: Whether the proposer has no distributions of draft tokens.
+        notes: Remarks on its weights, for ``explain``.
     """
 
     certain: bool
+    notes: Sequence[str]
 
     def proposer(self, engine: Engine, sampling: DraftSampling, num_drafts: int) -> Proposer:
         """Create the proposer of an engine's sequences."""
@@ -46,6 +49,7 @@ class NgramDraftSource:
     """Prompt lookup."""
 
     certain = True
+    notes: Sequence[str] = ()
 
     def __str__(self) -> str:
         return "prompt lookup"
@@ -64,6 +68,7 @@ class ModelDraftSource:
     """
 
     certain = False
+    notes: Sequence[str] = ()
 
     def __init__(self, settings: Speculation, target: Target) -> None:
         path, model = target.planned.path, target.planned.model
@@ -119,8 +124,8 @@ class Preparation:
         device = planned.placement.device.torch_device
         self._saved = allocate_saved_states(planned.model, target.max_sequences, device)
 
-    def start(self, engine: Engine, site: Site) -> None:
-        """Turn speculative decoding on in an engine.
+    def start(self, engine: Engine, site: Site) -> list[str]:
+        """Turn speculative decoding on in an engine, and describe it.
 
         Args:
             site: Site of the engine's sampler.
@@ -133,7 +138,8 @@ class Preparation:
         engine.speculation = Speculator(
             engine, proposer, sampling, num_drafts, cost_model, self._saved
         )
-        site.resolver.notes.append(f"speculation: up to {num_drafts} tokens by {draft_source}")
+        note = f"speculation: up to {num_drafts} tokens by {draft_source}"
+        return [*draft_source.notes, note]
 
 
 def allocate_saved_states(model: object, max_sequences: int, device: str) -> SavedStates | None:

@@ -9,8 +9,7 @@ Dimensions: T tokens, B sequences, H hidden size of the head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -64,7 +63,7 @@ class HeadRunner:
         self._numerics = numerics
         self._caches = caches.allocate(device, 0)
 
-    def compute(self, chunks: Items[Chunk], states: Tensor) -> Tensor:
+    def compute(self, chunks: Sequence[Chunk], states: Tensor) -> Tensor:
         """Compute the head's states ``[B, H]`` of the newest token of each chunk.
 
         Writes the keys and values of all tokens to the cache, but does not advance the sequences.
@@ -163,7 +162,7 @@ class HeadProposer(Proposer):
             self._append_tokens(sequence, follower)
             self._compute_pending([follower])
 
-    def propose(self, sequences: Items[TokenSequence], counts: Items[int]) -> list[Draft]:
+    def propose(self, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> list[Draft]:
         """Draw draft tokens from the head; see ``Proposer``."""
         tokens: list[list[int]] = [[] for _ in sequences]
         probs: list[list[Tensor]] = [[] for _ in sequences]
@@ -242,7 +241,7 @@ class HeadProposer(Proposer):
             num_known, min(len(sequence), follower.end + 1)
         )
 
-    def _compute_pending(self, followers: Items[_Follower]) -> dict[_Follower, Tensor]:
+    def _compute_pending(self, followers: Sequence[_Follower]) -> dict[_Follower, Tensor]:
         """Compute pending states, and return the head's state of the newest token of each follower.
 
         Followers that find no pages start over and are missing in the result.
@@ -272,13 +271,13 @@ class HeadProposer(Proposer):
             active = [follower for follower in active if self._has_pending_tokens(follower)]
         return state_by_follower
 
-    def _run_head(self, chunks: Items[Chunk], states: Tensor) -> Tensor:
+    def _run_head(self, chunks: Sequence[Chunk], states: Tensor) -> Tensor:
         """Compute the head's states of the newest tokens."""
         self._assign(chunks)
         return self._runner.compute(chunks, states)
 
     # Sequences of the head have no adapter, but layers shared with the model need an assignment.
-    def _assign(self, chunks: Items[Chunk]) -> None:
+    def _assign(self, chunks: Sequence[Chunk]) -> None:
         if self._target.adapters is not None:
             self._target.adapters.assign(chunks)
 
@@ -288,7 +287,7 @@ class HeadProposer(Proposer):
         return follower.head_sequence.num_computed < len(follower.head_sequence)
 
     def _draw_tokens(
-        self, pairs: Items[tuple[TokenSequence, TokenSequence]], states: Tensor
+        self, pairs: Sequence[tuple[TokenSequence, TokenSequence]], states: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Draw the next token for each pair of a sequence and a head sequence."""
         model = self._target.model
@@ -310,6 +309,7 @@ class HeadDraftSource:
     Args:
         page_size: Page size of the head's attention.
         description: Description for people.
+        notes: Remarks on the weights of the head.
     """
 
     certain = False
@@ -321,8 +321,10 @@ class HeadDraftSource:
         target: Target,
         page_size: int,
         description: str,
+        notes: Sequence[str],
     ) -> None:
         planned = target.planned
+        self.notes = notes
         tokens = settings.cache_tokens or target.default_tokens
         self._description = description
         self._runner = HeadRunner(
@@ -372,9 +374,10 @@ def load_checkpoint_head(settings: Speculation, target: Target) -> HeadDraftSour
             f"{planned.path} holds no head that predicts further tokens. Try: "
             "speculation='ngram', or the path of a draft model"
         )
-    dequantize_once(head, site, planned.placement)
+    notes = dequantize_once(head, site, planned.placement)
     load_head(head, checkpoint, target)
-    return HeadDraftSource(head, settings, target, planned.page_size, "the checkpoint's own head")
+    page_size, description = planned.page_size, "the checkpoint's own head"
+    return HeadDraftSource(head, settings, target, page_size, description, notes)
 
 
 def load_head(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -177,7 +176,7 @@ class Proposer(ABC):
         return None
 
     @abstractmethod
-    def propose(self, sequences: Items[TokenSequence], counts: Items[int]) -> list[Draft]:
+    def propose(self, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> list[Draft]:
         """Return a draft for each sequence, with at most ``counts[i]`` tokens."""
 
     @abstractmethod
@@ -224,7 +223,7 @@ class ModelProposer(Proposer):
         self._followers: dict[TokenSequence, TokenSequence] = {}
         self._num_saved: dict[TokenSequence, int] = {}  # tokens in a follower's saved states
 
-    def propose(self, sequences: Items[TokenSequence], counts: Items[int]) -> list[Draft]:
+    def propose(self, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> list[Draft]:
         """Draw draft tokens from the draft model; see ``Proposer``."""
         scheduler = self._draft.scheduler
         tokens: list[list[int]] = [[] for _ in sequences]
@@ -379,7 +378,7 @@ class NgramProposer(Proposer):
     def __init__(self) -> None:
         self._indices: dict[TokenSequence, _Index] = {}
 
-    def propose(self, sequences: Items[TokenSequence], counts: Items[int]) -> list[Draft]:
+    def propose(self, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> list[Draft]:
         """Return the tokens that followed the newest n-gram before; see ``Proposer``."""
         drafts = []
         for sequence, count in zip(sequences, counts, strict=True):

@@ -1,0 +1,122 @@
+"""Plans the model of a checkpoint: makes every choice, and reads no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from interposer import Config, Placement, Ranks, Resolver, Site, place
+from interposer_engine._checkpoint.dequantize import dequantize_once
+from interposer_engine._checkpoint.opening import config_source, open_checkpoint
+from interposer_engine._checkpoint.tensors import check_tied, untied
+from interposer_engine._compiled import judge_compiler
+from interposer_engine._distributed.estimate import check_placed, cut_notes, estimated
+from interposer_engine._distributed.group import described_ranks
+from interposer_engine._encoder_inputs import reads_sources
+from interposer_engine._generation_config import GenerationSettings
+from interposer_engine._load_options import policy_in_force
+from interposer_engine._offload.planning import offloading
+from interposer_engine._plan import Plan, compute_dtype
+from interposer_engine._quantize.settings import quantization_settings, stated_in
+from interposer_models.decoder import (
+    DecoderSettings,
+    blamed_on_family,
+    cache_note,
+    checked_model,
+    choose_family,
+    located,
+)
+from interposer_ops.attention import common_page_size
+from interposer_ops.devices.graphs import judge_graphs
+from interposer_ops.layers.expert_placement import ExpertParallel
+from interposer_ops.layers.sampler import Sampler
+
+SAMPLER = "sampler"
+"""The name of the sampler's place in a model."""
+
+
+def plan(
+    path: str | Path,
+    dtype: str | torch.dtype = "auto",
+    platform: str | None = None,
+    config: Config | None = None,
+    *,
+    quantization: str | Mapping[str, Any] | None = None,
+    placement: Placement | None = None,
+    tensor_parallel: int | Ranks | None = None,
+    expert_parallel: bool | ExpertParallel = False,
+    offload: bool | int | str | None = None,
+) -> Plan:
+    """Plan what ``load`` would build, without reading weights; ``explain`` takes the plan.
+
+    Args:
+        placement: the device to plan for; None leaves the device to the selection.
+        tensor_parallel: how many processes compute the model together; they need not exist.
+        path, dtype, platform, config, quantization, expert_parallel, offload: see ``load``.
+    Raises: errors of ``load`` that need no weights.
+    """
+    config = policy_in_force(config, platform)
+    checkpoint, opened = open_checkpoint(path, config)
+    placement = placement or place(config)
+    ranks = described_ranks(tensor_parallel, placement.platform.name, expert_parallel)
+    resolver = Resolver.at(placement, config, ranks)
+    if opened is not None:
+        resolver.record(opened)
+    source = config_source(checkpoint)
+    decoder, notes = untied(choose_family(resolver, checkpoint.config, source), checkpoint)
+    if isinstance(decoder, DecoderSettings):
+        notes += decoder.rotation_notes()
+    resolver.notes += notes
+    compute = compute_dtype(dtype, decoder.dtype, placement)
+    settings = quantization_settings(
+        quantization, decoder.quantization_config, resolver.registry, checkpoint.path
+    )
+    if settings is not None:
+        with stated_in(source, quantization is None):
+            resolver.choose_scheme(settings)
+    site = Site(resolver, "", compute)
+    # Building a layer selects its kernels; on the meta device this takes no memory.
+    with torch.device("meta"):
+        with blamed_on_family(resolver, "attention"):
+            page_size = common_page_size(resolver, decoder.attention(site))
+        with located(checkpoint.config, source), blamed_on_family(resolver, "build"):
+            model = checked_model(decoder.build(site, page_size))
+        sampler = Sampler(site.at(SAMPLER), decoder.vocab_size)
+    check_tied(checkpoint, model)
+    check_placed(model, resolver, ranks)
+    generation = GenerationSettings.of_folder(checkpoint.path)
+    optional_notes = (
+        cache_note(model, config, page_size),
+        generation.unapplied_note(has_encoder=reads_sources(model)),
+    )
+    notes = [note for note in optional_notes if note]
+    notes += dequantize_once(model, site, placement)
+    resolver.check_places()
+    offloads, offload_notes = offloading(offload, model, placement, config.packed, ranks)
+    notes += [*offload_notes, *estimated(model, resolver)]
+    if ranks is not None and ranks.group is None:
+        notes += cut_notes(model)
+    resolver.notes += notes
+    # Tokens are sampled outside of the graph, because sampling settings change with every request.
+    graphs = judge_graphs(resolver, placement, frozenset({SAMPLER}))
+    choices = [choice for choice, _ in resolver.choices.values()]
+    compiled = judge_compiler(config, placement, graphs, choices)
+    if offloads is not None:
+        graphs, compiled = offloads.judged(graphs), offloads.judged(compiled)
+    return Plan(
+        checkpoint=checkpoint,
+        decoder=decoder,
+        quantization=quantization,
+        placement=placement,
+        dtype=compute,
+        resolver=resolver,
+        page_size=page_size,
+        model=model,
+        sampler=sampler,
+        graphs=graphs,
+        compiled=compiled,
+        offload=offloads,
+    )
