@@ -90,7 +90,7 @@ class ExpertRoutes:
         ids = expert_ids.long()
         if self._max_copies == 1:
             return ids
-        # Round-robin by the token's number: all ranks compute the same copy without exchanging it.
+        # Round-robin by the token's number, so that all ranks choose the same copy on their own.
         turns = torch.arange(len(ids), device=ids.device)[:, None] + ids
         return ids * self._max_copies + turns % self._copies[ids]
 
