@@ -389,9 +389,9 @@ def test_the_cache_budget_counts_encoder_inputs(pairs: dict[str, Pair]) -> None:
     lm = loaded(pairs["t5gemma"][0], cache_tokens=1000, max_sequences=2, max_step_tokens=32)
     engine = lm.engine
     size = engine.pool.page_size
-    assert engine.runner.sources is not None
+    assert engine.runner.encoder_inputs is not None
     pages = -(-1000 // size)
-    assert engine.runner.sources.pool.num_pages == engine.pool.num_pages == pages
+    assert engine.runner.encoder_inputs.pool.num_pages == engine.pool.num_pages == pages
     (note,) = (n for n in explain(lm).notes if n.startswith("KV cache"))
     tokens = pages * size
     assert f"({tokens} in 1 layer that sees all, {tokens} in 3 layers that see the source" in note
@@ -478,7 +478,7 @@ def test_texts_are_read_scored_and_streamed(pairs: dict[str, Pair]) -> None:
     assert list(first) == pytest.approx(chosen, abs=1e-4)
     assert len(second) == 3
     assert lm.score(source, [lm.tokenizer.encode("of it")]) == [first]
-    assert lm.room(source) == lm.engine.runner.longest - 2
+    assert lm.room(source) == lm.engine.runner.max_sequence_tokens - 2
 
 
 def test_the_logits_bias_is_added(copied: Path, pairs: dict[str, Pair]) -> None:

@@ -204,7 +204,7 @@ def registered() -> Iterator[None]:
 
 KINDS = ["llama", "llama-tied-biased"]
 every_kind = pytest.mark.parametrize("pair", KINDS, indirect=True)
-untied = pytest.mark.parametrize("pair", KINDS[:1], indirect=True)
+with_untied_head = pytest.mark.parametrize("pair", KINDS[:1], indirect=True)
 
 
 @pytest.fixture
@@ -305,7 +305,7 @@ def beside_the_cache(explained: Explanation) -> list[str]:
     return [note for note in explained.notes if not note.startswith("KV cache of ")]
 
 
-@untied
+@with_untied_head
 @pytest.mark.parametrize(
     "policy",
     [
@@ -321,7 +321,7 @@ def test_a_requested_reference_is_kept(tenths: Path, policy: dict[str, Any]) -> 
     assert beside_the_cache(explain(lm)) == []
 
 
-@untied
+@with_untied_head
 def test_a_pin_keeps_the_reference_at_its_places(tenths: Path) -> None:
     lm = loaded(tenths, kernels={"tenths_linear@*.down_proj": "reference"})
     idle = {
@@ -332,7 +332,7 @@ def test_a_pin_keeps_the_reference_at_its_places(tenths: Path) -> None:
     assert idle == {f"model.layers.{index}.mlp.down_proj" for index in range(3)}
 
 
-@untied
+@with_untied_head
 def test_a_kernel_is_called_where_there_is_one(tenths: Path) -> None:
     kernel = Kernel("tenths_linear", "tenths_linear_fast", f"{__name__}:tenths_linear_fast")
     records = SimpleNamespace(interposer_records=hookimpl(lambda: [kernel]))
@@ -342,7 +342,7 @@ def test_a_kernel_is_called_where_there_is_one(tenths: Path) -> None:
     assert beside_the_cache(explain(lm)) == []
 
 
-@untied
+@with_untied_head
 def test_weights_beyond_the_memory_stay_quantized(tenths: Path, tmp_path: Path) -> None:
     described = json.loads(DeviceDescription.of(place()).to_json())
     for free, fits in ((0, True), (MIB, False), (64 * MIB, True)):
@@ -369,7 +369,7 @@ def test_idle_references_do_not_prevent_graphs(tenths: Path) -> None:
     assert "for 'tenths_linear' does not promise to be graph_safe" in graphs[False].notes[-1]
 
 
-@untied
+@with_untied_head
 def test_a_method_that_changes_inputs_keeps_its_kernel(tenths: Path) -> None:
     config = json.loads((tenths / "config.json").read_text())
     config["quantization_config"]["coarse"] = True

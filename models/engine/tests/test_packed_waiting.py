@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from interposer import Config
-from interposer_engine._checkpoint.opening import with_weights
+from interposer_engine._checkpoint.opening import download_weights
 from interposer_engine._checkpoint.weights import Weights
 from interposer_engine._packed.file import PackedWriter
 from interposer_engine._packed.loading import load_weights, packed_file, packed_store_of
@@ -46,7 +46,7 @@ class Pauses:
 @pytest.mark.parametrize("way", ["mapped", "offloaded"])
 def test_loading_pauses_while_another_writes_the_file(way: str, llama: Path, on: Config) -> None:
     planned = plan(llama, config=on)
-    checkpoint = with_weights(planned.checkpoint)
+    checkpoint = download_weights(planned.checkpoint)
     weights = Weights(planned.model, planned.placement.device.torch_device)
     store = packed_store_of(planned, checkpoint)
     pauses = Pauses(store.writer(store.cache_folder))

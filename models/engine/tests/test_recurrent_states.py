@@ -274,7 +274,7 @@ def test_a_decoder_with_some_blocks_keeps_their_caches_and_angles(mixed: Path) -
     decoder = lm.engine.model.model
     assert decoder.cache_indices == [1, 0, 2]  # a convolution, attention, a convolution
     all_angles = decoder.angles(torch.arange(3))
-    with decoder.only([1, 2]):
+    with decoder.only_blocks([1, 2]):
         assert decoder.cache_indices == [0, 1]
         assert len(decoder.layers) == 2
         assert [pair[0].tolist() for pair in decoder.angles(torch.arange(3))] == [

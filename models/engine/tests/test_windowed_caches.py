@@ -249,7 +249,7 @@ def test_a_model_of_windows_goes_on_beyond_its_cache(
 ) -> None:
     lm = loaded(paths["all"], 8, cache_tokens=48, max_step_tokens=64)
     pool = lm.engine.pool
-    assert (pool.num_pages, lm.engine.runner.longest) == (6, 512)
+    assert (pool.num_pages, lm.engine.runner.max_sequence_tokens) == (6, 512)
     spoil(lm)
     prompt = [(5 * i) % 256 for i in range(200)]
     sequence = lm.engine.add(prompt, SamplingParams(max_new_tokens=200, ignore_eos=True))

@@ -233,7 +233,7 @@ class EncoderDecoderFamily(DecoderFamily):
 
 
 @dataclass(frozen=True, slots=True)
-class SourceBatch:
+class EncoderInputBatch:
     """Whole encoder inputs, packed without padding.
 
     Attributes:
@@ -251,7 +251,7 @@ class SourceBatch:
 class SourceEncoder(Decoder):
     """An encoder: embedding, blocks with bidirectional attention, and the final norm."""
 
-    def encode(self, sources: SourceBatch) -> torch.Tensor:
+    def encode(self, sources: EncoderInputBatch) -> torch.Tensor:
         """Compute the normalised hidden states ``[E, H]``."""
         x = self.embed(sources.token_ids, sources.positions)
         plan, residual = EncoderBatch(sources.starts, sources.longest), None
@@ -288,8 +288,10 @@ class EncoderDecoderLM(CausalLM):
         if not self.encoder.tables or count > len(self.encoder.tables[0][0]):
             self.encoder.reserve_positions(count, device)
 
-    def encode(self, sources: SourceBatch, caches: Sequence[Any], plans: Sequence[Any]) -> None:
-        """Encode inputs, and cache each cross-attention's keys and values; see ``SourceModel``."""
+    def encode(
+        self, sources: EncoderInputBatch, caches: Sequence[Any], plans: Sequence[Any]
+    ) -> None:
+        """Encode inputs, and cache each cross-attention's keys and values; see ``EncoderModel``."""
         hidden = self.encoder.encode(sources)
         cache_indices = {
             # Caches follow the order of attention layers, self-attention and cross-attention alike.

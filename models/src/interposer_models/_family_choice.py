@@ -63,7 +63,7 @@ def checked_model(model: object) -> CausalModel:
 
 
 @contextmanager
-def blamed_on_family(resolver: Resolver, member: str) -> Iterator[None]:
+def family_errors(resolver: Resolver, member: str) -> Iterator[None]:
     """Convert errors of the selected family's code to PluginError within a ``with`` block."""
     try:
         yield
@@ -83,7 +83,7 @@ def blamed_on_family(resolver: Resolver, member: str) -> Iterator[None]:
 
 
 @contextmanager
-def located(config: Mapping[str, Any], source: object) -> Iterator[None]:
+def with_location(config: Mapping[str, Any], source: object) -> Iterator[None]:
     """Add file and field to an UnknownNameError within a ``with`` block, if a field has the name.
 
     Raises: UnknownNameError: the same error, with the location.

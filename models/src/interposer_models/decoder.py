@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from interposer.tooling import lazy_attributes
 
 if TYPE_CHECKING:
-    from interposer_models._decoder.attention import StoredAttention
+    from interposer_models._decoder.attention import SharedCacheAttention
     from interposer_models._decoder.chunked_attention import ChunkedBackend
     from interposer_models._decoder.decoder import CACHED_LAYERS, Decoder, HiddenStates
     from interposer_models._decoder.family import DecoderFamily, cache_note
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from interposer_models._decoder.mtp_head import PredictionHead
     from interposer_models._decoder.recurrent import RecurrentLayer
     from interposer_models._decoder.settings import DecoderSettings, Positive
-    from interposer_models._encoder_decoder import SourceBatch
+    from interposer_models._encoder_decoder import EncoderInputBatch
     from interposer_models._family_choice import (
-        blamed_on_family,
         checked_model,
         choose_family,
-        located,
+        family_errors,
+        with_location,
     )
 
 __all__ = [
@@ -33,26 +33,26 @@ __all__ = [
     "Decoder",
     "DecoderFamily",
     "DecoderSettings",
+    "EncoderInputBatch",
     "HiddenStates",
     "LatentAttention",
     "LatentProjection",
     "Positive",
     "PredictionHead",
     "RecurrentLayer",
-    "SourceBatch",
-    "StoredAttention",
+    "SharedCacheAttention",
     "UngatedExperts",
-    "blamed_on_family",
     "cache_note",
     "checked_model",
     "choose_family",
-    "located",
+    "family_errors",
+    "with_location",
 ]
 
 __getattr__ = lazy_attributes(
     __name__,
     {
-        "interposer_models._decoder.attention": "StoredAttention",
+        "interposer_models._decoder.attention": "SharedCacheAttention",
         "interposer_models._decoder.chunked_attention": "ChunkedBackend",
         "interposer_models._decoder.decoder": "CACHED_LAYERS Decoder HiddenStates",
         "interposer_models._decoder.family": "DecoderFamily cache_note",
@@ -61,8 +61,10 @@ __getattr__ = lazy_attributes(
         "interposer_models._decoder.mtp_head": "PredictionHead",
         "interposer_models._decoder.recurrent": "RecurrentLayer",
         "interposer_models._decoder.settings": "DecoderSettings Positive",
-        "interposer_models._encoder_decoder": "SourceBatch",
-        "interposer_models._family_choice": "blamed_on_family checked_model choose_family located",
+        "interposer_models._encoder_decoder": "EncoderInputBatch",
+        "interposer_models._family_choice": (
+            "checked_model choose_family family_errors with_location"
+        ),
     },
 )
 

@@ -94,7 +94,7 @@ class TextEndpoints:
         )
         self._admission = Admission(self._model, limits)
         vocabulary = await self._model.tokenize(lambda tokenizer: tokenizer.vocabulary)
-        sources = self._lm.engine.runner.sources
+        sources = self._lm.engine.runner.encoder_inputs
         context = max(self.context, 0 if sources is None else sources.longest)
         num_tokens = min(context, limits.prompt_tokens or context)
         self._sizes = PromptSizes(num_tokens, self._model.capacity or 1, vocabulary)

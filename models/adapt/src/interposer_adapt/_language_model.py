@@ -108,7 +108,7 @@ def language_model(
     else:
         free_bytes = platform.memory(device).free_bytes
         check_cache("language_model", free_bytes, shape, cache_tokens, state_bytes)
-        budget = CacheBudget.asked_for(device, shape, cache_tokens, state_bytes)
+        budget = CacheBudget.for_tokens(device, shape, cache_tokens, state_bytes)
     add_note(adapted, str(budget))
     runner = Runner(
         decoder,

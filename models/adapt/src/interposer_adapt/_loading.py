@@ -23,10 +23,10 @@ from interposer_engine.parts import (
     WeightCheck,
     compute_dtype,
     config_source,
+    download_weights,
     stop_tokens,
     tokenizer_of,
-    unplaced,
-    with_weights,
+    unplaced_tensor_error,
 )
 
 _log = logging.getLogger("interposer")
@@ -77,7 +77,7 @@ def load_adapted(
             )
     placement = place(config)
     # Weights may be large downloads: arguments and architecture were checked first.
-    fetched = with_weights(checkpoint)
+    fetched = download_weights(checkpoint)
     assert isinstance(fetched, Checkpoint)
     checkpoint = fetched
     stored = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
@@ -103,7 +103,7 @@ def load_adapted(
             "copy all files of the checkpoint again",
         )
     if unexpected := sorted(report["unexpected_keys"]):
-        raise unplaced(unexpected[0], unexpected[0], checkpoint.path)
+        raise unplaced_tensor_error(unexpected[0], unexpected[0], checkpoint.path)
     model = model.eval().to(placement.device.torch_device)
     check = WeightCheck(config.weight_check, placement.platform)
     check.check_parameters(model, checkpoint.path)

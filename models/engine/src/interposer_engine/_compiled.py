@@ -185,7 +185,7 @@ class CompiledModel:
         return compiled_graph
 
 
-def judge_compiler(
+def check_compiler(
     config: Config,
     placement: Placement,
     graphs: Verdict | None = None,
@@ -228,7 +228,7 @@ def backend_name(config: Config, placement: Placement, verdict: Verdict) -> str:
     """Return the name of the torch.compile backend to use.
 
     Args:
-        verdict: Result of ``judge_compiler``.
+        verdict: Result of ``check_compiler``.
     Raises:
         ConfigError: the platform has no backend, or the verdict is a refusal.
         UnknownNameError: torch has no such backend.

@@ -18,10 +18,10 @@ from interposer.errors import RequestError
 from interposer_engine._pages import PagePool
 from interposer_engine._sampling import checked_tokens
 from interposer_engine._sequence import TokenSequence
-from interposer_models.decoder import SourceBatch
+from interposer_models.decoder import EncoderInputBatch
 
 
-class SourceModel(Protocol):
+class EncoderModel(Protocol):
     """The additional interface of a ``PagedModel`` with cross-attention to an encoder input."""
 
     @property
@@ -29,7 +29,9 @@ class SourceModel(Protocol):
         """Largest number of tokens of an encoder input."""
         ...
 
-    def encode(self, sources: SourceBatch, caches: Sequence[Any], plans: Sequence[Any]) -> None:
+    def encode(
+        self, sources: EncoderInputBatch, caches: Sequence[Any], plans: Sequence[Any]
+    ) -> None:
         """Encode inputs, and write the keys and values of the cross-attention layers to the caches.
 
         Args:
@@ -40,7 +42,7 @@ class SourceModel(Protocol):
         ...
 
 
-class Sources:
+class EncoderInputs:
     """Encodes the inputs of new sequences into cache pages that the sequences hold.
 
     Attributes:
@@ -103,7 +105,7 @@ class Sources:
         lengths = [len(sequence.source) for sequence in sequences]
         device_values = torch.tensor([token_ids, positions, slots]).to(self._device)
         starts = torch.tensor([0, *accumulate(lengths)]).to(self._device)
-        batch = SourceBatch(device_values[0], device_values[1], starts, max(lengths))
+        batch = EncoderInputBatch(device_values[0], device_values[1], starts, max(lengths))
         self._model.reserve_positions(batch.longest, self._device)
         write_batch = _write_batch(device_values[2])
         with numerics():
@@ -123,7 +125,7 @@ def sees_source(spec: AttentionSpec) -> bool:
     return spec.type == "encoder_decoder"
 
 
-def reads_sources(model: Any) -> bool:
+def has_encoder_inputs(model: Any) -> bool:
     """Return whether the model has layers that attend to an encoder input."""
     return any(sees_source(layer.backend.spec) for layer in model.attention_layers)
 

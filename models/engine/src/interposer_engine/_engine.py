@@ -42,7 +42,7 @@ class PromptLogprobs:
         if count is None:
             return
         reason = ""
-        if self._runner.sources is not None:
+        if self._runner.encoder_inputs is not None:
             reason = "the encoder reads the prompt, and nothing predicts its tokens"
         elif self._runner.is_prefix_lm:
             reason = "prompt tokens attend to later ones, so that none is predicted"
@@ -307,12 +307,12 @@ class Engine:
             self.scheduler.remove(sequence)
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def agreed(self, flag: bool) -> bool:
+    def agree(self, flag: bool) -> bool:
         """Return the common answer of all ranks to a question of timing; alone, ``flag``."""
         return flag
 
     @property
-    def draws_repeat(self) -> bool:
+    def has_fixed_seed(self) -> bool:
         """Whether requests without a seed get the same noise in every run."""
         return self._seeds is not None
 
@@ -338,8 +338,8 @@ class Engine:
 
         Raises: RequestError: see ``Sources.check``; or ``source`` is set and there is no encoder.
         """
-        if self.runner.sources is not None:
-            return self.runner.sources.check(source)
+        if self.runner.encoder_inputs is not None:
+            return self.runner.encoder_inputs.check(source)
         if source is not None:
             raise RequestError(
                 "source is set, but the model has no encoder. Try: give it as the prompt"
@@ -405,6 +405,6 @@ class Engine:
         sequence.finish_reason = reason
         self.scheduler.remove(sequence)
         if self.runner.adapters is not None:
-            self.runner.adapters.leave(sequence)
+            self.runner.adapters.request_ended(sequence)
         if self.speculation is not None:
             self.speculation.forget(sequence)

@@ -14,7 +14,7 @@ from interposer import CausalModel, CheckpointFile, Site, Verdict
 from interposer.errors import ConfigError
 from interposer.tooling import default_store
 from interposer_engine._checkpoint.files import Checkpoint
-from interposer_engine._checkpoint.opening import tokenizer_of, with_weights
+from interposer_engine._checkpoint.opening import download_weights, tokenizer_of
 from interposer_engine._checkpoint.tensors import check_tied
 from interposer_engine._checkpoint.weight_check import WeightCheck
 from interposer_engine._checkpoint.weights import Weights
@@ -24,9 +24,9 @@ from interposer_engine._compiled import (
     artifacts_key,
     backend_name,
 )
-from interposer_engine._distributed.estimate import cut_notes
+from interposer_engine._distributed.estimate import shard_notes
 from interposer_engine._distributed.group import Group, SingleProcess, facts_of
-from interposer_engine._encoder_inputs import reads_sources
+from interposer_engine._encoder_inputs import has_encoder_inputs
 from interposer_engine._engine import Engine
 from interposer_engine._generation_config import start_tokens, stop_tokens
 from interposer_engine._graphs import Capture
@@ -38,14 +38,14 @@ from interposer_engine._kv_cache_size import (
     state_layouts,
 )
 from interposer_engine._load_options import LoadOptions
-from interposer_engine._lora.adapters import AdapterRoom
+from interposer_engine._lora.adapters import AdapterMemory
 from interposer_engine._lora.files import Adapter, read_adapters
 from interposer_engine._offload.loading import OFFLOAD_NOTE, load_offloaded
 from interposer_engine._plan import Plan
 from interposer_engine._planning import SAMPLER
 from interposer_engine._prefix_settings import PrefixCache
 from interposer_engine._runner import Runner
-from interposer_engine._speculation.loading import Preparation
+from interposer_engine._speculation.loading import SpeculationSetup
 from interposer_engine._speculation.settings import Target
 from interposer_engine._tokenizer import TextTokenizer
 
@@ -76,7 +76,7 @@ class _Memory:
 
     weight_check: WeightCheck
     adapters: Mapping[str, Adapter]
-    adapter_room: AdapterRoom
+    adapter_memory: AdapterMemory
     state_bytes: int
 
 
@@ -87,7 +87,7 @@ class _Loaded:
     checkpoint: Checkpoint | CheckpointFile
     tokenizer: TextTokenizer
     weights: Weights
-    speculation: Preparation | None
+    speculation: SpeculationSetup | None
     stop_token_ids: frozenset[int]
     start_token_ids: tuple[int, ...]
     notes: list[str] = field(default_factory=list)
@@ -109,14 +109,14 @@ def build_engine(
     Raises: errors of ``load`` that need weights or memory.
     """
     resolver = planned.resolver
-    with group.together("checking the plan"):
+    with group.raise_together("checking the plan"):
         for note in resolver.notes:
             _log.warning("%s: %s", planned.path, note)
         # Shards are as they should be: a note without a warning.
-        notes = [] if group.ranks is None else cut_notes(planned.model)
+        notes = [] if group.ranks is None else shard_notes(planned.model)
         memory = _reserve_memory(planned, options)
         if memory.adapters:
-            notes.append(str(memory.adapter_room))
+            notes.append(str(memory.adapter_memory))
     group.agree(
         facts_of(
             planned,
@@ -129,10 +129,10 @@ def build_engine(
             adapters=sorted(memory.adapters),
         )
     )
-    with group.together("meeting"):
+    with group.raise_together("meeting"):
         for communicator in resolver.communicators.values():
             communicator.open()
-    with group.together("reading the weights"):
+    with group.raise_together("reading the weights"):
         compiled = None if planned.compiled is None else _compiler(planned, planned.compiled)
         loaded = _load_weights(planned, options, memory.weight_check, load_draft)
         if planned.offload is not None:  # the sizes of loaded weights are exact
@@ -140,13 +140,13 @@ def build_engine(
         notes += loaded.notes
 
     new_engine = partial(_new_engine, planned, options, group, loaded)
-    with group.together("settling the cache"):
+    with group.raise_together("settling the cache"):
         budget = _cache_budget(planned, options, group, memory, new_engine)
         notes.append(str(budget))
     num_tokens = group.smallest(budget.tokens)
     if num_tokens < budget.tokens:
         notes.append(f"KV cache of {num_tokens} tokens, as another rank has")
-    with group.together("making the cache"):
+    with group.raise_together("making the cache"):
         prefixes = options.prefix_settings
         engine = new_engine(
             -(-num_tokens // planned.page_size),
@@ -155,7 +155,7 @@ def build_engine(
             prefixes=prefixes,
         )
         if prefixes is not None:
-            note = prefixes.told(state_layouts(planned), options.max_sequences)
+            note = prefixes.description(state_layouts(planned), options.max_sequences)
             notes += [note] if note else []
         if loaded.speculation is not None:
             site = Site(resolver, SAMPLER, planned.dtype)
@@ -185,7 +185,7 @@ def _reserve_memory(planned: Plan, options: LoadOptions) -> _Memory:
     adapters = read_adapters(
         options.adapters, planned.model, planned.dtype, "cpu", planned.checkpoint, check
     )
-    room = AdapterRoom.of(adapters.values(), planned.dtype.itemsize, is_host(platform))
+    room = AdapterMemory.of(adapters.values(), planned.dtype.itemsize, is_host(platform))
     if options.cache_tokens is not None:
         free_bytes = platform.memory(device).free_bytes - room.num_bytes
         shape = cache_shape(planned, **options.sizes)
@@ -200,7 +200,7 @@ def _load_weights(
 ) -> _Loaded:
     """Read the tokenizer and the weights, after the memory of speculative decoding is taken."""
     platform, device = planned.placement.platform, planned.placement.device.torch_device
-    checkpoint = with_weights(planned.checkpoint)
+    checkpoint = download_weights(planned.checkpoint)
     if checkpoint is not planned.checkpoint:  # downloaded now, so not yet compared by the plan
         check_tied(checkpoint, planned.model)
     tokenizer = tokenizer_of(checkpoint)
@@ -215,7 +215,7 @@ def _load_weights(
     speculation = None
     if (settings := options.speculation_settings) is not None:
         target = Target(planned, checkpoint, tokenizer, load_draft, **options.sizes)
-        speculation = Preparation(settings, target)
+        speculation = SpeculationSetup(settings, target)
     weights = Weights(planned.model, device, check)
     if (seed := planned.resolver.config.seed) is not None:
         platform.seed(seed)
@@ -223,7 +223,7 @@ def _load_weights(
         notes = load_offloaded(planned, checkpoint, weights, advance)
         planned.model.reserve_positions(0, device)
     start_token_ids: tuple[int, ...] = ()
-    if reads_sources(planned.model):
+    if has_encoder_inputs(planned.model):
         vocab_size = planned.decoder.vocab_size
         start_token_ids = start_tokens(checkpoint.path, checkpoint.config, vocab_size)
     return _Loaded(
@@ -283,15 +283,15 @@ def _cache_budget(
     """Size the cache: as requested, or as the memory beside the largest step allows."""
     if options.cache_tokens is not None:
         device, shape = planned.placement.device.torch_device, cache_shape(planned, **options.sizes)
-        return CacheBudget.asked_for(device, shape, options.cache_tokens, memory.state_bytes)
+        return CacheBudget.for_tokens(device, shape, options.cache_tokens, memory.state_bytes)
     return measured_budget(
         planned,
         new_engine,
         options.memory_fraction,
         memory.state_bytes,
-        memory.adapter_room.num_bytes,
+        memory.adapter_memory.num_bytes,
         **options.sizes,
-        measures=group.alike,
+        measures=group.is_one_platform,
     )
 
 

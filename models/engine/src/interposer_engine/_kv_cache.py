@@ -179,7 +179,7 @@ class PagedModel(Protocol):
     """A decoder with all state in KV caches and recurrent states.
 
     A model with recurrent layers has the attribute ``state_layers``, as a ``CausalModel``. A model
-    that attends to an encoder input also implements ``SourceModel``.
+    that attends to an encoder input also implements ``EncoderModel``.
     """
 
     @property

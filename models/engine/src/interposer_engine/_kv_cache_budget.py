@@ -16,7 +16,7 @@ from interposer_engine._graphs import DecodeGraphs, GraphBuckets
 from interposer_engine._kv_cache import CacheShape
 from interposer_engine._sampling_params import SamplingParams
 from interposer_models import CausalLM
-from interposer_models.decoder import StoredAttention
+from interposer_models.decoder import SharedCacheAttention
 from interposer_ops.devices.memory_profile import MemoryProfile
 from interposer_ops.layers.attention import Attention
 
@@ -75,7 +75,7 @@ class CacheBudget:
     parts: str = ""
 
     @classmethod
-    def asked_for(
+    def for_tokens(
         cls, device: str, shape: CacheShape, cache_tokens: int, state_bytes: int = 0
     ) -> CacheBudget:
         """Return the budget of a cache with the number of tokens that the user set."""
@@ -244,7 +244,7 @@ def one_block_of_each_kind(model: CausalModel) -> Iterator[None]:
     blocks = list(enumerate(model.model.layers))
     # In reversed order the first block of each kind is entered last, and stays.
     firsts = {_kind(block): number for number, block in reversed(blocks)}
-    with model.model.only(sorted(firsts.values())):
+    with model.model.only_blocks(sorted(firsts.values())):
         yield
 
 
@@ -274,7 +274,7 @@ def _lengths(engine: Engine, sequences: int, tokens: int) -> list[int]:
 def _kind(block: nn.Module) -> tuple[object, ...]:
     """Return a key that is equal for blocks with equal memory needs."""
     parts = list(block.modules())
-    attention_classes = Attention, StoredAttention
+    attention_classes = Attention, SharedCacheAttention
     backends = (id(part.backend) for part in parts if isinstance(part, attention_classes))
     return (*backends, *map(type, parts))
 
@@ -292,8 +292,8 @@ def _run(engine: Engine, lengths: list[int], greedy: bool) -> None:
     sequences = []
     for length in lengths:
         tokens, source = [t % vocabulary for t in range(length)], None
-        if engine.runner.sources is not None:
-            source = tokens[: engine.runner.sources.longest]
+        if engine.runner.encoder_inputs is not None:
+            source = tokens[: engine.runner.encoder_inputs.longest]
         sequences.append(engine.add(tokens, params, source))
     try:
         engine.step()

@@ -477,7 +477,7 @@ class LanguageModel:
     ) -> list[tuple[float, ...]]:
         prefix_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) and prompt else prompt
         source: Sequence[int] | None = None
-        if self.engine.runner.sources is not None:
+        if self.engine.runner.encoder_inputs is not None:
             prefix_ids, source = self.engine.start_token_ids, cast("Sequence[int]", prefix_ids)
         scores = []
         for continuation in continuations:
@@ -584,10 +584,10 @@ class LanguageModel:
             moved = self.weights.update(offer, f"update of {self.path}")
         # Cached prefixes were computed with the former weights.
         self.engine.forget_prefixes()
-        self._adapters.renew()
+        self._adapters.reread_base_weights()
         if moved:
             # Captured graphs and compiled code read the former memory.
-            self.engine.runner.renew()
+            self.engine.runner.refresh_operands()
         return moved
 
     def start(self, prompt: Prompt, params: SamplingParams) -> Stream:
@@ -642,7 +642,7 @@ class LanguageModel:
 
     def room(self, token_ids: Sequence[int]) -> int:
         """Return how many tokens may follow a prompt; 0 or less if the prompt is too long."""
-        return self.engine.runner.longest - len(self._split_prompt(token_ids)[0])
+        return self.engine.runner.max_sequence_tokens - len(self._split_prompt(token_ids)[0])
 
     def _check_stop(self, params: SamplingParams) -> None:
         if params.stop and isinstance(self.tokenizer, MissingTokenizer):
@@ -653,7 +653,7 @@ class LanguageModel:
 
     def _split_prompt(self, prompt: Sequence[int]) -> tuple[Sequence[int], Sequence[int] | None]:
         """Return the first tokens of the decoder, and the encoder input if there is an encoder."""
-        if self.engine.runner.sources is None:
+        if self.engine.runner.encoder_inputs is None:
             return prompt, None
         return self.engine.start_token_ids, prompt
 

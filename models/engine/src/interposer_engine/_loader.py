@@ -20,7 +20,7 @@ from interposer.errors import (
 )
 from interposer.tooling import entry_points
 from interposer_engine._checkpoint.opening import open_checkpoint
-from interposer_engine._distributed.group import joined
+from interposer_engine._distributed.group import join_ranks
 from interposer_engine._engine_build import build_engine
 from interposer_engine._language_model import LanguageModel
 from interposer_engine._load_options import LoadOptions, policy_in_force
@@ -121,10 +121,10 @@ def load(
         progress=progress,
     )
     start_ns = time.time_ns()
-    group = joined(tensor_parallel)
+    group = join_ranks(tensor_parallel)
     placement = group.placement(options.config)
     try:
-        with group.together("planning"):
+        with group.raise_together("planning"):
             options.check()
             planned = plan(
                 path,
@@ -146,7 +146,7 @@ def load(
         config=options.config,
         max_sequences=max_sequences,
         max_step_tokens=max_step_tokens,
-        tensor_parallel=group.inner(),
+        tensor_parallel=group.draft_group(),
     )
     built = build_engine(planned, options, group, load_draft)
     planned.resolver.registry.plugins.observe(

@@ -11,23 +11,27 @@ import torch
 from interposer import Config, Placement, Ranks, Resolver, Site, place
 from interposer_engine._checkpoint.dequantize import dequantize_once
 from interposer_engine._checkpoint.opening import config_source, open_checkpoint
-from interposer_engine._checkpoint.tensors import check_tied, untied
-from interposer_engine._compiled import judge_compiler
-from interposer_engine._distributed.estimate import check_placed, cut_notes, estimated
-from interposer_engine._distributed.group import described_ranks
-from interposer_engine._encoder_inputs import reads_sources
+from interposer_engine._checkpoint.tensors import check_tied, with_untied_head
+from interposer_engine._compiled import check_compiler
+from interposer_engine._distributed.estimate import (
+    check_expert_parallel,
+    estimate_notes,
+    shard_notes,
+)
+from interposer_engine._distributed.group import planned_ranks
+from interposer_engine._encoder_inputs import has_encoder_inputs
 from interposer_engine._generation_config import GenerationSettings
 from interposer_engine._load_options import policy_in_force
-from interposer_engine._offload.planning import offloading
+from interposer_engine._offload.planning import plan_offloading
 from interposer_engine._plan import Plan, compute_dtype
 from interposer_engine._quantize.settings import quantization_settings, stated_in
 from interposer_models.decoder import (
     DecoderSettings,
-    blamed_on_family,
     cache_note,
     checked_model,
     choose_family,
-    located,
+    family_errors,
+    with_location,
 )
 from interposer_ops.attention import common_page_size
 from interposer_ops.devices.graphs import judge_graphs
@@ -61,12 +65,14 @@ def plan(
     config = policy_in_force(config, platform)
     checkpoint, opened = open_checkpoint(path, config)
     placement = placement or place(config)
-    ranks = described_ranks(tensor_parallel, placement.platform.name, expert_parallel)
+    ranks = planned_ranks(tensor_parallel, placement.platform.name, expert_parallel)
     resolver = Resolver.at(placement, config, ranks)
     if opened is not None:
         resolver.record(opened)
     source = config_source(checkpoint)
-    decoder, notes = untied(choose_family(resolver, checkpoint.config, source), checkpoint)
+    decoder, notes = with_untied_head(
+        choose_family(resolver, checkpoint.config, source), checkpoint
+    )
     if isinstance(decoder, DecoderSettings):
         notes += decoder.rotation_notes()
     resolver.notes += notes
@@ -80,32 +86,32 @@ def plan(
     site = Site(resolver, "", compute)
     # Building a layer selects its kernels; on the meta device this takes no memory.
     with torch.device("meta"):
-        with blamed_on_family(resolver, "attention"):
+        with family_errors(resolver, "attention"):
             page_size = common_page_size(resolver, decoder.attention(site))
-        with located(checkpoint.config, source), blamed_on_family(resolver, "build"):
+        with with_location(checkpoint.config, source), family_errors(resolver, "build"):
             model = checked_model(decoder.build(site, page_size))
         sampler = Sampler(site.at(SAMPLER), decoder.vocab_size)
     check_tied(checkpoint, model)
-    check_placed(model, resolver, ranks)
+    check_expert_parallel(model, resolver, ranks)
     generation = GenerationSettings.of_folder(checkpoint.path)
     optional_notes = (
         cache_note(model, config, page_size),
-        generation.unapplied_note(has_encoder=reads_sources(model)),
+        generation.unapplied_note(has_encoder=has_encoder_inputs(model)),
     )
     notes = [note for note in optional_notes if note]
     notes += dequantize_once(model, site, placement)
     resolver.check_places()
-    offloads, offload_notes = offloading(offload, model, placement, config.packed, ranks)
-    notes += [*offload_notes, *estimated(model, resolver)]
+    offloads, offload_notes = plan_offloading(offload, model, placement, config.packed, ranks)
+    notes += [*offload_notes, *estimate_notes(model, resolver)]
     if ranks is not None and ranks.group is None:
-        notes += cut_notes(model)
+        notes += shard_notes(model)
     resolver.notes += notes
     # Tokens are sampled outside of the graph, because sampling settings change with every request.
     graphs = judge_graphs(resolver, placement, frozenset({SAMPLER}))
     choices = [choice for choice, _ in resolver.choices.values()]
-    compiled = judge_compiler(config, placement, graphs, choices)
+    compiled = check_compiler(config, placement, graphs, choices)
     if offloads is not None:
-        graphs, compiled = offloads.judged(graphs), offloads.judged(compiled)
+        graphs, compiled = offloads.judge_capture(graphs), offloads.judge_capture(compiled)
     return Plan(
         checkpoint=checkpoint,
         decoder=decoder,

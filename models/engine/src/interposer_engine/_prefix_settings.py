@@ -122,7 +122,7 @@ class PrefixCache:
             store = PrefixStore(memory, kinds, queued=memory.is_pinned())
         return SharedPrefixes(pools, contents, checkpoints, store)
 
-    def told(self, layouts: Sequence[StateLayout], max_sequences: int) -> str:
+    def description(self, layouts: Sequence[StateLayout], max_sequences: int) -> str:
         """Describe the additional memory of the prefix cache; "" if there is none.
 
         Args:

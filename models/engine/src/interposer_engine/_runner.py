@@ -12,7 +12,7 @@ from torch import nn
 from interposer.errors import ConfigError
 from interposer_engine._batch import StepBatch
 from interposer_engine._compiled import CompiledModel
-from interposer_engine._encoder_inputs import Sources
+from interposer_engine._encoder_inputs import EncoderInputs
 from interposer_engine._graphs import Capture, DecodeGraphs, GraphBuckets, Plans, Results
 from interposer_engine._kv_cache import Caches, PagedModel
 from interposer_engine._pages import States
@@ -83,16 +83,21 @@ class Runner:
         self._pool_indices = caches.pool_indices
         self.encoder_pool, self.is_prefix_lm = caches.encoder_pool, caches.is_prefix_lm
         self._num_states = len(caches.states)
-        self.sources: Sources | None = None
+        self.encoder_inputs: EncoderInputs | None = None
         if self.encoder_pool is not None:
             vocab_size = model.config.vocab_size
-            self.sources = Sources(model, self.encoder_pool, device, max_step_tokens, vocab_size)
+            self.encoder_inputs = EncoderInputs(
+                model, self.encoder_pool, device, max_step_tokens, vocab_size
+            )
         self.graphs: DecodeGraphs | None = None
         num_spare = 0
         if capture is not None:
             # Graphs read the rotary table, which must not move: make it large enough at once.
-            model.reserve_positions(self.longest, device)
-            max_tokens = max(self.longest, 0 if self.sources is None else self.sources.longest)
+            model.reserve_positions(self.max_sequence_tokens, device)
+            max_tokens = max(
+                self.max_sequence_tokens,
+                0 if self.encoder_inputs is None else self.encoder_inputs.longest,
+            )
             buckets = GraphBuckets.up_to(max_sequences, self.pools[0].pages_for(max_tokens))
             num_spare = DecodeGraphs.pages_for(buckets, page_size)
             self.graphs = DecodeGraphs(
@@ -105,7 +110,7 @@ class Runner:
                 backends=self._pool_indices,
                 model=model if isinstance(model, nn.Module) else None,
                 with_states=bool(self._num_states),
-                with_encoder=self.sources is not None,
+                with_encoder=self.encoder_inputs is not None,
                 required=graphs_required,
             )
         self.caches = caches.allocate(device, num_spare)
@@ -115,7 +120,7 @@ class Runner:
         self._min_pages = 1 if compiled is None else 2
 
     @property
-    def longest(self) -> int:
+    def max_sequence_tokens(self) -> int:
         """Largest number of tokens of a sequence: the context length, or less in a small cache."""
         context: int = self.model.config.max_position_embeddings
         return min(pool.longest(context) for pool in self.pools)
@@ -171,7 +176,7 @@ class Runner:
         if self.graphs is not None:
             self.graphs.forget()
 
-    def renew(self) -> None:
+    def refresh_operands(self) -> None:
         """Drop captured graphs and fix compiled sizes again, because layers have new operands."""
         if self.graphs is not None:
             self.graphs.forget()
@@ -217,10 +222,10 @@ class Runner:
     def _batch(self, chunks: Sequence[Chunk]) -> StepBatch:
         if self.adapters is not None:
             self.adapters.assign(chunks)
-        if self.sources is not None:
+        if self.encoder_inputs is not None:
             started = [chunk.sequence for chunk in chunks if not chunk.sequence.num_computed]
             if started:
-                self.sources.encode(started, self.caches, self.numerics)
+                self.encoder_inputs.encode(started, self.caches, self.numerics)
         return StepBatch.build(
             chunks,
             self.pools[0].page_size,

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from interposer_engine._checkpoint.files import read_json
     from interposer_engine._checkpoint.opening import (
         config_source,
+        download_weights,
         open_folder,
         tokenizer_of,
-        with_weights,
     )
-    from interposer_engine._checkpoint.tensors import unplaced
+    from interposer_engine._checkpoint.tensors import unplaced_tensor_error
     from interposer_engine._checkpoint.weight_check import WeightCheck
     from interposer_engine._checkpoint.weights import Weights
     from interposer_engine._engine import Engine
@@ -70,6 +70,7 @@ __all__ = [
     "compute_dtype",
     "config_source",
     "decoder_of",
+    "download_weights",
     "end_token_ids",
     "is_listing",
     "non_finite",
@@ -81,8 +82,7 @@ __all__ = [
     "stop_tokens",
     "tokenizer_of",
     "unmeasured_budget",
-    "unplaced",
-    "with_weights",
+    "unplaced_tensor_error",
 ]
 
 __getattr__ = lazy_attributes(
@@ -91,9 +91,9 @@ __getattr__ = lazy_attributes(
         "interposer_engine._batch": "StepBatch",
         "interposer_engine._checkpoint.files": "read_json",
         "interposer_engine._checkpoint.opening": (
-            "config_source open_folder tokenizer_of with_weights"
+            "config_source open_folder tokenizer_of download_weights"
         ),
-        "interposer_engine._checkpoint.tensors": "unplaced",
+        "interposer_engine._checkpoint.tensors": "unplaced_tensor_error",
         "interposer_engine._checkpoint.weight_check": "WeightCheck",
         "interposer_engine._checkpoint.weights": "Weights",
         "interposer_engine._engine": "Engine",

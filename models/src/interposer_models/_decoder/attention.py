@@ -216,7 +216,7 @@ class InterleavedAttention(SelfAttention):
     rotary_type = InterleavedRotary
 
 
-class StoredAttention(PluggableLayer):
+class SharedCacheAttention(PluggableLayer):
     """Attend to the cache of the latest earlier layer with an equal spec; write nothing."""
 
     def __init__(self, site: Site, spec: AttentionSpec) -> None:
@@ -245,7 +245,7 @@ def connect_cache_readers(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if isinstance(module, Attention):
             last_writers[module.backend] = module
-        elif isinstance(module, StoredAttention):
+        elif isinstance(module, SharedCacheAttention):
             module.cache_writer = (last_writers[module.backend],)
 
 

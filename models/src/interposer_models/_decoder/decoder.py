@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from interposer import AttentionBackend, CausalModel, Site
-from interposer_models._decoder.attention import StoredAttention
+from interposer_models._decoder.attention import SharedCacheAttention
 from interposer_models._decoder.recurrent import RecurrentLayer
 from interposer_models._decoder.settings import DecoderSettings
 from interposer_ops.layers.attention import Attention
@@ -177,7 +177,7 @@ class Decoder(nn.Module):
         self._assign_caches()
 
     @contextmanager
-    def only(self, block_indices: Sequence[int]) -> Iterator[None]:
+    def only_blocks(self, block_indices: Sequence[int]) -> Iterator[None]:
         """Run only the blocks ``block_indices``, in this order, within a ``with`` block."""
         all_indices, layers, fused_sums = self.block_indices, self.layers, self._fused_sums
         self.block_indices = block_indices
@@ -216,7 +216,7 @@ class Decoder(nn.Module):
         for block_layers in layers_by_block:
             indices = []
             for layer in block_layers:
-                if isinstance(layer, StoredAttention):
+                if isinstance(layer, SharedCacheAttention):
                     indices.append(last_written[layer.backend])
                 elif isinstance(layer, RecurrentLayer):
                     indices.append(next_state)
@@ -415,9 +415,9 @@ class CausalLM(CausalModel):
         return self.lm_head(hidden)  # type: ignore[no-any-return]
 
 
-def _cached_layers(block: nn.Module) -> list[Attention | StoredAttention | RecurrentLayer]:
+def _cached_layers(block: nn.Module) -> list[Attention | SharedCacheAttention | RecurrentLayer]:
     """List the layers of a block that own a cache or read another layer's cache, in order."""
-    rotation_indices = (*CACHED_LAYERS, StoredAttention)
+    rotation_indices = (*CACHED_LAYERS, SharedCacheAttention)
     return [module for module in block.modules() if isinstance(module, rotation_indices)]
 
 

@@ -23,7 +23,7 @@ from pydantic import AliasChoices, Field, model_validator
 from torch import Tensor, nn
 
 from interposer import AttentionSpec, PluggableLayer, Site
-from interposer_models._decoder.attention import StoredAttention, connect_cache_readers
+from interposer_models._decoder.attention import SharedCacheAttention, connect_cache_readers
 from interposer_models._decoder.decoder import CausalLM, Decoder, Norm, NormedBlock
 from interposer_models._decoder.family import DecoderFamily
 from interposer_models._decoder.settings import Positive, WindowTokens, nested_rotation
@@ -79,7 +79,7 @@ class Gemma4Attention(SelfAttention):
         self.rotary = RotaryEmbedding(site.at("rotary"), size, size)
         attention_site: Any = site.at("attn")
         attention: Any = (
-            StoredAttention(attention_site, shards.spec)
+            SharedCacheAttention(attention_site, shards.spec)
             if stored
             else shards.attention(attention_site)
         )

@@ -27,7 +27,12 @@ from interposer import (
 )
 from interposer.records import load_target
 from interposer_engine._kv_cache_budget import is_host
-from interposer_models.decoder import Decoder, LatentAttention, LatentProjection, StoredAttention
+from interposer_models.decoder import (
+    Decoder,
+    LatentAttention,
+    LatentProjection,
+    SharedCacheAttention,
+)
 from interposer_ops.layers.attention import Attention
 from interposer_ops.layers.embedding import Embedding, LMHead
 from interposer_ops.layers.experts import Experts
@@ -218,7 +223,7 @@ def _mixing(model: nn.Module) -> Iterator[Mixing]:
     """Yield the work of attention layers; latent attention counts with expanded keys and values."""
     latent_by_attention = {id(m.attn): m for m in model.modules() if isinstance(m, LatentAttention)}
     for module in model.modules():
-        if not isinstance(module, Attention | StoredAttention):
+        if not isinstance(module, Attention | SharedCacheAttention):
             continue
         spec: AttentionSpec = module.backend.spec
         window = spec.window_tokens or (spec.top_k if spec.sparse else None) or math.inf

@@ -263,7 +263,7 @@ class Checkpoint:
             that names a missing shard, or a hf_quant_config.json of another quantization.
         """
         root = Path(path)
-        description = cls.described(root)
+        description = cls.open_description(root)
         if not (root / _INDEX).exists():
             if not (root / _SINGLE).is_file():
                 raise _without_weights(root)
@@ -283,7 +283,7 @@ class Checkpoint:
         return replace(description, shards=tuple(shards), tensors=tensors)
 
     @classmethod
-    def described(cls, root: Path, source: HubModel | None = None) -> Checkpoint:
+    def open_description(cls, root: Path, source: HubModel | None = None) -> Checkpoint:
         """Open the description of the checkpoint at ``root``; weights may be missing.
 
         Raises: CheckpointError: no directory, or the description is invalid.

@@ -22,7 +22,8 @@ def open_checkpoint(
 ) -> tuple[Checkpoint | CheckpointFile, Choice | None]:
     """Open the checkpoint at ``path``.
 
-    For a name on a hub, only the description is downloaded; ``with_weights`` downloads the weights.
+    For a name on a hub, only the description is downloaded, not the weights; see
+    ``download_weights``.
 
     Returns: the checkpoint, and the choice of the plugin if a plugin reads the file.
     Raises:
@@ -31,7 +32,7 @@ def open_checkpoint(
     """
     file = Path(path)
     if hub_model := HubModel.named(path):
-        return Checkpoint.described(hub_model.description(), hub_model), None
+        return Checkpoint.open_description(hub_model.description(), hub_model), None
     if not file.is_dir():
         check_regular(file)
     if not file.is_file():
@@ -62,7 +63,7 @@ def open_checkpoint(
         ) from error
 
 
-def with_weights(checkpoint: Checkpoint | CheckpointFile) -> Checkpoint | CheckpointFile:
+def download_weights(checkpoint: Checkpoint | CheckpointFile) -> Checkpoint | CheckpointFile:
     """Return the checkpoint with its weights, after downloading weights that are missing.
 
     Raises: CheckpointError: the weights cannot be downloaded, or are incomplete.

@@ -390,7 +390,7 @@ _CAUSES = {
 _MEND = "check that architectures and num_hidden_layers of config.json are those of the weights"
 
 
-def unplaced(stored: str, name: str, path: object) -> CheckpointError:
+def unplaced_tensor_error(stored: str, name: str, path: object) -> CheckpointError:
     """Return the error for a tensor without a place, with file and probable cause.
 
     Args:
@@ -410,7 +410,7 @@ def unplaced(stored: str, name: str, path: object) -> CheckpointError:
 _CHUNK_BYTES = 2**24
 
 
-def untied(
+def with_untied_head(
     decoder: ModelFamily, checkpoint: Checkpoint | CheckpointFile
 ) -> tuple[ModelFamily, list[str]]:
     """Untie the embeddings in the settings if the checkpoint stores a head that differs.

@@ -23,7 +23,7 @@ from interposer_engine._checkpoint.tensors import (
     absent_biases,
     held_elsewhere,
     places_of,
-    unplaced,
+    unplaced_tensor_error,
 )
 from interposer_engine._checkpoint.updates import ExpertMove, GroupUpdate, Offer, TensorBuffer
 from interposer_engine._checkpoint.weight_check import WeightCheck
@@ -452,7 +452,7 @@ class Weights:
         if self._experts.is_elsewhere(name):
             return None
         if name not in self._absent:
-            raise unplaced(stored, name, path)
+            raise unplaced_tensor_error(stored, name, path)
         # GPTQ and AWQ writers store a bias for every layer, zeros if the model has no bias.
         offsets = tensor.bool()
         if offsets.any():

@@ -91,7 +91,7 @@ def bench(
     from interposer_engine._bench.roofline import ModelWork
     from interposer_engine._commands.run import load_with_progress, peak_memory
     from interposer_engine._distributed.launcher import launched
-    from interposer_engine._encoder_inputs import reads_sources
+    from interposer_engine._encoder_inputs import has_encoder_inputs
     from interposer_engine._planning import plan
 
     counts = {"--rounds": rounds, "--threads": threads, "--read-mib": read_mib}
@@ -104,7 +104,7 @@ def bench(
         torch.set_num_threads(threads)
     config = policy(kernel, platform, locked)
     planned = plan(model_dir, dtype, config=config, quantization=quantization)
-    if reads_sources(planned.model):
+    if has_encoder_inputs(planned.model):
         raise ConfigError(
             f"{model_dir} has an encoder, but bench measures only decoders. Try: interposer run"
         )

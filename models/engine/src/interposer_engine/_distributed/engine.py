@@ -60,7 +60,7 @@ class RankedEngine(Engine):
         self._has_new_requests = False
 
     @property
-    def draws_repeat(self) -> bool:
+    def has_fixed_seed(self) -> bool:
         """Say whether requests without a seed draw the same noise in each run."""
         return self._is_seeded
 
@@ -69,7 +69,7 @@ class RankedEngine(Engine):
         """Why no step can be computed, such as a lost rank; empty if none is known."""
         return self.coordinator.trouble
 
-    def agreed(self, flag: bool) -> bool:
+    def agree(self, flag: bool) -> bool:
         """Return the flag of rank 0."""
         return self.coordinator.decide(flag)
 
@@ -284,9 +284,9 @@ class RankedLanguageModel(LanguageModel):
         if moves:
             with self._plan.numerics():
                 replaced_prefixes = relocate(self._plan, self.weights, moves)
-            self._adapters.renew()
+            self._adapters.reread_base_weights()
             if replaced_prefixes:  # captured graphs use the old operands
-                self.engine.runner.renew()
+                self.engine.runner.refresh_operands()
         # Ranks that moved experts differently must fail at the next step.
         self.engine.mix(repr([*moves.values()]))
         return {

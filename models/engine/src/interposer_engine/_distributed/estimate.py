@@ -199,7 +199,7 @@ def exchanges_of(choices: Iterable[tuple[Choice, list[str]]]) -> tuple[Exchange,
     return tuple(Exchange(name, size, count) for (name, size), count in counts.items())
 
 
-def estimated(model: CausalModel, resolver: Resolver) -> list[str]:
+def estimate_notes(model: CausalModel, resolver: Resolver) -> list[str]:
     """Return lines on the estimated speed of described ranks, if rates are declared."""
     ranks, capability = resolver.ranks, resolver.device.capability
     if ranks is None or not (resolver.described and capability.rates):
@@ -220,7 +220,7 @@ _KINDS = {
 _REPLICATED = "replicated on every rank"
 
 
-def cut_notes(model: nn.Module) -> list[str]:
+def shard_notes(model: nn.Module) -> list[str]:
     """Describe how each layer with weights is sharded, and the size of this rank's shard.
 
     Layers of several blocks are listed once if the sizes are equal.
@@ -308,7 +308,7 @@ def better_placements(model: nn.Module) -> dict[PlacedExperts, ExpertPlacement]:
     return placements
 
 
-def check_placed(model: nn.Module, resolver: Resolver, ranks: Ranks | None) -> None:
+def check_expert_parallel(model: nn.Module, resolver: Resolver, ranks: Ranks | None) -> None:
     """Raise ConfigError if expert parallelism is requested but unsupported by all layers."""
     if ranks is None or ranks.experts is None or placed_layers(model):
         return

@@ -71,7 +71,7 @@ class Group:
 
     def placement(self, config: Config) -> Placement:
         """Select the device of this rank: ranks of one host use the devices in turn."""
-        with self.together("the choice of a platform"):
+        with self.raise_together("the choice of a platform"):
             placement = place(config)
         with self._raise_rank_errors("tell of platforms"):
             ranks = Ranks.of(self._group, placement.platform, self._timeout_seconds, self._secret)
@@ -84,7 +84,7 @@ class Group:
         return replace(placement, device=devices[earlier_ranks.count(kind) % len(devices)])
 
     @contextmanager
-    def together(self, activity: str) -> Iterator[None]:
+    def raise_together(self, activity: str) -> Iterator[None]:
         """Raise an error of any rank on every rank, after a ``with`` block.
 
         Raises: RankError: another rank failed, and this one did not.
@@ -124,7 +124,7 @@ class Group:
                     )
 
     @property
-    def alike(self) -> bool:
+    def is_one_platform(self) -> bool:
         """Say whether all ranks use the same platform."""
         return self.ranks is not None and len(set(self.ranks.platforms)) == 1
 
@@ -132,7 +132,7 @@ class Group:
         """Return the smallest number of all ranks."""
         return cast(int, min(self._gathered(number)))
 
-    def inner(self) -> Group:
+    def draft_group(self) -> Group:
         """Return the group for a draft model, which steps within the steps of another model."""
         # Without __init__, which would create another process group.
         inner_group = object.__new__(Group)
@@ -179,13 +179,13 @@ class SingleProcess:
     """Implements the methods of ``Group`` that ``load`` calls, for a process without peers."""
 
     ranks: Ranks | None = None
-    alike = True
+    is_one_platform = True
 
     def placement(self, config: Config) -> Placement | None:
         """Return None: the plan selects the device."""
         return None
 
-    def together(self, activity: str) -> AbstractContextManager[None]:
+    def raise_together(self, activity: str) -> AbstractContextManager[None]:
         """Return a context that does nothing."""
         return nullcontext()
 
@@ -196,7 +196,7 @@ class SingleProcess:
         """Return the number."""
         return number
 
-    def inner(self) -> Any:
+    def draft_group(self) -> Any:
         """Return None, the ``tensor_parallel`` option of a draft model."""
         return None
 
@@ -256,7 +256,7 @@ def _digest(value: object) -> str:
     return sha256(str(value).encode()).hexdigest()[:12]
 
 
-def joined(tensor_parallel: Any) -> SingleProcess | Group:
+def join_ranks(tensor_parallel: Any) -> SingleProcess | Group:
     """Return the ranks that load a model together.
 
     Args:
@@ -286,7 +286,7 @@ def joined(tensor_parallel: Any) -> SingleProcess | Group:
     return Group(tensor_parallel, PeerCoordinator)
 
 
-def described_ranks(
+def planned_ranks(
     tensor_parallel: int | Ranks | None, platform: str, expert_parallel: Any = None
 ) -> Ranks | None:
     """Return the ranks to plan for: given ranks, or a number of ranks on one host.

@@ -86,7 +86,7 @@ class Adapters:
                 "An adapted model takes adapters where it was made. "
                 "Try: PeftModel.from_pretrained(model, folder) of PEFT, then adapt()"
             )
-        if self._engine.runner.sources is not None:
+        if self._engine.runner.encoder_inputs is not None:
             raise ConfigError(
                 "A model with an encoder takes no adapters: its encoder computes tokens that no "
                 "adapter is told of. Try: merge_and_unload() of PEFT, and load what it saves"
@@ -125,7 +125,7 @@ class Adapters:
         current = {key: version for key, version in self._current.items() if key != name}
         self._set(self._loaded, current)
 
-    def renew(self) -> None:
+    def reread_base_weights(self) -> None:
         """Prepare adapters again that depend on the base's weights, after a weight update."""
         if self._loaded:
             self._set(self._loaded, self._current)
@@ -229,7 +229,7 @@ _NUM_HOST_FORMS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterRoom:
+class AdapterMemory:
     """The memory that is reserved for the adapters with which a model is loaded.
 
     Attributes:
@@ -241,7 +241,7 @@ class AdapterRoom:
     count: int = 0
 
     @classmethod
-    def of(cls, adapters: Collection[Adapter], itemsize: int, on_host: bool) -> AdapterRoom:
+    def of(cls, adapters: Collection[Adapter], itemsize: int, on_host: bool) -> AdapterMemory:
         """Compute the memory of all adapters together.
 
         Args:

@@ -103,7 +103,7 @@ class StepAdapters:
         """Return the version that a new request gets by a name."""
         return None if name is None else self._current[name]
 
-    def leave(self, sequence: TokenSequence) -> None:
+    def request_ended(self, sequence: TokenSequence) -> None:
         """Release the adapter of a request that has ended."""
         version = sequence.adapter
         if version is not None and version not in self._current.values():

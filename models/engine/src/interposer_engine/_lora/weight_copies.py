@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from interposer import CheckpointFile, PluggableLayer
 from interposer.errors import CheckpointError
 from interposer_engine._checkpoint.files import Checkpoint
-from interposer_engine._checkpoint.opening import with_weights
+from interposer_engine._checkpoint.opening import download_weights
 from interposer_engine._checkpoint.tensors import places_of, stored_names, tensor_slice
 
 _MEND = (
@@ -63,7 +63,7 @@ class BaseCopies:
         """Return the base model's weight of a module; None if the checkpoint has none."""
         if not isinstance(self._checkpoint, Checkpoint):
             return None
-        checkpoint = with_weights(self._checkpoint)
+        checkpoint = download_weights(self._checkpoint)
         assert isinstance(checkpoint, Checkpoint)
         renamed: Callable[[str], str | None] = getattr(self._model, "renamed", str)
         frame = getattr(getattr(self._model, "config", None), "frame", None)

@@ -306,7 +306,7 @@ class Offloading:
     is_automatic: bool
     plan: OffloadPlan
 
-    def judged(self, verdict: Verdict | None) -> Verdict | None:
+    def judge_capture(self, verdict: Verdict | None) -> Verdict | None:
         """Return a refusal to capture or compile steps; None if ``verdict`` is None."""
         if verdict is None:
             return None
@@ -336,7 +336,7 @@ class Offloading:
         )
 
 
-def offloading(
+def plan_offloading(
     option: bool | int | str | None,
     model: CausalModel,
     placement: Placement,

@@ -18,7 +18,7 @@ from interposer import CheckpointFile
 from interposer.errors import ConfigError
 from interposer_engine._checkpoint.files import Checkpoint
 from interposer_engine._checkpoint.layers import LayerGroup, State
-from interposer_engine._checkpoint.opening import with_weights
+from interposer_engine._checkpoint.opening import download_weights
 from interposer_engine._checkpoint.weights import Keep, Moves, Progress, Weights
 from interposer_engine._packed.file import (
     BeingWrittenError,
@@ -87,7 +87,7 @@ def read(
 
 def relocate(planned: Plan, weights: Weights, moves: Moves) -> tuple[str, ...]:
     """Read the experts that move to this rank through ``Weights.relocate``."""
-    checkpoint = with_weights(planned.checkpoint)
+    checkpoint = download_weights(planned.checkpoint)
     tensors = _tensors(planned, checkpoint, weights)
     return weights.relocate(moves, tensors, checkpoint.names(), checkpoint.path)
 

@@ -12,7 +12,7 @@ import torch
 
 from interposer import Config
 from interposer.errors import ConfigError
-from interposer_engine._checkpoint.opening import open_checkpoint, with_weights
+from interposer_engine._checkpoint.opening import download_weights, open_checkpoint
 from interposer_engine._checkpoint.weight_check import WeightCheck
 from interposer_engine._checkpoint.weights import Weights
 from interposer_engine._packed.file import PackedFile, PackedFileError
@@ -55,7 +55,7 @@ def pack(
     """
     start = time.perf_counter()
     planned = plan(path, dtype, platform, config, quantization=quantization)
-    checkpoint = with_weights(planned.checkpoint)
+    checkpoint = download_weights(planned.checkpoint)
     device = planned.placement.device.torch_device
     weights = Weights(planned.model, device, WeightCheck.of(planned))
     total_bytes, done_bytes = checkpoint.num_bytes, 0

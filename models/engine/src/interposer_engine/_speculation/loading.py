@@ -100,7 +100,7 @@ class ModelDraftSource:
         )
 
 
-class Preparation:
+class SpeculationSetup:
     """Draft source of a model, allocated before the size of the model's own cache is computed."""
 
     def __init__(self, settings: Speculation, target: Target) -> None:
@@ -134,7 +134,7 @@ class Preparation:
         vocab_size, num_drafts = engine.model.config.vocab_size, settings.tokens
         sampling = DraftSampling(site, vocab_size, num_drafts, certain=draft_source.certain)
         proposer = draft_source.proposer(engine, sampling, num_drafts)
-        cost_model = DraftCostModel(engine.agreed) if settings.adaptive else None
+        cost_model = DraftCostModel(engine.agree) if settings.adaptive else None
         engine.speculation = Speculator(
             engine, proposer, sampling, num_drafts, cost_model, self._saved
         )

@@ -34,7 +34,7 @@ from interposer_engine._sequence import TokenSequence
 from interposer_engine._speculation.proposers import Draft, DraftSampling, Proposer
 from interposer_engine._speculation.settings import Speculation, Target, check_sources
 from interposer_engine._speculation.speculator import is_reproducible
-from interposer_models.decoder import DecoderFamily, HiddenStates, PredictionHead, blamed_on_family
+from interposer_models.decoder import DecoderFamily, HiddenStates, PredictionHead, family_errors
 
 
 class HeadRunner:
@@ -363,7 +363,7 @@ def load_checkpoint_head(settings: Speculation, target: Target) -> HeadDraftSour
     # Only families that derive from DecoderFamily can define an MTP head.
     if isinstance(checkpoint, Checkpoint) and isinstance(planned.decoder, DecoderFamily):
         model: Any = planned.model
-        with torch.device("meta"), blamed_on_family(planned.resolver, "prediction_head"):
+        with torch.device("meta"), family_errors(planned.resolver, "prediction_head"):
             head = planned.decoder.prediction_head(site, model, planned.page_size)
     if (
         head is None

@@ -287,7 +287,9 @@ class ModelProposer(Proposer):
             return False
         size = self._draft.model.config.vocab_size
         pending = follower.tokens(follower.num_computed, len(follower))
-        return len(follower) + count <= self._draft.runner.longest and max(pending) < size
+        return (
+            len(follower) + count <= self._draft.runner.max_sequence_tokens and max(pending) < size
+        )
 
     def _follower(self, sequence: TokenSequence) -> TokenSequence:
         """Return the follower of a sequence, updated to the sequence's tokens."""

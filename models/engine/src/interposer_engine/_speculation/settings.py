@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from interposer import CheckpointFile
 from interposer.errors import ConfigError
 from interposer_engine._checkpoint.files import Checkpoint
-from interposer_engine._encoder_inputs import reads_sources
+from interposer_engine._encoder_inputs import has_encoder_inputs
 from interposer_engine._plan import Plan
 from interposer_engine._tokenizer import TextTokenizer
 
@@ -104,7 +104,7 @@ class Target:
 
 def check_sources(path: Path, model: Any) -> None:
     """Raise ConfigError if the model at ``path`` has an encoder."""
-    if reads_sources(model):
+    if has_encoder_inputs(model):
         raise ConfigError(
             f"{path} has an encoder, and draft models cannot read an encoder input. "
             "Try: speculation='ngram', which looks up the decoder's own tokens"

@@ -70,7 +70,7 @@ class DraftCostModel:
         """Start with an empty loss budget.
 
         Args:
-            agreed: ``Engine.agreed``: makes all ranks follow the clock of one.
+            agreed: ``Engine.agree``: makes all ranks follow the clock of one.
         """
         self._agreed = agreed
         self._budget = 0.0
@@ -449,5 +449,5 @@ def is_reproducible(engine: Engine, sequence: TokenSequence) -> bool:
 
     A seed promises that. A sampler of another class may promise the same, and is treated alike.
     """
-    seeded = sequence.params.seed is not None or engine.draws_repeat
+    seeded = sequence.params.seed is not None or engine.has_fixed_seed
     return seeded or type(engine.sampler) is not Sampler
