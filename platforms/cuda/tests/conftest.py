@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from platforms.cuda.tests.played_packages import HERE, IMPORTED, MODULES, VERSIONS
+from platforms.cuda.tests.fake_packages import HERE, IMPORTED, MODULES, VERSIONS
 from platforms.cuda.tests.wheels import install, wheel
 
 

@@ -11,8 +11,8 @@ import torch
 from interposer import NumericsPolicy
 from interposer.errors import ConfigError, PluginError, UnknownNameError
 from interposer_cuda._hardware.driver import Answer, CUDADevice
-from interposer_cuda._hardware.host_mapping import mapped
-from interposer_cuda._hardware.system import look
+from interposer_cuda._hardware.host_mapping import device_view
+from interposer_cuda._hardware.system import read_system
 from interposer_cuda._platform import CUDAPlatform
 
 DEVICE = CUDADevice(
@@ -23,7 +23,7 @@ DEVICE = CUDADevice(
     *(49152, False, 132, True, 3, 2619000, 5120, 52428800, True, 9, 0, 232448, True, True),
 )
 T4 = replace(DEVICE, name="Tesla T4", major=7, minor=5, peers=(), compute_mode=0)
-without_gpu = pytest.mark.skipif(bool(look().nodes), reason="needs a machine without a GPU")
+without_gpu = pytest.mark.skipif(bool(read_system().nodes), reason="needs a machine without a GPU")
 
 
 @pytest.fixture
@@ -103,4 +103,4 @@ def test_a_compiled_step_is_not_captured(platform: CUDAPlatform) -> None:
 
 def test_only_pinned_memory_is_mapped() -> None:
     with pytest.raises(ConfigError, match="this tensor is on cpu and not pinned"):
-        mapped(torch.zeros(4))
+        device_view(torch.zeros(4))

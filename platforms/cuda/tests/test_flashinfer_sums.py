@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from platforms.cuda.tests.played_flashinfer_comm import Package
+from platforms.cuda.tests.fake_flashinfer_comm import Package
 
 from interposer import Capability, Config, Device, Ranks, Registry, Request, Resolver
 from interposer.errors import NoCandidateError

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from platforms.inertness import MODEL, InertPlugin
 
-from interposer_cuda._hardware.system import look
+from interposer_cuda._hardware.system import read_system
 
 pytestmark = [
-    pytest.mark.skipif(bool(look().nodes), reason="needs a machine without a GPU of NVIDIA"),
+    pytest.mark.skipif(bool(read_system().nodes), reason="needs a machine without a GPU of NVIDIA"),
     pytest.mark.process,
 ]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from platforms.cuda.tests.played_packages import IMPORTED
+from platforms.cuda.tests.fake_packages import IMPORTED
 from platforms.cuda.tests.test_providers import HOPPER, LATENT, LATENT_SPEC, site
 
 from interposer import AttentionBackend, AttentionBatch, AttentionSpec, Case, Request

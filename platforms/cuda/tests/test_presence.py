@@ -78,7 +78,7 @@ from interposer.tooling import variables
 
 root, build, wanted = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
 build["targets"] = tuple(build.get("targets", ()))
-presence = Presence(system.look(root), TorchBuild(**build), variables())
+presence = Presence(system.read_system(root), TorchBuild(**build), variables())
 if wanted == "probe":
     try:
         verdict = presence.judge()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from platforms.cuda.tests.played_packages import IMPORTED, MODULES
+from platforms.cuda.tests.fake_packages import IMPORTED, MODULES
 from platforms.cuda.tests.wheels import install, wheel
 from tests.landing import landing_sample
 

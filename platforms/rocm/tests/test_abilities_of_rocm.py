@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from platforms.rocm.tests.made_up_machine import Machine, Node
+from platforms.rocm.tests.fake_machine import Machine, Node
 
 from interposer import NumericsPolicy
 from interposer.errors import ConfigError, PluginError, UnknownNameError

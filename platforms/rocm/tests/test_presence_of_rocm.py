@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from platforms.rocm.tests.made_up_machine import Machine, Node
+from platforms.rocm.tests.fake_machine import Machine, Node
 
 from interposer_rocm._hardware.presence import Presence
 from interposer_rocm._hardware.system import System, look

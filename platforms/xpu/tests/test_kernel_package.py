@@ -23,7 +23,7 @@ from interposer_xpu._packages.optional_packages import ended, numbers
 pytestmark = pytest.mark.process
 
 HERE = Path(__file__).parent
-PLAYED = runpy.run_path(str(HERE / "played_package.py"))
+FAKE = runpy.run_path(str(HERE / "fake_package.py"))
 MINOR = ".".join(torch.__version__.split(".")[:2])
 FITS = f"- **PyTorch**: {MINOR}.0+xpu"
 JUDGE = """
@@ -45,8 +45,8 @@ def run(folder: Path | None, *command: str) -> Any:
 
 def install(folder: Path, version: str = "0.1.16.2", *given: Any, **named: Any) -> Path:
     """Return the folder of a wheel installed by pip, with the given differences."""
-    wheel = PLAYED["wheel"](folder, version, *given, **named)
-    site: Path = PLAYED["installed"](wheel, folder / "site")
+    wheel = FAKE["wheel"](folder, version, *given, **named)
+    site: Path = FAKE["installed"](wheel, folder / "site")
     return site
 
 
@@ -150,7 +150,7 @@ KERNELS = {
 
 
 def test_kernels_hand_on_what_the_ops_define(package: Path) -> None:
-    found = run(package, str(HERE / "played_results.py"), *KERNELS)
+    found = run(package, str(HERE / "kernel_package_results.py"), *KERNELS)
     assert [results["faults"] for results in found.values()] == [[]] * len(KERNELS)
     assert [name for name, least in KERNELS.items() if found[name]["accepted"] < least] == []
 

@@ -1,4 +1,4 @@
-"""GPUs of NVIDIA as a platform: what they can do, graphs of a step, and kernels of torch's own."""
+"""NVIDIA GPUs as a platform: device capabilities, CUDA graphs, and kernels of optional packages."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Experts of a mixture by torch's grouped product: one call per projection for all experts.
+"""MoE experts by torch's grouped GEMM: one call per projection for all experts.
 
-Results are tested on the processor, where torch multiplies group by group; on a GPU it was not run.
+Results are tested on the CPU, where torch multiplies group by group; no GPU has run this module.
 
 Dimensions: T tokens, H hidden size, E experts, I intermediate size, K chosen experts.
 """
@@ -24,10 +24,10 @@ def prepare(
     down: torch.Tensor,
     down_bias: torch.Tensor | None,
 ) -> dict[str, torch.Tensor | None]:
-    """Return the matrices with inputs first in shape, ``[E, H, 2 I]`` and ``[E, I, H]``.
+    """Return views of the matrices with the input dimension first: ``[E, H, 2 I]``, ``[E, I, H]``.
 
-    They lie as they were, which is the order that the product reads; what does not begin at a
-    multiple of 16 bytes is copied, once.
+    The memory layout stays, as the grouped GEMM reads it. A matrix that is not aligned to 16 bytes
+    is copied once.
     """
     return {
         "gate_up": _aligned(gate_up).transpose(1, 2),
@@ -47,38 +47,38 @@ def fused_experts(
     expert_ids: torch.Tensor,
     activation: str,
 ) -> torch.Tensor:
-    """Compute ``fused_experts`` of matrices from ``prepare``; the host waits for nothing.
+    """Compute the op ``fused_experts`` with matrices from ``prepare``, without synchronizing.
 
-    Source: torch's documentation of ``grouped_mm``: ends of groups in int32, rows and matrices
-    that begin at multiples of 16 bytes; rows behind the last group are left as they are.
+    Source: torch's documentation of ``grouped_mm``: group ends in int32, rows and matrices aligned
+    to 16 bytes; rows after the last group stay uninitialized.
     """
     if not expert_ids.numel():
         return x.new_zeros((x.shape[0], down.shape[-1]))
     num_experts = len(gate_up)
     rows, positions, starts = moe_permute(x, expert_ids, num_experts)
     ends = starts[1:].to(torch.int32)
-    # Of rows behind the last group, which no slot reads, any expert's bias will do.
-    numbers = torch.arange(len(rows), dtype=torch.int32, device=x.device)
-    experts = torch.searchsorted(ends, numbers, right=True).clamp(max=num_experts - 1)
-    projected = _product(rows, gate_up, ends)
+    # No slot reads the rows after the last group, so any expert's bias may be added to them.
+    row_numbers = torch.arange(len(rows), dtype=torch.int32, device=x.device)
+    experts = torch.searchsorted(ends, row_numbers, right=True).clamp(max=num_experts - 1)
+    projected = _grouped_gemm(rows, gate_up, ends)
     if gate_up_bias is not None:
         projected = projected + gate_up_bias[experts]
     hidden = activated(projected, activation).to(x.dtype)
-    returned = _product(hidden, down, ends)
+    expert_outputs = _grouped_gemm(hidden, down, ends)
     if down_bias is not None:
-        returned = returned + down_bias[experts]
-    held = positions >= 0
-    # Not only a factor of zero: where no slot is held, row 0 may be anything.
-    of_slots = returned[positions.clamp(min=0)].masked_fill(~held[..., None], 0)
-    factors = weights.masked_fill(~held, 0)[..., None]
-    return (of_slots * factors).sum(1).to(x.dtype)
+        expert_outputs = expert_outputs + down_bias[experts]
+    is_valid = positions >= 0
+    # A weight of zero is not enough: row 0 stands in for an absent slot and may hold NaN.
+    slot_outputs = expert_outputs[positions.clamp(min=0)].masked_fill(~is_valid[..., None], 0)
+    slot_weights = weights.masked_fill(~is_valid, 0)[..., None]
+    return (slot_outputs * slot_weights).sum(1).to(x.dtype)
 
 
 def judge(request: Request) -> Verdict:
-    """Accept where torch's grouped product returns float32 for bfloat16.
+    """Accept a torch whose grouped GEMM returns float32 for bfloat16 operands.
 
-    The op rounds neither projection, so that nothing else is a kernel of it: with products in
-    bfloat16, 9 of 558 cases of the op leave their bounds, by up to 30 percent.
+    The op rounds neither projection. With outputs in bfloat16, 9 of 558 cases of the op exceed
+    their error bounds, by up to 30 percent.
     """
     del request
     if not _returns_float32():
@@ -91,17 +91,17 @@ def judge(request: Request) -> Verdict:
 
 @cache
 def _returns_float32() -> bool:
-    """Say whether torch takes ``out_dtype=float32`` here; one check serves all its devices."""
+    """Say whether torch's grouped GEMM takes ``out_dtype=float32``, on CPU and GPU alike."""
     matrix = torch.zeros(1, 8, 8, dtype=torch.bfloat16)
     ends = torch.full((1,), 8, dtype=torch.int32)
     try:
-        _product(matrix[0], matrix.transpose(1, 2), ends)
+        _grouped_gemm(matrix[0], matrix.transpose(1, 2), ends)
     except RuntimeError:
         return False
     return True
 
 
-def _product(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _grouped_gemm(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return functional.grouped_mm(_aligned(rows), matrices, offs=ends, out_dtype=torch.float32)
 
 

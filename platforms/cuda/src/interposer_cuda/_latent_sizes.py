@@ -1,4 +1,4 @@
-"""The latent vectors that libraries for CUDA attend to."""
+"""Latent sizes that the MLA kernels of CUDA libraries are compiled for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LATENT, _ROTARY = 512, 64
 
 
 def judge_sizes(spec: AttentionSpec) -> Verdict:
-    """Accept latent vectors of DeepSeek's sizes in 16 bits, which their kernels are made for."""
+    """Accept DeepSeek's latent sizes (512 + 64) in 16 bits."""
     if spec.dtype not in _DTYPES:
         return Verdict.refuse(f"computes in 16 bit floats, got {spec.dtype}")
     latent, rotary = spec.latent_size, spec.head_size - spec.latent_size

@@ -1,4 +1,4 @@
-"""The CUDA platform."""
+"""The CUDA platform: devices, streams, graphs and memory of NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _REDUCTIONS = tuple(f"allow_{kind}_reduced_precision_reduction" for kind in ("fp
 
 
 class CUDAPlatform(Platform):
-    """The GPUs of NVIDIA that CUDA shows to this process.
+    """The NVIDIA GPUs that CUDA shows to this process.
 
-    Devices are asked for in another process, so that this one can be forked until it uses one.
+    A child process queries the devices, so this process can be forked until it uses a GPU.
     """
 
     name = "cuda"
@@ -37,13 +37,13 @@ class CUDAPlatform(Platform):
 
     @classmethod
     def probe(cls) -> Verdict:
-        """Say whether there is a GPU to use; neither a context nor CUDA itself is initialised."""
+        """Accept if there is a usable GPU, without initialising CUDA in this process."""
         return cls._presence().judge()
 
     def devices(self) -> Sequence[Device]:
-        """Return the visible devices in CUDA's order, which is torch's.
+        """Return the visible devices in the order of CUDA and torch.
 
-        Raises: PluginError: the driver does not answer.
+        Raises: PluginError: the driver does not answer, or shows no device.
         """
         return [
             Device(self.name, f"cuda:{ordinal}", device.name, capability_of(device))
@@ -51,85 +51,86 @@ class CUDAPlatform(Platform):
         ]
 
     def capability(self, device: str) -> Capability:
-        """Return what ``device`` can do.
+        """Return the capability of ``device``.
 
-        Raises: UnknownNameError: it is none of ``devices()``.
+        Raises: UnknownNameError: ``devices()`` has no such device.
         """
         return capability_of(self._device(device))
 
     def dtypes(self, device: str) -> Sequence[torch.dtype]:
-        """Return bfloat16 first from Ampere on, float16 first on what is older."""
-        found = self._device(device)
-        return [getattr(torch, name) for name in architecture_of(found.major, found.minor).dtypes]
+        """Return the dtypes for models: bfloat16 first from Ampere on, float16 first before."""
+        properties = self._device(device)
+        architecture = architecture_of(properties.major, properties.minor)
+        return [getattr(torch, name) for name in architecture.dtypes]
 
     def numerics(self, policy: NumericsPolicy) -> contextlib.AbstractContextManager[None]:
-        """Return a block that holds torch and cuBLAS to ``policy``."""
+        """Return a context manager that applies ``policy`` to torch and cuBLAS."""
         matmul = torch.backends.cuda.matmul
         return applied(policy, [(matmul, name) for name in _REDUCTIONS])
 
     def stream(self, device: str) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which work is queued on a stream of its own.
+        """Return a context manager that queues work on a new stream.
 
-        It neither waits for what was queued before nor is waited for; ``torch.Event`` does that.
+        The new stream is not synchronized with the others; use ``torch.Event`` for that.
         """
         return torch.cuda.stream(torch.cuda.Stream(device))
 
     def capture_graph(self, step: Callable[[], object]) -> Callable[[], object]:
-        """Return a replay of ``step``, captured on the current device after some calls of it.
+        """Warm up ``step``, capture a CUDA graph on the current device, and return its replay.
 
-        All graphs of this platform share one pool of memory, see ``GraphRecorder``.
+        All graphs of this platform share one memory pool; see ``GraphRecorder``.
 
-        Raises: ConfigError: ``step`` is compiled, or captured already.
+        Raises: ConfigError: ``step`` is compiled, or already captured.
         """
         return self._recorder.record(step)
 
     def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor`` in page-locked host memory."""
+        """Copy ``tensor`` to page-locked host memory."""
         return tensor.pin_memory()
 
     def map_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a view of a pinned ``tensor`` on the current device; see ``host_mapping``."""
-        return host_mapping.mapped(tensor)
+        """Return a zero-copy view of pinned ``tensor`` on the current device."""
+        return host_mapping.device_view(tensor)
 
     def peak_memory_bytes(self, device: str) -> int:
-        """Return the most memory that torch has taken on ``device``."""
+        """Return the peak of torch's reserved memory on ``device``, in bytes."""
         return torch.accelerator.max_memory_reserved(device)
 
     def memory_profile(self, device: str) -> contextlib.AbstractContextManager[MemoryProfile]:
-        """Return a block that measures the memory that it takes of the device."""
+        """Return a context manager that measures the device memory its block uses."""
         return memory_profile(device)
 
     def start_method(self) -> str:
-        """Return ``"spawn"``: a fork of a process that has used CUDA cannot use it."""
+        """Return ``"spawn"``: CUDA does not work in a fork of a process that has used CUDA."""
         return "spawn"
 
     def facts(self) -> Mapping[str, str]:
-        """Return what driver and environment say of the visible devices."""
+        """Return versions, environment variables and one description per visible device."""
         build, answer = TorchBuild.installed(), self._answer
-        found = {
+        device_facts = {
             "torch": f"{build.version}, for CUDA {build.cuda}",
-            "driver": f"{system.look().driver or 'of unknown version'}, "
+            "driver": f"{system.read_system().driver or 'of unknown version'}, "
             f"serves CUDA up to {answer.cuda[0]}.{answer.cuda[1]}",
         }
-        read = variables()
+        environment = variables()
         for name in (DEVICES, ORDER):
-            if name in read:
-                found[name] = repr(read[name])
+            if name in environment:
+                device_facts[name] = repr(environment[name])
         for ordinal, device in enumerate(answer.devices):
-            found[f"cuda:{ordinal}"] = _sentence(device)
-        return found
+            device_facts[f"cuda:{ordinal}"] = _describe(device)
+        return device_facts
 
     def distributed_backend(self) -> str:
-        """Return ``"nccl"``."""
+        """Return the torch.distributed backend, ``"nccl"``."""
         return "nccl"
 
     def compile_backend(self) -> str:
-        """Return ``"inductor"``."""
+        """Return the torch.compile backend, ``"inductor"``."""
         return "inductor"
 
     @classmethod
     def _presence(cls) -> Presence:
-        return Presence(system.look(), TorchBuild.installed(), variables())
+        return Presence(system.read_system(), TorchBuild.installed(), variables())
 
     @cached_property
     def _answer(self) -> Answer:
@@ -155,14 +156,14 @@ class CUDAPlatform(Platform):
 
     def _device(self, name: str) -> CUDADevice:
         devices = self._answer.devices
-        known = {f"cuda:{ordinal}": device for ordinal, device in enumerate(devices)}
-        wanted = "cuda:0" if name == "cuda" else name
-        if wanted not in known:
-            raise UnknownNameError("device", name, known)
-        return known[wanted]
+        device_by_name = {f"cuda:{ordinal}": device for ordinal, device in enumerate(devices)}
+        full_name = "cuda:0" if name == "cuda" else name
+        if full_name not in device_by_name:
+            raise UnknownNameError("device", name, device_by_name)
+        return device_by_name[full_name]
 
 
-def _sentence(device: CUDADevice) -> str:
+def _describe(device: CUDADevice) -> str:
     parts = [
         f"{device.name}, sm_{device.major}{device.minor}, {device.multiprocessors} multiprocessors",
         f"{device.memory_bytes / _GIB:.1f} GiB at {bandwidth_bytes_per_s(device) / 1e9:.0f} GB/s",

@@ -1,7 +1,7 @@
-"""Verdicts on optional packages by their installed version, and later by their functions.
+"""Verdicts on optional packages: first by installed version, later by function parameters.
 
-Packages of compiled code may end the process that imports them in the wrong environment, so that
-their metadata is read first, and nothing is imported that is not about to be taken.
+A package of compiled code may crash the process that imports it in the wrong environment. The
+metadata is therefore read first, and a package is imported only when its kernel is about to run.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from interposer import Verdict
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """A package that may be there.
+    """An optional package.
 
     Attributes:
-        distribution: the name that it is installed by.
-        versions: those whose functions were read.
-        source: where to get it.
+        distribution: name of the distribution.
+        versions: version specifier of the releases that the plugin's calls were checked against.
+        source: how to get the package, for error texts.
     """
 
     distribution: str
@@ -32,35 +32,35 @@ class Provider:
     source: str
 
     def judge(self) -> Verdict:
-        """Refuse where it is missing, or of another version."""
+        """Refuse a missing package or an unsupported version, from metadata alone."""
         try:
-            found = version(self.distribution)
+            installed = version(self.distribution)
         except PackageNotFoundError:
             return Verdict.refuse(
                 f"needs the package {self.distribution}, which is not installed: {self.source}"
             )
-        if not SpecifierSet(self.versions).contains(found, prereleases=True):
+        if not SpecifierSet(self.versions).contains(installed, prereleases=True):
             return Verdict.refuse(
-                f"needs {self.distribution} {self.versions}, found {found}: {self.source}"
+                f"needs {self.distribution} {self.versions}, found {installed}: {self.source}"
             )
         return Verdict.accept()
 
-    def confirm(self, module: str, passed: Mapping[str, set[str]]) -> Verdict:
-        """Import a module, and refuse where that fails or a function of it is another.
+    def confirm(self, module: str, keywords: Mapping[str, set[str]]) -> Verdict:
+        """Import a module; refuse if that fails or a function lacks a parameter.
 
         Args:
-            passed: functions, and what each is given by name.
+            keywords: by function name, the keyword arguments that the plugin passes.
         """
         try:
-            found = import_module(module)
+            imported = import_module(module)
         except (ImportError, OSError, RuntimeError) as error:
             return Verdict.refuse(
                 f"{self.distribution} cannot be imported: {type(error).__name__}: {error}"
             )
-        for name, wanted in passed.items():
-            if not hasattr(found, name):
+        for name, arguments in keywords.items():
+            if not hasattr(imported, name):
                 return Verdict.refuse(f"{module} has no {name}. Try: {self.source}")
-            missing = sorted(wanted - signature(getattr(found, name)).parameters.keys())
+            missing = sorted(arguments - signature(getattr(imported, name)).parameters.keys())
             if missing:
                 return Verdict.refuse(
                     f"{module}.{name} takes no {', '.join(missing)}. Try: {self.source}"
@@ -77,9 +77,9 @@ FLASH_ATTENTION_3 = Provider(
     ">=3.0.0b1,<3.1",
     "build it from the folder hopper of github.com/Dao-AILab/flash-attention",
 )
-# Its products and sums were read in one version only.
+# GEMM and all-reduce of FlashInfer were checked in one version only.
 FLASHINFER_0_7 = Provider("flashinfer-python", ">=0.7.2,<0.8", "pip install flashinfer-python")
-# It has been 1.0.0 since its first day, and is built from its repository alone.
+# All releases are numbered 1.0.0, and the package is not on PyPI.
 FLASH_MLA = Provider(
     "flash-mla", ">=1.0,<1.1", "pip install git+https://github.com/deepseek-ai/FlashMLA"
 )

@@ -1,8 +1,8 @@
-"""The tables of measurements that this plugin ships, each for the devices of one name.
+"""Tuning tables that this plugin ships, one file per device name.
 
-A table is a file of ``tables``, as ``interposer tune --export`` writes it, named like the device
-that it was measured on with ``_`` for whatever is no letter, digit, ``.`` or ``-``:
-``NVIDIA_H200.json``. So a table is added by adding its file.
+``interposer tune --export`` writes such a file. Its name is the device's name with ``_`` for every
+character other than letters, digits, ``.`` and ``-``, such as ``NVIDIA_H200.json``. To ship another
+table, add its file to the folder ``tables``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _FOLDER = "tables"
 
 
 def shipped_tables(package: Path = Path(__file__).parent) -> list[TuningEntry]:
-    """Return a record for each table in the package; where none was measured, there is none."""
+    """Return one record per table in the package; an empty list if there are no tables."""
     files = sorted((package / _FOLDER).glob("*.json"))
     return [
         TuningEntry(
             file.stem,
-            # Whatever stands in the place of a "_" matches.
+            # "_" stands for any replaced character, so the pattern matches any.
             file.stem.replace("_", "?"),
             f"interposer_cuda:{_FOLDER}/{file.name}",
         )

@@ -1,4 +1,4 @@
-"""The records of the CUDA platform. Neither this module nor what it imports needs torch."""
+"""Records of the CUDA platform. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from interposer_cuda._tables import shipped_tables
 
 INTERPOSER_API = ">=1.0,<2"
 
-# GPUs that are described for planning, each in its file of ``devices``.
+# GPUs that can be planned for without the hardware; each has a file in the folder ``devices``.
 _DESCRIBED = ("a100", "b200", "h100", "h200", "rtx4090", "rtx5090", "t4")
 
-# What changes with the driver: verdicts and measurements are kept per driver.
+# Files that change with the driver: cached verdicts and measurements are valid for one driver.
 _DRIVER_FILES = ("/proc/driver/nvidia/version",)
 
 _NARROW = ("bfloat16", "float16")
 _FLOATS = ("float32", *_NARROW)
-# Flash attention and latent attention are compiled for Ampere and newer, which have it.
+# FlashAttention and latent attention are compiled for Ampere and newer, which have cp.async.
 _ASYNC = frozenset({"cp_async"})
-# Nobody has run these on a GPU: what is proven goes before them, unless they are wished for or were
-# measured on the host.
-_NOWHERE: frozenset[str] = frozenset()
+# Kernels that never ran on a GPU. Proven kernels rank before them, unless the user prefers an
+# unproven kernel or it was measured on this machine.
+_UNPROVEN: frozenset[str] = frozenset()
 # Verified on an H100 or an H200.
 _HOPPER = frozenset({"sm_90"})
 
 
-# Each element is added up in the order of the ranks, whatever stands beside it.
+# Each element is added in rank order, independent of the other elements.
 _IN_ORDER = ("graph_safe", "deterministic", "batch_invariant")
 
 
 @hookimpl
 def interposer_records() -> list[Record]:
-    """Return the platform, what it brings besides portable kernels, and the described GPUs."""
-    # On others torch multiplies group by group, for which the host has to know their sizes.
+    """Return the records of the platform, its kernels and backends, and the described GPUs."""
+    # On other GPUs torch multiplies group by group, which needs the group sizes on the host.
     grouped = Kernel(
         "grouped_linear",
         "grouped_linear_grouped_mm",
@@ -55,7 +55,7 @@ def interposer_records() -> list[Record]:
         properties=frozenset({"graph_safe", "opaque"}),
         proven_on=_HOPPER,
     )
-    # Before the experts in turn, which wait for the device; behind those of Triton.
+    # Ranks before the expert-by-expert kernel, which synchronizes, and after Triton's kernel.
     experts = Kernel(
         "fused_experts",
         "fused_experts_grouped_mm",
@@ -70,9 +70,9 @@ def interposer_records() -> list[Record]:
         "interposer_cuda._grouped_experts:prepare",
         score=6.0,
         properties=frozenset({"opaque"}),
-        proven_on=_NOWHERE,
+        proven_on=_UNPROVEN,
     )
-    # The sizes that its kernels are tested for.
+    # FlashInfer tests its kernels for these sizes only.
     latent = Kernel(
         "latent_attention_decode",
         "latent_attention_decode_flashinfer",
@@ -84,11 +84,11 @@ def interposer_records() -> list[Record]:
             dims={"latent_size": Dim(one_of=(512,)), "rotary_size": Dim(one_of=(64,))},
         ),
         "interposer_cuda._flashinfer.latent:judge",
-        # Right on an H100. Graphs cannot hold it, and so it stays behind what they can.
-        proven_on=_NOWHERE,
+        # Correct on an H100, but declared unproven to rank after kernels that graphs can capture.
+        proven_on=_UNPROVEN,
         properties=frozenset({"opaque"}),
     )
-    # Its kernels for Blackwell took other numbers of heads in their first version.
+    # The first FlashMLA kernels for Blackwell took other numbers of heads, hence sm_90 only.
     sparse = Kernel(
         "sparse_latent_attention",
         "sparse_latent_attention_flash_mla",
@@ -106,17 +106,17 @@ def interposer_records() -> list[Record]:
             },
         ),
         "interposer_cuda._flash_mla.sparse:judge",
-        proven_on=_NOWHERE,
+        proven_on=_UNPROVEN,
         properties=frozenset({"graph_safe", "opaque"}),
         confirm="interposer_cuda._flash_mla.sparse:confirm",
     )
     return [
-        *_attention(),
+        *_attention_backends(),
         *_communicators(),
         grouped,
         experts,
-        *_of_flashinfer(),
-        *_of_the_hub(),
+        *_flashinfer_gemms(),
+        *_hub_kernels(),
         latent,
         sparse,
         PlatformEntry("cuda", "interposer_cuda._platform:CUDAPlatform", driver_files=_DRIVER_FILES),
@@ -126,15 +126,15 @@ def interposer_records() -> list[Record]:
 
 
 def _communicators() -> list[Record]:
-    """Return sums in memory that GPUs share, by size and dtype, and NCCL, which graphs may hold."""
+    """Return the communicators: symmetric memory and FlashInfer on one host, and NCCL."""
     sums = "interposer_cuda._symmetric_memory.sums"
-    # Sizes from which a rank should not read all that the others have; nobody measured them.
-    by_size = (
+    # Above some size one shot reads more than two shots do. The limits here are not measured.
+    one_host_rows = (
         ("one_shot", "OneShot", 256 << 10, 30.0, frozenset({"sm_80", "sm_90", "sm_100"})),
         ("multimem", "Multimem", 8 << 20, 25.0, frozenset({"sm_90", "sm_100"})),
         ("two_shot", "TwoShot", 8 << 20, 20.0, frozenset({"sm_80", "sm_90", "sm_100"})),
     )
-    shared: list[Record] = [
+    communicators: list[Record] = [
         CommunicatorEntry(
             f"symmetric_memory_{name}",
             f"{sums}:{target}",
@@ -147,19 +147,19 @@ def _communicators() -> list[Record]:
                     "ranks": Dim(one_of=(2, 4, 8)),
                     "hosts": Dim(at_most=1),
                     "platforms": Dim(at_most=1),
-                    "bytes": Dim(at_most=most_bytes),
+                    "bytes": Dim(at_most=max_bytes),
                 },
             ),
             f"{sums}:judge",
             f"{sums}:confirm_multimem" if name == "multimem" else f"{sums}:confirm",
             score=score,
             properties=frozenset({"graph_safe"} if name == "multimem" else _IN_ORDER),
-            proven_on=_NOWHERE,
+            proven_on=_UNPROVEN,
         )
-        for name, target, most_bytes, score, architectures in by_size
+        for name, target, max_bytes, score, architectures in one_host_rows
     ]
     flashinfer = "interposer_cuda._flashinfer.communicator"
-    # A norm that is fused adds up its row in an order that depends on the number of rows.
+    # The fused norm adds up a row in an order that depends on T, so it is not batch invariant.
     by_dtype = (
         ("flashinfer", "FlashInferCommunicator", _NARROW, (), _IN_ORDER),
         (
@@ -170,7 +170,7 @@ def _communicators() -> list[Record]:
             _IN_ORDER[:2],
         ),
     )
-    shared += [
+    communicators += [
         CommunicatorEntry(
             name,
             f"{flashinfer}:{target}",
@@ -190,7 +190,7 @@ def _communicators() -> list[Record]:
             f"{flashinfer}:confirm",
             score=15.0,
             properties=frozenset(properties),
-            proven_on=_NOWHERE,
+            proven_on=_UNPROVEN,
         )
         for name, target, dtypes, fused, properties in by_dtype
     ]
@@ -200,23 +200,28 @@ def _communicators() -> list[Record]:
         platform="cuda",
         requires=Requires(dims={"platforms": Dim(at_most=1)}),
         properties=frozenset({"graph_safe"}),
-        proven_on=_NOWHERE,
+        proven_on=_UNPROVEN,
     )
-    return [*shared, nccl]
+    return [*communicators, nccl]
 
 
-def _of_flashinfer() -> list[Record]:
+def _flashinfer_gemms() -> list[Record]:
     products = "interposer_cuda._flashinfer.products"
     blackwell = frozenset({"sm_100", "sm_103", "sm_120", "sm_121"})
     sizes = {name: Dim(multiple_of=32) for name in ("in_features", "out_features")}
     large = {name: Dim(at_least=128, multiple_of=32) for name in sizes}
-    whole = {name: Dim(multiple_of=128) for name in sizes}
-    squares = {name: Dim(one_of=(128,)) for name in ("block_rows", "block_columns")}
+    full_blocks = {name: Dim(multiple_of=128) for name in sizes}
+    square_blocks = {name: Dim(one_of=(128,)) for name in ("block_rows", "block_columns")}
     formats = {name: Dim(one_of=("float8_e4m3fn",)) for name in ("x_dtype", "weight_dtype")}
     rows = [
         ("nvfp4_linear", blackwell, sizes, "prepare_nvfp4"),
         ("mxfp8_linear", blackwell, large, "prepare_mxfp8"),
-        ("fp8_block_linear", blackwell - {"sm_103"}, {**whole, **squares, **formats}, ""),
+        (
+            "fp8_block_linear",
+            blackwell - {"sm_103"},
+            {**full_blocks, **square_blocks, **formats},
+            "",
+        ),
     ]
     return [
         Kernel(
@@ -227,7 +232,7 @@ def _of_flashinfer() -> list[Record]:
             Requires(architectures=architectures, dtypes=("bfloat16", "float16"), dims=dims),
             f"{products}:judge",
             f"{products}:{prepare}" if prepare else "",
-            proven_on=_NOWHERE,
+            proven_on=_UNPROVEN,
             properties=frozenset({"opaque"}),
             confirm=f"{products}:confirm",
         )
@@ -235,12 +240,12 @@ def _of_flashinfer() -> list[Record]:
     ]
 
 
-def _of_the_hub() -> list[Record]:
+def _hub_kernels() -> list[Record]:
     activations = ("silu_and_mul", "gelu_and_mul", "gelu", "quick_gelu")
-    wide = {"hidden_size": Dim(at_least=8, at_most=8192, multiple_of=8)}
+    norm_sizes = {"hidden_size": Dim(at_least=8, at_most=8192, multiple_of=8)}
     rows = [
         *((op, "activation", {}) for op in activations),
-        *((op, "layer_norm", wide) for op in ("rms_norm", "layer_norm")),
+        *((op, "layer_norm", norm_sizes) for op in ("rms_norm", "layer_norm")),
     ]
     return [
         Kernel(
@@ -250,7 +255,7 @@ def _of_the_hub() -> list[Record]:
             "cuda",
             Requires(dtypes=_FLOATS, dims=dims),
             f"interposer_cuda._hub.cache:judge_{repository}",
-            proven_on=_NOWHERE,
+            proven_on=_UNPROVEN,
             properties=frozenset({"opaque"}),
             confirm=f"interposer_cuda._hub.kernels:confirm_{repository}",
         )
@@ -258,9 +263,9 @@ def _of_the_hub() -> list[Record]:
     ]
 
 
-def _attention() -> list[Record]:
-    """Return the attention backends besides ``paged``."""
-    # What the gathered ones read of the cache they copy first: kernels that need not go before.
+def _attention_backends() -> list[Record]:
+    """Return the attention backends other than ``paged``."""
+    # Gathered backends copy the cache they read, so they score below backends that read in place.
     safe = frozenset({"graph_safe"})
     return [
         AttentionEntry(
@@ -286,7 +291,7 @@ def _attention() -> list[Record]:
             Requires(_ASYNC, dtypes=_NARROW),
             properties=safe,
             page_sizes=(256,),
-            proven_on=_NOWHERE,
+            proven_on=_UNPROVEN,
         ),
         AttentionEntry(
             "flash_attention_2_gathered",
@@ -294,7 +299,7 @@ def _attention() -> list[Record]:
             "cuda",
             Requires(_ASYNC, dtypes=_NARROW),
             score=-0.8,
-            proven_on=_NOWHERE,
+            proven_on=_UNPROVEN,
         ),
         AttentionEntry(
             "flash_attention_3",
@@ -302,7 +307,7 @@ def _attention() -> list[Record]:
             "cuda",
             Requires(architectures=frozenset({"sm_90"}), dtypes=_NARROW),
             properties=safe,
-            proven_on=_NOWHERE,
+            proven_on=_UNPROVEN,
         ),
         AttentionEntry(
             "flashinfer",
@@ -310,7 +315,7 @@ def _attention() -> list[Record]:
             "cuda",
             Requires(frozenset({"tensor_cores_2"}), dtypes=_NARROW),
             properties=safe,
-            proven_on=_NOWHERE,
+            proven_on=_UNPROVEN,
         ),
         AttentionEntry(
             "flashinfer_latent",
@@ -327,6 +332,6 @@ def _attention() -> list[Record]:
             Requires(architectures=frozenset({"sm_90"}), dtypes=_NARROW),
             properties=safe,
             page_sizes=(64,),
-            proven_on=_NOWHERE,
+            proven_on=_UNPROVEN,
         ),
     ]

@@ -1,1 +1,1 @@
-"""Attention by the packages flash-attn."""
+"""Attention through FlashAttention 2 and FlashAttention 3."""

@@ -1,4 +1,4 @@
-"""A step as flash attention of any version wants it, with pages: the batch in int32.
+"""The batch of one step in the form that every FlashAttention version takes: int32 tensors.
 
 Dimensions: T tokens, B sequences, M pages of the longest sequence.
 """
@@ -16,7 +16,7 @@ _LARGEST_HEAD = 256
 
 
 class FlashStep(NamedTuple):
-    """Arguments that all layers of a step share: int32, but for the slots.
+    """Arguments that all layers of a step share: int32, except the slots.
 
     Attributes:
         slots: ``[T]`` int64.
@@ -34,11 +34,11 @@ class FlashStep(NamedTuple):
 
     @classmethod
     def of(cls, batch: AttentionBatch) -> FlashStep:
-        """Return ``batch`` in int32; the host waits for nothing.
+        """Convert ``batch`` to int32 without synchronizing with the device.
 
-        So a graph that is captured holds the conversion too, and whatever it reads stays at its
-        address: lengths and pages are those of each replay, and what the host is told, the most
-        that the graph has room for.
+        A captured graph therefore contains the conversion. Each replay reads the current lengths
+        and page tables at fixed addresses, while ``max_query_tokens`` and ``max_seq_tokens`` stay
+        at the capacity of the graph.
         """
         return cls(
             batch.slots,
@@ -51,7 +51,7 @@ class FlashStep(NamedTuple):
 
 
 def judge_flash(spec: AttentionSpec) -> Verdict:
-    """Accept plain decoders in 16 bits, with the head sizes that the kernels are compiled for."""
+    """Accept plain causal decoders in float16 or bfloat16 with a compiled head size."""
     if spec.dtype not in _DTYPES:
         return Verdict.refuse(f"computes in 16 bit floats, got {spec.dtype}")
     if spec.head_size % 8 or spec.head_size > _LARGEST_HEAD:

@@ -1,15 +1,15 @@
-"""Decoder attention through FlashAttention 2, where it is installed.
+"""Decoder attention through FlashAttention 2, if the package is installed.
 
-Its functions are given pages where they lie if these hold multiples of 256 tokens: the one for
-steps of one token each splits long caches over multiprocessors, the other mixes prompts and
-decodes. Of smaller pages, what is read is copied. Arguments are tested on the processor against
-functions of the same meaning; on a GPU it was not run.
+Caches whose page size is a multiple of 256 tokens are read in place: decode steps use the function
+that splits long caches over multiprocessors (split-KV), and steps that mix prompts and decodes use
+the variable-length function. Caches with smaller pages are gathered into contiguous copies first.
+Call arguments are tested on the CPU against stand-in functions; no GPU has run this module.
 
 Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, P pages, S page size.
 Source: ``flash_attn_with_kvcache`` and ``flash_attn_varlen_func`` in
 flash_attn/flash_attn_interface.py of Dao-AILab/flash-attention: tables, lengths and starts in
 int32, a causal mask that is aligned to the last query and key, a window of ``(left, right)`` tokens
-besides the query's own, 0 as softcap for none; README there: GPUs from Ampere on.
+in addition to the query's own, softcap 0 for none; its README: GPUs from Ampere on.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _PAGE_TOKENS = 256
 
 
 class Flash2Plan(NamedTuple):
-    """A step, and where each sequence's keys would start if they lay together.
+    """A step with the key offset of each sequence, as the variable-length function takes it.
 
     Attributes:
-        key_starts: ``[B + 1]`` int32; None where every sequence has one query.
+        key_starts: ``[B + 1]`` int32; None if every sequence has one query.
     """
 
     step: FlashStep
@@ -48,12 +48,12 @@ class Flash2Plan(NamedTuple):
 
 
 class FlashAttention2Backend(AttentionBackend):
-    """Writes with the op's kernel, attends with the package's functions."""
+    """Write the cache with interposer's kernel, then attend in place with FlashAttention 2."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
         self._write = CacheWriter(spec, site).store
-        self._facts = _facts(spec)
+        self._layer_arguments = _layer_arguments(spec)
         if not site.resolver.described:
             package = import_module("flash_attn")
             self._decode: Any = package.flash_attn_with_kvcache
@@ -61,12 +61,12 @@ class FlashAttention2Backend(AttentionBackend):
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept decoders in 16 bits with a cache of the same dtype and large pages."""
+        """Accept 16-bit decoders with a cache of the same dtype and pages of 256 n tokens."""
         if spec.page_size % _PAGE_TOKENS:
             return Verdict.refuse(
                 f"reads pages of multiples of {_PAGE_TOKENS} tokens, got {spec.page_size}"
             )
-        # What cannot be had by installing it, is said first.
+        # Limits of the package come first: installing it would not lift them.
         return judge_flash(spec) and FLASH_ATTENTION_2.judge()
 
     def kv_layout(self) -> KVCacheLayout:
@@ -74,7 +74,7 @@ class FlashAttention2Backend(AttentionBackend):
         return KVCacheLayout.keys_first(self.spec)
 
     def plan(self, batch: AttentionBatch) -> Flash2Plan:
-        """Return the batch in int32; the host waits for nothing."""
+        """Convert the batch to int32 without synchronizing with the device."""
         single = batch.max_query_tokens == 1 and len(batch.slots) == len(batch.seq_lens)
         return Flash2Plan(FlashStep.of(batch), None if single else cumulated(batch.seq_lens))
 
@@ -86,7 +86,7 @@ class FlashAttention2Backend(AttentionBackend):
         cache: torch.Tensor,
         plan: Flash2Plan,
     ) -> torch.Tensor:
-        """Write, then attend; see ``AttentionBackend.forward``."""
+        """Write keys and values, then attend; see ``AttentionBackend.forward``."""
         keys, values = cache.unbind(0)
         step, key_starts = plan
         self._write(key, value, keys, values, step.slots)
@@ -100,7 +100,7 @@ class FlashAttention2Backend(AttentionBackend):
                 values,
                 cache_seqlens=step.seq_lens,
                 block_table=step.page_table,
-                **self._facts,
+                **self._layer_arguments,
             )
             return out[:, 0]
         out = self._mixed(
@@ -112,29 +112,29 @@ class FlashAttention2Backend(AttentionBackend):
             max_seqlen_q=step.max_query_tokens,
             max_seqlen_k=step.max_seq_tokens,
             block_table=step.page_table,
-            **self._facts,
+            **self._layer_arguments,
         )
         return out
 
 
 class FlashAttention2GatheredBackend(GatheredBackend):
-    """The same on copies, for pages of any size; it waits for the host once per step."""
+    """Attend to gathered copies of the cache, for any page size; synchronizes once per step."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
-        self._facts = _facts(spec)
+        self._layer_arguments = _layer_arguments(spec)
         if not site.resolver.described:
             self._attend: Any = import_module("flash_attn").flash_attn_varlen_func
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept decoders in 16 bits with a cache of the same dtype."""
+        """Accept 16-bit decoders with a cache of the same dtype."""
         return judge_flash(spec) and FLASH_ATTENTION_2.judge()
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: GatheredStep
     ) -> torch.Tensor:
-        """Call the package; see ``GatheredBackend.attend``."""
+        """Attend with FlashAttention 2; see ``GatheredBackend.attend``."""
         if not len(query):
             return torch.empty_like(query)
         out: torch.Tensor = self._attend(
@@ -145,13 +145,13 @@ class FlashAttention2GatheredBackend(GatheredBackend):
             cu_seqlens_k=step.key_starts,
             max_seqlen_q=step.max_query_tokens,
             max_seqlen_k=step.max_key_tokens,
-            **self._facts,
+            **self._layer_arguments,
         )
         return out
 
 
-def _facts(spec: AttentionSpec) -> dict[str, Any]:
-    """Return what both functions are told of a layer."""
+def _layer_arguments(spec: AttentionSpec) -> dict[str, Any]:
+    """Return the keyword arguments that both functions take from the layer's specification."""
     return {
         "softmax_scale": spec.scale,
         "causal": True,

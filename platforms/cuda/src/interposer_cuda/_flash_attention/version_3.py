@@ -1,13 +1,13 @@
-"""Decoder attention through FlashAttention 3, where it is installed.
+"""Decoder attention through FlashAttention 3, if the package is installed.
 
-Its function is given pages where they lie. Arguments are tested on the processor against a
-function of the same meaning; on a GPU it was not run.
+Pages are read in place. Call arguments are tested on the CPU against a stand-in function; no GPU
+has run this module.
 
 Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, M pages of the longest
 sequence, P pages, S page size.
 Source: ``flash_attn_with_kvcache`` in hopper/flash_attn_interface.py of Dao-AILab/flash-attention:
 any page size, page tables and lengths in int32, a causal mask that is aligned to the last query
-and key, a window of ``(left, right)`` tokens besides the query's own; README there: GPUs of sm_90.
+and key, a window of ``(left, right)`` tokens in addition to the query's own; its README: sm_90.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from interposer_ops.caches import CacheWriter
 
 
 class FlashAttention3Backend(AttentionBackend):
-    """Writes with the op's kernel, attends with the package's function."""
+    """Write the cache with interposer's kernel, then attend in place with FlashAttention 3."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
@@ -44,13 +44,14 @@ class FlashAttention3Backend(AttentionBackend):
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept decoders in 16 bits with a cache of the same dtype."""
+        """Accept 16-bit decoders with a cache of the same dtype."""
         if spec.is_quantized:
-            # Its descales are those of queries too: one rounding more than the spec asks for.
+            # FlashAttention 3 quantizes queries along with an 8-bit cache, which adds a rounding
+            # that the spec does not have.
             return Verdict.refuse(
                 f"would round queries of {spec.dtype} to the cache's {spec.cache_dtype} as well"
             )
-        # What cannot be had by installing it, is said first.
+        # Limits of the package come first: installing it would not lift them.
         return judge_flash(spec) and FLASH_ATTENTION_3.judge()
 
     def kv_layout(self) -> KVCacheLayout:
@@ -58,7 +59,7 @@ class FlashAttention3Backend(AttentionBackend):
         return KVCacheLayout.keys_first(self.spec)
 
     def plan(self, batch: AttentionBatch) -> FlashStep:
-        """Return the batch in int32; the host waits for nothing."""
+        """Convert the batch to int32 without synchronizing with the device."""
         return FlashStep.of(batch)
 
     def forward(
@@ -69,7 +70,7 @@ class FlashAttention3Backend(AttentionBackend):
         cache: torch.Tensor,
         plan: FlashStep,
     ) -> torch.Tensor:
-        """Write, then attend; see ``AttentionBackend.forward``."""
+        """Write keys and values, then attend; see ``AttentionBackend.forward``."""
         keys, values = cache.unbind(0)
         self._write(key, value, keys, values, plan.slots)
         if not len(query):

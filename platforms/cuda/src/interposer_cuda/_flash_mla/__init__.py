@@ -1,1 +1,1 @@
-"""Attention to latent vectors by the package flash_mla."""
+"""Latent attention (MLA) through the package flash_mla."""

@@ -1,1 +1,1 @@
-"""Attention, products and sums over GPUs by FlashInfer."""
+"""Attention, GEMM and all-reduce through FlashInfer."""

@@ -1,10 +1,10 @@
-"""Decoder attention through FlashInfer, where it is installed.
+"""Decoder attention through FlashInfer, if the package is installed.
 
-Its two halves, ``plan`` once per step and ``run`` once per layer, are those of this contract. It
-plans on the host, with the lengths that come along with a batch. It compiles its kernels when it
-first plans, for which it needs nvcc, or the package flashinfer-jit-cache.
+FlashInfer's ``plan`` (once per step) and ``run`` (once per layer) match ``AttentionBackend``.
+FlashInfer plans on the host, using the batch's host copy of the lengths. The first plan compiles
+kernels, which needs nvcc or the package flashinfer-jit-cache.
 
-Arguments are tested on the processor against classes of the same meaning; on a GPU it was not run.
+Call arguments are tested on the CPU against stand-in classes; no GPU has run this module.
 
 Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, P pages, S page size.
 Source: ``BatchDecodeWithPagedKVCacheWrapper`` and ``BatchPrefillWithPagedKVCacheWrapper`` in
@@ -33,7 +33,7 @@ from interposer import (
 from interposer_cuda._flashinfer.wrappers import (
     FlashInferPlan,
     FlashInferWrappers,
-    buffers,
+    graph_buffers,
     pages_of,
 )
 from interposer_cuda._providers import FLASHINFER
@@ -42,12 +42,12 @@ from interposer_ops.caches import CacheWriter
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_SIZES = (64, 128, 256)
-_OF_8_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _DECODE, _PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
 
 
 class FlashInferBackend(AttentionBackend):
-    """Writes with the op's kernel, attends with the package's wrappers."""
+    """Write the cache with interposer's kernel, then attend with FlashInfer's wrappers."""
 
     plans_on_host = True
 
@@ -56,7 +56,7 @@ class FlashInferBackend(AttentionBackend):
         self._writer = CacheWriter(spec, site)
         self._wrappers = FlashInferWrappers(site)
         self._sizes = (spec.num_heads, spec.num_kv_heads, spec.head_size, spec.page_size)
-        self._facts = {
+        self._plan_arguments = {
             "sm_scale": spec.scale,
             "window_left": window_ends(spec)[0],
             "logits_soft_cap": spec.softcap,
@@ -68,7 +68,7 @@ class FlashInferBackend(AttentionBackend):
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept decoders in 16 bits, with a cache of the same dtype or of 8-bit floats."""
+        """Accept 16-bit decoders with a cache of the same dtype or of 8-bit floats."""
         if spec.dtype not in _DTYPES:
             return Verdict.refuse(f"computes in 16 bit floats, got {spec.dtype}")
         if str(spec.dtype).removeprefix("torch.") not in capability.formats:
@@ -77,11 +77,12 @@ class FlashInferBackend(AttentionBackend):
             return Verdict.refuse(
                 f"takes heads of {', '.join(map(str, _HEAD_SIZES))}, got {spec.head_size}"
             )
-        if spec.cache_dtype in _OF_8_BITS:
+        # judge_plain_decoder() refuses a quantized cache, so hide the 8-bit dtype from it.
+        if spec.cache_dtype in _FP8_DTYPES:
             if spec.head_scales:
                 return Verdict.refuse("takes one scale for all heads of a cache, got one per head")
             spec = replace(spec, cache_dtype=spec.dtype)
-        # What cannot be had by installing it, is said first.
+        # Limits of the package come first: installing it would not lift them.
         return spec.judge_plain_decoder() and FLASHINFER.judge()
 
     def kv_layout(self) -> KVCacheLayout:
@@ -89,37 +90,39 @@ class FlashInferBackend(AttentionBackend):
         return KVCacheLayout.keys_first(self.spec)
 
     def plan(self, batch: AttentionBatch) -> FlashInferPlan:
-        """Let the package plan the step, with what the host knows of it."""
+        """Plan the step with FlashInfer, using the batch's host copy of the lengths."""
         if not len(batch.slots):
-            return self._wrappers.planned(batch.slots, None)
+            return self._wrappers.new_plan(batch.slots, None)
         pages = pages_of(batch, self.spec.page_size)
         if batch.max_query_tokens == 1 and len(batch.slots) == len(batch.seq_lens):
             wrapper = self._wrapper(_DECODE, batch)
-            wrapper.plan(*pages, *self._sizes, **self._facts)
+            wrapper.plan(*pages, *self._sizes, **self._plan_arguments)
         else:
             wrapper = self._wrapper(_PREFILL, batch)
             starts = batch.on_host().query_starts.to(torch.int32)
-            wrapper.plan(starts, *pages, *self._sizes, causal=True, **self._facts)
-        return self._wrappers.planned(batch.slots, wrapper)
+            wrapper.plan(starts, *pages, *self._sizes, causal=True, **self._plan_arguments)
+        return self._wrappers.new_plan(batch.slots, wrapper)
 
     def plan_fixed(self, batch: AttentionBatch) -> FlashInferPlan:
-        """Return a plan with a wrapper, and buffers that it reads, of its own."""
-        size, most_pages = batch.page_table.shape
-        held = buffers(
+        """Plan with a separate wrapper and buffers at fixed addresses, for a captured graph."""
+        size, max_pages = batch.page_table.shape
+        index_buffers = graph_buffers(
             batch,
             paged_kv_indptr_buffer=size + 1,
-            paged_kv_indices_buffer=size * most_pages,
+            paged_kv_indices_buffer=size * max_pages,
             paged_kv_last_page_len_buffer=size,
         )
-        wrapper = self._made(_DECODE, batch.slots.device, use_cuda_graph=True, **held)
+        wrapper = self._new_wrapper(
+            _DECODE, batch.slots.device, use_cuda_graph=True, **index_buffers
+        )
         plan = FlashInferPlan(batch.slots, wrapper, None)
         self.update_plan(plan, batch)
         return plan
 
     def update_plan(self, plan: FlashInferPlan, batch: AttentionBatch) -> None:
-        """Let the package plan into the buffers of the plan; nothing is waited for."""
+        """Plan the next replay into the plan's own buffers, without synchronizing."""
         pages = pages_of(batch, self.spec.page_size)
-        plan.wrapper.plan(*pages, *self._sizes, **self._facts)
+        plan.wrapper.plan(*pages, *self._sizes, **self._plan_arguments)
 
     def forward(
         self,
@@ -129,14 +132,14 @@ class FlashInferBackend(AttentionBackend):
         cache: torch.Tensor,
         plan: FlashInferPlan,
     ) -> torch.Tensor:
-        """Write, then attend; see ``AttentionBackend.forward``.
+        """Write keys and values, then attend; see ``AttentionBackend.forward``.
 
-        Raises: RequestError: the plan is not the last one.
+        Raises: RequestError: a newer plan has replaced ``plan``.
         """
         return self._attend(query, key, value, cache, plan, (), {})
 
     def prepare_scales(self, key_scale: torch.Tensor, value_scale: torch.Tensor) -> Any:
-        """Return the arguments of the kernel that writes the cache, and the scales as numbers."""
+        """Return the scale arguments of the cache writer, and the scales as Python floats."""
         numbers = {"k_scale": key_scale.item(), "v_scale": value_scale.item()}
         return self._writer.prepared(key_scale, value_scale), numbers
 
@@ -149,9 +152,9 @@ class FlashInferBackend(AttentionBackend):
         plan: FlashInferPlan,
         scales: Any,
     ) -> torch.Tensor:
-        """Round and write, then attend; see ``AttentionBackend.forward_quantized``.
+        """Quantize and write keys and values, then attend; see ``forward_quantized`` of the base.
 
-        Raises: RequestError: the plan is not the last one.
+        Raises: RequestError: a newer plan has replaced ``plan``.
         """
         return self._attend(query, key, value, cache, plan, *scales)
 
@@ -174,16 +177,15 @@ class FlashInferBackend(AttentionBackend):
         return out
 
     def _wrapper(self, name: str, batch: AttentionBatch) -> Any:
-        """Return the wrapper of that name for steps that are not captured."""
-        return self._wrappers.kept(name, lambda: self._made(name, batch.slots.device))
+        """Return the cached wrapper of that name, for steps outside a graph."""
+        return self._wrappers.cached(name, lambda: self._new_wrapper(name, batch.slots.device))
 
-    def _made(self, name: str, device: torch.device, **facts: Any) -> Any:
-        """Return a new wrapper."""
+    def _new_wrapper(self, name: str, device: torch.device, **options: Any) -> Any:
         if self.spec.is_quantized:
-            # Its kernels for Hopper want queries of 8 bits for such a cache.
-            facts["backend"] = "fa2"
+            # The Hopper kernels (fa3) need 8-bit queries for an 8-bit cache.
+            options["backend"] = "fa2"
         if name == _DECODE:
-            # Others are compiled for groups of some sizes only.
-            facts["use_tensor_cores"] = self.spec.num_heads != self.spec.num_kv_heads
+            # The kernels without tensor cores are compiled for a few GQA group sizes only.
+            options["use_tensor_cores"] = self.spec.num_heads != self.spec.num_kv_heads
         workspace = self._wrappers.workspace(device)
-        return getattr(self._package, name)(workspace, kv_layout="NHD", **facts)
+        return getattr(self._package, name)(workspace, kv_layout="NHD", **options)

@@ -1,14 +1,14 @@
-"""The op of latent attention by FlashInfer, where it is installed.
+"""The op ``latent_attention_decode`` by FlashInfer, if the package is installed.
 
-An op has no plan, so that each call plans anew and waits for the device; the backend does not.
-Arguments are tested on the processor against a class of the same meaning; on a GPU it was not run.
+An op has no plan, so every call plans again and synchronizes; the attention backend avoids both.
+Call arguments are tested on the CPU against a stand-in class.
 
 Dimensions: T tokens, N heads, C latent size, R rotary size, B sequences, M pages of the longest
 sequence, P pages, S page size.
 Source: ``BatchMLAPagedAttentionWrapper`` in flashinfer/mla.py of flashinfer-python 0.6.0, and in
-flashinfer/mla/_batch_mla of 0.7.2; the sizes are those of DeepSeek's models, for which its kernels
-are tested. ``_validate_fa_causal_tile_bound`` of 0.7.2: of several queries, some may miss a key
-that they see, unless heads are a divisor of the rows of a tile.
+flashinfer/mla/_batch_mla of 0.7.2, whose kernels are tested for DeepSeek's sizes.
+``_validate_fa_causal_tile_bound`` of 0.7.2: with several queries per sequence, a query may skip a
+visible key unless the number of heads divides the rows of a tile.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ _WORKSPACE_BYTES = 128 * 2**20
 
 
 class _Wrappers(threading.local):
-    """One wrapper for each device, which a thread has to itself."""
+    """One wrapper per device and thread: a plan in one thread must not replace another's."""
 
     def __init__(self) -> None:
-        self.made: dict[torch.device, Any] = {}
+        self.by_device: dict[torch.device, Any] = {}
 
     def on(self, device: torch.device) -> Any:
-        if device not in self.made:
+        if device not in self.by_device:
             workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             package = import_module("flashinfer")
-            self.made[device] = package.BatchMLAPagedAttentionWrapper(workspace, backend="fa2")
-        return self.made[device]
+            self.by_device[device] = package.BatchMLAPagedAttentionWrapper(workspace, backend="fa2")
+        return self.by_device[device]
 
 
 _wrappers = _Wrappers()
 
 
 TILE_ROWS = 128
-"""Rows of the largest tile: queries of one sequence, head by head. Others have half as many."""
+"""Rows of the largest tile: queries of one sequence times heads. The smaller tile has half."""
 
 
 def judge(request: Request) -> Verdict:
-    """Accept a cache of the request's dtype, where the package is installed."""
-    stored, num_heads = request.dims["cache_dtype"], request.dims["num_heads"]
-    if stored != request.dtype:
-        return Verdict.refuse(f"reads caches of {request.dtype}, as queries are, got {stored}")
+    """Accept a cache of the request's dtype if the package is installed."""
+    cache_dtype, num_heads = request.dims["cache_dtype"], request.dims["num_heads"]
+    if cache_dtype != request.dtype:
+        return Verdict.refuse(f"reads caches of {request.dtype}, as queries are, got {cache_dtype}")
     if TILE_ROWS % int(num_heads):
         return Verdict.refuse(f"takes heads that divide {TILE_ROWS}, got {num_heads}")
     return FLASHINFER.judge()
@@ -68,11 +68,12 @@ def latent_attention_decode(
     scale: float,
     cache_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute ``latent_attention_decode``."""
+    """Compute the op ``latent_attention_decode``."""
     num_tokens, num_heads, width = query.shape
     if not num_tokens:
         return query.new_empty((num_tokens, num_heads, latent_size))
-    # What is stored acts as keys, whose factor is one of the scores, and as values.
+    # The latent vectors serve as keys and as values: the cache scale multiplies the scores (here
+    # through sm_scale) and the output.
     factor = 1.0 if cache_scale is None else cache_scale.item()
     pages = FlashInferPages.of(page_table, seq_lens, cache.shape[1])
     wrapper = _wrappers.on(query.device)
@@ -98,29 +99,35 @@ def plan_step(
     query_starts: torch.Tensor,
     pages: FlashInferPages,
     seq_lens: torch.Tensor,
-    **facts: Any,
+    **layer_arguments: Any,
 ) -> None:
-    """Let ``wrapper`` plan a step, for calls of ``run_layer``.
+    """Plan a step with ``wrapper``, for later calls of ``run_layer``.
 
     Args:
-        query_starts, seq_lens: ``[B + 1]`` and ``[B]``, which it wants on the host.
-        facts: what is the same in every step.
+        query_starts, seq_lens: ``[B + 1]`` and ``[B]``; FlashInfer copies both to the host.
+        layer_arguments: keyword arguments that are the same in every step.
     """
-    # 0.7 takes these names still, though deprecated; those that it wants instead, 0.6 lacks.
+    # FlashInfer 0.7 deprecates these parameter names, but 0.6 does not have their successors.
     wrapper.plan(
         qo_indptr=query_starts.to(torch.int32),
         kv_indptr=pages.starts,
         kv_indices=pages.indices,
         kv_len_arr=seq_lens.to(torch.int32),
         causal=True,
-        **facts,
+        **layer_arguments,
     )
 
 
 def run_layer(
     wrapper: Any, query: torch.Tensor, cache: torch.Tensor, latent_size: int
 ) -> torch.Tensor:
-    """Return ``[T, N, C]`` of queries ``[T, N, C + R]`` and the cache ``[P, S, C + R]``."""
+    """Attend to the cache with the wrapper's plan.
+
+    Args:
+        query: ``[T, N, C + R]``.
+        cache: ``[P, S, C + R]``.
+    Returns: ``[T, N, C]``.
+    """
     out: torch.Tensor = wrapper.run(
         q_nope=query[..., :latent_size],
         q_pe=query[..., latent_size:],

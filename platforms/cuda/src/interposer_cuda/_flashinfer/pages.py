@@ -1,4 +1,4 @@
-"""The pages of a step's sequences one after the other, as FlashInfer takes them.
+"""Pages of a step in FlashInfer's compressed (CSR) page table.
 
 Dimensions: B sequences, M pages of the longest sequence, I pages of all sequences.
 Source: docs.flashinfer.ai, tutorial "KV-Cache Layout in FlashInfer", page table layout.
@@ -14,12 +14,12 @@ from interposer_ops.caches import cumulated
 
 
 class FlashInferPages(NamedTuple):
-    """All int32.
+    """CSR page table of a step, all int32.
 
     Attributes:
-        starts: ``[B + 1]``; sequence b's pages go from entry b to before entry b + 1.
-        indices: ``[I]``.
-        last_tokens: ``[B]``; tokens in each sequence's last page, 0 where it has no page.
+        starts: ``[B + 1]``; the pages of sequence b are ``indices[starts[b]:starts[b + 1]]``.
+        indices: ``[I]`` page numbers, sequence by sequence.
+        last_tokens: ``[B]``; tokens in the last page of each sequence, 0 if it has no page.
     """
 
     starts: torch.Tensor
@@ -30,19 +30,21 @@ class FlashInferPages(NamedTuple):
     def of(
         cls, page_table: torch.Tensor, seq_lens: torch.Tensor, page_size: int
     ) -> FlashInferPages:
-        """Return the pages that sequences fill, of tables ``[B, M]`` and lengths ``[B]``.
+        """Build the compressed table from ``page_table`` ``[B, M]`` and ``seq_lens`` ``[B]``.
 
-        How many there are depends on the lengths, so that the host waits for them, unless both are
-        in its memory. FlashInfer plans on the host as well.
+        The number of pages I depends on the lengths, so device tensors make the host synchronize.
+        Pass host tensors to avoid that; FlashInfer plans on the host anyway.
         """
         counts = (seq_lens + page_size - 1) // page_size
-        filled = torch.arange(page_table.shape[1], device=page_table.device) < counts[:, None]
-        last = seq_lens - (counts - 1).clamp(min=0) * page_size
-        return cls(cumulated(counts), page_table[filled].to(torch.int32), last.to(torch.int32))
+        is_filled = torch.arange(page_table.shape[1], device=page_table.device) < counts[:, None]
+        last_tokens = seq_lens - (counts - 1).clamp(min=0) * page_size
+        return cls(
+            cumulated(counts), page_table[is_filled].to(torch.int32), last_tokens.to(torch.int32)
+        )
 
     def indexed_on(self, device: torch.device) -> FlashInferPages:
-        """Return the pages with their indices on ``device``, where nothing is waited for.
+        """Copy the indices to ``device`` without synchronizing.
 
-        FlashInfer copies the others itself and keeps them on the host to plan with.
+        Starts and last tokens stay on the host: FlashInfer plans with them and copies them itself.
         """
         return self._replace(indices=self.indices.to(device, non_blocking=True))

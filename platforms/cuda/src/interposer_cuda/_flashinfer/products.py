@@ -1,14 +1,14 @@
-"""Products of two quantized operands by FlashInfer, on GPUs of Blackwell.
+"""GEMM of two quantized operands by FlashInfer on Blackwell GPUs.
 
-Arguments are tested on the processor against functions of the same meaning; on a GPU they were not
-run. Its functions round before a bias could be added, which the ops do not: with one, the portable
-kernels multiply.
+FlashInfer rounds the output before a bias could be added, but the ops round once, after the bias.
+Layers with a bias therefore use the Triton kernels. Call arguments are tested on the CPU against
+stand-in functions; no GPU has run this module.
 
 Dimensions: T tokens, I input features, O output features, M rows, C blocks per row.
 Source: ``mm_fp4``, ``mm_mxfp8`` and ``gemm_fp8_nt_groupwise`` in flashinfer/gemm/gemm_base.py of
-flashinfer-python 0.7.2, and the checks of its CUTLASS products: I and O are multiples of 32, and
-both at least 128 of MXFP8; scales of blocks in tiles of 128x4; rows of ``gemm_fp8_nt_groupwise``
-in multiples of 4.
+flashinfer-python 0.7.2, and the checks of its CUTLASS GEMMs: I and O are multiples of 32, and both
+at least 128 for MXFP8; block scales in tiles of 128x4; rows of ``gemm_fp8_nt_groupwise`` in
+multiples of 4.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from interposer_ops.quantized_linear import tile_scales
 from interposer_ops.triton import judge as judge_triton
 
 _TILE = (128, 4)
-_ROWS = 4
+_ROW_MULTIPLE = 4
 _MODULE = "flashinfer.gemm"
-# What each is given by name.
-_PASSED = {
+# Keyword arguments that this module passes, checked against the installed functions.
+_KEYWORDS = {
     "mm_fp4": {"block_size", "use_8x4_sf_layout", "backend", "use_nvfp4"},
     "mm_mxfp8": {"use_8x4_sf_layout", "backend"},
     "gemm_fp8_nt_groupwise": {"scale_granularity_mnk", "out", "backend"},
 }
-# The portable kernels, for what has a bias.
+# Module of the Triton kernels, for layers with a bias.
 _PORTABLE = "interposer_ops.triton"
 
 
 def judge(request: Request) -> Verdict:
-    """Refuse where the package is missing or of another version; it is not imported.
+    """Refuse a missing or unsuitable FlashInfer or Triton, without importing either.
 
-    What has a bias is left to Triton, which therefore has to be there.
+    Triton is required too, because layers with a bias use the Triton kernels.
     """
     verdict = FLASHINFER_0_7.judge()
     return verdict and judge_triton(request)
 
 
 def confirm(request: Request) -> Verdict:
-    """Import the package, and refuse where that fails or a function is another."""
+    """Refuse if the import fails or a function's parameters differ."""
     del request
-    return FLASHINFER_0_7.confirm(_MODULE, _PASSED)
+    return FLASHINFER_0_7.confirm(_MODULE, _KEYWORDS)
 
 
 def prepare_nvfp4(
@@ -59,7 +59,7 @@ def prepare_nvfp4(
     alpha: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> dict[str, torch.Tensor | None]:
-    """Return the scales ``[M, C]`` of full tiles; as they were, where there is a bias."""
+    """Pad and tile the scales to ``[M, C]`` for FlashInfer; leave a layer with a bias unchanged."""
     scales = weight_scales if bias is not None else _in_tiles(weight_scales)
     return {"weight": weight, "weight_scales": scales, "alpha": alpha, "bias": bias}
 
@@ -73,7 +73,7 @@ def nvfp4_linear(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Compute ``nvfp4_linear`` with weights from ``prepare_nvfp4``."""
+    """Compute the op ``nvfp4_linear`` with weights from ``prepare_nvfp4``."""
     if bias is not None:
         portable = _function(_PORTABLE, "nvfp4_linear_triton")
         return portable(x, x_scales, weight, weight_scales, alpha, bias, out_dtype)
@@ -99,7 +99,7 @@ def nvfp4_linear(
 def prepare_mxfp8(
     weight: torch.Tensor, weight_scales: torch.Tensor, bias: torch.Tensor | None
 ) -> dict[str, torch.Tensor | None]:
-    """Return the scales ``[M C]`` of full tiles; as they were, where there is a bias."""
+    """Pad, tile and flatten the scales to ``[M C]``; leave a layer with a bias unchanged."""
     scales = weight_scales if bias is not None else _in_tiles(weight_scales).flatten()
     return {"weight": weight, "weight_scales": scales, "bias": bias}
 
@@ -112,7 +112,7 @@ def mxfp8_linear(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Compute ``mxfp8_linear`` with weights from ``prepare_mxfp8``."""
+    """Compute the op ``mxfp8_linear`` with weights from ``prepare_mxfp8``."""
     if bias is not None:
         portable = _function(_PORTABLE, "mxfp8_linear_triton")
         return portable(x, x_scales, weight, weight_scales, bias, out_dtype)
@@ -142,18 +142,18 @@ def fp8_block_linear(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Compute ``fp8_block_linear`` of blocks of 128 by 128."""
+    """Compute the op ``fp8_block_linear`` for blocks of 128 by 128."""
     if bias is not None:
         portable = _function(_PORTABLE, "fp8_block_linear_triton")
         blocks = block_rows, block_columns
         return portable(x, weight, x_scales, weight_scales, *blocks, bias, out_dtype)
     rows, scales = _rows(x), _rows(x_scales)
     num_rows = len(rows)
-    missing = -num_rows % _ROWS
-    if missing:
-        # Padding of 8-bit floats goes through their bytes.
-        padded = functional.pad(rows.view(torch.uint8), (0, 0, 0, missing))
-        rows, scales = padded.view(x.dtype), functional.pad(scales, (0, 0, 0, missing))
+    padding_rows = -num_rows % _ROW_MULTIPLE
+    if padding_rows:
+        # pad() does not take 8-bit floats, so their bytes are padded.
+        padded = functional.pad(rows.view(torch.uint8), (0, 0, 0, padding_rows))
+        rows, scales = padded.view(x.dtype), functional.pad(scales, (0, 0, 0, padding_rows))
     out = torch.empty((len(rows), len(weight)), dtype=out_dtype, device=x.device)
     if len(rows):
         _function(_MODULE, "gemm_fp8_nt_groupwise")(
@@ -171,8 +171,8 @@ def fp8_block_linear(
 
 @cache
 def _function(module: str, name: str) -> Callable[..., torch.Tensor]:
-    found: Callable[..., torch.Tensor] = getattr(import_module(module), name)
-    return found
+    function: Callable[..., torch.Tensor] = getattr(import_module(module), name)
+    return function
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -180,7 +180,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _in_tiles(scales: torch.Tensor) -> torch.Tensor:
-    """Return ``[M, C]`` scales in tiles, with M a multiple of 128 and C one of 4."""
+    """Pad scales to M a multiple of 128 and C a multiple of 4, and reorder into 128x4 tiles."""
     rows, columns = scales.shape
-    full = -(-rows // _TILE[0]) * _TILE[0], -(-columns // _TILE[1]) * _TILE[1]
-    return tile_scales(scales, _TILE[0]).view(full)
+    padded_shape = -(-rows // _TILE[0]) * _TILE[0], -(-columns // _TILE[1]) * _TILE[1]
+    return tile_scales(scales, _TILE[0]).view(padded_shape)

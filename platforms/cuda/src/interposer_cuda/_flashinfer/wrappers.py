@@ -1,12 +1,12 @@
-"""The wrappers of FlashInfer that a backend plans with, once per step for all layers.
+"""FlashInfer wrappers of one attention backend: each step is planned once for all layers.
 
-A wrapper holds the plan that it made last, so that an older one is refused. A graph has a wrapper
-of its own, whose buffers stay where they are.
+A FlashInfer wrapper holds only its last plan, so older plans are refused. Each captured graph has
+a separate wrapper whose buffers stay at fixed addresses.
 
 Dimensions: T tokens.
-Source: ``use_cuda_graph`` and the buffers beside it in flashinfer/decode.py and flashinfer/mla.py
-of flashinfer-ai/flashinfer: one batch size for each wrapper, as many indices as its buffer holds,
-and a plan before each replay, whose starts and lengths it wants on the host.
+Source: ``use_cuda_graph`` and its buffer arguments in flashinfer/decode.py and flashinfer/mla.py
+of flashinfer-ai/flashinfer: one batch size per wrapper, at most as many indices as its buffer
+holds, and a plan before each replay with starts and lengths on the host.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from interposer import AttentionBatch, Site
 from interposer.errors import RequestError
 from interposer_cuda._flashinfer.pages import FlashInferPages
 
-# What its documentation recommends for the partial results of split sequences.
+# Size that FlashInfer's documentation recommends for partial results of split sequences.
 _WORKSPACE_BYTES = 128 * 2**20
 
 
 class FlashInferPlan(NamedTuple):
-    """A step that a wrapper has planned.
+    """A step that a FlashInfer wrapper has planned.
 
     Attributes:
         slots: ``[T]`` int64.
-        wrapper: None where there is nothing to attend to.
-        number: of the plan among those of the backend; None where the wrapper is the plan's own.
+        wrapper: the FlashInfer wrapper; None if the step has no tokens.
+        number: counts the backend's plans; None if the wrapper serves this plan alone.
     """
 
     slots: torch.Tensor
@@ -39,57 +39,58 @@ class FlashInferPlan(NamedTuple):
     number: int | None
 
 
-# Of each model, since its layers run one after the other. Two models may run at the same time.
+# One workspace per model and device: layers of a model run one after the other and can share it,
+# while two models may run at the same time.
 _workspaces: WeakKeyDictionary[Any, dict[torch.device, torch.Tensor]] = WeakKeyDictionary()
 
 
 class FlashInferWrappers:
-    """The wrappers of one backend; those of a model share a workspace."""
+    """Cache of one backend's FlashInfer wrappers; all backends of a model share a workspace."""
 
     def __init__(self, site: Site) -> None:
-        self._kept: dict[str, Any] = {}
+        self._wrapper_by_name: dict[str, Any] = {}
         self._model = site.resolver
-        self._number = 0
+        self._last_number = 0
 
-    def kept(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return the wrapper of that name for steps that are not captured, made once."""
-        if name not in self._kept:
-            self._kept[name] = make()
-        return self._kept[name]
+    def cached(self, name: str, make: Callable[[], Any]) -> Any:
+        """Return the wrapper of that name for steps outside a graph; create it on first use."""
+        if name not in self._wrapper_by_name:
+            self._wrapper_by_name[name] = make()
+        return self._wrapper_by_name[name]
 
     def workspace(self, device: torch.device) -> torch.Tensor:
-        """Return the memory that each of them is made with."""
-        held = _workspaces.setdefault(self._model, {})
-        if device not in held:
-            # Some of its kernels count in it, from 0 on.
-            held[device] = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        return held[device]
+        """Return the model's workspace on ``device``, with which wrappers are created."""
+        workspaces = _workspaces.setdefault(self._model, {})
+        if device not in workspaces:
+            # Some FlashInfer kernels keep counters in the workspace and need zeros at first.
+            workspaces[device] = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        return workspaces[device]
 
-    def planned(self, slots: torch.Tensor, wrapper: Any) -> FlashInferPlan:
-        """Return the newest plan, after which older ones are refused."""
-        self._number += 1
-        return FlashInferPlan(slots, wrapper, self._number)
+    def new_plan(self, slots: torch.Tensor, wrapper: Any) -> FlashInferPlan:
+        """Return the backend's newest plan; ``check`` refuses all older plans from now on."""
+        self._last_number += 1
+        return FlashInferPlan(slots, wrapper, self._last_number)
 
     def check(self, plan: FlashInferPlan) -> None:
-        """Return where the plan's wrapper still holds it.
+        """Check that the plan's wrapper still holds the plan.
 
-        Raises: RequestError: the plan is not the last one.
+        Raises: RequestError: a newer plan has replaced ``plan``.
         """
-        if plan.number not in (None, self._number):
+        if plan.number not in (None, self._last_number):
             raise RequestError(
                 f"the plan is number {plan.number} of this backend, whose wrapper holds number "
-                f"{self._number}. Try: plan a step after the layers of the one before have run"
+                f"{self._last_number}. Try: plan a step after the layers of the one before have run"
             )
 
 
 def pages_of(batch: AttentionBatch, page_size: int) -> FlashInferPages:
-    """Return the pages of a step, by the lengths on the host, with indices on the device."""
+    """Return the pages of a step: starts and lengths on the host, indices on the device."""
     host = batch.on_host()
     pages = FlashInferPages.of(host.page_table, host.seq_lens, page_size)
     return pages.indexed_on(batch.slots.device)
 
 
-def buffers(batch: AttentionBatch, **sizes: int) -> dict[str, torch.Tensor]:
-    """Return zeros in int32 that the wrapper of a graph keeps its numbers in."""
+def graph_buffers(batch: AttentionBatch, **sizes: int) -> dict[str, torch.Tensor]:
+    """Return int32 zeros by name, as index buffers for the wrapper of a captured graph."""
     device = batch.slots.device
     return {name: torch.zeros(n, dtype=torch.int32, device=device) for name, n in sizes.items()}

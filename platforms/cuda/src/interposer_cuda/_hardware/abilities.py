@@ -1,4 +1,4 @@
-"""The capability of a device, from its architecture and its driver."""
+"""Capability of a device, from its compute capability and the driver's device attributes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from interposer import Capability
 from interposer_cuda._hardware.architectures import architecture_of
 from interposer_cuda._hardware.driver import CUDADevice
 
-# Classes of bandwidth: a device has those that it reaches, in bytes per second.
+# Bandwidth features by their threshold in bytes per second; a device has all that it reaches.
 _BANDWIDTHS = {
     "bandwidth_250g": 250e9,
     "bandwidth_500g": 500e9,
@@ -15,47 +15,50 @@ _BANDWIDTHS = {
     "bandwidth_4t": 4e12,
     "bandwidth_7t": 7e12,
 }
-# Triton's compiler takes nothing older.
-_LEAST_OF_TRITON = (7, 5)
+# Oldest compute capability that Triton's compiler supports.
+_OLDEST_FOR_TRITON = (7, 5)
 
 
 def fixed_features(major: int, minor: int) -> frozenset[str]:
-    """Return the features that a compute capability alone decides.
+    """Return the features that follow from a compute capability alone.
 
-    Tensor cores of the third generation have ``tensor_cores_3`` and those before it as well, so
-    that a kernel names the oldest that it runs on.
+    A device with third-generation tensor cores has ``tensor_cores_1`` to ``tensor_cores_3``, so a
+    kernel requires the oldest generation that it runs on.
     """
-    known = architecture_of(major, minor)
-    cores = {f"tensor_cores_{number}" for number in range(1, known.generation + 1)}
-    triton = {"triton"} if (major, minor) >= _LEAST_OF_TRITON else set()
-    return frozenset(known.features | cores | triton)
+    architecture = architecture_of(major, minor)
+    cores = {f"tensor_cores_{number}" for number in range(1, architecture.generation + 1)}
+    triton = {"triton"} if (major, minor) >= _OLDEST_FOR_TRITON else set()
+    return frozenset(architecture.features | cores | triton)
 
 
 def bandwidth_features(bytes_per_s: float) -> frozenset[str]:
-    """Return the classes that a bandwidth of memory reaches."""
-    return frozenset(name for name, least in _BANDWIDTHS.items() if bytes_per_s >= least)
+    """Return the bandwidth features that a memory bandwidth reaches."""
+    return frozenset(name for name, threshold in _BANDWIDTHS.items() if bytes_per_s >= threshold)
 
 
 def bandwidth_bytes_per_s(device: CUDADevice) -> float:
-    """Return what the memory can transfer: two transfers per clock over the whole bus."""
+    """Return the peak memory bandwidth: two transfers per clock over the full bus width."""
     return 2 * device.memory_khz * 1e3 * device.bus_bits / 8
 
 
 def capability_of(device: CUDADevice) -> Capability:
-    """Return the capability of a device that the driver has described.
+    """Return the capability of a device as the driver described it.
 
-    What the driver knows of this very device goes before what its architecture is known for.
+    The driver's attributes of this device override the table of architectures.
     """
     features = set(fixed_features(device.major, device.minor))
     features |= bandwidth_features(bandwidth_bytes_per_s(device))
-    for feature, there in (("clusters", device.cluster_launch), ("tma", device.tensor_map_access)):
-        (features.add if there else features.discard)(feature)
-    told = {
+    for feature, is_present in (
+        ("clusters", device.cluster_launch),
+        ("tma", device.tensor_map_access),
+    ):
+        (features.add if is_present else features.discard)(feature)
+    is_present_by_feature = {
         "host_mapping": device.can_map_host_memory and device.unified_addressing,
         "integrated": device.integrated,
         "p2p": bool(device.peers),
     }
-    features |= {feature for feature, there in told.items() if there}
+    features |= {feature for feature, is_present in is_present_by_feature.items() if is_present}
     return Capability(
         f"sm_{device.major}{device.minor}",
         frozenset(features),

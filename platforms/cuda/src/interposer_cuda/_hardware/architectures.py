@@ -1,4 +1,4 @@
-"""Features and number formats of architectures, by compute capability.
+"""Features and number formats of NVIDIA architectures, by compute capability.
 
 Source: NVIDIA's CUDA C++ Programming Guide, chapter "compute capabilities" (formats of tensor
 cores, shared memory, clusters, tensor maps), and the PTX ISA, the target notes of ``mma``,
@@ -15,11 +15,11 @@ class Architecture:
     """Properties of all devices of one compute capability.
 
     Attributes:
-        generation: of the tensor cores; 0 without.
+        generation: tensor core generation; 0 without tensor cores.
         features: instructions and units.
-        formats: of numbers with arithmetic in hardware.
-        dtypes: by torch name, that models may be run in, the preferred one first.
-        shared_optin_bytes: the shared memory that one block may have.
+        formats: number formats with arithmetic in hardware.
+        dtypes: torch names of the dtypes that models may run in, the preferred one first.
+        shared_optin_bytes: largest shared memory of one block, with opt-in.
     """
 
     name: str
@@ -35,7 +35,7 @@ _FLOATS = frozenset({"float32", "float16"})
 _TURING = _FLOATS | {"int8", "int4"}
 _AMPERE = _TURING | {"bfloat16", "tf32"}
 _ADA = _AMPERE | {"float8_e4m3fn", "float8_e5m2"}
-# From Hopper on there are no products of 4-bit integers.
+# Hopper and newer have no 4-bit integer matmul.
 _HOPPER = _ADA - {"int4"}
 _BLACKWELL = _HOPPER | {"mxfp8", "mxfp4", "nvfp4"}
 _ASYNC = frozenset({"cp_async"})
@@ -58,21 +58,21 @@ _TABLE = {
     (12, 0): Architecture("Blackwell", 5, _CLUSTERS, _BLACKWELL, _WIDE, 99 * _KIB),
     (12, 1): Architecture("Blackwell", 5, _CLUSTERS, _BLACKWELL, _WIDE, 99 * _KIB),
 }
-_NONE = Architecture("older", 0, frozenset(), frozenset({"float32"}), ("float32",), 48 * _KIB)
+_OLDER = Architecture("older", 0, frozenset(), frozenset({"float32"}), ("float32",), 48 * _KIB)
 
 
 def architecture_of(major: int, minor: int) -> Architecture:
-    """Return what is known of a compute capability.
+    """Return the properties of a compute capability, estimated if the table lacks the version.
 
-    Of one that is newer than the table, what the newest below it of the same major version can
-    do, which it keeps; of an unknown major version, what all before it share: whatever was tied
-    to one of them (``wgmma``, ``tcgen05``) is left out.
+    A newer minor version has the properties of the newest known one with the same major version.
+    A newer major version has those of the newest known device without the instructions that exist
+    on one major version only (``wgmma``, ``tcgen05``).
     """
-    below = [version for version in _TABLE if version <= (major, minor)]
-    if not below:
-        return _NONE
-    nearest = _TABLE[max(below)]
-    if max(below)[0] == major:
+    older_versions = [version for version in _TABLE if version <= (major, minor)]
+    if not older_versions:
+        return _OLDER
+    nearest = _TABLE[max(older_versions)]
+    if max(older_versions)[0] == major:
         return nearest
     return Architecture(
         f"newer than {nearest.name}",

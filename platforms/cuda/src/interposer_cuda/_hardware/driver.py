@@ -1,4 +1,4 @@
-"""The devices that CUDA shows to this process, asked for in another one."""
+"""Query of CUDA's driver for its devices, made in a child process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 from interposer_cuda._hardware import driver_inquiry
 
-_NAME = "libcuda.so.1"
+_LIBRARY = "libcuda.so.1"
 _LIMIT_SECONDS = 60.0
-# What the driver's codes mean to whoever reads a refusal, where its own text does not say it.
+# Explanations of CUresult codes whose driver text does not tell a user what to do.
 _MEANINGS = {
     34: "only the stub of the driver's library is found, which is there to link with. Take the "
     "folder of stubs out of LD_LIBRARY_PATH",
@@ -30,18 +30,18 @@ _MEANINGS = {
 
 
 class DriverError(Exception):
-    """The driver gives no answer; ``code`` is its ``CUresult``, 0 where it was not even asked."""
+    """The driver failed; ``code`` is its ``CUresult``, or 0 if the driver could not be called."""
 
     def __init__(self, call: str, code: int, text: str) -> None:
         self.call = call
         self.code = code
-        said = f"{call}: {text} (code {code})" if code else f"{call}: {text}" if call else text
+        message = f"{call}: {text} (code {code})" if code else f"{call}: {text}" if call else text
         meaning = _MEANINGS.get(code)
-        super().__init__(f"{said}; {meaning}" if meaning else said)
+        super().__init__(f"{message}; {meaning}" if meaning else message)
 
 
 class DriverLostError(DriverError):
-    """The process that asks the driver crashed or hung in it."""
+    """The child process that queries the driver crashed or hung."""
 
     def __init__(self, text: str) -> None:
         super().__init__("", 0, text)
@@ -49,13 +49,13 @@ class DriverLostError(DriverError):
 
 @dataclass(frozen=True, slots=True)
 class CUDADevice:
-    """One device in CUDA's order: ``cuda:0`` is the first.
+    """Attributes of one device, as the driver reports them.
 
     Attributes:
-        shared_bytes, shared_optin_bytes: shared memory of one block, without and with opting in.
-        memory_khz, bus_bits: of its memory, from which the bandwidth follows.
-        compute_mode: 0 shared, 2 prohibited, 3 for one process.
-        peers: ordinals of the devices whose memory it reaches.
+        shared_bytes, shared_optin_bytes: shared memory of one block, without and with opt-in.
+        memory_khz, bus_bits: memory clock and bus width, which give the bandwidth.
+        compute_mode: 0 shared, 2 prohibited, 3 exclusive to one process.
+        peers: ordinals of the devices whose memory this device can access.
     """
 
     name: str
@@ -79,7 +79,7 @@ class CUDADevice:
 
     @classmethod
     def of(cls, facts: dict[str, Any]) -> CUDADevice:
-        """Return what the inquiry printed of one device."""
+        """Create the device from the JSON object that the inquiry printed."""
         flags = (
             *("integrated", "can_map_host_memory", "unified_addressing"),
             *("cluster_launch", "tensor_map_access"),
@@ -95,25 +95,26 @@ class CUDADevice:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer of the driver: the newest CUDA that it serves, and the visible devices."""
+    """The driver's answer: the newest CUDA that it supports, and the visible devices in order."""
 
     cuda: tuple[int, int]
     devices: tuple[CUDADevice, ...]
 
 
-def ask(libraries: Iterable[str] = (_NAME,), limit_seconds: float = _LIMIT_SECONDS) -> Answer:
-    """Return the devices that CUDA shows to a process with this one's environment.
+def ask(libraries: Iterable[str] = (_LIBRARY,), limit_seconds: float = _LIMIT_SECONDS) -> Answer:
+    """Query the devices that CUDA shows to a child process with the same environment.
 
     Args:
-        libraries: what to load the driver by; the first that loads is asked.
+        libraries: names or paths of the driver's library; the first that loads is used.
     Raises:
-        DriverError: it cannot be loaded, or answers with an error.
-        DriverLostError: it crashes, or does not answer in time.
+        DriverError: the driver cannot be loaded, or returns an error.
+        DriverLostError: the driver crashes, or does not answer in time.
     """
+    # -I and -S keep the user's environment and site-packages out, which start slowly and may fail.
     program = str(Path(driver_inquiry.__file__))
     command = [sys.executable, "-I", "-S", program, *libraries]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, timeout=limit_seconds, check=False
         )
     except subprocess.TimeoutExpired:
@@ -122,11 +123,12 @@ def ask(libraries: Iterable[str] = (_NAME,), limit_seconds: float = _LIMIT_SECON
             "nvidia-persistenced keeps it awake"
         ) from None
     try:
-        facts = json.loads(done.stdout.splitlines()[-1])
+        # Libraries may print as well; the answer is the last line.
+        facts = json.loads(process.stdout.splitlines()[-1])
     except (ValueError, IndexError):
-        said = done.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
+        message = process.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
         raise DriverLostError(
-            f"the process that asks CUDA's driver ended with {done.returncode}: {said[0]}"
+            f"the process that asks CUDA's driver ended with {process.returncode}: {message[0]}"
         ) from None
     if "devices" not in facts:
         raise DriverError(facts["call"], facts["code"], facts["text"])

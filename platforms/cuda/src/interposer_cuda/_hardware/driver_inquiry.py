@@ -1,10 +1,10 @@
-"""A program that asks CUDA's driver for its devices and prints the answer as JSON.
+"""Program that queries CUDA's driver for its devices and prints the answer as JSON.
 
     python -I -S driver_inquiry.py LIBRARY...
 
-It runs in a process of its own, because ``cuInit`` cannot be undone: a process that called it can
-no longer be forked into ones that use CUDA. It creates no context. It uses the standard library
-alone, and applies CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER by leaving them to the driver.
+The program runs in a child process because ``cuInit`` cannot be undone: forks of a process that
+called ``cuInit`` cannot use CUDA. The program creates no context, needs the standard library only,
+and leaves CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER to the driver.
 
 Source: NVIDIA's CUDA driver API reference: signatures and the numbers of ``CUdevice_attribute``.
 """
@@ -35,31 +35,35 @@ _ATTRIBUTES = {
 }
 
 
-class _Failed(Exception):
+class _DriverCallError(Exception):
     def __init__(self, call: str, code: int, text: str) -> None:
         self.facts = {"call": call, "code": code, "text": text}
         super().__init__(text)
 
 
 def answer(libraries: list[str]) -> dict[str, Any]:
-    """Return ``{"cuda": [major, minor], "devices": [...]}``, or ``{"call", "code", "text"}``."""
+    """Query the driver.
+
+    Returns: ``{"cuda": [major, minor], "devices": [...]}``, or ``{"call", "code", "text"}`` of the
+        call that failed.
+    """
     try:
-        return _asked(_loaded(libraries))
-    except _Failed as failure:
+        return _query(_load_library(libraries))
+    except _DriverCallError as failure:
         return failure.facts
 
 
-def _loaded(libraries: list[str]) -> ctypes.CDLL:
+def _load_library(libraries: list[str]) -> ctypes.CDLL:
     failures = []
     for library in libraries:
         try:
             return ctypes.CDLL(library)
         except OSError as error:
             failures.append(str(error))
-    raise _Failed("", 0, "; ".join(failures))
+    raise _DriverCallError("", 0, "; ".join(failures))
 
 
-def _asked(driver: ctypes.CDLL) -> dict[str, Any]:
+def _query(driver: ctypes.CDLL) -> dict[str, Any]:
     version = ctypes.c_int()
     _call(driver, "cuDriverGetVersion", ctypes.byref(version))
     _call(driver, "cuInit", ctypes.c_uint(0))
@@ -86,11 +90,11 @@ def _device(
     total = ctypes.c_size_t()
     _call(driver, "cuDeviceTotalMem_v2", ctypes.byref(total), handle)
     peers = []
-    for ordinal, other in enumerate(handles):
-        reaches = ctypes.c_int()
-        if other is not handle:
-            _call(driver, "cuDeviceCanAccessPeer", ctypes.byref(reaches), handle, other)
-        if reaches.value:
+    for ordinal, peer_handle in enumerate(handles):
+        has_access = ctypes.c_int()
+        if peer_handle is not handle:
+            _call(driver, "cuDeviceCanAccessPeer", ctypes.byref(has_access), handle, peer_handle)
+        if has_access.value:
             peers.append(ordinal)
     return {
         "name": name.value.decode(errors="replace"),
@@ -102,13 +106,13 @@ def _device(
 
 
 def _attribute(driver: ctypes.CDLL, number: int, handle: ctypes.c_int) -> int:
-    """Return the value; 0 where the driver is older than the attribute."""
+    """Return the attribute's value; 0 if the driver is older than the attribute."""
     value = ctypes.c_int()
     code = driver.cuDeviceGetAttribute(ctypes.byref(value), ctypes.c_int(number), handle)
     if code == 1:  # CUDA_ERROR_INVALID_VALUE
         return 0
     if code:
-        raise _Failed("cuDeviceGetAttribute", code, _described(driver, code))
+        raise _DriverCallError("cuDeviceGetAttribute", code, _error_text(driver, code))
     return value.value
 
 
@@ -116,13 +120,13 @@ def _call(driver: ctypes.CDLL, name: str, *arguments: Any) -> None:
     try:
         function = getattr(driver, name)
     except AttributeError:
-        raise _Failed(name, 0, "this driver does not have it") from None
+        raise _DriverCallError(name, 0, "this driver does not have it") from None
     code = function(*arguments)
     if code:
-        raise _Failed(name, code, _described(driver, code))
+        raise _DriverCallError(name, code, _error_text(driver, code))
 
 
-def _described(driver: ctypes.CDLL, code: int) -> str:
+def _error_text(driver: ctypes.CDLL, code: int) -> str:
     text = ctypes.c_char_p()
     driver.cuGetErrorString(ctypes.c_int(code), ctypes.byref(text))
     return (text.value or b"unknown error").decode(errors="replace")

@@ -1,7 +1,7 @@
-"""The GPUs and the driver that NVML shows, without any CUDA.
+"""GPUs and driver version from NVML, without initialising CUDA.
 
-NVML manages GPUs and computes nothing: it creates no context, and a process that asked it can be
-forked. It knows nothing of CUDA_VISIBLE_DEVICES.
+NVML creates no context, so a process can be forked after using NVML. NVML ignores
+CUDA_VISIBLE_DEVICES.
 
 Source: NVIDIA's NVML API reference: signatures, sizes of buffers and return codes.
 """
@@ -13,14 +13,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-_NAME = "libnvidia-ml.so.1"
-_TEXT_BYTES = 96
+_LIBRARY = "libnvidia-ml.so.1"
+_BUFFER_BYTES = 96
 _NOT_SUPPORTED, _NOT_FOUND = 3, 6
 _FUNCTION_NOT_FOUND = 13
 
 
 class NVMLError(Exception):
-    """A call to NVML failed with ``code``, which is 0 where there is no NVML."""
+    """A call to NVML failed with return code ``code``; 0 if the library could not be loaded."""
 
     def __init__(self, call: str, code: int, text: str) -> None:
         self.call = call
@@ -34,10 +34,10 @@ class GPU:
 
     Attributes:
         uuid: such as ``"GPU-8f4a..."``.
-        bus_id: its address, by which the GPUs are in order.
-        architecture: the compute capability.
-        mig: it is divided, so that CUDA uses its parts and not itself.
-        parts: uuids of these, such as ``"MIG-1c0e..."``.
+        bus_id: PCI address; GPUs are sorted by address.
+        architecture: compute capability as major and minor version.
+        mig: MIG is enabled, so CUDA uses the MIG devices instead of the GPU.
+        parts: uuids of the MIG devices, such as ``"MIG-1c0e..."``.
     """
 
     uuid: str
@@ -54,9 +54,9 @@ class Inventory:
     """The driver and the GPUs of the machine, as NVML reports them.
 
     Attributes:
-        driver: its version, such as ``"570.86.15"``.
-        cuda: the newest CUDA that it serves, as major and minor.
-        faults: what was said of GPUs that cannot be used.
+        driver: driver version, such as ``"570.86.15"``.
+        cuda: newest CUDA that the driver supports, as major and minor version.
+        faults: NVML's errors for GPUs that cannot be used.
     """
 
     driver: str
@@ -85,18 +85,19 @@ class _Memory(ctypes.Structure):
     )
 
 
-def inventory(libraries: Iterable[str] = (_NAME,)) -> Inventory:
-    """Return the GPUs of this machine, in the order of their addresses.
+def inventory(libraries: Iterable[str] = (_LIBRARY,)) -> Inventory:
+    """Read driver version and GPUs of this machine, sorted by PCI address.
 
     Args:
-        libraries: what to load NVML by; the first that loads is asked.
-    Raises: NVMLError: it cannot be loaded, or does not work.
+        libraries: names or paths of NVML; the first that loads is used.
+    Raises: NVMLError: NVML cannot be loaded, or does not work.
     """
-    with _opened(libraries) as nvml:
+    with _open(libraries) as nvml:
         driver = nvml.text("nvmlSystemGetDriverVersion")
         cuda = nvml.number("nvmlSystemGetCudaDriverVersion_v2")
         gpus, faults = [], []
         for index in range(nvml.number("nvmlDeviceGetCount_v2")):
+            # One faulty GPU, such as one fallen off the bus, must not hide the others.
             try:
                 gpus.append(_gpu(nvml, nvml.handle("nvmlDeviceGetHandleByIndex_v2", index)))
             except NVMLError as error:
@@ -139,15 +140,15 @@ def _parts(nvml: _NVML, device: ctypes.c_void_p) -> Iterator[str]:
         try:
             part = nvml.handle("nvmlDeviceGetMigDeviceHandleByIndex", device, index)
         except NVMLError as error:
-            if error.code == _NOT_FOUND:  # a place that is not taken
+            if error.code == _NOT_FOUND:  # an index without a MIG device
                 continue
             raise
         yield nvml.text("nvmlDeviceGetUUID", part)
 
 
 @contextmanager
-def _opened(libraries: Iterable[str]) -> Iterator[_NVML]:
-    nvml = _NVML(_loaded(libraries))
+def _open(libraries: Iterable[str]) -> Iterator[_NVML]:
+    nvml = _NVML(_load_library(libraries))
     nvml.call("nvmlInit_v2")
     try:
         yield nvml
@@ -155,7 +156,7 @@ def _opened(libraries: Iterable[str]) -> Iterator[_NVML]:
         nvml.call("nvmlShutdown")
 
 
-def _loaded(libraries: Iterable[str]) -> ctypes.CDLL:
+def _load_library(libraries: Iterable[str]) -> ctypes.CDLL:
     failures = []
     for library in libraries:
         try:
@@ -166,52 +167,52 @@ def _loaded(libraries: Iterable[str]) -> ctypes.CDLL:
 
 
 class _NVML:
-    """Calls into the library; what fails raises."""
+    """Calls into NVML; failures raise ``NVMLError``."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
 
     def call(self, name: str, *arguments: object) -> None:
-        """Call a function; structures and numbers of ctypes are passed by reference."""
+        """Call a function; ctypes structures and numbers are passed by reference, as outputs."""
         try:
             function = getattr(self._library, name)
         except AttributeError:
             text = "this driver does not have it"
             raise NVMLError(name, _FUNCTION_NOT_FOUND, text) from None
-        code = function(*(_passed(argument) for argument in arguments))
+        code = function(*(_by_reference(argument) for argument in arguments))
         if code:
             describe = self._library.nvmlErrorString
             describe.restype = ctypes.c_char_p
-            said = describe(code) or b""
-            raise NVMLError(name, code, f"{said.decode(errors='replace')} (code {code})")
+            message = describe(code) or b""
+            raise NVMLError(name, code, f"{message.decode(errors='replace')} (code {code})")
 
     def text(self, name: str, *arguments: object) -> str:
-        """Return what a function writes into a buffer."""
-        buffer = ctypes.create_string_buffer(_TEXT_BYTES)
-        self.call(name, *arguments, buffer, _TEXT_BYTES)
+        """Return the text that a function writes into a buffer."""
+        buffer = ctypes.create_string_buffer(_BUFFER_BYTES)
+        self.call(name, *arguments, buffer, _BUFFER_BYTES)
         return buffer.value.decode(errors="replace")
 
     def number(self, name: str, *arguments: object) -> int:
-        """Return the number that a function finds."""
-        found = ctypes.c_int()
-        self.call(name, *arguments, found)
-        return found.value
+        """Return the integer that a function writes."""
+        value = ctypes.c_int()
+        self.call(name, *arguments, value)
+        return value.value
 
     def handle(self, name: str, *arguments: object) -> ctypes.c_void_p:
-        """Return the device that a function finds."""
-        found = ctypes.c_void_p()
-        self.call(name, *arguments, _Reference(found))
-        return found
+        """Return the device handle that a function writes."""
+        value = ctypes.c_void_p()
+        self.call(name, *arguments, _Reference(value))
+        return value
 
 
 class _Reference:
-    """A handle that a call writes; any other is passed as it is."""
+    """A device handle that a call writes; plain handles are passed by value."""
 
     def __init__(self, handle: ctypes.c_void_p) -> None:
         self.handle = handle
 
 
-def _passed(argument: object) -> object:
+def _by_reference(argument: object) -> object:
     match argument:
         case _Reference():
             return ctypes.byref(argument.handle)

@@ -1,8 +1,7 @@
-"""Presence of a GPU that CUDA shows to this process, or the reason of its absence.
+"""Check for a GPU that CUDA shows to this process, and explain why there is none.
 
-No step creates a context, initialises torch.cuda or calls ``cuInit`` in this process; see
-``driver_inquiry`` for why that matters. A library of the vendor is loaded only where the system
-shows a device file.
+No check creates a context, initialises torch.cuda or calls ``cuInit`` in this process; see
+``driver_inquiry`` for the reason. NVIDIA's libraries are loaded only if there is a device file.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ from interposer_cuda._hardware.visibility import visible
 
 _NVML = "libnvidia-ml.so.1"
 _CUDA = "libcuda.so.1"
-_MISMATCH = 18
-# A probe has to return; the process that examines plugins stops it after five seconds.
+_VERSION_MISMATCH = 18  # NVML_ERROR_LIB_RM_VERSION_MISMATCH
+# Shorter than the five seconds after which the plugin examination kills a probe.
 _LIMIT_SECONDS = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """The facts that decide: files of the system, the build of torch, the environment."""
+    """Inputs of the check: system files, the torch build and environment variables."""
 
     system: System
     build: TorchBuild
     variables: Mapping[str, str]
 
     def judge(self) -> Verdict:
-        """Say whether there is a GPU to use, cheapest questions first.
+        """Accept if there is a usable GPU; the cheapest checks run first.
 
-        Raises: DriverLostError: there may be one, but its driver crashes or hangs.
+        Raises: DriverLostError: there may be a GPU, but the driver crashes or hangs.
         """
         if sys.platform != "linux":
             return Verdict.refuse(
@@ -45,48 +44,54 @@ class Presence:
         for verdict in (self.build.judge_vendor(), self.system.judge()):
             if not verdict:
                 return verdict
-        verdict = self.build.judge_cuda(self._seen())
+        verdict = self.build.judge_cuda(self._detected_text())
         if not verdict:
             return verdict
         try:
             inventory = nvml.inventory(self.system.libraries(_NVML))
         except NVMLError as error:
-            return self._by_driver(error)
-        return self._by_inventory(inventory)
+            return self._judge_by_driver(error)
+        return self._judge_inventory(inventory)
 
     def libraries(self) -> tuple[str, ...]:
-        """Return what to load CUDA's driver by."""
+        """Return the names or paths to try, in order, to load CUDA's driver."""
         return self.system.libraries(_CUDA)
 
-    def _seen(self) -> str:
+    def _detected_text(self) -> str:
         return f"a GPU ({', '.join(self.system.nodes)})"
 
-    def _by_inventory(self, inventory: Inventory) -> Verdict:
+    def _judge_inventory(self, inventory: Inventory) -> Verdict:
         if not inventory.gpus:
-            said = "; ".join(inventory.faults)
+            faults_text = "; ".join(inventory.faults)
             text = f"NVIDIA's driver {inventory.driver} shows no usable GPU"
-            return Verdict.refuse(f"{text}: {said}" if said else text)
+            return Verdict.refuse(f"{text}: {faults_text}" if faults_text else text)
         verdict = self.build.judge_driver(inventory.driver, inventory.cuda)
         if not verdict:
             return verdict
-        shown = visible(inventory.gpus, self.variables)
-        if not shown.uuids:
+        visible_units = visible(inventory.gpus, self.variables)
+        if not visible_units.uuids:
             count = len(inventory.gpus)
-            return Verdict.refuse(f"none of {count} GPUs is visible: {shown.note}")
-        known = [gpu for gpu in inventory.gpus if {gpu.uuid, *gpu.parts} & {*shown.uuids}]
-        meant = known if known and "" not in shown.uuids else inventory.gpus
-        refused = [self.build.judge_architecture(gpu.name, *gpu.architecture) for gpu in meant]
-        if not any(refused):
-            return refused[0]
-        names = ", ".join(sorted({gpu.name for gpu in meant}))
-        what = f"{len(shown.uuids)} visible of {len(inventory.gpus)}: {names}"
-        parts = [what, f"driver {inventory.driver}"]
-        parts += [shown.note] if shown.note else []
+            return Verdict.refuse(f"none of {count} GPUs is visible: {visible_units.note}")
+        listed_gpus = [
+            gpu for gpu in inventory.gpus if {gpu.uuid, *gpu.parts} & {*visible_units.uuids}
+        ]
+        usable_gpus = (
+            listed_gpus if listed_gpus and "" not in visible_units.uuids else inventory.gpus
+        )
+        verdicts = [
+            self.build.judge_architecture(gpu.name, *gpu.architecture) for gpu in usable_gpus
+        ]
+        if not any(verdicts):
+            return verdicts[0]
+        names = ", ".join(sorted({gpu.name for gpu in usable_gpus}))
+        counts = f"{len(visible_units.uuids)} visible of {len(inventory.gpus)}: {names}"
+        parts = [counts, f"driver {inventory.driver}"]
+        parts += [visible_units.note] if visible_units.note else []
         return Verdict.accept("; ".join([*parts, *inventory.faults]))
 
-    def _by_driver(self, error: NVMLError) -> Verdict:
-        """Judge without NVML, by what CUDA's driver says in a process of its own."""
-        if error.code == _MISMATCH:
+    def _judge_by_driver(self, error: NVMLError) -> Verdict:
+        """Check without NVML, by querying CUDA's driver in a child process."""
+        if error.code == _VERSION_MISMATCH:
             return Verdict.refuse(
                 f"NVML says {error}: the driver was updated and its old module is still loaded. "
                 "Restart the machine"
@@ -94,19 +99,21 @@ class Presence:
         try:
             answer = driver.ask(self.libraries(), _LIMIT_SECONDS)
         except driver.DriverLostError:
-            raise  # not to be taken for a machine that has no GPU
+            raise  # a crash or hang is not evidence that the machine has no GPU
         except driver.DriverError as failure:
-            return Verdict.refuse(f"there is {self._seen()}, but {failure}; NVML says {error}")
+            return Verdict.refuse(
+                f"there is {self._detected_text()}, but {failure}; NVML says {error}"
+            )
         verdict = self.build.judge_driver(self.system.driver, answer.cuda)
         if not verdict:
             return verdict
-        refused = [
+        verdicts = [
             self.build.judge_architecture(device.name, device.major, device.minor)
             for device in answer.devices
         ]
-        if not refused:
+        if not verdicts:
             return Verdict.refuse("CUDA's driver shows no device to this process")
-        if not any(refused):
-            return refused[0]
+        if not any(verdicts):
+            return verdicts[0]
         names = ", ".join(sorted({device.name for device in answer.devices}))
-        return Verdict.accept(f"{len(refused)} visible: {names}; asked of CUDA's driver")
+        return Verdict.accept(f"{len(verdicts)} visible: {names}; asked of CUDA's driver")

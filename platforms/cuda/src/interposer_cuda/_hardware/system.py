@@ -1,6 +1,6 @@
-"""GPUs as the operating system shows them, before any library of their vendor is loaded.
+"""GPUs as system files show them, before any library of NVIDIA is loaded.
 
-Only files are read, so that a machine without such a GPU pays nothing.
+Only files are read, so the check costs almost nothing on a machine without such a GPU.
 
 Source: NVIDIA's driver README, chapter "device files"; "CUDA on WSL" user guide.
 """
@@ -23,12 +23,12 @@ _DISPLAY = "0x03"  # classes of PCI: display controllers
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """GPUs and their driver, as files show them.
+    """GPUs and their driver, as system files show them.
 
     Attributes:
-        root: the folder in which ``dev``, ``proc`` and ``sys`` lie.
+        root: folder that contains ``dev``, ``proc`` and ``sys``.
         nodes: device files of GPUs.
-        driver: version of the kernel's module; empty where it is not loaded.
+        driver: version of the kernel module; empty if the module is not loaded.
         on_bus: addresses of GPUs on the PCI bus.
         wsl: Linux runs inside Windows.
         container: this process runs in a container.
@@ -42,7 +42,7 @@ class System:
     container: bool = False
 
     def judge(self) -> Verdict:
-        """Accept where the vendor's libraries may find a GPU; say what is missing elsewhere."""
+        """Accept if NVIDIA's libraries may find a GPU; otherwise name the missing part."""
         if self.nodes:
             return Verdict.accept(", ".join(self.nodes))
         if self.wsl:
@@ -69,56 +69,59 @@ class System:
         return Verdict.refuse("no GPU of NVIDIA: no device file, no driver and none on the bus")
 
     def libraries(self, name: str) -> tuple[str, ...]:
-        """Return what to try to load ``name`` by, in order.
+        """Return the names or paths to try, in order, to load the library ``name``.
 
-        Inside WSL the driver's libraries are those of Windows: a Linux driver that was installed
-        besides finds no GPU.
+        In WSL, the libraries of the Windows driver come first: a Linux driver installed inside WSL
+        finds no GPU.
         """
-        own = str(self.root / "usr/lib/wsl/lib" / name)
-        return (own, name) if self.wsl else (name,)
+        windows_library = str(self.root / "usr/lib/wsl/lib" / name)
+        return (windows_library, name) if self.wsl else (name,)
 
 
-def look(root: Path = ROOT) -> System:
-    """Return what the files below ``root`` show."""
+def read_system(root: Path = ROOT) -> System:
+    """Read the system's GPU files below ``root``."""
     if sys.platform != "linux":
         return System(root)
-    wsl = "microsoft" in _text(root / "proc/sys/kernel/osrelease").lower()
-    found = sorted(path.name for path in _entries(root / "dev") if _NODE.fullmatch(path.name))
+    wsl = "microsoft" in _read_text(root / "proc/sys/kernel/osrelease").lower()
+    node_names = sorted(
+        path.name for path in _list_folder(root / "dev") if _NODE.fullmatch(path.name)
+    )
     if wsl and (root / "dev/dxg").exists():
-        found.append("dxg")
-    version = _VERSION.search(_text(root / "proc/driver/nvidia/version"))
+        node_names.append("dxg")
+    version = _VERSION.search(_read_text(root / "proc/driver/nvidia/version"))
     return System(
         root,
-        tuple(f"/dev/{name}" for name in found),
+        tuple(f"/dev/{name}" for name in node_names),
         version[1] if version else "",
-        tuple(sorted(_on_bus(root))),
+        tuple(sorted(_gpus_on_bus(root))),
         wsl,
         _in_container(root),
     )
 
 
-def _on_bus(root: Path) -> list[str]:
+def _gpus_on_bus(root: Path) -> list[str]:
     return [
         path.name
-        for path in _entries(root / "sys/bus/pci/devices")
-        if _text(path / "vendor").strip() == _VENDOR and _text(path / "class").startswith(_DISPLAY)
+        for path in _list_folder(root / "sys/bus/pci/devices")
+        if _read_text(path / "vendor").strip() == _VENDOR
+        and _read_text(path / "class").startswith(_DISPLAY)
     ]
 
 
 def _in_container(root: Path) -> bool:
     if (root / ".dockerenv").exists() or (root / "run/.containerenv").exists():
         return True
-    return bool(re.search("docker|kubepods|containerd|lxc", _text(root / "proc/1/cgroup")))
+    return bool(re.search("docker|kubepods|containerd|lxc", _read_text(root / "proc/1/cgroup")))
 
 
-def _entries(folder: Path) -> list[Path]:
+def _list_folder(folder: Path) -> list[Path]:
     try:
         return list(folder.iterdir())
     except OSError:
         return []
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

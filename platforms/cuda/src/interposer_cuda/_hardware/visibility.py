@@ -1,4 +1,4 @@
-"""Visibility of the machine's GPUs to a process, by the variables that CUDA reads.
+"""GPUs that CUDA shows to a process, from the environment variables that CUDA reads.
 
 Source: CUDA C++ Programming Guide, chapter "CUDA environment variables"; MIG user guide, chapter
 "CUDA device enumeration".
@@ -14,6 +14,7 @@ from interposer_cuda._hardware.nvml import GPU
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
+# CUDA reads the leading integer of an entry and ignores the text after it.
 _NUMBER = re.compile(r"\s*([+-]?\d+)")
 
 
@@ -22,9 +23,9 @@ class Visible:
     """The GPUs that a process sees.
 
     Attributes:
-        uuids: of GPUs, or of parts of them, in CUDA's order. An index under CUDA's own order, the
-            fastest first, names no particular GPU where they differ: its entry is empty.
-        note: why these and no others, where that is not obvious.
+        uuids: uuids of GPUs or MIG devices in CUDA's order. CUDA's default order is "fastest
+            first", so an index into GPUs of different models is ambiguous: its uuid is empty.
+        note: reason for the selection; empty if all GPUs are visible.
     """
 
     uuids: tuple[str, ...]
@@ -32,48 +33,52 @@ class Visible:
 
 
 def visible(gpus: Sequence[GPU], variables: Mapping[str, str]) -> Visible:
-    """Return the GPUs that CUDA would show; ``gpus`` are in the order of their addresses."""
-    ordered = [_unit(gpu) for gpu in gpus]
+    """Return the GPUs that CUDA would show; ``gpus`` are sorted by PCI address."""
+    ordered = [_cuda_unit(gpu) for gpu in gpus]
     usable = [unit for unit in ordered if unit]
-    divided = [gpu for gpu in gpus if gpu.mig]
-    listed = variables.get(DEVICES)
-    if listed is None:
-        return _all(usable, divided)
-    if not listed.strip():
+    mig_gpus = [gpu for gpu in gpus if gpu.mig]
+    devices_text = variables.get(DEVICES)
+    if devices_text is None:
+        return _all_visible(usable, mig_gpus)
+    if not devices_text.strip():
         return Visible((), f"{DEVICES} is empty, which hides every GPU")
-    known = len({gpu.name for gpu in gpus}) == 1 or variables.get(ORDER) == "PCI_BUS_ID"
-    found: list[str] = []
-    taken: set[str] = set()
+    has_definite_order = (
+        len({gpu.name for gpu in gpus}) == 1 or variables.get(ORDER) == "PCI_BUS_ID"
+    )
+    units: list[str] = []
+    identities: set[str] = set()
     note = ""
-    for entry in listed.split(","):
-        # An index is known to be a GPU of the machine, but maybe not which one.
-        unit, identity, problem = _entry(entry, gpus, ordered)
-        if not problem and identity in taken:
-            note = f"{DEVICES}={listed} names {entry.strip()} twice, which hides every GPU"
+    for entry in devices_text.split(","):
+        # A valid index denotes some GPU of the machine, but which one may be ambiguous.
+        unit, identity, problem = _parse_entry(entry, gpus, ordered)
+        if not problem and identity in identities:
+            note = f"{DEVICES}={devices_text} names {entry.strip()} twice, which hides every GPU"
             return Visible((), note)
         if problem:
-            note = f"{DEVICES}={listed}: {problem}, and entries from there on count for nothing"
+            note = (
+                f"{DEVICES}={devices_text}: {problem}, and entries from there on count for nothing"
+            )
             break
-        taken.add(identity)
-        found.append(unit if known or not identity.isdecimal() else "")
-    parts = [unit for unit in found if unit.startswith("MIG-")]
-    if parts and len(found) > 1:
-        # A process with a part sees that one and nothing else.
+        identities.add(identity)
+        units.append(unit if has_definite_order or not identity.isdecimal() else "")
+    parts = [unit for unit in units if unit.startswith("MIG-")]
+    if parts and len(units) > 1:
+        # CUDA shows at most one MIG device to a process, and nothing else.
         return Visible((parts[0],), f"a process sees one part of a divided GPU, {parts[0]}")
-    return Visible(tuple(found), note or (f"{DEVICES}={listed}" if found else ""))
+    return Visible(tuple(units), note or (f"{DEVICES}={devices_text}" if units else ""))
 
 
-def _unit(gpu: GPU) -> str:
-    """Return what CUDA uses of a GPU: itself, its first part, or nothing."""
+def _cuda_unit(gpu: GPU) -> str:
+    """Return the uuid that CUDA uses: the GPU, its first MIG device, or "" if it has none."""
     if not gpu.mig:
         return gpu.uuid
     return gpu.parts[0] if gpu.parts else ""
 
 
-def _all(usable: list[str], divided: list[GPU]) -> Visible:
-    if not divided:
+def _all_visible(usable: list[str], mig_gpus: list[GPU]) -> Visible:
+    if not mig_gpus:
         return Visible(tuple(usable))
-    names = ", ".join(f"{gpu.name} at {gpu.bus_id}" for gpu in divided)
+    names = ", ".join(f"{gpu.name} at {gpu.bus_id}" for gpu in mig_gpus)
     if not usable:
         note = (
             f"MIG divides {names}, but no part exists. Create some: nvidia-smi mig -cgi ... -C, "
@@ -87,11 +92,14 @@ def _all(usable: list[str], divided: list[GPU]) -> Visible:
     return Visible((parts[0],), note)
 
 
-def _entry(entry: str, gpus: Sequence[GPU], ordered: Sequence[str]) -> tuple[str, str, str]:
-    """Return the unit of an entry, its identity, and the fault of the entry."""
+def _parse_entry(entry: str, gpus: Sequence[GPU], ordered: Sequence[str]) -> tuple[str, str, str]:
+    """Parse one entry of the list.
+
+    Returns: uuid of the GPU or MIG device, a key that detects duplicates, and the entry's fault.
+    """
     text = entry.strip()
     if text.startswith(("GPU-", "MIG-")):
-        return _by_uuid(text, gpus)
+        return _parse_uuid(text, gpus)
     number = _NUMBER.match(text)
     if number is None:
         return "", "", f"{text!r} is neither an index nor a uuid"
@@ -105,20 +113,20 @@ def _entry(entry: str, gpus: Sequence[GPU], ordered: Sequence[str]) -> tuple[str
     return ordered[index], str(index), ""
 
 
-def _by_uuid(text: str, gpus: Sequence[GPU]) -> tuple[str, str, str]:
-    """Return the only unit whose uuid begins with ``text``; older MIG names are taken whole."""
+def _parse_uuid(text: str, gpus: Sequence[GPU]) -> tuple[str, str, str]:
+    """Parse a uuid prefix, which must match exactly one GPU or MIG device."""
     if text.startswith("MIG-GPU-"):  # MIG-GPU-uuid/instance/instance, of drivers before 470
-        whole = text.removeprefix("MIG-").partition("/")[0]
-        matches = [gpu.uuid for gpu in gpus if gpu.uuid == whole and gpu.parts]
-        return (text, text, "") if matches else ("", "", f"no divided GPU is {whole}")
+        gpu_uuid = text.removeprefix("MIG-").partition("/")[0]
+        matches = [gpu.uuid for gpu in gpus if gpu.uuid == gpu_uuid and gpu.parts]
+        return (text, text, "") if matches else ("", "", f"no divided GPU is {gpu_uuid}")
     units = [gpu.uuid for gpu in gpus] + [part for gpu in gpus for part in gpu.parts]
     matches = [unit for unit in units if unit.startswith(text)]
     if len(matches) != 1:
-        what = "no GPU" if not matches else f"{len(matches)} GPUs"
-        return "", "", f"{what} of a uuid that begins with {text}"
-    divided = next((gpu for gpu in gpus if gpu.uuid == matches[0] and gpu.mig), None)
-    if divided is None:
+        count_text = "no GPU" if not matches else f"{len(matches)} GPUs"
+        return "", "", f"{count_text} of a uuid that begins with {text}"
+    mig_gpus = next((gpu for gpu in gpus if gpu.uuid == matches[0] and gpu.mig), None)
+    if mig_gpus is None:
         return matches[0], matches[0], ""
-    if not divided.parts:
+    if not mig_gpus.parts:
         return "", "", f"{text} is divided by MIG, and no part of it exists"
-    return divided.parts[0], divided.parts[0], ""
+    return mig_gpus.parts[0], mig_gpus.parts[0], ""

@@ -1,1 +1,1 @@
-"""Kernels of the Hugging Face hub."""
+"""Kernels from the Hugging Face Hub."""

@@ -1,8 +1,8 @@
-"""Kernels of the Hugging Face hub on this machine; nothing is downloaded or imported.
+"""Kernels of the Hugging Face Hub in this machine's cache; nothing is downloaded or imported.
 
 Source: ``kernels`` 0.17: ``_versions.py`` and ``resolver.py`` (the cache: a ref ``v1`` names the
 commit of version 1, whose snapshot has a folder ``build`` of variants), ``load.py``
-(``LOCAL_KERNELS``), ``archs.py`` (what an entry of a build's architectures runs on).
+(``LOCAL_KERNELS``), ``archs.py`` (the devices that an entry of a build's architectures runs on).
 """
 
 from __future__ import annotations
@@ -21,34 +21,38 @@ from interposer_cuda._providers import HUB_KERNELS
 
 @dataclass(frozen=True, slots=True)
 class HubKernel:
-    """A kernel of the hub whose functions were read.
+    """A kernel repository of the Hub whose functions the plugin can call.
 
     Attributes:
-        repository: whose publisher is trusted by naming it here; no other is looked for.
-        version: as its branch ``v1`` is numbered.
+        repository: name of the repository. Only the repositories in this module are trusted.
+        version: major version, such as 1 for the branch ``v1``.
     """
 
     repository: str
     version: int
 
     def folder(self) -> Path | None:
-        """Return the folder that holds its builds, or None.
+        """Return the folder of the kernel's builds; None if the machine has none.
 
-        ``LOCAL_KERNELS`` names one for a repository, else it is the snapshot in the hub's cache.
+        ``LOCAL_KERNELS`` takes precedence over the snapshot in the Hub's cache.
         """
-        named = _named(variables()).get(self.repository)
-        if named is not None:
-            return named if named.is_dir() else None
-        stored = _cache(variables()) / f"kernels--{self.repository.replace('/', '--')}"
+        local = _local_kernels(variables()).get(self.repository)
+        if local is not None:
+            return local if local.is_dir() else None
+        repository_folder = _cache(variables()) / f"kernels--{self.repository.replace('/', '--')}"
         try:
-            commit = (stored / "refs" / f"v{self.version}").read_text(encoding="utf-8").strip()
+            commit = (
+                (repository_folder / "refs" / f"v{self.version}")
+                .read_text(encoding="utf-8")
+                .strip()
+            )
         except OSError:
             return None
-        found = stored / "snapshots" / commit
-        return found if (found / "build").is_dir() else None
+        snapshot = repository_folder / "snapshots" / commit
+        return snapshot if (snapshot / "build").is_dir() else None
 
     def judge(self, request: Request) -> Verdict:
-        """Refuse where the package or the kernel is missing, or made for other devices."""
+        """Refuse a missing package, a missing kernel, or one built for other devices."""
         verdict = HUB_KERNELS.judge()
         if not verdict:
             return verdict
@@ -76,21 +80,21 @@ LAYER_NORM = HubKernel("kernels-community/layer-norm", 1)
 
 
 def judge_activation(request: Request) -> Verdict:
-    """Judge kernels of ``ACTIVATION``."""
+    """Check that the activation kernels are in the cache and built for the device."""
     return ACTIVATION.judge(request)
 
 
 def judge_layer_norm(request: Request) -> Verdict:
-    """Judge kernels of ``LAYER_NORM``."""
+    """Check that the normalization kernels are in the cache and built for the device."""
     return LAYER_NORM.judge(request)
 
 
-_LEVELS = ("metadata.json", "*/metadata.json", "build/*/metadata.json")
+_METADATA_PATTERNS = ("metadata.json", "*/metadata.json", "build/*/metadata.json")
 
 
 @dataclass(frozen=True, slots=True)
 class _Build:
-    """The metadata of one variant."""
+    """The metadata of one build variant."""
 
     backend: str
     architectures: tuple[str, ...]
@@ -98,37 +102,45 @@ class _Build:
 
 
 def _builds(folder: Path) -> list[_Build]:
-    found = []
-    # A folder may be named that is the repository, its ``build`` or one variant.
-    for path in sorted({path for level in _LEVELS for path in folder.glob(level)}):
+    builds = []
+    # LOCAL_KERNELS may name the repository, its folder ``build`` or one variant.
+    for path in sorted({path for level in _METADATA_PATTERNS for path in folder.glob(level)}):
         try:
-            stated: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            backend = stated["backend"]
-            needs = tuple(each["repo-id"] for each in stated.get("kernel-depends") or ())
+            metadata: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            backend = metadata["backend"]
+            needs = tuple(
+                dependency["repo-id"] for dependency in metadata.get("kernel-depends") or ()
+            )
             architectures = tuple(backend.get("archs") or ())
-            found.append(_Build(str(backend["type"]), architectures, needs))
+            builds.append(_Build(str(backend["type"]), architectures, needs))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue  # the package reads it again, and says what is wrong with the one it takes
-    return found
+            continue  # loading reads the chosen variant again and reports its fault
+    return builds
 
 
 def _judge_architecture(repository: str, builds: list[_Build], architecture: str) -> Verdict:
-    """Refuse where all builds for CUDA name their architectures, and none is this device's."""
+    """Refuse if every CUDA build lists its architectures and none runs on this device."""
     number = re.fullmatch(r"sm_(\d+)(\d)[af]?", architecture)
-    listed = [entry for build in builds for entry in build.architectures if build.backend == "cuda"]
-    if not number or not listed or any(not b.architectures for b in builds if b.backend == "cuda"):
+    listed_architectures = [
+        entry for build in builds for entry in build.architectures if build.backend == "cuda"
+    ]
+    if (
+        not number
+        or not listed_architectures
+        or any(not b.architectures for b in builds if b.backend == "cuda")
+    ):
         return Verdict.accept()
     device = int(number[1]), int(number[2])
-    if any(_runs_on(entry, device) for entry in listed):
+    if any(_runs_on(entry, device) for entry in listed_architectures):
         return Verdict.accept()
-    known = ", ".join(sorted(set(listed)))
-    return Verdict.refuse(f"{repository} was built for {known}, the device is {architecture}")
+    known_text = ", ".join(sorted(set(listed_architectures)))
+    return Verdict.refuse(f"{repository} was built for {known_text}, the device is {architecture}")
 
 
 def _runs_on(entry: str, device: tuple[int, int]) -> bool:
     parsed = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", entry)
     if not parsed:
-        return True  # of a newer builder, which the package will judge
+        return True  # a newer builder's notation, which the package checks when it loads
     built = int(parsed[1]), int(parsed[2])
     if parsed[3] == "a":
         return device == built
@@ -138,7 +150,7 @@ def _runs_on(entry: str, device: tuple[int, int]) -> bool:
 
 
 def _cache(settings: Mapping[str, str]) -> Path:
-    """Return the folder of the hub's cache, by the variables that the hub's package reads."""
+    """Return the folder of the Hub's cache from the variables that huggingface_hub reads."""
     for name in ("KERNELS_CACHE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if settings.get(name):
             return Path(settings[name]).expanduser()
@@ -148,7 +160,7 @@ def _cache(settings: Mapping[str, str]) -> Path:
     return Path(base).expanduser() / "huggingface/hub"
 
 
-def _named(settings: Mapping[str, str]) -> dict[str, Path]:
-    """Return what ``LOCAL_KERNELS`` names, ``repository=folder`` with colons in between."""
+def _local_kernels(settings: Mapping[str, str]) -> dict[str, Path]:
+    """Parse ``LOCAL_KERNELS``: entries ``repository=folder``, separated by colons."""
     entries = (entry.partition("=") for entry in settings.get("LOCAL_KERNELS", "").split(":"))
     return {repository: Path(folder) for repository, _, folder in entries if folder}

@@ -1,7 +1,6 @@
-"""Kernels of the Hugging Face hub, loaded by its package ``kernels`` from this machine.
+"""Kernels of the Hugging Face Hub, loaded by the package ``kernels`` from this machine's cache.
 
-Arguments are tested on the processor with folders that hold functions of the same meaning; on a GPU
-they were not run.
+Call arguments are tested on the CPU with folders of stand-in functions; no GPU has run this module.
 
 Dimensions: H hidden size, I intermediate size.
 Source: kernels-community/activation, ``torch-ext/activation/__init__.py`` (the result comes first,
@@ -23,49 +22,49 @@ from interposer_cuda._hub.cache import ACTIVATION, LAYER_NORM, HubKernel
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """Compute ``silu_and_mul``."""
-    return _activated("silu_and_mul", x, x.shape[-1] // 2)
+    """Compute the op ``silu_and_mul``."""
+    return _run_activation("silu_and_mul", x, x.shape[-1] // 2)
 
 
 def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
-    """Compute ``gelu_and_mul``."""
+    """Compute the op ``gelu_and_mul``."""
     name = "gelu_tanh_and_mul" if approximate == "tanh" else "gelu_and_mul"
-    return _activated(name, x, x.shape[-1] // 2)
+    return _run_activation(name, x, x.shape[-1] // 2)
 
 
 def gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
-    """Compute ``gelu``."""
-    return _activated("gelu_tanh" if approximate == "tanh" else "gelu", x, x.shape[-1])
+    """Compute the op ``gelu``."""
+    return _run_activation("gelu_tanh" if approximate == "tanh" else "gelu", x, x.shape[-1])
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """Compute ``quick_gelu``."""
-    return _activated("gelu_quick", x, x.shape[-1])
+    """Compute the op ``quick_gelu``."""
+    return _run_activation("gelu_quick", x, x.shape[-1])
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute ``rms_norm``."""
-    return _normalised(x, weight, None, eps, is_rms_norm=True)
+    """Compute the op ``rms_norm``."""
+    return _run_norm(x, weight, None, eps, is_rms_norm=True)
 
 
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    """Compute ``layer_norm``."""
+    """Compute the op ``layer_norm``."""
     if weight is None:
         weight = x.new_ones(x.shape[-1])
-    return _normalised(x, weight, bias, eps, is_rms_norm=False)
+    return _run_norm(x, weight, bias, eps, is_rms_norm=False)
 
 
 def confirm_activation(request: Request) -> Verdict:
-    """Load ``ACTIVATION``, and refuse where that fails."""
+    """Load the activation kernels; refuse if that fails or a function is missing."""
     del request
     names = "silu_and_mul gelu_and_mul gelu_tanh_and_mul gelu gelu_tanh gelu_quick"
     return _confirm(ACTIVATION, names)
 
 
 def confirm_layer_norm(request: Request) -> Verdict:
-    """Load ``LAYER_NORM``, and refuse where that fails."""
+    """Load the normalization kernels; refuse if that fails or a function is missing."""
     del request
     return _confirm(LAYER_NORM, "dropout_add_ln_fwd")
 
@@ -74,8 +73,8 @@ def _confirm(kernel: HubKernel, names: str) -> Verdict:
     try:
         module = _module(kernel)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        told = str(error).strip().partition("\n")[0]
-        return Verdict.refuse(f"{kernel.repository} cannot be loaded: {told}")
+        first_line = str(error).strip().partition("\n")[0]
+        return Verdict.refuse(f"{kernel.repository} cannot be loaded: {first_line}")
     missing = [name for name in names.split() if not hasattr(module, name)]
     if missing:
         return Verdict.refuse(f"{kernel.repository} has no {', '.join(missing)}")
@@ -84,9 +83,9 @@ def _confirm(kernel: HubKernel, names: str) -> Verdict:
 
 @cache
 def _module(kernel: HubKernel) -> Any:
-    """Return the kernel's module, from its folder.
+    """Load the kernel's module from its folder, once per process.
 
-    Raises: FileNotFoundError: it is no longer there, or has no build for this torch.
+    Raises: FileNotFoundError: the folder is gone, or has no build for this torch.
     """
     folder = kernel.folder()
     if folder is None:
@@ -95,15 +94,15 @@ def _module(kernel: HubKernel) -> Any:
     return load(folder)
 
 
-def _activated(name: str, x: torch.Tensor, width: int) -> torch.Tensor:
+def _run_activation(name: str, x: torch.Tensor, width: int) -> torch.Tensor:
     out = x.new_empty((*x.shape[:-1], width))
-    # A grid of no blocks cannot be launched.
+    # CUDA cannot launch an empty grid.
     if out.numel():
         getattr(_module(ACTIVATION), name)(out, x.contiguous())
     return out
 
 
-def _normalised(
+def _run_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -114,7 +113,7 @@ def _normalised(
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     if not len(rows):
         return torch.empty_like(x, memory_format=torch.contiguous_format)
-    found: list[torch.Tensor] = _module(LAYER_NORM).dropout_add_ln_fwd(
+    outputs: list[torch.Tensor] = _module(LAYER_NORM).dropout_add_ln_fwd(
         rows,
         weight.contiguous(),
         None if bias is None else bias.contiguous(),
@@ -130,4 +129,4 @@ def _normalised(
         residual_in_fp32=False,
         is_rms_norm=is_rms_norm,
     )
-    return found[0].view(x.shape)
+    return outputs[0].view(x.shape)

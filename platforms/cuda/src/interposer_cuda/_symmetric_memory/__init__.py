@@ -1,1 +1,1 @@
-"""Sums over GPUs that read each other's memory, by torch's symmetric memory."""
+"""All-reduce over GPUs that read each other's memory (torch's symmetric memory)."""

@@ -1,13 +1,13 @@
-"""Communicators that add up in memory which all ranks have mapped.
+"""All-reduce in symmetric memory, which all ranks have mapped.
 
-An op of torch.ops.symm_mem waits on the device for the other ranks, without a limit: of a rank that
-is lost, the host learns nothing from it. Arguments are tested on the processor against functions of
-the same meaning. One shot and two shots were exact in two processes on one H100.
+The ops of torch.ops.symm_mem wait on the device for the other ranks without a limit, so the host
+cannot notice from them that a rank is lost. Call arguments are tested on the CPU against stand-in
+functions. One shot and two shots were exact in two processes on one H100.
 
 Source: CUDASymmetricMemoryOps.cu and CUDASymmetricMemory-inl.cuh in
 torch/csrc/distributed/c10d/symm_mem of pytorch/pytorch: bfloat16 and float32, contiguous, sizes and
-offsets that are multiples of 4 bytes and of an element. ``load_and_reduce`` adds up in the order of
-the ranks and rounds each sum to the dtype; multimem adds up in the switch, bfloat16 in float32.
+offsets that are multiples of 4 bytes and of an element. ``load_and_reduce`` adds in rank order and
+rounds each sum to the dtype; multimem adds in the NVSwitch, bfloat16 in float32.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from interposer import Communicator, Ranks, Request, Verdict
 from interposer.errors import RequestError
 
 MOST_BYTES = 8 << 20
-"""The bytes of the shared buffer of each communicator, up to which a sum may have."""
-_ALIGNED_BYTES = 16  # loads of the widest kind; what is added to the end is never read
+"""Size in bytes of each communicator's shared buffer: the largest tensor of one all-reduce."""
+_ALIGNED_BYTES = 16  # the widest loads; the padding at the end is summed but never read
 
 
 def judge(request: Request) -> Verdict:
-    """Refuse where torch has no symmetric memory on CUDA."""
+    """Refuse a torch without symmetric memory on CUDA."""
     del request
     if torch.version.cuda is None or not torch.distributed.is_available():
         return Verdict.refuse("needs a torch that was built for CUDA with torch.distributed")
@@ -35,32 +35,32 @@ def judge(request: Request) -> Verdict:
 
 
 def confirm(request: Request) -> Verdict:
-    """Refuse where a GPU cannot read the memory of another."""
-    here, num = torch.cuda.current_device(), int(request.dims["ranks"])
-    if torch.cuda.device_count() < num:
+    """Refuse if this rank's GPU cannot read the memory of every other rank's GPU."""
+    current, num_ranks = torch.cuda.current_device(), int(request.dims["ranks"])
+    if torch.cuda.device_count() < num_ranks:
         return Verdict.refuse(
-            f"{num} ranks need {num} GPUs that every rank sees, this one sees "
+            f"{num_ranks} ranks need {num_ranks} GPUs that every rank sees, this one sees "
             f"{torch.cuda.device_count()}. Try: the same CUDA_VISIBLE_DEVICES in all of them"
         )
-    others = [other for other in range(num) if other != here]
-    cannot = [other for other in others if not torch.cuda.can_device_access_peer(here, other)]
-    if cannot:
-        return Verdict.refuse(f"GPU {here} cannot read the memory of GPUs {cannot}")
+    other_gpus = [gpu for gpu in range(num_ranks) if gpu != current]
+    unreachable = [gpu for gpu in other_gpus if not torch.cuda.can_device_access_peer(current, gpu)]
+    if unreachable:
+        return Verdict.refuse(f"GPU {current} cannot read the memory of GPUs {unreachable}")
     return Verdict.accept()
 
 
 def confirm_multimem(request: Request) -> Verdict:
-    """Refuse also where the switch between the GPUs adds up nothing."""
+    """Refuse also GPUs without multicast, through which NVSwitch adds."""
     verdict = confirm(request)
-    has = _memory().has_multicast_support
+    has_multicast = _memory().has_multicast_support
     kind: Any = torch._C._autograd.DeviceType.CUDA
-    if verdict and not has(kind, torch.cuda.current_device()):
+    if verdict and not has_multicast(kind, torch.cuda.current_device()):
         return Verdict.refuse("the GPUs have no multicast, which needs NVSwitch and its driver")
     return verdict
 
 
 class OneShot(Communicator):
-    """Every rank reads what all others have, and adds it up."""
+    """One-shot all-reduce: every rank reads and adds the whole tensors of all ranks."""
 
     in_place: ClassVar[bool] = True
 
@@ -70,21 +70,21 @@ class OneShot(Communicator):
 
     @cached_property
     def _buffer(self) -> Tensor | None:
-        """The buffer that all ranks read; None once it was given back."""
+        """The buffer that all ranks read; None after ``close``."""
         buffer = _shared_buffer(self.device)
         _memory().rendezvous(buffer, self._group)
         return buffer
 
     def open(self) -> None:
-        """Meet the other ranks."""
+        """Create the shared buffer together with the other ranks."""
         self._buffer  # noqa: B018 it is computed once
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return ``x``, which holds the sum over the ranks.
+        """Sum ``x`` over the ranks in place and return ``x``.
 
         Args:
             x: bfloat16 or float32, up to ``MOST_BYTES``.
-        Raises: RequestError: there are more bytes, so that the ranks have no room for them.
+        Raises: RequestError: ``x`` is larger than the shared buffer.
         """
         assert self._buffer is not None
         if not x.numel():
@@ -96,27 +96,29 @@ class OneShot(Communicator):
             )
         padded = -(-x.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
         shared = self._buffer[:padded].view(x.dtype)
-        own = shared[: x.numel()].view(x.shape)
-        own.copy_(x)
+        local = shared[: x.numel()].view(x.shape)
+        local.copy_(x)
+        # The sum is in the shared buffer or a new tensor, depending on the algorithm; both are
+        # copied, because the next all-reduce overwrites the buffer.
         return x.copy_(self._sum(shared)[: x.numel()].view(x.shape))
 
     def _sum(self, shared: Tensor) -> Tensor:
         return torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", self._group)  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Give back the shared buffer; doing so twice does nothing."""
+        """Free the shared buffer; further calls do nothing."""
         self._buffer = None
 
 
 class TwoShot(OneShot):
-    """Every rank adds up its share of the elements, and writes it to all others."""
+    """Two-shot all-reduce: every rank adds one shard of the elements and writes it to all ranks."""
 
     def _sum(self, shared: Tensor) -> Tensor:
         return torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", self._group)  # type: ignore[no-any-return]
 
 
 class Multimem(OneShot):
-    """The switch between the GPUs adds up and writes to all."""
+    """Multimem all-reduce: the NVSwitch adds the tensors and writes the sum to all GPUs."""
 
     def _sum(self, shared: Tensor) -> Tensor:
         return torch.ops.symm_mem.multimem_all_reduce_(shared, "sum", self._group)  # type: ignore[no-any-return]

@@ -11,15 +11,15 @@ VERSIONS = {
     "flash-mla": "1.0.0+48c6dc4",
     "flashinfer-python": "0.7.2",
 }
-FLASH = "from played_flash import of_version_{} as flash_attn_with_kvcache"
+FLASH = "from fake_flash import of_version_{} as flash_attn_with_kvcache"
 MODULES = {
     "flash-attn": {
         "flash_attn": f"{FLASH.format(2)}, flash_attn_varlen_func\n",
-        "played_attention": "",
-        "played_flash": "",
+        "fake_attention": "",
+        "fake_flash": "",
     },
     "flash-attn-3": {"flash_attn_interface": FLASH.format(3)},
-    "flash-mla": {"flash_mla": (HERE / "played_flash_mla.py").read_text("utf-8")},
-    "flashinfer-python": {"flashinfer": (HERE / "played_flashinfer.py").read_text("utf-8")},
+    "flash-mla": {"flash_mla": (HERE / "fake_flash_mla.py").read_text("utf-8")},
+    "flashinfer-python": {"flashinfer": (HERE / "fake_flashinfer.py").read_text("utf-8")},
 }
 IMPORTED = {name for modules in MODULES.values() for name in modules}

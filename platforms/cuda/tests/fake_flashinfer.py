@@ -5,7 +5,7 @@ Signatures: those that 0.6.0 and 0.7.2 of flashinfer-python share.
 
 # mypy: ignore-errors
 import torch
-from played_attention import attend_pages, same, whole
+from fake_attention import attend_pages, same, whole
 
 
 class Paged:

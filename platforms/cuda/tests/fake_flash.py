@@ -6,7 +6,7 @@ Dao-AILab/flash-attention.
 
 # mypy: ignore-errors
 import torch
-from played_attention import attend_pages, same, whole
+from fake_attention import attend_pages, same, whole
 
 
 def of_version_3(

@@ -1,6 +1,6 @@
 """Runs cases of the ops through kernels of the played package, in a process that has it.
 
-    PYTHONPATH=FOLDER python platforms/xpu/tests/played_results.py RECORD...
+    PYTHONPATH=FOLDER python platforms/xpu/tests/kernel_package_results.py RECORD...
 
 prints, as JSON, how many cases each record accepted and what was wrong with their results.
 """

@@ -6,7 +6,7 @@ Signatures: flash_mla/flash_mla_interface.py of deepseek-ai/FlashMLA; ``older_me
 
 # mypy: ignore-errors
 import torch
-from played_attention import attend_pages, same, whole
+from fake_attention import attend_pages, same, whole
 
 # Queries of each sequence, of every call.
 CALLS = []
