@@ -87,7 +87,7 @@ def test_files_of_the_driver_say_the_rest(tmp_path: Path) -> None:
     machine = Machine(tmp_path).gpus(
         Node(links={processor: pcie, 2: xgmi}), Node(90500, lds_kib=160, links={1: xgmi})
     )
-    mi300, mi350 = system.look(machine.root).topology.gpus
+    mi300, mi350 = system.read_system(machine.root).topology.gpus
     assert (mi300.units, mi300.l2_bytes, mi300.peers) == (304, 32 * 2**20, (2,))
     found = capability_of(mi300, frozenset({1, 2}))
     assert found.architecture == "gfx942"
@@ -102,7 +102,7 @@ def test_files_of_the_driver_say_the_rest(tmp_path: Path) -> None:
 
 def test_memory_of_the_system_is_not_the_gpus(tmp_path: Path) -> None:
     machine = Machine(tmp_path).gpus(Node(110501, heap=0, memory_mhz=8000, memory_bits=256))
-    (gpu,) = system.look(machine.root).topology.gpus
+    (gpu,) = system.read_system(machine.root).topology.gpus
     assert gpu.memory_bytes == 0
     assert not {name for name in capability_of(gpu).features if name.startswith("bandwidth")}
 
@@ -112,8 +112,8 @@ def platform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ROCmPlatform:
     machine = Machine(tmp_path).gpus(
         Node(links={2: 11}, unique_id=0xABC), Node(100300, simds=120, simds_per_unit=2)
     )
-    seen = system.look(machine.root)
-    monkeypatch.setattr(system, "look", lambda: seen)
+    seen = system.read_system(machine.root)
+    monkeypatch.setattr(system, "read_system", lambda: seen)
     build = TorchBuild("2.13.0+rocm7.0", "7.0")
     monkeypatch.setattr(TorchBuild, "installed", lambda: build)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -68,11 +68,11 @@ def communicator(monkeypatch: pytest.MonkeyPatch) -> sums.AiterCommunicator:
 
 
 def test_it_adds_up_and_closes(communicator: sums.AiterCommunicator) -> None:
-    assert communicator._own.made == ("group", "cuda:0", sums.MOST_BYTES)
+    assert communicator._communicator.made == ("group", "cuda:0", sums.MOST_BYTES)
     x = torch.ones(4, 16, dtype=torch.bfloat16)[:, ::2]
     assert torch.equal(communicator.all_reduce(x), x * 2)
     communicator.close()
-    assert communicator._own.closed == 1
+    assert communicator._communicator.closed == 1
 
 
 def test_what_it_does_not_take_is_an_error_with_a_way_out(
@@ -106,12 +106,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> sums.AiterQuickCommunicator:
 
 def test_the_quick_one_adds_up_and_closes(quick: sums.AiterQuickCommunicator) -> None:
     quick.open()
-    assert quick._own.made == ("group", "cuda:0")
+    assert quick._communicator.made == ("group", "cuda:0")
     x = torch.ones(4, 16, dtype=torch.bfloat16)[:, ::2]
     assert torch.equal(quick.all_reduce(x), x * 2)
     assert quick.all_reduce(x[:0]).shape == (0, 8)
     quick.close()
-    assert quick._own.closed == 1
+    assert quick._communicator.closed == 1
 
 
 @pytest.mark.parametrize("count", [3, 4096])

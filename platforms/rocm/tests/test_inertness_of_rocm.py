@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 from platforms.inertness import MODEL, InertPlugin
 
-from interposer_rocm._hardware.system import look
+from interposer_rocm._hardware.system import read_system
 
 pytestmark = [
     pytest.mark.skipif(
-        look().device_file or bool(look().on_bus), reason="needs a machine without a GPU of AMD"
+        read_system().device_file or bool(read_system().on_bus),
+        reason="needs a machine without a GPU of AMD",
     ),
     pytest.mark.process,
 ]

@@ -14,7 +14,7 @@ import pytest
 from platforms.rocm.tests.fake_machine import Machine, Node
 
 from interposer_rocm._hardware.presence import Presence
-from interposer_rocm._hardware.system import System, look
+from interposer_rocm._hardware.system import System, read_system
 from interposer_rocm._hardware.topology import Topology
 from interposer_rocm._hardware.torch_build import TorchBuild
 
@@ -29,7 +29,7 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def judged(machine: Machine, build: TorchBuild = HIP, **variables: str) -> tuple[bool, str]:
-    verdict = Presence(look(machine.root), build, variables).judge()
+    verdict = Presence(read_system(machine.root), build, variables).judge()
     return verdict.accepted, verdict.reason
 
 
@@ -52,7 +52,7 @@ def test_names_come_from_the_table_of_libdrm(machine: Machine) -> None:
         "# a comment\n1.0.0\n"
         "744C,\tCC,\tAMD Radeon RX 7900 XT\n744C,\tC8,\tAMD Radeon RX 7900 XTX\n",
     )
-    (gpu,) = look(machine.gpus(Node(110000, device_id=0x744C)).root).topology.gpus
+    (gpu,) = read_system(machine.gpus(Node(110000, device_id=0x744C)).root).topology.gpus
     assert (gpu.name, str(gpu.version)) == ("AMD Radeon RX 7900 XTX", "gfx1100")
 
 
@@ -145,12 +145,12 @@ def test_torch_without_kernels_for_the_gpu(machine: Machine) -> None:
 
 def test_another_version_can_be_claimed(machine: Machine) -> None:
     machine.gpus(Node(110002), Node(90402))
-    presence = Presence(look(machine.root), HIP, {"HSA_OVERRIDE_GFX_VERSION_1": "11.0.0"})
-    assert [str(gpu.version) for gpu in presence.shown().gpus] == ["gfx1100", "gfx942"]
+    presence = Presence(read_system(machine.root), HIP, {"HSA_OVERRIDE_GFX_VERSION_1": "11.0.0"})
+    assert [str(gpu.version) for gpu in presence.visible_gpus().gpus] == ["gfx1100", "gfx942"]
     both = replace(presence, variables={"HSA_OVERRIDE_GFX_VERSION": "11.0.0"})
-    assert [str(gpu.version) for gpu in both.shown().gpus] == ["gfx1100", "gfx1100"]
+    assert [str(gpu.version) for gpu in both.visible_gpus().gpus] == ["gfx1100", "gfx1100"]
     nonsense = replace(presence, variables={"HSA_OVERRIDE_GFX_VERSION": "11"})
-    assert [str(gpu.version) for gpu in nonsense.shown().gpus] == ["gfx1102", "gfx942"]
+    assert [str(gpu.version) for gpu in nonsense.visible_gpus().gpus] == ["gfx1102", "gfx942"]
 
 
 @pytest.mark.parametrize(
@@ -186,8 +186,8 @@ def test_variables_decide_what_is_visible(
     machine: Machine, variables: dict[str, str], nodes: list[int], note: str
 ) -> None:
     machine.gpus(node(0), node(1), node(2))
-    presence = Presence(look(machine.root), HIP, variables)
-    shown = presence.shown()
+    presence = Presence(read_system(machine.root), HIP, variables)
+    shown = presence.visible_gpus()
     assert [gpu.node for gpu in shown.gpus] == nodes
     assert note in shown.note
     verdict = presence.judge()
@@ -200,11 +200,11 @@ import json, sys
 from pathlib import Path
 from interposer.tooling import variables
 from interposer_rocm._hardware.presence import Presence
-from interposer_rocm._hardware.system import look
+from interposer_rocm._hardware.system import read_system
 from interposer_rocm._hardware.torch_build import TorchBuild
 
 build = TorchBuild("2.13.0+rocm7.0", "7.0", targets=("gfx942",))
-verdict = Presence(look(Path(sys.argv[1])), build, variables()).judge()
+verdict = Presence(read_system(Path(sys.argv[1])), build, variables()).judge()
 mapped = {line.rsplit("/", 1)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
 vendor = ("libamdhip", "libhsa", "librocm", "libdrm")
 print(json.dumps([

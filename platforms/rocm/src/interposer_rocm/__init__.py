@@ -1,4 +1,4 @@
-"""GPUs of AMD as a platform: what they can do, products of 8-bit floats, and kernels of AITER."""
+"""AMD GPUs as a platform: device capabilities, FP8 GEMM by hipBLASLt, and kernels of AITER."""
 
 from __future__ import annotations
 

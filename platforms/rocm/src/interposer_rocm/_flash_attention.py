@@ -1,9 +1,9 @@
-"""Decoder attention by flash-attn, where a build of it for these GPUs is installed.
+"""Decoder attention by flash-attn, if a build for AMD GPUs is installed.
 
-It reads pages of 128 tokens or more alone, so that the one for sequences of any length is
-given copies. Its own kernels for these GPUs are CK's, or Triton's where
-``FLASH_ATTENTION_TRITON_AMD_ENABLE`` is set, which it reads itself. Argument mapping is tested with
-a function that computes on the processor; on a GPU it was not run.
+flash-attn reads only pages of 128 tokens or more, so its variable-length function is called on
+gathered copies of the cache. The kernels for AMD GPUs are those of Composable Kernel (CK), or
+Triton's if ``FLASH_ATTENTION_TRITON_AMD_ENABLE`` is set. Argument mapping is tested with a function
+that computes on the CPU; no GPU has run this module.
 
 Source: ``flash_attn_varlen_func`` in flash_attn/flash_attn_interface.py of
 Dao-AILab/flash-attention 2.
@@ -20,7 +20,7 @@ from interposer_rocm._examined_package import ExaminedPackage
 from interposer_rocm._flash_attention_judge import flash_attention_version, judge
 
 _FUNCTION = "flash_attn:flash_attn_varlen_func"
-_WANTED = {
+_KEYWORDS = {
     _FUNCTION: {
         *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
         *("softmax_scale", "causal", "window_size"),
@@ -29,23 +29,23 @@ _WANTED = {
 
 
 class FlashAttentionError(InterposerError):
-    """flash-attn cannot be used; the text says why and what to try."""
+    """flash-attn cannot be used; the message gives the reason and what to try."""
 
 
 _PACKAGE = ExaminedPackage(
-    "flash-attn", flash_attention_version, _WANTED, FlashAttentionError, "FLASH_ATTENTION_"
+    "flash-attn", flash_attention_version, _KEYWORDS, FlashAttentionError, "FLASH_ATTENTION_"
 )
 inquire = _PACKAGE.inquire
 refresh = _PACKAGE.refresh
 
 
 class FlashAttentionBackend(GatheredBackend):
-    """Windows are the function's own; softcapped logits it may leave as they are."""
+    """Attend with flash-attn to gathered copies of the cache; windows are supported."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
-        """Examine the package, unless the device is only described.
+        """Check that flash-attn works, unless the device is only described.
 
-        Raises: FlashAttentionError, PluginError: it cannot be used.
+        Raises: FlashAttentionError, PluginError: flash-attn cannot be used.
         """
         super().__init__(spec, site)
         if not site.resolver.described:
@@ -54,13 +54,13 @@ class FlashAttentionBackend(GatheredBackend):
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept what ``judge`` accepts."""
+        """Accept plain decoders in 16 bits on GPUs with matrix units; see ``judge``."""
         return judge(spec, capability)
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: GatheredStep
     ) -> torch.Tensor:
-        """Call flash-attn; see ``GatheredBackend.attend``."""
+        """Attend with flash-attn; see ``GatheredBackend.attend``."""
         out: torch.Tensor = self._attend(
             query,
             key,

@@ -1,8 +1,8 @@
-"""Verdicts of flash-attn on a specification, without importing it or torch.
+"""Verdicts on flash-attn for an attention layer, without importing flash-attn or torch.
 
-Source: the README of Dao-AILab/flash-attention, "AMD ROCm Support": MI200 to MI355 by kernels of
-CK, the same and RDNA by those of Triton, floats of 16 bits, heads up to 256; its
-``csrc/flash_attn_ck``, which does nothing about a softcap.
+Source: the README of Dao-AILab/flash-attention, "AMD ROCm Support": MI200 to MI355 with CK kernels,
+these and RDNA with Triton kernels, 16-bit floats, head sizes up to 256; its
+``csrc/flash_attn_ck``, which ignores a softcap.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from interposer import AttentionSpec, Capability
 
 _DISTRIBUTION = "flash-attn"
-_KNOWN = "2."
+_SUPPORTED = "2."
 _LARGEST_HEAD = 256
 _WITH_MATRIX_UNITS = frozenset({"mfma", "wmma"})
 
 
 def flash_attention_version() -> str:
-    """Return the installed version; empty where there is none."""
+    """Return flash-attn's version; "" if it is not installed."""
     try:
         return version(_DISTRIBUTION)
     except PackageNotFoundError:
@@ -30,7 +30,7 @@ def flash_attention_version() -> str:
 
 
 def judge(spec: AttentionSpec, capability: Capability) -> Verdict:
-    """Accept decoders with a plain cache of 16 bits, windowed, on GPUs with matrix units."""
+    """Accept plain decoders over a 16-bit cache, without softcap, on GPUs with matrix units."""
     dtype = str(spec.dtype).removeprefix("torch.")
     if dtype not in ("bfloat16", "float16"):
         return Verdict.refuse(f"computes in floats of 16 bits, got {spec.dtype}")
@@ -48,12 +48,12 @@ def judge(spec: AttentionSpec, capability: Capability) -> Verdict:
         return verdict
     if not capability.features & _WITH_MATRIX_UNITS:
         return Verdict.refuse(f"has no kernels for {capability.architecture}")
-    found = flash_attention_version()
-    if found.startswith(_KNOWN):
+    installed_version = flash_attention_version()
+    if installed_version.startswith(_SUPPORTED):
         return Verdict.accept()
     problem = (
-        f"needs a flash-attn {_KNOWN}x, found {found}"
-        if found
+        f"needs a flash-attn {_SUPPORTED}x, found {installed_version}"
+        if installed_version
         else "needs the package flash-attn, which is not installed"
     )
     return Verdict.refuse(

@@ -1,9 +1,9 @@
-"""A program that imports a package of kernels and prints the outcome as JSON.
+"""Program that imports a kernel package and prints the outcome as JSON.
 
-    python package_inquiry.py PATHS FUNCTION...
+    python _package_inquiry.py PATHS FUNCTION...
 
-It runs in a process of its own: AITER's import initialises HIP, changes ``sys.path``, may compile
-for minutes, and ends the process where it was built for other GPUs. ``PATHS`` is ``sys.path`` as
+The program runs in a child process: importing AITER initialises HIP, changes ``sys.path``, may
+compile for minutes, and crashes if AITER was built for other GPUs. ``PATHS`` is ``sys.path`` as
 JSON, a ``FUNCTION`` is ``module:name``.
 """
 
@@ -17,43 +17,50 @@ import sys
 import traceback
 from typing import Any
 
-_ANY = (Exception, SystemExit)
+_IMPORT_FAILURES = (Exception, SystemExit)
 
 
 def answer(functions: list[str]) -> dict[str, Any]:
-    """Return ``{"parameters": {function: [names]}}``, or ``{"kind", "text", "missing", "trace"}``.
+    """Import the package and read the parameters of its functions.
 
-    A function that is not there has no entry.
+    Returns: ``{"parameters": {function: [names]}}`` without an entry for a missing function, or
+        ``{"kind", "text", "missing", "trace"}`` of the error.
     """
     try:
-        return {"parameters": {name: found for name in functions if (found := _names(name))}}
-    except _ANY as error:
         return {
-            "kind": [kind.__name__ for kind in type(error).__mro__],
+            "parameters": {
+                name: parameters for name in functions if (parameters := _parameter_names(name))
+            }
+        }
+    except _IMPORT_FAILURES as error:
+        return {
+            "kind": [error_type.__name__ for error_type in type(error).__mro__],
             "text": str(error).strip() or type(error).__name__,
             "missing": (error.name or "") if isinstance(error, ModuleNotFoundError) else "",
             "trace": traceback.format_exc(),
         }
 
 
-def _names(function: str) -> list[str]:
+def _parameter_names(function: str) -> list[str]:
     module, _, name = function.partition(":")
     importlib.import_module(module.partition(".")[0])
     try:
-        found = getattr(importlib.import_module(module), name, None)
+        function_object = getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as error:
         if error.name == module:
             return []
         raise
-    return [*inspect.signature(found).parameters] if callable(found) else []
+    if not callable(function_object):
+        return []
+    return [*inspect.signature(function_object).parameters]
 
 
 if __name__ == "__main__":
     sys.path[:] = json.loads(sys.argv[1])
-    # What is printed while it compiles is not the answer.
-    answers = os.fdopen(os.dup(1), "w")
+    # The import may print. Send such output to stderr and keep stdout for the answer.
+    stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    answers.write("\n" + json.dumps(answer(sys.argv[2:])) + "\n")
-    answers.flush()
-    # Past what the libraries want to do at the end.
+    stdout.write("\n" + json.dumps(answer(sys.argv[2:])) + "\n")
+    stdout.flush()
+    # Skip exit handlers of the libraries, which may hang or crash.
     os._exit(0)

@@ -1,4 +1,4 @@
-"""The ROCm platform."""
+"""The ROCm platform: devices, streams, graphs and memory of AMD GPUs."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ from interposer_rocm._hardware.torch_build import TorchBuild
 from interposer_rocm._hardware.visibility import VARIABLES
 
 _GIB = 2**30
-# torch for HIP has them under the same name.
+# torch for HIP has these settings under the same names as torch for CUDA.
 _REDUCTIONS = tuple(f"allow_{kind}_reduced_precision_reduction" for kind in ("fp16", "bf16"))
 
 
 class ROCmPlatform(Platform):
-    """The GPUs of AMD that HIP shows to this process; torch calls them ``cuda``.
+    """The AMD GPUs that HIP shows to this process; torch calls them ``cuda``.
 
-    They are described from files of the driver, so that nothing is initialised until torch is
-    given work.
+    Devices are described from the driver's files, so HIP is not initialised before torch runs work.
     """
 
     name = "rocm"
@@ -38,13 +37,13 @@ class ROCmPlatform(Platform):
 
     @classmethod
     def probe(cls) -> Verdict:
-        """Say whether there is a GPU to use; only files are read."""
+        """Accept if there is a usable GPU, from system files alone."""
         return cls._presence().judge()
 
     def devices(self) -> Sequence[Device]:
-        """Return the visible devices in HIP's order, which is torch's.
+        """Return the visible devices in the order of HIP and torch.
 
-        Raises: PluginError: none is left.
+        Raises: PluginError: no device is visible.
         """
         nodes = frozenset(gpu.node for gpu in self._gpus)
         return [
@@ -53,45 +52,45 @@ class ROCmPlatform(Platform):
         ]
 
     def capability(self, device: str) -> Capability:
-        """Return what ``device`` can do.
+        """Return the capability of ``device``.
 
-        Raises: UnknownNameError: it is none of ``devices()``.
+        Raises: UnknownNameError: ``devices()`` has no such device.
         """
         return self.devices()[self._ordinal(device)].capability
 
     def dtypes(self, device: str) -> Sequence[torch.dtype]:
-        """Return bfloat16 first where matrix units multiply it, else float16."""
-        known = architecture_of(self._gpus[self._ordinal(device)].version)
-        return [getattr(torch, name) for name in known.dtypes]
+        """Return the dtypes for models: bfloat16 first on GPUs with bfloat16 matrix units."""
+        architecture = architecture_of(self._gpus[self._ordinal(device)].version)
+        return [getattr(torch, name) for name in architecture.dtypes]
 
     def numerics(self, policy: NumericsPolicy) -> contextlib.AbstractContextManager[None]:
-        """Return a block that holds torch and AMD's libraries to ``policy``."""
+        """Return a context manager that applies ``policy`` to torch and AMD's libraries."""
         matmul = torch.backends.cuda.matmul
         return applied(policy, [(matmul, name) for name in _REDUCTIONS])
 
     def stream(self, device: str) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which work is queued on a stream of its own.
+        """Return a context manager that queues work on a new stream.
 
-        It neither waits for what was queued before nor is waited for; ``torch.Event`` does that.
+        The new stream is not synchronized with the others; use ``torch.Event`` for that.
         """
         return torch.Stream(device)
 
     @classmethod
     def provides(cls, member: str) -> Verdict:
-        """Answer as ``Platform.provides``, and refuse graphs of a HIP that fails silently."""
+        """Extend ``Platform.provides``: refuse graphs on HIP versions that capture wrong steps."""
         verdict = super().provides(member)
         if verdict and member == "capture_graph":
             return TorchBuild.installed().judge_graphs()
         return verdict
 
     def capture_graph(self, step: Callable[[], object]) -> Callable[[], object]:
-        """Return a replay of ``step``, captured on the current device after some calls of it.
+        """Warm up ``step``, capture a HIP graph on the current device, and return its replay.
 
-        A torch for HIP has HIP's graphs under the names of CUDA's. All graphs of this platform
-        share one pool of memory, see ``GraphRecorder``. Not run: no GPU was at hand.
+        torch for HIP names HIP graphs as CUDA graphs. All graphs of this platform share one memory
+        pool; see ``GraphRecorder``. No GPU has run this method.
 
-        Raises: ConfigError: ``step`` is compiled, or captured already; or torch was built for a
-            HIP that captures wrong steps without saying so.
+        Raises: ConfigError: ``step`` is compiled, or already captured; or torch was built for a
+            HIP version that captures wrong steps silently.
         """
         verdict = TorchBuild.installed().judge_graphs()
         if not verdict:
@@ -99,72 +98,72 @@ class ROCmPlatform(Platform):
         return self._recorder.record(step)
 
     def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor`` in page-locked host memory."""
+        """Copy ``tensor`` to page-locked host memory."""
         return tensor.pin_memory()
 
     def peak_memory_bytes(self, device: str) -> int:
-        """Return the most memory that torch has taken on ``device``."""
+        """Return the peak of torch's reserved memory on ``device``, in bytes."""
         return torch.accelerator.max_memory_reserved(device)
 
     def memory_profile(self, device: str) -> contextlib.AbstractContextManager[MemoryProfile]:
-        """Return a block that measures the memory that it takes of the device."""
+        """Return a context manager that measures the device memory its block uses."""
         return memory_profile(device)
 
     def start_method(self) -> str:
-        """Return ``"spawn"``: HIP cannot be used in a fork of a process that has used it."""
+        """Return ``"spawn"``: HIP does not work in a fork of a process that has used HIP."""
         return "spawn"
 
     def facts(self) -> Mapping[str, str]:
-        """Return what driver, build and environment say of the visible devices."""
+        """Return versions, environment variables and one description per visible device."""
         presence = self._presence()
         build = presence.build
-        found = {
+        device_facts = {
             "torch": f"{build.version}, for HIP {build.hip}",
             "driver": f"amdgpu {presence.system.driver or 'of unknown version'}",
         }
-        read = variables()
-        found |= {name: repr(read[name]) for name in VARIABLES if name in read}
+        environment = variables()
+        device_facts |= {name: repr(environment[name]) for name in VARIABLES if name in environment}
         for ordinal, gpu in enumerate(self._gpus):
-            found[f"cuda:{ordinal}"] = _sentence(gpu)
-        return found
+            device_facts[f"cuda:{ordinal}"] = _describe(gpu)
+        return device_facts
 
     def distributed_backend(self) -> str:
-        """Return ``"nccl"``, the name under which a torch for HIP has RCCL."""
+        """Return the torch.distributed backend, ``"nccl"``: torch for HIP calls RCCL so."""
         return "nccl"
 
     def compile_backend(self) -> str:
-        """Return ``"inductor"``."""
+        """Return the torch.compile backend, ``"inductor"``."""
         return "inductor"
 
     @classmethod
     def _presence(cls) -> Presence:
-        return Presence(system.look(), TorchBuild.installed(), variables())
+        return Presence(system.read_system(), TorchBuild.installed(), variables())
 
     @cached_property
     def _gpus(self) -> tuple[GPU, ...]:
-        shown = self._presence().shown()
-        if not shown.gpus:
+        visible = self._presence().visible_gpus()
+        if not visible.gpus:
             raise PluginError(
                 self.name,
                 "interposer-rocm",
-                f"the driver shows no device to this process: {shown.note or 'there is none'}",
+                f"the driver shows no device to this process: {visible.note or 'there is none'}",
                 "interposer doctor says what is missing",
             )
-        return shown.gpus
+        return visible.gpus
 
     @cached_property
     def _recorder(self) -> GraphRecorder:
         return GraphRecorder(torch.cuda, torch.cuda.CUDAGraph)
 
     def _ordinal(self, name: str) -> int:
-        known = [f"cuda:{ordinal}" for ordinal in range(len(self._gpus))]
-        wanted = "cuda:0" if name == "cuda" else name
-        if wanted not in known:
-            raise UnknownNameError("device", name, known)
-        return known.index(wanted)
+        device_names = [f"cuda:{ordinal}" for ordinal in range(len(self._gpus))]
+        full_name = "cuda:0" if name == "cuda" else name
+        if full_name not in device_names:
+            raise UnknownNameError("device", name, device_names)
+        return device_names.index(full_name)
 
 
-def _sentence(gpu: GPU) -> str:
+def _describe(gpu: GPU) -> str:
     parts = [
         f"{gpu.name}, {gpu.version} ({architecture_of(gpu.version).family}), "
         f"{gpu.units} compute units",

@@ -1,21 +1,21 @@
-"""Products of 8-bit floats that torch's operator takes on a GPU of AMD, without importing torch.
+"""Verdicts on FP8 GEMM by torch's ``scaled_mm`` on AMD GPUs, without importing torch.
 
-Source: ``ScaledBlas.cpp`` of torch 2.11 to 2.13: devices (gfx942, gfx950, gfx1200, gfx1201),
-operands of fnuz on gfx942 alone, sizes in multiples of 16, results of scales per row in bfloat16,
-and blocks of scales by no architecture but those of MX.
+Source: ``ScaledBlas.cpp`` of torch 2.11 to 2.13: devices (gfx942, gfx950, gfx1200, gfx1201), fnuz
+operands on gfx942 only, sizes in multiples of 16, bfloat16 output for scales per row, and block
+scales for MX formats only.
 """
 
 from __future__ import annotations
 
 from interposer import Request, Verdict
-from interposer_ops.triton import judge_split as judge_few_rows
+from interposer_ops.triton import judge_split as judge_split_k
 
 _MULTIPLE = 16
 _FORMAT = "float8_e4m3fn"
 
 
 def judge(request: Request) -> Verdict:
-    """Accept what the operator takes; the record names the architectures."""
+    """Accept the formats, sizes and scales of ``scaled_mm``; the record lists architectures."""
     dims = request.dims
     for name in ("x_dtype", "weight_dtype"):
         if dims[name] != _FORMAT:
@@ -23,13 +23,13 @@ def judge(request: Request) -> Verdict:
     for name in ("in_features", "out_features"):
         if int(dims[name]) % _MULTIPLE:
             return Verdict.refuse(f"{name} is {dims[name]}, must be a multiple of {_MULTIPLE}")
-    single = dims["x_scales"] == dims["weight_scales"] == "tensor"
-    if not single and request.dtype != "bfloat16":
+    has_tensor_scales = dims["x_scales"] == dims["weight_scales"] == "tensor"
+    if not has_tensor_scales and request.dtype != "bfloat16":
         return Verdict.refuse(f"scales of rows need results of bfloat16, got {request.dtype}")
     return Verdict.accept()
 
 
 def judge_split(request: Request) -> Verdict:
-    """Accept products that the operator takes, where portable kernels split sums of few rows."""
+    """Accept requests that both ``scaled_mm`` and the split-K Triton kernel take."""
     verdict = judge(request)
-    return judge_few_rows(request) if verdict else verdict
+    return judge_split_k(request) if verdict else verdict

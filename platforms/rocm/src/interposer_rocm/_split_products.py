@@ -1,6 +1,7 @@
-"""Products of 8-bit floats: of few rows by the portable kernel that splits sums, else hipBLASLt.
+"""The op ``fp8_linear``: split-K Triton kernel for few rows, hipBLASLt for more.
 
-Compiled, not executed on a GPU. Dimensions: T tokens, I input features, O output features.
+Compiled for AMD GPUs, but no GPU has run this module. Dimensions: T tokens, I input features, O
+output features.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ def fp8_linear(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Compute ``fp8_linear``."""
-    few = x.numel() <= MOST_SPLIT_ROWS * weight.shape[1]
-    multiply = fp8_linear_split if few else fp8_linear_scaled_mm
-    return multiply(x, weight, x_scale, weight_scale, bias, out_dtype)
+    """Compute the op ``fp8_linear``."""
+    # A few rows leave most compute units idle unless the sum over I is split among them.
+    is_small = x.numel() <= MOST_SPLIT_ROWS * weight.shape[1]
+    matmul = fp8_linear_split if is_small else fp8_linear_scaled_mm
+    return matmul(x, weight, x_scale, weight_scale, bias, out_dtype)
 
 
 def fp8_linear_of_halves(
@@ -34,5 +36,5 @@ def fp8_linear_of_halves(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Compute ``fp8_linear`` of a weight from ``scaled_products.prepare_halves``."""
+    """Compute the op ``fp8_linear`` with a weight from ``prepare_halves``."""
     return fp8_linear(halved(x), weight, x_scale * 2, weight_scale, bias, out_dtype)

@@ -1,4 +1,4 @@
-"""The records of the ROCm platform. Neither this module nor what it imports needs torch."""
+"""Records of the ROCm platform. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -15,39 +15,40 @@ from interposer.requires import Dim, Requires
 
 INTERPOSER_API = ">=1.0,<2"
 
-# GPUs that are described for planning, each in its file of ``devices``.
+# GPUs that can be planned for without the hardware; each has a file in the folder ``devices``.
 _DESCRIBED = ("mi250x", "mi300x", "mi355x", "rx7900xtx", "rx9070xt")
 
-# What changes with the driver: verdicts and measurements are kept per driver.
+# Files that change with the driver: cached verdicts and measurements are valid for one driver.
 _DRIVER_FILES = ("/sys/module/amdgpu/version", "/sys/module/amdgpu/srcversion", "/proc/version")
 
 _FLOATS = ("float32", "bfloat16", "float16")
 _OF_16_BITS = ("bfloat16", "float16")
-# Nobody has run these on a GPU: what is proven goes before them, unless they are wished for or were
-# measured on the host.
-_NOWHERE: frozenset[str] = frozenset()
-# Activations that are rounded to three bits after the point, not seven, in roundings to bfloat16,
-# 16 times finer. In lengths C of what the rounding of h to bfloat16 makes of a result: that of h
-# is 16 C. Rounding x moves gates and what they act on by what rounding themselves would, whose
-# terms have random signs: 16 C times 1 and, for the slope of silu, 2. They are independent, hence
-# 16 sqrt(1 + 1 + 4) C = 39.2 C. With the result's own half step Y, Y + 39.2 C is allowed by 80
-# roundings of (Y + C) / 2 each: 78 more than the op's two.
-_OF_ACTIVATIONS = 78
+# Kernels that never ran on a GPU. Proven kernels rank before them, unless the user prefers an
+# unproven kernel or it was measured on this machine.
+_UNPROVEN: frozenset[str] = frozenset()
+# Extra roundings that FP8 activations cost, counted as roundings to bfloat16. FP8 has 3 mantissa
+# bits and bfloat16 has 7, so one FP8 rounding is 16 times coarser. Let C be the error of the output
+# from rounding the intermediate h to bfloat16. The FP8 rounding of h costs 16 C. The FP8 rounding
+# of x moves up and gate as much as rounding up and gate themselves would: 16 C for up, and 2 * 16 C
+# for gate (slope of silu). The three errors are independent: 16 sqrt(1 + 1 + 4) C = 39.2 C. The
+# output's own half step is Y. Y + 39.2 C is covered by 80 roundings of (Y + C) / 2 each, which are
+# 78 more than the op's two.
+_ROUNDINGS_OF_ACTIVATIONS = 78
 
 
 @hookimpl
 def interposer_records() -> list[Record]:
-    """Return the platform, what it brings besides portable kernels, and the described GPUs."""
+    """Return the records of the platform, its kernels and backends, and the described GPUs."""
     return [
         PlatformEntry("rocm", "interposer_rocm._platform:ROCmPlatform", driver_files=_DRIVER_FILES),
-        # What these read of the cache they copy first: kernels that need not go before.
+        # Gathered backends copy the cache they read, so they score below those that read in place.
         AttentionEntry(
             "sdpa_gathered",
             "interposer_ops.attention:SdpaBackend",
             "rocm",
             Requires(dtypes=_FLOATS),
             score=-1.0,
-            proven_on=_NOWHERE,
+            proven_on=_UNPROVEN,
         ),
         AttentionEntry(
             "flex_gathered",
@@ -55,17 +56,17 @@ def interposer_records() -> list[Record]:
             "rocm",
             Requires(frozenset({"triton"}), dtypes=_FLOATS),
             score=-1.5,
-            proven_on=_NOWHERE,
+            proven_on=_UNPROVEN,
         ),
         *_communicators(),
-        *_products(),
-        *_of_libraries(),
+        *_fp8_gemms(),
+        *_library_kernels(),
         *(DeviceEntry(name, "rocm", f"interposer_rocm:devices/{name}.json") for name in _DESCRIBED),
     ]
 
 
 def _communicators() -> list[Record]:
-    """Return RCCL, which graphs may hold, and both sums of AITER."""
+    """Return the communicators: RCCL and AITER's custom and quick all-reduce."""
     sums = "interposer_rocm._aiter.sums"
     return [
         CommunicatorEntry(
@@ -74,9 +75,9 @@ def _communicators() -> list[Record]:
             platform="rocm",
             requires=Requires(dims={"platforms": Dim(at_most=1)}),
             properties=frozenset({"graph_safe"}),
-            proven_on=_NOWHERE,
+            proven_on=_UNPROVEN,
         ),
-        # Behind RCCL, as all that is AITER's is behind what torch has.
+        # Ranks after RCCL, as all AITER kernels rank after torch's.
         CommunicatorEntry(
             "aiter",
             f"{sums}:AiterCommunicator",
@@ -94,9 +95,9 @@ def _communicators() -> list[Record]:
             ),
             f"{sums}:judge",
             score=-1.0,
-            proven_on=_NOWHERE,
+            proven_on=_UNPROVEN,
         ),
-        # For large sums; its judge knows from which size on.
+        # For large tensors only; the predicate knows the smallest size.
         CommunicatorEntry(
             "aiter_quick",
             f"{sums}:AiterQuickCommunicator",
@@ -114,19 +115,22 @@ def _communicators() -> list[Record]:
             ),
             f"{sums}:judge_quick",
             score=-1.5,
-            proven_on=_NOWHERE,
+            proven_on=_UNPROVEN,
         ),
     ]
 
 
-def _products() -> list[Record]:
-    """Return what multiplies 8-bit floats: as the hardware has them, and of few rows otherwise."""
-    products = "interposer_rocm._scaled_products"
+def _fp8_gemms() -> list[Record]:
+    """Return the FP8 GEMM kernels: hipBLASLt alone and with split-K, each for OCP and fnuz."""
+    gemm_module = "interposer_rocm._scaled_products"
     fnuz = Requires(frozenset({"fp8_fnuz"}), frozenset({"gfx942"}), _FLOATS)
     ocp = Requires(frozenset({"fp8_ocp"}), dtypes=_FLOATS)
-    plain = ("interposer_ops.quantized_linear:fp8_linear", f"{products}:fp8_linear_of_halves")
-    split = "interposer_rocm._split_products"
-    of_few = (f"{split}:fp8_linear", f"{split}:fp8_linear_of_halves")
+    plain_targets = (
+        "interposer_ops.quantized_linear:fp8_linear",
+        f"{gemm_module}:fp8_linear_of_halves",
+    )
+    split_module = "interposer_rocm._split_products"
+    split_targets = (f"{split_module}:fp8_linear", f"{split_module}:fp8_linear_of_halves")
     return [
         Kernel(
             "fp8_linear",
@@ -135,20 +139,20 @@ def _products() -> list[Record]:
             "rocm",
             needs,
             f"interposer_rocm._scaled_products_judge:judge{technique}",
-            f"{products}:prepare_halves" if format_ else "",
+            f"{gemm_module}:prepare_halves" if format_ else "",
             score=score,
             properties=frozenset({"deterministic", "graph_safe", traced}),
-            proven_on=_NOWHERE,
+            proven_on=_UNPROVEN,
         )
         for technique, targets, score, traced in (
-            ("", plain, 11.0, "traceable"),
-            ("_split", of_few, 12.0, "opaque"),
+            ("", plain_targets, 11.0, "traceable"),
+            ("_split", split_targets, 12.0, "opaque"),
         )
         for format_, needs, target in (("", ocp, targets[0]), ("_fnuz", fnuz, targets[1]))
     ]
 
 
-def _of_libraries() -> list[Record]:
+def _library_kernels() -> list[Record]:
     package, library = "interposer_rocm._aiter.package", "interposer_rocm._aiter.library"
     scaled = "interposer_rocm._aiter.fp8_experts"
     return [
@@ -159,14 +163,14 @@ def _of_libraries() -> list[Record]:
             Requires(dtypes=_OF_16_BITS),
             f"{package}:judge_flash",
             properties=frozenset({"graph_safe"}),
-            proven_on=_NOWHERE,
+            proven_on=_UNPROVEN,
         ),
         AttentionEntry(
             "aiter_latent",
             "interposer_rocm._aiter.latent_backend:AiterLatentBackend",
             "rocm",
             Requires(dtypes=("bfloat16",)),
-            proven_on=_NOWHERE,
+            proven_on=_UNPROVEN,
         ),
         AttentionEntry(
             "flash_attention",
@@ -174,7 +178,7 @@ def _of_libraries() -> list[Record]:
             "rocm",
             Requires(dtypes=_OF_16_BITS),
             "interposer_rocm._flash_attention_judge:judge",
-            proven_on=_NOWHERE,
+            proven_on=_UNPROVEN,
         ),
         Kernel(
             "latent_attention_decode",
@@ -183,7 +187,7 @@ def _of_libraries() -> list[Record]:
             "rocm",
             Requires(dtypes=("bfloat16",)),
             f"{package}:judge_latent",
-            proven_on=_NOWHERE,
+            proven_on=_UNPROVEN,
             properties=frozenset({"opaque"}),
             confirm=f"{library}:confirm_latent",
         ),
@@ -192,7 +196,7 @@ def _of_libraries() -> list[Record]:
             "fused_experts_aiter",
             "interposer_rocm._aiter.experts:fused_experts",
             "rocm",
-            # Sizes of the tiles that are read at once.
+            # AITER's kernels read tiles of 128.
             Requires(
                 dtypes=_OF_16_BITS,
                 dims={
@@ -204,7 +208,7 @@ def _of_libraries() -> list[Record]:
             ),
             f"{package}:judge_experts",
             "interposer_rocm._aiter.experts:prepare",
-            proven_on=_NOWHERE,
+            proven_on=_UNPROVEN,
             properties=frozenset({"opaque"}),
             confirm=f"{library}:confirm_experts",
         ),
@@ -216,7 +220,7 @@ def _of_libraries() -> list[Record]:
                 "rocm",
                 Requires(
                     features=frozenset({feature}),
-                    # float16 is eight times finer, and as many times more roundings would be lost.
+                    # float16 is 8 times finer, so the extra roundings would be 8 times as many.
                     dtypes=("bfloat16",),
                     dims={
                         "hidden_size": Dim(multiple_of=128),
@@ -227,10 +231,10 @@ def _of_libraries() -> list[Record]:
                 ),
                 f"{package}:judge_scaled_experts",
                 f"{scaled}:{prepare}",
-                proven_on=_NOWHERE,
+                proven_on=_UNPROVEN,
                 properties=frozenset({"opaque"}),
                 confirm=f"{scaled}:confirm",
-                extra_roundings=_OF_ACTIVATIONS,
+                extra_roundings=_ROUNDINGS_OF_ACTIVATIONS,
             )
             for format_, feature, prepare in (
                 ("", "fp8_ocp", "prepare"),

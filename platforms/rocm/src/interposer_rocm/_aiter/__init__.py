@@ -1,1 +1,1 @@
-"""Kernels of AITER."""
+"""Attention, MoE experts and all-reduce through AITER, AMD's kernel library."""

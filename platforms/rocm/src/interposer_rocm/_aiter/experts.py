@@ -1,6 +1,6 @@
-"""Experts of a mixture by AITER, with weights in the order in which its matrix units read them.
+"""The op ``fused_experts`` (MoE) by AITER, with weights shuffled for the matrix units.
 
-Argument mapping is tested with functions that compute on the processor; on a GPU it was not run.
+Argument mapping is tested with functions that compute on the CPU; no GPU has run this module.
 
 Dimensions: T tokens, H hidden size, E experts, I intermediate size, K chosen experts.
 """
@@ -22,14 +22,14 @@ def prepare(
     down: torch.Tensor,
     down_bias: torch.Tensor | None,
 ) -> dict[str, torch.Tensor | None]:
-    """Return the weights in tiles of 16 by 16; once, after they were loaded.
+    """Shuffle the weights into tiles of 16 by 16, once after loading.
 
-    AITER marks what it has shuffled by an attribute of the tensor itself.
+    AITER marks a shuffled weight by an attribute of the tensor object, so the object must be kept.
     """
     return {
-        "gate_up": shuffled(gate_up),
+        "gate_up": shuffle_weight(gate_up),
         "gate_up_bias": gate_up_bias,
-        "down": shuffled(down),
+        "down": shuffle_weight(down),
         "down_bias": down_bias,
     }
 
@@ -44,17 +44,17 @@ def fused_experts(
     expert_ids: torch.Tensor,
     activation: str,
 ) -> torch.Tensor:
-    """Compute ``fused_experts`` for the gates that the record names, without biases."""
-    return mixture(x, gate_up, down, weights, expert_ids)
+    """Compute the op ``fused_experts`` gated by silu, without biases, as the record requires."""
+    return run_fused_moe(x, gate_up, down, weights, expert_ids)
 
 
-def shuffled(weight: torch.Tensor) -> torch.Tensor:
-    """Return ``weight`` in the order in which AITER reads it, marked as such."""
+def shuffle_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Shuffle ``weight`` into AITER's tile order; AITER marks the result as shuffled."""
     result: torch.Tensor = function(SHUFFLE_WEIGHT)(weight, layout=_TILE)
     return result
 
 
-def mixture(
+def run_fused_moe(
     x: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
@@ -62,28 +62,29 @@ def mixture(
     expert_ids: torch.Tensor,
     **quantized: Any,
 ) -> torch.Tensor:
-    """Return AITER's mixture of shuffled experts, gated by silu.
+    """Call AITER's fused MoE, gated by silu, on shuffled weights.
 
     Args:
-        quantized: ``quant_type`` and scales, where weights are quantized.
+        quantized: for quantized weights, ``quant_type`` and the scales.
     """
     if not x.shape[0]:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
-    # AITER knows no -1: such a slot takes another expert of its token once more, with the weight
-    # zero, so that no weight is read which nobody chose. A token of none is cleared afterwards.
-    held = expert_ids >= 0
-    ids = torch.where(held, expert_ids, expert_ids.amax(-1, keepdim=True).clamp(min=0))
+    # AITER does not take -1 for an absent expert. Such a slot repeats another expert of its token
+    # with routing weight zero, so no other expert's weights are read. A token without any expert is
+    # zeroed at the end.
+    is_valid = expert_ids >= 0
+    ids = torch.where(is_valid, expert_ids, expert_ids.amax(-1, keepdim=True).clamp(min=0))
     activations: Any = function("aiter:ActivationType")
     if not quantized:
-        kinds: Any = function("aiter:QuantType")
-        quantized = {"quant_type": kinds.No}
+        quant_types: Any = function("aiter:QuantType")
+        quantized = {"quant_type": quant_types.No}
     out: torch.Tensor = function(FUSED_MOE)(
         x.contiguous(),
         gate_up,
         down,
-        weights.masked_fill(~held, 0).contiguous(),
+        weights.masked_fill(~is_valid, 0).contiguous(),
         ids.to(torch.int32).contiguous(),
         activation=activations.Silu,
         **quantized,
     )
-    return out.masked_fill_(~held.any(-1, keepdim=True), 0)
+    return out.masked_fill_(~is_valid.any(-1, keepdim=True), 0)

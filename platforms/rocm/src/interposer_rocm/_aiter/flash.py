@@ -1,21 +1,20 @@
-"""Decoder attention by AITER's batched prefill, which reads the cache as it lies.
+"""Decoder attention by AITER's batched prefill, which reads the KV cache in place.
 
-Every cached token is a page to it, and a step names those of each sequence: keys and values are not
-moved. What follows from lengths and pages is computed on the device, in as much memory as the
-longest sequence of the step needs, so that a captured step reads other lengths when it is replayed.
-The other function that takes pages, flash attention for sequences of any length, ends the process
-on some GPUs (ROCm/aiter, issues 4455 and 4456).
+To AITER every cached token is a page of size 1, and a step lists the tokens of each sequence. The
+list is computed on the device with a size that depends on shapes alone (sequences times the longest
+length), so a captured graph can be replayed with other lengths. AITER's variable-length flash
+attention also takes pages, but crashes the process on some GPUs (ROCm/aiter, issues 4455 and 4456).
 
-Argument mapping is tested with a function that computes on the processor; on a GPU it was not run.
+Argument mapping is tested with a function that computes on the CPU; no GPU has run this module.
 
 Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, M pages of the longest
-sequence, P pages, S page size, L cached tokens that can be read.
+sequence, P pages, S page size, L listed tokens.
 Source: ``mha_batch_prefill_func`` in aiter/ops/mha.py and its checks in
 csrc/py_itfs_ck/mha_batch_prefill_kernels.cu of amd-aiter 0.1.7: keys and values ``[P S, K, D]``,
 starts and indices in int32, a causal mask that is aligned to the last query and key, a window of
-``(left, right)`` tokens besides the query's own. Its test, op_tests/test_batch_prefill.py, puts 128
-indices behind the last, which kernels fetch ahead, and leaves out causal masks without a softcap
-for gfx950 with ROCm 7.2, whose compiler it blames.
+``(left, right)`` tokens in addition to the query's own. AITER's op_tests/test_batch_prefill.py
+appends 128 indices, which kernels prefetch, and skips causal masks without a softcap on gfx950 with
+ROCm 7.2 because of a compiler fault.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ class AiterStep(NamedTuple):
     """Arguments that all layers of a step share.
 
     Attributes:
-        slots: ``[T]`` int64, that are written.
-        read: ``[L]`` int32, slots of all sequences, one after the other, and more behind them.
+        slots: ``[T]`` int64, cache slots to write.
+        read_slots: ``[L]`` int32, cache slots to read, sequence by sequence, then padding.
         query_starts, key_starts: ``[B + 1]`` int32.
     """
 
     slots: torch.Tensor
-    read: torch.Tensor
+    read_slots: torch.Tensor
     query_starts: torch.Tensor
     key_starts: torch.Tensor
     max_query_tokens: int
@@ -61,37 +60,37 @@ class AiterStep(NamedTuple):
 
 
 class AiterFlashBackend(AttentionBackend):
-    """Writes with the op's kernel, attends with the package's function."""
+    """Write the cache with interposer's kernel, then attend in place with AITER."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
-        """Examine AITER, unless the device is only described.
+        """Check that AITER works, unless the device is only described.
 
-        Raises: AiterError, PluginError: it cannot be used.
+        Raises: AiterError, PluginError: AITER cannot be used.
         """
         super().__init__(spec, site)
         self._write = CacheWriter(spec, site).store
-        self._facts = {
+        self._layer_arguments = {
             "softmax_scale": spec.scale,
             "logits_soft_cap": spec.softcap or 0.0,
             "causal": True,
             "window_size": window_ends(spec),
         }
         if not site.resolver.described:
-            _check_compiler(spec, site.resolver.device.capability.architecture)
+            _require_good_compiler(spec, site.resolver.device.capability.architecture)
             require(FLASH)
             self._attend: Any = function(FLASH)
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept what ``judge_flash`` accepts."""
+        """Accept plain decoders in 16 bits; see ``judge_flash``."""
         return judge_flash(spec, capability)
 
     def kv_layout(self) -> KVCacheLayout:
-        """Return ``[2, P, S, K, D]``, keys first: either is ``[P S, K, D]`` without a copy."""
+        """Return ``[2, P, S, K, D]``, keys first; each half can be viewed as ``[P S, K, D]``."""
         return KVCacheLayout.keys_first(self.spec)
 
     def plan(self, batch: AttentionBatch) -> AiterStep:
-        """Return where each sequence's tokens lie; the host waits for nothing."""
+        """List the cache slots of each sequence, without synchronizing."""
         starts = cumulated(batch.seq_lens)
         return AiterStep(
             batch.slots,
@@ -110,7 +109,7 @@ class AiterFlashBackend(AttentionBackend):
         cache: torch.Tensor,
         plan: AiterStep,
     ) -> torch.Tensor:
-        """Write, then attend; see ``AttentionBackend.forward``."""
+        """Write keys and values, then attend; see ``AttentionBackend.forward``."""
         keys, values = cache.unbind(0)
         self._write(key, value, keys, values, plan.slots)
         if not len(query):
@@ -121,35 +120,35 @@ class AiterFlashBackend(AttentionBackend):
             values.flatten(0, 1),
             cu_seqlens_q=plan.query_starts,
             kv_indptr=plan.key_starts,
-            kv_page_indices=plan.read,
+            kv_page_indices=plan.read_slots,
             max_seqlen_q=plan.max_query_tokens,
             max_seqlen_k=plan.max_seq_tokens,
-            **self._facts,
+            **self._layer_arguments,
         )
         return out
 
 
 def _slots(batch: AttentionBatch, starts: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Return ``[L]`` int32 slots, where L depends on shapes alone.
+    """Return the ``[L]`` int32 slots to read, where L depends on shapes alone.
 
-    What lies behind the last token of all is some slot of the last sequence.
+    Entries after the last token are padding: valid slots of the last sequence.
     """
-    count, most_pages = batch.page_table.shape
-    size = count * batch.max_seq_tokens + _FETCHED_AHEAD
-    place = torch.arange(size, dtype=torch.int32, device=starts.device)
-    row = torch.searchsorted(starts[1:], place, right=True).clamp(max=count - 1)
-    position = place - starts[row]
-    page = (position // page_size).clamp(max=most_pages - 1)
+    num_sequences, max_pages = batch.page_table.shape
+    size = num_sequences * batch.max_seq_tokens + _FETCHED_AHEAD
+    indices = torch.arange(size, dtype=torch.int32, device=starts.device)
+    row = torch.searchsorted(starts[1:], indices, right=True).clamp(max=num_sequences - 1)
+    position = indices - starts[row]
+    page = (position // page_size).clamp(max=max_pages - 1)
     slots = batch.page_table[row, page.long()] * page_size + position % page_size
     return slots.to(torch.int32)
 
 
-def _check_compiler(spec: AttentionSpec, architecture: str) -> None:
-    affected, hip = _MISCOMPILED
+def _require_good_compiler(spec: AttentionSpec, architecture: str) -> None:
+    affected, hip_prefix = _MISCOMPILED
     if architecture == affected and spec.softcap is None:
-        found = TorchBuild.installed().hip
-        if found.startswith(hip):
+        hip = TorchBuild.installed().hip
+        if hip.startswith(hip_prefix):
             raise AiterError(
-                f"ROCm {found} compiles AITER's causal attention without a softcap wrongly for "
+                f"ROCm {hip} compiles AITER's causal attention without a softcap wrongly for "
                 f"{affected}, as its own tests say. Try: another ROCm"
             )

@@ -1,14 +1,14 @@
-"""The op of latent attention by AITER's decode kernel.
+"""The op ``latent_attention_decode`` by AITER's MLA decode kernel.
 
-Every query is a sequence of its own to it, which sees the tokens up to itself, and every cached
-token a page. Argument mapping is tested with a function that computes on the processor; on a GPU it
-was not run.
+Every query is passed as a separate sequence that ends at the query's own token, and every cached
+token as a page of size 1. Argument mapping is tested with a function that computes on the CPU; no
+GPU has run this module.
 
 Dimensions: T tokens, N heads, C latent size, R rotary size, B sequences, M pages of the longest
 sequence, P pages, S page size, L cached tokens that are read.
-Source: ``mla_decode_fwd`` in aiter/mla.py of ROCm/aiter, and op_tests/test_mla.py there: the cache
-``[P S, 1, 1, C + R]``, starts, indices and lengths of last pages in int32, and the result in memory
-that is handed in.
+Source: ``mla_decode_fwd`` in aiter/mla.py of ROCm/aiter, and its op_tests/test_mla.py: the cache
+``[P S, 1, 1, C + R]``, starts, indices and lengths of last pages in int32, and a preallocated
+output.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from interposer_rocm._aiter.library import MLA_DECODE, function
 
 
 class DecodeStep(NamedTuple):
-    """The numbers of a step, all int32.
+    """Index tensors of a step, all int32, in the order of ``mla_decode_fwd``'s parameters.
 
     Attributes:
         query_starts, key_starts: ``[T + 1]``.
-        read: ``[L]`` slots of what each token sees, one after the other.
+        slots: ``[L]`` cache slots that each query reads, query by query.
         last_page_lens: ``[T]``, ones.
     """
 
     query_starts: torch.Tensor
     key_starts: torch.Tensor
-    read: torch.Tensor
+    slots: torch.Tensor
     last_page_lens: torch.Tensor
 
     @classmethod
-    def of(cls, read: torch.Tensor, seen: torch.Tensor) -> DecodeStep:
-        """Return a step whose tokens see ``seen`` ``[T]`` others, of slots ``read``."""
+    def of(cls, slots: torch.Tensor, visible_tokens: torch.Tensor) -> DecodeStep:
+        """Create a step: query t reads the next ``visible_tokens[t]`` entries of ``slots``."""
         return cls(
-            torch.arange(len(seen) + 1, dtype=torch.int32, device=seen.device),
-            cumulated(seen),
-            read.to(torch.int32),
-            torch.ones_like(seen, dtype=torch.int32),
+            torch.arange(len(visible_tokens) + 1, dtype=torch.int32, device=visible_tokens.device),
+            cumulated(visible_tokens),
+            slots.to(torch.int32),
+            torch.ones_like(visible_tokens, dtype=torch.int32),
         )
 
 
@@ -58,21 +58,25 @@ def latent_attention_decode(
     scale: float,
     cache_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute ``latent_attention_decode``."""
+    """Compute the op ``latent_attention_decode``."""
     num_tokens = len(query)
     if not num_tokens:
         return query.new_empty((*query.shape[:2], latent_size))
     rows, page_rows = slot_rows(cache)
     sequences = torch.arange(len(seq_lens), device=query.device)
     sequences = sequences.repeat_interleave(query_starts.diff(), output_size=num_tokens)
-    # The last query of a sequence sees all of its tokens, the one before it one less.
-    behind = query_starts[1:][sequences] - torch.arange(num_tokens, device=query.device) - 1
-    seen = seq_lens[sequences] - behind
-    read = read_slots(
-        page_table[sequences], torch.zeros_like(seen), seen, cache.shape[1], page_rows
+    # Causal mask: the last query of a sequence sees all its tokens, each earlier query one fewer.
+    queries_after = query_starts[1:][sequences] - torch.arange(num_tokens, device=query.device) - 1
+    visible_tokens = seq_lens[sequences] - queries_after
+    slots = read_slots(
+        page_table[sequences],
+        torch.zeros_like(visible_tokens),
+        visible_tokens,
+        cache.shape[1],
+        page_rows,
     )
     scales = {} if cache_scale is None else {"kv_scale": cache_scale}
-    decode, step = function(MLA_DECODE), DecodeStep.of(read, seen)
+    decode, step = function(MLA_DECODE), DecodeStep.of(slots, visible_tokens)
     return run_decode(decode, query, rows, step, latent_size, scale, **scales)
 
 
@@ -85,7 +89,13 @@ def run_decode(
     scale: float,
     **scales: torch.Tensor,
 ) -> torch.Tensor:
-    """Return ``[T, N, C]`` of queries ``[T, N, C + R]`` and the cache as rows ``[P S, C + R]``."""
+    """Call AITER's decode function.
+
+    Args:
+        query: ``[T, N, C + R]``.
+        rows: ``[P S, C + R]``, the cache.
+    Returns: ``[T, N, C]``.
+    """
     out = query.new_empty((*query.shape[:2], latent_size))
     pages = rows.view(-1, 1, 1, rows.shape[-1]) if rows.is_contiguous() else rows[:, None, None]
     decode(query.contiguous(), pages, out, *step, 1, sm_scale=scale, **scales)

@@ -1,11 +1,11 @@
-"""Latent attention by AITER's decode kernel, planned once per step.
+"""Latent attention by AITER's MLA decode kernel, planned once per step.
 
-It serves steps of one token per sequence; prompts go to the standard op, as to this kernel every
-query would be a sequence of its own. What each sequence reads is listed by the lengths that the
-host has, so that nothing is waited for. It is not for graphs: the function keeps a tensor of each
-number of listed tokens in a cache of 128 entries, from which one that a graph reads may be dropped.
+The kernel serves steps of one token per sequence. Prompts use the standard op, because the kernel
+would read the cache once per query. The slots to read are listed with the host's copy of the
+lengths, without synchronizing. Graphs cannot capture this backend: AITER caches an internal tensor
+per number of listed tokens in 128 entries, and may evict a tensor that a graph still reads.
 
-Argument mapping is tested with a function that computes on the processor; on a GPU it was not run.
+Argument mapping is tested with a function that computes on the CPU; no GPU has run this module.
 
 Dimensions: T tokens, N heads, C latent size, R rotary size, P pages, S page size.
 Source: ``mla_decode_fwd`` and ``get_meta_param`` in aiter/mla.py of ROCm/aiter.
@@ -26,19 +26,19 @@ from interposer_rocm._aiter.package import judge_device, judge_latent_sizes
 
 
 class AiterLatentStep(NamedTuple):
-    """The slots ``[T]`` int64 that are written, and what is read."""
+    """The cache slots ``[T]`` int64 to write, and the index tensors of the decode kernel."""
 
     slots: torch.Tensor
     step: DecodeStep
 
 
 class AiterLatentBackend(LatentBackend):
-    """Writes with the op's kernel, attends with the package's function."""
+    """Write the cache with interposer's kernel, then attend in place with AITER."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
-        """Examine AITER, unless the device is only described.
+        """Check that AITER works, unless the device is only described.
 
-        Raises: AiterError, PluginError: it cannot be used.
+        Raises: AiterError, PluginError: AITER cannot be used.
         """
         super().__init__(spec, site)
         if not site.resolver.described:
@@ -47,32 +47,32 @@ class AiterLatentBackend(LatentBackend):
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept the sizes of DeepSeek's models in bfloat16."""
+        """Accept DeepSeek's latent sizes in bfloat16."""
         verdict = super().accepts(spec, capability)
         if verdict and spec.dtype != torch.bfloat16:
             return Verdict.refuse(f"computes in torch.bfloat16, got {spec.dtype}")
         rotary = spec.head_size - spec.latent_size
         verdict = verdict and judge_latent_sizes(spec.latent_size, rotary, spec.num_heads)
-        # What cannot be had by installing it, is said first.
+        # Limits of the package come first: installing it would not lift them.
         return verdict and judge_device(capability.architecture)
 
     def plan(self, batch: AttentionBatch) -> Any:
-        """Return where each sequence's tokens lie, or the step as it is, for the standard op."""
+        """List the cache slots of each sequence, or return a plan for the standard op."""
         num_tokens, lengths = len(batch.slots), batch.seq_lens
         if not num_tokens or batch.max_query_tokens > 1 or num_tokens != len(lengths):
             return super().plan(batch)
-        total = int(batch.on_host().seq_lens.sum())
-        read = read_slots(
+        num_read = int(batch.on_host().seq_lens.sum())
+        read_list = read_slots(
             batch.page_table,
             torch.zeros_like(lengths),
             lengths,
             self.spec.page_size,
-            num_tokens=total,
+            num_tokens=num_read,
         )
-        return AiterLatentStep(batch.slots, DecodeStep.of(read, lengths))
+        return AiterLatentStep(batch.slots, DecodeStep.of(read_list, lengths))
 
     def attend(self, query: torch.Tensor, cache: torch.Tensor, plan: Any) -> torch.Tensor:
-        """Call the package, or the op; see ``LatentBackend.attend``."""
+        """Attend with AITER or the standard op; see ``LatentBackend.attend``."""
         if isinstance(plan, AttentionBatch):
             return super().attend(query, cache, plan)
         spec, rows = self.spec, cache.flatten(0, 1)

@@ -1,4 +1,4 @@
-"""AITER's functions, and whether they can be called here."""
+"""AITER's functions, and checks that the installed version can be called."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ MLA_DECODE = "aiter.mla:mla_decode_fwd"
 FUSED_MOE = "aiter.fused_moe:fused_moe"
 SHUFFLE_WEIGHT = "aiter.ops.shuffle:shuffle_weight"
 
-# Parameters that calls of this plugin name.
-_WANTED = {
+# Keyword arguments that this plugin passes, checked against the installed functions.
+_KEYWORDS = {
     FLASH: {
         *("q", "k", "v", "cu_seqlens_q", "kv_indptr", "kv_page_indices"),
         *("max_seqlen_q", "max_seqlen_k", "softmax_scale", "logits_soft_cap"),
@@ -29,14 +29,14 @@ _WANTED = {
     },
     SHUFFLE_WEIGHT: {"x", "layout"},
 }
-_SCALES = {"w1_scale", "w2_scale"}
+_SCALE_KEYWORDS = {"w1_scale", "w2_scale"}
 
 
 class AiterError(InterposerError):
-    """AITER cannot be used; the text says why and what to try."""
+    """AITER cannot be used; the message gives the reason and what to try."""
 
 
-_AITER = ExaminedPackage("AITER", aiter_version, _WANTED, AiterError, "AITER_")
+_AITER = ExaminedPackage("AITER", aiter_version, _KEYWORDS, AiterError, "AITER_")
 inquire = _AITER.inquire
 refresh = _AITER.refresh
 require = _AITER.require
@@ -44,14 +44,14 @@ function = _AITER.function
 
 
 def confirm_experts(_request: Request) -> Verdict:
-    """Say whether AITER's experts can be called here, and weights shuffled for them."""
+    """Check that AITER's fused MoE and its weight shuffle can be called."""
     return inquire().judge(FUSED_MOE, SHUFFLE_WEIGHT)
 
 
 def confirm_scaled_experts(request: Request) -> Verdict:
-    """Say whether AITER's experts can be called here with scales of their weights."""
+    """Check that AITER's fused MoE can be called with weight scales."""
     verdict = confirm_experts(request)
-    missing = sorted(_SCALES - {*inquire().parameters.get(FUSED_MOE, ())})
+    missing = sorted(_SCALE_KEYWORDS - {*inquire().parameters.get(FUSED_MOE, ())})
     if verdict and missing:
         return Verdict.refuse(
             f"aiter.fused_moe.fused_moe of AITER {aiter_version()} takes no {', '.join(missing)}. "
@@ -61,11 +61,11 @@ def confirm_scaled_experts(request: Request) -> Verdict:
 
 
 def confirm_latent(request: Request) -> Verdict:
-    """Say whether AITER's latent attention can be called here, over the request's cache."""
-    found = inquire()
-    verdict = found.judge(MLA_DECODE)
-    quantized = is_quantized(request.dims, request.dtype)
-    if verdict and quantized and "kv_scale" not in found.parameters[MLA_DECODE]:
+    """Check that AITER's MLA decode can be called with the request's cache dtype."""
+    inquiry = inquire()
+    verdict = inquiry.judge(MLA_DECODE)
+    is_cache_quantized = is_quantized(request.dims, request.dtype)
+    if verdict and is_cache_quantized and "kv_scale" not in inquiry.parameters[MLA_DECODE]:
         return Verdict.refuse(
             f"aiter.mla.mla_decode_fwd of AITER {aiter_version()} takes no kv_scale, which a "
             f"cache of {request.dims['cache_dtype']} needs. Try a newer one"

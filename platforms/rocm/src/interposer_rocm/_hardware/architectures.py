@@ -1,13 +1,13 @@
-"""Matrix units, number formats, lanes and local memory of a GPU's architecture.
+"""Matrix units, number formats, wavefront size and local memory of AMD architectures.
 
-Architectures go by the names of LLVM: ``gfx942`` is major version 9, minor 4, stepping 2; the
-last two are hexadecimal digits.
+Architectures are named as in LLVM: ``gfx942`` is major version 9, minor version 4, stepping 2;
+minor version and stepping are hexadecimal digits.
 
 Source: AMD's instruction set guides for CDNA 1 to 4 and RDNA 1 to 4 (operands of V_MFMA, V_WMMA
-and V_DOT, LDS, wavefronts); LLVM's user guide for the AMDGPU backend (which products are which
-architecture). Transfers per clock of memory: HBM2 and HBM2E 2, HBM3 and HBM3E 4 and GDDR6 16 of
-the clock that amdgpu reports, so that 1300 MHz over 8192 bits are the 5.3 TB/s of an MI300X, and
-1249 MHz over 384 bits the 960 GB/s of an RX 7900 XTX.
+and V_DOT, LDS, wavefronts); LLVM's user guide for the AMDGPU backend (GPUs of each architecture).
+Memory transfers per clock that amdgpu reports: 2 for HBM2 and HBM2E, 4 for HBM3 and HBM3E, 16 for
+GDDR6. Thus 1300 MHz and 8192 bits give the 5.3 TB/s of an MI300X, and 1249 MHz and 384 bits the
+960 GB/s of an RX 7900 XTX.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KIB = 1024
 class GfxVersion:
     """Major version, minor version and stepping of a graphics core.
 
-    Raises: ValueError: minor version or stepping are no hexadecimal digit.
+    Raises: ValueError: the minor version or the stepping is not a hexadecimal digit.
     """
 
     major: int
@@ -37,14 +37,14 @@ class GfxVersion:
 
     @classmethod
     def of_number(cls, number: int) -> GfxVersion:
-        """Return what ``gfx_target_version`` says: 90010 is gfx90a."""
+        """Parse the driver's ``gfx_target_version``: 90010 is gfx90a."""
         return cls(number // 10_000, number // 100 % 100, number % 100)
 
     @classmethod
     def of_name(cls, name: str) -> GfxVersion:
-        """Return the version of a name, without a suffix behind a colon such as ``:xnack-``.
+        """Parse a name such as ``gfx942`` or ``gfx90a:xnack-``; the suffix is ignored.
 
-        Raises: ValueError: it is no such name.
+        Raises: ValueError: ``name`` is not the name of an architecture.
         """
         match = _NAME.fullmatch(name.partition(":")[0])
         if match is None:
@@ -57,18 +57,18 @@ class GfxVersion:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Properties of all devices of some versions.
+    """Properties of all GPUs of one or more graphics core versions.
 
     Attributes:
         family: such as ``"CDNA 3"``.
-        features: the family and those before it that it extends, its matrix instructions
-            (``mfma``, ``wmma``), the lanes of a wave that kernels are compiled for (``wave64``,
-            ``wave32``), and ``triton`` where portable kernels are compiled ahead for it in tests.
-        formats: of numbers with products in hardware. Those with ``fnuz`` in their names have
-            neither infinities nor a negative zero, and other values than those of OCP.
-        dtypes: by torch name, that models may be run in, the preferred one first.
-        lds_bytes: the local memory that one workgroup may have.
-        transfers: of memory per clock; 0 where its kind is not known.
+        features: the family and the older ones it extends, matrix instructions (``mfma``,
+            ``wmma``), wavefront size (``wave64``, ``wave32``), and ``triton`` if tests compile the
+            Triton kernels ahead of time for this architecture.
+        formats: number formats with matmul in hardware. The fnuz formats have neither infinities
+            nor a negative zero, and half the value of the same OCP bits.
+        dtypes: torch names of the dtypes that models may run in, the preferred one first.
+        lds_bytes: largest local memory (LDS) of one workgroup.
+        transfers: memory transfers per clock; 0 if the memory type is unknown.
     """
 
     family: str
@@ -85,15 +85,15 @@ _PLAIN = frozenset({"float32", "float16"})
 _DOTS = _PLAIN | {"int8", "int4"}
 _CDNA1 = _PLAIN | {"bfloat16", "int8"}
 _CDNA3 = _CDNA1 | {"tf32", "float8_e4m3fnuz", "float8_e5m2fnuz"}
-# It has no products of tf32, and 8-bit floats of OCP in place of fnuz.
+# CDNA 4 dropped tf32 matmul, and has OCP 8-bit floats instead of fnuz.
 _CDNA4 = _CDNA1 | {"float8_e4m3fn", "float8_e5m2", "mxfp8", "mxfp6", "mxfp4"}
 _RDNA3 = _CDNA1 | {"int4"}
 _RDNA4 = _RDNA3 | {"float8_e4m3fn", "float8_e5m2"}
 
 
-def _features(kind: str, generation: int, *others: str) -> frozenset[str]:
-    own = {f"{kind}{number}" for number in range(1, generation + 1)}
-    return frozenset(own | {*others})
+def _features(kind: str, generation: int, *other_features: str) -> frozenset[str]:
+    generations = {f"{kind}{number}" for number in range(1, generation + 1)}
+    return frozenset(generations | {*other_features})
 
 
 _M64 = ("mfma", "wave64")
@@ -108,7 +108,7 @@ _MI350 = Architecture("CDNA 4", _features("cdna", 4, *_M64, "triton"), _CDNA4, _
 _NAVI1 = Architecture("RDNA 1", _features("rdna", 1, "wave32"), _PLAIN, _OLD, transfers=16)
 _NAVI2 = Architecture("RDNA 2", _features("rdna", 2, "wave32"), _DOTS, _OLD, transfers=16)
 _NAVI3 = Architecture("RDNA 3", _features("rdna", 3, *_W32), _RDNA3, _WIDE, transfers=16)
-# Parts of processors, whose memory is that of the system.
+# Integrated GPUs: the bandwidth of system memory is unknown here.
 _PHOENIX = Architecture("RDNA 3", _features("rdna", 3, *_W32), _RDNA3, _WIDE)
 _STRIX = Architecture("RDNA 3.5", _features("rdna", 3, *_W32), _RDNA3, _WIDE)
 _NAVI4 = Architecture("RDNA 4", _features("rdna", 4, *_W32), _RDNA4, _WIDE, transfers=16)
@@ -128,17 +128,17 @@ _TABLE = {
     **dict.fromkeys(("gfx1200", "gfx1201"), _NAVI4),
 }
 KNOWN = frozenset(_TABLE)
-"""The architectures that something is known of."""
+"""Names of the architectures in the table."""
 
 
 def architecture_of(version: GfxVersion) -> Architecture:
-    """Return what is known of a version; of an unknown one, no more than any GPU has.
+    """Return the properties of a version; an unknown version gets only what every GPU has.
 
-    Minor versions are no order here: 9.5 has other formats than 9.4, and 12.5 other matrix
-    instructions than 12.0. So nothing is concluded from a neighbour.
+    Nothing is inferred from neighbouring versions, because they differ: 9.5 has other formats than
+    9.4, and 12.5 has other matrix instructions than 12.0.
     """
-    known = _TABLE.get(str(version))
-    if known is not None:
-        return known
-    wave = "wave64" if version.major < 10 else "wave32"
-    return Architecture("unknown", frozenset({wave}), _PLAIN, _OLD)
+    architecture = _TABLE.get(str(version))
+    if architecture is not None:
+        return architecture
+    wave_feature = "wave64" if version.major < 10 else "wave32"
+    return Architecture("unknown", frozenset({wave_feature}), _PLAIN, _OLD)

@@ -1,7 +1,7 @@
-"""Presence of a GPU of this vendor that torch can use, or the reason of its absence.
+"""Check for an AMD GPU that torch can use, and explain why there is none.
 
-Files of the system answer all of it. No library of the vendor is loaded and torch.cuda is not
-initialised, in this process or another.
+System files answer all questions: no library of AMD is loaded, torch.cuda is not initialised, and
+no child process is started.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from interposer_rocm._hardware.visibility import Visible, overridden, visible
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """The facts that decide: files of the system, the build of torch, the environment."""
+    """Inputs of the check: system files, the torch build and environment variables."""
 
     system: System
     build: TorchBuild
     variables: Mapping[str, str]
 
     def judge(self) -> Verdict:
-        """Say whether there is a GPU to use."""
+        """Accept if there is a usable GPU; otherwise name the missing part."""
         if sys.platform != "linux":
             return Verdict.refuse(f"finds GPUs on Linux, this is {sys.platform}")
         verdict = self.system.judge()
         if not verdict:
             return verdict
         gpus = self.system.topology.gpus
-        every = ", ".join(sorted({f"{gpu.name} ({gpu.version})" for gpu in gpus}))
-        verdict = self.build.judge(every)
+        all_names = ", ".join(sorted({f"{gpu.name} ({gpu.version})" for gpu in gpus}))
+        verdict = self.build.judge(all_names)
         if not verdict:
             return verdict
-        shown = self.shown()
-        if not shown.gpus:
+        visible_gpus = self.visible_gpus()
+        if not visible_gpus.gpus:
             count = f"{len(gpus)} GPUs" if len(gpus) > 1 else "1 GPU"
-            return Verdict.refuse(f"none of {count} is visible: {shown.note}")
-        refused = [self.build.judge_architecture(str(gpu.version)) for gpu in shown.gpus]
-        if not any(refused):
-            return refused[0]
-        names = ", ".join(sorted({f"{gpu.name} ({gpu.version})" for gpu in shown.gpus}))
-        what = f"{len(shown.gpus)} visible of {len(gpus)}: {names}"
-        parts = [what, f"amdgpu {self.system.driver}", shown.note]
+            return Verdict.refuse(f"none of {count} is visible: {visible_gpus.note}")
+        verdicts = [self.build.judge_architecture(str(gpu.version)) for gpu in visible_gpus.gpus]
+        if not any(verdicts):
+            return verdicts[0]
+        names = ", ".join(sorted({f"{gpu.name} ({gpu.version})" for gpu in visible_gpus.gpus}))
+        counts = f"{len(visible_gpus.gpus)} visible of {len(gpus)}: {names}"
+        parts = [counts, f"amdgpu {self.system.driver}", visible_gpus.note]
         return Verdict.accept("; ".join(filter(None, parts)))
 
-    def shown(self) -> Visible:
-        """Return the GPUs that HIP shows to this process, as it presents them."""
-        found = visible(self.system.topology.gpus, self.variables)
+    def visible_gpus(self) -> Visible:
+        """Return the GPUs that HIP shows to this process, with overridden architectures."""
+        visible_gpus = visible(self.system.topology.gpus, self.variables)
         return Visible(
-            tuple(overridden(gpu, self.variables) for gpu in found.gpus),
-            found.note,
+            tuple(overridden(gpu, self.variables) for gpu in visible_gpus.gpus),
+            visible_gpus.note,
         )

@@ -1,4 +1,4 @@
-"""GPUs of this vendor as the operating system shows them, before anything is loaded.
+"""AMD GPUs as system files show them, before any library is loaded.
 
 Source: AMD's ROCm installation guide, chapters "prerequisites" (groups render and video) and
 "containers" (``--device=/dev/kfd --device=/dev/dri``).
@@ -22,14 +22,14 @@ _CLASSES = ("0x03", "0x12")
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """GPUs and their driver, as files show them.
+    """GPUs and their driver, as system files show them.
 
     Attributes:
         topology: the GPUs that the driver shows to this process.
-        device_file: ``/dev/kfd`` is there.
-        allowed: this process may open it.
+        device_file: ``/dev/kfd`` exists.
+        allowed: this process may open ``/dev/kfd``.
         render_files: numbers of the files ``/dev/dri/renderD*``.
-        driver: version of amdgpu; the kernel's where it has none of its own; empty without it.
+        driver: version of amdgpu, or of the kernel that contains it; empty if not loaded.
         on_bus: addresses of GPUs on the PCI bus.
         wsl: Linux runs inside Windows.
     """
@@ -43,7 +43,7 @@ class System:
     wsl: bool = False
 
     def judge(self) -> Verdict:
-        """Accept where the driver shows a GPU to this process; else name the missing part."""
+        """Accept if the driver shows a GPU to this process; otherwise name the missing part."""
         if self.device_file:
             return self._judge_files()
         if self.wsl:
@@ -70,10 +70,10 @@ class System:
                 "usermod -a -G render,video USER; then log in again"
             )
         if not self.topology.gpus:
-            hidden = self.topology.unreadable
-            more = f"; {hidden} nodes cannot be read, as of GPUs that a container was not given"
+            unreadable = self.topology.unreadable
+            note = f"; {unreadable} nodes cannot be read, as of GPUs that a container was not given"
             return Verdict.refuse(
-                f"/dev/kfd is there, but the driver shows no GPU{more if hidden else ''}"
+                f"/dev/kfd is there, but the driver shows no GPU{note if unreadable else ''}"
             )
         missing = [g for g in self.topology.gpus if g.render_node not in self.render_files]
         if len(missing) == len(self.topology.gpus):
@@ -85,47 +85,50 @@ class System:
         return Verdict.accept()
 
 
-def look(root: Path = ROOT) -> System:
-    """Return the system by the files of ``dev`` and ``sys`` below ``root``."""
+def read_system(root: Path = ROOT) -> System:
+    """Read the system's GPU files below ``root``."""
     if sys.platform != "linux":
         return System(Topology(()))
     kfd = root / "dev/kfd"
-    release = _text(root / "proc/sys/kernel/osrelease").strip()
-    renders = (path.name.removeprefix("renderD") for path in _entries(root / "dev/dri"))
+    release = _read_text(root / "proc/sys/kernel/osrelease").strip()
+    render_numbers = (path.name.removeprefix("renderD") for path in _list_folder(root / "dev/dri"))
     return System(
         read_topology(root),
         kfd.exists(),
         os.access(kfd, os.R_OK | os.W_OK),
-        frozenset(int(number) for number in renders if number.isdecimal()),
-        _driver(root, release),
-        tuple(sorted(_on_bus(root))),
+        frozenset(int(number) for number in render_numbers if number.isdecimal()),
+        _driver_version(root, release),
+        tuple(sorted(_gpus_on_bus(root))),
         "microsoft" in release.lower(),
     )
 
 
-def _driver(root: Path, release: str) -> str:
+def _driver_version(root: Path, release: str) -> str:
     module = root / "sys/module/amdgpu"
     if not module.exists():
         return ""
-    return _text(module / "version").strip() or (f"of Linux {release}" if release else "loaded")
+    return _read_text(module / "version").strip() or (
+        f"of Linux {release}" if release else "loaded"
+    )
 
 
-def _on_bus(root: Path) -> list[str]:
+def _gpus_on_bus(root: Path) -> list[str]:
     return [
         path.name
-        for path in _entries(root / "sys/bus/pci/devices")
-        if _text(path / "vendor").strip() == _VENDOR and _text(path / "class").startswith(_CLASSES)
+        for path in _list_folder(root / "sys/bus/pci/devices")
+        if _read_text(path / "vendor").strip() == _VENDOR
+        and _read_text(path / "class").startswith(_CLASSES)
     ]
 
 
-def _entries(folder: Path) -> list[Path]:
+def _list_folder(folder: Path) -> list[Path]:
     try:
         return list(folder.iterdir())
     except OSError:
         return []
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,8 +1,8 @@
-"""The GPUs of this machine, read from files of the kernel driver without any library.
+"""GPUs of this machine, read from the kernel driver's topology files without any library.
 
-amdgpu's part for computing (KFD) shows a graph of nodes, which are processors and GPUs, in the
-order in which the vendor's runtime numbers them. A process that may not use a GPU, as in a
-container, cannot read its properties.
+The compute part of amdgpu (KFD) lists nodes, which are CPUs and GPUs, in the order in which ROCr
+numbers them. The properties of a GPU that this process may not use, for example in a container,
+cannot be read.
 
 Source: the kernel's drivers/gpu/drm/amd/amdkfd/kfd_topology.c (names of the properties; heap
 types 1 and 2 are memory of the GPU; links of type 11 are xGMI); libdrm's data/amdgpu.ids.
@@ -24,21 +24,21 @@ _XGMI = 11
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """One GPU, or the part of one that counts as a device of its own.
+    """One GPU, or one partition of a GPU that counts as a device.
 
     Attributes:
-        node: its number in the graph.
-        version: of the graphics core, as the driver says it.
-        unique_id: 16 hexadecimal digits; empty where it has none.
-        units: compute units.
-        memory_mhz, memory_bits: of its memory, 0 where they are not told.
-        l2_bytes: of all its second-level caches.
-        lds_bytes: the local memory of one workgroup.
-        wave_lanes: lanes of a wave of the hardware.
-        engine_mhz: the highest clock.
-        render_node: of the device file, such as 128 of ``/dev/dri/renderD128``.
-        peers: nodes of the GPUs whose memory it reaches.
-        xgmi: links to some of them are xGMI.
+        node: node number in the topology.
+        version: graphics core version that the driver reports.
+        unique_id: 16 hexadecimal digits; empty if the GPU has none.
+        units: number of compute units.
+        memory_mhz, memory_bits: memory clock and bus width; 0 if not reported.
+        l2_bytes: total size of the second-level caches.
+        lds_bytes: local memory (LDS) of one workgroup.
+        wave_lanes: wavefront size of the hardware.
+        engine_mhz: highest engine clock.
+        render_node: number of the device file, such as 128 for ``/dev/dri/renderD128``.
+        peers: nodes of the GPUs whose memory this GPU can access.
+        xgmi: at least one link to a peer is xGMI.
     """
 
     node: int
@@ -60,10 +60,10 @@ class GPU:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """All GPUs that could be read, in the order of their nodes.
+    """All readable GPUs, sorted by node.
 
     Attributes:
-        unreadable: how many nodes this process may not read.
+        unreadable: number of nodes that this process may not read.
     """
 
     gpus: tuple[GPU, ...]
@@ -71,32 +71,35 @@ class Topology:
 
 
 def read_topology(root: Path) -> Topology:
-    """Return the GPUs below ``root``, in which ``sys`` lies."""
-    found: list[GPU] = []
+    """Read the GPUs from ``sys`` below ``root``."""
+    gpus: list[GPU] = []
     unreadable = 0
-    nodes = {int(path.name): path for path in _folders(root / _NODES) if path.name.isdecimal()}
+    nodes = {int(path.name): path for path in _subfolders(root / _NODES) if path.name.isdecimal()}
     gpu_nodes: dict[int, Mapping[str, int]] = {}
     for number, folder in sorted(nodes.items()):
-        properties = _properties(folder / "properties")
+        properties = _read_properties(folder / "properties")
         if properties is None:
             unreadable += 1
         elif properties.get("simd_count") and properties.get("gfx_target_version"):
             gpu_nodes[number] = properties
     for number, properties in gpu_nodes.items():
-        with suppress(ValueError):  # a version that means nothing
-            found.append(_gpu(root, number, properties, gpu_nodes))
-    return Topology(tuple(found), unreadable)
+        with suppress(ValueError):  # not a valid graphics core version
+            gpus.append(_gpu(root, number, properties, gpu_nodes))
+    return Topology(tuple(gpus), unreadable)
 
 
-def _gpu(root: Path, number: int, properties: Mapping[str, int], others: Iterable[int]) -> GPU:
+def _gpu(root: Path, number: int, properties: Mapping[str, int], gpu_nodes: Iterable[int]) -> GPU:
     folder = root / _NODES / str(number)
     version = GfxVersion.of_number(properties["gfx_target_version"])
-    banks = [bank for bank in _parts(folder / "mem_banks") if bank.get("heap_type") in _GPU_HEAPS]
-    caches = _parts(folder / "caches")
+    banks = [
+        bank for bank in _read_parts(folder / "mem_banks") if bank.get("heap_type") in _GPU_HEAPS
+    ]
+    caches = _read_parts(folder / "caches")
+    # Links to CPU nodes and to the GPU's own node say nothing about peer access.
     links = [
         link
-        for link in [*_parts(folder / "io_links"), *_parts(folder / "p2p_links")]
-        if link.get("node_to", number) in {*others} - {number}
+        for link in [*_read_parts(folder / "io_links"), *_read_parts(folder / "p2p_links")]
+        if link.get("node_to", number) in {*gpu_nodes} - {number}
     ]
     unique, render = properties.get("unique_id", 0), properties.get("drm_render_minor", 0)
     lds = properties.get("lds_size_in_kb", 0) * 1024
@@ -120,46 +123,48 @@ def _gpu(root: Path, number: int, properties: Mapping[str, int], others: Iterabl
 
 
 def _name(root: Path, render: int, device_id: int) -> str:
-    """Return what the product is called, from the driver or from libdrm's table; else nothing."""
+    """Return the product name from the driver or libdrm's table; "" if both lack the GPU."""
     device = root / f"sys/class/drm/renderD{render}/device"
-    told = _text(device / "product_name").strip()
-    if told:
-        return told
-    revision = _text(device / "revision").strip().removeprefix("0x").upper()
-    for line in _text(root / "usr/share/libdrm/amdgpu.ids").splitlines():
+    product_name = _read_text(device / "product_name").strip()
+    if product_name:
+        return product_name
+    revision = _read_text(device / "revision").strip().removeprefix("0x").upper()
+    for line in _read_text(root / "usr/share/libdrm/amdgpu.ids").splitlines():
         cells = [cell.strip() for cell in line.split(",", 2)]
         if len(cells) == 3 and cells[:2] == [f"{device_id:04X}", revision]:
             return cells[2]
     return ""
 
 
-def _parts(folder: Path) -> list[Mapping[str, int]]:
-    read = [_properties(path / "properties") for path in sorted(_folders(folder))]
-    return [properties for properties in read if properties]
+def _read_parts(folder: Path) -> list[Mapping[str, int]]:
+    properties_of_parts = [
+        _read_properties(path / "properties") for path in sorted(_subfolders(folder))
+    ]
+    return [properties for properties in properties_of_parts if properties]
 
 
-def _properties(path: Path) -> Mapping[str, int] | None:
-    """Return lines of a name and a whole number each; None where the file cannot be read."""
+def _read_properties(path: Path) -> Mapping[str, int] | None:
+    """Parse a file of lines "name integer"; None if the file cannot be read."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    found = {}
+    values = {}
     for line in text.splitlines():
         name, _, value = line.partition(" ")
         with suppress(ValueError):
-            found[name] = int(value, 0)
-    return found
+            values[name] = int(value, 0)
+    return values
 
 
-def _folders(folder: Path) -> list[Path]:
+def _subfolders(folder: Path) -> list[Path]:
     try:
         return [path for path in folder.iterdir() if path.is_dir()]
     except OSError:
         return []
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,7 +1,6 @@
-"""The vendor that the installed torch was built for, read without initialising a GPU.
+"""Build configuration of the installed torch, read without initialising a GPU.
 
-A torch for HIP says ``cuda`` for GPUs of AMD, and the other way round a torch for CUDA knows
-nothing of them.
+torch calls AMD GPUs ``cuda`` if built for HIP; a torch built for CUDA does not support AMD GPUs.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _INSTALL = (
     "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/rocm7.0"
 )
 
-_GRAPHS = (7, 0)
+_OLDEST_HIP_FOR_GRAPHS = (7, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +23,9 @@ class TorchBuild:
     """One build of torch.
 
     Attributes:
-        hip: version of HIP that it was built with; empty without.
-        cuda: the same of CUDA.
-        targets: the architectures that its kernels were compiled for; empty where not known.
+        hip: HIP version of the build; empty without HIP.
+        cuda: CUDA version of the build; empty without CUDA.
+        targets: architectures that the kernels were compiled for; empty if unknown.
     """
 
     version: str
@@ -36,39 +35,42 @@ class TorchBuild:
 
     @classmethod
     def installed(cls) -> TorchBuild:
-        """Return the build of the torch that is imported, or would be."""
-        import torch  # whoever describes a build himself does without
+        """Return the build of the torch that this process imports."""
+        import torch  # imported here, because tests that pass a build need no torch
 
         hip, cuda = torch.version.hip or "", torch.version.cuda or ""
-        # What torch.cuda.get_arch_list() returns, which asks for devices before.
+        # torch.cuda.get_arch_list() returns these flags too, but queries the devices first.
         flags = torch._C._cuda_getArchFlags() if hip else ""
         targets = {flag.partition(":")[0] for flag in (flags or "").split()}
         return cls(torch.__version__, hip, cuda, frozenset(targets))
 
-    def judge(self, seen: str) -> Verdict:
-        """Refuse a build without support for the GPUs that were ``seen``."""
+    def judge(self, gpus_text: str) -> Verdict:
+        """Refuse a build without HIP; ``gpus_text`` describes the GPUs of the machine."""
         if self.hip:
             return Verdict.accept()
-        built = f"for CUDA {self.cuda}, that is GPUs of NVIDIA" if self.cuda else "without HIP"
+        build_text = f"for CUDA {self.cuda}, that is GPUs of NVIDIA" if self.cuda else "without HIP"
         return Verdict.refuse(
-            f"there is {seen}, but torch {self.version} is built {built}. Try: {_INSTALL}"
+            f"there is {gpus_text}, but torch {self.version} is built {build_text}. Try: {_INSTALL}"
         )
 
     def judge_graphs(self) -> Verdict:
-        """Refuse a HIP whose captured graphs fail silently when they are replayed.
+        """Refuse a HIP version whose captured graphs can replay wrong results silently.
 
-        A build without HIP only plans for others, and is accepted.
+        A build without HIP is accepted, as planning for described devices needs no HIP.
 
         Source: pytorch/pytorch, issue 155684; HIP 7.0 made it an error.
         """
-        found = re.match(r"(\d+)\.(\d+)", self.hip)
-        if found is None or tuple(map(int, found.groups())) >= _GRAPHS:
+        version_match = re.match(r"(\d+)\.(\d+)", self.hip)
+        if (
+            version_match is None
+            or tuple(map(int, version_match.groups())) >= _OLDEST_HIP_FOR_GRAPHS
+        ):
             return Verdict.accept()
-        least = ".".join(map(str, _GRAPHS))
+        oldest_hip = ".".join(map(str, _OLDEST_HIP_FOR_GRAPHS))
         return Verdict.refuse(
             f"HIP {self.hip}, which torch {self.version} is built for, captures a step that waits "
-            f"for the host without an error and replays what it read then. Graphs need HIP {least} "
-            "or newer"
+            "for the host without an error and replays what it read then. Graphs need HIP "
+            f"{oldest_hip} or newer"
         )
 
     def judge_architecture(self, architecture: str) -> Verdict:

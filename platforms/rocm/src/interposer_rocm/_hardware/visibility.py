@@ -1,13 +1,13 @@
-"""Visibility of GPUs to a process, by the variables that the runtimes read.
+"""GPUs that HIP shows to a process, from the environment variables that the runtimes read.
 
-The lower runtime (ROCr) applies ``ROCR_VISIBLE_DEVICES`` to all GPUs; HIP then applies
-``HIP_VISIBLE_DEVICES`` to what is left, or ``CUDA_VISIBLE_DEVICES`` where that one is empty or not
-set. ``HSA_OVERRIDE_GFX_VERSION`` makes a GPU pass for one of another architecture.
+The lower runtime (ROCr) applies ``ROCR_VISIBLE_DEVICES`` to all GPUs. HIP then applies
+``HIP_VISIBLE_DEVICES`` to the remaining ones, or ``CUDA_VISIBLE_DEVICES`` if the former is empty or
+not set. ``HSA_OVERRIDE_GFX_VERSION`` presents a GPU as another architecture.
 
 Source: AMD's "GPU isolation techniques"; ROCR-Runtime's amd_filter_device.cpp (a list ends at the
-first entry that names nothing, or a GPU again; empty shows none) and libhsakmt's topology.c; clr's
-rocdevice.cpp (a list ends at the first entry that names nothing, what is named twice counts once,
-empty is as if not set).
+first invalid or repeated entry; an empty list shows no GPU) and libhsakmt's topology.c; clr's
+rocdevice.cpp (a list ends at the first invalid entry, repeated entries count once, an empty list
+counts as not set).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from interposer_rocm._hardware.topology import GPU
 _ROCR, _HIP, _CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 _OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"
 VARIABLES = (_ROCR, _HIP, _CUDA, _OVERRIDE)
-"""Variables that decide, in the order in which they do."""
+"""Environment variables that decide the visible GPUs, in the order of their effect."""
 
 _VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)")
 
@@ -32,8 +32,8 @@ class Visible:
     """The GPUs that a process sees.
 
     Attributes:
-        gpus: in HIP's order, which is torch's.
-        note: why these and no others; empty where these are all.
+        gpus: visible GPUs in the order of HIP and torch.
+        note: reason for the selection; empty if no variable is set.
     """
 
     gpus: tuple[GPU, ...]
@@ -41,23 +41,23 @@ class Visible:
 
 
 def visible(gpus: Sequence[GPU], variables: Mapping[str, str]) -> Visible:
-    """Return the GPUs that HIP would show; ``gpus`` are in the order of their nodes."""
+    """Return the GPUs that HIP would show; ``gpus`` are sorted by node."""
     notes = []
-    shown = tuple(gpus)
+    remaining = tuple(gpus)
     if _ROCR in variables:
-        shown, note = _listed(shown, _ROCR, variables[_ROCR], strict=True)
+        remaining, note = _select(remaining, _ROCR, variables[_ROCR], strict=True)
         notes.append(note)
     for name in (_HIP, _CUDA):
         if variables.get(name):
-            if shown:
-                shown, note = _listed(shown, name, variables[name], strict=False)
+            if remaining:
+                remaining, note = _select(remaining, name, variables[name], strict=False)
                 notes.append(note)
             break
-    return Visible(shown, "; ".join(notes))
+    return Visible(remaining, "; ".join(notes))
 
 
 def overridden(gpu: GPU, variables: Mapping[str, str]) -> GPU:
-    """Return the GPU as the runtime presents it, of another version where a variable says so."""
+    """Return the GPU with the architecture of ``HSA_OVERRIDE_GFX_VERSION``, if set."""
     text = variables.get(f"{_OVERRIDE}_{gpu.node}") or variables.get(_OVERRIDE, "")
     match = _VERSION.match(text)
     if match is None:
@@ -65,45 +65,45 @@ def overridden(gpu: GPU, variables: Mapping[str, str]) -> GPU:
     major, minor, stepping = (int(number) for number in match.groups())
     try:
         return replace(gpu, version=GfxVersion(major, minor, stepping))
-    except ValueError:  # the runtime takes no such numbers either
+    except ValueError:  # ROCr rejects such numbers too
         return gpu
 
 
-def _listed(
+def _select(
     gpus: tuple[GPU, ...], name: str, text: str, *, strict: bool
 ) -> tuple[tuple[GPU, ...], str]:
-    """Return the GPUs that a list names, and the sentence about it.
+    """Return the GPUs that the list ``text`` selects, and a note about the list.
 
-    Where it is ``strict``, as for ROCr, a list ends at a GPU that it named before, and a unique id
-    has to be that of one GPU; but spaces around an entry do not matter, as they do for HIP.
+    ROCr is ``strict``: a repeated GPU ends the list, and a unique id must match exactly one GPU,
+    but spaces around an entry are ignored. HIP is not strict, but spaces make an entry invalid.
     """
     if not text.strip():
         return (), f"{name} is empty, which hides every GPU"
-    found: list[GPU] = []
+    selected: list[GPU] = []
     for entry in text.removesuffix(",").split(","):
-        place, problem = _place(entry.strip() if strict else entry, gpus, strict)
-        if not problem and gpus[place] in found:
+        index, problem = _parse_entry(entry.strip() if strict else entry, gpus, strict)
+        if not problem and gpus[index] in selected:
             if not strict:
                 continue
-            problem = f"GPU {place} was named before"
+            problem = f"GPU {index} was named before"
         if problem:
-            return tuple(found), f"{name}={text}: {problem}, and the list ends there"
-        found.append(gpus[place])
-    return tuple(found), f"{name}={text}"
+            return tuple(selected), f"{name}={text}: {problem}, and the list ends there"
+        selected.append(gpus[index])
+    return tuple(selected), f"{name}={text}"
 
 
-def _place(entry: str, gpus: Sequence[GPU], strict: bool) -> tuple[int, str]:
-    """Return the index that an entry means, and the fault of the entry."""
+def _parse_entry(entry: str, gpus: Sequence[GPU], strict: bool) -> tuple[int, str]:
+    """Return the index of the GPU that an entry selects, and the fault of the entry."""
     if entry.upper().startswith("GPU-"):
-        wanted = entry[4:].lower()
-        matches = [i for i, gpu in enumerate(gpus) if wanted and gpu.unique_id.startswith(wanted)]
+        prefix = entry[4:].lower()
+        matches = [i for i, gpu in enumerate(gpus) if prefix and gpu.unique_id.startswith(prefix)]
         if len(matches) == 1 or (matches and not strict):
             return matches[0], ""
-        what = f"{len(matches)} GPUs have" if matches else "no GPU has"
-        return -1, f"{what} a unique id that begins with {entry}"
+        matches_text = f"{len(matches)} GPUs have" if matches else "no GPU has"
+        return -1, f"{matches_text} a unique id that begins with {entry}"
     if not re.fullmatch(r"0|-?[1-9]\d*", entry):
         return -1, f"{entry!r} is neither an index nor a unique id"
     if not 0 <= int(entry) < len(gpus):
-        last = f"the last is {len(gpus) - 1}" if gpus else "there are none"
-        return -1, f"there is no GPU {entry}, {last}"
+        range_text = f"the last is {len(gpus) - 1}" if gpus else "there are none"
+        return -1, f"there is no GPU {entry}, {range_text}"
     return int(entry), ""
