@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from platforms.inertness import MODEL, InertPlugin
 
-from interposer_xpu._hardware.system import look
+from interposer_xpu._hardware.system import read_system
 
 pytestmark = [
-    pytest.mark.skipif(bool(look().nodes), reason="needs a machine without a GPU of Intel"),
+    pytest.mark.skipif(bool(read_system().nodes), reason="needs a machine without a GPU of Intel"),
     pytest.mark.process,
 ]
 

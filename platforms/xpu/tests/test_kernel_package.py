@@ -18,7 +18,7 @@ from tests.forks import forks
 from tests.landing import landing_sample
 
 from interposer_xpu._packages.kernel_package import SCHEMAS, USES
-from interposer_xpu._packages.optional_packages import ended, numbers
+from interposer_xpu._packages.optional_packages import exit_text, version_numbers
 
 pytestmark = pytest.mark.process
 
@@ -162,7 +162,7 @@ import torch
 from interposer_xpu._hardware import host_mapping
 pinned = torch.arange(6.0).view(2, 3)
 torch.Tensor.is_pinned = lambda self: True  # there is no memory that could be
-view = host_mapping.mapped(pinned)
+view = host_mapping.device_view(pinned)
 view[0, 0] = 7
 print(json.dumps([view.tolist(), pinned[0, 0].item()]))
 """
@@ -170,7 +170,7 @@ print(json.dumps([view.tolist(), pinned[0, 0].item()]))
 
 
 def test_versions_are_numbers() -> None:
-    assert numbers("0.1.16.2") == (0, 1, 16, 2)
-    assert numbers("2.13.0+xpu") == (2, 13, 0)
-    assert numbers("2.13.0a1") == (2, 13)
-    assert [ended(-11), ended(127)] == ["signal 11", "exit status 127"]
+    assert version_numbers("0.1.16.2") == (0, 1, 16, 2)
+    assert version_numbers("2.13.0+xpu") == (2, 13, 0)
+    assert version_numbers("2.13.0a1") == (2, 13)
+    assert [exit_text(-11), exit_text(127)] == ["signal 11", "exit status 127"]

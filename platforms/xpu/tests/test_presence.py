@@ -55,7 +55,7 @@ from interposer_xpu._hardware.torch_build import TorchBuild
 root, build, wanted = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
 # Of the platform's own limit a busy machine may need more.
 limit = float(sys.argv[4])
-presence = Presence(system.look(root), TorchBuild(**build), variables(), limit)
+presence = Presence(system.read_system(root), TorchBuild(**build), variables(), limit)
 try:
     if wanted == "probe":
         verdict = presence.judge()

@@ -15,9 +15,9 @@ from interposer_xpu import _triton_backend as triton_backend
 from interposer_xpu._hardware import host_mapping, level_zero
 from interposer_xpu._hardware.architectures import packed
 from interposer_xpu._hardware.level_zero import Answer, XPUDevice
-from interposer_xpu._hardware.system import look
+from interposer_xpu._hardware.system import read_system
 from interposer_xpu._hardware.torch_build import TorchBuild
-from interposer_xpu._hardware.visibility import shown
+from interposer_xpu._hardware.visibility import visible_devices
 from interposer_xpu._platform import XPUPlatform
 
 DEVICE = XPUDevice(
@@ -27,7 +27,7 @@ DEVICE = XPUDevice(
 SMALL = replace(
     DEVICE, name="Intel(R) Arc(TM) 140V GPU (16GB)", ip_version=packed(20, 4), integrated=True
 )
-without_gpu = pytest.mark.skipif(bool(look().nodes), reason="needs a machine without a GPU")
+without_gpu = pytest.mark.skipif(bool(read_system().nodes), reason="needs a machine without a GPU")
 
 
 @pytest.fixture
@@ -133,12 +133,12 @@ def test_hidden_devices_are_no_devices(
 
 def test_only_pinned_contiguous_memory_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="this tensor is on cpu and not pinned"):
-        host_mapping.mapped(torch.zeros(4))
+        host_mapping.device_view(torch.zeros(4))
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _self: True)
     with pytest.raises(ConfigError, match="only contiguous memory is mapped, strides are"):
-        host_mapping.mapped(torch.zeros(4, 4).t())
+        host_mapping.device_view(torch.zeros(4, 4).t())
     with pytest.raises(ConfigError, match="host memory cannot be mapped: needs the package vllm"):
-        host_mapping.mapped(torch.zeros(4))
+        host_mapping.device_view(torch.zeros(4))
 
 
 def test_the_installed_build_is_read() -> None:
@@ -148,7 +148,7 @@ def test_the_installed_build_is_read() -> None:
 
 
 def test_parts_and_kinds_of_devices_are_understood() -> None:
-    assert shown(2, {}).ordinals == (0, 1)
-    assert shown(2, {"ONEAPI_DEVICE_SELECTOR": " "}).ordinals == (0, 1)
-    assert shown(2, {"ONEAPI_DEVICE_SELECTOR": "LEVEL_ZERO:GPU"}).ordinals == (0, 1)
-    assert shown(2, {"ONEAPI_DEVICE_SELECTOR": "level_zero:*.*"}).ordinals == (0, 1)
+    assert visible_devices(2, {}).ordinals == (0, 1)
+    assert visible_devices(2, {"ONEAPI_DEVICE_SELECTOR": " "}).ordinals == (0, 1)
+    assert visible_devices(2, {"ONEAPI_DEVICE_SELECTOR": "LEVEL_ZERO:GPU"}).ordinals == (0, 1)
+    assert visible_devices(2, {"ONEAPI_DEVICE_SELECTOR": "level_zero:*.*"}).ordinals == (0, 1)

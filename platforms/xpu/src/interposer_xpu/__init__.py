@@ -1,4 +1,4 @@
-"""GPUs of Intel as a platform of interposer."""
+"""Intel GPUs as a platform: device capabilities and kernels of optional packages."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""``fused_experts_mxfp4`` by the grouped product of vllm-xpu-kernels and its routing.
+"""The op ``fused_experts_mxfp4`` by the grouped GEMM and the routing of vllm-xpu-kernels.
 
-Rows are laid out by expert, multiplied, activated, multiplied again and gathered. The product
-stores the dtype of the rows, so that what is activated was rounded, which the op does not define:
-the record says by how much, and goes behind kernels that do not. Arguments are tested against a
-package that plays the ops on the processor; on a GPU they were not run.
+Rows are permuted by expert, multiplied, activated, multiplied again and gathered. The grouped GEMM
+rounds its output to the dtype of the rows, which the op does not do. The record declares the extra
+roundings and ranks after kernels without extra roundings. Call arguments are tested with a stand-in
+package on the CPU; no GPU has run this module.
 
 Dimensions: T tokens, H hidden size, E experts, I intermediate size, K chosen experts.
 """
@@ -24,11 +24,11 @@ def prepare(
     down_scale: torch.Tensor,
     down_bias: torch.Tensor | None,
 ) -> dict[str, torch.Tensor | None]:
-    """Return the constants with one expert more, whose weights and biases are zero.
+    """Append an expert with zero weights and biases to the constants.
 
-    It stands for the experts of other ranks: the routing has no way to leave a slot out.
+    The extra expert stands for experts of other ranks, because the routing cannot skip a slot.
     """
-    given = {
+    constants = {
         "gate_up": gate_up,
         "gate_up_scale": gate_up_scale,
         "gate_up_bias": gate_up_bias,
@@ -36,7 +36,7 @@ def prepare(
         "down_scale": down_scale,
         "down_bias": down_bias,
     }
-    return {name: None if t is None else _with_zeros(t) for name, t in given.items()}
+    return {name: None if t is None else _append_zero_expert(t) for name, t in constants.items()}
 
 
 def fused_experts_mxfp4(
@@ -51,46 +51,48 @@ def fused_experts_mxfp4(
     expert_ids: torch.Tensor,
     activation: str,
 ) -> torch.Tensor:
-    """Compute ``fused_experts_mxfp4`` of constants that ``prepare`` has returned."""
-    tokens, hidden = x.shape
-    experts, slots = len(gate_up), expert_ids.shape[1]
-    out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
-    if not tokens:
+    """Compute the op ``fused_experts_mxfp4`` with constants from ``prepare``."""
+    num_tokens, hidden = x.shape
+    num_experts, top_k = len(gate_up), expert_ids.shape[1]
+    out = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
+    if not num_tokens:
         return out
-    held = expert_ids >= 0
-    ids = torch.where(held, expert_ids, experts - 1).to(torch.int32)
-    rows = x.new_empty((tokens * slots, hidden))
-    counts = torch.zeros(experts, dtype=torch.int32, device=x.device)
-    places = torch.empty((tokens, slots), dtype=torch.int32, device=x.device)
+    is_valid = expert_ids >= 0
+    ids = torch.where(is_valid, expert_ids, num_experts - 1).to(torch.int32)
+    rows = x.new_empty((num_tokens * top_k, hidden))
+    counts = torch.zeros(num_experts, dtype=torch.int32, device=x.device)
+    row_numbers = torch.empty((num_tokens, top_k), dtype=torch.int32, device=x.device)
     op("_moe_C", "remap_hidden_states")(
-        x.contiguous(), None, rows, None, None, counts, places, ids, experts, experts
+        x.contiguous(), None, rows, None, None, counts, row_numbers, ids, num_experts, num_experts
     )
-    projected = _multiplied(rows, gate_up, gate_up_scale, gate_up_bias, counts)
-    # Here rather than by an op of the package, for it is computed in float32.
-    inner = activated(projected.float(), activation).to(x.dtype)
-    returned = _multiplied(inner, down, down_scale, down_bias, counts)
-    # The last rows are those of the expert that is none; infinite inputs times zero are no zeros.
-    behind = torch.arange(len(rows), device=x.device) >= len(rows) - counts[-1]
-    returned.masked_fill_(behind[:, None], 0)
-    op("_moe_C", "moe_gather")(out, returned, weights.where(held, 0), places, experts)
+    projected = _grouped_gemm(rows, gate_up, gate_up_scale, gate_up_bias, counts)
+    # Not by an activation op of the package, because fused_experts_mxfp4 activates in float32.
+    activated_rows = activated(projected.float(), activation).to(x.dtype)
+    expert_outputs = _grouped_gemm(activated_rows, down, down_scale, down_bias, counts)
+    # The last rows belong to the extra expert. Zero weights are not enough there: inf * 0 is NaN.
+    is_extra_expert = torch.arange(len(rows), device=x.device) >= len(rows) - counts[-1]
+    expert_outputs.masked_fill_(is_extra_expert[:, None], 0)
+    op("_moe_C", "moe_gather")(
+        out, expert_outputs, weights.where(is_valid, 0), row_numbers, num_experts
+    )
     return out
 
 
-def _multiplied(
+def _grouped_gemm(
     rows: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor,
     bias: torch.Tensor | None,
     counts: torch.Tensor,
 ) -> torch.Tensor:
-    experts, outputs, _ = weight.shape
-    out = rows.new_empty((len(rows), outputs))
+    num_experts, out_features, _ = weight.shape
+    out = rows.new_empty((len(rows), out_features))
     four_bits = weight.view(torch.float4_e2m1fn_x2)
     op("_xpu_C", "cutlass_grouped_gemm_interface")(
-        rows, None, four_bits, scale, bias, out, counts, outputs, rows.shape[1], experts
+        rows, None, four_bits, scale, bias, out, counts, out_features, rows.shape[1], num_experts
     )
     return out
 
 
-def _with_zeros(tensor: torch.Tensor) -> torch.Tensor:
+def _append_zero_expert(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat((tensor, torch.zeros_like(tensor[:1]))).contiguous()

@@ -1,8 +1,8 @@
-"""``fp8_linear`` by the products of vllm-xpu-kernels, which are oneDNN's.
+"""The op ``fp8_linear`` by the FP8 GEMMs of vllm-xpu-kernels, which call oneDNN.
 
-These GPUs have no matrix instructions for 8-bit floats: either op converts to 16 bits, one of them
-both operands, the other the weight alone. Arguments are tested against a package that plays the
-ops on the processor; on a GPU they were not run.
+These GPUs have no matrix instructions for 8-bit floats. ``fp8_gemm`` converts both operands to
+16 bits, ``fp8_gemm_w8a16`` converts the weight only. Call arguments are tested with a stand-in
+package on the CPU; no GPU has run this module.
 
 Dimensions: T tokens, I input features, O output features.
 """
@@ -22,7 +22,7 @@ def fp8_linear(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Compute ``fp8_linear``; one scale of an operand, or one per row of it."""
+    """Compute the op ``fp8_linear`` with one scale per operand or one per row of an operand."""
     rows = x.reshape(-1, x.shape[-1])
     if not len(rows):
         return x.new_zeros((*x.shape[:-1], len(weight)), dtype=out_dtype)
@@ -45,9 +45,9 @@ def fp8_linear_weights(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Compute ``fp8_linear`` of activations in ``out_dtype``, with the product of both scales.
+    """Compute the op ``fp8_linear`` with ``x`` cast to ``out_dtype`` and both scales multiplied.
 
-    Either 8-bit format is exact in float16 and bfloat16.
+    The cast is exact: float16 and bfloat16 represent every value of both 8-bit formats.
     """
     rows = x.reshape(-1, x.shape[-1])
     if not len(rows):

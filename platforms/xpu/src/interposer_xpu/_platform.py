@@ -1,4 +1,4 @@
-"""The XPU platform."""
+"""The XPU platform: devices, streams and memory of Intel GPUs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from interposer_xpu._hardware.architectures import architecture_of
 from interposer_xpu._hardware.level_zero import Answer, DriverError, XPUDevice
 from interposer_xpu._hardware.presence import Presence
 from interposer_xpu._hardware.torch_build import TorchBuild
-from interposer_xpu._hardware.visibility import HIERARCHY, MASK, SELECTOR, shown
+from interposer_xpu._hardware.visibility import HIERARCHY, MASK, SELECTOR, visible_devices
 from interposer_xpu._packages import extension, kernel_package
 
 _GIB = 2**30
 
 
 class XPUPlatform(Platform):
-    """The GPUs of Intel that SYCL shows to this process by way of Level Zero.
+    """The Intel GPUs that SYCL shows to this process through Level Zero.
 
-    Devices are asked for in another process, so that this one can be forked until it uses one.
+    A child process queries the devices, so this process can be forked until it uses a GPU.
     """
 
     name = "xpu"
@@ -36,13 +36,13 @@ class XPUPlatform(Platform):
 
     @classmethod
     def probe(cls) -> Verdict:
-        """Say whether there is a GPU to use; neither Level Zero nor torch.xpu is initialised."""
-        return Presence(system.look(), TorchBuild.installed(), variables()).judge()
+        """Accept if there is a usable GPU, without initialising Level Zero in this process."""
+        return Presence(system.read_system(), TorchBuild.installed(), variables()).judge()
 
     def devices(self) -> Sequence[Device]:
-        """Return the visible devices in the driver's order, which is torch's.
+        """Return the visible devices in the order of the driver and torch.
 
-        Raises: PluginError: the driver does not answer.
+        Raises: PluginError: the driver does not answer, or no device is visible.
         """
         return [
             Device(self.name, name, device.name, self._capability(device))
@@ -50,70 +50,72 @@ class XPUPlatform(Platform):
         ]
 
     def capability(self, device: str) -> Capability:
-        """Return what ``device`` can do.
+        """Return the capability of ``device``.
 
-        Raises: UnknownNameError: it is none of ``devices()``.
+        Raises: UnknownNameError: ``devices()`` has no such device.
         """
         return self._capability(self._device(device))
 
     def dtypes(self, device: str) -> Sequence[torch.dtype]:
-        """Return bfloat16 first, which all of Xe-HPG and newer compute in."""
-        known = architecture_of(self._device(device).ip_version)
-        return [getattr(torch, name) for name in known.dtypes]
+        """Return the dtypes for models: bfloat16 first on Xe-HPG and newer."""
+        architecture = architecture_of(self._device(device).ip_version)
+        return [getattr(torch, name) for name in architecture.dtypes]
 
     def stream(self, device: str) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which work is queued on a stream of its own.
+        """Return a context manager that queues work on a new stream.
 
-        It neither waits for what was queued before nor is waited for; ``torch.Event`` does that.
+        The new stream is not synchronized with the others; use ``torch.Event`` for that.
         """
         return torch.Stream(device)
 
     def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor`` in page-locked host memory."""
+        """Copy ``tensor`` to page-locked host memory."""
         return tensor.pin_memory()
 
     def map_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a view of a pinned ``tensor`` on the current device; see ``host_mapping``."""
-        return host_mapping.mapped(tensor)
+        """Return a zero-copy view of pinned ``tensor`` on the current device."""
+        return host_mapping.device_view(tensor)
 
     def peak_memory_bytes(self, device: str) -> int:
-        """Return the most memory that torch has taken on ``device``."""
+        """Return the peak of torch's reserved memory on ``device``, in bytes."""
         return torch.accelerator.max_memory_reserved(device)
 
     def memory_profile(self, device: str) -> contextlib.AbstractContextManager[MemoryProfile]:
-        """Return a block that measures the memory that it takes of the device."""
+        """Return a context manager that measures the device memory its block uses."""
         return memory_profile(device)
 
     def start_method(self) -> str:
-        """Return ``"spawn"``: a fork of a process that has used Level Zero cannot use it."""
+        """Return ``"spawn"``: Level Zero does not work in a fork of a process that has used it."""
         return "spawn"
 
     def facts(self) -> Mapping[str, str]:
-        """Return what driver and environment say of the visible devices."""
+        """Return versions, environment variables and one description per visible device."""
         build = TorchBuild.installed()
-        found = {
+        device_facts = {
             "torch": f"{build.version}, for SYCL {build.xpu or 'not at all'}",
             "driver": f"Level Zero {self._answer.driver}",
             "triton": triton_backend.judge().reason or "compiles for these devices",
         }
         for module in (kernel_package, extension):
             if module.PACKAGE.version:
-                said = module.judge_installed().reason or "fits this torch"
-                found[module.PACKAGE.distribution] = f"{module.PACKAGE.version}: {said}"
-        read = variables()
+                verdict_text = module.judge_installed().reason or "fits this torch"
+                device_facts[module.PACKAGE.distribution] = (
+                    f"{module.PACKAGE.version}: {verdict_text}"
+                )
+        environment = variables()
         for name in (MASK, HIERARCHY, SELECTOR):
-            if name in read:
-                found[name] = repr(read[name])
+            if name in environment:
+                device_facts[name] = repr(environment[name])
         for name, device in self._devices.items():
-            found[name] = _sentence(device)
-        return found
+            device_facts[name] = _describe(device)
+        return device_facts
 
     def distributed_backend(self) -> str:
-        """Return ``"xccl"``."""
+        """Return the torch.distributed backend, ``"xccl"``."""
         return "xccl"
 
     def compile_backend(self) -> str:
-        """Return ``"inductor"``."""
+        """Return the torch.compile backend, ``"inductor"``."""
         return "inductor"
 
     @cached_property
@@ -124,38 +126,38 @@ class XPUPlatform(Platform):
             raise PluginError(
                 self.name, "interposer-xpu", f"Level Zero lists no device: {error}"
             ) from error
-        left = shown(len(answer.devices), variables()).ordinals
-        if not left:
+        visible_ordinals = visible_devices(len(answer.devices), variables()).ordinals
+        if not visible_ordinals:
             raise PluginError(
                 self.name,
                 "interposer-xpu",
                 "Level Zero and SYCL show no device to this process",
                 f"look at {MASK} and {SELECTOR}",
             )
-        return Answer(answer.driver, tuple(answer.devices[ordinal] for ordinal in left))
+        return Answer(answer.driver, tuple(answer.devices[ordinal] for ordinal in visible_ordinals))
 
     @property
     def _devices(self) -> dict[str, XPUDevice]:
         return {f"xpu:{ordinal}": device for ordinal, device in enumerate(self._answer.devices)}
 
     def _device(self, name: str) -> XPUDevice:
-        wanted = "xpu:0" if name == "xpu" else name
-        if wanted not in self._devices:
+        full_name = "xpu:0" if name == "xpu" else name
+        if full_name not in self._devices:
             raise UnknownNameError("device", name, self._devices)
-        return self._devices[wanted]
+        return self._devices[full_name]
 
     def _capability(self, device: XPUDevice) -> Capability:
         return capability_of(device, triton=bool(triton_backend.judge()))
 
 
-def _sentence(device: XPUDevice) -> str:
-    known = architecture_of(device.ip_version)
-    speed = device.bandwidth_bytes_per_s
+def _describe(device: XPUDevice) -> str:
+    architecture = architecture_of(device.ip_version)
+    bandwidth = device.bandwidth_bytes_per_s
     memory = f"{device.memory_bytes / _GIB:.1f} GiB"
     parts = [
-        f"{device.name}, {known.name} ({known.family})",
+        f"{device.name}, {architecture.name} ({architecture.family})",
         f"{device.xe_cores} Xe-cores with {device.vector_engines} vector engines",
-        f"{memory} at {speed / 1e9:.0f} GB/s" if speed else memory,
+        f"{memory} at {bandwidth / 1e9:.0f} GB/s" if bandwidth else memory,
         *(["of the processor's memory"] if device.integrated else []),
         device.uuid,
     ]

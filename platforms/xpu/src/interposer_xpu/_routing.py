@@ -1,7 +1,7 @@
-"""``topk_softmax`` by vllm-xpu-kernels.
+"""The op ``topk_softmax`` by vllm-xpu-kernels.
 
-Arguments are tested against a package that plays the op on the processor; on a GPU it was not run.
-Which of two experts with equal logits comes first is not known of it.
+Call arguments are tested with a stand-in package on the CPU; no GPU has run this module. The order
+of experts with equal logits is unknown.
 
 Dimensions: T tokens, E experts, K chosen experts.
 """
@@ -16,9 +16,10 @@ from interposer_xpu._packages.kernel_package import op
 def topk_softmax(
     logits: torch.Tensor, top_k: int, renormalize: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute ``topk_softmax``."""
+    """Compute the op ``topk_softmax``."""
     shape = (len(logits), top_k)
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    # The op also writes the row of each slot, which interposer's permutation does not need.
     ids, rows = (torch.empty(shape, dtype=torch.int32, device=logits.device) for _ in range(2))
     if len(logits):
         op("_moe_C", "topk_softmax")(

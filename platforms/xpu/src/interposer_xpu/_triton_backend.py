@@ -1,4 +1,4 @@
-"""Verdict on the installed triton for these GPUs, without importing it."""
+"""Verdict on the installed triton for Intel GPUs, without importing triton."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BACKEND = "intel"
 
 
 def judge() -> Verdict:
-    """Accept where triton is installed with a backend for these GPUs.
+    """Accept if triton is installed with a backend for Intel GPUs.
 
     Source: triton's ``backends/__init__.py``: a backend is a folder in it, or an entry point of
     the group ``triton.backends``.
@@ -25,8 +25,8 @@ def judge() -> Verdict:
     names |= {point.name for point in entry_points(group="triton.backends")}
     if _BACKEND in names:
         return Verdict.accept()
-    found = ", ".join(sorted(names)) or "none"
+    names_text = ", ".join(sorted(names)) or "none"
     return Verdict.refuse(
-        f"the installed triton has no backend {_BACKEND!r}, it has {found}. Install that of "
+        f"the installed triton has no backend {_BACKEND!r}, it has {names_text}. Install that of "
         "torch's wheels for XPU: pytorch-triton-xpu"
     )

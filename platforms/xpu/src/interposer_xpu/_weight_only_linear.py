@@ -1,6 +1,6 @@
-"""``w4a16_linear`` by the four-bit product of vllm-xpu-kernels, which is oneDNN's.
+"""The op ``w4a16_linear`` by the int4 GEMM of vllm-xpu-kernels, which calls oneDNN.
 
-Arguments are tested against a package that plays the op on the processor; on a GPU it was not run.
+Call arguments are tested with a stand-in package on the CPU; no GPU has run this module.
 
 Dimensions: T tokens, I input features, O output features, G inputs per scale.
 """
@@ -11,7 +11,7 @@ import torch
 
 from interposer_xpu._packages.kernel_package import op
 
-_MIDDLE = 8
+_SYMMETRIC_ZERO_POINT = 8
 
 
 def prepare(
@@ -20,22 +20,23 @@ def prepare(
     bias: torch.Tensor | None,
     zero_points: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor | None]:
-    """Return the constants as the op wants them.
+    """Lay out the constants for the package's op.
 
-    Eight codes of one output are an int32, ``[O, I / 8]``, the first in the lowest bits, which
-    they are already. Scales and zero points go by groups first, ``[I / G, O]``, the latter with
-    eight outputs in an int32; where there are none, one number holds for all.
+    Weights ``[O, I / 8]``: eight 4-bit values of one output per int32, the first in the lowest
+    bits; a view of ``weight``, which already has this order. Scales ``[I / G, O]``. Zero points
+    ``[I / G, O / 8]``: eight outputs per int32; a symmetric scheme has one value for all groups.
     """
     if zero_points is None:
-        zeros = torch.tensor([_MIDDLE], dtype=torch.int8, device=weight.device)
+        zeros = torch.tensor([_SYMMETRIC_ZERO_POINT], dtype=torch.int8, device=weight.device)
     else:
         pairs = zero_points.t().contiguous().unflatten(1, (-1, 2))
         zeros = (pairs[..., 0] | pairs[..., 1] << 4).contiguous().view(torch.int32)
-    codes = weight.contiguous()
-    if codes.storage_offset() % 4:
-        codes = codes.clone()
+    packed = weight.contiguous()
+    # A view as int32 needs a storage offset that is a multiple of 4 bytes.
+    if packed.storage_offset() % 4:
+        packed = packed.clone()
     return {
-        "weight": codes.view(torch.int32),
+        "weight": packed.view(torch.int32),
         "scale": scale.t().contiguous(),
         "bias": bias,
         "zero_points": zeros,
@@ -49,7 +50,7 @@ def w4a16_linear(
     bias: torch.Tensor | None,
     zero_points: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute ``w4a16_linear`` of constants that ``prepare`` has returned."""
+    """Compute the op ``w4a16_linear`` with constants from ``prepare``."""
     rows = x.reshape(-1, x.shape[-1])
     if not len(rows):
         return x.new_zeros((*x.shape[:-1], len(weight)))

@@ -1,4 +1,4 @@
-"""The records of the XPU platform. Neither this module nor what it imports needs torch."""
+"""Records of the XPU platform. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from interposer.requires import Dim, Requires
 
 INTERPOSER_API = ">=1.0,<2"
 
-# GPUs that are described for planning, each in its file of ``devices``.
+# GPUs that can be planned for without the hardware; each has a file in the folder ``devices``.
 _DESCRIBED = ("arc140v", "b580", "max1550")
 
-# What changes with the driver: verdicts and measurements are kept per driver.
+# Files that change with the driver: cached verdicts and measurements are valid for one driver.
 _DRIVER_FILES = ("/sys/module/i915/srcversion", "/sys/module/xe/srcversion")
 
 _JUDGES = "interposer_xpu._packages.package_judges"
 _DPAS = frozenset({"dpas"})
 _NARROW = ("bfloat16", "float16")
 _MULTIPLE = Dim(multiple_of=32)
-# No call was ever watched: nothing is promised of what it does to memory or to graphs.
+# No GPU has run these calls, so nothing is declared about graph capture or determinism.
 _OPAQUE = frozenset({"opaque"})
-# Nobody has run these on a GPU: what is proven goes before them, unless they are wished for or were
-# measured on the host.
-_NOWHERE: frozenset[str] = frozenset()
+# Kernels that never ran on a GPU. Proven kernels rank before them, unless the user prefers an
+# unproven kernel or it was measured on this machine.
+_UNPROVEN: frozenset[str] = frozenset()
 
 
 @hookimpl
 def interposer_records() -> list[Record]:
-    """Return the platform, kernels of packages that may be there, and the described GPUs."""
-    # oneDNN multiplies eight inputs by eight of the weight at a time; sizes as vLLM checks them.
+    """Return the records of the platform, kernels of optional packages, and described GPUs."""
+    # oneDNN multiplies 8 inputs by 8 weights at a time. vLLM checks the multiples of 32.
     int4 = Kernel(
         "w4a16_linear",
         "w4a16_linear_int4_gemm",
@@ -43,7 +43,7 @@ def interposer_records() -> list[Record]:
         prepare="interposer_xpu._weight_only_linear:prepare",
         score=20.0,
         properties=_OPAQUE,
-        proven_on=_NOWHERE,
+        proven_on=_UNPROVEN,
     )
     fp8 = Kernel(
         "fp8_linear",
@@ -54,9 +54,9 @@ def interposer_records() -> list[Record]:
         predicate=f"{_JUDGES}:judge_fp8",
         score=20.0,
         properties=_OPAQUE,
-        proven_on=_NOWHERE,
+        proven_on=_UNPROVEN,
     )
-    # Half the conversions, where it can be had.
+    # Preferred where possible, because it converts one operand instead of two.
     fp8_weights = Kernel(
         "fp8_linear",
         "fp8_linear_fp8_gemm_w8a16",
@@ -66,20 +66,20 @@ def interposer_records() -> list[Record]:
         predicate=f"{_JUDGES}:judge_fp8_weights",
         score=21.0,
         properties=_OPAQUE,
-        proven_on=_NOWHERE,
+        proven_on=_UNPROVEN,
     )
-    # The numbers of chosen experts are those that its routing was compiled for, in every version
-    # known. The grouped product stores gates g and what they act on, u, in the dtype of x, which
-    # the op does not: kernels that do not either go before it.
+    # top_k lists the values that the package's routing is compiled for in all known versions. The
+    # grouped GEMM rounds gate g and up projection u to the dtype of x, which the op does not do.
+    # Kernels without these roundings therefore rank before it.
     #
-    # How far h = act(g) u is off, in lengths C of what the rounding of h itself makes of a result:
-    # - u is one such rounding; in swiglu_oai, where h has u + 1, it is no more in the mean unless
-    #   all u lie about -1.
-    # - g is at most two: for g > 0 an act(g) of silu, gelu or g sigmoid(1.702 g) changes by at most
-    #   1.3 times the relative change of g; below -2 by more, of numbers that are small.
-    # They are independent, so that all three have the length sqrt(1 + 1 + 4) C = 2.45 C. With the
-    # result's own half step Y, Y + 2.45 C is allowed by 5 roundings, of (Y + C) / 2 each as the
-    # op's cases count: three more than the op's two.
+    # Error of h = act(g) u, where C is the error of the output from rounding h itself:
+    # - Rounding u costs C. In swiglu_oai, where h uses u + 1, the mean is not larger unless all u
+    #   are close to -1.
+    # - Rounding g costs at most 2 C. For g > 0, act(g) of silu, gelu or g sigmoid(1.702 g) changes
+    #   by at most 1.3 times the relative change of g; below -2 by more, but act(g) is small there.
+    # The errors are independent: sqrt(1 + 1 + 4) C = 2.45 C. The output's own half step is Y.
+    # Y + 2.45 C is covered by 5 roundings of (Y + C) / 2 each, as the op's cases count: 3 more than
+    # the op's two.
     experts = Kernel(
         "fused_experts_mxfp4",
         "fused_experts_mxfp4_grouped_gemm",
@@ -98,7 +98,7 @@ def interposer_records() -> list[Record]:
         prepare="interposer_xpu._experts:prepare",
         score=5.0,
         properties=_OPAQUE,
-        proven_on=_NOWHERE,
+        proven_on=_UNPROVEN,
         extra_roundings=3,
     )
     routing = Kernel(
@@ -110,7 +110,7 @@ def interposer_records() -> list[Record]:
         predicate=f"{_JUDGES}:judge_routing",
         score=20.0,
         properties=_OPAQUE,
-        proven_on=_NOWHERE,
+        proven_on=_UNPROVEN,
     )
     norm = Kernel(
         "rms_norm",
@@ -121,16 +121,16 @@ def interposer_records() -> list[Record]:
         predicate="interposer_xpu._packages.extension:judge",
         score=5.0,
         properties=_OPAQUE,
-        proven_on=_NOWHERE,
+        proven_on=_UNPROVEN,
     )
-    # What these read of the cache they copy first: kernels that need not go before.
+    # Gathered backends copy the cache they read, so they score below backends that read in place.
     sdpa = AttentionEntry(
         "sdpa_gathered",
         "interposer_ops.attention:SdpaBackend",
         "xpu",
         Requires(dtypes=("float32", *_NARROW)),
         score=-1.0,
-        proven_on=_NOWHERE,
+        proven_on=_UNPROVEN,
     )
     flex = AttentionEntry(
         "flex_gathered",
@@ -138,7 +138,7 @@ def interposer_records() -> list[Record]:
         "xpu",
         Requires(frozenset({"triton"}), dtypes=("float32", *_NARROW)),
         score=-1.5,
-        proven_on=_NOWHERE,
+        proven_on=_UNPROVEN,
     )
     return [
         sdpa,

@@ -1,1 +1,1 @@
-"""Hardware of the machine, found without initialising a device."""
+"""Hardware of the machine, inspected without initialising a device."""

@@ -1,4 +1,4 @@
-"""The capability of a device, from its architecture and its driver."""
+"""Capability of a device, from its architecture and the driver's properties."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from interposer import Capability
 from interposer_xpu._hardware.architectures import architecture_of
 from interposer_xpu._hardware.level_zero import XPUDevice
 
-# Classes of bandwidth: a device has those that it reaches, in bytes per second.
+# Bandwidth features by their threshold in bytes per second; a device has all that it reaches.
 _BANDWIDTHS = {
     "bandwidth_250g": 250e9,
     "bandwidth_500g": 500e9,
@@ -18,32 +18,38 @@ _BANDWIDTHS = {
 
 
 def bandwidth_features(bytes_per_s: float) -> frozenset[str]:
-    """Return the classes that a bandwidth of memory reaches."""
-    return frozenset(name for name, least in _BANDWIDTHS.items() if bytes_per_s >= least)
+    """Return the bandwidth features that a memory bandwidth reaches."""
+    return frozenset(name for name, threshold in _BANDWIDTHS.items() if bytes_per_s >= threshold)
 
 
 def sub_group_features(sizes: tuple[int, ...]) -> frozenset[str]:
-    """Return ``sub_group_16`` and the like."""
+    """Return one feature per sub-group size, such as ``sub_group_16``."""
     return frozenset(f"sub_group_{size}" for size in sizes)
 
 
 def capability_of(device: XPUDevice, *, triton: bool = False) -> Capability:
-    """Return the capability of a device that the driver has described.
+    """Return the capability of a device as the driver described it.
 
     Args:
-        triton: there is a triton that compiles for such devices.
+        triton: a triton with a backend for these devices is installed.
     """
-    known = architecture_of(device.ip_version)
-    features = known.features | sub_group_features(device.sub_group_sizes)
+    architecture = architecture_of(device.ip_version)
+    features = architecture.features | sub_group_features(device.sub_group_sizes)
     features |= bandwidth_features(device.bandwidth_bytes_per_s)
-    told = {"float64": device.float64, "integrated": device.integrated, "triton": triton}
-    # What the driver says of this very device goes before what its architecture is known for.
-    features = features.difference(told) | {name for name, there in told.items() if there}
+    is_present_by_feature = {
+        "float64": device.float64,
+        "integrated": device.integrated,
+        "triton": triton,
+    }
+    # The driver's properties of this device override the table of architectures.
+    features = features.difference(is_present_by_feature) | {
+        name for name, is_present in is_present_by_feature.items() if is_present
+    }
     return Capability(
-        known.name,
+        architecture.name,
         features,
-        known.formats,
+        architecture.formats,
         max(device.xe_cores, 1),
         device.memory_bytes,
-        {"l2": device.cache_bytes, "shared": device.shared_bytes or known.shared_bytes},
+        {"l2": device.cache_bytes, "shared": device.shared_bytes or architecture.shared_bytes},
     )

@@ -1,10 +1,10 @@
-"""Features of architectures, by the version of their graphics.
+"""Features and number formats of Intel architectures, by graphics IP version.
 
-A version is packed as 10 bits of architecture, 8 of release and 14 of revision, of which the
-first two decide.
+An IP version packs 10 bits of architecture, 8 of release and 14 of revision. Architecture and
+release determine the features.
 
-Source: the list of versions in Intel's compute runtime, and the extension "device architecture"
-of DPC++, whose names are taken without ``intel_gpu_``; oneAPI GPU Optimization Guide, chapter
+Source: the list of versions in Intel's compute runtime, and DPC++'s extension "device architecture"
+(names without the prefix ``intel_gpu_``); oneAPI GPU Optimization Guide, chapter
 "Intel Xe GPU architecture" (vector engines, matrix extensions and their formats); the tables of
 DPC++'s extension "joint matrix" (lanes and formats by architecture); the SPIR-V extension
 SPV_INTEL_2d_block_io.
@@ -17,16 +17,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Properties of all devices of one version of graphics.
+    """Properties of all devices of one graphics version.
 
     Attributes:
         name: such as ``"bmg_g21"``.
         family: such as ``"Xe2-HPG"``.
         features: instructions and units.
-        formats: of numbers with arithmetic in hardware.
-        dtypes: by torch name, that models may be run in, the preferred one first.
-        shared_bytes: local memory that one work-group may have.
-        computes: torch has kernels for it.
+        formats: number formats with arithmetic in hardware.
+        dtypes: torch names of the dtypes that models may run in, the preferred one first.
+        shared_bytes: largest local memory of one work-group.
+        computes: torch has kernels for the architecture.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Architecture:
 
 
 _PLAIN = frozenset({"float32", "float16", "int8"})
-# Matrix extensions multiply these; 8-bit floats are converted to 16 bits first on all of them.
+# Formats of the matrix extensions (XMX). No XMX multiplies 8-bit floats without conversion.
 _XMX = _PLAIN | {"bfloat16", "int4"}
 _XMX_TF32 = _XMX | {"tf32"}
 _SYSTOLIC = frozenset({"dpas", "dpas_8"})
@@ -51,7 +51,7 @@ _HPC = ("Xe-HPC", _SYSTOLIC_WIDE | {"xe_hpc"}, _XMX_TF32 - {"int4"})
 _XE2 = _SYSTOLIC_WIDE | {"xe2"}
 _XE3 = _SYSTOLIC_WIDE | {"xe3"}
 
-_OF = {
+_ROWS = {
     (12, 55): ("acm_g10", *_HPG),
     (12, 56): ("acm_g11", *_HPG),
     (12, 57): ("acm_g12", *_HPG),
@@ -66,29 +66,29 @@ _OF = {
     (30, 0): ("ptl_h", "Xe3-LPG", _XE3, _XMX_TF32),
     (30, 1): ("ptl_u", "Xe3-LPG", _XE3, _XMX_TF32),
 }
-_TABLE = {version: Architecture(*row) for version, row in _OF.items()}
-_UNSAID = Architecture("unknown", "unknown", frozenset(), _PLAIN, shared_bytes=64 * 1024)
+_TABLE = {version: Architecture(*row) for version, row in _ROWS.items()}
+_UNKNOWN = Architecture("unknown", "unknown", frozenset(), _PLAIN, shared_bytes=64 * 1024)
 _OLDER = Architecture(
     "older", "before Xe-HPG", frozenset(), _PLAIN, ("float16", "float32"), 64 * 1024, False
 )
 
 
 def packed(architecture: int, release: int, revision: int = 0) -> int:
-    """Return a version as drivers tell it."""
+    """Pack an IP version into the integer that drivers report."""
     return architecture << 22 | release << 14 | revision
 
 
 def architecture_of(ip_version: int) -> Architecture:
-    """Return what is known of a version.
+    """Return the properties of an IP version, estimated if the table lacks the version.
 
-    Of one that is newer than the table, what those of Xe2 and newer share, without what is tied
-    to one of them; of one that lies between, what needs no matrix extensions.
+    A version newer than Xe2 gets the features that Xe2 and Xe3 share. An unknown version between
+    Xe-HPG and Xe2 gets no matrix extensions.
     """
     version = ip_version >> 22, ip_version >> 14 & 0xFF
     if version in _TABLE:
         return _TABLE[version]
-    if not ip_version:
-        return _UNSAID
+    if not ip_version:  # an old driver does not report the version
+        return _UNKNOWN
     if version < min(_TABLE):
         return _OLDER
     name = f"xe_{version[0]}_{version[1]}"

@@ -1,7 +1,7 @@
-"""Host memory as a tensor of the device, which reads and writes it over the bus.
+"""Zero-copy views of pinned host memory on an XPU device.
 
-torch has no such view for these GPUs; the package vllm-xpu-kernels has one. What is refused is
-tested, the rest against a package that plays it; on a GPU it was not run.
+torch has no such view for these GPUs, so the package vllm-xpu-kernels provides it. Calls are tested
+with a stand-in package on the CPU; no GPU has run this module.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from interposer_ops.devices.host_memory import require_pinned
 from interposer_xpu._packages import kernel_package
 
 
-def mapped(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of ``tensor`` on the current device, without a copy.
+def device_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of pinned ``tensor`` on the current device, without a copy.
 
-    Raises: ConfigError: it is not pinned or not contiguous, or the package cannot be used.
+    Raises: ConfigError: ``tensor`` is not pinned or not contiguous, or the package cannot be used.
     """
     require_pinned(tensor)
     if not tensor.is_contiguous():

@@ -1,4 +1,4 @@
-"""The devices that Level Zero shows to this process, asked for in another one."""
+"""Query of Level Zero for its devices, made in a child process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from interposer_xpu._hardware import level_zero_inquiry
 
 LOADER = "libze_loader.so.1"
 _LIMIT_SECONDS = 60.0
-# What results mean to whoever reads a refusal.
+# Explanations of ze_result_t codes for the reader of a refusal.
 _MEANINGS = {
     0x70000001: "the device was lost. Restart the machine, or look at: dmesg | grep -E 'xe|i915'",
     0x70010000: "this user may not use the device. Join the group of /dev/dri/renderD*, usually "
@@ -26,18 +26,18 @@ _MEANINGS = {
 
 
 class DriverError(Exception):
-    """Level Zero gives no answer; ``code`` is its result, 0 where it was not even asked."""
+    """Level Zero failed; ``code`` is its result, or 0 if Level Zero could not be called."""
 
     def __init__(self, call: str, code: int, text: str) -> None:
         self.call = call
         self.code = code
-        said = f"{call}: {text}" if call else text
+        message = f"{call}: {text}" if call else text
         meaning = _MEANINGS.get(code)
-        super().__init__(f"{said}; {meaning}" if meaning else said)
+        super().__init__(f"{message}; {meaning}" if meaning else message)
 
 
 class DriverLostError(DriverError):
-    """The process that asks Level Zero crashed or hung in it."""
+    """The child process that queries Level Zero crashed or hung."""
 
     def __init__(self, text: str) -> None:
         super().__init__("", 0, text)
@@ -45,18 +45,17 @@ class DriverLostError(DriverError):
 
 @dataclass(frozen=True, slots=True)
 class XPUDevice:
-    """One device in the driver's order.
+    """Properties of one device, as the driver reports them.
 
     Attributes:
-        device_id: of the PCI bus.
-        ip_version: of the graphics, from which the architecture follows; 0 where the driver does
-            not say.
-        integrated: it shares the processor's memory.
-        xe_cores, vector_engines: units, of eight or sixteen vector engines each.
-        bandwidth_bytes_per_s: of its memory; 0 where the driver does not say.
-        shared_bytes: local memory that one work-group may have.
-        cache_bytes: the last level.
-        float64: it computes in double precision.
+        device_id: PCI device id.
+        ip_version: graphics IP version, which determines the architecture; 0 if not reported.
+        integrated: the GPU shares the CPU's memory.
+        xe_cores, vector_engines: total numbers; an Xe-core has 8 or 16 vector engines.
+        bandwidth_bytes_per_s: memory bandwidth; 0 if not reported.
+        shared_bytes: largest local memory of one work-group.
+        cache_bytes: size of the last-level cache.
+        float64: the GPU computes in double precision.
     """
 
     name: str
@@ -75,29 +74,32 @@ class XPUDevice:
 
     @classmethod
     def of(cls, facts: dict[str, Any]) -> XPUDevice:
-        """Return what the inquiry printed of one device."""
+        """Create the device from the JSON object that the inquiry printed."""
         return cls(**{**facts, "sub_group_sizes": tuple(facts["sub_group_sizes"])})
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer of Level Zero: versions of its drivers, and its devices."""
+    """Level Zero's answer: the driver versions, and the devices in the driver's order."""
 
     driver: str
     devices: tuple[XPUDevice, ...]
 
 
 def ask(library: str = LOADER, limit_seconds: float = _LIMIT_SECONDS) -> Answer:
-    """Return the devices that Level Zero shows to a process with this one's environment.
+    """Query the devices that Level Zero shows to a child process with the same environment.
 
+    Args:
+        library: name or path of the Level Zero loader.
     Raises:
-        DriverError: it cannot be loaded, or answers with an error.
-        DriverLostError: it crashes, or does not answer in time.
+        DriverError: Level Zero cannot be loaded, or returns an error.
+        DriverLostError: Level Zero crashes, or does not answer in time.
     """
+    # -I and -S keep the user's environment and site-packages out, which start slowly and may fail.
     program = str(Path(level_zero_inquiry.__file__))
     command = [sys.executable, "-I", "-S", program, library]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, timeout=limit_seconds, check=False
         )
     except subprocess.TimeoutExpired:
@@ -105,11 +107,12 @@ def ask(library: str = LOADER, limit_seconds: float = _LIMIT_SECONDS) -> Answer:
             f"Level Zero gave no answer in {limit_seconds:g} s. Look at: dmesg | grep -E 'xe|i915'"
         ) from None
     try:
-        facts = json.loads(done.stdout.splitlines()[-1])
+        # Libraries may print as well; the answer is the last line.
+        facts = json.loads(process.stdout.splitlines()[-1])
     except (ValueError, IndexError):
-        said = done.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
+        message = process.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
         raise DriverLostError(
-            f"the process that asks Level Zero ended with {done.returncode}: {said[0]}"
+            f"the process that asks Level Zero ended with {process.returncode}: {message[0]}"
         ) from None
     if "devices" not in facts:
         raise DriverError(facts["call"], facts["code"], facts["text"])

@@ -1,11 +1,11 @@
-"""A program that asks Level Zero for its devices and prints the answer as JSON.
+"""Program that queries Level Zero for its devices and prints the answer as JSON.
 
     python -I -S level_zero_inquiry.py LIBRARY
 
-It runs in a process of its own: ``zeInit`` loads the driver, starts its threads and opens the
-devices, and a process that has done so cannot be forked into ones that use them. It creates no
-context. It uses the standard library alone, and leaves ZE_AFFINITY_MASK and
-ZE_FLAT_DEVICE_HIERARCHY to the driver.
+The program runs in a child process: ``zeInit`` loads the driver, starts threads and opens devices,
+and forks of a process that called ``zeInit`` cannot use the devices. The program creates no
+context, needs the standard library only, and leaves ZE_AFFINITY_MASK and ZE_FLAT_DEVICE_HIERARCHY
+to the driver.
 
 Source: oneAPI Level Zero specification 1.11, core API: structures, their numbers (``stype``) and
 the extensions "device memory properties", "device IP version".
@@ -26,7 +26,7 @@ _KIND_GPU = 1
 _BYTES_PER_NANOSECOND = 0
 
 
-class _Failed(Exception):
+class _DriverCallError(Exception):
     def __init__(self, call: str, code: int, text: str) -> None:
         self.facts = {"call": call, "code": code, "text": text}
         super().__init__(text)
@@ -143,23 +143,29 @@ _STYPES: dict[type[ctypes.Structure], int] = {
 
 
 def answer(library: str) -> dict[str, Any]:
-    """Return ``{"driver": text, "devices": [...]}``, or ``{"call", "code", "text"}``."""
+    """Query Level Zero.
+
+    Returns: ``{"driver": text, "devices": [...]}``, or ``{"call", "code", "text"}`` of the failed
+        call.
+    """
     try:
-        return _asked(ctypes.CDLL(library))
+        return _query(ctypes.CDLL(library))
     except OSError as error:
         return {"call": "", "code": 0, "text": str(error)}
-    except _Failed as failure:
+    except _DriverCallError as failure:
         return failure.facts
 
 
-def _asked(loader: ctypes.CDLL) -> dict[str, Any]:
+def _query(loader: ctypes.CDLL) -> dict[str, Any]:
     _call(loader, "zeInit", c_uint32(_GPU_ONLY))
     versions, devices = [], []
-    for driver in _handles(loader, "zeDriverGet"):
-        properties = _made(_Driver)
+    for driver in _read_handles(loader, "zeDriverGet"):
+        properties = _new_structure(_Driver)
         _call(loader, "zeDriverGetProperties", driver, ctypes.byref(properties))
-        found = [_device(loader, handle) for handle in _handles(loader, "zeDeviceGet", driver)]
-        gpus = [device for device in found if device.pop("kind") == _KIND_GPU]
+        devices_of_driver = [
+            _device(loader, handle) for handle in _read_handles(loader, "zeDeviceGet", driver)
+        ]
+        gpus = [device for device in devices_of_driver if device.pop("kind") == _KIND_GPU]
         if gpus:
             versions.append(_version(properties.version))
         devices += gpus
@@ -167,19 +173,19 @@ def _asked(loader: ctypes.CDLL) -> dict[str, Any]:
 
 
 def _version(number: int) -> str:
-    """Return such as ``"1.6.33578"``; the driver packs 8, 8 and 16 bits."""
+    """Format a driver version such as ``"1.6.33578"``, packed in 8, 8 and 16 bits."""
     return f"{number >> 24}.{number >> 16 & 0xFF}.{number & 0xFFFF}"
 
 
 def _device(loader: ctypes.CDLL, handle: c_void_p) -> dict[str, Any]:
-    ip = _made(_Ip)
-    device = _made(_Device)
+    ip = _new_structure(_Ip)
+    device = _new_structure(_Device)
     device.next = ctypes.cast(ctypes.byref(ip), c_void_p).value
     _call(loader, "zeDeviceGetProperties", handle, ctypes.byref(device))
-    compute, module = _made(_Compute), _made(_Module)
+    compute, module = _new_structure(_Compute), _new_structure(_Module)
     _call(loader, "zeDeviceGetComputeProperties", handle, ctypes.byref(compute))
     _call(loader, "zeDeviceGetModuleProperties", handle, ctypes.byref(module))
-    caches = _listed(loader, "zeDeviceGetCacheProperties", handle, _Cache)
+    caches = _read_list(loader, "zeDeviceGetCacheProperties", handle, _Cache)
     memories = _memories(loader, handle)
     return {
         "kind": device.kind,
@@ -202,42 +208,44 @@ def _device(loader: ctypes.CDLL, handle: c_void_p) -> dict[str, Any]:
 def _memories(loader: ctypes.CDLL, handle: c_void_p) -> list[tuple[_Memory, _MemoryKind]]:
     count = c_uint32()
     _call(loader, "zeDeviceGetMemoryProperties", handle, ctypes.byref(count), None)
-    kinds = [_made(_MemoryKind) for _ in range(count.value)]
-    found = (_Memory * count.value)()
-    for memory, kind in zip(found, kinds, strict=True):
+    kinds = [_new_structure(_MemoryKind) for _ in range(count.value)]
+    memories = (_Memory * count.value)()
+    # Each memory structure is chained to an extension structure that receives the bandwidth.
+    for memory, kind in zip(memories, kinds, strict=True):
         memory.stype = _STYPES[_Memory]
         memory.next = ctypes.cast(ctypes.byref(kind), c_void_p).value
-    _call(loader, "zeDeviceGetMemoryProperties", handle, ctypes.byref(count), found)
-    return list(zip(found, kinds, strict=True))
+    _call(loader, "zeDeviceGetMemoryProperties", handle, ctypes.byref(count), memories)
+    return list(zip(memories, kinds, strict=True))
 
 
 def _bandwidth(kind: _MemoryKind) -> int:
-    """Return bytes per second, 0 where the driver does not say."""
-    known = kind.physical_bytes and kind.unit == _BYTES_PER_NANOSECOND
-    return int(kind.read_bandwidth) * 10**9 if known else 0
+    """Return the read bandwidth in bytes per second; 0 if the driver does not report it."""
+    is_known = kind.physical_bytes and kind.unit == _BYTES_PER_NANOSECOND
+    return int(kind.read_bandwidth) * 10**9 if is_known else 0
 
 
-def _listed(loader: ctypes.CDLL, name: str, handle: c_void_p, made: Any) -> Any:
+def _read_list(loader: ctypes.CDLL, name: str, handle: c_void_p, structure_type: Any) -> Any:
+    # Level Zero's list functions are called twice: without an array for the count, then with one.
     count = c_uint32()
     _call(loader, name, handle, ctypes.byref(count), None)
-    found = (made * count.value)()
-    for entry in found:
-        entry.stype = _STYPES[made]
-    _call(loader, name, handle, ctypes.byref(count), found)
-    return found
+    entries = (structure_type * count.value)()
+    for entry in entries:
+        entry.stype = _STYPES[structure_type]
+    _call(loader, name, handle, ctypes.byref(count), entries)
+    return entries
 
 
-def _handles(loader: ctypes.CDLL, name: str, *of: c_void_p) -> list[c_void_p]:
+def _read_handles(loader: ctypes.CDLL, name: str, *driver: c_void_p) -> list[c_void_p]:
     count = c_uint32()
-    _call(loader, name, *of, ctypes.byref(count), None)
-    found = (c_void_p * count.value)()
-    _call(loader, name, *of, ctypes.byref(count), found)
-    return [c_void_p(handle) for handle in found[: count.value]]
+    _call(loader, name, *driver, ctypes.byref(count), None)
+    handles = (c_void_p * count.value)()
+    _call(loader, name, *driver, ctypes.byref(count), handles)
+    return [c_void_p(handle) for handle in handles[: count.value]]
 
 
-def _made(made: Any) -> Any:
-    structure = made()
-    structure.stype = _STYPES[made]
+def _new_structure(structure_type: Any) -> Any:
+    structure = structure_type()
+    structure.stype = _STYPES[structure_type]
     return structure
 
 
@@ -245,11 +253,11 @@ def _call(loader: ctypes.CDLL, name: str, *arguments: Any) -> None:
     try:
         function = getattr(loader, name)
     except AttributeError:
-        raise _Failed(name, 0, "this loader does not have it") from None
+        raise _DriverCallError(name, 0, "this loader does not have it") from None
     function.restype = c_uint32
     code = function(*arguments)
     if code:
-        raise _Failed(name, code, f"error {code:#x}")
+        raise _DriverCallError(name, code, f"error {code:#x}")
 
 
 if __name__ == "__main__":

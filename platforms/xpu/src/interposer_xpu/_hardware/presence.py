@@ -1,7 +1,7 @@
-"""Presence of a GPU of Intel that torch can use, or the reason of its absence.
+"""Check for an Intel GPU that torch can use, and explain why there is none.
 
-No step initialises torch.xpu or loads Level Zero in this process, see ``level_zero_inquiry``; the
-driver is asked in another one, and only where the system shows a device file.
+No check initialises torch.xpu or loads Level Zero in this process; see ``level_zero_inquiry`` for
+the reason. A child process queries the driver, and only if there is a device file.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from interposer_xpu._hardware.architectures import architecture_of
 from interposer_xpu._hardware.level_zero import Answer
 from interposer_xpu._hardware.system import System
 from interposer_xpu._hardware.torch_build import TorchBuild
-from interposer_xpu._hardware.visibility import explained, shown
+from interposer_xpu._hardware.visibility import driver_settings, visible_devices
 
-# A probe has to return; the process that examines plugins stops it after five seconds.
+# Shorter than the five seconds after which the plugin examination kills a probe.
 _LIMIT_SECONDS = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """The facts that decide: files of the system, the build of torch, the environment.
+    """Inputs of the check: system files, the torch build and environment variables.
 
     Attributes:
-        limit_seconds: how long the driver may take to answer.
+        limit_seconds: time limit for the driver's answer.
     """
 
     system: System
@@ -36,9 +36,9 @@ class Presence:
     limit_seconds: float = _LIMIT_SECONDS
 
     def judge(self) -> Verdict:
-        """Say whether there is a GPU to use, cheapest questions first.
+        """Accept if there is a usable GPU; the cheapest checks run first.
 
-        Raises: DriverLostError: there may be one, but its driver crashes or hangs.
+        Raises: DriverLostError: there may be a GPU, but the driver crashes or hangs.
         """
         if sys.platform != "linux":
             return Verdict.refuse(
@@ -46,18 +46,18 @@ class Presence:
             )
         verdict = self.system.judge()
         if verdict:
-            verdict = self.build.judge(self._seen())
+            verdict = self.build.judge(self._detected_text())
         if not verdict:
             return verdict
         try:
             answer = level_zero.ask(limit_seconds=self.limit_seconds)
         except level_zero.DriverLostError:
-            raise  # not to be taken for a machine that has no GPU
+            raise  # a crash or hang is not evidence that the machine has no GPU
         except level_zero.DriverError as failure:
-            return Verdict.refuse(f"{self._seen()}, but {failure}")
-        return self._by_answer(answer)
+            return Verdict.refuse(f"{self._detected_text()}, but {failure}")
+        return self._judge_answer(answer)
 
-    def _seen(self) -> str:
+    def _detected_text(self) -> str:
         nodes = ", ".join(self.system.nodes)
         if self.system.wsl:
             return f"there may be a GPU of Intel behind {nodes}"
@@ -65,23 +65,27 @@ class Presence:
         where = f" at {displays}" if displays else ""
         return f"there is a GPU of Intel ({nodes}){where}"
 
-    def _by_answer(self, answer: Answer) -> Verdict:
-        told = explained(self.variables)
+    def _judge_answer(self, answer: Answer) -> Verdict:
+        settings_text = driver_settings(self.variables)
         if not answer.devices:
-            why = f": {told} hides every GPU, or names none" if told else ""
-            return Verdict.refuse(f"Level Zero shows no GPU to this process{why}")
-        found = shown(len(answer.devices), self.variables)
-        if not found.ordinals:
+            reason = f": {settings_text} hides every GPU, or names none" if settings_text else ""
+            return Verdict.refuse(f"Level Zero shows no GPU to this process{reason}")
+        sycl_devices = visible_devices(len(answer.devices), self.variables)
+        if not sycl_devices.ordinals:
             count = len(answer.devices)
-            return Verdict.refuse(f"none of {count} GPUs is visible to SYCL: {found.note}")
-        devices = [answer.devices[ordinal] for ordinal in found.ordinals]
-        known = [device for device in devices if architecture_of(device.ip_version).computes]
+            return Verdict.refuse(f"none of {count} GPUs is visible to SYCL: {sycl_devices.note}")
+        devices = [answer.devices[ordinal] for ordinal in sycl_devices.ordinals]
+        supported = [device for device in devices if architecture_of(device.ip_version).computes]
         names = ", ".join(sorted({device.name for device in devices}))
-        if not known:
+        if not supported:
             return Verdict.refuse(
                 f"{names} is of an architecture before Xe-HPG (Arc A-series), for which torch has "
                 "no kernels"
             )
-        what = f"{len(devices)} visible of {len(answer.devices)}: {names}"
-        parts = [what, f"driver {answer.driver}", *filter(None, (told, found.note))]
+        counts = f"{len(devices)} visible of {len(answer.devices)}: {names}"
+        parts = [
+            counts,
+            f"driver {answer.driver}",
+            *filter(None, (settings_text, sycl_devices.note)),
+        ]
         return Verdict.accept("; ".join(parts))

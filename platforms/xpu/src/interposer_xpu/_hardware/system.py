@@ -1,6 +1,6 @@
-"""GPUs as the operating system shows them, before any library of their vendor is loaded.
+"""GPUs as system files show them, before any library of Intel is loaded.
 
-Only files below ``root`` are read, so that a machine without such a GPU pays nothing.
+Only files are read, so the check costs almost nothing on a machine without such a GPU.
 
 Source: the Linux kernel's documentation of the PCI bus in sysfs and of DRM render nodes; the
 names of the kernel's drivers for Intel graphics, ``i915`` and ``xe``.
@@ -27,11 +27,11 @@ _CONTAINER = re.compile("docker|kubepods|containerd|lxc")
 
 @dataclass(frozen=True, slots=True)
 class Display:
-    """A display controller of the vendor on the PCI bus.
+    """An Intel display controller on the PCI bus.
 
     Attributes:
         address: such as ``"0000:03:00.0"``.
-        driver: of the kernel, that is bound to it; empty where none is.
+        driver: kernel driver bound to the controller; empty if none is.
     """
 
     address: str
@@ -43,13 +43,13 @@ class Display:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """GPUs and their driver, as files show them.
+    """GPUs and their driver, as system files show them.
 
     Attributes:
-        root: the folder in which ``dev``, ``proc`` and ``sys`` lie.
-        nodes: device files of GPUs of the vendor.
-        closed: those of them that this user may not open.
-        displays: its display controllers on the bus.
+        root: folder that contains ``dev``, ``proc`` and ``sys``.
+        nodes: device files of Intel GPUs.
+        closed: device files among ``nodes`` that this user may not open.
+        displays: Intel display controllers on the PCI bus.
         wsl: Linux runs inside Windows.
         container: this process runs in a container.
     """
@@ -62,7 +62,7 @@ class System:
     container: bool = False
 
     def judge(self) -> Verdict:
-        """Accept where the vendor's libraries may find a GPU; say what is missing elsewhere."""
+        """Accept if Intel's libraries may find a GPU; otherwise name the missing part."""
         if self.nodes and set(self.nodes) == set(self.closed):
             return Verdict.refuse(
                 f"this user may not open {', '.join(self.closed)}. Join the group that owns it, "
@@ -75,82 +75,82 @@ class System:
                 "this is WSL without /dev/dxg, through which Windows hands on its GPUs. It needs "
                 "WSL 2 and Intel's graphics driver for Windows"
             )
-        seen = "; ".join(map(str, self.displays))
+        displays = "; ".join(map(str, self.displays))
         if not self.displays:
             return Verdict.refuse("no GPU of Intel: no device file, and none on the bus")
-        bound = [display for display in self.displays if display.driver in _DRIVERS]
-        if bound and self.container:
+        driven_displays = [display for display in self.displays if display.driver in _DRIVERS]
+        if driven_displays and self.container:
             return Verdict.refuse(
-                f"a GPU of Intel is on the PCI bus ({seen}), but this container was given none: "
-                "start it with --device /dev/dri, or ask Kubernetes for gpu.intel.com/xe"
+                f"a GPU of Intel is on the PCI bus ({displays}), but this container was given "
+                "none: start it with --device /dev/dri, or ask Kubernetes for gpu.intel.com/xe"
             )
-        if bound:
+        if driven_displays:
             return Verdict.refuse(
-                f"a GPU of Intel is on the PCI bus ({seen}), but it has no file "
+                f"a GPU of Intel is on the PCI bus ({displays}), but it has no file "
                 "/dev/dri/renderD*: its driver failed to start. Look at: dmesg | grep -E 'xe|i915'"
             )
         return Verdict.refuse(
-            f"a GPU of Intel is on the PCI bus ({seen}), but neither i915 nor xe drives it. "
+            f"a GPU of Intel is on the PCI bus ({displays}), but neither i915 nor xe drives it. "
             "Newer GPUs want a newer kernel: Linux 6.12 for Battlemage and Lunar Lake"
         )
 
 
-def look(root: Path = ROOT) -> System:
-    """Return what the files below ``root`` show."""
+def read_system(root: Path = ROOT) -> System:
+    """Read the system's GPU files below ``root``."""
     if sys.platform != "linux":
         return System(root)
-    wsl = "microsoft" in _text(root / "proc/sys/kernel/osrelease").lower()
-    nodes = sorted(_nodes(root))
-    shown = [f"/dev/dri/{name}" for name in nodes]
-    closed = [f"/dev/dri/{name}" for name in nodes if not _opens(root / "dev/dri" / name)]
+    wsl = "microsoft" in _read_text(root / "proc/sys/kernel/osrelease").lower()
+    nodes = sorted(_node_names(root))
+    node_paths = [f"/dev/dri/{name}" for name in nodes]
+    closed = [f"/dev/dri/{name}" for name in nodes if not _may_open(root / "dev/dri" / name)]
     if wsl and (root / "dev/dxg").exists():
-        shown.append("/dev/dxg")
+        node_paths.append("/dev/dxg")
     return System(
         root,
-        tuple(shown),
+        tuple(node_paths),
         tuple(closed),
-        tuple(sorted(_displays(root), key=lambda display: display.address)),
+        tuple(sorted(_read_displays(root), key=lambda display: display.address)),
         wsl,
         _in_container(root),
     )
 
 
-def _nodes(root: Path) -> Iterator[str]:
-    """Yield the names of render nodes whose device is the vendor's."""
-    for path in _entries(root / "dev/dri"):
-        vendor = _text(root / "sys/class/drm" / path.name / "device/vendor").strip()
+def _node_names(root: Path) -> Iterator[str]:
+    """Yield the names of the render nodes of Intel GPUs."""
+    for path in _list_folder(root / "dev/dri"):
+        vendor = _read_text(root / "sys/class/drm" / path.name / "device/vendor").strip()
         if _NODE.fullmatch(path.name) and vendor == _VENDOR:
             yield path.name
 
 
-def _displays(root: Path) -> Iterator[Display]:
-    for path in _entries(root / "sys/bus/pci/devices"):
-        if _text(path / "vendor").strip() != _VENDOR:
+def _read_displays(root: Path) -> Iterator[Display]:
+    for path in _list_folder(root / "sys/bus/pci/devices"):
+        if _read_text(path / "vendor").strip() != _VENDOR:
             continue
-        if _text(path / "class").startswith(_DISPLAY):
+        if _read_text(path / "class").startswith(_DISPLAY):
             driver = path / "driver"
             yield Display(path.name, driver.resolve().name if driver.exists() else "")
 
 
-def _opens(path: Path) -> bool:
+def _may_open(path: Path) -> bool:
     return os.access(path, os.R_OK | os.W_OK)
 
 
 def _in_container(root: Path) -> bool:
-    marks = (root / ".dockerenv", root / "run/.containerenv")
-    return any(mark.exists() for mark in marks) or bool(
-        _CONTAINER.search(_text(root / "proc/1/cgroup"))
+    container_files = (root / ".dockerenv", root / "run/.containerenv")
+    return any(mark.exists() for mark in container_files) or bool(
+        _CONTAINER.search(_read_text(root / "proc/1/cgroup"))
     )
 
 
-def _entries(folder: Path) -> Iterable[Path]:
+def _list_folder(folder: Path) -> Iterable[Path]:
     try:
         return list(folder.iterdir())
     except OSError:
         return []
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""The build of the installed torch, read without initialising any device."""
+"""Build configuration of the installed torch, read without initialising any device."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class TorchBuild:
     """One build of torch.
 
     Attributes:
-        xpu: version of SYCL that it was built with, such as ``"20250301"``; empty without.
-        other: what it was built for instead, such as ``"CUDA 12.8"``; empty where for none.
+        xpu: SYCL version of the build, such as ``"20250301"``; empty without XPU support.
+        other: CUDA or HIP version of the build, such as ``"CUDA 12.8"``; empty without both.
     """
 
     version: str
@@ -24,19 +24,21 @@ class TorchBuild:
 
     @classmethod
     def installed(cls) -> TorchBuild:
-        """Return the build of the torch that is imported, or would be."""
-        import torch  # here, so that whoever brings a build of his own need not wait for it
+        """Return the build of the torch that this process imports."""
+        import torch  # imported here, because tests that pass a build need no torch
 
-        others = {"CUDA": torch.version.cuda, "HIP": torch.version.hip}
-        named = [f"{name} {version}" for name, version in others.items() if version]
-        return cls(torch.__version__, getattr(torch.version, "xpu", None) or "", ", ".join(named))
+        other_builds = {"CUDA": torch.version.cuda, "HIP": torch.version.hip}
+        built_for = [f"{name} {version}" for name, version in other_builds.items() if version]
+        return cls(
+            torch.__version__, getattr(torch.version, "xpu", None) or "", ", ".join(built_for)
+        )
 
-    def judge(self, seen: str) -> Verdict:
-        """Refuse a build without support for GPUs; ``seen`` describes these in a sentence."""
+    def judge(self, gpus_text: str) -> Verdict:
+        """Refuse a build without XPU support; ``gpus_text`` begins the reason with the GPUs."""
         if self.xpu:
             return Verdict.accept()
-        what = f"is built for {self.other}" if self.other else "is built without XPU"
+        build_text = f"is built for {self.other}" if self.other else "is built without XPU"
         return Verdict.refuse(
-            f"{seen}, but torch {self.version} {what}. Try: "
+            f"{gpus_text}, but torch {self.version} {build_text}. Try: "
             f"pip install --force-reinstall torch --index-url {_WHEELS}"
         )

@@ -1,8 +1,8 @@
-"""Visibility of Level Zero's devices to torch, by the variables that decide it.
+"""Devices of Level Zero that SYCL and torch show, from environment variables.
 
-``ZE_AFFINITY_MASK`` and ``ZE_FLAT_DEVICE_HIERARCHY`` are applied by the driver, so that a process
-which asks it sees the outcome. ``ONEAPI_DEVICE_SELECTOR`` is applied above it, by the runtime of
-SYCL, and read here.
+The driver applies ``ZE_AFFINITY_MASK`` and ``ZE_FLAT_DEVICE_HIERARCHY``, so the driver's answer has
+the remaining devices only. The SYCL runtime then applies ``ONEAPI_DEVICE_SELECTOR``, which this
+module parses.
 
 Source: Level Zero specification, chapter "environment variables"; documentation of DPC++,
 "environment variables": the grammar of ``ONEAPI_DEVICE_SELECTOR``.
@@ -22,55 +22,55 @@ _NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """The devices that the runtime shows.
+class VisibleDevices:
+    """The devices that the SYCL runtime shows.
 
     Attributes:
-        ordinals: of the driver's devices, in its order.
-        note: why these and no others, where that is not obvious.
+        ordinals: positions of the devices in the driver's list.
+        note: reason for the selection; empty if the variable is not set.
     """
 
     ordinals: tuple[int, ...]
     note: str = ""
 
 
-def shown(count: int, variables: Mapping[str, str]) -> Shown:
-    """Return which of ``count`` devices of the driver are left by ``ONEAPI_DEVICE_SELECTOR``.
+def visible_devices(count: int, variables: Mapping[str, str]) -> VisibleDevices:
+    """Apply ``ONEAPI_DEVICE_SELECTOR`` to ``count`` devices of the driver.
 
-    Terms that accept come first and those that discard, with ``!``, after them; without any that
-    accepts, all are accepted. A term names a backend, then devices by kind, number, or both by
-    ``*``; parts of a device (``0.1``) are taken for the device.
+    Terms with ``!`` discard devices, the other terms accept devices; without an accepting term, all
+    devices are accepted. A term is ``backend:devices``. Devices are given by type, by number, or as
+    ``*``; a sub-device such as ``0.1`` counts as its device.
     """
-    every = tuple(range(count))
+    all_ordinals = tuple(range(count))
     text = variables.get(SELECTOR, "").strip()
     if not text:
-        return Shown(every)
+        return VisibleDevices(all_ordinals)
     accepted: set[int] = set()
     discarded: set[int] = set()
     terms = [term.strip().lower() for term in text.split(";") if term.strip()]
     for term in terms:
-        chosen = _chosen(term.removeprefix("!"), count)
-        (discarded if term.startswith("!") else accepted).update(chosen)
+        selected = _select(term.removeprefix("!"), count)
+        (discarded if term.startswith("!") else accepted).update(selected)
     if all(term.startswith("!") for term in terms):
-        accepted = set(every)
-    return Shown(tuple(sorted(accepted - discarded)), f"{SELECTOR}={text}")
+        accepted = set(all_ordinals)
+    return VisibleDevices(tuple(sorted(accepted - discarded)), f"{SELECTOR}={text}")
 
 
-def explained(variables: Mapping[str, str]) -> str:
-    """Return what the driver was told by variables, for whoever sees no device or fewer."""
-    told = [f"{name}={variables[name]}" for name in (MASK, HIERARCHY) if variables.get(name)]
-    return " and ".join(told)
+def driver_settings(variables: Mapping[str, str]) -> str:
+    """Format the environment variables that the driver applies, "" if none is set."""
+    assignments = [f"{name}={variables[name]}" for name in (MASK, HIERARCHY) if variables.get(name)]
+    return " and ".join(assignments)
 
 
-def _chosen(term: str, count: int) -> set[int]:
+def _select(term: str, count: int) -> set[int]:
     backend, _, devices = term.partition(":")
     if backend not in _BACKENDS:
         return set()
-    found: set[int] = set()
+    ordinals: set[int] = set()
     for device in (part.strip() for part in devices.split(",")):
         root = device.partition(".")[0]
         if root in ("", "*", "gpu"):
-            found |= set(range(count))
+            ordinals |= set(range(count))
         elif _NUMBER.fullmatch(root) and int(root) < count:
-            found.add(int(root))
-    return found
+            ordinals.add(int(root))
+    return ordinals

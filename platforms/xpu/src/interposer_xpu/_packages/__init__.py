@@ -1,1 +1,1 @@
-"""Optional packages of kernels, and whether they can be used."""
+"""Optional kernel packages, and checks that the installed versions can be used."""

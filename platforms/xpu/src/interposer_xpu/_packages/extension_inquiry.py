@@ -1,8 +1,8 @@
-"""A program that imports intel-extension-for-pytorch and prints its faults as JSON.
+"""Program that imports intel-extension-for-pytorch and prints the fault, if any, as JSON.
 
     python extension_inquiry.py
 
-It runs in a process of its own: a release for another torch ends the process that imports it.
+The program runs in a child process: a release for another torch version crashes at import.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from importlib import import_module
 
 
 def fault() -> str:
-    """Return why the package cannot be used; empty where it can."""
+    """Return the reason that the package cannot be used; "" if it can."""
     try:
         package = import_module("intel_extension_for_pytorch")
     except (ImportError, OSError, RuntimeError) as error:

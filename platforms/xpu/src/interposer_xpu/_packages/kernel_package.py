@@ -1,12 +1,12 @@
-"""The package vllm-xpu-kernels: whether it can be used, op by op, and its ops.
+"""Ops of the package vllm-xpu-kernels, and checks that each op can be used.
 
-Its ops are torch's by registration, so that their schemas can be compared with those that the
-kernels here were written for: another version may have an op of the same name with other
-arguments. The modules are imported when an op is first called.
+The package registers the ops with torch, so the registered schemas can be compared with the schemas
+that this plugin was written for: another version may have an op of the same name with other
+arguments. The package's modules are imported when an op is first called.
 
 Source: vllm-project/vllm-xpu-kernels: ``csrc/torch_bindings.cpp``, ``csrc/moe/torch_bindings.cpp``
 and ``csrc/xpu/torch_bindings.cpp``; the schemas in the published wheels 0.1.3.1, 0.1.12.1 and
-0.1.16.2 are these. Which torch a wheel is for stands in its description alone.
+0.1.16.2 are these. A wheel states its torch version in the long description only.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 
 from interposer import Verdict
 from interposer_xpu._packages import kernel_package_inquiry
-from interposer_xpu._packages.optional_packages import Package, numbers, torch_version
+from interposer_xpu._packages.optional_packages import Package, torch_version, version_numbers
 
 PACKAGE = Package("vllm-xpu-kernels", str(Path(kernel_package_inquiry.__file__)))
-_NEWEST = (0, 2)
+_FIRST_UNSUPPORTED = (0, 2)
 
 SCHEMAS = {
     "_C::get_xpu_view_from_cpu_tensor": "(Tensor cpu_tensor) -> Tensor",
@@ -46,7 +46,7 @@ SCHEMAS = {
     "_moe_C::moe_gather": "(Tensor! output, Tensor moe_output, Tensor topk_weights, "
     "Tensor unpermuted_row_to_permuted_row, int num_experts) -> ()",
 }
-"""The ops that are called here, as torch writes schemas."""
+"""Expected schema of every op that this plugin calls, in torch's notation."""
 
 USES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "view_of_host": ((0, 1, 3), ("_C::get_xpu_view_from_cpu_tensor",)),
@@ -63,61 +63,61 @@ USES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
         ),
     ),
 }
-"""By use, the first version with these schemas, and the ops."""
+"""By use: the first package version with these schemas, and the ops that the use needs."""
 
-_STATED = re.compile(r"PyTorch\W{0,6}(\d+)\.(\d+)")
+_TORCH_IN_DESCRIPTION = re.compile(r"PyTorch\W{0,6}(\d+)\.(\d+)")
 
 
 def judge_installed() -> Verdict:
-    """Accept a version that is known here and was built for this torch, by its metadata."""
-    found = PACKAGE.version
-    if not found:
+    """Accept a supported version that was built for the installed torch, from metadata alone."""
+    installed = PACKAGE.version
+    if not installed:
         return Verdict.refuse(
             "needs the package vllm-xpu-kernels, which is not installed: "
             "pip install vllm-xpu-kernels"
         )
-    if numbers(found) >= _NEWEST:
-        wanted = ".".join(map(str, _NEWEST))
-        return Verdict.refuse(f"was written for vllm-xpu-kernels below {wanted}, found {found}")
-    stated = _STATED.search(PACKAGE.description)
-    if stated and tuple(map(int, stated.groups())) != numbers(torch_version())[:2]:
+    if version_numbers(installed) >= _FIRST_UNSUPPORTED:
+        limit = ".".join(map(str, _FIRST_UNSUPPORTED))
+        return Verdict.refuse(f"was written for vllm-xpu-kernels below {limit}, found {installed}")
+    stated = _TORCH_IN_DESCRIPTION.search(PACKAGE.description)
+    if stated and tuple(map(int, stated.groups())) != version_numbers(torch_version())[:2]:
         return Verdict.refuse(
-            f"vllm-xpu-kernels {found} is built for torch {stated[1]}.{stated[2]}, installed is "
-            f"{torch_version()}. Install the version that fits"
+            f"vllm-xpu-kernels {installed} is built for torch {stated[1]}.{stated[2]}, installed "
+            f"is {torch_version()}. Install the version that fits"
         )
     return Verdict.accept()
 
 
 def judge_ops(use: str) -> Verdict:
-    """Accept where every op of one of ``USES`` is there, with the known schema."""
+    """Accept if every op of a use in ``USES`` exists with the expected schema."""
     verdict = judge_installed()
     if not verdict:
         return verdict
     first, names = USES[use]
-    found = PACKAGE.version
-    if numbers(found) < first:
-        least = ".".join(map(str, first))
-        return Verdict.refuse(f"needs vllm-xpu-kernels {least} or newer, found {found}")
-    facts, verdict = _asked()
+    installed = PACKAGE.version
+    if version_numbers(installed) < first:
+        first_text = ".".join(map(str, first))
+        return Verdict.refuse(f"needs vllm-xpu-kernels {first_text} or newer, found {installed}")
+    facts, verdict = _run_inquiry()
     if not verdict:
         return verdict
     for name in names:
         fault = facts.get(name, "is not among what the inquiry looked for")
         if fault:
-            return Verdict.refuse(f"{name} of vllm-xpu-kernels {found} {fault}")
+            return Verdict.refuse(f"{name} of vllm-xpu-kernels {installed} {fault}")
     return Verdict.accept()
 
 
 @cache
 def op(namespace: str, name: str) -> Callable[..., Any]:
-    """Return an op of the package, which is imported now if it was not before."""
-    import torch  # here, so that judging by metadata alone does not need it
+    """Import the package's module ``namespace`` if necessary, and return its op ``name``."""
+    import torch  # imported here, because checks of metadata need no torch
 
     import_module(f"vllm_xpu_kernels.{namespace}")
-    found: Callable[..., Any] = getattr(getattr(torch.ops, namespace), name).default
-    return found
+    op_overload: Callable[..., Any] = getattr(getattr(torch.ops, namespace), name).default
+    return op_overload
 
 
 @cache
-def _asked() -> tuple[dict[str, Any], Verdict]:
+def _run_inquiry() -> tuple[dict[str, Any], Verdict]:
     return PACKAGE.ask(json.dumps(SCHEMAS))

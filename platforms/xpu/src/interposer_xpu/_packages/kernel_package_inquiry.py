@@ -1,8 +1,8 @@
-"""A program that imports vllm-xpu-kernels and prints the faults of each op as JSON.
+"""Program that imports vllm-xpu-kernels and prints the fault of each op as JSON.
 
     python kernel_package_inquiry.py SCHEMAS
 
-It runs in a process of its own: the package loads libraries of its vendor, which may end it.
+The program runs in a child process: the package loads libraries of Intel, which may crash.
 """
 
 from __future__ import annotations
@@ -13,29 +13,30 @@ from importlib import import_module
 
 
 def faults(schemas: dict[str, str]) -> dict[str, str]:
-    """Return for every op why it cannot be used; empty where it can."""
+    """Return, by op, the reason that the op cannot be used; "" if it can."""
     import torch
 
-    failed: dict[str, str] = {}
+    fault_by_module: dict[str, str] = {}
     for module in sorted({name.partition("::")[0] for name in schemas}):
         try:
             import_module(f"vllm_xpu_kernels.{module}")
         except (ImportError, OSError, RuntimeError) as error:
-            failed[module] = f"cannot be had, its module {module} fails: {error}"
-    found = {}
+            fault_by_module[module] = f"cannot be had, its module {module} fails: {error}"
+    fault_by_op = {}
     for name, schema in schemas.items():
         namespace, _, op = name.partition("::")
-        if namespace in failed:
-            found[name] = failed[namespace]
+        if namespace in fault_by_module:
+            fault_by_op[name] = fault_by_module[namespace]
             continue
         try:
             registered = str(getattr(getattr(torch.ops, namespace), op).default._schema)
         except AttributeError:
-            found[name] = "does not exist"
+            fault_by_op[name] = "does not exist"
             continue
-        wanted = str(torch._C.parse_schema(f"{name}{schema}"))
-        found[name] = "" if registered == wanted else f"has another schema: {registered}"
-    return found
+        # parse_schema() writes the expected schema in the notation of the registered one.
+        expected = str(torch._C.parse_schema(f"{name}{schema}"))
+        fault_by_op[name] = "" if registered == expected else f"has another schema: {registered}"
+    return fault_by_op
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Packages beside torch that bring kernels where they are installed and fit to it.
+"""Optional kernel packages that must match the installed torch.
 
-What the metadata says is asked first, and costs nothing. Only a package that fits by it is
-imported, in a process of its own: one that does not fit after all may end its interpreter.
+The metadata is checked first, at almost no cost. Only a package whose metadata matches is imported,
+in a child process, because a mismatch may still crash the interpreter.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _LIMIT_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """One such package.
+    """An optional kernel package.
 
     Attributes:
-        distribution: what it is installed as.
-        inquiry: path of the program that imports it and prints JSON.
+        distribution: name of the distribution.
+        inquiry: path of the program that imports the package and prints JSON.
     """
 
     distribution: str
@@ -33,7 +33,7 @@ class Package:
 
     @property
     def version(self) -> str:
-        """Its version; empty where it is not installed."""
+        """Installed version; "" if the package is not installed."""
         try:
             return version(self.distribution)
         except PackageNotFoundError:
@@ -41,49 +41,56 @@ class Package:
 
     @property
     def description(self) -> str:
-        """Return the long description of its metadata."""
+        """Long description from the package's metadata."""
         return metadata(self.distribution).json.get("description", "")  # type: ignore[return-value]
 
     def ask(self, *arguments: str) -> tuple[dict[str, Any], Verdict]:
-        """Return the output of its inquiry, or the exit status of a process without output."""
-        named = f"{self.distribution} {self.version}"
+        """Run the inquiry program in a child process.
+
+        Returns: the printed JSON object, and a refusal if the process printed none or hung.
+        """
+        package = f"{self.distribution} {self.version}"
         try:
-            # -P: the modules beside the program are no modules of its own, one is named platform.
-            done = _run([sys.executable, "-P", self.inquiry, *arguments])
+            # -P keeps the program's folder out of sys.path, so its modules cannot hide others.
+            process = _run_child([sys.executable, "-P", self.inquiry, *arguments])
         except subprocess.TimeoutExpired:
-            return {}, Verdict.refuse(f"{named} was not imported in {_LIMIT_SECONDS:g} s")
+            return {}, Verdict.refuse(f"{package} was not imported in {_LIMIT_SECONDS:g} s")
         try:
-            facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+            facts: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
         except (ValueError, IndexError):
-            said = [*done.stdout.strip().splitlines(), *done.stderr.strip().splitlines()][-1:]
-            text = said[0] if said else "it printed nothing"
+            last_line = [
+                *process.stdout.strip().splitlines(),
+                *process.stderr.strip().splitlines(),
+            ][-1:]
+            text = last_line[0] if last_line else "it printed nothing"
             return {}, Verdict.refuse(
-                f"{named} ends the process that imports it ({ended(done.returncode)}): {text}"
+                f"{package} ends the process that imports it ({exit_text(process.returncode)}): "
+                f"{text}"
             )
         return facts, Verdict.accept()
 
 
-def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def _run_child(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False
     )
 
 
-def ended(code: int) -> str:
-    """Say how a process ended."""
+def exit_text(code: int) -> str:
+    """Describe an exit code: a signal if negative, else an exit status."""
     return f"signal {-code}" if code < 0 else f"exit status {code}"
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """Return what a version begins with: (2, 13, 0) of 2.13.0+xpu."""
-    found = []
+def version_numbers(text: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version: (2, 13, 0) for 2.13.0+xpu."""
+    parts = []
     for part in text.partition("+")[0].split("."):
         if not part.isdecimal():
             break
-        found.append(int(part))
-    return tuple(found)
+        parts.append(int(part))
+    return tuple(parts)
 
 
 def torch_version() -> str:
-    """Return the version of torch, which is not imported for it."""
+    """Return torch's version from metadata, without importing torch."""
     return version("torch")

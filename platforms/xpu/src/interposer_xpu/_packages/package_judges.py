@@ -1,4 +1,4 @@
-"""Verdicts of vllm-xpu-kernels on requests, without importing torch."""
+"""Verdicts on requests to kernels of vllm-xpu-kernels, without importing torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 
 def judge_int4(request: Request) -> Verdict:
-    """Accept scales in the dtype of the activations, which the op multiplies in."""
+    """Accept scales with the dtype of the activations, in which the int4 GEMM computes."""
     scales = str(request.dims["scale_dtype"])
     if scales != request.dtype:
         return Verdict.refuse(f"takes scales of {request.dtype}, as x is, got {scales}")
@@ -17,7 +17,7 @@ def judge_int4(request: Request) -> Verdict:
 
 
 def judge_fp8(request: Request) -> Verdict:
-    """Accept operands of one 8-bit format."""
+    """Accept two operands of the same 8-bit float format."""
     pair = str(request.dims["x_dtype"]), str(request.dims["weight_dtype"])
     if pair[0] not in _FP8 or pair[0] != pair[1]:
         return Verdict.refuse(
@@ -27,7 +27,7 @@ def judge_fp8(request: Request) -> Verdict:
 
 
 def judge_fp8_weights(request: Request) -> Verdict:
-    """Accept activations with one scale; the weight may have the same."""
+    """Accept 8-bit operands whose activations have one scale for the whole tensor."""
     for name in ("x_dtype", "weight_dtype"):
         if str(request.dims[name]) not in _FP8:
             return Verdict.refuse(f"takes {' or '.join(_FP8)}, {name} is {request.dims[name]}")
@@ -37,10 +37,10 @@ def judge_fp8_weights(request: Request) -> Verdict:
 
 
 def judge_experts(_request: Request) -> Verdict:
-    """Accept where the three ops of the experts are there."""
+    """Accept if the package has the three ops for MoE experts."""
     return judge_ops("experts")
 
 
 def judge_routing(_request: Request) -> Verdict:
-    """Accept where the op is there."""
+    """Accept if the package has the routing op ``topk_softmax``."""
     return judge_ops("routing")
