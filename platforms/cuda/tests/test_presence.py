@@ -74,6 +74,7 @@ from pathlib import Path
 from interposer_cuda._hardware import driver, system
 from interposer_cuda._hardware.presence import Presence
 from interposer_cuda._hardware.torch_build import TorchBuild
+from interposer_ops.devices.driver_inquiry import DriverError, DriverLostError
 from interposer.tooling import variables
 
 root, build, wanted = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
@@ -83,13 +84,13 @@ if wanted == "probe":
     try:
         verdict = presence.judge()
         said = {"accepted": verdict.accepted, "reason": verdict.reason}
-    except driver.DriverLostError as error:
+    except DriverLostError as error:
         said = {"raised": str(error)}
 else:
     try:
         answer = driver.ask(presence.libraries())
         said = {"cuda": answer.cuda, "devices": [repr(device) for device in answer.devices]}
-    except driver.DriverError as error:
+    except DriverError as error:
         said = {"error": str(error), "code": error.code}
 import os
 said["pid"] = os.getpid()

@@ -48,6 +48,7 @@ PROGRAM = """
 import json, os, sys
 from pathlib import Path
 from interposer.tooling import variables
+from interposer_ops.devices.driver_inquiry import DriverError, DriverLostError
 from interposer_xpu._hardware import level_zero, system
 from interposer_xpu._hardware.presence import Presence
 from interposer_xpu._hardware.torch_build import TorchBuild
@@ -63,9 +64,9 @@ try:
     else:
         answer = level_zero.ask()
         said = {"driver": answer.driver, "devices": [repr(device) for device in answer.devices]}
-except level_zero.DriverLostError as error:
+except DriverLostError as error:
     said = {"lost": str(error)}
-except level_zero.DriverError as error:
+except DriverError as error:
     said = {"error": str(error), "code": error.code}
 said["pid"] = os.getpid()
 said["torch"] = "torch" in sys.modules

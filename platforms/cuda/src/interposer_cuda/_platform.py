@@ -14,10 +14,11 @@ from interposer.tooling import applied, variables
 from interposer_cuda._hardware import driver, host_mapping, system
 from interposer_cuda._hardware.abilities import bandwidth_bytes_per_s, capability_of
 from interposer_cuda._hardware.architectures import architecture_of
-from interposer_cuda._hardware.driver import Answer, CUDADevice, DriverError
+from interposer_cuda._hardware.driver import Answer, CUDADevice
 from interposer_cuda._hardware.presence import Presence
 from interposer_cuda._hardware.torch_build import TorchBuild
 from interposer_cuda._hardware.visibility import DEVICES, ORDER
+from interposer_ops.devices.driver_inquiry import DriverError
 from interposer_ops.devices.graph_recorder import GraphRecorder
 from interposer_ops.devices.memory_profile import MemoryProfile, memory_profile
 

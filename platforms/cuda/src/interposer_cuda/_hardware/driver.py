@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from interposer_cuda._hardware import driver_inquiry
+from interposer_ops.devices.driver_inquiry import DriverInquiry
 
 _LIBRARY = "libcuda.so.1"
 _LIMIT_SECONDS = 60.0
 # Explanations of CUresult codes whose driver text does not tell a user what to do.
-_MEANINGS = {
+_EXPLANATIONS = {
     34: "only the stub of the driver's library is found, which is there to link with. Take the "
     "folder of stubs out of LD_LIBRARY_PATH",
     46: "the device is in use by a process that has it for itself",
@@ -27,24 +25,12 @@ _MEANINGS = {
     "cuda-compat",
     999: "in a container, /dev/nvidia-uvm may be missing; elsewhere, try nvidia-modprobe -u",
 }
-
-
-class DriverError(Exception):
-    """The driver failed; ``code`` is its ``CUresult``, or 0 if the driver could not be called."""
-
-    def __init__(self, call: str, code: int, text: str) -> None:
-        self.call = call
-        self.code = code
-        message = f"{call}: {text} (code {code})" if code else f"{call}: {text}" if call else text
-        meaning = _MEANINGS.get(code)
-        super().__init__(f"{message}; {meaning}" if meaning else message)
-
-
-class DriverLostError(DriverError):
-    """The child process that queries the driver crashed or hung."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__("", 0, text)
+_INQUIRY = DriverInquiry(
+    "CUDA's driver",
+    Path(driver_inquiry.__file__),
+    "If it takes long to wake, nvidia-persistenced keeps it awake",
+    _EXPLANATIONS,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,27 +96,6 @@ def ask(libraries: Iterable[str] = (_LIBRARY,), limit_seconds: float = _LIMIT_SE
         DriverError: the driver cannot be loaded, or returns an error.
         DriverLostError: the driver crashes, or does not answer in time.
     """
-    # -I and -S keep the user's environment and site-packages out, which start slowly and may fail.
-    program = str(Path(driver_inquiry.__file__))
-    command = [sys.executable, "-I", "-S", program, *libraries]
-    try:
-        process = subprocess.run(
-            command, capture_output=True, text=True, timeout=limit_seconds, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise DriverLostError(
-            f"CUDA's driver gave no answer in {limit_seconds:g} s. If it takes long to wake, "
-            "nvidia-persistenced keeps it awake"
-        ) from None
-    try:
-        # Libraries may print as well; the answer is the last line.
-        facts = json.loads(process.stdout.splitlines()[-1])
-    except (ValueError, IndexError):
-        message = process.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
-        raise DriverLostError(
-            f"the process that asks CUDA's driver ended with {process.returncode}: {message[0]}"
-        ) from None
-    if "devices" not in facts:
-        raise DriverError(facts["call"], facts["code"], facts["text"])
+    facts = _INQUIRY.run(*libraries, limit_seconds=limit_seconds)
     major, minor = facts["cuda"]
     return Answer((major, minor), tuple(CUDADevice.of(device) for device in facts["devices"]))

@@ -129,7 +129,8 @@ def _call(driver: ctypes.CDLL, name: str, *arguments: Any) -> None:
 def _error_text(driver: ctypes.CDLL, code: int) -> str:
     text = ctypes.c_char_p()
     driver.cuGetErrorString(ctypes.c_int(code), ctypes.byref(text))
-    return (text.value or b"unknown error").decode(errors="replace")
+    described = (text.value or b"unknown error").decode(errors="replace")
+    return f"{described} (code {code})"
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from interposer_cuda._hardware.nvml import Inventory, NVMLError
 from interposer_cuda._hardware.system import System
 from interposer_cuda._hardware.torch_build import TorchBuild
 from interposer_cuda._hardware.visibility import visible
+from interposer_ops.devices.driver_inquiry import DriverError, DriverLostError
 
 _NVML = "libnvidia-ml.so.1"
 _CUDA = "libcuda.so.1"
@@ -98,9 +99,9 @@ class Presence:
             )
         try:
             answer = driver.ask(self.libraries(), _LIMIT_SECONDS)
-        except driver.DriverLostError:
+        except DriverLostError:
             raise  # a crash or hang is not evidence that the machine has no GPU
-        except driver.DriverError as failure:
+        except DriverError as failure:
             return Verdict.refuse(
                 f"there is {self._detected_text()}, but {failure}; NVML says {error}"
             )

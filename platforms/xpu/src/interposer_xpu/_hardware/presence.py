@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from interposer import Verdict
+from interposer_ops.devices.driver_inquiry import DriverError, DriverLostError
 from interposer_xpu._hardware import level_zero
 from interposer_xpu._hardware.architectures import architecture_of
 from interposer_xpu._hardware.level_zero import Answer
@@ -51,9 +52,9 @@ class Presence:
             return verdict
         try:
             answer = level_zero.ask(limit_seconds=self.limit_seconds)
-        except level_zero.DriverLostError:
+        except DriverLostError:
             raise  # a crash or hang is not evidence that the machine has no GPU
-        except level_zero.DriverError as failure:
+        except DriverError as failure:
             return Verdict.refuse(f"{self._detected_text()}, but {failure}")
         return self._judge_answer(answer)
 
