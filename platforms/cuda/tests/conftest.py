@@ -1,4 +1,4 @@
-"""Packages that are played, installed and importable."""
+"""Fixtures that install stand-in packages and make them importable."""
 
 from __future__ import annotations
 

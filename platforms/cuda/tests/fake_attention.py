@@ -1,4 +1,4 @@
-"""Attention as the packages document it, computed with torch on the processor.
+"""Attention as the packages document it, computed with torch on the CPU.
 
 Dimensions: T tokens, N heads, K kv heads, D head size, E size of a value, B sequences, M pages,
 P pages, S page size, L cached tokens.

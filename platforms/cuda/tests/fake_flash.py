@@ -1,4 +1,4 @@
-"""The functions of flash-attn-3 and flash-attn that interposer-cuda calls.
+"""Stand-ins for the functions of flash-attn-3 and flash-attn that interposer-cuda calls.
 
 Signatures: hopper/flash_attn_interface.py and flash_attn/flash_attn_interface.py of
 Dao-AILab/flash-attention.

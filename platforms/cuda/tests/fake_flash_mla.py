@@ -1,7 +1,7 @@
-"""The functions of flash_mla that interposer-cuda calls.
+"""Stand-ins for the functions of flash_mla that interposer-cuda calls.
 
 Signatures: flash_mla/flash_mla_interface.py of deepseek-ai/FlashMLA; ``older_metadata`` and
-``older_attention`` are those of 2025, whose arguments are the first of today's.
+``older_attention`` are those of 2025, whose parameters are the first ones of today's.
 """
 
 # mypy: ignore-errors

@@ -1,4 +1,4 @@
-"""The classes of flashinfer-python that interposer-cuda calls.
+"""Stand-ins for the classes of flashinfer-python that interposer-cuda calls.
 
 Signatures: those that 0.6.0 and 0.7.2 of flashinfer-python share.
 """

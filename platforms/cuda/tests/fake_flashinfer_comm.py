@@ -1,6 +1,6 @@
-"""The functions of flashinfer.comm that interposer-cuda calls, over two ranks that have the same.
+"""Stand-ins for the functions of flashinfer.comm, for two ranks that hold equal tensors.
 
-Signatures: those of flashinfer-python 0.7.2, as far as they are used.
+Signatures: those of flashinfer-python 0.7.2, limited to the used parameters.
 """
 
 # mypy: ignore-errors

@@ -1,4 +1,4 @@
-"""Wheels of packages that are played on the processor: their versions and their code."""
+"""Versions and code of the stand-in packages, which compute on the CPU."""
 
 from __future__ import annotations
 

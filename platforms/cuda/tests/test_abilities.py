@@ -53,7 +53,7 @@ def test_bandwidth_follows_from_clock_and_bus() -> None:
     assert bandwidth_bytes_per_s(H100) == pytest.approx(3.352e12, rel=1e-3)
 
 
-def test_what_the_driver_says_goes_before_what_is_known() -> None:
+def test_driver_attributes_override_the_architecture_table() -> None:
     part = replace(
         H100, cluster_launch=False, tensor_map_access=False, peers=(), can_map_host_memory=False
     )
@@ -61,7 +61,7 @@ def test_what_the_driver_says_goes_before_what_is_known() -> None:
     assert "wgmma" in capability_of(part).features
 
 
-def test_a_driver_that_knows_no_larger_shared_memory_tells_the_plain_one() -> None:
+def test_shared_memory_without_opt_in_is_used_if_the_driver_reports_no_opt_in() -> None:
     assert capability_of(replace(H100, shared_optin_bytes=0)).caches_bytes["shared"] == 49152
 
 
@@ -106,7 +106,7 @@ def test_formats_of_an_architecture(
     assert not absent & formats
 
 
-def test_an_unknown_architecture_keeps_what_is_not_tied_to_another() -> None:
+def test_an_unknown_architecture_has_no_instructions_of_a_single_one() -> None:
     assert architecture_of(10, 9) == architecture_of(10, 3)
     future = architecture_of(15, 0)
     assert future.name == "newer than Blackwell"

@@ -1,6 +1,6 @@
-"""Decode steps that other packages attend in are captured, and replayed with other lengths.
+"""Decode steps with attention by optional packages are captured and replayed with other lengths.
 
-The packages are played on the processor, and so is the capture, see ``tests/tape.py``.
+Packages and graph capture are stand-ins on the CPU; see ``tests/tape.py``.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def latent_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
         every=3,
     ),
 )
-def test_graphs_of_them_decode_the_same_tokens(
+def test_captured_graphs_decode_the_same_tokens(
     packages: None, reel: None, latent_lm: Path, name: str
 ) -> None:
     is_latent = name in ("flashinfer_latent", "flash_mla")
@@ -154,7 +154,7 @@ def decoding(lengths: Sequence[int], page_size: int, most_pages: int) -> Attenti
 
 
 @pytest.mark.parametrize("kind", [FlashInferBackend, FlashInferLatentBackend])
-def test_a_fixed_plan_stays_where_it_is(packages: None, kind: type[AttentionBackend]) -> None:
+def test_a_fixed_plan_keeps_its_buffers(packages: None, kind: type[AttentionBackend]) -> None:
     spec = replace(asked(kind), page_size=4)
     fixed, fresh = (kind(spec, site(spec.dtype)) for _ in range(2))
     torch.manual_seed(0)
@@ -255,7 +255,7 @@ PLANNING: list[Any] = [
 
 
 @pytest.mark.parametrize(("backend", "spec"), PLANNING)
-def test_no_plan_waits_for_the_device(
+def test_planning_does_not_synchronize(
     packages: None, backend: type[AttentionBackend], spec: AttentionSpec
 ) -> None:
     made = backend(spec, site(spec.dtype))
@@ -271,7 +271,7 @@ def test_no_plan_waits_for_the_device(
             on_device(batch).seq_lens.tolist()
 
 
-def test_a_backend_that_plans_on_the_host_has_to_say_how() -> None:
+def test_a_backend_that_plans_on_the_host_must_define_plan_fixed() -> None:
     class Half(SdpaBackend):
         plans_on_host = True
 

@@ -1,4 +1,4 @@
-"""On the described GPUs the intended kernels are chosen, as the golden files say."""
+"""The intended kernels are selected on the described GPUs, as the golden files state."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def chosen(name: str, kind: str) -> dict[str, str]:
         ("t4-plain", "paged_attention", "paged_attention_triton"),
     ],
 )
-def test_what_is_to_be_chosen_is(name: str, op: str, kernel: str) -> None:
+def test_the_intended_kernel_is_selected(name: str, op: str, kernel: str) -> None:
     assert chosen(name, "kernel")[op] == kernel

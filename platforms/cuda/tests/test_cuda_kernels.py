@@ -1,4 +1,4 @@
-"""Kernels of this platform give right results on the processor."""
+"""Grouped GEMM kernels of the CUDA platform match the ops on the CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from interposer_ops.linear import grouped_linear
 from interposer_testing import check_kernel
 
 
-def test_grouped_products_are_those_of_the_op() -> None:
+def test_grouped_gemm_matches_the_op() -> None:
     checked = 0
     for case in grouped_linear.cases(torch.bfloat16, 0):
         x, weight = case.arguments["x"], case.arguments["weight"]
@@ -60,7 +60,7 @@ EXPERTS = Request(
 )
 
 
-def test_experts_by_grouped_products_are_those_of_the_op(
+def test_experts_by_grouped_gemm_match_the_op(
     monkeypatch: pytest.MonkeyPatch, fresh_verdict: None
 ) -> None:
     monkeypatch.setattr(functional, "grouped_mm", products_in_float32)
@@ -78,7 +78,7 @@ def test_experts_by_grouped_products_are_those_of_the_op(
     assert set(checked) == {(a, b) for a in ("silu", "gelu", "swiglu_oai") for b in (True, False)}
 
 
-def test_experts_are_refused_while_torch_rounds_grouped_products(fresh_verdict: None) -> None:
+def test_experts_are_refused_if_torch_rounds_grouped_gemm(fresh_verdict: None) -> None:
     reason = grouped_experts.judge(EXPERTS).reason
     assert reason == (
         f"torch {torch.__version__} rounds grouped products of bfloat16 to bfloat16, where the op "
@@ -86,7 +86,7 @@ def test_experts_are_refused_while_torch_rounds_grouped_products(fresh_verdict: 
     )
 
 
-def test_rounded_products_are_told_from_those_of_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounded_grouped_gemm_does_not_match_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel is refused for that reason."""
 
     def rounded(*operands: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The platform without a GPU: its services, and its answers where the driver gives none."""
+"""The CUDA platform without a GPU: its services, and its errors without a driver."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def platform() -> CUDAPlatform:
     return found
 
 
-def test_what_it_provides() -> None:
+def test_the_platform_provides_its_services() -> None:
     provided = {m for m in CUDAPlatform.optional_members() if CUDAPlatform.provides(m)}
     assert provided == {
         *("capture_graph", "compile_backend", "distributed_backend", "facts", "map_host_memory"),
@@ -62,7 +62,9 @@ def test_an_unknown_device_is_refused(platform: CUDAPlatform) -> None:
         platform.capability("cuda:2")
 
 
-def test_facts_are_sentences(platform: CUDAPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_describe_the_devices(
+    platform: CUDAPlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     facts = platform.facts()
     assert facts["CUDA_VISIBLE_DEVICES"] == "'0,1'"
@@ -73,7 +75,7 @@ def test_facts_are_sentences(platform: CUDAPlatform, monkeypatch: pytest.MonkeyP
     )
 
 
-def test_numerics_are_those_of_its_libraries(platform: CUDAPlatform) -> None:
+def test_numerics_set_the_library_switches(platform: CUDAPlatform) -> None:
     matmul = torch.backends.cuda.matmul
     with platform.numerics(NumericsPolicy(reduce_in_16_bits=False)):
         assert not matmul.allow_fp16_reduced_precision_reduction
@@ -82,7 +84,7 @@ def test_numerics_are_those_of_its_libraries(platform: CUDAPlatform) -> None:
     assert matmul.allow_bf16_reduced_precision_reduction
 
 
-def test_names_of_backends(platform: CUDAPlatform) -> None:
+def test_backend_names_are_those_of_torch(platform: CUDAPlatform) -> None:
     assert platform.distributed_backend() == "nccl"
     assert platform.compile_backend() == "inductor"
     assert platform.start_method() == "spawn"
@@ -101,6 +103,6 @@ def test_a_compiled_step_is_not_captured(platform: CUDAPlatform) -> None:
         platform.capture_graph(step)
 
 
-def test_only_pinned_memory_is_mapped() -> None:
+def test_unpinned_memory_cannot_be_mapped() -> None:
     with pytest.raises(ConfigError, match="this tensor is on cpu and not pinned"):
         device_view(torch.zeros(4))

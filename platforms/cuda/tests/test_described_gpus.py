@@ -1,4 +1,4 @@
-"""The described GPUs say what the platform itself would say of such a device."""
+"""Each described GPU equals the description that the platform gives of the real device."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_file_is_declared() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(MEMORY))
-def test_a_description_is_what_its_architecture_has(name: str) -> None:
+def test_a_description_matches_its_architecture(name: str) -> None:
     description = described(name)
     version, mhz, bits = MEMORY[name]
     known = architecture_of(*version)

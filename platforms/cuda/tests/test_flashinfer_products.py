@@ -1,4 +1,4 @@
-"""Arguments of FlashInfer's products, with functions in its place that compute on the processor.
+"""Arguments of FlashInfer's GEMMs, checked with stand-in functions on the CPU.
 
 Dimensions: T tokens, I input features, O output features.
 """
@@ -149,7 +149,7 @@ def request(op: str, dims: Any, architecture: str = "sm_100", dtype: str = "bflo
 
 
 @pytest.mark.parametrize("op", [nvfp4_linear, mxfp8_linear, fp8_block_linear])
-def test_products_are_those_of_the_ops(op: Any, flashinfer: None) -> None:
+def test_gemms_match_the_ops(op: Any, flashinfer: None) -> None:
     record = RECORDS[op.name]
     function = getattr(products, op.name)
     prepare = getattr(products, record.prepare.partition(":")[2]) if record.prepare else None
@@ -171,7 +171,7 @@ def test_products_are_those_of_the_ops(op: Any, flashinfer: None) -> None:
     assert biased >= 2
 
 
-def test_it_is_imported_where_it_is_chosen_alone(flashinfer: None) -> None:
+def test_flashinfer_is_imported_only_if_selected(flashinfer: None) -> None:
     asked = request("nvfp4_linear", {})
     assert products.judge(asked)
     assert "flashinfer.gemm" not in sys.modules
@@ -198,7 +198,7 @@ def test_it_is_imported_where_it_is_chosen_alone(flashinfer: None) -> None:
         ),
     ],
 )
-def test_what_cannot_be_used_is_refused(
+def test_an_unusable_package_is_refused(
     version: str,
     code: str,
     judged: str,
@@ -226,7 +226,7 @@ def test_what_cannot_be_used_is_refused(
         ("fp8_block_linear", {}, "sm_103", "needs sm_100, sm_120, sm_121"),
     ],
 )
-def test_what_the_products_do_not_take_is_refused(
+def test_unsupported_requests_are_refused(
     op: str, dims: dict[str, int], architecture: str, reason: str
 ) -> None:
     assert RECORDS[op].requires.judge(request(op, dims, architecture)).reason.startswith(reason)

@@ -1,4 +1,4 @@
-"""Sums by FlashInfer, with functions of the same meaning on the processor."""
+"""All-reduce by FlashInfer, with stand-in functions on the CPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def of(dtype: torch.dtype) -> flashinfer.FlashInferCommunicator:
 
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("shape", [(7,), (1, 4096), (3, 2880), (5, 3, 8), (0, 64)])
-def test_sums_of_any_shape_are_cut_into_rows_of_one_width(
+def test_tensors_of_any_shape_are_summed_in_rows_of_one_width(
     package: Package, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     communicator = of(dtype)
@@ -53,7 +53,7 @@ def test_sums_of_any_shape_are_cut_into_rows_of_one_width(
     assert len(package.made) == bool(package.calls)
 
 
-def test_what_is_larger_than_the_workspace_is_added_up_in_pieces(
+def test_a_tensor_larger_than_the_workspace_is_summed_in_pieces(
     package: Package, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flashinfer, "MOST_BYTES", 16 << 10)
@@ -73,7 +73,7 @@ def test_what_is_larger_than_the_workspace_is_added_up_in_pieces(
 @pytest.mark.parametrize(
     ("hidden", "patterns"), [(32, [1]), (5120, [1]), (16384, [1]), (101, [0]), (16416, [0])]
 )
-def test_rows_are_normalised_by_one_kernel_where_it_takes_them(
+def test_supported_rows_use_the_fused_norm(
     package: Package, hidden: int, patterns: list[int]
 ) -> None:
     communicator = of(torch.float32)
@@ -86,7 +86,7 @@ def test_rows_are_normalised_by_one_kernel_where_it_takes_them(
     assert [pattern for pattern, _ in package.calls] == patterns
 
 
-def test_the_workspace_is_made_for_the_group_and_given_back_once(package: Package) -> None:
+def test_the_workspace_is_created_for_the_group_and_freed_once(package: Package) -> None:
     communicator = of(torch.bfloat16)
     assert not package.made
     communicator.open()
@@ -102,7 +102,7 @@ def test_the_workspace_is_made_for_the_group_and_given_back_once(package: Packag
     assert workspace.destroyed == 1
 
 
-def test_one_that_never_met_the_others_has_nothing_to_give_back(package: Package) -> None:
+def test_a_communicator_that_never_opened_frees_nothing(package: Package) -> None:
     of(torch.float32).close()
     assert not package.made
     assert not package.freed
@@ -119,7 +119,7 @@ def four(*hosts: int) -> Ranks:
     return Ranks(0, 4, hosts or (0,) * 4, ("cuda",) * 4)
 
 
-def test_what_nobody_has_run_is_taken_when_it_is_asked_for(
+def test_an_unproven_communicator_is_used_if_preferred(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "12.8")
@@ -155,7 +155,7 @@ def test_a_torch_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         chosen("all_reduce", torch.bfloat16, four(), all_reduce="flashinfer")
 
 
-def test_functions_are_looked_at_before_they_are_called(
+def test_function_parameters_are_checked_before_use(
     package: Package, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capability = Capability("sm_90")
@@ -172,7 +172,9 @@ def test_functions_are_looked_at_before_they_are_called(
     assert "takes no dtype, group" in flashinfer.confirm(request).reason
 
 
-def test_the_package_is_imported_where_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_package_is_imported_when_the_communicator_opens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer.comm", None)
     communicator = of(torch.bfloat16)
     with pytest.raises(ModuleNotFoundError, match="flashinfer"):

@@ -1,6 +1,6 @@
-"""Tests on a GPU of NVIDIA: graphs, memory, mapping, and everything that the plugin declares.
+"""Tests on an NVIDIA GPU: graphs, memory, mapping, and conformance of all declared kernels.
 
-On an H200 everything passed but the fork, for a cause that was mended since.
+On an H200 all tests passed except the fork test, whose cause has been fixed since.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kernels that are chosen on a GPU, and may be captured in a graph or not."""
+"""Verdicts on capturing the selected kernels in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def resolver(config: Config | None = None) -> Resolver:
     return Resolver(registry, device, config or Config(), described=True)
 
 
-def test_a_kernel_that_waits_for_the_host_is_named() -> None:
+def test_a_kernel_that_synchronizes_is_named() -> None:
     made = resolver()
     site = Site(made, "mlp", torch.float32)
     site.bind_kernel(paged_attention, **facts())

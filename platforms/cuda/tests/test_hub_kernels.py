@@ -1,7 +1,7 @@
-"""Kernels of the hub are found on this machine, judged by what their builds say, and called.
+"""Kernels of the Hub are found in the cache, checked by their build metadata, and called.
 
-Where the package ``kernels`` is not installed, a wheel that loads folders as it does stands in its
-place. The kernels themselves are folders as the hub has them, and compute on the processor.
+If the package ``kernels`` is not installed, a stand-in wheel loads folders in the same way. The
+kernels are folders in the Hub's layout that compute on the CPU.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def request(op: str, architecture: str = "sm_90") -> Request:
     return Request("kernel", op, "a place", Capability(architecture), "bfloat16")
 
 
-def test_functions_are_those_of_the_ops(put: Put) -> None:
+def test_functions_match_the_ops(put: Put) -> None:
     for kernel in CODE:
         put(kernel)
     assert set(RECORDS) == set(OPS)
@@ -168,17 +168,17 @@ def test_functions_are_those_of_the_ops(put: Put) -> None:
         assert checked >= 5, name
 
 
-def test_one_is_bound_where_it_is_wanted(put: Put) -> None:
+def test_a_preferred_hub_kernel_is_bound(put: Put) -> None:
     put(ACTIVATION)
     config = Config(plugins=PARTS, isolation="off", kernels={"silu_and_mul": "silu_and_mul_hub"})
-    device = Device("cuda", "cpu", "one that computes on the processor", Capability("sm_90"))
+    device = Device("cuda", "cpu", "the CPU as a stand-in", Capability("sm_90"))
     resolver = Resolver(current_registry(config), device, config, trusted=frozenset(PARTS))
     site = Site(resolver, "a place", torch.bfloat16)
     function = site.bind(activations.silu_and_mul, intermediate_size=16)
     assert function is hub_kernels.silu_and_mul
 
 
-def test_what_is_not_there_is_refused_without_a_download(put: Put, tmp_path: Path) -> None:
+def test_a_missing_kernel_is_refused_without_a_download(put: Put, tmp_path: Path) -> None:
     reason = ACTIVATION.judge(request("gelu")).reason
     assert reason == (
         f"kernels-community/activation is not in the cache {tmp_path / 'cache'}, and nothing is "
@@ -187,7 +187,7 @@ def test_what_is_not_there_is_refused_without_a_download(put: Put, tmp_path: Pat
     )
 
 
-def test_a_folder_that_the_user_names_goes_before_the_cache(
+def test_local_kernels_take_precedence_over_the_cache(
     put: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build(tmp_path / "own", ACTIVATION)
@@ -234,14 +234,14 @@ def test_builds_for_other_gpus_are_refused(
         ({"backend": "unknown"}, "kernels-community/activation has no build with metadata.json"),
     ],
 )
-def test_builds_that_cannot_be_loaded_from_here_are_refused(
+def test_builds_that_need_a_download_are_refused(
     stated: dict[str, Any], reason: str, put: Put
 ) -> None:
     put(ACTIVATION, **stated)
     assert hub_cache.judge_activation(request("gelu")).reason.startswith(reason)
 
 
-def test_what_the_package_cannot_load_is_refused_where_it_is_chosen(put: Put) -> None:
+def test_a_build_that_fails_to_load_is_refused_when_selected(put: Put) -> None:
     put(LAYER_NORM, variant="torch29-cxx11-cu128-x86_64-linux", backend={"type": "cuda"})
     assert hub_cache.judge_layer_norm(request("rms_norm"))
     reason = hub_kernels.confirm_layer_norm(request("rms_norm")).reason

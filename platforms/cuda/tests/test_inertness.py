@@ -1,4 +1,4 @@
-"""On a machine without such a GPU nothing changes but one line that says so."""
+"""On a machine without an NVIDIA GPU the plugin only adds one line that says so."""
 
 from __future__ import annotations
 

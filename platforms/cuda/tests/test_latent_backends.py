@@ -1,6 +1,6 @@
-"""Latent attention by packages that are played: what they are given, and what goes to the op.
+"""Latent attention by stand-in packages: their arguments, and the steps left to the op.
 
-Dimensions: T tokens, N heads, X named tokens.
+Dimensions: T tokens, N heads, X selected tokens.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def compare_with_the_op(
     assert torch.equal(found[0][1], found[1][1])
 
 
-def test_more_work_than_flashinfer_has_room_for_goes_to_the_op(packages: None) -> None:
+def test_a_step_with_too_much_work_for_flashinfer_uses_the_op(packages: None) -> None:
     spec = replace(LATENT_SPEC, num_heads=128)
     backend = FlashInferLatentBackend(spec, site(spec.dtype))
     tables = [torch.arange(256)]
@@ -123,7 +123,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("backend", LATENT)
-def test_what_they_cannot_do_is_refused(packages: None, backend: Any) -> None:
+def test_unsupported_attention_is_refused(packages: None, backend: Any) -> None:
     assert backend.accepts(LATENT_SPEC, HOPPER)
     for change, expected in [*COMMON, OWN[backend]]:
         assert backend.accepts(replace(LATENT_SPEC, **change), HOPPER).reason.startswith(expected)
@@ -141,7 +141,7 @@ def named(num_tokens: int) -> Case:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3])
-def test_flash_mla_attends_to_named_tokens_as_the_op_defines(
+def test_flash_mla_attends_to_selected_tokens_as_the_op_defines(
     packages: None, num_tokens: int
 ) -> None:
     case = named(num_tokens)
@@ -158,7 +158,7 @@ def test_flash_mla_attends_to_named_tokens_as_the_op_defines(
         assert check_kernel(sparse_latent_attention, kernel, gaps) == []
 
 
-def test_the_function_for_named_tokens_may_be_missing(
+def test_a_missing_sparse_function_is_refused(
     packages: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dims = {"cache_dtype": "float8_e4m3fn"}

@@ -1,7 +1,6 @@
-"""Presence of a GPU by real libraries, compiled here to play the vendor's.
+"""Presence of a GPU, checked with stand-ins for NVIDIA's libraries that the tests compile.
 
-The questions are asked in clean processes, as a user's would be; the log of the libraries says who
-loaded and called what.
+The checks run in clean processes; the log of the libraries shows every load and call.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class GPU:
         )
 
 
-# Runs in a clean process and prints what came out, and what the process has become.
+# Runs in a clean process, and prints the outcome and the state of the process.
 PROGRAM = """
 import json, sys
 from pathlib import Path
@@ -209,7 +208,7 @@ def test_a_gpu_is_found_without_cuda(workstation: Machine) -> None:
     ]
 
 
-def test_nothing_is_loaded_where_no_device_file_is(machine: Machine) -> None:
+def test_nothing_is_loaded_without_a_device_file(machine: Machine) -> None:
     said = machine.install(GPU()).ask()
     assert reason(said) == "no GPU of NVIDIA: no device file, no driver and none on the bus"
     assert machine.calls() == []
@@ -225,7 +224,7 @@ def test_nothing_is_loaded_where_no_device_file_is(machine: Machine) -> None:
         ),
     ],
 )
-def test_nothing_is_loaded_where_torch_cannot_use_it(
+def test_nothing_is_loaded_if_torch_cannot_use_the_gpu(
     workstation: Machine, build: dict[str, str], expected: str
 ) -> None:
     assert expected in reason(workstation.install(GPU()).ask(build=build))
@@ -265,7 +264,7 @@ def wsl(machine: Machine) -> Machine:
         ),
     ],
 )
-def test_what_is_missing_is_said(
+def test_the_missing_part_is_named(
     machine: Machine, prepare: Callable[[Machine], Machine], expected: str
 ) -> None:
     assert expected in reason(prepare(machine).install(GPU()).ask())
@@ -278,7 +277,7 @@ def test_the_version_of_an_open_module_is_read(machine: Machine) -> None:
     assert "driver 570.86.15 is loaded" in reason(said)
 
 
-def test_inside_wsl_the_libraries_of_windows_go_first(machine: Machine) -> None:
+def test_wsl_loads_the_windows_libraries_first(machine: Machine) -> None:
     wsl(machine).file("dev/dxg")
     machine.install(GPU("Of Linux"))
     machine.install(GPU("Of Windows"), into=machine.root / "usr/lib/wsl/lib")
@@ -307,7 +306,7 @@ def test_a_driver_that_is_too_old_is_refused(workstation: Machine) -> None:
     assert "Update NVIDIA's driver to a newer one" in reason(workstation.ask(build=newer))
 
 
-def test_a_gpu_that_torch_has_no_kernels_for_is_refused(workstation: Machine) -> None:
+def test_a_gpu_without_kernels_in_torch_is_refused(workstation: Machine) -> None:
     workstation.install(GPU("Tesla P100", 6, 0), GPU("Tesla V100", 7, 0))
     build = {**BUILD, "targets": ["sm_75", "sm_90", "compute_90"]}
     assert "Tesla P100 is an sm_60, and torch 2.13.0+cu128 has kernels for sm_75, sm_90" in reason(
@@ -368,7 +367,7 @@ def test_the_order_decides_which_gpu_an_index_is(workstation: Machine) -> None:
     assert "1 visible of 2: First, Second;" in reason(unknown, True)
 
 
-def test_mig_without_parts_is_refused(workstation: Machine) -> None:
+def test_mig_without_devices_is_refused(workstation: Machine) -> None:
     workstation.install(GPU(mig=1))
     assert "MIG divides NVIDIA H100 80GB HBM3 at 00000000:01:00.0, but no part exists" in reason(
         workstation.ask()
@@ -377,7 +376,7 @@ def test_mig_without_parts_is_refused(workstation: Machine) -> None:
     assert "GPU 0 is divided by MIG, and no part of it exists" in reason(by_index)
 
 
-def test_one_part_is_visible(workstation: Machine) -> None:
+def test_one_mig_device_is_visible(workstation: Machine) -> None:
     workstation.install(GPU(mig=1, parts=PARTS[:2]))
     assert "1 visible of 1" in reason(workstation.ask(), True)
     assert "a process sees one part, and CUDA_VISIBLE_DEVICES=MIG-... picks it" in reason(
@@ -390,7 +389,7 @@ def test_one_part_is_visible(workstation: Machine) -> None:
     assert f"CUDA_VISIBLE_DEVICES={old}" in reason(workstation.ask(CUDA_VISIBLE_DEVICES=old), True)
 
 
-def test_a_lost_gpu_is_told_beside_the_others(workstation: Machine) -> None:
+def test_a_faulty_gpu_is_reported_with_the_others(workstation: Machine) -> None:
     said = workstation.install(GPU(), GPU(fault=15)).ask()
     assert "GPU 1: nvmlDeviceGetHandleByIndex_v2: GPU is lost (code 15)" in reason(said, True)
     alone = workstation.install(GPU(fault=15)).ask()
@@ -402,7 +401,7 @@ def test_a_driver_that_was_updated_is_refused(workstation: Machine) -> None:
     assert "the driver was updated and its old module is still loaded. Restart" in reason(said)
 
 
-def test_without_nvml_the_driver_is_asked_elsewhere(workstation: Machine) -> None:
+def test_without_nvml_a_child_process_queries_the_driver(workstation: Machine) -> None:
     said = workstation.install(GPU(), GPU(), nvml=False).ask()
     expected = "2 visible: NVIDIA H100 80GB HBM3; asked of CUDA's driver"
     assert reason(said, True) == expected
@@ -416,7 +415,7 @@ def test_without_nvml_an_old_driver_is_refused(workstation: Machine) -> None:
     assert "but the driver serves CUDA up to 11.4" in reason(workstation.ask())
 
 
-def test_without_any_library_both_are_named(workstation: Machine) -> None:
+def test_without_any_library_both_failures_are_named(workstation: Machine) -> None:
     text = reason(workstation.ask())
     assert "there is a GPU (/dev/nvidia0)" in text
     assert "libcuda.so.1" in text
@@ -430,7 +429,7 @@ def test_without_any_library_both_are_named(workstation: Machine) -> None:
         ({"CU_INIT": 999}, "/dev/nvidia-uvm may be missing"),
     ],
 )
-def test_a_driver_that_fails_is_told(
+def test_a_driver_error_is_explained(
     workstation: Machine, values: dict[str, Any], expected: str
 ) -> None:
     workstation.install(GPU(), nvml=False, **values)
@@ -438,14 +437,14 @@ def test_a_driver_that_fails_is_told(
     assert expected in reason(workstation.ask())
 
 
-def test_a_driver_that_crashes_is_not_taken_for_none(workstation: Machine) -> None:
+def test_a_driver_crash_is_not_reported_as_a_missing_gpu(workstation: Machine) -> None:
     workstation.install(GPU(), nvml=False, CU_INIT_CRASHES=1)
     expected = "the process that asks CUDA's driver ended with -6"
     assert expected in workstation.ask("driver")["error"]
     assert expected in workstation.ask()["raised"]
 
 
-def test_a_driver_that_hangs_is_given_up(workstation: Machine) -> None:
+def test_a_driver_that_hangs_times_out(workstation: Machine) -> None:
     workstation.install(GPU(), nvml=False, CU_INIT_SECONDS=60)
     assert "CUDA's driver gave no answer in 4 s" in workstation.ask()["raised"]
 
@@ -486,7 +485,7 @@ def test_the_driver_describes_its_devices(workstation: Machine) -> None:
     assert "Tesla T4" in only
 
 
-def test_an_attribute_that_a_driver_does_not_know_is_zero(workstation: Machine) -> None:
+def test_an_attribute_unknown_to_the_driver_is_zero(workstation: Machine) -> None:
     workstation.install(GPU(), NEWEST_ATTRIBUTE=119)
     (only,) = workstation.ask("driver")["devices"]
     assert "cluster_launch=False" in only

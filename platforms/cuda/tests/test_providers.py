@@ -1,7 +1,7 @@
-"""Optional packages: versions that are taken, and arguments of their functions.
+"""Optional packages: supported versions, and arguments of their functions.
 
-In a package's place stands a wheel that is made here and installed without an index. Its functions
-compute on the processor what the package's documentation says that they compute.
+The tests build and install a stand-in wheel for each package. Its functions compute on the CPU as
+the package's documentation defines.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def served(backend: type[AttentionBackend]) -> Iterator[tuple[str, AttentionSpec
 
 
 @pytest.mark.parametrize("backend", landing_sample(BACKENDS, every=2))
-def test_packages_are_given_what_they_document(
+def test_packages_receive_the_documented_arguments(
     packages: None, backend: type[AttentionBackend]
 ) -> None:
     checked = []
@@ -110,7 +110,7 @@ def test_flashinfer_attends_to_latents_as_the_op_defines(packages: None) -> None
 
 
 @pytest.mark.parametrize("kind", [FlashInferBackend, FlashInferLatentBackend])
-def test_a_plan_is_good_until_the_next_one(packages: None, kind: type[AttentionBackend]) -> None:
+def test_a_plan_is_refused_after_the_next_one(packages: None, kind: type[AttentionBackend]) -> None:
     spec = asked(kind)
     backend = kind(spec, site(spec.dtype))
     batch, num_pages = typical_step(4, spec.page_size)
@@ -181,7 +181,7 @@ OWN: dict[type[AttentionBackend], list[tuple[dict[str, Any], str]]] = {
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_they_cannot_do_is_refused(packages: None, backend: type[AttentionBackend]) -> None:
+def test_unsupported_attention_is_refused(packages: None, backend: type[AttentionBackend]) -> None:
     assert backend.accepts(SPEC, HOPPER)
     for change, expected in [*EVERY, *OWN[backend]]:
         verdict = backend.accepts(replace(SPEC, **change), HOPPER)
@@ -192,7 +192,7 @@ def test_what_they_cannot_do_is_refused(packages: None, backend: type[AttentionB
     assert not IMPORTED & {*sys.modules}
 
 
-def test_flashinfer_wants_the_dtype_in_hardware(packages: None) -> None:
+def test_flashinfer_needs_the_dtype_in_hardware(packages: None) -> None:
     turing = Capability("sm_75", formats=frozenset({"float16"}))
     assert FlashInferBackend.accepts(SPEC, turing).reason == (
         "sm_75 has no products of torch.bfloat16"
@@ -233,7 +233,7 @@ def test_other_versions_are_refused_by_their_metadata(
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, *LATENT])
-def test_what_is_not_installed_is_refused(backend: type[AttentionBackend]) -> None:
+def test_a_package_that_is_not_installed_is_refused(backend: type[AttentionBackend]) -> None:
     reason = backend.accepts(asked(backend), HOPPER).reason
     name, _ = {**BACKENDS, **LATENT}[backend]
     assert reason.startswith(f"needs the package {name}, which is not installed: ")

@@ -1,4 +1,4 @@
-"""A table that lies in the package is read, for the devices of its name and for no other."""
+"""A tuning table of the package is used for devices of its name only."""
 
 from __future__ import annotations
 

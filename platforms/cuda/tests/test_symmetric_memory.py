@@ -1,4 +1,4 @@
-"""Sums in shared memory of GPUs, with ops of the same meaning on the processor."""
+"""All-reduce in symmetric memory, with stand-in ops on the CPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ H100 = Device("cuda", "cuda:0", "test", Capability("sm_90"))
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str, int]]]:
-    """Give the ops a meaning on the processor: all of two ranks have the same."""
+    """Define the ops on the CPU, for two ranks that hold equal tensors."""
     seen: list[tuple[str, str, int]] = []
 
     def add_up(name: str) -> Any:
@@ -88,7 +88,7 @@ def chosen(num_bytes: int, ranks: Ranks, **config: Any) -> Any:
     return resolver.communicator("all_reduce", torch.bfloat16, num_bytes, "model")[0]
 
 
-def test_what_nobody_has_run_is_taken_when_it_is_asked_for(
+def test_an_unproven_communicator_is_used_if_preferred(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "12.8")

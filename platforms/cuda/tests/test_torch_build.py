@@ -1,4 +1,4 @@
-"""A build of torch has kernels for some GPUs."""
+"""A GPU is accepted only if the torch build has kernels for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packages that a test makes and installs, as an index would provide them."""
+"""Wheels that tests build and install with pip."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["install", "wheel"]
 
 
 def wheel(folder: Path, name: str, version: str, modules: Mapping[str, str]) -> Path:
-    """Return a wheel of modules, each of which is a text."""
+    """Build a wheel from the source texts of its modules."""
     stem = f"{name.replace('-', '_')}-{version}"
     path = folder / f"{stem}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as file:
@@ -30,7 +30,7 @@ def wheel(folder: Path, name: str, version: str, modules: Mapping[str, str]) -> 
 
 
 def install(folder: Path, *wheels: Path) -> Path:
-    """Return where pip has installed wheels, without an index."""
+    """Install wheels with pip, without an index, and return the folder."""
     site = folder / "site"
     command = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--quiet"]
     subprocess.run([*command, "--target", str(site), *map(str, wheels)], check=True, timeout=300)

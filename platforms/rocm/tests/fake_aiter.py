@@ -1,7 +1,7 @@
-"""A package that passes for AITER and computes on the processor, as a real wheel.
+"""A stand-in wheel for AITER, which computes on the CPU.
 
-Its functions check what AITER's own check, and read layouts as AITER does: shuffled weights are
-put back in order, so that unshuffled ones give wrong results.
+Its functions make the same checks and read the same layouts as AITER: shuffled weights are
+unshuffled, so weights that were not shuffled give wrong results.
 """
 
 from __future__ import annotations

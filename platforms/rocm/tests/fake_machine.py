@@ -1,4 +1,4 @@
-"""Folders that look like those of a machine with GPUs, written from the names of the properties."""
+"""System folders of a machine with AMD GPUs, written into a temporary folder."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from interposer_rocm._platform import ROCmPlatform
         (120001, "gfx1201"),
     ],
 )
-def test_numbers_and_names_are_the_same_versions(number: int, name: str) -> None:
+def test_numbers_and_names_give_the_same_version(number: int, name: str) -> None:
     version = GfxVersion.of_number(number)
     assert str(version) == name
     assert GfxVersion.of_name(f"{name}:sramecc+:xnack-") == version
@@ -39,7 +39,7 @@ def test_numbers_and_names_are_the_same_versions(number: int, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["sm_90", "gfx", "gfx9", "gfx9-4-generic", ""])
-def test_other_names_are_no_versions(name: str) -> None:
+def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="does not name an architecture"):
         GfxVersion.of_name(name)
 
@@ -57,7 +57,7 @@ def test_other_names_are_no_versions(name: str) -> None:
         ("gfx1201", {"wave32", "wmma", "rdna4", "fp8_ocp"}, {"fp8_fnuz"}),
     ],
 )
-def test_features(name: str, has: set[str], lacks: set[str]) -> None:
+def test_features_of_an_architecture(name: str, has: set[str], lacks: set[str]) -> None:
     features = fixed_features(GfxVersion.of_name(name))
     assert has <= features
     assert not lacks & features
@@ -76,13 +76,13 @@ def test_no_architecture_has_both_kinds_of_8_bit_floats(name: str) -> None:
     assert all(hasattr(torch, dtype) for dtype in known.dtypes)
 
 
-def test_an_unknown_version_has_what_all_have() -> None:
+def test_an_unknown_version_has_common_features_only() -> None:
     unknown = architecture_of(GfxVersion.of_name("gfx1250"))
     assert unknown.features == {"wave32"}
     assert unknown.formats == {"float32", "float16"}
 
 
-def test_files_of_the_driver_say_the_rest(tmp_path: Path) -> None:
+def test_driver_files_complete_the_capability(tmp_path: Path) -> None:
     xgmi, pcie, processor = 11, 2, 0
     machine = Machine(tmp_path).gpus(
         Node(links={processor: pcie, 2: xgmi}), Node(90500, lds_kib=160, links={1: xgmi})
@@ -100,7 +100,7 @@ def test_files_of_the_driver_say_the_rest(tmp_path: Path) -> None:
     assert capability_of(mi350).caches_bytes["lds"] == 163840
 
 
-def test_memory_of_the_system_is_not_the_gpus(tmp_path: Path) -> None:
+def test_system_memory_does_not_count_as_gpu_memory(tmp_path: Path) -> None:
     machine = Machine(tmp_path).gpus(Node(110501, heap=0, memory_mhz=8000, memory_bits=256))
     (gpu,) = system.read_system(machine.root).topology.gpus
     assert gpu.memory_bytes == 0
@@ -120,7 +120,7 @@ def platform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ROCmPlatform:
     return ROCmPlatform()
 
 
-def test_what_the_platform_provides() -> None:
+def test_the_platform_provides_its_services() -> None:
     provided = {m for m in ROCmPlatform.optional_members() if ROCmPlatform.provides(m)}
     assert provided == {
         *("capture_graph", "compile_backend", "distributed_backend", "facts", "memory_profile"),
@@ -128,7 +128,7 @@ def test_what_the_platform_provides() -> None:
     }
 
 
-def test_numerics_are_those_of_its_libraries() -> None:
+def test_numerics_set_the_library_switches() -> None:
     matmul = torch.backends.cuda.matmul  # its name in torch for HIP too
     with ROCmPlatform().numerics(NumericsPolicy("high")):
         assert torch.get_float32_matmul_precision() == "high"
@@ -139,7 +139,7 @@ def test_numerics_are_those_of_its_libraries() -> None:
 @pytest.mark.parametrize(
     ("hip", "accepted"), [("", True), ("6.4.43482", False), ("7.0.0", True), ("10.1", True)]
 )
-def test_graphs_need_a_hip_that_says_what_it_cannot_capture(
+def test_graphs_need_a_hip_that_reports_capture_errors(
     hip: str, accepted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build = TorchBuild("2.11.0", hip)
@@ -167,7 +167,9 @@ def test_devices_are_in_the_order_of_hip(platform: ROCmPlatform) -> None:
         platform.dtypes("cuda:2")
 
 
-def test_facts_are_sentences(platform: ROCmPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_describe_the_devices(
+    platform: ROCmPlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "0,1")
     facts = platform.facts()
     assert facts["torch"] == "2.13.0+rocm7.0, for HIP 7.0"
@@ -178,7 +180,7 @@ def test_facts_are_sentences(platform: ROCmPlatform, monkeypatch: pytest.MonkeyP
     )
 
 
-def test_hidden_gpus_are_a_failure_once_it_is_chosen(
+def test_hidden_gpus_are_an_error_once_the_platform_is_selected(
     platform: ROCmPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "9")
@@ -186,7 +188,7 @@ def test_hidden_gpus_are_a_failure_once_it_is_chosen(
         platform.devices()
 
 
-def test_names_of_backends(platform: ROCmPlatform) -> None:
+def test_backend_names_are_those_of_torch(platform: ROCmPlatform) -> None:
     assert platform.distributed_backend() == "nccl"
     assert platform.compile_backend() == "inductor"
     assert platform.start_method() == "spawn"

@@ -1,4 +1,4 @@
-"""AITER is found, examined in another process and called, with packages that pass for it."""
+"""AITER is found, examined in a child process and called, with stand-in packages."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ pytestmark = [pytest.mark.process, pytest.mark.xdist_group("aiter")]
 PARTS = {"interposer-ops", "interposer-rocm"}
 # The folder that was asked about last.
 USED: list[Path] = []
-MI300X = Device("rocm", "cpu", "one that computes on the processor", Capability("gfx942"))
+MI300X = Device("rocm", "cpu", "the CPU as a stand-in", Capability("gfx942"))
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_another_package_of_that_name_is_told_apart(tmp_path: Path, use: Any) ->
     assert judge_device("gfx942").reason.startswith("the installed package aiter is another one")
 
 
-def test_what_is_there_is_told_with_its_parameters(working: Path, use: Any) -> None:
+def test_functions_are_reported_with_their_parameters(working: Path, use: Any) -> None:
     use(working)
     found = inquire()
     assert found.verdict
@@ -164,7 +164,7 @@ def test_failures_are_refusals(
         require(aiter_library.FLASH)
 
 
-def test_one_that_does_not_come_back_is_stopped(tmp_path: Path, use: Any) -> None:
+def test_an_import_that_hangs_is_stopped(tmp_path: Path, use: Any) -> None:
     use(broken(tmp_path, "import time; time.sleep(600)"))
     verdict = inquire(limit_seconds=3.0).verdict
     assert verdict.reason == (
@@ -173,13 +173,13 @@ def test_one_that_does_not_come_back_is_stopped(tmp_path: Path, use: Any) -> Non
     )
 
 
-def test_what_it_prints_is_not_the_answer(tmp_path: Path, use: Any) -> None:
+def test_output_of_the_import_is_not_the_answer(tmp_path: Path, use: Any) -> None:
     noise = "print('[aiter] start build'); import os; os.system('echo compiling'); "
     use(broken(tmp_path, noise + WORKING["aiter/__init__.py"]))
     assert inquire().verdict
 
 
-def test_older_signatures_are_told(tmp_path: Path, use: Any) -> None:
+def test_missing_parameters_are_named(tmp_path: Path, use: Any) -> None:
     old = "def mla_decode_fwd(q, kv_buffer, o, kv_indptr, kv_indices, kv_last_page_lens): ..."
     shuffle = {"aiter/ops/shuffle.py": "", "aiter/mla.py": old}
     use(install(tmp_path, {**WORKING, **shuffle, "aiter/fused_moe.py": "fused_moe = 1"}))
@@ -194,7 +194,7 @@ def test_older_signatures_are_told(tmp_path: Path, use: Any) -> None:
     )
 
 
-def test_settings_are_seen_at_run_time(
+def test_a_changed_setting_starts_a_new_inquiry(
     tmp_path: Path, use: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     switch = "import os\nif not os.environ.get('AITER_SWITCH'): raise ImportError('switched off')\n"
@@ -206,7 +206,7 @@ def test_settings_are_seen_at_run_time(
     assert not inquire().verdict  # remembered, for the setting of before
 
 
-def test_what_was_mended_is_seen_after_a_refresh(tmp_path: Path, use: Any) -> None:
+def test_a_repaired_package_is_used_after_a_refresh(tmp_path: Path, use: Any) -> None:
     folder = broken(tmp_path, "raise ImportError('broken')")
     use(folder)
     assert not inquire().verdict
@@ -273,7 +273,7 @@ def test_flash_is_captured_and_replayed_with_other_lengths(working: Path, use: A
         ("7.0.51831", "gfx950", None, False),
     ],
 )
-def test_a_compiler_that_makes_it_wrong_is_known(
+def test_a_rocm_that_miscompiles_is_refused(
     hip: str,
     architecture: str,
     softcap: float | None,
@@ -313,12 +313,12 @@ def test_many_specs_are_checked() -> None:
         ({"dtype": torch.float32}, "computes in floats of 16 bits, got torch.float32"),
     ],
 )
-def test_what_flash_cannot_do_is_refused(change: dict[str, Any], expected: str) -> None:
+def test_unsupported_flash_attention_is_refused(change: dict[str, Any], expected: str) -> None:
     spec = replace(SPECS[0][1], **change)
     assert AiterFlashBackend.accepts(spec, MI300X.capability).reason.startswith(expected)
 
 
-def test_latent_attention_is_that_of_the_op(working: Path, use: Any) -> None:
+def test_latent_attention_matches_the_op(working: Path, use: Any) -> None:
     use(working)
     checked = 0
     for case in latent_attention_decode.cases(torch.bfloat16, 0):
@@ -356,7 +356,7 @@ def test_latent_decodes_are_planned_once_per_step(working: Path, use: Any) -> No
         ({}, "needs AITER, which is not installed"),
     ],
 )
-def test_what_latent_decodes_cannot_be_is_refused(changes: dict[str, Any], expected: str) -> None:
+def test_unsupported_latent_attention_is_refused(changes: dict[str, Any], expected: str) -> None:
     spec = replace(LATENT, **changes)
     assert AiterLatentBackend.accepts(spec, MI300X.capability).reason.startswith(expected)
 
@@ -364,7 +364,7 @@ def test_what_latent_decodes_cannot_be_is_refused(changes: dict[str, Any], expec
 @pytest.mark.parametrize("ranks", ["none", "some", "all"])
 @pytest.mark.parametrize("shape", [(9, 128, 128, 5, 2), (1, 256, 128, 4, 4), (0, 128, 128, 4, 2)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_experts_are_those_of_the_op(
+def test_experts_match_the_op(
     dtype: torch.dtype, shape: tuple[int, ...], ranks: str, working: Path, use: Any
 ) -> None:
     """Experts that no token chose are NaN, so that reading one is seen."""
@@ -411,7 +411,7 @@ RECORDS = {r.name: r for r in interposer_records() if isinstance(r, Kernel)}
 SCALED = ("fused_experts_fp8_aiter", "fused_experts_fp8_aiter_fnuz")
 
 
-def test_experts_of_8_bits_are_those_of_the_op(working: Path, use: Any) -> None:
+def test_fp8_experts_match_the_op(working: Path, use: Any) -> None:
     """Results stay within the error that the record states of rounded activations."""
     use(working)
     for name, granularity in product(SCALED, GRANULARITIES):
@@ -435,7 +435,7 @@ def bound_of_8_bits(**dims: Any) -> tuple[str, dict[str, str], tuple[str, ...]]:
     capability = Capability("gfx942", frozenset({"fp8_fnuz"}))
     device = replace(MI300X, capability=capability)
     wanted = Rule(prefer=["*_aiter*"])
-    # What is played computes no experts, which the canary would find.
+    # The stand-in computes no experts, which the canary would notice.
     config = Config(
         plugins=PARTS, isolation="off", canary="off", kernels={"fused_experts_fp8": wanted}
     )
@@ -445,7 +445,7 @@ def bound_of_8_bits(**dims: Any) -> tuple[str, dict[str, str], tuple[str, ...]]:
     return choice.chosen.name, refusals, choice.notes
 
 
-def test_experts_of_8_bits_say_what_they_round(working: Path, use: Any) -> None:
+def test_fp8_experts_report_their_roundings(working: Path, use: Any) -> None:
     use(working)
     chosen, refusals, notes = bound_of_8_bits()
     assert chosen == "fused_experts_fp8_aiter_fnuz"
@@ -462,7 +462,7 @@ def test_experts_of_8_bits_say_what_they_round(working: Path, use: Any) -> None:
         ({"activation": "gelu"}, "activation is 'gelu', must be one of ['silu']"),
     ],
 )
-def test_what_experts_of_8_bits_do_not_take(
+def test_unsupported_fp8_experts_are_refused(
     dims: dict[str, Any], expected: str, working: Path, use: Any
 ) -> None:
     use(working)
@@ -478,7 +478,7 @@ def test_what_experts_of_8_bits_do_not_take(
         ("ops/shuffle.py", "def shuffle_weight(x, ", "def shuffle_weight(x, y, ", "'y'"),
     ],
 )
-def test_others_take_over_where_an_expert_cannot_be_prepared(
+def test_another_kernel_is_used_if_preparing_an_expert_fails(
     file: str, old: str, new: str, expected: str, tmp_path: Path, use: Any
 ) -> None:
     changed = WORKING[f"aiter/{file}"].replace(old, new)
@@ -489,7 +489,7 @@ def test_others_take_over_where_an_expert_cannot_be_prepared(
     assert expected in refusals["fused_experts_fp8_aiter_fnuz"]
 
 
-def test_blocks_of_other_sizes_cannot_be_prepared(working: Path, use: Any) -> None:
+def test_other_block_sizes_are_refused(working: Path, use: Any) -> None:
     use(working)
     weight = torch.zeros((1, 256, 256), dtype=torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"has scales of \(4, 4\), must be \(2, 2\): one per bl"):
@@ -513,7 +513,7 @@ def bound(**settings: Any) -> tuple[str, dict[str, str]]:
     return choice.chosen.name, {refusal.candidate: refusal.reason for refusal in choice.refusals}
 
 
-def test_it_is_taken_where_it_is_wanted(working: Path, use: Any) -> None:
+def test_aiter_is_used_if_preferred(working: Path, use: Any) -> None:
     use(working)
     assert bound()[0] == "fused_experts_in_turn"
     assert "aiter" not in sys.modules
@@ -521,7 +521,7 @@ def test_it_is_taken_where_it_is_wanted(working: Path, use: Any) -> None:
     assert bound(kernels={"fused_experts": "fused_experts_aiter"})[0] == "fused_experts_aiter"
 
 
-def test_others_take_over_where_it_cannot_be_had(tmp_path: Path, use: Any) -> None:
+def test_another_kernel_is_used_if_aiter_is_unusable(tmp_path: Path, use: Any) -> None:
     use(broken(tmp_path, "raise ImportError('x.so: undefined symbol')"))
     chosen, refusals = bound(kernels={"fused_experts": PREFERRED})
     assert chosen == "fused_experts_in_turn"
@@ -532,7 +532,7 @@ def test_others_take_over_where_it_cannot_be_had(tmp_path: Path, use: Any) -> No
         bound(kernels={"fused_experts": "fused_experts_aiter"})
 
 
-def test_a_pinned_backend_says_what_failed(tmp_path: Path, use: Any) -> None:
+def test_a_pinned_backend_reports_its_failure(tmp_path: Path, use: Any) -> None:
     use(broken(tmp_path, "raise AssertionError('who knows')"))
     _, spec = SPECS[0]
     pinned = resolver(attention={"decoder": "aiter_flash"})
@@ -555,7 +555,7 @@ def test_a_pinned_backend_says_what_failed(tmp_path: Path, use: Any) -> None:
         ("gfx90a", {}, "AITER has kernels for gfx942 and gfx950"),
     ],
 )
-def test_latent_attention_takes_what_the_hardware_does(
+def test_latent_attention_takes_the_cache_formats_of_the_hardware(
     architecture: str, changes: dict[str, Any], expected: str, working: Path, use: Any
 ) -> None:
     from interposer_rocm._aiter.package import judge_latent

@@ -1,4 +1,4 @@
-"""Sums by AITER's custom and quick all-reduce, with classes of the same meaning."""
+"""AITER's custom and quick all-reduce, with stand-in classes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def communicator(monkeypatch: pytest.MonkeyPatch) -> sums.AiterCommunicator:
     return sums.AiterCommunicator(TWO, "cuda:0")
 
 
-def test_it_adds_up_and_closes(communicator: sums.AiterCommunicator) -> None:
+def test_the_custom_all_reduce_sums_and_closes(communicator: sums.AiterCommunicator) -> None:
     assert communicator._communicator.made == ("group", "cuda:0", sums.MOST_BYTES)
     x = torch.ones(4, 16, dtype=torch.bfloat16)[:, ::2]
     assert torch.equal(communicator.all_reduce(x), x * 2)
@@ -75,7 +75,7 @@ def test_it_adds_up_and_closes(communicator: sums.AiterCommunicator) -> None:
     assert communicator._communicator.closed == 1
 
 
-def test_what_it_does_not_take_is_an_error_with_a_way_out(
+def test_an_unsupported_size_is_an_error_with_alternatives(
     communicator: sums.AiterCommunicator,
 ) -> None:
     with pytest.raises(RequestError, match="unset AITER_CUSTOM_AR_MAX_SIZE"):
@@ -86,7 +86,7 @@ def test_what_it_does_not_take_is_an_error_with_a_way_out(
     ("num_bytes", "num", "reason"),
     [(4096, 3, "ranks"), (4100, 2, "bytes"), (4096, 2, "AITER, which is not installed")],
 )
-def test_what_it_cannot_do_is_refused(num_bytes: int, num: int, reason: str) -> None:
+def test_unsupported_requests_are_refused(num_bytes: int, num: int, reason: str) -> None:
     ranks = Ranks(0, num, (0,) * num, ("rocm",) * num)
     config = Config(communicators={"all_reduce": "aiter"})
     registry = Registry(Plugins.of(plugin, ops))
@@ -104,7 +104,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> sums.AiterQuickCommunicator:
     return sums.AiterQuickCommunicator(TWO, "cuda:0")
 
 
-def test_the_quick_one_adds_up_and_closes(quick: sums.AiterQuickCommunicator) -> None:
+def test_the_quick_all_reduce_sums_and_closes(quick: sums.AiterQuickCommunicator) -> None:
     quick.open()
     assert quick._communicator.made == ("group", "cuda:0")
     x = torch.ones(4, 16, dtype=torch.bfloat16)[:, ::2]
@@ -115,14 +115,14 @@ def test_the_quick_one_adds_up_and_closes(quick: sums.AiterQuickCommunicator) ->
 
 
 @pytest.mark.parametrize("count", [3, 4096])
-def test_sizes_that_the_quick_one_does_not_take_are_errors(
+def test_unsupported_sizes_of_the_quick_all_reduce_are_errors(
     quick: sums.AiterQuickCommunicator, count: int
 ) -> None:
     with pytest.raises(RequestError, match=r"up to 4096, not .*MAX_SIZE_BYTES_MB"):
         quick.all_reduce(torch.ones(count, dtype=torch.bfloat16))
 
 
-def test_one_that_is_off_says_what_switches_it_on(
+def test_a_disabled_quick_all_reduce_names_the_setting(
     quick: sums.AiterQuickCommunicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(REGIME)
@@ -144,7 +144,7 @@ def test_one_that_is_off_says_what_switches_it_on(
         ({REGIME: "FP", CAST: "0"}, "bfloat16", 4, 8 << 20, ""),
     ],
 )
-def test_the_quick_one_is_taken_where_it_sends_what_it_was_given(
+def test_the_quick_all_reduce_is_used_if_its_transfer_is_exact(
     monkeypatch: pytest.MonkeyPatch,
     variables: dict[str, str],
     dtype: str,

@@ -1,4 +1,4 @@
-"""On the described GPUs the intended kernels are chosen, as the golden files say."""
+"""The intended kernels are selected on the described GPUs, as the golden files state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GOLDEN = Path(__file__).with_name("golden")
         ("mi355x-mxfp4", "mxfp4_linear", "mxfp4_linear_triton"),
     ],
 )
-def test_what_is_to_be_chosen_is(name: str, op: str, kernel: str) -> None:
+def test_the_intended_kernel_is_selected(name: str, op: str, kernel: str) -> None:
     text = (GOLDEN / f"{name}.txt").read_text()
     chosen = re.findall(rf"^kernel '{op}' .*\n  -> (\S+) ", text, re.MULTILINE)
     assert {*chosen} == {kernel}

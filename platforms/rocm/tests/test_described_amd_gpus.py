@@ -1,4 +1,4 @@
-"""The described GPUs are what the platform itself would say of such a device."""
+"""Each described GPU equals the description that the platform gives of the real device."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_file_is_declared() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(GPUS))
-def test_a_description_is_what_the_files_of_a_driver_would_give(name: str) -> None:
+def test_a_description_matches_the_driver_files_of_the_device(name: str) -> None:
     description = described(name)
     version, units, memory, mhz, bits, l2, xgmi = GPUS[name]
     gfx = GfxVersion.of_name(version)

@@ -1,4 +1,4 @@
-"""flash-attn is optional: judged by its metadata, examined in another process, and called."""
+"""flash-attn is checked by its metadata, examined in a child process, and called."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from interposer_testing import attention_specs, check_attention
 
 PARTS = {"interposer-ops", "interposer-rocm"}
 CAPABILITY = Capability("gfx90a", frozenset({"mfma"}))
-MI250X = Device("rocm", "cpu", "one that computes on the processor", CAPABILITY)
-# The function as flash-attn documents it, on the processor.
+MI250X = Device("rocm", "cpu", "the CPU as a stand-in", CAPABILITY)
+# The function as flash-attn documents it, on the CPU.
 TEXT = """
 import torch
 
@@ -85,7 +85,7 @@ def pinned() -> Resolver:
 
 
 @pytest.mark.process
-def test_it_attends_as_the_ops_define(use: Any) -> None:
+def test_flash_attention_matches_the_ops(use: Any) -> None:
     use()
     assert len(SPECS) >= 4
     assert any(spec.window_tokens for spec in SPECS)
@@ -95,7 +95,7 @@ def test_it_attends_as_the_ops_define(use: Any) -> None:
         assert check_attention(FlashAttentionBackend, spec, site) == [], spec
 
 
-def test_without_it_the_alternatives_are_named() -> None:
+def test_without_flash_attn_the_alternatives_are_named() -> None:
     assert flash_attention_version() == ""
     resolver, spec = pinned(), SPECS[0]
     with pytest.raises(NoCandidateError, match="It is not needed: the backend 'paged' serves"):
@@ -103,7 +103,7 @@ def test_without_it_the_alternatives_are_named() -> None:
 
 
 @pytest.mark.process
-def test_what_cannot_be_imported_is_told(use: Any) -> None:
+def test_a_failed_import_is_reported(use: Any) -> None:
     use("raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c10')")
     resolver, spec = pinned(), SPECS[0]
     with pytest.raises(NoCandidateError) as caught:
@@ -126,7 +126,7 @@ def test_what_cannot_be_imported_is_told(use: Any) -> None:
         ({}, Capability("gfx1030"), "has no kernels for gfx1030"),
     ],
 )
-def test_what_it_cannot_do_is_refused(
+def test_unsupported_requests_are_refused(
     change: dict[str, Any], capability: Capability, expected: str
 ) -> None:
     assert judge(replace(SPECS[0], **change), capability).reason.startswith(expected)

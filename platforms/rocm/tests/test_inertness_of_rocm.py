@@ -1,4 +1,4 @@
-"""On a machine without such a GPU the plugin adds one line that says so, and loads nothing."""
+"""On a machine without an AMD GPU the plugin only adds one line that says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Presence of a GPU by files that these tests make up."""
+"""Presence of a GPU, checked with system files in a temporary folder."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def test_a_gpu_without_a_name_goes_by_its_architecture(machine: Machine) -> None
     assert judged(machine.gpus(Node(90010)))[1].startswith("1 visible of 1: AMD gfx90a (gfx90a)")
 
 
-def test_nothing_at_all(machine: Machine) -> None:
+def test_no_gpu_is_reported(machine: Machine) -> None:
     assert judged(machine) == (False, "no GPU of AMD: no /dev/kfd and none on the bus")
 
 
-def test_gpus_of_others_do_not_count(machine: Machine) -> None:
+def test_gpus_of_other_vendors_do_not_count(machine: Machine) -> None:
     folder = "sys/bus/pci/devices/0000:01:00.0"
     machine.file(f"{folder}/vendor", "0x10de\n").file(f"{folder}/class", "0x030000\n")
     # A bridge of the right vendor is no GPU either.
@@ -73,7 +73,7 @@ def test_gpus_of_others_do_not_count(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("kind", ["0x030000", "0x038000", "0x120000"])
-def test_no_driver(machine: Machine, kind: str) -> None:
+def test_a_missing_driver_is_reported(machine: Machine, kind: str) -> None:
     accepted, reason = judged(machine.on_bus(kind=kind))
     assert not accepted
     assert reason == (
@@ -103,7 +103,7 @@ def test_a_container_that_was_given_other_gpus(machine: Machine) -> None:
     assert reason.endswith("1 nodes cannot be read, as of GPUs that a container was not given")
 
 
-def test_a_user_without_the_right() -> None:
+def test_a_user_without_permission_is_told_the_group() -> None:
     verdict = System(Topology(()), device_file=True, allowed=False).judge()
     assert not verdict
     assert "usermod -a -G render,video" in verdict.reason
@@ -143,7 +143,7 @@ def test_torch_without_kernels_for_the_gpu(machine: Machine) -> None:
     assert "not for gfx1030" in reason
 
 
-def test_another_version_can_be_claimed(machine: Machine) -> None:
+def test_an_override_changes_the_architecture(machine: Machine) -> None:
     machine.gpus(Node(110002), Node(90402))
     presence = Presence(read_system(machine.root), HIP, {"HSA_OVERRIDE_GFX_VERSION_1": "11.0.0"})
     assert [str(gpu.version) for gpu in presence.visible_gpus().gpus] == ["gfx1100", "gfx942"]
@@ -182,7 +182,7 @@ def test_another_version_can_be_claimed(machine: Machine) -> None:
         ({"ROCR_VISIBLE_DEVICES": "2", "HIP_VISIBLE_DEVICES": "1"}, [], "the last is 0"),
     ],
 )
-def test_variables_decide_what_is_visible(
+def test_variables_select_the_visible_gpus(
     machine: Machine, variables: dict[str, str], nodes: list[int], note: str
 ) -> None:
     machine.gpus(node(0), node(1), node(2))
@@ -232,7 +232,7 @@ def test_a_clean_process_loads_nothing(machine: Machine) -> None:
     assert json.loads(done.stdout) == [True, reason, False, False, []]
 
 
-def test_the_installed_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_installed_torch_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     own = TorchBuild.installed()

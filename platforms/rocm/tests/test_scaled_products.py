@@ -1,4 +1,4 @@
-"""Products of 8-bit floats are those of the op, in the format that the hardware multiplies."""
+"""FP8 GEMM matches the op, in the 8-bit format of the hardware."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_code_is_halved_exactly() -> None:
     assert torch.equal(numbers[there], twice[there])
 
 
-def test_bits_are_those_of_the_other_format_but_for_two() -> None:
+def test_bits_stay_equal_except_negative_zero_and_nan() -> None:
     same = CODES.view(torch.float8_e4m3fn)
     changed = (halved(same).view(torch.uint8) != CODES).nonzero().flatten().tolist()
     assert changed == [0x7F, 0x80, 0xFF]
@@ -55,7 +55,7 @@ def multiply_fnuz(
     return (product if bias is None else product + bias.float()).to(options["out_dtype"])
 
 
-def test_products_of_halves_are_those_of_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gemm_of_halved_weights_matches_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_scaled_mm", multiply_fnuz)
     checked = 0
     for case in fp8_linear.cases(torch.bfloat16, 0):
@@ -80,7 +80,9 @@ def test_products_of_halves_are_those_of_the_op(monkeypatch: pytest.MonkeyPatch)
         ({"in_features": 264}, "bfloat16", "in_features is 264, must be a multiple of 16"),
     ],
 )
-def test_what_the_operator_takes(changes: dict[str, Any], dtype: str, expected: str) -> None:
+def test_supported_requests_are_accepted(
+    changes: dict[str, Any], dtype: str, expected: str
+) -> None:
     request = Request("kernel", "fp8_linear", "rocm", dtype=dtype, dims={**DIMS, **changes})
     verdict = judge(request)
     assert verdict.accepted == (not expected)
@@ -105,7 +107,7 @@ def test_what_the_operator_takes(changes: dict[str, Any], dtype: str, expected: 
         ("gfx1100", set(), []),
     ],
 )
-def test_each_gpu_gets_the_product_of_its_format(
+def test_each_gpu_gets_the_gemm_of_its_format(
     architecture: str, features: set[str], fitting: list[str]
 ) -> None:
     capability = Capability(architecture, frozenset(features))
@@ -116,7 +118,7 @@ def test_each_gpu_gets_the_product_of_its_format(
 
 
 @pytest.mark.parametrize(("rows", "is_split"), [(1, True), (16, True), (17, False)])
-def test_few_rows_are_split(rows: int, is_split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_use_split_k(rows: int, is_split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Split operands get numbers and scales that mean the same; the processor multiplies them."""
     split = pytest.importorskip(
         "interposer_rocm._split_products", reason="needs the package triton"

@@ -1,7 +1,7 @@
-"""A wheel that plays vllm-xpu-kernels on the processor.
+"""A stand-in wheel for vllm-xpu-kernels, which computes on the CPU.
 
-Its ops have the schemas of the real one and compute what its sources and tests say of them, with
-torch and in float32, so that what is wrong with the arguments shows in the results.
+Its ops have the schemas of the real package and compute as its sources and tests define, with torch
+in float32, so wrong arguments give wrong results.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Runs cases of the ops through kernels of the played package, in a process that has it.
+"""Program that runs op cases through kernels of the stand-in package.
 
     PYTHONPATH=FOLDER python platforms/xpu/tests/kernel_package_results.py RECORD...
 
-prints, as JSON, how many cases each record accepted and what was wrong with their results.
+prints, as JSON, the number of cases that each record accepted and the faults of their results.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Compiles every build of the portable kernels to SPIR-V, below a triton for XPU.
+"""Program that compiles every build of the Triton kernels to SPIR-V with triton-xpu.
 
     PYTHONPATH=FOLDER python platforms/xpu/tests/spirv_builds.py [KERNEL ...]
 
 prints a JSON object per build: kernel, label, and of each launch its name, bytes of SPIR-V, local
-memory and whether matrix instructions came out; or why it was not compiled. FOLDER holds
+memory and use of matrix instructions; or the reason that the build failed. FOLDER holds
 triton-xpu, which is imported as triton. No GPU, SYCL or driver is needed.
 """
 

@@ -41,14 +41,14 @@ def test_a_stack_of_a_max_1550_is_described() -> None:
     assert capability.formats == {"float32", "tf32", "bfloat16", "float16", "int8"}
 
 
-def test_what_the_driver_says_goes_before_what_is_known() -> None:
+def test_driver_properties_override_the_architecture_table() -> None:
     other = replace(MAX1550, float64=False, integrated=True, bandwidth_bytes_per_s=0)
     features = capability_of(other).features
     assert "integrated" in features
     assert not {"float64", "triton", "bandwidth_250g"} & features
 
 
-def test_local_memory_is_the_architectures_where_the_driver_is_silent() -> None:
+def test_local_memory_of_the_architecture_is_used_if_not_reported() -> None:
     silent = replace(MAX1550, shared_bytes=0)
     assert capability_of(silent).caches_bytes["shared"] == 128 * 2**10
 
@@ -73,7 +73,7 @@ def test_features_of_an_architecture(
     assert not lacks & known.features
 
 
-def test_no_architecture_multiplies_small_floats() -> None:
+def test_no_architecture_multiplies_8_bit_floats() -> None:
     versions = [(12, 55), (12, 60), (12, 70), (20, 1), (20, 4), (30, 0)]
     for version in versions:
         formats = architecture_of(packed(*version)).formats
@@ -81,7 +81,7 @@ def test_no_architecture_multiplies_small_floats() -> None:
         assert not [name for name in formats if name.startswith(("float8", "mx", "nv"))]
 
 
-def test_an_unknown_architecture_keeps_what_is_not_tied_to_another() -> None:
+def test_an_unknown_architecture_has_no_instructions_of_a_single_one() -> None:
     future = architecture_of(packed(35, 3))
     assert future.name == "xe_35_3"
     assert "dpas_16" in future.features

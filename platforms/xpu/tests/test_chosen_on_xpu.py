@@ -1,4 +1,4 @@
-"""On the described GPUs the intended kernels are chosen, as the golden files say."""
+"""The intended kernels are selected on the described GPUs, as the golden files state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEVICES = ("arc140v", "b580", "max1550")
     ],
 )
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_to_be_chosen_is(
+def test_the_intended_kernel_is_selected(
     device: str, kind: str, op: str, kernel: str, refused: str
 ) -> None:
     text = (GOLDEN / f"{device}-{kind}.txt").read_text()

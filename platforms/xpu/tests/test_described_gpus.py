@@ -1,4 +1,4 @@
-"""The described GPUs say what the platform itself would say of such a device."""
+"""Each described GPU equals the description that the platform gives of the real device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_file_is_declared() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FACTS))
-def test_a_description_is_what_the_platform_would_say(name: str) -> None:
+def test_a_description_matches_the_platform(name: str) -> None:
     description = described(name)
     ip_version, integrated, xe_cores, speed = FACTS[name]
     known = architecture_of(ip_version)

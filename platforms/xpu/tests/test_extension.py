@@ -1,4 +1,4 @@
-"""intel-extension-for-pytorch is read about, then imported elsewhere, and only if it belongs."""
+"""IPEX is checked by its metadata, and imported in a child process only if the metadata matches."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def asked(folder: Path, version: str, source: str) -> dict[str, object]:
         (f"{MINOR}.0", f"intel-extension-for-pytorch {MINOR}.0 is a build for processors"),
     ],
 )
-def test_what_the_metadata_refuses_is_not_imported(
+def test_a_package_with_unsuitable_metadata_is_not_imported(
     tmp_path: Path, version: str, expected: str
 ) -> None:
     said = asked(tmp_path, version, "import os; os.abort()")
@@ -81,14 +81,16 @@ def test_what_the_metadata_refuses_is_not_imported(
         ("", "has no llm.functional.rms_norm"),
     ],
 )
-def test_how_it_ends_is_told(tmp_path: Path, source: str, expected: str) -> None:
+def test_the_end_of_the_child_process_is_reported(
+    tmp_path: Path, source: str, expected: str
+) -> None:
     version = f"{MINOR}.10+xpu"
     said = asked(tmp_path, version, source)
     assert str(said["reason"]).startswith(f"intel-extension-for-pytorch {version} {expected}")
     assert not said["here"]
 
 
-def test_one_that_fits_is_used(tmp_path: Path) -> None:
+def test_a_matching_release_is_used(tmp_path: Path) -> None:
     assert asked(tmp_path, f"{MINOR}.10+xpu", WORKS) == {
         "reason": "",
         "here": False,
@@ -96,7 +98,7 @@ def test_one_that_fits_is_used(tmp_path: Path) -> None:
     }
 
 
-def test_without_it_that_is_said(tmp_path: Path) -> None:
+def test_a_missing_package_is_reported(tmp_path: Path) -> None:
     done = forks().run("-c", PROGRAM, check=True)
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["reason"] == "needs the package intel-extension-for-pytorch, which is not installed"

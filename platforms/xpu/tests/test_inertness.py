@@ -1,4 +1,4 @@
-"""On a machine without such a GPU nothing changes but refusals that say so."""
+"""On a machine without an Intel GPU the plugin only adds refusals that say so."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""vllm-xpu-kernels is used where it is installed and fits: a wheel plays it on the processor.
+"""vllm-xpu-kernels is used if a matching version is installed; a stand-in computes on the CPU.
 
-What the real ops compute was not run: their schemas are those of the published wheels, and what the
-played ones expect of their arguments is what the real ones' sources and tests say.
+The real ops were not run. The schemas are those of the published wheels, and the stand-ins check
+their arguments as the sources and tests of the real ops define.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return install(tmp_path_factory.mktemp("package"), description=FITS)
 
 
-def test_a_package_that_fits_is_accepted_and_not_imported_here(package: Path) -> None:
+def test_a_matching_package_is_accepted_without_an_import_here(package: Path) -> None:
     said = run(package, "-c", JUDGE)
     assert said.pop("here") == []
     assert said == dict.fromkeys(USES, "")
 
 
-def test_without_the_package_it_is_named() -> None:
+def test_a_missing_package_is_named() -> None:
     said = run(None, "-c", JUDGE)
     assert said.pop("here") == []
     assert set(said.values()) == {
@@ -81,7 +81,7 @@ def test_without_the_package_it_is_named() -> None:
         ("0.0.1", FITS, "needs vllm-xpu-kernels 0.1.3 or newer, found 0.0.1"),
     ],
 )
-def test_what_the_metadata_refuses_is_not_imported(
+def test_a_package_with_unsuitable_metadata_is_not_imported(
     tmp_path: Path, version: str, description: str, expected: str
 ) -> None:
     heads = {"_xpu_C": "raise SystemExit('was imported')"}
@@ -89,7 +89,7 @@ def test_what_the_metadata_refuses_is_not_imported(
     assert expected in run(site, "-c", JUDGE)["int4"]
 
 
-def test_an_older_version_has_what_its_schemas_allow(tmp_path: Path) -> None:
+def test_an_older_version_serves_the_uses_of_its_schemas(tmp_path: Path) -> None:
     schemas = {"_moe_C::topk_softmax": ""}
     site = install(tmp_path, "0.1.3.1", FITS, schemas)
     said = run(site, "-c", JUDGE)
@@ -97,7 +97,7 @@ def test_an_older_version_has_what_its_schemas_allow(tmp_path: Path) -> None:
     assert said["experts"] == "needs vllm-xpu-kernels 0.1.12 or newer, found 0.1.3.1"
 
 
-def test_every_op_is_judged_by_itself(tmp_path: Path) -> None:
+def test_every_op_is_checked_separately(tmp_path: Path) -> None:
     schemas = {
         "_xpu_C::int4_gemm_w4a16": SCHEMAS["_xpu_C::int4_gemm_w4a16"].replace(
             ", Tensor? g_idx", ""
@@ -131,7 +131,9 @@ def test_every_op_is_judged_by_itself(tmp_path: Path) -> None:
         every=3,
     ),
 )
-def test_how_an_import_ends_its_process_is_told(tmp_path: Path, head: str, expected: str) -> None:
+def test_the_end_of_the_importing_process_is_reported(
+    tmp_path: Path, head: str, expected: str
+) -> None:
     site = install(tmp_path, "0.1.16.2", FITS, heads={"_C": head})
     said = run(site, "-c", JUDGE)
     assert len(set(said.values() if said.pop("here") == [] else ())) == 1
@@ -149,7 +151,7 @@ KERNELS = {
 }
 
 
-def test_kernels_hand_on_what_the_ops_define(package: Path) -> None:
+def test_kernels_match_the_ops(package: Path) -> None:
     found = run(package, str(HERE / "kernel_package_results.py"), *KERNELS)
     assert [results["faults"] for results in found.values()] == [[]] * len(KERNELS)
     assert [name for name, least in KERNELS.items() if found[name]["accepted"] < least] == []
@@ -169,7 +171,7 @@ print(json.dumps([view.tolist(), pinned[0, 0].item()]))
     assert run(package, "-c", program) == [[[7, 1, 2], [3, 4, 5]], 7]
 
 
-def test_versions_are_numbers() -> None:
+def test_versions_and_exit_codes_are_parsed() -> None:
     assert version_numbers("0.1.16.2") == (0, 1, 16, 2)
     assert version_numbers("2.13.0+xpu") == (2, 13, 0)
     assert version_numbers("2.13.0a1") == (2, 13)

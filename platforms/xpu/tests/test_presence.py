@@ -1,7 +1,6 @@
-"""Presence of a GPU by a real library, compiled here to play the vendor's loader.
+"""Presence of a GPU, checked with a stand-in for Intel's loader that the tests compile.
 
-The questions are asked in clean processes, as a user's would be; the log of the library says who
-loaded and called what.
+The checks run in clean processes; the log of the library shows every load and call.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class GPU:
         )
 
 
-# Runs in a clean process and prints what came out, and what the process has become.
+# Runs in a clean process, and prints the outcome and the state of the process.
 PROGRAM = """
 import json, os, sys
 from pathlib import Path
@@ -160,7 +159,7 @@ def reason(said: dict[str, Any], accepted: bool = False) -> str:
     return str(said["reason"])
 
 
-def test_a_gpu_is_found_by_another_process(workstation: Machine) -> None:
+def test_a_child_process_finds_the_gpu(workstation: Machine) -> None:
     said = workstation.install(GPU(), GPU()).ask()
     assert reason(said, True) == (
         "2 visible of 2: Intel(R) Arc(TM) B580 Graphics; driver 1.6.33578"
@@ -171,7 +170,7 @@ def test_a_gpu_is_found_by_another_process(workstation: Machine) -> None:
     ]
 
 
-def test_what_the_driver_says_is_read(workstation: Machine) -> None:
+def test_driver_properties_are_read(workstation: Machine) -> None:
     said = workstation.install(GPU(flags=1), GPU("A processor", kind=2)).ask("driver")
     assert said["driver"] == "1.6.33578"
     assert said["devices"] == [
@@ -192,7 +191,7 @@ def test_what_the_driver_says_is_read(workstation: Machine) -> None:
     ],
     ids=["nothing", "of another vendor", "of nobody"],
 )
-def test_nothing_is_asked_where_no_gpu_is(
+def test_the_driver_is_not_queried_without_a_gpu(
     machine: Machine, prepare: Callable[[Machine], Machine]
 ) -> None:
     said = prepare(machine).install(GPU()).ask()
@@ -210,7 +209,7 @@ def test_nothing_is_asked_where_no_gpu_is(
         ),
     ],
 )
-def test_nothing_is_asked_where_torch_cannot_use_it(
+def test_the_driver_is_not_queried_if_torch_cannot_use_the_gpu(
     workstation: Machine, build: dict[str, str], expected: str
 ) -> None:
     text = reason(workstation.install(GPU()).ask(build=build))
@@ -243,7 +242,7 @@ def wsl(machine: Machine) -> Machine:
         (wsl, "this is WSL without /dev/dxg, through which Windows hands on its GPUs"),
     ],
 )
-def test_what_is_missing_is_said(
+def test_the_missing_part_is_named(
     machine: Machine, prepare: Callable[[Machine], Machine], expected: str
 ) -> None:
     assert expected in reason(prepare(machine).install(GPU()).ask())
@@ -251,13 +250,13 @@ def test_what_is_missing_is_said(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="needs a user to whom files can be closed")
-def test_a_file_that_is_closed_to_the_user_is_told(workstation: Machine) -> None:
+def test_a_device_file_without_permission_is_named(workstation: Machine) -> None:
     (workstation.root / "dev/dri/renderD128").chmod(0)
     text = reason(workstation.install(GPU()).ask())
     assert text.startswith("this user may not open /dev/dri/renderD128. Join the group")
 
 
-def test_a_closed_file_among_others_is_no_hindrance() -> None:
+def test_one_open_device_file_is_enough() -> None:
     from interposer_xpu._hardware.system import System
 
     nodes = ("/dev/dri/renderD128", "/dev/dri/renderD129")
@@ -267,7 +266,7 @@ def test_a_closed_file_among_others_is_no_hindrance() -> None:
     )
 
 
-def test_inside_wsl_the_loader_is_asked(machine: Machine) -> None:
+def test_wsl_queries_the_loader(machine: Machine) -> None:
     wsl(machine).file("dev/dxg")
     text = reason(machine.ask(build={"version": "2.13.0+cu128", "other": "CUDA 12.8"}))
     assert text.startswith("there may be a GPU of Intel behind /dev/dxg, but torch 2.13.0+cu128")
@@ -317,27 +316,27 @@ def test_a_mask_that_hides_all_is_named(workstation: Machine) -> None:
         (0x7FFFFFFE, "zeInit: error 0x7ffffffe"),
     ],
 )
-def test_what_the_loader_returns_is_told(workstation: Machine, code: int, expected: str) -> None:
+def test_a_loader_error_is_explained(workstation: Machine, code: int, expected: str) -> None:
     text = reason(workstation.install(GPU(), INIT=code).ask())
     assert text.startswith("there is a GPU of Intel (/dev/dri/renderD128) at 0000:03:00.0, xe, but")
     assert expected in text
 
 
-def test_a_missing_loader_is_told(workstation: Machine) -> None:
+def test_a_missing_loader_is_named(workstation: Machine) -> None:
     assert "libze_loader.so.1: cannot open shared object file" in reason(workstation.ask())
 
 
-def test_a_loader_that_crashes_is_no_absence(workstation: Machine) -> None:
+def test_a_loader_crash_is_not_reported_as_a_missing_gpu(workstation: Machine) -> None:
     said = workstation.install(GPU(), INIT_CRASHES=1).ask()
     assert said["lost"].startswith("the process that asks Level Zero ended with -6")
 
 
-def test_a_loader_that_hangs_is_no_absence(workstation: Machine) -> None:
+def test_a_loader_that_hangs_is_not_reported_as_a_missing_gpu(workstation: Machine) -> None:
     said = workstation.install(GPU(), INIT_SECONDS=30).ask(limit=2)
     assert said["lost"].startswith("Level Zero gave no answer in 2 s")
 
 
-def test_a_gpu_that_torch_has_no_kernels_for_is_refused(workstation: Machine) -> None:
+def test_a_gpu_without_kernels_in_torch_is_refused(workstation: Machine) -> None:
     old = GPU("Intel(R) UHD Graphics 770", ip_version=packed(12, 2))
     text = reason(workstation.install(old).ask())
     assert text.startswith("Intel(R) UHD Graphics 770 is of an architecture before Xe-HPG")

@@ -1,7 +1,7 @@
-"""The portable kernels compile to SPIR-V, by a triton for XPU in a folder of its own.
+"""The Triton kernels compile to SPIR-V, with a triton for XPU in a temporary folder.
 
-180 MB are downloaded and 600 MB lie below pytest's temporary folder meanwhile. ``make test-spirv``
-runs these tests, nothing else does. That a kernel compiles says nothing about what it computes.
+The tests download 180 MB and need 600 MB of temporary space. Only ``make test-spirv`` runs these
+tests. A kernel that compiles may still compute wrong results.
 """
 
 from __future__ import annotations
@@ -86,14 +86,14 @@ def test_every_build_compiles(found: list[dict[str, Any]]) -> None:
     assert [fault for fault in faults.values() if "Cannot broadcast" not in fault] == []
 
 
-def test_what_comes_out_is_spirv_that_fits(found: list[dict[str, Any]]) -> None:
+def test_the_output_is_valid_spirv(found: list[dict[str, Any]]) -> None:
     launches = [launch for report in found for launch in report.get("launches", [])]
     assert launches
     assert [launch for launch in launches if not launch["bytes"]] == []
     assert [launch for launch in launches if launch["shared"] > SHARED_BYTES] == []
 
 
-def test_products_use_matrix_extensions(found: list[dict[str, Any]]) -> None:
+def test_matmuls_use_matrix_extensions(found: list[dict[str, Any]]) -> None:
     wanted = {(build.kernel, build.label) for build in BUILDS if build.matrix}
     multiplying = {
         (report["kernel"], report["label"])

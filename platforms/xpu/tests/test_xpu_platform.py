@@ -1,4 +1,4 @@
-"""The platform without a GPU: its services, and its answers where the driver gives none."""
+"""The XPU platform without a GPU: its services, and its errors without a driver."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> XPUPlatform:
     return XPUPlatform()
 
 
-def test_what_it_provides() -> None:
+def test_the_platform_provides_its_services() -> None:
     provided = {m for m in XPUPlatform.optional_members() if XPUPlatform.provides(m)}
     assert provided == {
         *("compile_backend", "distributed_backend", "facts", "map_host_memory"),
@@ -59,7 +59,7 @@ def test_devices_are_in_the_order_of_the_driver(platform: XPUPlatform) -> None:
     assert platform.dtypes("xpu:1") == [torch.bfloat16, torch.float16, torch.float32]
 
 
-def test_selected_devices_alone_are_listed(
+def test_only_selected_devices_are_listed(
     platform: XPUPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ONEAPI_DEVICE_SELECTOR", "level_zero:1")
@@ -71,14 +71,14 @@ def test_an_unknown_device_is_refused(platform: XPUPlatform) -> None:
         platform.capability("xpu:2")
 
 
-def test_a_triton_of_others_is_no_feature(platform: XPUPlatform) -> None:
+def test_triton_without_the_intel_backend_is_no_feature(platform: XPUPlatform) -> None:
     there = triton_backend.judge()
     assert ("triton" in platform.capability("xpu").features) is bool(there)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(("folders", "accepted"), [(("intel",), True), (("nvidia", "amd"), False)])
-def test_the_backend_of_triton_is_looked_for(
+def test_the_triton_backend_is_found(
     tmp_path: Path, folders: tuple[str, ...], accepted: bool
 ) -> None:
     for folder in folders:
@@ -99,7 +99,7 @@ def test_the_backend_of_triton_is_looked_for(
     assert bool(done.stdout.strip()) is not accepted
 
 
-def test_facts_are_sentences(platform: XPUPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_describe_the_devices(platform: XPUPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZE_AFFINITY_MASK", "0,1")
     facts = platform.facts()
     assert facts["ZE_AFFINITY_MASK"] == "'0,1'"
@@ -110,7 +110,7 @@ def test_facts_are_sentences(platform: XPUPlatform, monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_names_of_backends(platform: XPUPlatform) -> None:
+def test_backend_names_are_those_of_torch(platform: XPUPlatform) -> None:
     assert platform.distributed_backend() == "xccl"
     assert platform.compile_backend() == "inductor"
     assert platform.start_method() == "spawn"
@@ -123,7 +123,7 @@ def test_without_a_loader_there_is_no_device() -> None:
         XPUPlatform().devices()
 
 
-def test_hidden_devices_are_no_devices(
+def test_hidden_devices_are_not_listed(
     platform: XPUPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ONEAPI_DEVICE_SELECTOR", "opencl:*")
@@ -147,7 +147,7 @@ def test_the_installed_build_is_read() -> None:
     assert bool(build.judge("a GPU")) is bool(getattr(torch.version, "xpu", None))
 
 
-def test_parts_and_kinds_of_devices_are_understood() -> None:
+def test_sub_devices_and_device_types_are_parsed() -> None:
     assert visible_devices(2, {}).ordinals == (0, 1)
     assert visible_devices(2, {"ONEAPI_DEVICE_SELECTOR": " "}).ordinals == (0, 1)
     assert visible_devices(2, {"ONEAPI_DEVICE_SELECTOR": "LEVEL_ZERO:GPU"}).ordinals == (0, 1)
