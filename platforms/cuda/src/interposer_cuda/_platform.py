@@ -158,6 +158,7 @@ class CUDAPlatform(Platform):
     def _device(self, name: str) -> CUDADevice:
         devices = self._answer.devices
         device_by_name = {f"cuda:{ordinal}": device for ordinal, device in enumerate(devices)}
+        # A name without an index means the first device.
         full_name = "cuda:0" if name == "cuda" else name
         if full_name not in device_by_name:
             raise UnknownNameError("device", name, device_by_name)

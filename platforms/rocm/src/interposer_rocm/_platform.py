@@ -157,6 +157,7 @@ class ROCmPlatform(Platform):
 
     def _ordinal(self, name: str) -> int:
         device_names = [f"cuda:{ordinal}" for ordinal in range(len(self._gpus))]
+        # A name without an index means the first device.
         full_name = "cuda:0" if name == "cuda" else name
         if full_name not in device_names:
             raise UnknownNameError("device", name, device_names)

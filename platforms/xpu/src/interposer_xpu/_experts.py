@@ -57,6 +57,7 @@ def fused_experts_mxfp4(
     out = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
     if not num_tokens:
         return out
+    # The last expert is the one that prepare() appended.
     is_valid = expert_ids >= 0
     ids = torch.where(is_valid, expert_ids, num_experts - 1).to(torch.int32)
     rows = x.new_empty((num_tokens * top_k, hidden))

@@ -142,6 +142,7 @@ class XPUPlatform(Platform):
         return {f"xpu:{ordinal}": device for ordinal, device in enumerate(self._answer.devices)}
 
     def _device(self, name: str) -> XPUDevice:
+        # A name without an index means the first device.
         full_name = "xpu:0" if name == "xpu" else name
         if full_name not in self._devices:
             raise UnknownNameError("device", name, self._devices)

@@ -29,6 +29,7 @@ def prepare(
     if zero_points is None:
         zeros = torch.tensor([_SYMMETRIC_ZERO_POINT], dtype=torch.int8, device=weight.device)
     else:
+        # Two 4-bit zero points per byte, the first in the lower half.
         pairs = zero_points.t().contiguous().unflatten(1, (-1, 2))
         zeros = (pairs[..., 0] | pairs[..., 1] << 4).contiguous().view(torch.int32)
     packed = weight.contiguous()

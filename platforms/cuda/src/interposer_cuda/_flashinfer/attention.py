@@ -94,6 +94,7 @@ class FlashInferBackend(AttentionBackend):
         if not len(batch.slots):
             return self._wrappers.new_plan(batch.slots, None)
         pages = pages_of(batch, self.spec.page_size)
+        # With one query per sequence, the decode kernels split long caches over multiprocessors.
         if batch.max_query_tokens == 1 and len(batch.slots) == len(batch.seq_lens):
             wrapper = self._wrapper(_DECODE, batch)
             wrapper.plan(*pages, *self._sizes, **self._plan_arguments)

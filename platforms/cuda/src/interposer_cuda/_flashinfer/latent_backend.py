@@ -54,6 +54,7 @@ class FlashInferLatentBackend(LatentBackend):
             "q_data_type": spec.dtype,
             "kv_data_type": spec.cache_dtype,
         }
+        # FlashInfer has fa3 kernels for sm_90 only.
         is_hopper = site.resolver.device.capability.architecture == "sm_90"
         self._kernel_family = "fa3" if is_hopper else "fa2"
         if not site.resolver.described:

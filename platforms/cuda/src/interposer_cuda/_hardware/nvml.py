@@ -65,6 +65,7 @@ class Inventory:
     faults: tuple[str, ...] = ()
 
 
+# Layout of nvmlPciInfo_t, version 3.
 class _PciInfo(ctypes.Structure):
     _fields_ = (
         ("busIdLegacy", ctypes.c_char * 16),
@@ -129,6 +130,7 @@ def _mig_mode(nvml: _NVML, device: ctypes.c_void_p) -> bool:
     try:
         nvml.call("nvmlDeviceGetMigMode", device, current, pending)
     except NVMLError as error:
+        # GPUs without MIG, and drivers older than MIG.
         if error.code in (_NOT_SUPPORTED, _FUNCTION_NOT_FOUND):
             return False
         raise

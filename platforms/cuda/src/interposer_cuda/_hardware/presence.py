@@ -73,6 +73,7 @@ class Presence:
         if not visible_units.uuids:
             count = len(inventory.gpus)
             return Verdict.refuse(f"none of {count} GPUs is visible: {visible_units.note}")
+        # An ambiguous index has an empty uuid; every GPU of the machine is checked then.
         listed_gpus = [
             gpu for gpu in inventory.gpus if {gpu.uuid, *gpu.parts} & {*visible_units.uuids}
         ]
@@ -82,6 +83,7 @@ class Presence:
         verdicts = [
             self.build.judge_architecture(gpu.name, *gpu.architecture) for gpu in usable_gpus
         ]
+        # One GPU with kernels in torch is enough.
         if not any(verdicts):
             return verdicts[0]
         names = ", ".join(sorted({gpu.name for gpu in usable_gpus}))

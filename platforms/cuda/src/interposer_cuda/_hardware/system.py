@@ -15,6 +15,7 @@ from pathlib import Path
 from interposer import Verdict
 
 ROOT = Path("/")
+# nvhost-gpu and nvgpu are the integrated GPUs of Jetson boards.
 _NODE = re.compile(r"nvidia\d+|nvhost-gpu|nvgpu")
 _VERSION = re.compile(r"Kernel Module\b.*?\s(\d+(?:\.\d+)+)")
 _VENDOR = "0x10de"

@@ -42,6 +42,8 @@ def visible(gpus: Sequence[GPU], variables: Mapping[str, str]) -> Visible:
         return _all_visible(usable, mig_gpus)
     if not devices_text.strip():
         return Visible((), f"{DEVICES} is empty, which hides every GPU")
+    # CUDA's default order is by speed, which is unknown here. GPUs of one model have equal speed
+    # and stay in PCI order.
     has_definite_order = (
         len({gpu.name for gpu in gpus}) == 1 or variables.get(ORDER) == "PCI_BUS_ID"
     )
@@ -121,6 +123,7 @@ def _parse_uuid(text: str, gpus: Sequence[GPU]) -> tuple[str, str, str]:
         return (text, text, "") if matches else ("", "", f"no divided GPU is {gpu_uuid}")
     units = [gpu.uuid for gpu in gpus] + [part for gpu in gpus for part in gpu.parts]
     matches = [unit for unit in units if unit.startswith(text)]
+    # An ambiguous prefix ends the list, as an unknown uuid does.
     if len(matches) != 1:
         count_text = "no GPU" if not matches else f"{len(matches)} GPUs"
         return "", "", f"{count_text} of a uuid that begins with {text}"

@@ -86,6 +86,7 @@ class OneShot(Communicator):
             x: bfloat16 or float32, up to ``MOST_BYTES``.
         Raises: RequestError: ``x`` is larger than the shared buffer.
         """
+        # A closed communicator must not be used.
         assert self._buffer is not None
         if not x.numel():
             return x

@@ -80,6 +80,7 @@ def read_topology(root: Path) -> Topology:
         properties = _read_properties(folder / "properties")
         if properties is None:
             unreadable += 1
+        # CPU nodes have no SIMD units.
         elif properties.get("simd_count") and properties.get("gfx_target_version"):
             gpu_nodes[number] = properties
     for number, properties in gpu_nodes.items():
@@ -113,6 +114,7 @@ def _gpu(root: Path, number: int, properties: Mapping[str, int], gpu_nodes: Iter
         memory_mhz=max((bank.get("mem_clk_max", 0) for bank in banks), default=0),
         memory_bits=max((bank.get("width", 0) for bank in banks), default=0),
         l2_bytes=sum(cache.get("size", 0) * 1024 for cache in caches if cache.get("level") == 2),
+        # The table is the fallback if the driver does not report the size.
         lds_bytes=lds or architecture_of(version).lds_bytes,
         wave_lanes=properties.get("wave_front_size", 0),
         engine_mhz=properties.get("max_engine_clk_fcompute", 0),

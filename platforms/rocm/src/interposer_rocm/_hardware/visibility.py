@@ -101,6 +101,7 @@ def _parse_entry(entry: str, gpus: Sequence[GPU], strict: bool) -> tuple[int, st
             return matches[0], ""
         matches_text = f"{len(matches)} GPUs have" if matches else "no GPU has"
         return -1, f"{matches_text} a unique id that begins with {entry}"
+    # Both runtimes reject an index with leading zeros.
     if not re.fullmatch(r"0|-?[1-9]\d*", entry):
         return -1, f"{entry!r} is neither an index nor a unique id"
     if not 0 <= int(entry) < len(gpus):

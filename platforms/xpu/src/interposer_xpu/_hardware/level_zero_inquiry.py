@@ -180,6 +180,7 @@ def _version(number: int) -> str:
 def _device(loader: ctypes.CDLL, handle: c_void_p) -> dict[str, Any]:
     ip = _new_structure(_Ip)
     device = _new_structure(_Device)
+    # The driver fills structures that are chained through "next".
     device.next = ctypes.cast(ctypes.byref(ip), c_void_p).value
     _call(loader, "zeDeviceGetProperties", handle, ctypes.byref(device))
     compute, module = _new_structure(_Compute), _new_structure(_Module)
@@ -201,6 +202,7 @@ def _device(loader: ctypes.CDLL, handle: c_void_p) -> dict[str, Any]:
         "shared_bytes": compute.shared_bytes,
         "cache_bytes": max((cache.bytes for cache in caches), default=0),
         "sub_group_sizes": list(compute.sub_group_sizes[: compute.num_sub_group_sizes]),
+        # ZE_DEVICE_MODULE_FLAG_FP64
         "float64": bool(module.flags & 2),
     }
 

@@ -69,6 +69,7 @@ def _select(term: str, count: int) -> set[int]:
     ordinals: set[int] = set()
     for device in (part.strip() for part in devices.split(",")):
         root = device.partition(".")[0]
+        # All devices of Level Zero are GPUs here, so the type "gpu" selects all of them.
         if root in ("", "*", "gpu"):
             ordinals |= set(range(count))
         elif _NUMBER.fullmatch(root) and int(root) < count:
