@@ -39,20 +39,21 @@ from interposer._selection.gates import (
     Confirms,
     HasNotFailed,
     IsReadByLookup,
-    Loads,
-    LoadsBackend,
-    LoadsCommunicator,
-    LoadsKernel,
-    LoadsLayer,
-    LoadsModel,
-    LoadsScheme,
     ReadsFormOf,
     TakesStoredConstants,
     form_of,
 )
+from interposer._selection.loading import (
+    Loader,
+    ModelLoader,
+    backend_loader,
+    communicator_loader,
+    kernel_loader,
+    layer_loader,
+    scheme_loader,
+)
 from interposer._selection.measurements import Measurements
-from interposer._selection.select import Gate, acceptable, select
-from interposer._selection.sums import sum_dims
+from interposer._selection.select import Gate, acceptable, select_and_load
 
 _log = logging.getLogger("interposer")
 
@@ -61,6 +62,9 @@ R = TypeVar("R")
 Q = ParamSpec("Q")
 S = TypeVar("S")
 L = TypeVar("L", bound=PluggableLayer)
+
+_DECODE_ROW_BYTES = 8192
+"""Bytes of one row of a decode step, whose size decides which communicator all-reduces it."""
 
 
 class Resolver:
@@ -107,6 +111,7 @@ class Resolver:
         self._loaded: dict[tuple[object, ...], Any] = {}
         self._replacing = RLock()
         self._backends: dict[tuple[str, AttentionSpec], AttentionBackend] = {}
+        self._all_reduce_names: dict[torch.dtype, str] = {}
         self._measurements = Measurements(registry, device, config)
         self._gates: tuple[Gate, ...] = (HasNotFailed(registry),)
         # Order matters: cheap gates run before the canary, which starts a process.
@@ -142,7 +147,7 @@ class Resolver:
         Raises: NoCandidateError: every kernel was refused, or the pinned kernel was.
         """
         request = self._request("kernel", op.name, Site(self, prefix, dtype), dims)
-        choice, loaded = self._choose(request, self._gates, self._loads(op))
+        choice, loaded = self._choose(request, self._gates, self._kernel_loader(op))
         return self._bound(op, request, choice, *loaded)
 
     def table(
@@ -174,32 +179,34 @@ class Resolver:
         gates: tuple[Gate, ...] = (IsReadByLookup(forms, lookup[0].name), *self._gates)
         if self._policy(product_request).pin is not None:
             gates = self._gates
-        choice, loaded = self._choose(product_request, gates, self._loads(product[0]))
+        choice, loaded = self._choose(product_request, gates, self._kernel_loader(product[0]))
         product_kernel = self._bound(product[0], product_request, choice, *loaded)
         gates = (ReadsFormOf(choice), *self._gates)
         if self._policy(lookup_request).pin is not None:
             gates = self._gates
         try:
-            choice, loaded = self._choose(lookup_request, gates, self._loads(lookup[0]))
+            choice, loaded = self._choose(lookup_request, gates, self._kernel_loader(lookup[0]))
         except NoCandidateError:
             # Every lookup kernel that reads this form failed its checks. A second copy of the
             # table still works.
-            choice, loaded = self._choose(lookup_request, self._gates, self._loads(lookup[0]))
+            choice, loaded = self._choose(
+                lookup_request, self._gates, self._kernel_loader(lookup[0])
+            )
         return self._bound(lookup[0], lookup_request, choice, *loaded), product_kernel
 
     def layer(self, standard: type[L], site: Site) -> type[L]:
         """Choose the class to build for ``standard``: the standard layer or a replacement."""
-        dims = sum_dims(self, standard, site.dtype)
+        dims = self._all_reduce_dims(site.dtype) if standard.reduces else {}
         request = self._request("layer", standard.layer_id, site, dims)
-        loads = LoadsLayer(self.registry, standard, self.ranks is not None)
-        return cast("type[L]", self._choose(request, (), loads)[1])
+        load = layer_loader(self.registry, standard, self.ranks is not None)
+        return cast("type[L]", self._choose(request, (), load)[1])
 
     def attention(self, spec: AttentionSpec, site: Site) -> AttentionBackend:
         """Choose the backend for ``spec``, shared by all layers with an equal spec."""
         at = Site(self, site.prefix, spec.dtype)
         request = self._request("attention", spec.type, at, spec.dims(), spec)
-        loads = LoadsBackend(self.registry, spec, site, self._backends)
-        return cast(AttentionBackend, self._choose(request, (), loads)[1])
+        load = backend_loader(self.registry, spec, site, self._backends)
+        return cast(AttentionBackend, self._choose(request, (), load)[1])
 
     def communicator(
         self, collective: str, dtype: torch.dtype, num_bytes: int, prefix: str
@@ -210,13 +217,7 @@ class Resolver:
             num_bytes: bytes on one rank.
         Raises: NoCandidateError: every communicator was refused, or the pinned one was.
         """
-        assert self.ranks is not None
-        dims = self.ranks.dims(num_bytes)
-        request = self._request("communicator", collective, Site(self, prefix, dtype), dims)
-        torch_device = self.device.torch_device
-        loads = LoadsCommunicator(self.registry, self.ranks, torch_device, self.communicators)
-        gates = () if self.described else (Confirms(self.registry),)
-        return self._choose(request, gates, loads)
+        return self._choose(*self._communicator_request(collective, dtype, num_bytes, prefix))
 
     def choose_scheme(self, settings: Mapping[str, Any]) -> None:
         """Set ``scheme`` to the scheme for a checkpoint's ``quantization_config``.
@@ -226,7 +227,7 @@ class Resolver:
             ConfigError: the scheme refuses the settings.
         """
         request = Request("scheme", str(settings.get("quant_method")))
-        _, scheme = self._choose(request, (), LoadsScheme(self.registry))
+        _, scheme = self._choose(request, (), scheme_loader(self.registry))
         self.scheme = scheme.parse(settings)
 
     def choose_model(
@@ -241,13 +242,13 @@ class Resolver:
             CheckpointError: the family refuses the content of ``config``.
             NoCandidateError: every family for the architecture was refused.
         """
-        loads = LoadsModel(self.registry, config, source)
+        load = ModelLoader(self.registry, config, source)
         try:
-            return cast(ModelFamily, self._choose(Request("model", architecture), (), loads)[1])
+            return cast(ModelFamily, self._choose(Request("model", architecture), (), load)[1])
         except NoCandidateError as error:
-            if loads.first_error is None or len(error.refusals) > 1:
+            if load.first_error is None or len(error.refusals) > 1:
                 raise
-            raise loads.first_error from None
+            raise load.first_error from None
 
     def accepted(self, request: Request) -> list[Candidate]:
         """Return the candidates that accept ``request``, regardless of the policy."""
@@ -292,35 +293,62 @@ class Resolver:
                     )
 
     def _choose(
-        self, request: Request, gates: tuple[Gate, ...], loads: Loads, *, anew: bool = False
+        self, request: Request, gates: tuple[Gate, ...], load: Loader, *, anew: bool = False
     ) -> tuple[Choice, Any]:
-        """Return the choice for ``request`` and the object that ``loads`` loaded; remember both.
+        """Return the choice for ``request`` and the object that it loaded; remember both.
 
         Args:
-            gates: run before ``loads``.
             anew: replace a remembered choice.
         """
-        policy = self._policy(request)
         # The policy is part of the key, because rules may differ between places of the model.
-        key = (*request.key, policy)
+        key = (*request.key, self._policy(request))
         _, prefixes = self.choices.get(key, (None, []))
         if anew or key not in self.choices:
-            # A model may be built on the meta device, but modules of plugins that are imported here
-            # must be able to create real tensors.
-            with torch.device("cpu"), self._observing(request) as choices:
-                choice = select(
-                    request,
-                    self._candidates(request),
-                    policy,
-                    measured=self._measured(request),
-                    gates=(*gates, loads),
-                )
-                choices.append(choice)
+            choice, self._loaded[key] = self._select(request, gates, load)
             self.choices[key] = (choice, prefixes)
-            self._loaded[key] = loads.loaded
         if not anew:
             prefixes.append(request.prefix)
         return self.choices[key][0], self._loaded[key]
+
+    def _select(
+        self, request: Request, gates: tuple[Gate, ...], load: Loader
+    ) -> tuple[Choice, Any]:
+        """Select a candidate for ``request`` and load it, without remembering either."""
+        # A model may be built on the meta device, but modules of plugins that are imported here
+        # must be able to create real tensors.
+        with torch.device("cpu"), self._observing(request) as choices:
+            choice, loaded = select_and_load(
+                request,
+                self._candidates(request),
+                self._policy(request),
+                measured=self._measured(request),
+                gates=gates,
+                load=load,
+            )
+            choices.append(choice)
+        return choice, loaded
+
+    def _communicator_request(
+        self, collective: str, dtype: torch.dtype, num_bytes: int, prefix: str
+    ) -> tuple[Request, tuple[Gate, ...], Loader]:
+        """Return the request for a communicator, with its gates and its loader."""
+        assert self.ranks is not None
+        site = Site(self, prefix, dtype)
+        request = self._request("communicator", collective, site, self.ranks.dims(num_bytes))
+        gates = () if self.described else (Confirms(self.registry),)
+        torch_device = self.device.torch_device
+        load = communicator_loader(self.registry, self.ranks, torch_device, self.communicators)
+        return request, gates, load
+
+    def _all_reduce_dims(self, dtype: torch.dtype) -> Dims:
+        """Return the dims of a request for a layer that sums over ranks: how many, and by what."""
+        if self.ranks is None:
+            return {}
+        if dtype not in self._all_reduce_names:
+            # The choice is not remembered: the layer requests its communicator itself later.
+            arguments = self._communicator_request("all_reduce", dtype, _DECODE_ROW_BYTES, "")
+            self._all_reduce_names[dtype] = self._select(*arguments)[0].chosen.name
+        return {"ranks": self.ranks.size, "all_reduce": self._all_reduce_names[dtype]}
 
     @contextmanager
     def _observing(self, request: Request) -> Iterator[list[Choice]]:
@@ -386,13 +414,13 @@ class Resolver:
                 failures.setdefault(failed.qualified_name, reason)
                 self.failures.append(Refusal(failed.name, failed.origin, reason, trace))
                 gates: tuple[Gate, ...] = (TakesStoredConstants(), *self._gates)
-                choice, _ = self._choose(request, gates, self._loads(op), anew=True)
+                choice, _ = self._choose(request, gates, self._kernel_loader(op), anew=True)
                 name = choice.chosen.name
                 _log.warning("%s %s; %s takes over", failed.qualified_name, reason, name)
             return self._loaded[key][0], choice.chosen
 
-    def _loads(self, op: CustomOp[..., Any]) -> LoadsKernel:
-        return LoadsKernel(self.registry, op, self.described)
+    def _kernel_loader(self, op: CustomOp[..., Any]) -> Loader:
+        return kernel_loader(self.registry, op, self.described)
 
     def _request(
         self, kind: Kind, name: str, site: Site, dims: Dims, detail: AttentionSpec | None = None

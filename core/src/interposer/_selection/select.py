@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 from interposer._config.policy import Policy
 from interposer._contract.choice import Candidate, Choice, Measured
@@ -27,6 +27,7 @@ from interposer._contract.errors import (
 from interposer._contract.request import Request
 from interposer._contract.verdict import Refusal, Verdict
 from interposer._selection.figures import duration
+from interposer._selection.loading import CandidateRefusedError, Loader
 
 Gate = Callable[[Request, Candidate], Verdict]
 """One check of a candidate; an exception refuses the candidate."""
@@ -45,6 +46,19 @@ def select(
     measured: Measured | str | None = None,
     gates: Sequence[Gate] = (),
 ) -> Choice:
+    """Choose the best candidate for ``request``; see ``select_and_load``, without a loader."""
+    return select_and_load(request, candidates, policy, measured=measured, gates=gates)[0]
+
+
+def select_and_load(
+    request: Request,
+    candidates: Iterable[Candidate],
+    policy: Policy = _FREE,
+    *,
+    measured: Measured | str | None = None,
+    gates: Sequence[Gate] = (),
+    load: Loader | None = None,
+) -> tuple[Choice, Any]:
     """Choose the best candidate for ``request``, independent of the order of ``candidates``.
 
     Args:
@@ -53,6 +67,9 @@ def select(
             string is the reason why measurements cannot be used, and becomes a note.
         gates: costly last checks of the winner, in this order; if one refuses, the next best
             candidate is checked.
+        load: loads the winner after the gates; if loading fails, the next best candidate is
+            checked and loaded.
+    Returns: the choice, and the loaded object, None without ``load``.
     Raises:
         UnknownNameError: the pin names no candidate.
         ConfigError: the pin names candidates of several providers.
@@ -81,10 +98,10 @@ def select(
         contenders = [c for c in accepted if c is pinned]
     elif policy.strict and policy.prefer:
         contenders = [c for c in accepted if ranking.prefers(c)]
-    chosen = None
+    chosen = loaded = None
     for contender in contenders:
-        # Only winners pass through the gates, which are costly.
-        verdict = _run_gates(gates, request, contender)
+        # Only winners pass through the gates and are loaded, which is costly.
+        verdict, loaded = _examine(gates, load, request, contender)
         if verdict:
             chosen = contender
             break
@@ -106,7 +123,7 @@ def select(
         *_acceptance_notes(request, verdicts, chosen),
         measurement_problem,
     )
-    return Choice(
+    choice = Choice(
         request,
         chosen,
         ranking.why(chosen, outranked_candidates),
@@ -119,25 +136,33 @@ def select(
         tuple(filter(None, notes)),
         policy.pin is not None or bool(ranking.preferred(chosen)),
     )
+    return choice, loaded
 
 
-def _run_gates(gates: Iterable[Gate], request: Request, candidate: Candidate) -> Verdict:
-    """Return the first refusal of ``gates``; an exception in a candidate's code is a refusal."""
+def _examine(
+    gates: Iterable[Gate], load: Loader | None, request: Request, candidate: Candidate
+) -> tuple[Verdict, Any]:
+    """Return the first refusal of ``gates``, or load the candidate and return the object.
+
+    An exception in a candidate's code is a refusal.
+    """
     try:
         for gate in gates:
             verdict = gate(request, candidate)
             if not verdict:
-                return verdict
+                return verdict, None
+        return _ACCEPTED, None if load is None else load(candidate)
+    except CandidateRefusedError as error:
+        return error.verdict, None
     except PluginError as error:
         trace = error.trace or traced(error)
-        return Verdict.refuse(error.reason, trace)
+        return Verdict.refuse(error.reason, trace), None
     # A candidate that chooses kernels for itself found none.
     except NoCandidateError as error:
-        return Verdict.refuse(f"cannot be built: {error}")
+        return Verdict.refuse(f"cannot be built: {error}"), None
     except foreign_errors() as error:
         reason = str(error) if isinstance(error, InterposerError) else f"raised {described(error)}"
-        return Verdict.refuse(reason, traced(error))
-    return _ACCEPTED
+        return Verdict.refuse(reason, traced(error)), None
 
 
 def acceptable(

@@ -39,7 +39,7 @@ class Inquiry:
         parameters: by existing function, the names of its parameters.
     """
 
-    package: str
+    package_text: str
     verdict: Verdict
     keywords: Mapping[str, set[str]]
     parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
