@@ -20,8 +20,8 @@ PLAIN: dict[str, Any] = {
     "packing_format": "auto_round:auto_gptq",
 }
 Q, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj"
-GPTQ = gptq_config.Weights(4, 128, symmetric=True, ordered=True, less_one=True)
-OF_8_BITS = gptq_config.Weights(8, 128, symmetric=True, ordered=True, less_one=True)
+GPTQ = gptq_config.Weights(4, 128, symmetric=True, ordered=True, zeros_minus_one=True)
+OF_8_BITS = gptq_config.Weights(8, 128, symmetric=True, ordered=True, zeros_minus_one=True)
 
 
 def stored(name: str, **settings: Any) -> Stored | None:
@@ -29,7 +29,7 @@ def stored(name: str, **settings: Any) -> Stored | None:
 
 
 @pytest.mark.parametrize(
-    ("form", "less_one"),
+    ("form", "zeros_minus_one"),
     [
         ("auto", True),
         ("auto_gptq", True),
@@ -39,8 +39,10 @@ def stored(name: str, **settings: Any) -> Stored | None:
         ("auto_round", False),
     ],
 )
-def test_words_of_gptq_have_zero_points_less_one_or_not(form: str, less_one: bool) -> None:
-    expected = gptq_config.Weights(4, 128, symmetric=True, ordered=True, less_one=less_one)
+def test_words_of_gptq_have_zero_points_less_one_or_not(form: str, zeros_minus_one: bool) -> None:
+    expected = gptq_config.Weights(
+        4, 128, symmetric=True, ordered=True, zeros_minus_one=zeros_minus_one
+    )
     assert stored(Q, packing_format=form) == expected
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.landing import num_examples
 
-from interposer_quantization._compressed_tensors.bits import number_of_words, unpack_bits
+from interposer_quantization._compressed_tensors.bits import count_words, unpack_bits
 
 
 def test_long_rows_are_unpacked_in_parts() -> None:
@@ -34,6 +34,6 @@ def test_words_are_those_of_the_library(bits: int, rows: int, num_codes: int, se
     codes = torch.randint(0, 2**bits, (rows, num_codes), generator=generator, dtype=torch.uint8)
     signed = (codes.short() - 2 ** (bits - 1)).to(torch.int8)
     words = pack_to_int32(signed, bits)
-    assert words.shape == (rows, number_of_words(num_codes, bits))
+    assert words.shape == (rows, count_words(num_codes, bits))
     assert torch.equal(unpack_bits(words, bits, num_codes), codes)
     assert torch.equal(unpack_from_int32(words, bits, codes.shape), signed)

@@ -192,10 +192,12 @@ def test_words_hold_their_first_code_lowest() -> None:
 def test_zero_points_of_zero_borrow_from_the_next(bits: int, one: int) -> None:
     layer = built(gptq(bits, -1, sym=False), {"o_proj": 8}, 8)
     count = 8 * bits // 32
-    less_one = torch.full((1, count), -one, dtype=torch.int32)
+    minus_ones = torch.full((1, count), -one, dtype=torch.int32)
     ones = torch.full((count, 8), one, dtype=torch.int32)
     groups = torch.zeros(8, dtype=torch.int32)
-    fill(layer, {"qweight": ones, "qzeros": less_one, "scales": torch.ones(1, 8), "g_idx": groups})
+    fill(
+        layer, {"qweight": ones, "qzeros": minus_ones, "scales": torch.ones(1, 8), "g_idx": groups}
+    )
     found = layer.method.dequantized(layer)
     assert found is not None
     assert (found == 1).all()
@@ -631,7 +633,7 @@ def test_settings_of_transformers_are_read() -> None:
 def test_settings_of_writers_are_read(config: dict[str, Any]) -> None:
     weights = Settings.parse(config).stored("model.layers.0.mlp.down_proj")
     assert weights is not None
-    assert (weights.bits, weights.inputs_per_scale, weights.less_one) == (4, 16, True)
+    assert (weights.bits, weights.inputs_per_scale, weights.zeros_minus_one) == (4, 16, True)
 
 
 def scheme_trials() -> Iterator[Any]:

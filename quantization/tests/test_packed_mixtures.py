@@ -18,7 +18,7 @@ from interposer import explain
 from interposer.errors import CheckpointError, ConfigError
 from interposer_engine import load
 from interposer_ops.layers.experts import Experts
-from interposer_quantization._weights.int_packing import AWQ_ORDER, pack_words
+from interposer_quantization._weights.int_packing import AWQ_ORDER, pack_int32
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -79,11 +79,11 @@ def packed(weight: torch.Tensor, kind: str) -> tuple[dict[str, torch.Tensor], to
     unsigned = (codes + MIDDLE).flatten(1).to(torch.uint8)
     middles = torch.full(scales.T.shape, MIDDLE, dtype=torch.uint8)
     if kind == "awq":
-        words = pack_words(unsigned.T.contiguous(), 4, AWQ_ORDER)
-        zeros = pack_words(middles, 4, AWQ_ORDER)
+        words = pack_int32(unsigned.T.contiguous(), 4, AWQ_ORDER)
+        zeros = pack_int32(middles, 4, AWQ_ORDER)
     else:
-        words = pack_words(unsigned, 4).T
-        zeros = pack_words(middles, 4) - (0 if kind == "gptq_v2" else ONES)
+        words = pack_int32(unsigned, 4).T
+        zeros = pack_int32(middles, 4) - (0 if kind == "gptq_v2" else ONES)
     stored = {"qweight": words, "qzeros": zeros, "scales": scales.T}
     if kind == "gptq":
         stored["g_idx"] = torch.arange(weight.shape[1], dtype=torch.int32) // GROUP

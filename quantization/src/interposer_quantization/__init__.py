@@ -1,6 +1,6 @@
-"""Checkpoint formats of quantized weights, and quantization while weights load.
+"""Quantization schemes: checkpoint formats, and quantization of plain weights during loading.
 
-Every name is loaded on first use.
+Every name is imported on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Settings of checkpoints that the schemes take, for the conformance suite."""
+"""Example settings of supported checkpoints, for the conformance suite."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def fp8_examples() -> Mapping[str, Mapping[str, Any]]:
-    """Return settings of every granularity of scales, by label, as their writers state them."""
+    """Return FP8 settings with every scale granularity, by label."""
     blocks = {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     settings: Mapping[str, Mapping[str, Any]] = {
         "blocks": blocks,
@@ -21,11 +21,11 @@ def fp8_examples() -> Mapping[str, Mapping[str, Any]]:
             "modules_to_not_convert": ["lm_head"],
         },
     }
-    return {label: {"quant_method": "fp8", **rest} for label, rest in settings.items()}
+    return {label: {"quant_method": "fp8", **fields} for label, fields in settings.items()}
 
 
 def fbgemm_fp8_examples() -> Mapping[str, Mapping[str, Any]]:
-    """Return settings by label: one bound that most tokens keep, and one that most exceed."""
+    """Return FBGEMM settings by label: one activation bound is rarely reached, the other often."""
     return {
         label: {
             "quant_method": "fbgemm_fp8",
@@ -37,7 +37,7 @@ def fbgemm_fp8_examples() -> Mapping[str, Mapping[str, Any]]:
 
 
 def gptq_examples() -> Mapping[str, Mapping[str, Any]]:
-    """Return settings of both widths, with and without zero points and act order, by label."""
+    """Return 4-bit and 8-bit GPTQ settings, with and without zero points or act order, by label."""
     plain = {"bits": 4, "group_size": 128, "sym": True, "desc_act": False}
     settings: Mapping[str, Mapping[str, Any]] = {
         "4 bits": plain,
@@ -60,11 +60,11 @@ def gptq_examples() -> Mapping[str, Mapping[str, Any]]:
         },
         "8 bits for some": {**plain, "dynamic": {r"+:.*\.q_proj$": {"bits": 8, "sym": False}}},
     }
-    return {label: {"quant_method": "gptq", **rest} for label, rest in settings.items()}
+    return {label: {"quant_method": "gptq", **fields} for label, fields in settings.items()}
 
 
 def awq_examples() -> Mapping[str, Mapping[str, Any]]:
-    """Return settings with and without zero points, by label."""
+    """Return AWQ settings with and without zero points, by label."""
     plain = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"}
     return {
         "groups of 128": {**plain, "group_size": 128},
@@ -75,7 +75,7 @@ def awq_examples() -> Mapping[str, Mapping[str, Any]]:
 
 
 def modelopt_examples() -> Mapping[str, Mapping[str, Any]]:
-    """Return settings of every algorithm, as either file states them, by label."""
+    """Return ModelOpt settings of every algorithm, from both settings files, by label."""
     uniform: Mapping[str, Mapping[str, Any]] = {
         "8 bits per tensor": {"quant_algo": "FP8"},
         "8 bits per output": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
@@ -97,21 +97,24 @@ def modelopt_examples() -> Mapping[str, Mapping[str, Any]]:
             "pre_quant_scale": True,
         },
     }
+    # Exporters write the settings to hf_quant_config.json, to config.json, or to both.
     layers = {"model.layers.0.self_attn.q_proj": {"quant_algo": "NVFP4", "group_size": 16}}
     mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-    left_out = ["lm_head", "model.embed_tokens*"]
-    beside = {
-        label: {"quantization": {**settings, "exclude_modules": left_out}}
+    excluded = ["lm_head", "model.embed_tokens*"]
+    separate_file = {
+        label: {"quantization": {**settings, "exclude_modules": excluded}}
         for label, settings in uniform.items()
     }
     return {
-        **{label: {"quant_method": "modelopt", **rest} for label, rest in beside.items()},
+        **{
+            label: {"quant_method": "modelopt", **fields} for label, fields in separate_file.items()
+        },
         "mixed, in config.json": {"quant_method": "modelopt", **mixed, "ignore": []},
     }
 
 
 def auto_round_examples() -> Mapping[str, Mapping[str, Any]]:
-    """Return settings of every way to pack, and of rules for some layers, by label."""
+    """Return auto-round settings of every packing format and with overrides, by label."""
     plain = {"bits": 4, "group_size": 32, "sym": True, "packing_format": "auto_round:auto_gptq"}
     settings: Mapping[str, Mapping[str, Any]] = {
         "4 bits": plain,
@@ -125,9 +128,9 @@ def auto_round_examples() -> Mapping[str, Mapping[str, Any]]:
         "8 bits per output": {**plain, "bits": 8, "group_size": -1},
         "8 bits for some": {**plain, "extra_config": {r".*q_proj.*": {"bits": 8}}},
     }
-    return {label: {"quant_method": "auto-round", **rest} for label, rest in settings.items()}
+    return {label: {"quant_method": "auto-round", **fields} for label, fields in settings.items()}
 
 
 def inc_examples() -> Mapping[str, Mapping[str, Any]]:
-    """Return one of them under the other name of the method, for the name is all that differs."""
+    """Return one auto-round example under the method name ``inc``; the format is the same."""
     return {"4 bits": {**auto_round_examples()["4 bits"], "quant_method": "inc"}}

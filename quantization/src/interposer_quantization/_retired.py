@@ -1,7 +1,7 @@
-"""Methods of checkpoints that are not read, by the method to take instead.
+"""Quantization methods that are not supported, listed under the supported method to use instead.
 
-Some are gone with the library that wrote them, some hold what only one kernel reads, and some are
-names that other runtimes use inside for what checkpoints call otherwise.
+Three kinds are listed: methods whose library is no longer maintained, layouts that only one kernel
+reads, and names that other runtimes use internally for a checkpoint format.
 """
 
 from __future__ import annotations
@@ -34,4 +34,4 @@ INSTEAD_OF: Mapping[str, frozenset[str]] = {
     ),
     "modelopt": frozenset({"modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8"}),
 }
-"""Retired names by the method that reads the nearest format."""
+"""Unsupported method names, by the supported method with the closest format."""

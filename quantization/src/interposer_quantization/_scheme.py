@@ -1,4 +1,4 @@
-"""Bases of the schemes: what they have of settings, of linear layers and of an lm_head."""
+"""Base classes of the schemes: parsed settings, linear layers, routed experts and the lm_head."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from interposer_quantization._weights.fused_layers import stored_alike
 
 
 class ParsedScheme(QuantizationScheme):
-    """A scheme that holds its settings.
+    """A scheme that holds its parsed settings.
 
     Attributes:
-        settings_class: of the ``quantization_config``.
+        settings_class: model that validates the ``quantization_config``.
     """
 
     settings_class: ClassVar[type[SettingsModel]]
@@ -26,49 +26,52 @@ class ParsedScheme(QuantizationScheme):
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any]) -> Self:
-        """Return the scheme that ``quantization_config`` describes.
+        """Create the scheme from a ``quantization_config``.
 
-        Raises: ConfigError: a setting is unknown, contradictory or not supported; the text says
-            what is.
+        Raises: ConfigError: a setting is unknown, contradictory or not supported; the message lists
+            the supported settings.
         """
         return cls(cls.settings_class.parse(settings))
 
 
 class StoredScheme(ParsedScheme):
-    """A scheme that assigns methods by the storage of layers.
+    """A scheme that picks a layer's method from how the checkpoint stores that layer.
 
-    ``stored`` of its settings returns that of the linear layer with a name, None for a plain one.
+    ``settings.stored(name)`` returns the storage of the linear layer ``name``, or None if the layer
+    is not quantized.
 
     Attributes:
-        mend: what to do where fused layers are stored in different ways.
+        mend: advice in the error for fused layers that are stored in different ways.
     """
 
     mend: ClassVar[str]
 
     def linear_method(self, prefix: str, parts: tuple[str, ...]) -> LinearMethod | None:
-        """Return the method for the layer at ``prefix``, or None to leave it plain.
+        """Return the method for the layer at ``prefix``, or None if it is not quantized.
 
-        Raises: ConfigError: layers that are fused there are stored in different ways.
+        Raises: ConfigError: layers fused at ``prefix`` are stored in different ways.
         """
         stored = stored_alike(prefix, parts, self.settings.stored, self.mend)
         return None if stored is None else self._method(stored)
 
     def experts_method(self, prefix: str) -> ExpertsMethod | None:
-        """Return the method for the experts at ``prefix``; it finds the storage of each."""
-        return StoredExperts(self.settings.stored, self._experts_at_once)
+        """Return the method for the experts at ``prefix``; it finds the storage of each matrix."""
+        return StoredExperts(self.settings.stored, self._fused_experts_method)
 
     @abstractmethod
     def _method(self, stored: Any) -> LinearMethod:
-        """Return the method for linear layers that are stored so."""
+        """Return the method for linear layers with this storage."""
 
-    def _experts_at_once(self, stored: Any, site: Site, spec: ExpertsSpec) -> ExpertsMethod | None:
-        """Return the method of an op for all experts that are stored so; None: there is none."""
+    def _fused_experts_method(
+        self, stored: Any, site: Site, spec: ExpertsSpec
+    ) -> ExpertsMethod | None:
+        """Return a fused-op method for experts with this storage, or None if no op supports it."""
         return None
 
 
 class HeadScheme(StoredScheme):
-    """A scheme of checkpoints that store an lm_head as they store linear layers."""
+    """A scheme of checkpoints that store the lm_head like a linear layer."""
 
     def head_method(self, prefix: str) -> LinearMethod | None:
-        """Return the method for a head with a weight of its own, or None to leave it plain."""
+        """Return the method for an untied lm_head, or None to leave it unquantized."""
         return self.linear_method(prefix, (prefix.rpartition(".")[2],))

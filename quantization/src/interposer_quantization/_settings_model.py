@@ -1,4 +1,4 @@
-"""Settings of checkpoints as typed models, and errors of unreadable ones."""
+"""Base model of checkpoint settings, with errors that list the supported settings."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SEARCH_SETTINGS = frozenset(
         "true_sequential",
     }
 )
-"""Fields of transformers, GPTQModel and auto-round on the search for the weights."""
+"""Calibration settings of transformers, GPTQModel and auto-round; they do not affect decoding."""
 
 
 def _group_size(size: int) -> int:
@@ -57,15 +57,15 @@ def _group_size(size: int) -> int:
 
 
 GroupSize = Annotated[int, AfterValidator(_group_size)]
-"""The number of inputs that share a scale; -1 stands for all of them."""
+"""The number of inputs that share a scale; -1 means all inputs."""
 
 
 class SettingsModel(BaseModel):
-    """Settings of which none is unknown and none is converted.
+    """Strictly validated settings: unknown fields are errors and no value is converted.
 
     Attributes:
-        supported: what is supported, for the text of errors.
-        without_effect: names of settings that don't change what the tensors mean.
+        supported: description of the supported settings, for error messages.
+        without_effect: names of settings that are ignored because they do not affect decoding.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -74,7 +74,7 @@ class SettingsModel(BaseModel):
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any]) -> Self:
-        """Return the settings.
+        """Validate the settings and return the model.
 
         Raises: ConfigError: a setting is unknown, contradictory or not supported.
         """
@@ -84,20 +84,20 @@ class SettingsModel(BaseModel):
     def parsed(
         cls, settings: Mapping[str, Any], without_effect: Collection[str], supported: str
     ) -> Self:
-        """Return the settings.
+        """Validate the settings with the given ignored names and return the model.
 
         Args:
-            without_effect: names of settings that don't change what the tensors mean.
-            supported: what is supported, for the text of errors.
+            without_effect: names of settings to ignore.
+            supported: description of the supported settings, for error messages.
         Raises: ConfigError: a setting is unknown, contradictory or not supported.
         """
         for name in settings:
             if name not in cls.model_fields and name not in without_effect:
                 where = "in quantization_config"
                 raise UnknownNameError("setting", name, cls.model_fields, supported, where)
-        read = {name: value for name, value in settings.items() if name in cls.model_fields}
+        recognized = {name: value for name, value in settings.items() if name in cls.model_fields}
         try:
-            return cls.model_validate(read)
+            return cls.model_validate(recognized)
         except ValidationError as error:
             problems = "\n".join(map(_problem, error.errors()))
             raise ConfigError(
@@ -106,6 +106,6 @@ class SettingsModel(BaseModel):
 
 
 def _problem(error: Any) -> str:
-    place = ".".join(("quantization_config", *map(str, error["loc"])))
-    found = "missing" if error["type"] == "missing" else shortened(error["input"])
-    return f"  {place} = {found}: {error['msg'].removeprefix('Value error, ')}"
+    field = ".".join(("quantization_config", *map(str, error["loc"])))
+    value = "missing" if error["type"] == "missing" else shortened(error["input"])
+    return f"  {field} = {value}: {error['msg'].removeprefix('Value error, ')}"

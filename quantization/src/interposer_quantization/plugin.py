@@ -1,4 +1,4 @@
-"""The plugin record of the checkpoint formats."""
+"""Plugin that registers the quantization schemes of this distribution."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from interposer_quantization._retired import INSTEAD_OF
 INTERPOSER_API = ">=1.0,<2"
 
 _PACKAGE = "interposer_quantization"
-# Method, class and examples.
+# Quantization method, scheme class, and the function that returns example settings.
 _SCHEMES = (
     (
         "compressed-tensors",
@@ -28,13 +28,13 @@ _SCHEMES = (
     ("online_fp8", "_online.fp8:OnlineFp8", "_online.fp8:online_fp8_examples"),
 )
 
-# What plain weights are quantized to while they load, and how classes spell it.
+# Online methods by name; the value completes the class name, e.g. ``OnlineInt8``.
 _ONLINE = {"int8": "Int8", "int4": "Int4", "w4a8": "W4A8"}
 
 
 @hookimpl
 def interposer_records() -> list[Record]:
-    """Return the schemes that read checkpoints."""
+    """Return one scheme record per checkpoint format and per online quantization method."""
     return [
         *(
             SchemeEntry(
@@ -50,9 +50,9 @@ def interposer_records() -> list[Record]:
             SchemeEntry(
                 f"online_{name}",
                 f"online_{name}",
-                f"{_PACKAGE}._online.integers:Online{written}",
+                f"{_PACKAGE}._online.integers:Online{class_suffix}",
                 examples=f"{_PACKAGE}._online.integers:online_{name}_examples",
             )
-            for name, written in _ONLINE.items()
+            for name, class_suffix in _ONLINE.items()
         ),
     ]

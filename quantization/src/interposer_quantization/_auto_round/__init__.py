@@ -1,1 +1,1 @@
-"""Checkpoints of AutoRound."""
+"""AutoRound checkpoints."""

@@ -1,6 +1,6 @@
-"""The ``quantization_config`` of auto-round checkpoints, as far as it is read.
+"""Supported fields of the ``quantization_config`` of auto-round checkpoints.
 
-Names, defaults and the order in which ``extra_config`` applies are those of auto-round 0.16.
+Names, defaults and the order in which ``extra_config`` applies follow auto-round 0.16.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ divides the inputs, -1 for all of them; sym either way; packing_format 'auto_rou
 that are not quantized.
 Try: quantize the original model that way"""
 
-# The search's own, and what goes with inputs that are quantized, which ``act_bits`` denies.
+# Calibration settings, and input-quantization details: ``act_bits`` must say that inputs are not
+# quantized.
 _WITHOUT_EFFECT = (SEARCH_SETTINGS - {"block_name_to_quantize", "quant_block_list"}) | {
     "act_data_type",
     "act_dynamic",
@@ -35,7 +36,7 @@ _WITHOUT_EFFECT = (SEARCH_SETTINGS - {"block_name_to_quantize", "quant_block_lis
 _PLAIN_BITS = 16
 
 Stored = gptq_config.Weights | awq_config.Weights
-"""Storage of the weights of a layer, in the words of the format that packs them."""
+"""Storage of one layer's weight, as described by the format that packs it."""
 
 
 def _pattern(text: str) -> str:
@@ -47,7 +48,7 @@ def _pattern(text: str) -> str:
 
 
 Pattern = Annotated[str, AfterValidator(_pattern)]
-"""The full name of a layer, or a regular expression for some of it."""
+"""The full name of a layer, or a regular expression that is searched in the name."""
 Unquantized = Literal[16, 32] | None
 Packing = Literal[
     "auto",
@@ -63,7 +64,7 @@ Packing = Literal[
 
 
 class Override(SettingsModel):
-    """Settings of some layers only; null stands for the settings of all."""
+    """Settings that override the defaults for some layers; null keeps the default."""
 
     bits: Literal[4, 8, 16, 32] | None = None
     group_size: GroupSize | None = None
@@ -79,14 +80,14 @@ class Override(SettingsModel):
     rotation_config: None = None
 
     @model_validator(mode="after")
-    def _of_integers(self) -> Override:
+    def _is_integer(self) -> Override:
         if self.data_type not in ("int", None) and (self.bits or 0) < _PLAIN_BITS:
             raise ValueError(f"data_type {self.data_type!r} is not read, only 'int'")
         return self
 
 
 class Settings(SettingsModel):
-    """The fields of ``quantization_config`` that change the meaning of tensors."""
+    """The fields of ``quantization_config`` that change how tensors are decoded."""
 
     supported: ClassVar[str] = _SUPPORTED
     without_effect: ClassVar[Collection[str]] = _WITHOUT_EFFECT
@@ -111,25 +112,30 @@ class Settings(SettingsModel):
 
     @property
     def is_awq(self) -> bool:
-        """Return whether words lie along outputs, as AWQ has them."""
+        """Say whether weights are packed along outputs, as in AWQ."""
         return self.packing_format.endswith("awq")
 
     @property
     def has_order(self) -> bool:
-        """Return whether the group of each input is stored, though groups follow each other."""
+        """Say whether ``g_idx`` is stored, although groups are consecutive."""
         return self.packing_format == "auto_round:gptqmodel"
 
     @model_validator(mode="after")
     def _packable(self) -> Settings:
-        every = {"": self.bits, **{name: o.bits for name, o in (self.extra_config or {}).items()}}
-        for name, bits in every.items():
+        bits_by_layer = {
+            "": self.bits,
+            **{name: o.bits for name, o in (self.extra_config or {}).items()},
+        }
+        for name, bits in bits_by_layer.items():
             if self.is_awq and bits == 8:
-                what = f" of {name!r}" if name else ""
-                raise ValueError(f"packing_format {self.packing_format!r} has 4 bits, not 8{what}")
+                suffix = f" of {name!r}" if name else ""
+                raise ValueError(
+                    f"packing_format {self.packing_format!r} has 4 bits, not 8{suffix}"
+                )
         return self
 
     def stored(self, name: str) -> Stored | None:
-        """Return how the linear layer ``name`` is stored, or None if it is not quantized."""
+        """Return the storage of the linear layer ``name``, or None if it is not quantized."""
         override = self._override(name)
         if override is None:
             return None
@@ -139,15 +145,17 @@ class Settings(SettingsModel):
         size = None if merged.group_size == -1 else merged.group_size
         if self.is_awq:
             return awq_config.Weights(size, merged.sym)
-        less_one = self.packing_format not in ("auto_round", "auto_round:gptqmodel")
-        return gptq_config.Weights(merged.bits, size, merged.sym, ordered=True, less_one=less_one)
+        zeros_minus_one = self.packing_format not in ("auto_round", "auto_round:gptqmodel")
+        return gptq_config.Weights(
+            merged.bits, size, merged.sym, ordered=True, zeros_minus_one=zeros_minus_one
+        )
 
-    def names(self, name: str) -> bool:
-        """Say whether a layer has settings of its own, as a head outside of all blocks needs."""
+    def has_override(self, name: str) -> bool:
+        """Say whether a layer has its own settings; an lm_head outside all blocks needs them."""
         return name in (self.extra_config or {})
 
     def _override(self, name: str) -> Override | None:
-        """Return what holds for the layer ``name`` alone, or None if it stays plain."""
+        """Return the override of the layer ``name``, or None if the layer is not quantized."""
         if any(re.search(pattern, name) for pattern in self.modules_to_not_convert or ()):
             return None
         overrides = self.extra_config or {}
@@ -155,17 +163,16 @@ class Settings(SettingsModel):
             return overrides[name]
         blocks = self._blocks()
         if blocks is not None and not name.startswith(blocks):
-            # Expressions that match nothing inside the blocks would reach out of them; exporters
-            # name such layers.
+            # A layer outside the blocks is quantized only if exporters list its full name.
             return None
         for pattern, override in overrides.items():
-            # A whole name is no expression, though its dots would match anything.
+            # A plain layer name must match exactly; its dots are not regex wildcards.
             if not re.fullmatch(r"[\w.-]+", pattern) and re.search(pattern, name):
                 return override
         return Override()
 
     def _blocks(self) -> tuple[str, ...] | None:
-        """Return the prefixes of quantized layers; None where all are quantized."""
+        """Return the name prefixes of quantized blocks, or None if all layers are quantized."""
         listed = self.quant_block_list or self.block_name_to_quantize or self.to_quant_block_names
         if not listed:
             return None

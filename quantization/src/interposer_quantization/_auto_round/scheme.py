@@ -1,4 +1,4 @@
-"""Checkpoints of auto-round, which Intel Neural Compressor calls ``inc``.
+"""Scheme of auto-round checkpoints, which Intel Neural Compressor calls ``inc``.
 
 Source: the exporters of auto-round 0.16, ``export_to_autoround`` and ``export_to_awq``.
 """
@@ -21,7 +21,7 @@ _MEND = "give them the same bits, group_size and sym, or leave all of them plain
 
 
 class AutoRound(StoredScheme):
-    """Codes of 4 or 8 bits in the words of GPTQ or AWQ, by layer."""
+    """4-bit or 8-bit weights in GPTQ or AWQ packing, with per-layer settings."""
 
     method = "auto-round"
     settings_class = Settings
@@ -29,16 +29,15 @@ class AutoRound(StoredScheme):
     mend = _MEND
 
     def _method(self, stored: Stored) -> LinearMethod:
-        """Return the method for linear layers that are stored so."""
         if isinstance(stored, awq_config.Weights):
             return AWQLinear(stored)
         return GPTQLinear(stored) if self.settings.has_order else UnorderedGPTQLinear(stored)
 
     def head_method(self, prefix: str) -> LinearMethod | None:
-        """Return the method for a head that ``extra_config`` names, or None to leave it plain."""
-        return self.linear_method(prefix, (prefix,)) if self.settings.names(prefix) else None
+        """Return the method for an lm_head that ``extra_config`` names, else None (unquantized)."""
+        return self.linear_method(prefix, (prefix,)) if self.settings.has_override(prefix) else None
 
-    def _experts_at_once(
+    def _fused_experts_method(
         self, stored: Stored, site: Site, spec: ExpertsSpec
     ) -> ExpertsMethod | None:
         if isinstance(stored, gptq_config.Weights):
@@ -47,20 +46,20 @@ class AutoRound(StoredScheme):
 
 
 class INC(AutoRound):
-    """The same format under its other name."""
+    """The auto-round format under the method name ``inc``."""
 
     method = "inc"
 
 
 class UnorderedGPTQLinear(GPTQLinear):
-    """Words of GPTQ without ``g_idx``: groups follow each other."""
+    """GPTQ linear method without ``g_idx``: groups are consecutive."""
 
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> None:
-        """Register what every packed layer has, and no order."""
+        """Register the tensors of ``PackedLinear``, without ``g_idx``."""
         PackedLinear.create_weights(self, layer, site, in_features, out_features, bias)
 
     def groups(self, layer: nn.Module) -> torch.Tensor | None:
-        """Return None: groups follow each other."""
+        """Return None: groups are consecutive."""
         return None

@@ -1,1 +1,1 @@
-"""Checkpoints of AWQ."""
+"""AWQ checkpoints."""

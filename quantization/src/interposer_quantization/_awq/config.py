@@ -1,7 +1,7 @@
-"""The ``quantization_config`` of AWQ checkpoints, as far as it is read.
+"""Supported fields of the ``quantization_config`` of AWQ checkpoints.
 
-Names and defaults are those of AutoAWQ 0.2 and transformers 5; GPTQModel and auto-round write the
-same names.
+Names and defaults follow AutoAWQ 0.2 and transformers 5; GPTQModel and auto-round write the same
+names.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Supported: bits 4; any group_size that divides the inputs, -1 for all of them; v
 zero_point either way; modules_to_not_convert; lm_head either way.
 Try: quantize the original model that way, with version 'gemm'"""
 
-# Names of AutoAWQ's quant_config.json, by which that library reads them.
+# Field names of AutoAWQ's quant_config.json and their names in config.json.
 _OWN_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
 
-# What other runtimes do with the weights. Writers that know other methods state ``sym`` without
-# meaning it: ``zero_point`` decides.
+# Settings for other runtimes. Some writers add ``sym`` although AWQ ignores it: ``zero_point``
+# decides.
 _RUNTIME = frozenset(
     {
         "do_fuse",
@@ -44,23 +44,23 @@ def _lower(text: object) -> object:
 
 
 def _backend(name: str) -> str:
-    # It packs in a way of its own. The others say where a model is to run.
+    # llm-awq has a different packing. Other values only name the target runtime.
     if name == "llm-awq":
         raise ValueError("another writer with another packing")
     return name
 
 
-# AutoAWQ writes it in capitals, too.
+# AutoAWQ also writes "GEMM".
 Version = Annotated[Literal["gemm"], BeforeValidator(_lower)]
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Storage of the weights of a layer.
+    """Storage of one layer's weight.
 
     Attributes:
-        inputs_per_scale: the group size; None where one group takes all inputs.
-        symmetric: every zero point is the middle code.
+        inputs_per_scale: the group size; None if one group covers all inputs.
+        symmetric: every zero point is the midpoint.
     """
 
     inputs_per_scale: int | None
@@ -73,7 +73,7 @@ class Weights:
 
 
 class Settings(SettingsModel):
-    """The fields of ``quantization_config`` that change the meaning of tensors."""
+    """The fields of ``quantization_config`` that change how tensors are decoded."""
 
     supported: ClassVar[str] = _SUPPORTED
     without_effect: ClassVar[Collection[str]] = SEARCH_SETTINGS | _RUNTIME
@@ -96,28 +96,27 @@ class Settings(SettingsModel):
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any]) -> Self:
-        """Return the settings, which may have the names of AutoAWQ's own file.
+        """Validate the settings, which may use the field names of AutoAWQ's quant_config.json.
 
         Raises: ConfigError: a setting is unknown, contradictory or not supported.
         """
         renamed = dict(settings)
-        for own, name in _OWN_NAMES.items():
-            value = renamed.pop(own, None)
+        for awq_name, name in _OWN_NAMES.items():
+            value = renamed.pop(awq_name, None)
             if value is None:
                 continue
             if renamed.get(name, value) != value:
                 raise ConfigError(
-                    f"quantization_config has {name} {renamed[name]!r} and {own} {value!r}, which "
-                    "mean the same and differ. Try: state one of them"
+                    f"quantization_config has {name} {renamed[name]!r} and {awq_name} {value!r}, "
+                    "which mean the same and differ. Try: state one of them"
                 )
             renamed[name] = value
         return super().parse(renamed)
 
     def stored(self, name: str) -> Weights | None:
-        """Return how the linear layer ``name`` is stored, or None if it is not quantized.
+        """Return the storage of the linear layer ``name``, or None if it is not quantized.
 
-        As AutoAWQ has it, an entry of ``modules_to_not_convert`` names every layer that holds it
-        anywhere in its name.
+        As in AutoAWQ, ``modules_to_not_convert`` excludes every layer whose name contains an entry.
         """
         if name == "lm_head" and not self.lm_head:
             return None

@@ -1,4 +1,4 @@
-"""Checkpoints of AWQ: those of AutoAWQ and others that write its ``gemm`` layout.
+"""Scheme of AWQ checkpoints in the ``gemm`` layout of AutoAWQ.
 
 Dimensions: I input features, O output features, G groups.
 
@@ -13,7 +13,7 @@ from interposer import ExpertsMethod, ExpertsSpec, LinearMethod, Site
 from interposer_quantization._awq.config import Settings, Weights
 from interposer_quantization._experts.packed import packed_experts
 from interposer_quantization._scheme import HeadScheme
-from interposer_quantization._weights.int_packing import AWQ_ORDER, pack_words, unpack_words
+from interposer_quantization._weights.int_packing import AWQ_ORDER, pack_int32, unpack_int32
 from interposer_quantization._weights.packed_linear import PackedLinear
 
 _BITS = 4
@@ -21,7 +21,7 @@ _MEND = "name all of them in 'modules_to_not_convert', or none"
 
 
 class AWQ(HeadScheme):
-    """Codes of 4 bits, one scale and zero point per group of inputs."""
+    """4-bit weights with one scale and zero point per group of inputs."""
 
     method = "awq"
     settings_class = Settings
@@ -29,38 +29,37 @@ class AWQ(HeadScheme):
     mend = _MEND
 
     def _method(self, stored: Weights) -> LinearMethod:
-        """Return the method for linear layers that are stored so."""
         return AWQLinear(stored)
 
-    def _experts_at_once(
+    def _fused_experts_method(
         self, stored: Weights, site: Site, spec: ExpertsSpec
     ) -> ExpertsMethod | None:
         return awq_experts(stored)
 
 
 class AWQLinear(PackedLinear):
-    """``qweight`` ``[I, O / 8]`` and ``qzeros`` ``[G, O / 8]``, words along outputs."""
+    """Linear method for ``qweight`` ``[I, O / 8]`` and ``qzeros`` ``[G, O / 8]``."""
 
     def __init__(self, weights: Weights) -> None:
         super().__init__(_BITS, weights.inputs_per_scale, weights.symmetric)
 
-    def weight_words(self, in_features: int, out_features: int) -> tuple[int, int, int]:
-        """Return the shape of ``qweight`` and the dimension along which outputs lie."""
-        return in_features, out_features // self.codes_per_word, 1
+    def packed_weight_shape(self, in_features: int, out_features: int) -> tuple[int, int, int]:
+        """Return the two sizes of ``qweight`` and its output dimension."""
+        return in_features, out_features // self.values_per_word, 1
 
-    def weight_codes(self, qweight: torch.Tensor) -> torch.Tensor:
-        """Return the codes ``[O, I]`` uint8."""
-        return unpack_words(qweight, _BITS, AWQ_ORDER).T.contiguous()
+    def unpack_weight(self, qweight: torch.Tensor) -> torch.Tensor:
+        """Unpack ``qweight`` to quantized values ``[O, I]`` uint8."""
+        return unpack_int32(qweight, _BITS, AWQ_ORDER).T.contiguous()
 
-    def zero_codes(self, qzeros: torch.Tensor) -> torch.Tensor:
-        """Return the zero points ``[G, O]`` uint8."""
-        return unpack_words(qzeros, _BITS, AWQ_ORDER)
+    def unpack_zero_points(self, qzeros: torch.Tensor) -> torch.Tensor:
+        """Unpack ``qzeros`` to zero points ``[G, O]`` uint8."""
+        return unpack_int32(qzeros, _BITS, AWQ_ORDER)
 
-    def zero_words(self, zero_points: torch.Tensor) -> torch.Tensor:
-        """Return ``qzeros`` that holds these zero points."""
-        return pack_words(zero_points, _BITS, AWQ_ORDER)
+    def pack_zero_points(self, zero_points: torch.Tensor) -> torch.Tensor:
+        """Pack zero points ``[G, O]`` uint8 into ``qzeros``."""
+        return pack_int32(zero_points, _BITS, AWQ_ORDER)
 
 
 def awq_experts(weights: Weights) -> ExpertsMethod | None:
-    """Return the method for experts of which all matrices are stored so, None without an op."""
+    """Return the fused-op method for experts whose matrices are all stored this way, or None."""
     return packed_experts(AWQLinear(weights), False)

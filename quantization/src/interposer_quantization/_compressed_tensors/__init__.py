@@ -1,1 +1,1 @@
-"""Checkpoints of compressed-tensors."""
+"""Checkpoints of the compressed-tensors library."""

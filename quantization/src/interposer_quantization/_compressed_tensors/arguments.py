@@ -1,7 +1,7 @@
-"""The settings that compressed-tensors writes for weights and for inputs.
+"""Models of the quantization arguments that compressed-tensors writes for weights and for inputs.
 
-Field names and defaults are those of ``QuantizationArgs`` of compressed-tensors 0.20; ``actorder``
-also takes what earlier releases wrote.
+Field names and defaults follow ``QuantizationArgs`` of compressed-tensors 0.20; ``actorder`` also
+accepts the values of earlier releases.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Arguments(SettingsModel):
         | None
     ) = None
     zp_dtype: Literal["torch.int8", "torch.uint8", "torch.float8_e4m3fn"] | None = None
-    # How the scales were found does not change what is stored.
+    # The calibration method has no effect on the stored tensors.
     observer: str | None = None
     observer_kwargs: dict[str, Any] = Field(default_factory=dict)
 
@@ -65,7 +65,7 @@ class _Arguments(SettingsModel):
 
     @property
     def _strategy(self) -> str:
-        """Return the strategy: unstated, it follows from the group size."""
+        """Return the strategy; if it is not stated, the group size implies it."""
         if self.strategy is not None:
             return self.strategy
         size = self.group_size
@@ -85,8 +85,8 @@ class WeightArguments(_Arguments):
     actorder: Literal["weight", "static", "group", "dynamic", False] | None = None
 
     def read(self) -> Weights:
-        """Return the storage of weights that were quantized so."""
-        # Of the orders, only these two leave a trace: the group of every input.
+        """Return the storage of the weights."""
+        # Only these two values of actorder store the group index of every input.
         reordered = self.actorder in ("group", "dynamic") and self._strategy == "group"
         return Weights(
             self.type, self.num_bits, self.symmetric, self._strategy, self._size, reordered
@@ -100,9 +100,9 @@ class InputArguments(_Arguments):
     actorder: Literal[False] | None = None
 
     @model_validator(mode="after")
-    def _possible(self) -> InputArguments:
-        local = self.dynamic == "local"
-        if local != (self._strategy == "tensor_group"):
+    def _valid_for_inputs(self) -> InputArguments:
+        is_local = self.dynamic == "local"
+        if is_local != (self._strategy == "tensor_group"):
             raise ValueError(
                 f"strategy {self._strategy!r} does not go with dynamic {self.dynamic!r}; "
                 "'local' and 'tensor_group' go together"
@@ -116,26 +116,26 @@ class InputArguments(_Arguments):
         return self
 
     def read(self) -> Inputs:
-        """Return the treatment of inputs that are quantized so.
+        """Return the quantization of the inputs.
 
-        With a scale found for all tokens of a batch, their number would change the result: each
-        token gets its own, which is the finer.
+        A dynamic per-tensor scale depends on the other tokens of the batch. Each token gets its own
+        scale instead, which is also more precise.
         """
-        dynamic = self.dynamic is not False
-        whole = self._strategy == "tensor" and dynamic and self.type == "float"
+        is_dynamic = self.dynamic is not False
+        uses_token_scales = self._strategy == "tensor" and is_dynamic and self.type == "float"
         return Inputs(
             self.type,
             self.num_bits,
             self.symmetric,
-            "token" if whole else self._strategy,
+            "token" if uses_token_scales else self._strategy,
             self._size,
-            static=not dynamic,
+            static=not is_dynamic,
             exponents=self.scale_dtype == "torch.uint8",
         )
 
 
 class CacheArguments(_Arguments):
-    """Quantization of keys and values: to 8 bits, by a scale per layer or per kv head."""
+    """Quantization of the KV cache to 8 bits, with one scale per layer or per KV head."""
 
     num_bits: Literal[8] = 8
     symmetric: Literal[True] = True
@@ -144,7 +144,7 @@ class CacheArguments(_Arguments):
     actorder: Literal[False] | None = None
 
     @model_validator(mode="after")
-    def _whole(self) -> CacheArguments:
+    def _valid_for_cache(self) -> CacheArguments:
         if self._strategy not in ("tensor", "attn_head"):
             raise ValueError(f"strategy {self._strategy!r}; a cache takes 'tensor' or 'attn_head'")
         return self

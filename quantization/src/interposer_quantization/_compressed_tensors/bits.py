@@ -1,10 +1,9 @@
-"""Codes of 1 to 8 bits that lie in words without gaps, as compressed-tensors packs them.
+"""Unpacking of 1-bit to 8-bit values that compressed-tensors packs into int32 without gaps.
 
-Dimensions: W words of a row, N codes of a row.
+Dimensions: W int32 values of a row, N quantized values of a row.
 
-Source: the layout is that of ``pack_to_int32`` of compressed-tensors 0.20, which earlier releases
-share for 1, 2, 4 and 8 bits; those left the rest of a word empty where another width did not fill
-it, and stored more words.
+Source: the layout is that of ``pack_to_int32`` of compressed-tensors 0.20. Earlier releases use the
+same layout for 1, 2, 4 and 8 bits; for other widths they pad each int32 and store more of them.
 """
 
 from __future__ import annotations
@@ -12,37 +11,39 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from interposer_quantization._weights.int_packing import unpack_words
+from interposer_quantization._weights.int_packing import unpack_int32
 
 _WORD = 32
-# Each is held in 64 bits for a moment.
+# Bounds the temporary memory: each value takes 64 bits while it is unpacked.
 _CODES_AT_ONCE = 1 << 22
 
 
-def number_of_words(num_codes: int, bits: int) -> int:
-    """Return how many words hold the codes of a row."""
+def count_words(num_codes: int, bits: int) -> int:
+    """Return the number of int32 words that ``num_codes`` values of a row take."""
     return -(-num_codes * bits // _WORD)
 
 
 def unpack_bits(words: torch.Tensor, bits: int, num_codes: int) -> torch.Tensor:
-    """Return the codes in the words of each row; code n starts at bit n * bits.
+    """Unpack the quantized values of each row; value n starts at bit n * bits.
 
     Args:
-        words: ``[..., W]`` int32; the first code lies in the lowest bits of the first word.
+        words: ``[..., W]`` int32; the first value is in the lowest bits of the first int32.
         bits: 1 to 8.
         num_codes: N.
     Returns: ``[..., N]`` uint8.
     """
     if bits in (4, 8):
-        return unpack_words(words, bits)[..., :num_codes]
+        return unpack_int32(words, bits)[..., :num_codes]
     starts = torch.arange(num_codes, device=words.device) * bits
     first, offset = starts // _WORD, starts % _WORD
-    codes = torch.empty(*words.shape[:-1], num_codes, dtype=torch.uint8, device=words.device)
-    rows = max(1, _CODES_AT_ONCE // num_codes)
-    for part, result in zip(words.split(rows), codes.split(rows), strict=True):
-        # A zero word more, for codes that end in the last one.
-        unsigned = functional.pad(part, (0, 1)).long() & (1 << _WORD) - 1
-        # What the upper word loses on its way up is beyond the eight bits that are looked at.
+    unpacked = torch.empty(*words.shape[:-1], num_codes, dtype=torch.uint8, device=words.device)
+    num_rows = max(1, _CODES_AT_ONCE // num_codes)
+    for rows_packed, rows_unpacked in zip(
+        words.split(num_rows), unpacked.split(num_rows), strict=True
+    ):
+        # Pad with a zero word, because the lookup of the last values reads one word too far.
+        unsigned = functional.pad(rows_packed, (0, 1)).long() & (1 << _WORD) - 1
+        # The shift drops high bits of the upper word; the mask below never reads those bits.
         pairs = unsigned[..., first] | unsigned[..., first + 1] << _WORD
-        result.copy_(pairs >> offset & (1 << bits) - 1)
-    return codes
+        rows_unpacked.copy_(pairs >> offset & (1 << bits) - 1)
+    return unpacked

@@ -1,6 +1,6 @@
-"""The ``quantization_config`` that the compressed-tensors library writes, as far as it is read.
+"""Supported fields of the ``quantization_config`` that the compressed-tensors library writes.
 
-Field names, defaults and the order in which targets match are those of compressed-tensors 0.20.
+Field names, defaults and the order in which targets match follow compressed-tensors 0.20.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from interposer_quantization._compressed_tensors.arguments import (
     InputArguments,
     WeightArguments,
 )
-from interposer_quantization._compressed_tensors.stored import FORMATS, Stored, refusal
+from interposer_quantization._compressed_tensors.stored import FORMATS, Stored, unsupported_reason
 from interposer_quantization._settings_model import SettingsModel
 
 _SUPPORTED = f"""\
@@ -28,7 +28,7 @@ cache of 8 bits, symmetric, with one scale or one per kv head; nothing quantized
 Try: quantize the original model that way"""
 
 _REGEX = "re:"
-# Classes of the layers that a scheme is asked about: torch's name and its bases'.
+# Class names that match every linear layer: ``nn.Linear`` and its base class.
 _CLASSES = frozenset({"Linear", "Module"})
 _MIXED = "mixed-precision"
 
@@ -43,7 +43,7 @@ def _pattern(text: str) -> str:
 
 
 Pattern = Annotated[str, AfterValidator(_pattern)]
-"""A layer's full name, the name of its class, or ``re:`` and what its full name starts with."""
+"""A layer's full name, its class name, or ``re:`` and a regular expression for a name's start."""
 
 Format = Literal[
     "pack-quantized",
@@ -58,7 +58,7 @@ Empty = Annotated[dict[str, Any], Field(max_length=0)]
 
 
 class DenseSparsity(SettingsModel):
-    """The statement of early releases that nothing is stored sparsely."""
+    """The ``sparsity_config`` by which early releases say that no weight is sparse."""
 
     format: Literal["dense"]
     global_sparsity: float | None = None
@@ -69,7 +69,7 @@ class DenseSparsity(SettingsModel):
 
 
 class Group(SettingsModel):
-    """Layers that are quantized alike, or not at all."""
+    """Layers with the same quantization, or with none."""
 
     targets: list[Pattern]
     weights: WeightArguments | None = None
@@ -86,7 +86,11 @@ class Group(SettingsModel):
         return self
 
     def stored(self, form: str) -> Stored | None:
-        """Return the storage of the layers, None for plain; ``form`` is the checkpoint's."""
+        """Return the storage of the group's layers, or None if their weights are not quantized.
+
+        Args:
+            form: the checkpoint's format, for groups that state none.
+        """
         if self.weights is None:
             return None
         inputs = None if self.input_activations is None else self.input_activations.read()
@@ -94,12 +98,12 @@ class Group(SettingsModel):
 
 
 class Settings(SettingsModel):
-    """The whole ``quantization_config``."""
+    """All fields of ``quantization_config``."""
 
     quant_method: Literal["compressed-tensors"] = "compressed-tensors"
     config_groups: Annotated[dict[str, Group], Field(min_length=1)]
     format: Literal[Format, "mixed-precision"]
-    # Early releases left the status at frozen when they stored compressed weights.
+    # Early releases write "frozen" for compressed weights.
     quantization_status: Literal["compressed", "frozen"]
     ignore: list[Pattern] | None = None
     kv_cache_scheme: CacheArguments | None = None
@@ -108,15 +112,15 @@ class Settings(SettingsModel):
     transform_config: Empty | None = None
     global_compression_ratio: float | None = None
     version: str | None = None
-    # How transformers is to run the layers; what it rounds is the same.
+    # Tells transformers how to run the layers; the stored tensors are the same.
     run_compressed: Literal[True] | None = None
     use_optimized_inference: bool | None = None
-    # It may be written, but only as saying nothing.
+    # Accepted only with the value that leaves it without effect.
     dequantize: Literal[False] | None = None
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any]) -> Settings:
-        """Return the settings.
+        """Validate the settings and return the model.
 
         Raises: ConfigError: a setting is unknown, contradictory or not supported.
         """
@@ -132,7 +136,7 @@ class Settings(SettingsModel):
             stored = group.stored(self.format)
             if stored is None:
                 continue
-            problem = refusal(stored)
+            problem = unsupported_reason(stored)
             if stored.form == _MIXED:
                 problem = f"the format is {_MIXED!r}, but the group states none of its own"
             if problem is not None:
@@ -142,10 +146,10 @@ class Settings(SettingsModel):
         return self
 
     def stored(self, name: str) -> Stored | None:
-        """Return how the linear layer ``name`` is stored, or None if it is not quantized.
+        """Return the storage of the linear layer ``name``, or None if it is not quantized.
 
-        A full name goes before a pattern and a pattern before a class; among equals the first in
-        alphabetical order decides.
+        A full name takes precedence over a pattern, and a pattern over a class name; ties go to the
+        alphabetically first target.
         """
         if any(_precedence(pattern, name) is not None for pattern in self.ignore or ()):
             return None
@@ -158,7 +162,7 @@ class Settings(SettingsModel):
         return matching[min(matching)].stored(self.format) if matching else None
 
 
-# By the name under which a model's fields stand; those of the whole stand under none.
+# Known fields by the last part of an error's location.
 _FIELDS = {
     "weights": WeightArguments.model_fields,
     "input_activations": InputArguments.model_fields,
@@ -168,7 +172,7 @@ _FIELDS = {
 
 
 def _precedence(pattern: str, name: str) -> int | None:
-    """Return the rank of the way in which ``pattern`` matches ``name``, None if it doesn't."""
+    """Return the precedence of the match (0 is highest), or None if ``pattern`` does not match."""
     if pattern == name:
         return 0
     if pattern.startswith(_REGEX):
@@ -179,18 +183,18 @@ def _precedence(pattern: str, name: str) -> int | None:
 def _config_error(error: ValidationError) -> ConfigError:
     problems = []
     for problem in error.errors():
-        *place, last = ("quantization_config", *map(str, problem["loc"]))
-        parent = ".".join(place)
+        *parents, last = ("quantization_config", *map(str, problem["loc"]))
+        parent = ".".join(parents)
         if problem["type"] == "extra_forbidden":
-            whole = Settings.model_fields if len(place) == 1 else Group.model_fields
-            known = _FIELDS.get(place[-1], whole)
-            return UnknownNameError("setting", last, known, _SUPPORTED, f"in {parent}")
+            fallback = Settings.model_fields if len(parents) == 1 else Group.model_fields
+            known_fields = _FIELDS.get(parents[-1], fallback)
+            return UnknownNameError("setting", last, known_fields, _SUPPORTED, f"in {parent}")
         reason = problem["msg"].removeprefix("Value error, ")
-        if not place:
+        if not parents:
             problems.append(f"  {last}: {reason}")
             continue
-        found = "missing" if problem["type"] == "missing" else shortened(problem["input"])
-        problems.append(f"  {parent}.{last} = {found}: {reason}")
+        value = "missing" if problem["type"] == "missing" else shortened(problem["input"])
+        problems.append(f"  {parent}.{last} = {value}: {reason}")
     listed = "\n".join(problems)
     return ConfigError(
         f"The quantization of this checkpoint is not supported:\n{listed}\n{_SUPPORTED}"

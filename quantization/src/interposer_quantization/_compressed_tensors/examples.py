@@ -1,4 +1,4 @@
-"""Settings of checkpoints of compressed-tensors that are taken, for the conformance suite."""
+"""Example settings of compressed-tensors checkpoints, for the conformance suite."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _FLOAT_GROUPS: Arguments = {
     **_DYNAMIC,
 }
 
-# The format, the weights and the inputs.
+# Label: (format, weight arguments, input arguments).
 _LAYERS: Mapping[str, tuple[str, Arguments, Arguments | None]] = {
     "int8 per output": ("int-quantized", _OUTPUT, None),
     "int8 per group": ("int-quantized", _GROUP_32, None),
@@ -113,7 +113,7 @@ _LAYERS: Mapping[str, tuple[str, Arguments, Arguments | None]] = {
 
 
 def compressed_tensors_examples() -> Mapping[str, Mapping[str, Any]]:
-    """Return settings of every format and of what goes with it, by label."""
+    """Return settings of every supported format and input quantization, by label."""
     examples = {
         label: _settings(form, {"group_0": _group(["Linear"], weights, inputs)})
         for label, (form, weights, inputs) in _LAYERS.items()

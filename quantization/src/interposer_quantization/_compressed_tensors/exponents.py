@@ -1,4 +1,4 @@
-"""Scales that are stored as exponents of two, as the microscaling formats have them."""
+"""Scales stored as E8M0 exponents, as in the microscaling formats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SAMPLED = 4
 
 
 def register_exponents(layer: nn.Module, name: str, rows: int, columns: int) -> None:
-    """Register the biased exponents ``name`` ``[rows, columns]`` uint8."""
+    """Register the parameter ``name`` ``[rows, columns]`` uint8 of biased exponents."""
 
     def sample(generator: torch.Generator) -> torch.Tensor:
         low, high = _BIAS - _SAMPLED, _BIAS + _SAMPLED
@@ -26,16 +26,16 @@ def register_exponents(layer: nn.Module, name: str, rows: int, columns: int) -> 
 
 
 def check_exponents(members: Members, exponents: torch.Tensor, name: str) -> None:
-    """Raise CheckpointError if an exponent ``[O, G]`` stands for no number."""
-    for member, stored in zip(
+    """Raise CheckpointError if an exponent ``[O, G]`` is the NaN code."""
+    for member, member_exponents in zip(
         members.sizes, exponents.split(list(members.sizes.values())), strict=True
     ):
-        wrong = stored == _NAN
-        if wrong.any():
-            place = [int(index) for index in wrong.nonzero()[0]]
+        is_nan = member_exponents == _NAN
+        if is_nan.any():
+            position = [int(index) for index in is_nan.nonzero()[0]]
             raise CheckpointError(
                 members.tensor(member, name),
-                f"{int(wrong.sum())} of {stored.numel()} scales are {_NAN}, which is not a number, "
-                f"the first at {place}",
+                f"{int(is_nan.sum())} of {member_exponents.numel()} scales are {_NAN}, which is not "
+                f"a number, the first at {position}",
                 "copy the checkpoint again, or quantize the model again",
             )

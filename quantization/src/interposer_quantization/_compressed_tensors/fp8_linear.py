@@ -1,7 +1,8 @@
-"""Linear layers of 8-bit floats that inputs as they are, or otherwise rounded, are multiplied by.
+"""Linear layers of FP8 weights that are dequantized while loading.
 
-Dimensions: I input features, O output features, G groups, P layers of the checkpoint that are
-fused; R rows and C columns of a block.
+They serve unquantized inputs, and inputs whose quantization no op combines with FP8 weights.
+Dimensions: I input features, O output features, G groups, P fused layers; R rows and C columns of a
+block.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from interposer_quantization._compressed_tensors.exponents import (
     register_exponents,
 )
 from interposer_quantization._compressed_tensors.parameters import (
-    number_of_groups,
+    count_groups,
     register_scales,
     scales_by_output,
 )
@@ -32,13 +33,13 @@ _DEQUANTIZED = "weights of 8-bit floats are dequantized once, while loading: no 
 
 
 class Fp8WeightLinear(WeightLinear):
-    """``weight`` ``[O, I]`` float8_e4m3fn and ``weight_scale``, in the shape of the strategy.
+    """Linear method for ``weight`` ``[O, I]`` float8_e4m3fn that is dequantized by ``finalize``.
 
-    No op multiplies by such weights unless inputs are alike. So they are brought to the model's
-    dtype once, when the layer is finalized, and take its memory from then on.
+    No op multiplies FP8 weights by inputs in another format. ``finalize`` therefore converts the
+    weights to the model's dtype, which takes the memory of an unquantized layer.
 
     Args:
-        exponents: scales are powers of two, of which the exponents are stored.
+        exponents: scales are stored as E8M0 exponents.
         weight, scale: names of the parameters.
         spread: scales of R by C blocks are stored as ``[R, 1, C, 1]``.
     """
@@ -62,21 +63,21 @@ class Fp8WeightLinear(WeightLinear):
     def create_stored(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> BoundKernel[Any, Any]:
-        """Register ``weight`` and ``weight_scale``, and return a kernel for plain weights.
+        """Register ``weight`` and ``weight_scale``, and bind the kernel for unquantized weights.
 
-        Raises: ConfigError: groups do not divide the layer, or a block lies across two layers.
+        Raises: ConfigError: groups do not divide the inputs, or a block crosses two fused layers.
         """
         register(layer, **{self.weight: torch.empty(out_features, in_features, dtype=FORMAT)})
         strategy, size = self.weights.strategy, self.weights.inputs_per_scale
         if self.exponents:
-            num_groups = number_of_groups(site, in_features, size or in_features)
+            num_groups = count_groups(site, in_features, size or in_features)
             register_exponents(layer, self.scale, out_features, num_groups)
         elif strategy == "block":
             self._register_blocks(layer, site, in_features)
         elif strategy == "tensor":
             register_scales(layer, self.scale, self.members, None)
         else:
-            columns = number_of_groups(site, in_features, size or in_features)
+            columns = count_groups(site, in_features, size or in_features)
             register_scales(layer, self.scale, self.members, columns)
         sizes = {"in_features": in_features, "out_features": out_features}
         bound = site.bind_kernel(linear, **sizes, biased=bias)
@@ -84,11 +85,11 @@ class Fp8WeightLinear(WeightLinear):
         return bound
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
-        """Return the float64 weight ``[O, I]`` that is multiplied by, in the model's dtype."""
+        """Return the weight ``[O, I]``, dequantized to the model's dtype, as float64."""
         return self._plain(layer).double()
 
     def constants(self, layer: nn.Module) -> dict[str, torch.Tensor | None]:
-        """Return the weight in the model's dtype.
+        """Return the weight, dequantized to the model's dtype.
 
         Raises: CheckpointError: a scale is not a positive number.
         """
@@ -100,10 +101,10 @@ class Fp8WeightLinear(WeightLinear):
         return {"weight": self._plain(layer)}
 
     def _plain(self, layer: nn.Module) -> torch.Tensor:
-        weight, held = layer.get_parameter(self.weight), layer.get_parameter(self.scale)
-        stored = held[:, 0, :, 0] if self.spread else held.data
-        numbers = decode_e8m0(stored, torch.float32) if self.exponents else stored
-        scales = scales_by_output(numbers, self.members)
+        weight, parameter = layer.get_parameter(self.weight), layer.get_parameter(self.scale)
+        stored = parameter[:, 0, :, 0] if self.spread else parameter.data
+        decoded = decode_e8m0(stored, torch.float32) if self.exponents else stored
+        scales = scales_by_output(decoded, self.members)
         if self.weights.strategy == "block":
             rows, columns = self.weights.size or (1, 1)
             scales = scales.repeat_interleave(rows, 0)[: len(weight)]

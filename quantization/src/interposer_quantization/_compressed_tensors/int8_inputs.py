@@ -1,6 +1,6 @@
-"""Inputs of linear layers that are quantized to int8, and their stored scales.
+"""Quantization of a linear layer's inputs to int8, with static scales or one per token.
 
-Dimensions: I input features, P layers of the checkpoint that are fused.
+Dimensions: I input features, P fused layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from interposer_ops.quantizers import (
     quantize_int8_per_token_asymmetric,
     quantize_int8_static,
 )
-from interposer_quantization._compressed_tensors.parameters import common_number
+from interposer_quantization._compressed_tensors.parameters import shared_scalar
 from interposer_quantization._compressed_tensors.stored import Inputs
 from interposer_quantization._fp8.parameters import Members, register, register_per_part
 
@@ -25,15 +25,15 @@ _WHY = "calibrate them on the same input, or quantize inputs dynamically"
 
 
 class Int8Inputs:
-    """A scale per token, or ``input_scale`` ``[P]`` that is stored.
+    """Int8 quantization of inputs: one scale per token, or a stored ``input_scale`` ``[P]``.
 
-    Asymmetric ones have a zero point besides, ``input_zero_point`` ``[P]`` int8 where it is stored.
-    What is stored of one input must agree.
+    Asymmetric quantization adds a zero point; a static one is stored as ``input_zero_point``
+    ``[P]`` int8. Fused layers share their input, so their stored numbers must be equal.
 
     Attributes:
-        static: whether the checkpoint stores scales.
-        asymmetric: whether there are zero points.
-        x_scales: what shares a scale, as the ops' dim of that name says it.
+        static: the checkpoint stores scales.
+        asymmetric: quantization uses zero points.
+        x_scales: value of the ops' dim ``x_scales``: "tensor" or "token".
     """
 
     def __init__(self, inputs: Inputs) -> None:
@@ -42,7 +42,7 @@ class Int8Inputs:
         self.x_scales = "tensor" if inputs.static else "token"
 
     def create(self, layer: nn.Module, site: Site, members: Members, in_features: int) -> None:
-        """Register what is stored, and bind the quantizer."""
+        """Register the stored input parameters and bind the quantizer."""
         self.members = members
         num_parts = len(members.sizes)
         if self.static:
@@ -60,13 +60,13 @@ class Int8Inputs:
         else:
             self.quantize = site.bind(quantize_int8_per_token, hidden_size=in_features)
 
-    def coded(
+    def fused_quantizer(
         self, product: Callable[..., torch.Tensor], multiply: Callable[..., torch.Tensor]
     ) -> CodedProduct | None:
-        """Return the quantizer and a product as one kernel; None where there are zero points.
+        """Return a kernel of quantizer and matmul, or None for asymmetric inputs.
 
         Args:
-            product, multiply: as ``CodedProduct`` has them.
+            product, multiply: as in ``CodedProduct``.
         """
         if self.asymmetric:
             return None
@@ -75,12 +75,12 @@ class Int8Inputs:
         return CodedProduct(self.quantize, product, multiply)
 
     def stored(self, layer: nn.Module) -> tuple[torch.Tensor | None, ...]:
-        """Return the scale ``[1]`` of all inputs, and the zero point ``[1]`` int32 if there is one.
+        """Return the static scale ``[1]`` and, if asymmetric, the zero point ``[1]`` int32.
 
-        Nothing where each token has its own.
+        Returns an empty tuple if each token has its own scale.
 
-        Raises: CheckpointError: a scale is not a positive number, or layers that are fused
-            disagree on their common input.
+        Raises: CheckpointError: a scale is not a positive number, or the stored numbers of fused
+            layers differ.
         """
         if not self.static:
             return ()
@@ -89,7 +89,7 @@ class Int8Inputs:
         return (scale,) if zero_point is None else (scale, zero_point)
 
     def dequantized(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Return the float64 input ``[..., I]``: each integer less the zero point, scaled."""
+        """Return the float64 input ``[..., I]``: (quantized value - zero point) * scale."""
         static = self._static(layer) if self.static else ()
         quantized, scale, zero_point = self.quantized(x, *static)
         integers = quantized.double()
@@ -101,10 +101,10 @@ class Int8Inputs:
         scale: torch.Tensor | None = None,
         zero_point: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the integers, their scales and their zero points.
+        """Quantize ``x`` and return the int8 values, the scales and the zero points.
 
         Args:
-            scale: what ``stored`` returned, as ``zero_point``.
+            scale, zero_point: the results of ``stored`` for static quantization.
         """
         if scale is not None:
             return self.quantize_static(x, scale, zero_point), scale, zero_point
@@ -113,9 +113,9 @@ class Int8Inputs:
         return (*self.quantize(x), None)
 
     def _static(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-        scale = common_number(self.members, layer.get_parameter("input_scale"), "input_scale", _WHY)
+        scale = shared_scalar(self.members, layer.get_parameter("input_scale"), "input_scale", _WHY)
         if not self.asymmetric:
             return scale, None
         name = "input_zero_point"
-        zero_point = common_number(self.members, layer.get_parameter(name), name, _WHY)
+        zero_point = shared_scalar(self.members, layer.get_parameter(name), name, _WHY)
         return scale, zero_point.to(torch.int32)

@@ -1,6 +1,6 @@
-"""Linear layers of int8 weights that are multiplied by int8 inputs.
+"""Linear layers of int8 weights with int8 inputs.
 
-Dimensions: I input features, O output features, P layers of the checkpoint that are fused.
+Dimensions: I input features, O output features, P fused layers.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import nn
 from interposer import LinearMethod, Site
 from interposer_ops.quantized_linear import int8_linear
 from interposer_quantization._compressed_tensors.int8_inputs import Int8Inputs
-from interposer_quantization._compressed_tensors.parameters import final_operands, register_scales
+from interposer_quantization._compressed_tensors.parameters import prepare_operands, register_scales
 from interposer_quantization._compressed_tensors.stored import Inputs, Weights
 from interposer_quantization._fp8.parameters import Members, register
 
 
 class Int8Linear(LinearMethod):
-    """``weight`` ``[O, I]`` int8 with ``weight_scale`` ``[O, 1]``, or ``[P]``: one of a layer."""
+    """Linear method for ``weight`` ``[O, I]`` int8 with ``weight_scale`` ``[O, 1]`` or ``[P]``."""
 
     weight_name, scale_name = "weight", "weight_scale"
 
@@ -32,7 +32,7 @@ class Int8Linear(LinearMethod):
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> None:
-        """Register ``weight``, the scales, what inputs need and, if asked for, ``bias``."""
+        """Register ``weight``, the scales, the input parameters and, if requested, ``bias``."""
         self.members = Members(layer, site, out_features)
         self.dtype = site.dtype
         codes = torch.empty(out_features, in_features, dtype=torch.int8)
@@ -50,23 +50,23 @@ class Int8Linear(LinearMethod):
             asymmetric=self.inputs.asymmetric,
             biased=bias,
         )
-        self.coded = self.inputs.coded(self.bound.function, self._multiply)
+        self.fused_kernel = self.inputs.fused_kernel(self.bound.function, self._multiply)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
-        """Return the float64 weight ``[O, I]``: each integer times its scale."""
+        """Return the float64 weight ``[O, I]``: quantized value * scale."""
         return layer.get_parameter(self.weight_name).double() * self._scale(
             layer
         ).double().unsqueeze(1)
 
     def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Return the float64 input ``[..., I]``: each integer less the zero point, scaled."""
+        """Return the float64 input ``[..., I]``: (quantized value - zero point) * scale."""
         return self.inputs.dequantized(layer, x)
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Return the quantizer and the bound kernel as one function, with its constants.
+        """Combine the input quantizer and the bound kernel; return the function and its constants.
 
-        Raises: CheckpointError: a scale is not a positive number, or layers that are fused
-            disagree on their common input.
+        Raises: CheckpointError: a scale is not a positive number, or the stored input parameters of
+            fused layers differ.
         """
         self.members.check(layer.get_parameter(self.scale_name), self.scale_name)
         static = self.inputs.stored(layer)
@@ -75,8 +75,8 @@ class Int8Linear(LinearMethod):
             "weight_scale": self._scale(layer),
             "bias": layer._parameters["bias"],
         }
-        operands = final_operands(layer, self.bound, constants)
-        return self.coded or self._project, (*operands, *static)
+        operands = prepare_operands(layer, self.bound, constants)
+        return self.fused_kernel or self._project, (*operands, *static)
 
     def _scale(self, layer: nn.Module) -> torch.Tensor:
         """Return the weight's scales ``[O]`` or ``[1]``."""
@@ -100,10 +100,10 @@ class Int8Linear(LinearMethod):
 
     def _multiply(
         self,
-        codes: torch.Tensor,
+        quantized: torch.Tensor,
         scale: torch.Tensor,
         weight: torch.Tensor,
         weight_scale: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        return self.bound.function(codes, weight, scale, weight_scale, None, bias, self.dtype)
+        return self.bound.function(quantized, weight, scale, weight_scale, None, bias, self.dtype)

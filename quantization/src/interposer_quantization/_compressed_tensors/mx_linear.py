@@ -1,4 +1,4 @@
-"""Linear layers in the microscaling formats: 32 inputs share a scale that is a power of two.
+"""Linear layers in the OCP microscaling formats: 32 inputs share a power-of-two scale.
 
 Dimensions: I input features, O output features.
 """
@@ -24,7 +24,7 @@ from interposer_quantization._compressed_tensors.exponents import (
     check_exponents,
     register_exponents,
 )
-from interposer_quantization._compressed_tensors.parameters import final_operands, number_of_groups
+from interposer_quantization._compressed_tensors.parameters import count_groups, prepare_operands
 from interposer_quantization._compressed_tensors.stored import MX_GROUP
 from interposer_quantization._compressed_tensors.weight_linear import WeightLinear
 from interposer_quantization._fp8.parameters import FORMAT, FORMAT_NAME, Members, register
@@ -33,19 +33,19 @@ _MANTISSA_BITS = 23
 
 
 class Mxfp4Linear(WeightLinear):
-    """``weight_packed`` ``[O, I / 2]`` uint8 of two e2m1 codes, the first in the low nibble.
+    """Linear method for ``weight_packed`` ``[O, I / 2]`` uint8 of e2m1 pairs, low nibble first.
 
-    ``weight_scale`` is ``[O, I / 32]`` uint8. Inputs are multiplied in the model's dtype.
+    ``weight_scale`` is ``[O, I / 32]`` uint8. The matmul runs in the model's dtype.
     """
 
     def create_stored(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> BoundKernel[Any, Any]:
-        """Register the codes and their scales, and return a kernel for them.
+        """Register the packed weight and its scales, and bind the kernel.
 
         Raises: ConfigError: groups do not divide the inputs.
         """
-        num_groups = number_of_groups(site, in_features, MX_GROUP)
+        num_groups = count_groups(site, in_features, MX_GROUP)
         packed = torch.empty(out_features, in_features // 2, dtype=torch.uint8)
         register(layer, weight_packed=packed)
         register_exponents(layer, "weight_scale", out_features, num_groups)
@@ -53,14 +53,16 @@ class Mxfp4Linear(WeightLinear):
         return site.bind_kernel(mxfp4_linear, **sizes, biased=bias)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
-        """Return the float64 weight ``[O, I]``: each number times its power of two."""
+        """Return the float64 weight ``[O, I]``: quantized value * 2^exponent of its group."""
         codes = unpack_nibbles(layer.get_parameter("weight_packed"))
-        return _scaled(decode_e2m1(codes, torch.float64), layer.get_parameter("weight_scale"))
+        return _apply_exponents(
+            decode_e2m1(codes, torch.float64), layer.get_parameter("weight_scale")
+        )
 
     def constants(self, layer: nn.Module) -> dict[str, torch.Tensor | None]:
-        """Return what is stored.
+        """Return the stored tensors as the op's constants.
 
-        Raises: CheckpointError: a scale is not a number.
+        Raises: CheckpointError: a scale is the NaN code.
         """
         scales = layer.get_parameter("weight_scale")
         check_exponents(self.members, scales, "weight_scale")
@@ -68,13 +70,13 @@ class Mxfp4Linear(WeightLinear):
 
 
 class Mxfp8Linear(LinearMethod):
-    """``weight`` ``[O, I]`` float8_e4m3fn with ``weight_scale`` ``[O, I / 32]`` uint8.
+    """Linear method for ``weight`` ``[O, I]`` float8_e4m3fn with ``weight_scale`` ``[O, I / 32]``.
 
-    Inputs are quantized alike, each block of 32 with the exponent that the microscaling
-    specification gives it.
+    ``weight_scale`` holds uint8 exponents. Inputs are quantized to MXFP8 as well, with the
+    exponents that the microscaling specification defines.
 
     Args:
-        rounds_up: scales of inputs are rounded up to powers of two instead, so that nothing
+        rounds_up: input scales are rounded up to powers of two instead, so that no value
             saturates.
     """
 
@@ -84,13 +86,13 @@ class Mxfp8Linear(LinearMethod):
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> None:
-        """Register ``weight``, its scales and, if asked for, ``bias``.
+        """Register ``weight``, its scales and, if requested, ``bias``.
 
         Raises: ConfigError: groups do not divide the inputs.
         """
         self.members = Members(layer, site, out_features)
         self.dtype = site.dtype
-        num_groups = number_of_groups(site, in_features, MX_GROUP)
+        num_groups = count_groups(site, in_features, MX_GROUP)
         register(
             layer,
             weight=torch.empty(out_features, in_features, dtype=FORMAT),
@@ -114,18 +116,20 @@ class Mxfp8Linear(LinearMethod):
         self.bound = site.bind_kernel(mxfp8_linear, **sizes, biased=bias)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
-        """Return the float64 weight ``[O, I]``: each number times its power of two."""
-        return _scaled(layer.get_parameter("weight").double(), layer.get_parameter("weight_scale"))
+        """Return the float64 weight ``[O, I]``: quantized value * 2^exponent of its group."""
+        return _apply_exponents(
+            layer.get_parameter("weight").double(), layer.get_parameter("weight_scale")
+        )
 
     def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Return the float64 input ``[..., I]``: each rounded number times its power of two."""
+        """Return the float64 input ``[..., I]``: quantized value * 2^exponent of its group."""
         quantized, scales = self.quantize(x, *self.options)
-        return _scaled(quantized.double(), self._exponents(scales))
+        return _apply_exponents(quantized.double(), self._exponents(scales))
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Return the quantizer and the bound kernel as one function, with its constants.
+        """Combine the input quantizer and the bound kernel; return the function and its constants.
 
-        Raises: CheckpointError: a scale is not a number.
+        Raises: CheckpointError: a scale is the NaN code.
         """
         scales = layer.get_parameter("weight_scale")
         check_exponents(self.members, scales, "weight_scale")
@@ -135,30 +139,30 @@ class Mxfp8Linear(LinearMethod):
             "bias": layer._parameters["bias"],
         }
         kernel = CodedProduct(self.quantize, self.bound.function, self._multiply, self.options)
-        return kernel, final_operands(layer, self.bound, constants)
+        return kernel, prepare_operands(layer, self.bound, constants)
 
     def _multiply(
         self,
-        codes: torch.Tensor,
+        quantized: torch.Tensor,
         scales: torch.Tensor,
         weight: torch.Tensor,
         weight_scales: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
         exponents = self._exponents(scales)
-        return self.bound.function(codes, exponents, weight, weight_scales, bias, self.dtype)
+        return self.bound.function(quantized, exponents, weight, weight_scales, bias, self.dtype)
 
     def _exponents(self, scales: torch.Tensor) -> torch.Tensor:
-        """Return the biased exponents, uint8, of the scales that the quantizer returns."""
-        # The exponent of a float32 is biased as E8M0 is, and a power of two has nothing besides.
+        """Convert the quantizer's scales to biased exponents, uint8."""
+        # float32 and E8M0 use the same exponent bias, and a power of two has a zero mantissa.
         if self.rounds_up:
             return (scales.view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
         return scales
 
 
-def _scaled(numbers: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """Return ``[..., I]`` float64 numbers times the powers of two of their groups."""
+def _apply_exponents(values: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """Multiply values ``[..., I]`` by the powers of two of their groups, in float64."""
     scales = decode_e8m0(exponents, torch.float64)
-    blocks = numbers.unflatten(-1, (scales.shape[-1], MX_GROUP))
+    blocks = values.unflatten(-1, (scales.shape[-1], MX_GROUP))
     scaled: torch.Tensor = (blocks * scales.unsqueeze(-1)).flatten(-2)
     return scaled

@@ -1,7 +1,7 @@
-"""Linear layers in NVFP4: 16 inputs share a scale in e4m3, all of a layer one in float32.
+"""Linear layers in NVFP4: one e4m3 scale per 16 inputs and one float32 scale per layer.
 
-A weight is e2m1 * scale / global scale.
-Dimensions: I input features, O output features, P layers of the checkpoint that are fused.
+weight = e2m1 value * group scale / global scale.
+Dimensions: I input features, O output features, P fused layers.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from interposer_ops.quantizers import (
 )
 from interposer_quantization._compressed_tensors.parameters import (
     DIFFERENT,
-    common_number,
-    final_operands,
-    number_of_groups,
+    count_groups,
+    prepare_operands,
+    shared_scalar,
 )
 from interposer_quantization._compressed_tensors.stored import NVFP4_GROUP, Inputs
 from interposer_quantization._compressed_tensors.weight_linear import WeightLinear
@@ -43,13 +43,13 @@ _NOT_CALLED = (
 
 @dataclass(frozen=True, slots=True)
 class Nvfp4Storage:
-    """The tensors of a format.
+    """Tensor names and conventions of one NVFP4 checkpoint format.
 
     Attributes:
-        packed: two e2m1 codes a byte, the first in the low nibble.
-        tensor_scale, input_scale: one number for a layer of the checkpoint.
-        divides: numbers are divided by these two, else multiplied.
-        problem, mend: what is wrong where fused layers disagree on these, and what to do.
+        packed: name of the weight: two e2m1 values per byte, the first in the low nibble.
+        tensor_scale, input_scale: names of the global scales, one number per fused layer.
+        divides: the global scales divide, else they multiply.
+        problem, mend: error text and advice for fused layers whose global scales differ.
     """
 
     packed: str = "weight_packed"
@@ -60,8 +60,8 @@ class Nvfp4Storage:
     mend: str = "quantize them together, so that they share it"
 
     def register(self, layer: nn.Module, site: Site, members: Members, in_features: int) -> int:
-        """Register codes and scales of weights, and return the number of groups."""
-        num_groups = number_of_groups(site, in_features, NVFP4_GROUP)
+        """Register the packed weight and its scales; return the number of groups."""
+        num_groups = count_groups(site, in_features, NVFP4_GROUP)
         rows = sum(members.sizes.values())
         packed = torch.empty(rows, in_features // 2, dtype=torch.uint8)
         scales = torch.empty(rows, num_groups, dtype=FORMAT)
@@ -72,12 +72,12 @@ class Nvfp4Storage:
     def check(self, layer: nn.Module, members: Members) -> None:
         """Raise CheckpointError if a scale is not a positive number."""
         scales = layer.get_parameter(_SCALE).float()
-        # A scale that was rounded to zero is that of a block of zeros.
+        # An e4m3 scale of zero is valid: it belongs to a group of zeros.
         members.check(torch.where(scales == 0, 1, scales), _SCALE)
         members.check(layer.get_parameter(self.tensor_scale), self.tensor_scale)
 
     def scales(self, layer: nn.Module, members: Members) -> torch.Tensor:
-        """Return ``[O, I / 16]`` float32: the scales of both levels as one."""
+        """Return the product of group and global scales ``[O, I / 16]`` float32."""
         by_output = members.per_output(layer.get_parameter(self.tensor_scale)).unsqueeze(1)
         scales = layer.get_parameter(_SCALE).float()
         return scales / by_output if self.divides else scales * by_output
@@ -85,16 +85,16 @@ class Nvfp4Storage:
     def dequantized(
         self, layer: nn.Module, members: Members, *, exact: bool = False
     ) -> torch.Tensor:
-        """Return the float64 weight ``[O, I]``: each number times both its scales.
+        """Return the float64 weight ``[O, I]``: quantized value * group scale * global scale.
 
         Args:
-            exact: scales of both levels are multiplied without being rounded to float32.
+            exact: multiply group and global scale in float64, without rounding to float32.
         """
         scales = self.scales(layer, members).double()
         if exact:
             by_output = members.per_output(layer.get_parameter(self.tensor_scale)).double()
             scales = layer.get_parameter(_SCALE).double() * by_output.unsqueeze(1)
-        return _scaled(layer.get_parameter(self.packed), scales)
+        return _dequantize(layer.get_parameter(self.packed), scales)
 
 
 COMPRESSED = Nvfp4Storage()
@@ -109,13 +109,13 @@ MODELOPT = Nvfp4Storage(
 
 
 class Nvfp4Linear(LinearMethod):
-    """Weights in NVFP4, inputs brought to it on the way.
+    """Linear method for NVFP4 weights and inputs that are quantized to NVFP4.
 
-    Codes are ``[O, I / 2]``, ``weight_scale`` is ``[O, I / 16]`` float8_e4m3fn; the scales of a
-    layer and of its input are ``[P]``, one number for layers that run as one product.
+    The packed weight is ``[O, I / 2]`` and ``weight_scale`` is ``[O, I / 16]`` float8_e4m3fn. The
+    global scales of weight and input are ``[P]`` and must be equal among fused layers.
 
-    Where only the reference multiplies codes by codes, weights are held in 8 bits, and multiplied
-    by what the codes of inputs stand for. That is the same product: both represent all of them.
+    If only the reference kernel supports NVFP4 matmul, the weight is converted to int8 and the
+    inputs are dequantized. The result is the same, because int8 represents every e2m1 value.
     """
 
     parts_agree = True
@@ -126,7 +126,7 @@ class Nvfp4Linear(LinearMethod):
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> None:
-        """Register the codes, all scales and, if asked for, ``bias``.
+        """Register the packed weight, all scales and, if requested, ``bias``.
 
         Raises: ConfigError: groups do not divide the inputs.
         """
@@ -135,65 +135,71 @@ class Nvfp4Linear(LinearMethod):
         self.storage.register(layer, site, self.members, in_features)
         register_per_part(layer, self.storage.input_scale, len(self.members.sizes))
         register(layer, bias=torch.empty(out_features, dtype=site.dtype) if bias else None)
-        # Its scale is a constant of the model, which a kernel may prepare.
+        # Bound with bind_kernel: the global scale is a constant that the kernel can prepare.
         self.quantizer = site.bind_kernel(quantize_nvfp4, hidden_size=in_features)
         sizes = {"in_features": in_features, "out_features": out_features}
         self.bound = site.bind_kernel(nvfp4_linear, **sizes, biased=bias)
-        self.integers: BoundKernel[Any, Any] | None = None
+        self.int8_fallback: BoundKernel[Any, Any] | None = None
         choice = self.bound.choice
         is_slow = isinstance(choice.chosen.record, OpEntry) and not choice.wished
         if is_slow and site.resolver.config.dequantize:
             annotate_place(site, _NOT_CALLED, op=nvfp4_linear.name, idle=True)
-            width = in_features, out_features, NVFP4_GROUP
-            self.integers = bind_weight_only(site, 8, *width, biased=bias)
-            self.numbers = site.bind_kernel(dequantize_nvfp4, hidden_size=in_features)
+            sizes_and_group = in_features, out_features, NVFP4_GROUP
+            self.int8_fallback = bind_weight_only(site, 8, *sizes_and_group, biased=bias)
+            self.input_dequantizer = site.bind_kernel(dequantize_nvfp4, hidden_size=in_features)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
-        """Return the float64 weight ``[O, I]``: each number times both its scales."""
+        """Return the float64 weight ``[O, I]``: quantized value * group scale * global scale."""
         return self.storage.dequantized(layer, self.members, exact=not self.storage.divides)
 
     def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Return the float64 input ``[..., I]``: each rounded number times both its scales."""
-        stored = layer.get_parameter(self.storage.input_scale)[:1]
-        packed, scales = quantize_nvfp4(x, stored if self.storage.divides else 1 / stored)
-        wide, by = scales.double(), stored.double()
-        return _scaled(packed, wide / by if self.storage.divides else wide * by)
+        """Return the float64 input ``[..., I]``: quantized value * group scale * global scale."""
+        global_scale = layer.get_parameter(self.storage.input_scale)[:1]
+        packed, scales = quantize_nvfp4(
+            x, global_scale if self.storage.divides else 1 / global_scale
+        )
+        group_scales, factor = scales.double(), global_scale.double()
+        return _dequantize(
+            packed, group_scales / factor if self.storage.divides else group_scales * factor
+        )
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Return the quantizer and the bound kernel as one function, with its constants.
+        """Combine the input quantizer and the bound kernel; return the function and its constants.
 
-        Raises: CheckpointError: a scale is not a positive number, or layers that are fused
-            disagree on a global one.
+        Raises: CheckpointError: a scale is not a positive number, or the global scales of fused
+            layers differ.
         """
         storage = self.storage
         storage.check(layer, self.members)
         self.members.check(layer.get_parameter(storage.input_scale), storage.input_scale)
-        scale, weights = (
-            common_number(
+        scale, weight_scale = (
+            shared_scalar(
                 self.members, layer.get_parameter(name), name, storage.mend, storage.problem
             )
             for name in (storage.input_scale, storage.tensor_scale)
         )
-        alpha = 1 / (scale * weights) if storage.divides else weights * scale
+        alpha = 1 / (scale * weight_scale) if storage.divides else weight_scale * scale
         scale = scale if storage.divides else scale.reciprocal()
         prepared = self.quantizer.prepared(global_scale=scale)["global_scale"]
-        if self.integers is not None:
-            one = self.numbers.prepared(global_scale=torch.ones_like(scale))["global_scale"]
+        if self.int8_fallback is not None:
+            # The input's global scale is part of alpha, so the dequantizer takes 1 instead.
+            unit = torch.ones_like(scale)
+            one = self.input_dequantizer.prepared(global_scale=unit)["global_scale"]
             constants = {
-                "weight": _doubled(layer.get_parameter(storage.packed)),
+                "weight": _doubled_int8(layer.get_parameter(storage.packed)),
                 "scale": layer.get_parameter(_SCALE).float() * (alpha / 2),
                 "bias": layer._parameters["bias"],
                 "zero_points": None,
             }
-            held = final_operands(layer, self.integers, constants)
-            return self._project_numbers, (*held, prepared, one)
+            operands = prepare_operands(layer, self.int8_fallback, constants)
+            return self._project_int8, (*operands, prepared, one)
         constants = {
             "weight": layer.get_parameter(storage.packed),
             "weight_scales": layer.get_parameter(_SCALE),
             "alpha": alpha,
             "bias": layer._parameters["bias"],
         }
-        return self._project, (*final_operands(layer, self.bound, constants), prepared)
+        return self._project, (*prepare_operands(layer, self.bound, constants), prepared)
 
     def _project(
         self,
@@ -207,20 +213,20 @@ class Nvfp4Linear(LinearMethod):
         packed, scales = self.quantizer.function(x, global_scale)
         return self.bound.function(packed, scales, weight, weight_scales, alpha, bias, self.dtype)
 
-    def _project_numbers(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
-        """Return the product by weights in 8 bits; both global scales are among theirs."""
-        *held, global_scale, one = operands
-        codes = self.quantizer.function(x, global_scale)
-        # Six bits at most, so that no dtype rounds them.
-        numbers = self.numbers.function(*codes, one, x.dtype)
-        return self.integers.function(numbers, *held)  # type: ignore[union-attr, no-any-return]
+    def _project_int8(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
+        """Multiply the dequantized input by the int8 weight with its combined scales."""
+        *weight_operands, global_scale, one = operands
+        quantized = self.quantizer.function(x, global_scale)
+        # e2m1 value times e4m3 scale has at most six significant bits: exact in every dtype.
+        dequantized = self.input_dequantizer.function(*quantized, one, x.dtype)
+        return self.int8_fallback.function(dequantized, *weight_operands)  # type: ignore[union-attr, no-any-return]
 
 
 class Nvfp4WeightLinear(WeightLinear):
-    """Weights in NVFP4, multiplied in the model's dtype.
+    """Linear method for NVFP4 weights with inputs in the model's dtype.
 
-    Twice an e2m1 number is an integer, so that the op of int8 weights represents all of them
-    exactly, in groups of 16.
+    Twice an e2m1 value is an integer, so the op for int8 weights with groups of 16 represents the
+    weight exactly.
     """
 
     def __init__(self, inputs: Inputs | None, storage: Nvfp4Storage = COMPRESSED) -> None:
@@ -230,7 +236,7 @@ class Nvfp4WeightLinear(WeightLinear):
     def create_stored(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> BoundKernel[Any, Any]:
-        """Register the codes and all scales, and return a kernel for integers.
+        """Register the packed weight and all scales, and bind the int8 weight-only kernel.
 
         Raises: ConfigError: groups do not divide the inputs.
         """
@@ -239,28 +245,28 @@ class Nvfp4WeightLinear(WeightLinear):
         return bind_weight_only(site, 8, *sizes, biased=bias)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
-        """Return the float64 weight ``[O, I]``: each number times both its scales."""
+        """Return the float64 weight ``[O, I]``: quantized value * group scale * global scale."""
         return self.storage.dequantized(layer, self.members)
 
     def constants(self, layer: nn.Module) -> dict[str, torch.Tensor | None]:
-        """Return twice the numbers as int8, and half of what both scales make.
+        """Return the doubled weight as int8, with halved scales.
 
         Raises: CheckpointError: a scale is not a positive number.
         """
         self.storage.check(layer, self.members)
-        doubled = _doubled(layer.get_parameter(self.storage.packed))
+        doubled = _doubled_int8(layer.get_parameter(self.storage.packed))
         scale = self.storage.scales(layer, self.members) / 2
         return {"weight": doubled, "scale": scale, "zero_points": None}
 
 
-def _doubled(packed: torch.Tensor) -> torch.Tensor:
-    """Return ``[O, I]`` int8: twice the e2m1 numbers."""
+def _doubled_int8(packed: torch.Tensor) -> torch.Tensor:
+    """Unpack e2m1 values to twice their value, ``[O, I]`` int8."""
     return (2 * decode_e2m1(unpack_nibbles(packed), torch.float32)).to(torch.int8)
 
 
-def _scaled(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return ``[..., I]`` float64: e2m1 numbers times the scales of their groups."""
-    numbers = decode_e2m1(unpack_nibbles(packed), torch.float64)
-    blocks = numbers.unflatten(-1, (scales.shape[-1], NVFP4_GROUP))
+def _dequantize(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Unpack e2m1 values and multiply by their group scales, ``[..., I]`` float64."""
+    values = decode_e2m1(unpack_nibbles(packed), torch.float64)
+    blocks = values.unflatten(-1, (scales.shape[-1], NVFP4_GROUP))
     scaled: torch.Tensor = (blocks * scales.unsqueeze(-1)).flatten(-2)
     return scaled

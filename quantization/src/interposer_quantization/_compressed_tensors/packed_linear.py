@@ -1,7 +1,6 @@
-"""Linear layers of integer weights of 1 to 8 bits in words, multiplied in the model's dtype.
+"""Linear layers of integer weights of 1 to 8 bits packed into int32, inputs in the model's dtype.
 
-Dimensions: I input features, O output features, G groups, P layers of the checkpoint that are
-fused.
+Dimensions: I input features, O output features, G groups, P fused layers.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from torch import nn
 
 from interposer import Site
 from interposer.errors import CheckpointError, ConfigError
-from interposer_quantization._compressed_tensors.bits import number_of_words, unpack_bits
+from interposer_quantization._compressed_tensors.bits import count_words, unpack_bits
 from interposer_quantization._compressed_tensors.int_linear import IntLinear
 from interposer_quantization._compressed_tensors.stored import Inputs, Weights
 from interposer_quantization._weights.input_groups import check_groups
-from interposer_quantization._weights.int_packing import kernel_codes
+from interposer_quantization._weights.int_packing import to_kernel_layout
 from interposer_quantization._weights.packed_linear import register_stored
 
 _WORD = 32
@@ -23,13 +22,13 @@ _FULL = (1, 2, 4, 8)
 
 
 class PackedIntLinear(IntLinear):
-    """``weight_packed`` ``[O, I * bits / 32]`` and ``weight_zero_point`` ``[O * bits / 32, G]``.
+    """Linear method for ``weight_packed`` ``[O, I * bits / 32]`` int32.
 
-    Both int32, of codes to which half of their range was added. ``weight_shape`` repeats O and I;
-    ``weight_g_idx`` ``[I]``, if there is one, names the group of each input.
+    ``weight_zero_point`` is ``[O * bits / 32, G]`` int32. Both store signed values plus half of
+    their range. ``weight_shape`` repeats O and I; the optional ``weight_g_idx`` ``[I]`` holds the
+    group of each input.
 
-    The words are repacked once, when the layer is finalized, for an op of 4 bits or one of 8: what
-    is narrower is widened to these.
+    ``finalize`` repacks the weight once for a 4-bit or an 8-bit op; narrower values are widened.
     """
 
     def __init__(self, weights: Weights, inputs: Inputs | None) -> None:
@@ -37,29 +36,27 @@ class PackedIntLinear(IntLinear):
         self.bits = weights.bits
         self.middle = 1 << self.bits - 1
 
-    def register_codes(
+    def register_quantized_weight(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int
     ) -> None:
-        """Register words, the shape and, where they are stored, zero points and groups.
+        """Register the packed weight, its shape and, if stored, zero points and group indices.
 
-        Raises: ConfigError: words would belong to two layers, or could be read in two ways.
+        Raises: ConfigError: an int32 spans two fused layers, or the packing is ambiguous.
         """
         self._check_words(site, in_features)
         num_parts = len(self.members.sizes)
-        words = torch.empty(
-            out_features, number_of_words(in_features, self.bits), dtype=torch.int32
-        )
-        register_stored(layer, "weight_packed", words)
+        packed = torch.empty(out_features, count_words(in_features, self.bits), dtype=torch.int32)
+        register_stored(layer, "weight_packed", packed)
         sizes = [[size, in_features] for size in self.members.sizes.values()]
 
         def shapes(_: torch.Generator) -> torch.Tensor:
             return torch.tensor(sizes).flatten()
 
         shape = torch.empty(2 * num_parts, dtype=torch.int64)
-        stated = {"per_part": True, "states_sizes": True, "sample": shapes}
-        register_stored(layer, "weight_shape", shape, **stated)
+        attributes = {"per_part": True, "states_sizes": True, "sample": shapes}
+        register_stored(layer, "weight_shape", shape, **attributes)
         if not self.weights.symmetric:
-            rows = number_of_words(out_features, self.bits)
+            rows = count_words(out_features, self.bits)
             zeros = torch.empty(rows, self.num_groups, dtype=torch.int32)
             register_stored(layer, "weight_zero_point", zeros)
         if self.weights.reordered:
@@ -74,24 +71,24 @@ class PackedIntLinear(IntLinear):
             register_stored(layer, "weight_g_idx", groups, per_part=True, **numbered)
 
     def codes(self, layer: nn.Module) -> torch.Tensor:
-        """Return the codes ``[O, I]`` int8, signed."""
-        return (self._unsigned(layer).short() - self.middle).to(torch.int8)
+        """Return the quantized weight ``[O, I]`` int8."""
+        return (self._unpack_weight(layer).short() - self.middle).to(torch.int8)
 
     def zero_points(self, layer: nn.Module) -> torch.Tensor | None:
-        """Return the zero points ``[O, G]`` int8, signed, or None where all are 0."""
+        """Return the zero points ``[O, G]`` int8, or None if the weight is symmetric."""
         if self.weights.symmetric:
             return None
-        return (self._unsigned_zeros(layer).short() - self.middle).to(torch.int8)
+        return (self._unpack_zero_points(layer).short() - self.middle).to(torch.int8)
 
     def groups(self, layer: nn.Module) -> torch.Tensor | None:
-        """Return the group of each input ``[I]`` int64, None where groups follow each other.
+        """Return the group of each input ``[I]`` int64, or None if groups are consecutive.
 
-        Raises: CheckpointError: groups are not of one size, or those of fused layers differ.
+        Raises: CheckpointError: groups differ in size or between fused layers.
         """
         if not self.weights.reordered:
             return None
         by_part = layer.get_parameter("weight_g_idx").view(len(self.members.sizes), -1)
-        # -1 throughout is what stands there before groups were chosen.
+        # All -1 is the initial value: the exporter never assigned groups.
         if (by_part == -1).all():
             return None
         names = [self.members.tensor(member, "weight_g_idx") for member in self.members.sizes]
@@ -110,34 +107,36 @@ class PackedIntLinear(IntLinear):
         return None if torch.equal(first, ordered) else first
 
     def constants(self, layer: nn.Module) -> dict[str, torch.Tensor | None]:
-        """Return the codes, repacked as the op takes them, and what belongs to them.
+        """Return the op's constants, with weight and zero points in the kernel's layout.
 
-        Raises: CheckpointError: a tensor holds what no weight can be computed with.
+        Raises: CheckpointError: a tensor holds values that no weight can be computed from.
         """
         self._check_shapes(layer)
         scales, order = self.check_scales(layer), self.order(layer)
-        width = 4 if self.narrow else 8
-        more = (1 << width - 1) - self.middle
-        codes = self._unsigned(layer) + more
+        width = 4 if self.packs_nibbles else 8
+        shift = (1 << width - 1) - self.middle
+        # Move the midpoint of the stored width to the midpoint of the op's width.
+        quantized = self._unpack_weight(layer) + shift
         if order is not None:
-            codes = codes.index_select(1, order)
+            quantized = quantized.index_select(1, order)
         zeros = None
         if not self.weights.symmetric:
-            zeros = (self._unsigned_zeros(layer) + more).contiguous()
-            # The op of 4 bits takes zero points one by one.
-            zeros = zeros if self.narrow else kernel_codes(zeros, width)
-        return {"weight": kernel_codes(codes, width), "scale": scales, "zero_points": zeros}
+            zeros = (self._unpack_zero_points(layer) + shift).contiguous()
+            # The 4-bit op takes one zero point per byte, unlike the weight.
+            zeros = zeros if self.packs_nibbles else to_kernel_layout(zeros, width)
+        return {"weight": to_kernel_layout(quantized, width), "scale": scales, "zero_points": zeros}
 
-    def _unsigned(self, layer: nn.Module) -> torch.Tensor:
+    def _unpack_weight(self, layer: nn.Module) -> torch.Tensor:
         return unpack_bits(layer.get_parameter("weight_packed"), self.bits, self.in_features)
 
-    def _unsigned_zeros(self, layer: nn.Module) -> torch.Tensor:
+    def _unpack_zero_points(self, layer: nn.Module) -> torch.Tensor:
         words = layer.get_parameter("weight_zero_point").T.contiguous()
         return unpack_bits(words, self.bits, sum(self.members.sizes.values())).T
 
     def _check_words(self, site: Site, in_features: int) -> None:
         if self.bits not in _FULL and in_features % _WORD:
-            # Early releases pack these otherwise; with full runs of 32 the words tell.
+            # Early releases pack these widths differently. If 32 divides the inputs, the number
+            # of int32 words tells both layouts apart.
             raise ConfigError(
                 f"{site.prefix}: {in_features} weights of {self.bits} bits a row can be packed in "
                 f"two ways, unless they are a multiple of {_WORD}. Try: leave the layer plain"
@@ -154,10 +153,10 @@ class PackedIntLinear(IntLinear):
 
     def _check_shapes(self, layer: nn.Module) -> None:
         shapes = layer.get_parameter("weight_shape").view(-1, 2).tolist()
-        for (member, size), found in zip(self.members.sizes.items(), shapes, strict=True):
-            if found != [size, self.in_features]:
+        for (member, size), stored_shape in zip(self.members.sizes.items(), shapes, strict=True):
+            if stored_shape != [size, self.in_features]:
                 raise CheckpointError(
                     self.members.tensor(member, "weight_shape"),
-                    f"holds {found}, the config asks for {[size, self.in_features]}",
+                    f"holds {stored_shape}, the config asks for {[size, self.in_features]}",
                     "copy config.json and the weights of one checkpoint",
                 )

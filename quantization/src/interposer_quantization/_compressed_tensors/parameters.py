@@ -1,7 +1,6 @@
-"""Common parts of the linear layers of compressed-tensors: sizes, scales and constants.
+"""Shared parts of the compressed-tensors linear layers: sizes, scales and kernel constants.
 
-Dimensions: I input features, O output features, G groups, P layers of the checkpoint that are
-fused.
+Dimensions: I input features, O output features, G groups, P fused layers.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from interposer.errors import CheckpointError, ConfigError
 from interposer_quantization._fp8.parameters import Members, register, register_per_part
 
 
-def number_of_groups(site: Site, in_features: int, size: int) -> int:
-    """Return how many groups of ``size`` the inputs have.
+def count_groups(site: Site, in_features: int, size: int) -> int:
+    """Return the number of groups of ``size`` inputs.
 
-    Raises: ConfigError: the groups do not divide the inputs.
+    Raises: ConfigError: the group size does not divide the inputs.
     """
-    num_groups, rest = divmod(in_features, size)
-    if rest or not num_groups:
+    num_groups, remainder = divmod(in_features, size)
+    if remainder or not num_groups:
         raise ConfigError(
             f"{site.prefix}: groups of {size} do not divide its {in_features} inputs. "
             "Try: quantize with a group size that does, or leave the layer plain"
@@ -32,7 +31,7 @@ def number_of_groups(site: Site, in_features: int, size: int) -> int:
 
 
 def register_scales(layer: nn.Module, name: str, members: Members, columns: int | None) -> None:
-    """Register the float32 scales ``name``: ``[O, columns]``, or ``[P]`` without columns."""
+    """Register the float32 scales ``name``: ``[O, columns]``, or ``[P]`` if ``columns`` is None."""
     if columns is None:
         register_per_part(layer, name, len(members.sizes))
         return
@@ -41,23 +40,23 @@ def register_scales(layer: nn.Module, name: str, members: Members, columns: int 
 
 
 def scales_by_output(scales: torch.Tensor, members: Members) -> torch.Tensor:
-    """Return scales ``[O, G]`` as they are, and ``[P]`` as ``[O, 1]``."""
+    """Return scales ``[O, G]`` unchanged; expand ``[P]`` to ``[O, 1]``."""
     return scales if scales.ndim == 2 else members.per_output(scales).unsqueeze(1)
 
 
 DIFFERENT = "layers that run as one product differ in what they share: {listed}"
 
 
-def common_number(
+def shared_scalar(
     members: Members, numbers: torch.Tensor, name: str, why: str, problem: str = DIFFERENT
 ) -> torch.Tensor:
-    """Return the number ``[1]`` that all fused layers have, of ``numbers`` ``[P]``.
+    """Return the number ``[1]`` that all fused layers share, from ``numbers`` ``[P]``.
 
     Args:
-        name: of the tensor that holds them.
-        why: what the layers would have to share, and what to do.
-        problem: what is wrong; ``{name}`` stands for ``name``, ``{listed}`` for the numbers.
-    Raises: CheckpointError: they are different.
+        name: of the tensor that holds the numbers.
+        why: advice for the error message.
+        problem: error text; ``{name}`` stands for ``name``, ``{listed}`` for the numbers.
+    Raises: CheckpointError: the numbers differ.
     """
     if not (numbers == numbers[0]).all():
         listed = ", ".join(
@@ -69,23 +68,24 @@ def common_number(
     return numbers[:1]
 
 
-def released(layer: nn.Module, held: Iterable[object]) -> None:
-    """Drop the parameters of ``layer`` that are not among ``held``."""
-    kept = {id(each) for each in held}
+def drop_parameters_except(layer: nn.Module, tensors: Iterable[object]) -> None:
+    """Unregister the parameters of ``layer`` that are not among ``tensors``."""
+    tensor_ids = {id(tensor) for tensor in tensors}
     for name, parameter in list(layer._parameters.items()):
-        if parameter is not None and id(parameter) not in kept:
+        if parameter is not None and id(parameter) not in tensor_ids:
             layer.register_parameter(name, None)
 
 
-def final_operands(
+def prepare_operands(
     layer: nn.Module, bound: BoundKernel[Any, Any], constants: Mapping[str, torch.Tensor | None]
 ) -> tuple[Any, ...]:
-    """Return the operands of the kernel, prepared if it wants them so, and hold nothing else.
+    """Let the kernel prepare its constants and free every parameter that is no longer needed.
 
-    What constants were derived from goes first, so that there are never three copies.
+    Parameters that the constants were derived from are freed first, so that at most two copies of
+    the weight exist.
     """
-    released(layer, constants.values())
+    drop_parameters_except(layer, constants.values())
     prepared = bound.prepared(**constants)
     operands = tuple(prepared[name] for name in constants)
-    released(layer, operands)
+    drop_parameters_except(layer, operands)
     return operands

@@ -1,4 +1,4 @@
-"""Checkpoints of the compressed-tensors library."""
+"""Scheme of compressed-tensors checkpoints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from interposer import CacheFormat, ExpertsMethod, ExpertsSpec, LinearMethod, Site
 from interposer_quantization._compressed_tensors.config import Settings
-from interposer_quantization._compressed_tensors.experts import experts_at_once
+from interposer_quantization._compressed_tensors.experts import fused_experts_method
 from interposer_quantization._compressed_tensors.fp8_linear import Fp8WeightLinear
 from interposer_quantization._compressed_tensors.int8_linear import Int8Linear
 from interposer_quantization._compressed_tensors.int_linear import IntLinear, PlainIntLinear
@@ -24,7 +24,7 @@ _MEND = "quantize them alike, or name all of them in 'ignore'"
 
 
 class CompressedTensors(HeadScheme):
-    """Integers and floats of a few bits, in groups of layers that each have a format."""
+    """Integer and float formats of up to 8 bits; each group of layers has its own format."""
 
     method = "compressed-tensors"
     settings_class = Settings
@@ -32,16 +32,15 @@ class CompressedTensors(HeadScheme):
     mend = _MEND
 
     def _method(self, stored: Stored) -> LinearMethod:
-        """Return the method for linear layers that are stored so."""
         return _method(stored)
 
-    def _experts_at_once(
+    def _fused_experts_method(
         self, stored: Stored, site: Site, spec: ExpertsSpec
     ) -> ExpertsMethod | None:
-        return experts_at_once(stored, site, spec)
+        return fused_experts_method(stored, site, spec)
 
     def cache_format(self, prefix: str) -> CacheFormat | None:
-        """Return the scheme of an 8-bit cache, None for keys as they are."""
+        """Return the format of an 8-bit KV cache, or None if the cache is not quantized."""
         cache = self.settings.kv_cache_scheme
         if cache is None:
             return None
@@ -51,8 +50,8 @@ class CompressedTensors(HeadScheme):
 
 def _method(stored: Stored) -> LinearMethod:
     weights, inputs = stored.weights, stored.inputs
-    if inputs is not None and stored.whole_product:
-        return _whole_product(stored.form, weights, inputs)
+    if inputs is not None and stored.has_quantized_matmul:
+        return _quantized_matmul_method(stored.form, weights, inputs)
     if stored.form == "mxfp4-pack-quantized":
         return Mxfp4Linear(inputs)
     if stored.form == "nvfp4-pack-quantized":
@@ -63,13 +62,13 @@ def _method(stored: Stored) -> LinearMethod:
 
 
 def _integers(form: str, weights: Weights, inputs: Inputs | None) -> IntLinear:
-    """Return the method that multiplies in the model's dtype."""
-    packed = form == "pack-quantized"
-    return PackedIntLinear(weights, inputs) if packed else PlainIntLinear(weights, inputs)
+    """Return the method for integer weights with inputs in the model's dtype."""
+    is_packed = form == "pack-quantized"
+    return PackedIntLinear(weights, inputs) if is_packed else PlainIntLinear(weights, inputs)
 
 
-def _whole_product(form: str, weights: Weights, inputs: Inputs) -> LinearMethod:
-    """Return the method whose op takes both operands quantized."""
+def _quantized_matmul_method(form: str, weights: Weights, inputs: Inputs) -> LinearMethod:
+    """Return the method whose op multiplies quantized inputs by quantized weights."""
     if form == "nvfp4-pack-quantized":
         return Nvfp4Linear()
     if form == "mxfp8-quantized":

@@ -1,4 +1,4 @@
-"""Storage of one linear layer by compressed-tensors, and the formats that are read."""
+"""Storage of one compressed-tensors linear layer, and the supported formats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FORMATS = (
     "mxfp4-pack-quantized",
     "mxfp8-quantized",
 )
-"""The formats of layers that are read."""
+"""Supported layer formats."""
 
 NVFP4_GROUP = 16
 MX_GROUP = 32
@@ -21,13 +21,14 @@ MX_GROUP = 32
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Integers or floats of a few bits, and what shares one of their scales.
+    """Quantized integers or floats, and the granularity of their scales.
 
     Attributes:
         kind: ``"int"`` or ``"float"``.
-        strategy: what shares a scale: ``"tensor"``, ``"channel"``, ``"token"``, ``"group"``,
+        strategy: scope of a scale: ``"tensor"``, ``"channel"``, ``"token"``, ``"group"``,
             ``"block"`` or ``"tensor_group"``.
-        size: rows and columns of a block, 1 and the inputs of a group; None for the rest.
+        size: rows and columns of a block, or 1 and the inputs of a group; None for other
+            strategies.
     """
 
     kind: str
@@ -38,7 +39,7 @@ class Numbers:
 
     @property
     def inputs_per_scale(self) -> int | None:
-        """Return the size of groups or the columns of blocks, None where there are neither."""
+        """Return the group size or the columns of a block, or None for other strategies."""
         return None if self.size is None else self.size[1]
 
     def __str__(self) -> str:
@@ -49,27 +50,29 @@ class Numbers:
             "token": "per token",
             "block": f"per block of {rows} by {columns}",
         }
-        shared = scales.get(self.strategy, f"per group of {columns} inputs")
-        return f"{self.kind}{self.bits} {shared}{'' if self.symmetric else ', asymmetric'}"
+        granularity = scales.get(self.strategy, f"per group of {columns} inputs")
+        return f"{self.kind}{self.bits} {granularity}{'' if self.symmetric else ', asymmetric'}"
 
 
 @dataclass(frozen=True, slots=True)
 class Weights(Numbers):
-    """Weights; ``reordered`` says that a tensor names the group of each input."""
+    """Quantization of weights; ``reordered`` says that a tensor holds each input's group."""
 
     reordered: bool
 
     def __str__(self) -> str:
-        # The parent's by name: a dataclass with slots is a new class, which super() misses.
+        # Not super(): slots=True creates a new class, which breaks zero-argument super().
         return Numbers.__str__(self) + (", with act order" if self.reordered else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs(Numbers):
-    """Inputs; ``static`` says that the checkpoint holds their scale.
+    """Quantization of inputs.
 
-    Of ``tensor_group`` it holds one of two, the other is found on the way. ``exponents`` says
-    that scales are powers of two.
+    Attributes:
+        static: the checkpoint stores the scale. For ``tensor_group`` it stores the global scale
+            only; group scales are computed at run time.
+        exponents: scales are powers of two.
     """
 
     static: bool
@@ -81,7 +84,7 @@ class Inputs(Numbers):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The format of a layer, its weights and, where they are quantized, its inputs."""
+    """Storage of a layer: format, weights, and inputs (None if inputs are not quantized)."""
 
     form: str
     weights: Weights
@@ -92,68 +95,68 @@ class Stored:
         return f"{self.weights}{inputs} ({self.form})"
 
     @property
-    def whole_product(self) -> bool:
-        """Return whether an op multiplies these weights by these inputs, both quantized.
+    def has_quantized_matmul(self) -> bool:
+        """Say whether an op multiplies these quantized weights by these quantized inputs.
 
-        Elsewhere inputs are rounded and multiplied in the model's dtype.
+        If not, inputs are fake-quantized and the matmul runs in the model's dtype.
         """
         weights, inputs = self.weights, self.inputs
         if inputs is None or inputs.kind != weights.kind:
             return False
         if weights.kind == "int":
-            plain = self.form in ("int-quantized", "naive-quantized")
-            by_output = weights.strategy in ("tensor", "channel") and weights.symmetric
-            return inputs.bits == 8 and (weights.bits <= 4 or (plain and by_output))
+            is_unpacked = self.form in ("int-quantized", "naive-quantized")
+            has_output_scales = weights.strategy in ("tensor", "channel") and weights.symmetric
+            return inputs.bits == 8 and (weights.bits <= 4 or (is_unpacked and has_output_scales))
         if inputs.bits != weights.bits:
             return False
         if weights.strategy in ("tensor", "channel"):
             return inputs.strategy in ("tensor", "token")
         if inputs.inputs_per_scale != weights.inputs_per_scale:
             return False
-        exponents = self.form == "mxfp8-quantized"
-        return self.form != "mxfp4-pack-quantized" and inputs.exponents == exponents
+        needs_exponents = self.form == "mxfp8-quantized"
+        return self.form != "mxfp4-pack-quantized" and inputs.exponents == needs_exponents
 
 
-def refusal(stored: Stored) -> str | None:
-    """Return why a layer that is stored so cannot be read, None if it can."""
+def unsupported_reason(stored: Stored) -> str | None:
+    """Return the reason why a layer's storage is not supported, or None if it is."""
     weights, inputs = stored.weights, stored.inputs
-    if not _fits(stored.form, weights):
+    if not _can_store(stored.form, weights):
         return f"weights of {weights} are not what the format {stored.form!r} stores"
     if inputs is None:
         return None
-    if not _known(inputs):
+    if not _is_supported(inputs):
         return f"no op quantizes inputs to {inputs}"
-    if (inputs.static or inputs.strategy == "tensor_group") and not stored.whole_product:
+    if (inputs.static or inputs.strategy == "tensor_group") and not stored.has_quantized_matmul:
         return f"no op multiplies inputs of {inputs} by weights of {weights}"
     return None
 
 
-def _fits(form: str, weights: Weights) -> bool:
-    """Say whether the format stores such weights."""
-    numbers = (weights.kind, weights.bits, weights.strategy, weights.inputs_per_scale)
+def _can_store(form: str, weights: Weights) -> bool:
+    """Say whether the format can store these weights."""
+    signature = (weights.kind, weights.bits, weights.strategy, weights.inputs_per_scale)
     if form == "nvfp4-pack-quantized":
-        return numbers == ("float", 4, "tensor_group", NVFP4_GROUP) and weights.symmetric
+        return signature == ("float", 4, "tensor_group", NVFP4_GROUP) and weights.symmetric
     if form == "mxfp4-pack-quantized":
-        return numbers == ("float", 4, "group", MX_GROUP) and weights.symmetric
+        return signature == ("float", 4, "group", MX_GROUP) and weights.symmetric
     if form == "mxfp8-quantized":
-        return numbers == ("float", 8, "group", MX_GROUP) and weights.symmetric
+        return signature == ("float", 8, "group", MX_GROUP) and weights.symmetric
     if weights.kind == "int":
         strategies = ("tensor", "channel", "group")
         if form == "pack-quantized":
             # The zero point of a whole tensor is not packed.
             return weights.strategy in strategies[0 if weights.symmetric else 1 :]
-        plain = form in ("int-quantized", "naive-quantized")
-        return plain and weights.strategy in strategies and not weights.reordered
-    shared = weights.strategy in ("tensor", "channel", "group", "block")
-    fits = weights.bits == 8 and weights.symmetric and shared
-    return fits and form in ("float-quantized", "naive-quantized")
+        is_unpacked = form in ("int-quantized", "naive-quantized")
+        return is_unpacked and weights.strategy in strategies and not weights.reordered
+    is_known_strategy = weights.strategy in ("tensor", "channel", "group", "block")
+    is_fp8 = weights.bits == 8 and weights.symmetric and is_known_strategy
+    return is_fp8 and form in ("float-quantized", "naive-quantized")
 
 
-def _known(inputs: Inputs) -> bool:
-    """Say whether an op quantizes to such inputs."""
+def _is_supported(inputs: Inputs) -> bool:
+    """Say whether an op quantizes inputs this way."""
     if inputs.kind == "int":
-        wanted = "tensor" if inputs.static else "token"
-        return inputs.bits == 8 and inputs.strategy == wanted
+        required_strategy = "tensor" if inputs.static else "token"
+        return inputs.bits == 8 and inputs.strategy == required_strategy
     if not inputs.symmetric:
         return False
     if inputs.strategy in ("tensor", "token"):

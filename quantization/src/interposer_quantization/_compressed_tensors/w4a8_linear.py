@@ -1,4 +1,4 @@
-"""Linear layers of integer weights of up to four bits that are multiplied by int8 inputs.
+"""Linear layers of integer weights of up to four bits with int8 inputs.
 
 Dimensions: I input features, O output features.
 """
@@ -16,17 +16,17 @@ from interposer.errors import ConfigError
 from interposer_ops.quantized_linear import w4a8_linear
 from interposer_quantization._compressed_tensors.int8_inputs import Int8Inputs
 from interposer_quantization._compressed_tensors.int_linear import IntLinear
-from interposer_quantization._compressed_tensors.parameters import final_operands
+from interposer_quantization._compressed_tensors.parameters import prepare_operands
 from interposer_quantization._compressed_tensors.stored import Inputs
 from interposer_quantization._fp8.parameters import register
 
 
 class W4A8Linear(LinearMethod):
-    """Codes, zero points and scales as ``stored`` has them, held as the op of both takes them.
+    """Linear method that multiplies int8 inputs by 4-bit weights.
 
     Args:
-        stored: how the checkpoint stores weights of up to four bits.
-        inputs: int8.
+        stored: linear method that reads the checkpoint's weight.
+        inputs: int8 quantization of the inputs.
     """
 
     def __init__(self, stored: IntLinear, inputs: Inputs) -> None:
@@ -37,9 +37,9 @@ class W4A8Linear(LinearMethod):
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> None:
-        """Register what is stored of the weight and the inputs and, if asked for, ``bias``.
+        """Register the weight, the input parameters and, if requested, ``bias``.
 
-        Raises: ConfigError: groups, words or pairs of codes do not divide the layer.
+        Raises: ConfigError: the number of inputs is odd, or groups or packing do not fit the layer.
         """
         if in_features % 2:
             raise ConfigError(
@@ -62,21 +62,21 @@ class W4A8Linear(LinearMethod):
             asymmetric_weights=not self.stored.weights.symmetric,
             biased=bias,
         )
-        self.coded = self.inputs.coded(self.bound.function, self._multiply)
+        self.fused_kernel = self.inputs.fused_kernel(self.bound.function, self._multiply)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
-        """Return the float64 weight ``[O, I]``: each code less its zero point, times its scale."""
+        """Return the float64 weight ``[O, I]``: (quantized value - zero point) * scale."""
         return self.stored.dequantized(layer)
 
     def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Return the float64 input ``[..., I]``: each integer less the zero point, scaled."""
+        """Return the float64 input ``[..., I]``: (quantized value - zero point) * scale."""
         return self.inputs.dequantized(layer, x)
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Return the quantizer and the bound kernel as one function, with its constants.
+        """Combine the input quantizer and the bound kernel; return the function and its constants.
 
-        Raises: CheckpointError: a tensor holds what no weight can be computed with, or layers that
-            are fused disagree on their common input.
+        Raises: CheckpointError: a tensor holds values that no weight can be computed from, or the
+            stored input parameters of fused layers differ.
         """
         static, order = self.inputs.stored(layer), self.stored.order(layer)
         parts = self.stored.constants(layer)
@@ -87,9 +87,9 @@ class W4A8Linear(LinearMethod):
             "bias": layer._parameters["bias"],
         }
         del parts
-        operands = final_operands(layer, self.bound, constants)
-        if order is None and self.coded is not None:
-            return self.coded, (*operands, *static)
+        operands = prepare_operands(layer, self.bound, constants)
+        if order is None and self.fused_kernel is not None:
+            return self.fused_kernel, (*operands, *static)
         return self._project, (*operands, order, *static)
 
     def _project(
@@ -118,7 +118,7 @@ class W4A8Linear(LinearMethod):
 
     def _multiply(
         self,
-        codes: torch.Tensor,
+        quantized: torch.Tensor,
         scale: torch.Tensor,
         weight: torch.Tensor,
         weight_scales: torch.Tensor,
@@ -126,5 +126,5 @@ class W4A8Linear(LinearMethod):
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
         return self.bound.function(
-            codes, weight, scale, weight_scales, None, weight_zero_points, bias, self.dtype
+            quantized, weight, scale, weight_scales, None, weight_zero_points, bias, self.dtype
         )

@@ -1,4 +1,4 @@
-"""Linear layers that multiply narrower weights in the model's dtype.
+"""Linear layers whose op takes a quantized weight and inputs in the model's dtype.
 
 Dimensions: I input features, O output features.
 """
@@ -14,18 +14,18 @@ import torch
 from torch import nn
 
 from interposer import BoundKernel, LinearMethod, Site, Verdict
-from interposer_quantization._compressed_tensors.inputs import bound_rounding
-from interposer_quantization._compressed_tensors.parameters import final_operands
+from interposer_quantization._compressed_tensors.inputs import bind_fake_quantizer
+from interposer_quantization._compressed_tensors.parameters import prepare_operands
 from interposer_quantization._compressed_tensors.stored import Inputs
 from interposer_quantization._fp8.parameters import Members, register
-from interposer_quantization._weights.weight_only import product_of_sorted
+from interposer_quantization._weights.weight_only import matmul_sorted_inputs
 
 
 class WeightLinear(LinearMethod):
-    """The product of inputs, as they are or rounded, and weights that an op of floats takes.
+    """Base of linear methods with a matmul in the model's dtype.
 
     Args:
-        inputs: what inputs are rounded to first; None leaves them as they are.
+        inputs: fake quantization of the inputs; None leaves the inputs unchanged.
     """
 
     def __init__(self, inputs: Inputs | None) -> None:
@@ -35,70 +35,70 @@ class WeightLinear(LinearMethod):
     def create_stored(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> BoundKernel[Any, Any]:
-        """Register everything but the bias, and return the kernel to call.
+        """Register all parameters except the bias, and bind the kernel.
 
-        Raises: ConfigError: the sizes are not such that they can be stored so.
+        Raises: ConfigError: the format cannot store these sizes.
         """
 
     @abstractmethod
     def constants(self, layer: nn.Module) -> dict[str, torch.Tensor | None]:
-        """Return the op's constants by name, in the order of its parameters, without the bias.
+        """Return the op's constants by name, in parameter order, without the bias.
 
-        Raises: CheckpointError: a tensor holds what no weight can be computed with.
+        Raises: CheckpointError: a tensor holds values that no weight can be computed from.
         """
 
     def order(self, layer: nn.Module) -> torch.Tensor | None:
-        """Return the input ``[I]`` that each input of the weight multiplies, None if in order."""
+        """Return the input permutation ``[I]`` that matches the weight, or None if in order."""
         return None
 
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> None:
-        """Register what is stored and, if asked for, ``bias``."""
+        """Register the stored parameters and, if requested, ``bias``."""
         self.members = Members(layer, site, out_features)
         self.dtype = site.dtype
-        self.round_input = (
-            None if self.inputs is None else bound_rounding(self.inputs, site, in_features)
+        self.fake_quantize_input = (
+            None if self.inputs is None else bind_fake_quantizer(self.inputs, site, in_features)
         )
         self.bound = self.create_stored(layer, site, in_features, out_features, bias)
         register(layer, bias=torch.empty(out_features, dtype=site.dtype) if bias else None)
 
     def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Return the float64 input ``[..., I]``, rounded if inputs are."""
-        return (x if self.round_input is None else self.round_input(x)).double()
+        """Return the float64 input ``[..., I]``, after fake quantization if there is one."""
+        return (x if self.fake_quantize_input is None else self.fake_quantize_input(x)).double()
 
     def dequantizable(self) -> Verdict:
-        """Accept where inputs are not rounded."""
-        if self.round_input is not None:
+        """Accept unless inputs are fake-quantized."""
+        if self.fake_quantize_input is not None:
             return Verdict.refuse("inputs are rounded as the checkpoint says")
         return Verdict.accept()
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Return the bound kernel, after what is done with its input, with its constants.
+        """Return the kernel and its constants; the kernel permutes and fake-quantizes its input.
 
-        Raises: CheckpointError: a tensor holds what no weight can be computed with.
+        Raises: CheckpointError: a tensor holds values that no weight can be computed from.
         """
         order = self.order(layer)
         constants = self.constants(layer)
         names = list(constants)
-        # Of all these ops the bias is the third constant, or the last one.
+        # In all of these ops the bias is the third constant, or the last if there are only two.
         names.insert(2, "bias")
         constants["bias"] = layer._parameters["bias"]
         ordered = {name: constants[name] for name in names}
         del constants
-        operands = final_operands(layer, self.bound, ordered)
+        operands = prepare_operands(layer, self.bound, ordered)
         kernel: Callable[..., torch.Tensor] = self.bound.function
         if order is not None:
-            kernel, operands = partial(product_of_sorted, kernel), (order, *operands)
-        if self.round_input is not None:
-            kernel = partial(_product_of_rounded, self.round_input, kernel)
+            kernel, operands = partial(matmul_sorted_inputs, kernel), (order, *operands)
+        if self.fake_quantize_input is not None:
+            kernel = partial(_matmul_fake_quantized_input, self.fake_quantize_input, kernel)
         return kernel, operands
 
 
-def _product_of_rounded(
-    round_input: Callable[[torch.Tensor], torch.Tensor],
+def _matmul_fake_quantized_input(
+    fake_quantize_input: Callable[[torch.Tensor], torch.Tensor],
     kernel: Callable[..., torch.Tensor],
     x: torch.Tensor,
     *operands: Any,
 ) -> torch.Tensor:
-    return kernel(round_input(x), *operands)
+    return kernel(fake_quantize_input(x), *operands)

@@ -1,1 +1,1 @@
-"""Routed experts by how their weights are stored."""
+"""Routed experts: parts shared by several checkpoint formats."""

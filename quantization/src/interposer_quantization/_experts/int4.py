@@ -1,4 +1,4 @@
-"""Routed experts whose matrices are integers of 4 bits in words, as compressed-tensors packs them.
+"""Routed experts of int4 matrices packed into int32, as in compressed-tensors.
 
 Dimensions: E experts, H hidden size, I intermediate size, G groups of inputs.
 """
@@ -14,19 +14,18 @@ from torch import nn
 from interposer import ExpertsMethod, ExpertsSpec, Site
 from interposer.errors import CheckpointError, ConfigError
 from interposer_ops.experts import fused_experts_w4a16
-from interposer_quantization._compressed_tensors.bits import number_of_words, unpack_bits
-from interposer_quantization._compressed_tensors.parameters import number_of_groups
+from interposer_quantization._compressed_tensors.bits import count_words, unpack_bits
+from interposer_quantization._compressed_tensors.parameters import count_groups
 from interposer_quantization._experts.separate import Projection, check_scales, projections_of
-from interposer_quantization._weights.int_packing import kernel_codes
+from interposer_quantization._weights.int_packing import to_kernel_layout
 
 _BITS, _MIDDLE = 4, 8
 
 
 class Int4Experts(ExpertsMethod):
-    """``weight_packed`` int32, ``weight_scale`` and ``weight_shape`` of every matrix.
+    """Experts method for ``weight_packed`` int32, ``weight_scale`` and ``weight_shape`` per matrix.
 
-    Codes are symmetric. The op takes scales in the model's dtype, so those that are stored wider
-    are rounded to it.
+    Quantization is symmetric. Scales are rounded to the model's dtype, which the op takes.
 
     Args:
         group_size: inputs that share a scale.
@@ -36,10 +35,10 @@ class Int4Experts(ExpertsMethod):
         self.group_size = group_size
 
     def create_weights(self, layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
-        """Register words, scales and shapes of all experts.
+        """Register packed weights, scales and shapes of all experts.
 
-        Raises: ConfigError: groups do not divide the inputs, these are odd, or matrices are stored
-            together.
+        Raises: ConfigError: groups do not divide the inputs, the number of inputs is odd, or one
+            tensor holds the matrices of all experts.
         """
         self.prefix, self.dtype = site.prefix, site.dtype
         self.projections = projections_of(site, spec)
@@ -50,70 +49,71 @@ class Int4Experts(ExpertsMethod):
         )
         for projection in self.projections:
             count, rows, inputs = spec.num_experts, projection.all_outputs, projection.inputs
-            groups = number_of_groups(site, inputs, self.group_size)
+            groups = count_groups(site, inputs, self.group_size)
             if inputs % 2:
                 raise ConfigError(
                     f"{site.prefix}: rows of {inputs} numbers of 4 bits do not fill bytes. "
                     "Try: leave the experts plain"
                 )
-            words = torch.empty(count, rows, number_of_words(inputs, _BITS), dtype=torch.int32)
+            words = torch.empty(count, rows, count_words(inputs, _BITS), dtype=torch.int32)
             projection.register(layer, "weight_packed", words)
             scales = torch.empty(count, rows, groups, dtype=torch.float32)
             projection.register(layer, "weight_scale", scales)
             sizes = torch.tensor([projection.outputs, inputs], device="cpu")
             sizes = sizes.repeat(len(projection.parts))
             shapes = torch.empty(count, len(sizes), dtype=torch.int64)
-            projection.register(layer, "weight_shape", shapes, _each(sizes, count))
+            projection.register(layer, "weight_shape", shapes, _sizes_sampler(sizes, count))
 
     def dequantized(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the float64 matrices: each code less the middle one, times its scale."""
-        gate_up, down = (self._product(layer, projection) for projection in self.projections)
+        """Return the float64 matrices: (quantized value - midpoint) * scale."""
+        gate_up, down = (self._dequantize(layer, projection) for projection in self.projections)
         return gate_up, down
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Return the bound kernel with its constants, after the one repacking of the words.
+        """Repack the weights once for the kernel; return the bound kernel and its constants.
 
-        Raises: CheckpointError: a scale is zero or not finite, or a shape is another one.
+        Raises: CheckpointError: a scale is zero or not finite, or a stored shape is wrong.
         """
         constants: dict[str, torch.Tensor] = {}
         for projection in self.projections:
-            self._check_shapes(projection, projection.taken(layer, "weight_shape"))
-            scales = projection.taken(layer, "weight_scale")
+            self._check_shapes(projection, projection.pop(layer, "weight_shape"))
+            scales = projection.pop(layer, "weight_scale")
             check_scales(projection, self.prefix, "weight_scale", scales)
-            words, inputs = projection.taken(layer, "weight_packed"), projection.inputs
+            words, inputs = projection.pop(layer, "weight_packed"), projection.inputs
             codes = torch.empty(
                 *words.shape[:2], inputs // 2, dtype=torch.uint8, device=words.device
             )
+            # Expert by expert, so that only one expert's weights are unpacked at a time.
             for expert, packed in enumerate(words):
-                codes[expert] = kernel_codes(unpack_bits(packed, _BITS, inputs), _BITS)
+                codes[expert] = to_kernel_layout(unpack_bits(packed, _BITS, inputs), _BITS)
             constants[projection.name] = codes
             constants[f"{projection.name}_scale"] = scales.to(self.dtype)
         prepared = self.bound.prepared(**constants)
         return self.bound.function, tuple(prepared[name] for name in constants)
 
-    def _product(self, layer: nn.Module, projection: Projection) -> torch.Tensor:
+    def _dequantize(self, layer: nn.Module, projection: Projection) -> torch.Tensor:
         words = layer.get_parameter(f"{projection.name}_weight_packed").data
         scales = layer.get_parameter(f"{projection.name}_weight_scale").data
         codes = unpack_bits(words.flatten(0, 1), _BITS, projection.inputs).double() - _MIDDLE
         grouped = codes.unflatten(-1, (scales.shape[-1], -1)).unflatten(0, words.shape[:2])
-        # As the op takes them.
+        # The op takes scales in the model's dtype.
         matrices: torch.Tensor = (grouped * scales.to(self.dtype).double()[..., None]).flatten(-2)
         return matrices
 
     def _check_shapes(self, projection: Projection, shapes: torch.Tensor) -> None:
         expected = [projection.outputs, projection.inputs]
         for expert, row in enumerate(shapes.view(len(shapes), -1, 2).tolist()):
-            for part, found in zip(projection.parts, row, strict=True):
-                if found != expected:
+            for part, stored_shape in zip(projection.parts, row, strict=True):
+                if stored_shape != expected:
                     raise CheckpointError(
                         f"{self.prefix}.{expert}.{part}.weight_shape",
-                        f"holds {found}, the config asks for {expected}",
+                        f"holds {stored_shape}, the config asks for {expected}",
                         "copy config.json and the weights of one checkpoint",
                     )
 
 
-def _each(sizes: torch.Tensor, count: int) -> Callable[[torch.Generator], torch.Tensor]:
-    """Return a function of a generator that returns the sizes for each expert."""
+def _sizes_sampler(sizes: torch.Tensor, count: int) -> Callable[[torch.Generator], torch.Tensor]:
+    """Return a sampler that gives every expert the same sizes."""
 
     def sample(_: torch.Generator) -> torch.Tensor:
         return sizes.expand(count, -1)

@@ -1,4 +1,4 @@
-"""Routed experts whose quantized matrices checkpoints store one by one.
+"""Routed experts whose checkpoint stores each matrix as a tensor of its own.
 
 Dimensions: E experts, H hidden size, I intermediate size.
 """
@@ -19,12 +19,12 @@ from interposer_quantization._weights.packed_linear import register_stored
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """One of the two projections of every expert.
+    """One of the two matmuls of every expert: gate and up, or down.
 
     Attributes:
-        name: what its parameters begin with.
-        parts: the checkpoint's names of its matrices, those of gates first.
-        outputs: of each of these.
+        name: prefix of the parameter names.
+        parts: the checkpoint's names of the matrices, the gate first.
+        outputs: number of outputs of each matrix.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Projection:
 
     @property
     def all_outputs(self) -> int:
-        """Return the outputs of all of its matrices."""
+        """Return the number of outputs of all matrices together."""
         return len(self.parts) * self.outputs
 
     def register(
@@ -44,9 +44,9 @@ class Projection:
         tensor: torch.Tensor,
         sample: Callable[[torch.Generator], torch.Tensor] | None = None,
     ) -> None:
-        """Register what holds the tensors ``stored`` of all experts, ``[E, ...]``.
+        """Register the parameter for the checkpoint tensor ``stored`` of all experts, ``[E, ...]``.
 
-        Rows of each matrix lie along dimension 1, as many as those of the others.
+        The matrices follow each other along dimension 1 and have the same number of rows.
         """
         sizes = {part: tensor.shape[1] // len(self.parts) for part in self.parts}
         attributes: dict[str, object] = {"expert_parts": sizes, "expert_tensor": stored}
@@ -54,21 +54,21 @@ class Projection:
             attributes["sample"] = sample
         register_stored(layer, f"{self.name}_{stored}", tensor, **attributes)
 
-    def taken(self, layer: nn.Module, stored: str) -> torch.Tensor:
-        """Take away and return the parameters of ``register``."""
+    def pop(self, layer: nn.Module, stored: str) -> torch.Tensor:
+        """Unregister the parameter of the checkpoint tensor ``stored`` and return its data."""
         tensor = layer.get_parameter(f"{self.name}_{stored}").data
         layer.register_parameter(f"{self.name}_{stored}", None)
         return tensor
 
     def tensor_name(self, prefix: str, expert: int, row: int, rows: int, stored: str) -> str:
-        """Return the checkpoint's name of a tensor that row ``row`` of ``rows`` is from."""
+        """Return the checkpoint's name of the tensor that holds row ``row`` of ``rows``."""
         return f"{prefix}.{expert}.{self.parts[row * len(self.parts) // rows]}.{stored}"
 
 
 def projections_of(site: Site, spec: ExpertsSpec) -> tuple[Projection, Projection]:
-    """Return both projections of experts whose matrices are stored one by one.
+    """Return the gate-up and the down projection of experts with separately stored matrices.
 
-    Raises: ConfigError: they are stored together, or have biases.
+    Raises: ConfigError: one tensor holds the matrices of all experts, or they have biases.
     """
     gate, up, down = separate_projections(site, spec)
     return (
@@ -77,8 +77,8 @@ def projections_of(site: Site, spec: ExpertsSpec) -> tuple[Projection, Projectio
     )
 
 
-def names_of_matrices(prefix: str, spec: ExpertsSpec) -> list[str]:
-    """Return the checkpoint's names of all matrices; none where they are stored together."""
+def matrix_names(prefix: str, spec: ExpertsSpec) -> list[str]:
+    """Return the checkpoint's names of all matrices; empty if one tensor holds all experts."""
     parts = spec.projections or ()
     return [f"{prefix}.{expert}.{part}" for expert in range(spec.num_experts) for part in parts]
 
@@ -86,16 +86,16 @@ def names_of_matrices(prefix: str, spec: ExpertsSpec) -> list[str]:
 def check_scales(
     projection: Projection, prefix: str, stored: str, scales: torch.Tensor
 ) -> torch.Tensor:
-    """Return ``scales`` ``[E, R, ...]``, after a look at them.
+    """Check the scales ``[E, R, ...]`` and return them.
 
-    Raises: CheckpointError: one is zero or not finite.
+    Raises: CheckpointError: a scale is zero or not finite.
     """
-    wrong = ~scales.isfinite() | (scales == 0)
-    if wrong.any():
-        expert, row = (int(place) for place in wrong.nonzero()[0][:2])
+    is_wrong = ~scales.isfinite() | (scales == 0)
+    if is_wrong.any():
+        expert, row = (int(index) for index in is_wrong.nonzero()[0][:2])
         raise CheckpointError(
             projection.tensor_name(prefix, expert, row, scales.shape[1], stored),
-            f"holds {int(wrong[expert].sum())} scales that are zero, infinite or not a number",
+            f"holds {int(is_wrong[expert].sum())} scales that are zero, infinite or not a number",
             "copy the checkpoint again, or quantize again",
         )
     return scales

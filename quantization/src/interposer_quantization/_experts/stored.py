@@ -1,4 +1,4 @@
-"""Routed experts whose format is found by the names of their matrices."""
+"""Routed experts whose method depends on the storage of their matrices."""
 
 from __future__ import annotations
 
@@ -11,33 +11,31 @@ from torch import nn
 from interposer import ExpertsMethod, ExpertsSpec, Site
 from interposer_ops.layers.expert_loop import LinearExperts
 from interposer_ops.layers.experts import PlainExperts
-from interposer_quantization._experts.separate import names_of_matrices
+from interposer_quantization._experts.separate import matrix_names
 
 
 class StoredExperts(ExpertsMethod):
-    """Experts that are stored as the settings have it of each of their matrices.
+    """Experts method that delegates to a fused op, or to one linear layer per matrix.
 
-    Where all of them are stored alike, and an op computes such experts at once, it does; else each
-    is linear layers of the scheme.
+    The fused op is used if all matrices have the same storage and an op supports it.
 
     Args:
-        stored: what settings say of a matrix, by its full name; None for plain.
-        at_once: the method of such an op for experts at a site of which all matrices are stored so,
-            None where there is none.
+        stored: function from a matrix's full name to its storage, or None if not quantized.
+        fused_method: function that returns the fused-op method for a storage at a site, or None.
     """
 
     def __init__(
         self,
         stored: Callable[[str], Any],
-        at_once: Callable[[Any, Site, ExpertsSpec], ExpertsMethod | None],
+        fused_method: Callable[[Any, Site, ExpertsSpec], ExpertsMethod | None],
     ) -> None:
         self.stored = stored
-        self.at_once = at_once
+        self.fused_method = fused_method
 
     def create_weights(self, layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
-        """Register what the method for these experts registers.
+        """Choose the method for these experts and let it register its parameters.
 
-        Raises: ConfigError: experts of these sizes cannot be stored that way.
+        Raises: ConfigError: the format cannot store experts of these sizes.
         """
         self.method = self._method(site, spec)
         self.method.create_weights(layer, site, spec)
@@ -47,18 +45,18 @@ class StoredExperts(ExpertsMethod):
         return self.method.dequantized(layer)
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Return what the method for these experts returns.
+        """Finalize the chosen method; return its function and constants.
 
-        Raises: CheckpointError: a parameter holds what no weight can be computed with.
+        Raises: CheckpointError: a tensor holds values that no weight can be computed from.
         """
         return self.method.finalize(layer)
 
     def _method(self, site: Site, spec: ExpertsSpec) -> ExpertsMethod:
-        first, *others = [self.stored(name) for name in names_of_matrices(site.prefix, spec)] or (
+        first, *remaining = [self.stored(name) for name in matrix_names(site.prefix, spec)] or (
             [None]
         )
-        if any(other != first for other in others):
+        if any(storage != first for storage in remaining):
             return LinearExperts()
         if first is None:
             return PlainExperts()
-        return self.at_once(first, site, spec) or LinearExperts()
+        return self.fused_method(first, site, spec) or LinearExperts()

@@ -1,1 +1,1 @@
-"""Checkpoints of 8-bit floats."""
+"""FP8 checkpoints: e4m3 weights with scales."""

@@ -1,4 +1,4 @@
-"""Linear layers of 8-bit floats with a scale for every block of the weight.
+"""Linear layers of FP8 weights with one scale per block of the weight.
 
 Dimensions: I input features, O output features; R rows and C columns of a block.
 """
@@ -14,7 +14,7 @@ from torch import nn
 from interposer import LinearMethod, Site
 from interposer_ops.quantized_linear import CodedProduct, fp8_block_linear
 from interposer_ops.quantizers import quantize_fp8_blocks
-from interposer_quantization._compressed_tensors.parameters import final_operands
+from interposer_quantization._compressed_tensors.parameters import prepare_operands
 from interposer_quantization._fp8.parameters import (
     FORMAT,
     FORMAT_NAME,
@@ -25,13 +25,13 @@ from interposer_quantization._fp8.parameters import (
 
 
 class Fp8BlockLinear(LinearMethod):
-    """``weight`` ``[O, I]`` float8_e4m3fn with a scale for every R rows by C columns.
+    """Linear method for ``weight`` ``[O, I]`` float8_e4m3fn with one scale per R x C block.
 
     The scales ``[ceil(O / R), ceil(I / C)]`` are float32. Inputs are quantized in blocks of C.
 
     Attributes:
-        power_of_two_scales: the scales of inputs are rounded up to powers of two, as those of
-            the weights were.
+        power_of_two_scales: input scales are rounded up to powers of two, as the exporter did
+            for the weight scales.
         scale_name: name of the parameter that holds the scales.
 
     Source: arXiv:2412.19437, 3.3.2; for the powers of two, ``act_quant`` in the inference code of
@@ -49,9 +49,9 @@ class Fp8BlockLinear(LinearMethod):
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> None:
-        """Register ``weight``, its scales and, if asked for, ``bias``.
+        """Register ``weight``, its scales and, if requested, ``bias``.
 
-        Raises: ConfigError: a block would lie across two of the layers that are fused.
+        Raises: ConfigError: a block crosses the boundary between two fused layers.
         """
         self.members = Members(layer, site, out_features)
         check_block_rows(site, self.members, self.block_rows)
@@ -83,20 +83,20 @@ class Fp8BlockLinear(LinearMethod):
         return -(-in_features // self.block_columns)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
-        """Return the float64 weight ``[O, I]``: each number times the scale of its block."""
+        """Return the float64 weight ``[O, I]``: quantized value * scale of its block."""
         weight, scales = layer.get_parameter("weight"), layer.get_parameter(self.scale_name)
         out_features, in_features = weight.shape
         rows = scales.double().repeat_interleave(self.block_rows, 0)[:out_features]
         return weight.double() * rows.repeat_interleave(self.block_columns, 1)[:, :in_features]
 
     def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Return the float64 input ``[..., I]``: each rounded number times its block's scale."""
+        """Return the float64 input ``[..., I]``: quantized value * scale of its block."""
         quantized, scales = self._quantized(x)
         columns = scales.double().repeat_interleave(self.block_columns, -1)[..., : x.shape[-1]]
         return quantized.double() * columns
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Return the quantizer and the bound kernel as one function, with its constants.
+        """Combine the input quantizer and the bound kernel; return the function and its constants.
 
         Raises: CheckpointError: a scale is not a positive number.
         """
@@ -109,14 +109,14 @@ class Fp8BlockLinear(LinearMethod):
         }
         options = self.block_columns, FORMAT, self.power_of_two_scales
         kernel = CodedProduct(self.quantize, self.bound.function, self._multiply, options)
-        return kernel, final_operands(layer, self.bound, constants)
+        return kernel, prepare_operands(layer, self.bound, constants)
 
     def _quantized(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.quantize(x, self.block_columns, FORMAT, self.power_of_two_scales)
 
     def _multiply(
         self,
-        codes: torch.Tensor,
+        quantized: torch.Tensor,
         scales: torch.Tensor,
         weight: torch.Tensor,
         weight_scales: torch.Tensor,
@@ -124,5 +124,5 @@ class Fp8BlockLinear(LinearMethod):
     ) -> torch.Tensor:
         rows, columns = self.block_rows, self.block_columns
         return self.bound.function(
-            codes, weight, scales, weight_scales, rows, columns, bias, self.dtype
+            quantized, weight, scales, weight_scales, rows, columns, bias, self.dtype
         )

@@ -1,6 +1,6 @@
-"""The ``quantization_config`` of checkpoints of 8-bit floats, as far as it is read.
+"""Supported fields of the ``quantization_config`` of FP8 checkpoints.
 
-Field names, defaults and the way in which layers are left out are those of transformers 5.23
+Field names, defaults and the matching of excluded layers follow transformers 5.23
 (``FineGrainedFP8Config``, ``FbgemmFp8Config``); ``fmt`` is DeepSeek's.
 """
 
@@ -21,7 +21,7 @@ Try: quantize the original model that way"""
 _FBGEMM_SUPPORTED = """\
 Supported: 'activation_scale_ub', a positive number, and 'modules_to_not_convert'.
 Try: quantize the original model that way"""
-# Where a layer's name may end or start, after a pattern that stands at its beginning.
+# A pattern that matches the start of a name must end at a dot or at the end of the name.
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 
 
@@ -38,7 +38,7 @@ Pattern = Annotated[str, Field(min_length=1), AfterValidator(_pattern)]
 
 
 class LayersLeftOut(SettingsModel):
-    """Settings with the layers that stay plain."""
+    """Settings that exclude layers from quantization."""
 
     modules_to_not_convert: list[Pattern] | None = None
 
@@ -48,19 +48,19 @@ class LayersLeftOut(SettingsModel):
         return self.modules_to_not_convert or []
 
     def leaves_out(self, name: str) -> bool:
-        """Say whether the layer ``name`` is not quantized."""
+        """Say whether the layer ``name`` is excluded from quantization."""
         return any(
             name.endswith(pattern) or re.match(f"(?:{pattern}){_BOUNDARY}", name)
             for pattern in self.left_out
         )
 
     def stored(self, name: str) -> Any:
-        """Return the format of the weights of the linear layer ``name``, None if left out."""
+        """Return the weight format of the linear layer ``name``, or None if it is excluded."""
         return None if self.leaves_out(name) else "float8_e4m3fn"
 
 
 class Fp8Settings(LayersLeftOut):
-    """The whole ``quantization_config`` of the method ``fp8``."""
+    """All fields of ``quantization_config`` of the method ``fp8``."""
 
     supported: ClassVar[str] = _SUPPORTED
     quant_method: Literal["fp8"] = "fp8"
@@ -69,7 +69,7 @@ class Fp8Settings(LayersLeftOut):
     scale_fmt: Literal["float", "ue8m0"] | None = None
     fmt: Literal["e4m3"] | None = None
     ignored_layers: list[Pattern] | None = None
-    # What follows may be written, but only as saying nothing.
+    # These fields are accepted only with the value that leaves them without effect.
     modules_to_convert: Annotated[list[str], Field(max_length=0)] | None = None
     dequantize: Literal[False] | None = None
     expert_dtype: Literal["fp8"] | None = None
@@ -86,11 +86,11 @@ class Fp8Settings(LayersLeftOut):
             raise ValueError(
                 "scale_fmt 'ue8m0' goes with a weight_block_size only; without one take 'float'"
             )
-        named = (self.modules_to_not_convert, self.ignored_layers)
-        if None not in named and sorted(named[0] or ()) != sorted(named[1] or ()):
+        exclusions = (self.modules_to_not_convert, self.ignored_layers)
+        if None not in exclusions and sorted(exclusions[0] or ()) != sorted(exclusions[1] or ()):
             raise ValueError(
-                f"modules_to_not_convert {shortened(named[0])} and ignored_layers "
-                f"{shortened(named[1])} mean the same and differ; state one of them"
+                f"modules_to_not_convert {shortened(exclusions[0])} and ignored_layers "
+                f"{shortened(exclusions[1])} mean the same and differ; state one of them"
             )
         return self
 
@@ -101,10 +101,10 @@ class Fp8Settings(LayersLeftOut):
 
     @property
     def scale_names(self) -> tuple[str, str]:
-        """Return the tensors that hold the scales of weights and of inputs.
+        """Return the tensor names of the weight scale and of the input scale.
 
-        transformers always states the size of blocks, also that there is none; what doesn't state
-        it was written by AutoFP8 or for it.
+        transformers always writes ``weight_block_size``, even if it is null. A checkpoint without
+        that field comes from AutoFP8, whose names differ.
         """
         if "weight_block_size" in self.model_fields_set:
             return "weight_scale_inv", "activation_scale"
@@ -112,7 +112,7 @@ class Fp8Settings(LayersLeftOut):
 
 
 class FbgemmSettings(LayersLeftOut):
-    """The whole ``quantization_config`` of the method ``fbgemm_fp8``."""
+    """All fields of ``quantization_config`` of the method ``fbgemm_fp8``."""
 
     supported: ClassVar[str] = _FBGEMM_SUPPORTED
     quant_method: Literal["fbgemm_fp8"] = "fbgemm_fp8"

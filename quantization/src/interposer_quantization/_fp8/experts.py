@@ -1,4 +1,4 @@
-"""Routed experts whose matrices are 8-bit floats with scales.
+"""Routed experts with FP8 matrices.
 
 Dimensions: E experts, H hidden size, I intermediate size.
 """
@@ -20,16 +20,15 @@ Granularity = Literal["tensor", "channel"] | tuple[int, int]
 
 
 class Fp8Experts(ExpertsMethod):
-    """``weight`` float8_e4m3fn of every matrix, and its scales.
+    """Experts method for float8_e4m3fn matrices with scales.
 
-    Inputs are multiplied as they are, whatever the checkpoint says of rounding them: the op for
-    experts does so, and loses less.
+    Inputs stay in the model's dtype even if the checkpoint asks to quantize them: the op for
+    experts does not quantize inputs, which is the more precise result.
 
     Args:
-        granularity: of scales: one for a matrix, for each output, or for blocks of so many outputs
-            and inputs.
+        granularity: one scale per matrix, per output, or per block of (outputs, inputs).
         scale_name: of the tensor with the scales.
-        weight_name: of that with the weights.
+        weight_name: of the tensor with the weights.
         spread: scales of R by C blocks are stored as ``[R, 1, C, 1]``.
     """
 
@@ -48,7 +47,7 @@ class Fp8Experts(ExpertsMethod):
     def create_weights(self, layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
         """Register weights and scales of all experts.
 
-        Raises: ConfigError: matrices are stored together.
+        Raises: ConfigError: the checkpoint stores the matrices of all experts in one tensor.
         """
         self.prefix = site.prefix
         self.projections = projections_of(site, spec)
@@ -70,26 +69,26 @@ class Fp8Experts(ExpertsMethod):
             projection.register(layer, self.scale_name, torch.empty(shape, dtype=torch.float32))
 
     def dequantized(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the float64 matrices: each number times its scale."""
-        gate_up, down = (self._product(layer, projection) for projection in self.projections)
+        """Return the float64 matrices: quantized value * scale."""
+        gate_up, down = (self._dequantize(layer, projection) for projection in self.projections)
         return gate_up, down
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Return the bound kernel with its constants; what was stored is freed.
+        """Return the bound kernel and its constants, and free the stored parameters.
 
         Raises: CheckpointError: a scale is zero or not finite.
         """
         constants: dict[str, torch.Tensor] = {}
         for projection in self.projections:
-            constants[projection.name] = projection.taken(layer, self.weight_name)
-            scales = projection.taken(layer, self.scale_name)
+            constants[projection.name] = projection.pop(layer, self.weight_name)
+            scales = projection.pop(layer, self.scale_name)
             check_scales(projection, self.prefix, self.scale_name, scales)
-            constants[f"{projection.name}_scale"] = _by_columns(scales)
+            constants[f"{projection.name}_scale"] = _with_block_dims(scales)
         prepared = self.bound.prepared(**constants)
         return self.bound.function, tuple(prepared[name] for name in constants)
 
     def _scales(self, projection: Projection) -> tuple[int, ...]:
-        """Return the shape of the scales of one expert."""
+        """Return the shape of one expert's scales."""
         if self.granularity == "tensor":
             return (len(projection.parts),)
         if self.granularity == "channel":
@@ -99,32 +98,38 @@ class Fp8Experts(ExpertsMethod):
         height, width = projection.all_outputs // rows, projection.inputs // columns
         return (height, 1, width, 1) if self.spread else (height, width)
 
-    def _product(self, layer: nn.Module, projection: Projection) -> torch.Tensor:
+    def _dequantize(self, layer: nn.Module, projection: Projection) -> torch.Tensor:
         weight = layer.get_parameter(f"{projection.name}_{self.weight_name}").double()
-        scales = _by_columns(layer.get_parameter(f"{projection.name}_{self.scale_name}").double())
+        scales = _with_block_dims(
+            layer.get_parameter(f"{projection.name}_{self.scale_name}").double()
+        )
         for dim in (1, 2):
             scales = scales.repeat_interleave(weight.shape[dim] // scales.shape[dim], dim)
         return weight * scales
 
 
-def fp8_blocks(
+def fp8_block_experts(
     spec: ExpertsSpec, block: tuple[int, int], scale_name: str, *, spread: bool = False
 ) -> Fp8Experts | None:
-    """Return the method for blocks of so many rows and columns, None if they divide no matrices."""
+    """Return the method for block scales, or None if a block does not divide a matrix."""
     sizes = spec.intermediate_size, spec.hidden_size
     if any(size % step for size in sizes for step in block):
         return None
     return Fp8Experts(block, scale_name, spread=spread)
 
 
-def is_asked_for(site: Site) -> bool:
-    """Say whether a rule names the op, which takes inputs as they are where they may be rounded."""
+def is_fused_op_requested(site: Site) -> bool:
+    """Say whether a kernel rule names the fused op.
+
+    The op ignores the checkpoint's request to quantize inputs, so only an explicit rule selects it.
+    """
     rules = site.resolver.config.kernels
     return any(rule.partition("@")[0] == fused_experts_fp8.name for rule in rules)
 
 
-def _by_columns(scales: torch.Tensor) -> torch.Tensor:
-    """Return ``[E, R, C]``, where one scale for a matrix has no columns, and others are spread."""
+def _with_block_dims(scales: torch.Tensor) -> torch.Tensor:
+    """Reshape scales to ``[E, R, C]``, with C = 1 for scales per matrix or per output."""
     if scales.ndim == 5:
         return scales.flatten(3).flatten(1, 2)
+    # One scale per matrix: [E, parts] becomes [E, parts, 1].
     return scales if scales.ndim == 3 else scales.unsqueeze(-1)

@@ -1,6 +1,6 @@
-"""Linear layers of 8-bit floats with a scale per checkpoint layer or per output.
+"""Linear layers of FP8 weights with one scale per fused layer or per output.
 
-Dimensions: I input features, O output features, P layers of the checkpoint that are fused.
+Dimensions: I input features, O output features, P fused layers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 from interposer import LinearMethod, Site
 from interposer_ops.quantized_linear import CodedProduct, StaticProduct, fp8_linear
 from interposer_ops.quantizers import quantize_fp8_per_token, quantize_fp8_static
-from interposer_quantization._compressed_tensors.parameters import common_number, final_operands
+from interposer_quantization._compressed_tensors.parameters import prepare_operands, shared_scalar
 from interposer_quantization._fp8.parameters import (
     FORMAT,
     FORMAT_NAME,
@@ -29,15 +29,14 @@ _MEND = "calibrate them on the same input, or quantize inputs dynamically"
 
 
 class _Fp8Linear(LinearMethod):
-    """``weight`` ``[O, I]`` float8_e4m3fn with one scale for all of it or one per output.
+    """Linear method for ``weight`` ``[O, I]`` float8_e4m3fn with per-tensor or per-output scales.
 
     Attributes:
         weight_scale: name of the parameter that holds the weight's scales.
-        input_scale: name of the parameter that holds the input's scale; None where every token
-            gets its own.
-        scale_limit: largest scale of a token, or None.
-        mend: what to do where layers that are fused disagree on the scale of their input, in the
-            words of the format.
+        input_scale: name of the parameter that holds the static input scale; None if inputs are
+            quantized per token.
+        scale_limit: upper bound of a token's scale, or None.
+        mend: advice in the error for fused layers whose input scales differ.
         weight: name of the parameter that holds the weight.
     """
 
@@ -58,7 +57,7 @@ class _Fp8Linear(LinearMethod):
 
     @abstractmethod
     def _create_scale(self, layer: nn.Module) -> bool:
-        """Register the weight's scales and return whether outputs have different ones."""
+        """Register the weight's scales; return whether there is one scale per output."""
 
     @abstractmethod
     def _scale(self, layer: nn.Module) -> torch.Tensor:
@@ -67,7 +66,7 @@ class _Fp8Linear(LinearMethod):
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> None:
-        """Register ``weight``, the scales and, if asked for, ``bias``."""
+        """Register ``weight``, the scales and, if requested, ``bias``."""
         self.members = Members(layer, site, out_features)
         self.dtype = site.dtype
         weight = torch.empty(out_features, in_features, dtype=FORMAT)
@@ -96,16 +95,16 @@ class _Fp8Linear(LinearMethod):
             weight_scales="channel" if per_output else "tensor",
             biased=bias,
         )
-        # Without a kernel for the product, inputs have to be floats after all.
+        # An emulated matmul takes float inputs, so only a real kernel can accept FP8 inputs.
         if self.input_scale is not None and not self.bound.choice.chosen.emulation:
             self.input_codes = FORMAT
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
-        """Return the float64 weight ``[O, I]``: each number times its scale."""
+        """Return the float64 weight ``[O, I]``: quantized value * scale."""
         return layer.get_parameter(self.weight).double() * self._scale(layer).double().unsqueeze(1)
 
     def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Return the float64 input ``[..., I]``: each rounded number times its scale."""
+        """Return the float64 input ``[..., I]``: quantized value * scale."""
         if self.input_scale is not None:
             scale = layer.get_parameter(self.input_scale)[:1]
             return self.quantize_static(x, scale, FORMAT).double() * scale.double()
@@ -113,49 +112,48 @@ class _Fp8Linear(LinearMethod):
         return quantized.double() * scale.double()
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Return the quantizer and the bound kernel as one function, with its constants.
+        """Combine the input quantizer and the bound kernel; return the function and its constants.
 
-        Raises: CheckpointError: a scale is not a positive number, or layers that are fused
-            disagree on the scale of their common input.
+        Raises: CheckpointError: a scale is not a positive number, or fused layers have different
+            input scales.
         """
         self.members.check(layer.get_parameter(self.weight_scale), self.weight_scale)
         static: tuple[torch.Tensor, ...] = ()
         if self.input_scale is not None:
-            numbers = layer.get_parameter(self.input_scale)
-            self.members.check(numbers, self.input_scale)
+            input_scales = layer.get_parameter(self.input_scale)
+            self.members.check(input_scales, self.input_scale)
             name, mend = self.input_scale, self.mend
-            static = (common_number(self.members, numbers, name, mend, _DIFFERENT),)
+            static = (shared_scalar(self.members, input_scales, name, mend, _DIFFERENT),)
         constants = {
             "weight": layer.get_parameter(self.weight),
             "weight_scale": self._scale(layer),
             "bias": layer._parameters["bias"],
         }
-        operands = final_operands(layer, self.bound, constants)
-        product = self.bound.function
+        operands = prepare_operands(layer, self.bound, constants)
+        matmul = self.bound.function
         if self.takes_codes:
             return self._multiply, (*static, *operands)
         if static:
-            kernel = StaticProduct(self.quantize_static, product, self._multiply, (FORMAT,))
+            kernel = StaticProduct(self.quantize_static, matmul, self._multiply, (FORMAT,))
             return kernel, (*operands, *static)
         options = FORMAT, self.scale_limit
-        return CodedProduct(self.quantize_per_token, product, self._multiply, options), operands
+        return CodedProduct(self.quantize_per_token, matmul, self._multiply, options), operands
 
     def _multiply(
         self,
-        codes: torch.Tensor,
+        quantized: torch.Tensor,
         scale: torch.Tensor,
         weight: torch.Tensor,
         weight_scale: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        return self.bound.function(codes, weight, scale, weight_scale, bias, self.dtype)
+        return self.bound.function(quantized, weight, scale, weight_scale, bias, self.dtype)
 
 
 class Fp8TensorLinear(_Fp8Linear):
-    """One weight scale for each layer of the checkpoint.
+    """FP8 linear method with one weight scale per fused layer.
 
-    Where several are fused, each output gets the scale of its own layer, so that no weight is
-    rounded again.
+    The outputs of each fused layer use that layer's scale, so no weight is requantized.
     """
 
     def _create_scale(self, layer: nn.Module) -> bool:
@@ -169,10 +167,12 @@ class Fp8TensorLinear(_Fp8Linear):
 
 
 class Fp8RowLinear(_Fp8Linear):
-    """One weight scale for each output, ``[O, 1]``, or ``[O]`` if ``flat``.
+    """FP8 linear method with one weight scale per output: ``[O, 1]``, or ``[O]`` if ``flat``.
 
-    ``largest_input`` is what magnitudes of a token are counted as that are larger when its scale
-    is chosen; they saturate. ``input_scale`` names the parameter of a scale for all tokens.
+    Args:
+        largest_input: clamp for the magnitudes that determine a token's scale; larger inputs
+            saturate.
+        input_scale: name of the parameter with the static input scale, if there is one.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Parameters of linear layers of 8-bit floats, and the checks of their scales.
+"""Parameters of FP8 linear layers, and checks of their scales.
 
-Dimensions: I input features, O output features, P layers of the checkpoint that are fused.
+Dimensions: I input features, O output features, P fused layers.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ FORMAT_NAME = "float8_e4m3fn"
 
 
 class Members:
-    """The layers of the checkpoint in one layer: those that it fuses, or one.
+    """The checkpoint layers that one model layer fuses; one layer if nothing is fused.
 
     Attributes:
-        sizes: outputs by the name that the checkpoint uses, in the order of the outputs.
+        sizes: number of outputs by the checkpoint's layer name, in output order.
     """
 
     def __init__(self, layer: nn.Module, site: Site, out_features: int) -> None:
@@ -29,40 +29,40 @@ class Members:
         self._parent = f"{parent}." if parent else ""
 
     def tensor(self, member: str, name: str) -> str:
-        """Return the name under which the checkpoint stores the tensor ``name`` of ``member``."""
+        """Return the checkpoint's name of the tensor ``name`` of the fused layer ``member``."""
         return f"{self._parent}{member}.{name}"
 
     def per_output(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return ``[O]``: each of ``numbers`` ``[P]`` for every output of its member."""
+        """Expand one number per fused layer ``[P]`` to one per output ``[O]``."""
         sizes = torch.tensor(list(self.sizes.values()), device=numbers.device)
         return numbers.repeat_interleave(sizes)
 
     def check(self, scales: torch.Tensor, name: str) -> None:
-        """Raise CheckpointError if a scale is not a positive number, naming the stored tensor.
+        """Raise CheckpointError with the tensor's name if a scale is not a positive number.
 
         Args:
-            scales: dimension 0 is divided among the members as their outputs are, or holds one
-                for each.
+            scales: dimension 0 has one entry per fused layer, or is split in proportion to the
+                outputs of the fused layers.
             name: of the tensor.
         """
         total, length = sum(self.sizes.values()), len(scales)
-        single = length == len(self.sizes)
-        rows = [1 if single else size * length // total for size in self.sizes.values()]
-        for member, stored in zip(self.sizes, scales.split(rows), strict=True):
-            wrong = ~(stored.isfinite() & (stored > 0))
-            if wrong.any():
-                place = tuple(int(i) for i in wrong.nonzero()[0])
-                where = f" at {list(place)}" if stored.numel() > 1 else ""
+        is_one_per_member = length == len(self.sizes)
+        rows = [1 if is_one_per_member else size * length // total for size in self.sizes.values()]
+        for member, member_scales in zip(self.sizes, scales.split(rows), strict=True):
+            is_wrong = ~(member_scales.isfinite() & (member_scales > 0))
+            if is_wrong.any():
+                index = tuple(int(i) for i in is_wrong.nonzero()[0])
+                position = f" at {list(index)}" if member_scales.numel() > 1 else ""
                 raise CheckpointError(
                     self.tensor(member, name),
-                    f"{int(wrong.sum())} of {stored.numel()} scales are not positive numbers, "
-                    f"the first is {float(stored[place])}{where}",
+                    f"{int(is_wrong.sum())} of {member_scales.numel()} scales are not positive "
+                    f"numbers, the first is {float(member_scales[index])}{position}",
                     "copy the checkpoint again, or quantize the model again",
                 )
 
 
 def check_block_rows(site: Site, members: Members, rows: int) -> None:
-    """Raise ConfigError if a block of ``rows`` would lie across two fused layers."""
+    """Raise ConfigError if a block of ``rows`` rows crosses the boundary of two fused layers."""
     sizes = members.sizes
     if len(sizes) > 1 and any(size % rows for size in sizes.values()):
         listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
@@ -74,21 +74,21 @@ def check_block_rows(site: Site, members: Members, rows: int) -> None:
 
 
 def register(layer: nn.Module, **tensors: torch.Tensor | None) -> None:
-    """Register ``tensors`` as parameters of ``layer`` by name."""
+    """Register ``tensors`` as parameters of ``layer``."""
     for name, tensor in tensors.items():
         parameter = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
         layer.register_parameter(name, parameter)
 
 
-def register_passing(layer: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Register a parameter that ``finalize`` reads and keeps nothing of."""
+def register_transient(layer: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Register a parameter that ``finalize`` consumes; its memory is needed only until then."""
     parameter = nn.Parameter(tensor, requires_grad=False)
     parameter.passing = True  # type: ignore[attr-defined]
     layer.register_parameter(name, parameter)
 
 
 def register_per_part(layer: nn.Module, name: str, num_parts: int) -> None:
-    """Register the parameter ``name`` ``[P]`` float32, one number for each fused layer."""
+    """Register the parameter ``name`` ``[P]`` float32 with one number per fused layer."""
     parameter = nn.Parameter(torch.empty(num_parts, dtype=torch.float32), requires_grad=False)
     parameter.per_part = True  # type: ignore[attr-defined]
     layer.register_parameter(name, parameter)

@@ -1,11 +1,15 @@
-"""Checkpoints of 8-bit floats: those of transformers, DeepSeek and AutoFP8, and FBGEMM's."""
+"""Schemes of FP8 checkpoints: from transformers, DeepSeek and AutoFP8, and from FBGEMM."""
 
 from __future__ import annotations
 
 from interposer import ExpertsMethod, ExpertsSpec, LinearMethod, Site
 from interposer_quantization._fp8.block_linear import Fp8BlockLinear
 from interposer_quantization._fp8.config import FbgemmSettings, Fp8Settings
-from interposer_quantization._fp8.experts import Fp8Experts, fp8_blocks, is_asked_for
+from interposer_quantization._fp8.experts import (
+    Fp8Experts,
+    fp8_block_experts,
+    is_fused_op_requested,
+)
 from interposer_quantization._fp8.linear import Fp8RowLinear, Fp8TensorLinear
 from interposer_quantization._scheme import StoredScheme
 
@@ -14,7 +18,7 @@ _SAME_INPUT = "calibrate them on the same input, or quantize with activation_sch
 
 
 class Fp8(StoredScheme):
-    """Weights with a scale per block or one for all, inputs quantized on the way."""
+    """FP8 weights with one scale per block or per tensor; inputs are quantized at run time."""
 
     method = "fp8"
     settings_class = Fp8Settings
@@ -22,7 +26,6 @@ class Fp8(StoredScheme):
     mend = _MEND
 
     def _method(self, stored: str) -> LinearMethod:
-        """Return the method for linear layers that are stored so."""
         weight_scale, input_scale = self.settings.scale_names
         if self.settings.weight_block_size is not None:
             rows, columns = self.settings.weight_block_size
@@ -31,18 +34,21 @@ class Fp8(StoredScheme):
         static = self.settings.activation_scheme == "static"
         return Fp8TensorLinear(weight_scale, input_scale if static else None, mend=_SAME_INPUT)
 
-    def _experts_at_once(self, stored: str, site: Site, spec: ExpertsSpec) -> ExpertsMethod | None:
-        """Return the method for blocks, of which the op takes inputs as they are."""
+    def _fused_experts_method(
+        self, stored: str, site: Site, spec: ExpertsSpec
+    ) -> ExpertsMethod | None:
         settings, scale_name = self.settings, self.settings.scale_names[0]
         block = settings.weight_block_size
         if block is not None:
-            return fp8_blocks(spec, (block[0], block[1]), scale_name)
+            return fp8_block_experts(spec, (block[0], block[1]), scale_name)
         is_dynamic = settings.activation_scheme == "dynamic"
-        return Fp8Experts("tensor", scale_name) if is_dynamic and is_asked_for(site) else None
+        return (
+            Fp8Experts("tensor", scale_name) if is_dynamic and is_fused_op_requested(site) else None
+        )
 
 
 class FbgemmFp8(StoredScheme):
-    """Weights with a scale per output, inputs quantized per token up to a bound."""
+    """FP8 weights with one scale per output; inputs are quantized per token up to a bound."""
 
     method = "fbgemm_fp8"
     settings_class = FbgemmSettings
@@ -50,5 +56,4 @@ class FbgemmFp8(StoredScheme):
     mend = _MEND
 
     def _method(self, stored: str) -> LinearMethod:
-        """Return the method for linear layers that are stored so."""
         return Fp8RowLinear(self.settings.activation_scale_ub)

@@ -1,1 +1,1 @@
-"""Checkpoints of GPTQ."""
+"""GPTQ checkpoints."""

@@ -1,6 +1,6 @@
-"""The ``quantization_config`` of GPTQ checkpoints, as far as it is read.
+"""Supported fields of the ``quantization_config`` of GPTQ checkpoints.
 
-Names, defaults and the order in which ``dynamic`` matches are those of transformers 5 and
+Names, defaults and the order in which ``dynamic`` patterns match follow transformers 5 and
 GPTQModel 5; AutoGPTQ, optimum and auto-round write the same names.
 """
 
@@ -25,7 +25,7 @@ desc_act either way; checkpoint_format 'gptq' or 'gptq_v2', packed in int32; mod
 quantize; dynamic with bits, group_size, sym and desc_act; lm_head either way.
 Try: quantize the original model that way"""
 
-# What other runtimes do with the weights, and the search's own settings.
+# Settings for other runtimes; they do not affect decoding.
 _RUNTIME = frozenset(
     {
         "backend",
@@ -53,12 +53,12 @@ def _pattern(text: str) -> str:
 Bits = Literal[4, 8]
 Format = Literal["gptq", "gptq_v2"]
 Pattern = Annotated[str, AfterValidator(_pattern)]
-"""A regular expression that the start of a layer's name matches, behind ``-:`` to leave it plain or
-``+:`` or nothing to override settings."""
+"""A regular expression for the start of a layer's name. The prefix ``-:`` leaves matching layers
+unquantized; ``+:`` or no prefix overrides their settings."""
 
 
 class Override(SettingsModel):
-    """Settings that hold for some layers only."""
+    """Settings that override the defaults for matching layers."""
 
     bits: Bits | None = None
     group_size: GroupSize | None = None
@@ -68,7 +68,7 @@ class Override(SettingsModel):
     @model_validator(mode="before")
     @classmethod
     def _without_search(cls, settings: object) -> object:
-        """Leave out how weights are to be searched, as GPTQModel says it of the head."""
+        """Drop calibration settings, which GPTQModel repeats for the lm_head."""
         if not isinstance(settings, Mapping):
             return settings
         return {name: value for name, value in settings.items() if name not in SEARCH_SETTINGS}
@@ -76,20 +76,20 @@ class Override(SettingsModel):
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Storage of the weights of a layer.
+    """Storage of one layer's weight.
 
     Attributes:
-        inputs_per_scale: the group size; None where one group takes all inputs.
-        symmetric: every zero point is the middle code.
-        ordered: groups follow each other; None leaves it to the tensor ``g_idx``.
-        less_one: zero points are stored less one.
+        inputs_per_scale: the group size; None if one group covers all inputs.
+        symmetric: every zero point is the midpoint.
+        ordered: groups are consecutive; None if the tensor ``g_idx`` decides.
+        zeros_minus_one: the checkpoint stores each zero point minus one.
     """
 
     bits: int
     inputs_per_scale: int | None
     symmetric: bool
     ordered: bool | None
-    less_one: bool
+    zeros_minus_one: bool
 
     def __str__(self) -> str:
         size = self.inputs_per_scale
@@ -100,7 +100,7 @@ class Weights:
 
 
 class Settings(SettingsModel):
-    """The fields of ``quantization_config`` that change the meaning of tensors."""
+    """The fields of ``quantization_config`` that change how tensors are decoded."""
 
     supported: ClassVar[str] = _SUPPORTED
     without_effect: ClassVar[Collection[str]] = SEARCH_SETTINGS | _RUNTIME
@@ -120,41 +120,41 @@ class Settings(SettingsModel):
     dynamic: dict[Pattern, Override] | None = None
 
     @model_validator(mode="after")
-    def _coherent(self) -> Settings:
-        stated = {name for name in (self.format, self.checkpoint_format) if name is not None}
-        if len(stated) > 1:
+    def _consistent(self) -> Settings:
+        formats = {name for name in (self.format, self.checkpoint_format) if name is not None}
+        if len(formats) > 1:
             raise ValueError(
                 f"format {self.format!r} contradicts checkpoint_format {self.checkpoint_format!r}"
             )
         return self
 
     def stored(self, name: str) -> Weights | None:
-        """Return how the linear layer ``name`` is stored, or None if it is not quantized."""
-        if not self._listed(name):
+        """Return the storage of the linear layer ``name``, or None if it is not quantized."""
+        if not self._is_listed(name):
             return None
         override = Override()
-        for pattern, found in (self.dynamic or {}).items():
+        for pattern, pattern_override in (self.dynamic or {}).items():
             expression = pattern.removeprefix(_SKIPPED).removeprefix(_OVERRIDDEN)
             if re.match(expression, name):
                 if pattern.startswith(_SKIPPED):
                     return None
-                override = found
+                override = pattern_override
                 break
         merged = self.model_copy(update=override.model_dump(exclude_none=True))
-        # Releases that know only one format name none.
+        # Older releases know only the first format and do not write its name.
         form = self.checkpoint_format or self.format or "gptq"
         return Weights(
             bits=merged.bits,
             inputs_per_scale=None if merged.group_size == -1 else merged.group_size,
             symmetric=merged.sym,
             ordered=None if merged.desc_act is None else not merged.desc_act,
-            less_one=form == "gptq",
+            zeros_minus_one=form == "gptq",
         )
 
-    def _listed(self, name: str) -> bool:
-        """Return whether the layer is quantized in every block."""
+    def _is_listed(self, name: str) -> bool:
+        """Say whether ``modules_in_block_to_quantize`` includes the layer."""
         if name == "lm_head":
-            return bool(self.lm_head)  # it stands in no block
+            return bool(self.lm_head)  # the lm_head is part of no block
         listed = self.modules_in_block_to_quantize
         if listed is None:
             return True

@@ -1,9 +1,8 @@
-"""Checkpoints of GPTQ: those of AutoGPTQ, GPTQModel, optimum and others that write their format.
+"""Scheme of GPTQ checkpoints, as written by AutoGPTQ, GPTQModel, optimum and others.
 
-Dimensions: I input features, O output features, G groups, P layers that are fused.
+Dimensions: I input features, O output features, G groups, P fused layers.
 
-Source: the layout and the meaning of every tensor are those of AutoGPTQ 0.7 (``gptq``) and
-GPTQModel 5 (``gptq_v2``).
+Source: the tensor layouts are those of AutoGPTQ 0.7 (``gptq``) and GPTQModel 5 (``gptq_v2``).
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from interposer_quantization._experts.packed import packed_experts
 from interposer_quantization._gptq.config import Settings, Weights
 from interposer_quantization._scheme import HeadScheme
 from interposer_quantization._weights.input_groups import check_groups
-from interposer_quantization._weights.int_packing import pack_words, unpack_words
+from interposer_quantization._weights.int_packing import pack_int32, unpack_int32
 from interposer_quantization._weights.packed_linear import PackedLinear, register_stored
 
 _MEND = "quantize them alike, or none of them"
-# A one in each code of a word, by bits.
+# An int32 in which every packed value is 1, by bits.
 _ONES = {4: 0x11111111, 8: 0x01010101}
 
 
 class GPTQ(HeadScheme):
-    """Codes of 4 or 8 bits, groups of inputs in any order, zero points or none."""
+    """4-bit or 8-bit weights with groups of inputs in any order, with or without zero points."""
 
     method = "gptq"
     settings_class = Settings
@@ -34,80 +33,80 @@ class GPTQ(HeadScheme):
     mend = _MEND
 
     def _method(self, stored: Weights) -> LinearMethod:
-        """Return the method for linear layers that are stored so."""
         return GPTQLinear(stored)
 
-    def _experts_at_once(
+    def _fused_experts_method(
         self, stored: Weights, site: Site, spec: ExpertsSpec
     ) -> ExpertsMethod | None:
         return gptq_experts(stored)
 
 
 class GPTQLinear(PackedLinear):
-    """``qweight`` ``[I * bits / 32, O]``, words along inputs, and ``g_idx``, the inputs' groups.
+    """Linear method for ``qweight`` ``[I * bits / 32, O]``, packed along inputs, and ``g_idx``.
 
-    ``qzeros`` is ``[G, O * bits / 32]``, ``scales`` ``[G, O]``. Layers that are fused share their
-    input, so the groups of its features must be the same ones.
+    ``qzeros`` is ``[G, O * bits / 32]``, ``scales`` ``[G, O]``. Fused layers share their input, so
+    the ``g_idx`` of all of them must be equal.
     """
 
     def __init__(self, weights: Weights) -> None:
         super().__init__(weights.bits, weights.inputs_per_scale, weights.symmetric)
         self.weights = weights
-        self._less = _ONES[weights.bits] if weights.less_one else 0
-        # Some writers name the first format and store the second. Where all weights are symmetric
-        # there is no doubt about what is meant, so the other one's middle is taken as well.
-        self.middles = (self.middle, self.middle + (1 if weights.less_one else -1))
+        self._less = _ONES[weights.bits] if weights.zeros_minus_one else 0
+        # Some writers declare the first format but store the second. Symmetric weights have only
+        # one possible zero point, so the midpoint of either format is accepted.
+        self.middles = (self.middle, self.middle + (1 if weights.zeros_minus_one else -1))
 
-    def weight_words(self, in_features: int, out_features: int) -> tuple[int, int, int]:
-        """Return the shape of ``qweight`` and the dimension along which outputs lie."""
-        return in_features // self.codes_per_word, out_features, 1
+    def packed_weight_shape(self, in_features: int, out_features: int) -> tuple[int, int, int]:
+        """Return the two sizes of ``qweight`` and its output dimension."""
+        return in_features // self.values_per_word, out_features, 1
 
-    def weight_codes(self, qweight: torch.Tensor) -> torch.Tensor:
-        """Return the codes ``[O, I]`` uint8."""
-        return unpack_words(qweight.T.contiguous(), self.bits)
+    def unpack_weight(self, qweight: torch.Tensor) -> torch.Tensor:
+        """Unpack ``qweight`` to quantized values ``[O, I]`` uint8."""
+        return unpack_int32(qweight.T.contiguous(), self.bits)
 
-    def zero_codes(self, qzeros: torch.Tensor) -> torch.Tensor:
-        """Return the zero points ``[G, O]`` uint8; the first format stores them less one.
+    def unpack_zero_points(self, qzeros: torch.Tensor) -> torch.Tensor:
+        """Unpack ``qzeros`` to zero points ``[G, O]`` uint8; the first format stores them minus 1.
 
-        GPTQModel takes the ones from whole words, and a code of 0 borrows from the next one: whole
-        words give them back. Other writers have no zero point of 0, or spoil its word.
+        GPTQModel subtracts 0x111... from each packed int32, so a zero point of 0 borrows from its
+        neighbour. Adding the constant to the packed int32 undoes the borrow. Other writers either
+        have no zero point of 0 or corrupt that int32.
         """
-        return unpack_words(qzeros + self._less, self.bits)
+        return unpack_int32(qzeros + self._less, self.bits)
 
-    def zero_words(self, zero_points: torch.Tensor) -> torch.Tensor:
-        """Return ``qzeros`` that holds these zero points."""
-        return pack_words(zero_points, self.bits) - self._less
+    def pack_zero_points(self, zero_points: torch.Tensor) -> torch.Tensor:
+        """Pack zero points ``[G, O]`` uint8 into ``qzeros``."""
+        return pack_int32(zero_points, self.bits) - self._less
 
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> None:
-        """Register ``g_idx`` ``[P * I]`` besides what every such layer has."""
+        """Register ``g_idx`` ``[P * I]`` and the tensors of ``PackedLinear``."""
         super().create_weights(layer, site, in_features, out_features, bias)
         size, num_parts = in_features // self.num_groups, len(self.parts)
 
-        def grouped(order: torch.Tensor) -> torch.Tensor:
+        def groups_of(order: torch.Tensor) -> torch.Tensor:
             return (order // size).to(torch.int32).repeat(num_parts)
 
         def in_order() -> torch.Tensor:
-            return grouped(torch.arange(in_features))
+            return groups_of(torch.arange(in_features))
 
         def sample(generator: torch.Generator) -> torch.Tensor:
             if self.weights.ordered is False:
-                return grouped(torch.randperm(in_features, generator=generator))
+                return groups_of(torch.randperm(in_features, generator=generator))
             return in_order()
 
         empty = torch.empty(num_parts * in_features, dtype=torch.int32)
-        # Some writers leave it out where groups follow each other, as a group of all inputs does.
-        in_any_case = self.weights.ordered or self.num_groups == 1
-        default = {"default": in_order} if in_any_case else {}
-        numbered = {"num_groups": self.num_groups, "sample": sample, **default}
-        register_stored(layer, "g_idx", empty, per_part=True, **numbered)
+        # Some writers omit g_idx if groups are consecutive; one group of all inputs always is.
+        can_be_omitted = self.weights.ordered or self.num_groups == 1
+        default = {"default": in_order} if can_be_omitted else {}
+        attributes = {"num_groups": self.num_groups, "sample": sample, **default}
+        register_stored(layer, "g_idx", empty, per_part=True, **attributes)
 
     def groups(self, layer: nn.Module) -> torch.Tensor | None:
-        """Return the group of each input ``[I]`` int64, or None where groups follow each other.
+        """Return the group of each input ``[I]`` int64, or None if groups are consecutive.
 
-        Raises: CheckpointError: groups are not of one size, those of fused layers differ, or they
-            don't follow each other though ``desc_act`` is false.
+        Raises: CheckpointError: groups differ in size or between fused layers, or they are not
+            consecutive although ``desc_act`` is false.
         """
         by_part = layer.get_parameter("g_idx").view(len(self.parts), -1)
         first, size = by_part[0].long(), by_part.shape[1] // self.num_groups
@@ -136,7 +135,7 @@ class GPTQLinear(PackedLinear):
 
 
 def gptq_experts(weights: Weights, indexed: bool = True) -> ExpertsMethod | None:
-    """Return the method for experts of which all matrices are stored so, None without an op."""
+    """Return the fused-op method for experts whose matrices are all stored this way, or None."""
     if weights.ordered is False:
         return None
     return packed_experts(GPTQLinear(weights), indexed)

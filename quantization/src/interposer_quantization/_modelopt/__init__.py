@@ -1,1 +1,1 @@
-"""Checkpoints of ModelOpt."""
+"""NVIDIA ModelOpt checkpoints."""

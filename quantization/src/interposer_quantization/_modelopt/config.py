@@ -1,7 +1,7 @@
-"""ModelOpt's description of a checkpoint, as far as it is read.
+"""Supported fields of ModelOpt's quantization settings.
 
-It stands in ``quantization_config`` of config.json, in hf_quant_config.json beside it, whose part
-``quantization`` is found under that name among the settings, or in both.
+The settings are in ``quantization_config`` of config.json, in hf_quant_config.json, or in both. The
+``quantization`` object of hf_quant_config.json becomes the field ``quantization`` of the settings.
 
 Source: the files that ``export_hf_checkpoint`` of NVIDIA ModelOpt 0.47 writes.
 """
@@ -30,19 +30,21 @@ Algorithm = Literal[
     "W4A16_NVFP4",
     "W8A16",
 ]
-"""Storage of a layer's weights, and quantization of its input."""
+"""Quantization of a layer's weights and of its input."""
 
 
-def _named(algorithm: object) -> object:
-    """Return the name of an algorithm; the library writes one of them in small letters."""
+def _normalized_algorithm(algorithm: object) -> object:
+    """Return the algorithm's name in upper case; ModelOpt writes one name in lower case."""
     return "FP8_PB_WO" if algorithm == "fp8_pb_wo" else algorithm
 
 
-OfLayer = Annotated[Algorithm, BeforeValidator(_named)]
-Stated = Annotated[Literal[Algorithm, "MIXED_PRECISION"], BeforeValidator(_named)]
+LayerAlgorithm = Annotated[Algorithm, BeforeValidator(_normalized_algorithm)]
+StatedAlgorithm = Annotated[
+    Literal[Algorithm, "MIXED_PRECISION"], BeforeValidator(_normalized_algorithm)
+]
 
-# Kind and bits of a weight, and how many weights of a row share a scale, where it is fewer than
-# all; None where the settings say so.
+# Type and bits of a weight, and the group size that the algorithm fixes. None: there are no groups,
+# or the settings state the group size.
 _NUMBERS: Mapping[Algorithm, tuple[Literal["float", "int"], int, int | None]] = {
     "FP8": ("float", 8, None),
     "FP8_PER_CHANNEL_PER_TOKEN": ("float", 8, None),
@@ -69,7 +71,7 @@ class Stored:
     """Storage of a layer.
 
     Attributes:
-        group_size: inputs that share a scale; None where the algorithm has no groups.
+        group_size: inputs that share a scale; None if the algorithm has no groups.
     """
 
     algorithm: Algorithm
@@ -81,8 +83,8 @@ class Stored:
         return self.algorithm
 
 
-class CacheNumbers(SettingsModel):
-    """Quantization of keys and values: to FP8, with one scale each for a layer."""
+class CacheQuantization(SettingsModel):
+    """Quantization of the KV cache to FP8, with one scale per layer for keys and one for values."""
 
     num_bits: Literal[8]
     type: Literal["float"]
@@ -92,7 +94,7 @@ class CacheNumbers(SettingsModel):
 class Layer(SettingsModel):
     """Quantization of one layer."""
 
-    quant_algo: OfLayer
+    quant_algo: LayerAlgorithm
     group_size: int | None = None
     has_zero_point: Literal[False] | None = None
     pre_quant_scale: bool | None = None
@@ -106,12 +108,12 @@ class Layer(SettingsModel):
 
     @property
     def stored(self) -> Stored:
-        """Return how the layer is stored."""
+        """Return the layer's storage."""
         return _stored(self.quant_algo, self.group_size)
 
 
 class Numbers(SettingsModel):
-    """Numbers that weights or inputs are rounded to."""
+    """Number format of weights or inputs."""
 
     num_bits: int
     type: Literal["float", "int"]
@@ -121,30 +123,31 @@ class Numbers(SettingsModel):
 
 
 class Group(SettingsModel):
-    """The words of compressed-tensors for layers that are quantized alike."""
+    """A ``config_groups`` entry in the format of compressed-tensors."""
 
     weights: Numbers
     input_activations: Numbers | None = None
     targets: list[str] = Field(default_factory=list)
-    # They say the same of a group as the statement of the algorithm.
+    # Redundant with ``quant_algo``.
     has_zero_point: Literal[False] | None = None
     pre_quant_scale: bool | None = None
 
     def check(self, stored: Stored) -> None:
-        """Raise ValueError if the weights are others than those that are stored so."""
+        """Raise ValueError if the group's weights contradict ``stored``."""
         kind, bits, _ = _NUMBERS[stored.algorithm]
-        found = (self.weights.type, self.weights.num_bits, self.weights.group_size)
-        if found != (kind, bits, stored.group_size):
+        stated_format = (self.weights.type, self.weights.num_bits, self.weights.group_size)
+        if stated_format != (kind, bits, stored.group_size):
             raise ValueError(
-                f"config_groups has weights of {found[1]} bits ({found[0]}) and group_size "
-                f"{found[2]}, but {stored.algorithm} has {bits} ({kind}) and {stored.group_size}"
+                f"config_groups has weights of {stated_format[1]} bits ({stated_format[0]}) and "
+                f"group_size {stated_format[2]}, but {stored.algorithm} has {bits} ({kind}) and "
+                f"{stored.group_size}"
             )
 
 
 class _Statement(SettingsModel):
-    """Fields that both files have under the same names."""
+    """Fields with the same name in both files."""
 
-    quant_algo: Stated | None = None
+    quant_algo: StatedAlgorithm | None = None
     kv_cache_quant_algo: Literal["FP8"] | None = None
     group_size: int | None = None
     quantized_layers: dict[str, Layer] | None = None
@@ -164,41 +167,42 @@ class _Statement(SettingsModel):
 
 
 class FileSettings(_Statement):
-    """The part ``quantization`` of hf_quant_config.json."""
+    """The ``quantization`` object of hf_quant_config.json."""
 
-    quant_algo: Stated
+    quant_algo: StatedAlgorithm
     exclude_modules: list[str] | None = None
 
 
 class Settings(_Statement):
-    """The whole ``quantization_config``, and what stands beside it."""
+    """All fields of ``quantization_config``, and the contents of hf_quant_config.json."""
 
     supported: ClassVar[str] = _SUPPORTED
     without_effect: ClassVar[Collection[str]] = frozenset({"producer"})
     quant_method: Literal["modelopt"] = "modelopt"
-    kv_cache_scheme: CacheNumbers | None = None
+    kv_cache_scheme: CacheQuantization | None = None
     ignore: list[str] | None = None
     config_groups: dict[str, Group] | None = None
     quantization: FileSettings | None = None
 
     @model_validator(mode="after")
-    def _agreed(self) -> Settings:
-        beside = self.quantization
+    def _consistent(self) -> Settings:
+        # Either file may be missing; if both exist, they must agree.
+        file_settings = self.quantization
         if self.quant_algo is None:
-            if beside is None:
+            if file_settings is None:
                 raise ValueError("neither config.json nor hf_quant_config.json says quant_algo")
-            self._check_size(beside)
+            self._check_size(file_settings)
             return self
-        if beside is not None:
-            _check_alike("quant_algo", self.quant_algo, "quant_algo", beside.quant_algo)
-            layers = self.quantized_layers or {}, beside.quantized_layers or {}
-            _check_alike("quantized_layers", layers[0], "quantized_layers", layers[1])
-            left_out = set(self.ignore or ()), set(beside.exclude_modules or ())
-            _check_alike("ignore", left_out[0], "exclude_modules", left_out[1])
-            caches = self.has_quantized_cache, beside.kv_cache_quant_algo is not None
-            _check_alike("kv_cache_scheme", caches[0], "kv_cache_quant_algo", caches[1])
-            if self.group_size is not None and beside.group_size is not None:
-                _check_alike("group_size", self.group_size, "group_size", beside.group_size)
+        if file_settings is not None:
+            _check_equal("quant_algo", self.quant_algo, "quant_algo", file_settings.quant_algo)
+            layers = self.quantized_layers or {}, file_settings.quantized_layers or {}
+            _check_equal("quantized_layers", layers[0], "quantized_layers", layers[1])
+            excluded = set(self.ignore or ()), set(file_settings.exclude_modules or ())
+            _check_equal("ignore", excluded[0], "exclude_modules", excluded[1])
+            caches = self.has_quantized_cache, file_settings.kv_cache_quant_algo is not None
+            _check_equal("kv_cache_scheme", caches[0], "kv_cache_quant_algo", caches[1])
+            if self.group_size is not None and file_settings.group_size is not None:
+                _check_equal("group_size", self.group_size, "group_size", file_settings.group_size)
         self._check_size(self)
         for group in (self.config_groups or {}).values():
             for stored in self._stored_of(group.targets):
@@ -207,40 +211,40 @@ class Settings(_Statement):
 
     @property
     def _group_size(self) -> int | None:
-        """Return what either file says; config.json leaves it to the other one at times."""
-        beside = None if self.quantization is None else self.quantization.group_size
-        return beside if self.group_size is None else self.group_size
+        """Return the group size from config.json or, if not stated there, hf_quant_config.json."""
+        file_size = None if self.quantization is None else self.quantization.group_size
+        return file_size if self.group_size is None else self.group_size
 
-    def _check_size(self, stated: _Statement) -> None:
-        if stated.quant_algo not in (None, "MIXED_PRECISION") and self._group_size is None:
-            _check_size_is_stated(stated.quant_algo)
+    def _check_size(self, statement: _Statement) -> None:
+        if statement.quant_algo not in (None, "MIXED_PRECISION") and self._group_size is None:
+            _check_size_is_stated(statement.quant_algo)
 
     @property
     def has_quantized_cache(self) -> bool:
-        """Say whether keys and values are cached as FP8."""
+        """Say whether the KV cache is FP8."""
         if self.quant_algo is None and self.quantization is not None:
             return self.quantization.kv_cache_quant_algo is not None
         return self.kv_cache_scheme is not None or self.kv_cache_quant_algo is not None
 
     def stored(self, name: str) -> Stored | None:
-        """Return how the linear layer ``name`` is quantized, None if it is not.
+        """Return the storage of the linear layer ``name``, or None if it is not quantized.
 
-        A glob that matches a module leaves out everything in it.
+        A glob that matches a module excludes all layers inside that module.
         """
-        stated = self if self.quant_algo is not None else self.quantization
-        assert stated is not None
-        left_out = stated.exclude_modules if isinstance(stated, FileSettings) else self.ignore
+        statement = self if self.quant_algo is not None else self.quantization
+        assert statement is not None
+        excluded = statement.exclude_modules if isinstance(statement, FileSettings) else self.ignore
         modules = list(accumulate(name.split("."), "{}.{}".format))
-        if any(fnmatchcase(module, glob) for module in modules for glob in left_out or ()):
+        if any(fnmatchcase(module, glob) for module in modules for glob in excluded or ()):
             return None
-        if stated.quant_algo == "MIXED_PRECISION":
-            layer = (stated.quantized_layers or {}).get(name)
+        if statement.quant_algo == "MIXED_PRECISION":
+            layer = (statement.quantized_layers or {}).get(name)
             return None if layer is None else layer.stored
-        assert stated.quant_algo is not None
-        return _stored(stated.quant_algo, self._group_size)
+        assert statement.quant_algo is not None
+        return _stored(statement.quant_algo, self._group_size)
 
     def _stored_of(self, targets: Collection[str]) -> set[Stored]:
-        """Return how the layers of a group are stored."""
+        """Return the storages of the layers of a group."""
         if self.quant_algo is None or self.quant_algo == "MIXED_PRECISION":
             layers = self.quantized_layers or {}
             return {layer.stored for name, layer in layers.items() if name in targets}
@@ -270,9 +274,9 @@ def _check_size_is_stated(algorithm: Algorithm | Literal["MIXED_PRECISION"] | No
         raise ValueError(f"{algorithm} needs group_size, which hf_quant_config.json states")
 
 
-def _check_alike(name: str, here: object, other_name: str, beside: object) -> None:
-    if here != beside:
+def _check_equal(name: str, value: object, other_name: str, other_value: object) -> None:
+    if value != other_value:
         raise ValueError(
-            f"{name} {shortened(here)} of config.json contradicts {other_name} "
-            f"{shortened(beside)} of hf_quant_config.json; restore the file that was changed"
+            f"{name} {shortened(value)} of config.json contradicts {other_name} "
+            f"{shortened(other_value)} of hf_quant_config.json; restore the file that was changed"
         )

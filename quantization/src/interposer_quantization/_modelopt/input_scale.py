@@ -1,9 +1,9 @@
-"""Linear layers whose input is multiplied by a number for each feature before all else.
+"""Linear layers whose input is first multiplied by one number per feature.
 
-Dimensions: I input features, P layers of the checkpoint that are fused.
+Dimensions: I input features, P fused layers.
 
-Source: ``pre_quant_scale`` of NVIDIA ModelOpt 0.47, by which AWQ moves the size of inputs to the
-weights. It is left out where it is folded into the layer before.
+Source: ``pre_quant_scale`` of NVIDIA ModelOpt 0.47, with which AWQ moves magnitude from inputs to
+weights. It is not stored if it is folded into the preceding layer.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ _NAME = "pre_quant_scale"
 
 
 class ScaledInputLinear(LinearMethod):
-    """``pre_quant_scale`` ``[I]`` for each layer of the checkpoint, or none; the rest is another's.
+    """Linear method that multiplies its input by ``pre_quant_scale`` and delegates to ``method``.
 
-    Layers that are fused share their input, so all of them must have the same.
+    ``pre_quant_scale`` is ``[I]`` per fused layer, and 1 if it is not stored. Fused layers share
+    their input, so all of them must have the same values.
 
     Attributes:
-        method: what is done with the input that was multiplied.
+        method: linear method that receives the scaled input.
     """
 
     parts_agree = True
@@ -40,9 +41,9 @@ class ScaledInputLinear(LinearMethod):
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> None:
-        """Register ``pre_quant_scale`` ``[P * I]`` besides what ``method`` does.
+        """Register ``pre_quant_scale`` ``[P * I]`` and the parameters of ``method``.
 
-        Raises: ConfigError: what ``method`` cannot hold.
+        Raises: ConfigError: ``method`` does not support these sizes.
         """
         self.method.create_weights(layer, site, in_features, out_features, bias)
         self.members = Members(layer, site, out_features)
@@ -59,31 +60,31 @@ class ScaledInputLinear(LinearMethod):
         return self.method.dequantized(layer)
 
     def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Return the float64 input ``[..., I]`` of ``method`` for what was multiplied."""
+        """Return the float64 input ``[..., I]``, scaled and then quantized by ``method``."""
         return self.method.dequantized_input(layer, _scaled(x, self._by_member(layer)[0]))
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Return the multiplication and the kernel of ``method`` as one function; or only that.
+        """Return the kernel of ``method``, preceded by the scaling unless all scales are 1.
 
-        Raises: CheckpointError: a number is not positive, or layers that are fused have others.
+        Raises: CheckpointError: a scale is not positive, or the scales of fused layers differ.
         """
         scales = self._by_member(layer)
         self.members.check(scales, _NAME)
-        self._check_alike(scales)
+        self._check_equal(scales)
         layer.register_parameter(_NAME, None)
         kernel, operands = self.method.finalize(layer)
         if (scales == 1).all():
             return kernel, operands
-        return partial(_product_of_scaled, kernel), (scales[0].clone(), *operands)
+        return partial(_matmul_scaled_input, kernel), (scales[0].clone(), *operands)
 
     def _by_member(self, layer: nn.Module) -> torch.Tensor:
-        """Return ``[P, I]``."""
+        """Return the scales of each fused layer, ``[P, I]``."""
         return layer.get_parameter(_NAME).data.view(len(self.members.sizes), -1)
 
-    def _check_alike(self, scales: torch.Tensor) -> None:
-        first, *others = self.members.sizes
-        for member, numbers in zip(others, scales[1:], strict=True):
-            if not torch.equal(numbers, scales[0]):
+    def _check_equal(self, scales: torch.Tensor) -> None:
+        first, *other_members = self.members.sizes
+        for member, member_scales in zip(other_members, scales[1:], strict=True):
+            if not torch.equal(member_scales, scales[0]):
                 raise CheckpointError(
                     self.members.tensor(member, _NAME),
                     f"differs from {self.members.tensor(first, _NAME)}, but layers of one input "
@@ -93,11 +94,11 @@ class ScaledInputLinear(LinearMethod):
 
 
 def _scaled(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return each feature of ``x`` times its number, rounded once to the dtype of ``x``."""
+    """Multiply each feature of ``x`` by its scale; round once to the dtype of ``x``."""
     return (x * scale).to(x.dtype)
 
 
-def _product_of_scaled(
+def _matmul_scaled_input(
     kernel: Callable[..., torch.Tensor], x: torch.Tensor, scale: torch.Tensor, *operands: Any
 ) -> torch.Tensor:
     return kernel(_scaled(x, scale), *operands)

@@ -1,4 +1,4 @@
-"""Checkpoints that NVIDIA ModelOpt exports: floats and integers of 8 or 4 bits, and mixtures."""
+"""Scheme of NVIDIA ModelOpt checkpoints: 8-bit and 4-bit formats, also mixed within a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from interposer_quantization._compressed_tensors.nvfp4_linear import (
     Nvfp4WeightLinear,
 )
 from interposer_quantization._compressed_tensors.stored import Weights
-from interposer_quantization._fp8.experts import fp8_blocks
+from interposer_quantization._fp8.experts import fp8_block_experts
 from interposer_quantization._fp8.linear import Fp8RowLinear, Fp8TensorLinear
 from interposer_quantization._modelopt.config import Algorithm, Settings, Stored
 from interposer_quantization._modelopt.input_scale import ScaledInputLinear
@@ -32,7 +32,7 @@ _METHODS: Mapping[Algorithm, Callable[[], LinearMethod]] = {
     "FP8": lambda: Fp8TensorLinear("weight_scale", "input_scale", mend=_SAME_INPUT),
     "FP8_PER_CHANNEL_PER_TOKEN": lambda: Fp8RowLinear(flat=True),
     "FP8_PB_WO": lambda: Fp8WeightLinear(_BLOCKS, None, spread=True),
-    # Scales of inputs are rounded as those of weights were; the OCP specification rounds down.
+    # ModelOpt rounds scales up; the OCP specification rounds down. Inputs follow the weights.
     "MXFP8": lambda: Mxfp8Linear(rounds_up=True),
     "NVFP4": lambda: Nvfp4Linear(MODELOPT),
     "NVFP4_AWQ": lambda: ScaledInputLinear(Nvfp4Linear(MODELOPT)),
@@ -42,7 +42,7 @@ _METHODS: Mapping[Algorithm, Callable[[], LinearMethod]] = {
 
 
 class ModelOpt(StoredScheme):
-    """Weights in 8 or 4 bits; with floats of some kinds inputs are quantized on the way."""
+    """Weights of 8 or 4 bits; some float formats also quantize inputs at run time."""
 
     method = "modelopt"
     settings_class = Settings
@@ -50,20 +50,19 @@ class ModelOpt(StoredScheme):
     mend = "quantize them alike, or leave out all of them"
 
     def _method(self, stored: Stored) -> LinearMethod:
-        """Return the method for linear layers that are stored so."""
         if stored.group_size is not None and stored.algorithm == "W4A16_AWQ":
             return ScaledInputLinear(Int4WeightLinear(stored.group_size))
         return _METHODS[stored.algorithm]()
 
-    def _experts_at_once(
+    def _fused_experts_method(
         self, stored: Stored, site: Site, spec: ExpertsSpec
     ) -> ExpertsMethod | None:
         if stored.algorithm != "FP8_PB_WO" or _BLOCKS.size is None:
             return None
-        return fp8_blocks(spec, _BLOCKS.size, "weight_scale", spread=True)
+        return fp8_block_experts(spec, _BLOCKS.size, "weight_scale", spread=True)
 
     def cache_format(self, prefix: str) -> CacheFormat | None:
-        """Return FP8 with scales beside those of the projections, where the settings say so."""
+        """Return the FP8 cache format with ``k_scale`` and ``v_scale``, or None."""
         if not self.settings.has_quantized_cache:
             return None
         names = ("k_proj.k_scale", "v_proj.v_scale")

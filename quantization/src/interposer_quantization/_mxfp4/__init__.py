@@ -1,1 +1,1 @@
-"""Experts in MXFP4, as gpt-oss stores them."""
+"""gpt-oss checkpoints with MXFP4 experts."""

@@ -1,9 +1,9 @@
-"""Routed experts whose weights are MXFP4, as gpt-oss stores them.
+"""Routed experts with MXFP4 weights, as gpt-oss stores them.
 
 Dimensions: E experts, H hidden size, I intermediate size.
 
-Source: the layout and the meaning of every tensor are those of the released gpt-oss checkpoints
-(arXiv:2508.10925), as transformers 5.23 reads them (``integrations/mxfp4.py``).
+Source: the tensor layouts are those of the released gpt-oss checkpoints (arXiv:2508.10925), as
+transformers 5.23 reads them (``integrations/mxfp4.py``).
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from interposer_ops.layers.experts import gates_first
 from interposer_ops.quantizers import MX_BLOCK_SIZE, decode_e2m1, decode_e8m0, unpack_nibbles
 from interposer_quantization._weights.packed_linear import register_stored
 
-# A scale is 2^(e - 127); 255 is not a number.
+# A scale is 2^(e - 127); 255 is the NaN code.
 _NAN = 255
 _PROJECTIONS = {"gate_up": "gate_up_proj", "down": "down_proj"}
 _KINDS = {"": "_blocks", "_scale": "_scales", "_bias": "_bias"}
 
 
 class Mxfp4Experts(ExpertsMethod):
-    """Blocks of 32 inputs in 16 bytes, the first of each pair in the low half, and their scales.
+    """Experts method for MXFP4 blocks: 32 inputs in 16 bytes, low nibble first, and their scales.
 
     ``gate_up_proj_blocks`` is ``[E, 2 I, H / 32, 16]``, ``gate_up_proj_scales`` is
-    ``[E, 2 I, H / 32]`` and ``gate_up_proj_bias`` ``[E, 2 I]``; those of ``down_proj`` are the same
-    with H outputs and I inputs. Codes stay as they are; only gates are moved before what they act
-    on.
+    ``[E, 2 I, H / 32]`` and ``gate_up_proj_bias`` ``[E, 2 I]``. The ``down_proj`` tensors have H
+    outputs and I inputs. ``finalize`` keeps the quantized values and only moves all gate rows
+    before the up rows.
     """
 
     def create_weights(self, layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
-        """Register blocks, scales and, if asked for, biases of both projections.
+        """Register blocks, scales and, if requested, biases of both projections.
 
-        Raises: ConfigError: blocks do not divide the inputs of a projection.
+        Raises: ConfigError: the block size does not divide the inputs of a projection.
         """
         self.prefix, self.spec = site.prefix, spec
         count, hidden, inner = spec.num_experts, spec.hidden_size, spec.intermediate_size
@@ -61,15 +61,17 @@ class Mxfp4Experts(ExpertsMethod):
             register_stored(layer, f"{name}_bias", offsets)
 
     def dequantized(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the float64 matrices: each code times its scale."""
-        held = self._ordered(layer)
-        gate_up, down = (_product(held[name], held[f"{name}_scale"]) for name in _PROJECTIONS)
+        """Return the float64 matrices: quantized value * scale."""
+        constants = self._ordered(layer)
+        gate_up, down = (
+            _dequantize(constants[name], constants[f"{name}_scale"]) for name in _PROJECTIONS
+        )
         return gate_up, down
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Return the bound kernel with its constants; what was stored is freed.
+        """Return the bound kernel and its constants, and free the stored parameters.
 
-        Raises: CheckpointError: a scale is not a number.
+        Raises: CheckpointError: a scale is the NaN code.
         """
         for name in _PROJECTIONS.values():
             self._check_scales(layer, f"{name}_scales")
@@ -80,11 +82,11 @@ class Mxfp4Experts(ExpertsMethod):
         return self.bound.function, tuple(prepared[name] for name in constants)
 
     def _ordered(self, layer: nn.Module) -> dict[str, Any]:
-        """Return the constants of the op by name."""
+        """Return the op's constants by name, in parameter order."""
         constants: dict[str, Any] = {}
         for stored, name in _names():
-            held = layer._parameters[stored]
-            tensor = None if held is None else held.data
+            parameter = layer._parameters[stored]
+            tensor = None if parameter is None else parameter.data
             if tensor is not None and stored.endswith("_blocks"):
                 tensor = tensor.flatten(2)
             if tensor is not None and name.startswith("gate_up") and self.spec.alternating:
@@ -94,34 +96,34 @@ class Mxfp4Experts(ExpertsMethod):
 
     def _check_scales(self, layer: nn.Module, name: str) -> None:
         scales = layer.get_parameter(name)
-        wrong = scales == _NAN
-        if wrong.any():
-            place = [int(i) for i in wrong.nonzero()[0]]
+        is_nan = scales == _NAN
+        if is_nan.any():
+            position = [int(i) for i in is_nan.nonzero()[0]]
             raise CheckpointError(
                 f"{self.prefix}.{name}",
-                f"{int(wrong.sum())} of {scales.numel()} scales are {_NAN}, which is not a number, "
-                f"the first at {place}",
+                f"{int(is_nan.sum())} of {scales.numel()} scales are {_NAN}, which is not a "
+                f"number, the first at {position}",
                 "copy the checkpoint again, or quantize the model again",
             )
 
 
 def _names() -> Iterator[tuple[str, str]]:
-    """Yield the name of each parameter and that of the op's constant, in the order of the op."""
+    """Yield (parameter name, op constant name) in the order of the op's constants."""
     for constant, projection in _PROJECTIONS.items():
         for kind, stored in _KINDS.items():
             yield f"{projection}{stored}", f"{constant}{kind}"
 
 
-def _product(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return ``[E, outputs, inputs]`` float64."""
-    codes = decode_e2m1(unpack_nibbles(packed), torch.float64)
-    blocks = codes.unflatten(-1, (scales.shape[-1], MX_BLOCK_SIZE))
-    product: torch.Tensor = blocks * decode_e8m0(scales, torch.float64)[..., None]
-    return product.flatten(-2)
+def _dequantize(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Dequantize MXFP4 blocks to ``[E, outputs, inputs]`` float64."""
+    values = decode_e2m1(unpack_nibbles(packed), torch.float64)
+    blocks = values.unflatten(-1, (scales.shape[-1], MX_BLOCK_SIZE))
+    scaled: torch.Tensor = blocks * decode_e8m0(scales, torch.float64)[..., None]
+    return scaled.flatten(-2)
 
 
 def _near_one(shape: tuple[int, ...]) -> Callable[[torch.Generator], torch.Tensor]:
-    """Return a function of a generator that returns scales from 2^-8 to 2^-4."""
+    """Return a sampler of scales from 2^-8 to 2^-4."""
 
     def sample(generator: torch.Generator) -> torch.Tensor:
         return torch.randint(119, 124, shape, dtype=torch.uint8, generator=generator)

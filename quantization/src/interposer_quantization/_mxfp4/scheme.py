@@ -1,4 +1,4 @@
-"""Checkpoints of gpt-oss, whose experts are MXFP4."""
+"""Scheme of gpt-oss checkpoints, whose experts are MXFP4."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ Try: quantize the original model that way"""
 
 
 class Settings(LayersLeftOut):
-    """The whole ``quantization_config``, by the names of transformers 5.23 (``Mxfp4Config``)."""
+    """All fields of ``quantization_config``, named as in ``Mxfp4Config`` of transformers 5.23."""
 
     supported: ClassVar[str] = _SUPPORTED
     quant_method: Literal["mxfp4"] = "mxfp4"
-    # It may be written, but only as saying nothing.
+    # Accepted only with the value that leaves it without effect.
     dequantize: Literal[False] | None = None
 
 
 class Mxfp4(ParsedScheme):
-    """Routed experts in MXFP4; everything else is plain, as nothing else has such a form."""
+    """Scheme with MXFP4 routed experts; all other layers are unquantized."""
 
     method = "mxfp4"
     settings_class = Settings
     settings: Settings
 
     def linear_method(self, prefix: str, parts: tuple[str, ...]) -> LinearMethod | None:
-        """Return None: linear layers stay plain."""
+        """Return None: linear layers are not quantized."""
         return None
 
     def experts_method(self, prefix: str) -> ExpertsMethod | None:
-        """Return the method for the experts at ``prefix``, or None if they are left out."""
+        """Return the method for the experts at ``prefix``, or None if they are excluded."""
         return None if self.settings.leaves_out(prefix) else Mxfp4Experts()
 
 
 def mxfp4_examples() -> Mapping[str, Mapping[str, Any]]:
-    """Return the settings of published checkpoints, and those that say least, by label."""
+    """Return the settings of published checkpoints, and the minimal settings, by label."""
     plain = [
         "model.layers.*.self_attn",
         "model.layers.*.mlp.router",

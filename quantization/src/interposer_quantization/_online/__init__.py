@@ -1,1 +1,1 @@
-"""Quantization of plain weights while they load."""
+"""Online quantization: plain weights are quantized while they load."""

@@ -1,4 +1,4 @@
-"""An embedding whose plain rows become integers when it is finalized, once for all uses.
+"""Embedding whose plain weight is quantized to integers by ``finalize``, shared with a tied head.
 
 Dimensions: V vocabulary, H hidden size, G groups of a row.
 """
@@ -14,25 +14,25 @@ from interposer import Call, EmbeddingMethod, Site, Verdict
 from interposer.errors import ConfigError
 from interposer_ops.embedding import w4a16_embedding, w8a16_embedding
 from interposer_ops.quantizers import unpack_nibbles
-from interposer_quantization._compressed_tensors.parameters import number_of_groups
-from interposer_quantization._fp8.parameters import register, register_passing
+from interposer_quantization._compressed_tensors.parameters import count_groups
+from interposer_quantization._fp8.parameters import register, register_transient
 from interposer_quantization._online.integer_linear import FormatOf
 from interposer_quantization._online.linear import check_finite
 from interposer_quantization._weights.integer_rounding import IntegerRounding
-from interposer_quantization._weights.tied_products import PlainHead, RoundedHead
+from interposer_quantization._weights.tied_head import QuantizedInputHead, WeightOnlyHead
 
-_NARROW = 4  # bits; half of a byte
-_MIDDLE = 1 << _NARROW - 1
+_NIBBLE_BITS = 4
+_MIDDLE = 1 << _NIBBLE_BITS - 1
 
 
 class OnlineEmbedding(EmbeddingMethod):
-    """``weight`` ``[V, H]`` in the model's dtype, which is quantized and dropped by ``finalize``.
+    """Embedding method for a plain ``weight`` ``[V, H]`` that ``finalize`` quantizes and frees.
 
-    Lookups and products read the same codes, of 4 or of 8 bits.
+    Lookup and lm_head matmul read the same 4-bit or 8-bit weight.
 
     Args:
-        format_of: the format of symmetric integers.
-        scale_dtype: that scales are rounded to before numbers are divided by them.
+        format_of: function that returns the symmetric integer format.
+        scale_dtype: dtype that scales are rounded to before the weight is divided by them.
     """
 
     def __init__(self, format_of: FormatOf, scale_dtype: torch.dtype) -> None:
@@ -42,28 +42,28 @@ class OnlineEmbedding(EmbeddingMethod):
     def create_weights(
         self, layer: nn.Module, site: Site, vocab_size: int, hidden_size: int, head: Site | None
     ) -> None:
-        """Register ``weight``, as plain checkpoints have it.
+        """Register ``weight`` as plain checkpoints store it.
 
-        Raises: ConfigError: groups do not divide the hidden size, or it is odd and codes have
-            4 bits.
+        Raises: ConfigError: groups do not divide the hidden size, or the hidden size is odd and the
+            format has 4 bits.
         """
         self.chosen = self.format_of(site, hidden_size)
-        self.narrow = self.chosen.bits == _NARROW
+        self.is_int4 = self.chosen.bits == _NIBBLE_BITS
         self.name, self.dtype = f"{site.prefix}.weight", site.dtype
-        if self.narrow and hidden_size % 2:
+        if self.is_int4 and hidden_size % 2:
             raise ConfigError(
                 f"{site.prefix}: rows of {hidden_size} numbers of 4 bits do not fill bytes. "
                 "Try: 'head' 'int8' or 'plain'"
             )
         size = self.chosen.inputs_per_scale or hidden_size
-        groups = {"group_size": size, "num_groups": number_of_groups(site, hidden_size, size)}
+        groups = {"group_size": size, "num_groups": count_groups(site, hidden_size, size)}
         sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size}
-        # Ops of both widths and kinds of inputs bind alike, but are of different types.
-        op: Any = w4a16_embedding if self.narrow else w8a16_embedding
+        # Any: the ops bind with the same dims, but have different types.
+        op: Any = w4a16_embedding if self.is_int4 else w8a16_embedding
         self.lookup: Any
         self.product: Any
-        kind = RoundedHead if self.chosen.dynamic_inputs else PlainHead
-        self.head = kind(self.narrow)
+        kind = QuantizedInputHead if self.chosen.dynamic_inputs else WeightOnlyHead
+        self.head = kind(self.is_int4)
         products = {"in_features": hidden_size, "out_features": vocab_size, "biased": False}
         dims = {**products, **self.head.dims(groups)}
         self.lookup, self.product = site.bind_table(
@@ -73,42 +73,42 @@ class OnlineEmbedding(EmbeddingMethod):
             self.head.bind_inputs(head, hidden_size, self.product)
         shape = vocab_size, hidden_size
         self.rounding = IntegerRounding(self.chosen, site, shape, self.scale_dtype)
-        register_passing(layer, "weight", torch.empty(shape, dtype=site.dtype))
+        register_transient(layer, "weight", torch.empty(shape, dtype=site.dtype))
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
-        """Return ``[V, H]`` in float64, as the codes and scales of ``weight`` mean it."""
+        """Return the quantized and dequantized ``weight`` ``[V, H]`` in float64."""
         weight, scale = self._quantized(layer.get_parameter("weight").data)
-        codes = unpack_nibbles(weight).double() - _MIDDLE if self.narrow else weight.double()
-        grouped = codes.unflatten(1, (scale.shape[1], -1))
-        numbers: torch.Tensor = (grouped * scale.double().unsqueeze(-1)).flatten(1)
-        return numbers
+        quantized = unpack_nibbles(weight).double() - _MIDDLE if self.is_int4 else weight.double()
+        grouped = quantized.unflatten(1, (scale.shape[1], -1))
+        dequantized: torch.Tensor = (grouped * scale.double().unsqueeze(-1)).flatten(1)
+        return dequantized
 
     def dequantizable(self) -> Verdict:
-        """Refuse: whoever asks for a quantized table is not to get a plain one."""
+        """Refuse: the user requested a quantized embedding, so it must not become a plain one."""
         return Verdict.refuse("the table was plain, and is quantized on request")
 
     def finalize(self, layer: nn.Module) -> tuple[Call, Call | None]:
-        """Return the bound kernels, both with the same codes.
+        """Quantize the weight; return the bound lookup and, if tied, the bound head matmul.
 
-        Raises: CheckpointError: the weight holds what is no finite number.
+        Raises: CheckpointError: the weight has a value that is not finite.
         """
         weight = layer.get_parameter("weight").data
-        codes, scale = self._quantized(weight)
-        # Kernels that share a copy of the codes are to get the very same tensors.
+        quantized, scale = self._quantized(weight)
+        # Kernels share one prepared copy only if they receive the identical tensors.
         scale = self.head.scales(scale)
-        # Before kernels prepare their own: it is not needed any more.
+        # Free the plain weight before the kernels prepare their copies.
         register(layer, weight=None)
         del weight
-        constants = {"weight": codes, "scale": scale, "zero_points": None}
-        held = self.lookup.prepared(**constants)
-        lookup: Call = self.lookup.function, (*(held[name] for name in constants), self.dtype)
+        constants = {"weight": quantized, "scale": scale, "zero_points": None}
+        prepared = self.lookup.prepared(**constants)
+        lookup: Call = self.lookup.function, (*(prepared[name] for name in constants), self.dtype)
         if self.product is None:
             return lookup, None
-        return lookup, self.head.call(self.product, codes, scale)
+        return lookup, self.head.call(self.product, quantized, scale)
 
     def _quantized(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return codes and scales ``[V, G]`` as the ops take them."""
+        """Return the quantized weight and its scales ``[V, G]`` in the ops' layout."""
         rounded = self.rounding(weight)
-        if not rounded.finite:
+        if not rounded.is_finite:
             check_finite(weight, self.name)
         return rounded.codes, rounded.scale

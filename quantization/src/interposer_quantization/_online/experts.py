@@ -22,30 +22,30 @@ _NAMES = ("gate_up_proj", "down_proj")
 
 
 class OnlineExperts(StoredExperts):
-    """Experts of which each matrix is a linear layer that is quantized while it loads."""
+    """Experts method in which each matrix is a linear layer with online quantization."""
 
     def _method(self, site: Site, spec: ExpertsSpec) -> ExpertsMethod:
         if spec.projections is not None:
             return super()._method(site, spec)
-        found = [self.stored(f"{site.prefix}.{name}") for name in _NAMES]
-        return PlainExperts() if found == [None, None] else SplitExperts()
+        storages = [self.stored(f"{site.prefix}.{name}") for name in _NAMES]
+        return PlainExperts() if storages == [None, None] else SplitExperts()
 
 
 class SplitExperts(ExpertsMethod):
-    """The matrices of ``PlainExperts`` stored together, each quantized as a linear layer.
+    """Experts method that splits the plain tensors of all experts into quantized linear layers.
 
-    They are plain until the layer is finalized, and then quantized one after the other.
+    The matrices stay plain until ``finalize``, which quantizes one matrix after the other.
     """
 
     def create_weights(self, layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
         """Register the plain matrices and their biases.
 
-        Raises: ConfigError: what the scheme's linear layers cannot hold.
+        Raises: ConfigError: the scheme's linear layers do not support these sizes.
         """
         self.spec, self.loop = spec, ExpertLoop(site, spec)
         first, second = (site.at(name) for name in _NAMES)
         hidden, inner = spec.hidden_size, spec.intermediate_size
-        # They stand for those of each expert, and are no layers of the model.
+        # Templates that are copied for each expert; they are not layers of the model.
         self.patterns = (
             Linear(first, hidden, 2 * inner, spec.biased),
             Linear(second, inner, hidden, spec.biased),
@@ -54,14 +54,16 @@ class SplitExperts(ExpertsMethod):
         register_matrices(layer, site, spec)
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Return the loop and the quantized linear layers of all experts.
+        """Return the expert loop and the quantized linear layers of all experts.
 
-        Raises: CheckpointError: a matrix holds what is no finite number.
+        Raises: CheckpointError: a matrix has a value that is not finite.
         """
-        held = taken_matrices(layer, self.spec)
+        matrices = taken_matrices(layer, self.spec)
         pairs = [
             tuple(
-                _filled(pattern, held[name][expert], _of(held[f"{name}_bias"], expert))
+                _expert_linear(
+                    pattern, matrices[name][expert], _bias_of(matrices[f"{name}_bias"], expert)
+                )
                 for pattern, name in zip(self.patterns, ("gate_up", "down"), strict=True)
             )
             for expert in range(self.spec.num_experts)
@@ -69,16 +71,16 @@ class SplitExperts(ExpertsMethod):
         return self.loop, (tuple(pairs),)
 
 
-def _filled(pattern: Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    """Return another layer like ``pattern``, finalized with these numbers."""
-    layer = copy(pattern)
+def _expert_linear(template: Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """Return a finalized copy of the template layer with these weights."""
+    layer = copy(template)
     layer._parameters = {}
     for name, tensor in (("weight", weight), ("bias", bias)):
-        held = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
-        layer.register_parameter(name, held)
+        parameter = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
+        layer.register_parameter(name, parameter)
     layer.finalize()
     return layer
 
 
-def _of(biases: torch.Tensor | None, expert: int) -> torch.Tensor | None:
+def _bias_of(biases: torch.Tensor | None, expert: int) -> torch.Tensor | None:
     return None if biases is None else biases[expert]

@@ -1,4 +1,4 @@
-"""Plain weights that are quantized to 8-bit floats while they load."""
+"""Online FP8 scheme: plain weights are quantized to float8_e4m3fn while they load."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MEND = "name all of them in 'modules_to_not_convert', or none"
 
 
 class OnlineFp8Settings(HeadSettings):
-    """Settings of online FP8; the blocks of ``block`` are of 128 by 128 unless stated."""
+    """Settings of online FP8; strategy ``block`` has blocks of 128 x 128 by default."""
 
     supported: ClassVar[str] = _SUPPORTED
     quant_method: Literal["online_fp8"] = "online_fp8"
@@ -46,7 +46,7 @@ class OnlineFp8Settings(HeadSettings):
 
 
 class OnlineFp8(OnlineScheme):
-    """Weights rounded to float8_e4m3fn when a layer is finalized, inputs as they come."""
+    """Weights quantized to float8_e4m3fn by ``finalize``; inputs quantized at run time."""
 
     method = "online_fp8"
     settings_class = OnlineFp8Settings
@@ -54,7 +54,6 @@ class OnlineFp8(OnlineScheme):
     mend = _MEND
 
     def _method(self, stored: str) -> LinearMethod:
-        """Return the method for linear layers that are stored so."""
         if self.settings.strategy == "channel":
             return _online(Fp8RowLinear(None), "weight_scale", quantized_rows)
         if self.settings.strategy == "tensor":
@@ -65,21 +64,21 @@ class OnlineFp8(OnlineScheme):
 
 
 def _online(method: LinearMethod, scale_name: str, quantize: Quantize) -> OnlineLinear:
-    """Return the method of plain weights that ``method`` holds quantized."""
+    """Return the method that quantizes a plain weight for ``method``."""
 
     def tensors(weight: torch.Tensor, sizes: Sequence[int]) -> Mapping[str, torch.Tensor]:
-        codes, scales = quantize(weight, sizes)
-        return {"weight": codes, scale_name: scales}
+        quantized, scales = quantize(weight, sizes)
+        return {"weight": quantized, scale_name: scales}
 
     return OnlineLinear(method, tensors)
 
 
 def online_fp8_examples() -> Mapping[str, Mapping[str, Any]]:
-    """Return settings of every granularity of scales, by label."""
+    """Return online FP8 settings with every scale granularity, by label."""
     settings: Mapping[str, Mapping[str, Any]] = {
         "per output": {},
         "per tensor": {"strategy": "tensor", "modules_to_not_convert": ["lm_head"]},
         "blocks": {"strategy": "block"},
         "blocks of 64 by 32": {"strategy": "block", "weight_block_size": [64, 32]},
     }
-    return {label: {"quant_method": "online_fp8", **rest} for label, rest in settings.items()}
+    return {label: {"quant_method": "online_fp8", **fields} for label, fields in settings.items()}

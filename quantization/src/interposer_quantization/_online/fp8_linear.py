@@ -1,7 +1,6 @@
-"""Weights that are rounded to 8-bit floats, with scales of rows, layers or blocks.
+"""Quantization of weights to FP8, with scales per row, per fused layer or per block.
 
-Dimensions: I input features, O output features, P layers of the checkpoint that are fused; R rows
-and C columns of a block.
+Dimensions: I input features, O output features, P fused layers; R rows and C columns of a block.
 """
 
 from __future__ import annotations
@@ -15,68 +14,71 @@ from interposer_ops.quantizers import row_chunks
 from interposer_quantization._fp8.parameters import FORMAT
 
 Quantize = Callable[[torch.Tensor, Sequence[int]], tuple[torch.Tensor, torch.Tensor]]
-"""A weight ``[O, I]`` and the outputs of each fused layer to the codes and their scales."""
+"""Function from a weight ``[O, I]`` and each fused layer's number of outputs to the quantized
+weight and its scales."""
 
 _LARGEST = torch.finfo(FORMAT).max
 
 
 def quantized_rows(weight: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes ``[O, I]`` with a scale for every output, ``[O, 1]`` float32.
+    """Quantize to FP8 ``[O, I]`` with one scale per output, ``[O, 1]`` float32.
 
-    scale = max|w_o| / max, 1 for a row of zeros; q = round(w / scale), ties to even.
+    scale = max|w_o| / 448, or 1 for a row of zeros; q = round(w / scale), ties to even.
     """
-    codes, scales = torch.empty_like(weight, dtype=FORMAT), []
+    quantized, scales = torch.empty_like(weight, dtype=FORMAT), []
     for rows, start in row_chunks(weight):
-        wide = rows.float()
-        scale = _fitting(_peaks(wide, 1))
+        rows_f32 = rows.float()
+        scale = _fitting(_peaks(rows_f32, 1))
         scales.append(scale)
-        codes[start : start + len(rows)] = _rounded(wide / scale)
-    return codes, torch.cat(scales)
+        quantized[start : start + len(rows)] = _rounded(rows_f32 / scale)
+    return quantized, torch.cat(scales)
 
 
 def quantized_members(
     weight: torch.Tensor, sizes: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes ``[O, I]`` with a scale for each of the fused layers, ``[P]`` float32."""
-    codes, scales = torch.empty_like(weight, dtype=FORMAT), []
-    for member, held in zip(weight.split(list(sizes)), codes.split(list(sizes)), strict=True):
+    """Quantize to FP8 ``[O, I]`` with one scale per fused layer, ``[P]`` float32."""
+    quantized, scales = torch.empty_like(weight, dtype=FORMAT), []
+    for member, quantized_member in zip(
+        weight.split(list(sizes)), quantized.split(list(sizes)), strict=True
+    ):
         peaks = [_peaks(rows.float(), (0, 1)) for rows, _ in row_chunks(member)]
         scale = _fitting(torch.cat(peaks).amax().reshape(1))
         scales.append(scale)
         for rows, start in row_chunks(member):
-            held[start : start + len(rows)] = _rounded(rows.float() / scale)
-    return codes, torch.cat(scales)
+            quantized_member[start : start + len(rows)] = _rounded(rows.float() / scale)
+    return quantized, torch.cat(scales)
 
 
 def quantized_blocks(block_rows: int, block_columns: int) -> Quantize:
-    """Return the function to codes ``[O, I]`` with a scale for every R rows by C columns.
+    """Return a function that quantizes to FP8 with one scale per R x C block.
 
-    Its scales are ``[ceil(O / R), ceil(I / C)]`` float32; the last blocks may be smaller.
+    The scales are ``[ceil(O / R), ceil(I / C)]`` float32; the last blocks may be smaller.
     """
 
     def quantize(weight: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        codes, scales = torch.empty_like(weight, dtype=FORMAT), []
+        quantized, scales = torch.empty_like(weight, dtype=FORMAT), []
         for rows, start in row_chunks(weight, block_rows):
             num_rows, num_columns = rows.shape
-            missing = (0, -num_columns % block_columns, 0, -num_rows % block_rows)
-            padded = functional.pad(rows.float(), missing)
+            padding = (0, -num_columns % block_columns, 0, -num_rows % block_rows)
+            padded = functional.pad(rows.float(), padding)
             blocks = padded.unflatten(1, (-1, block_columns)).unflatten(0, (-1, block_rows))
             scale = _fitting(_peaks(blocks, (1, 3)))
             scales.append(scale.flatten(2).flatten(0, 1))
             rounded = _rounded(blocks / scale).flatten(2).flatten(0, 1)
-            codes[start : start + num_rows] = rounded[:num_rows, :num_columns]
-        return codes, torch.cat(scales)
+            quantized[start : start + num_rows] = rounded[:num_rows, :num_columns]
+        return quantized, torch.cat(scales)
 
     return quantize
 
 
-def _peaks(wide: torch.Tensor, dims: int | tuple[int, ...]) -> torch.Tensor:
-    return wide.abs().amax(dims, keepdim=True)
+def _peaks(weight: torch.Tensor, dims: int | tuple[int, ...]) -> torch.Tensor:
+    return weight.abs().amax(dims, keepdim=True)
 
 
 def _fitting(peaks: torch.Tensor) -> torch.Tensor:
-    """Return the scales with which the largest magnitudes become the largest code."""
-    # Magnitudes that are almost zero would have a scale of zero, which nothing can be divided by.
+    """Return the scales that map each largest magnitude to the largest FP8 value."""
+    # Without the clamp, magnitudes close to zero would underflow to a scale of zero.
     smallest = torch.finfo(torch.float32).tiny
     return torch.where(peaks > 0, (peaks / _LARGEST).clamp(min=smallest), 1.0)
 

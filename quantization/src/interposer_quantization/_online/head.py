@@ -1,4 +1,4 @@
-"""Settings of the lm_head, and of a tied embedding, of a model that is quantized online."""
+"""Online quantization of the lm_head and of a tied embedding."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from interposer_quantization._online.integer_linear import OnlineIntegerLinear, 
 from interposer_quantization._scheme import StoredScheme
 from interposer_quantization.writing._integer_formats import IntegerFormat
 
-# Rounding scales to it moves numbers by less than their own rounding does, and kernels read half
-# as many bytes of scales.
+# bfloat16 scales halve the scale bytes that kernels read; their error is smaller than the weight's
+# own rounding error.
 _SCALES = torch.bfloat16
-# Larger groups of 4 bits cost what the head is worth: see docs/quantization.md.
+# Larger 4-bit groups cost too much accuracy in the lm_head: see docs/quantization.md.
 _GROUP_SIZES = (32, 16)
 
 
 class HeadSettings(LayersLeftOut):
-    """Settings of the lm_head: symmetric integers.
+    """Settings of the lm_head, which is quantized to symmetric integers.
 
-    Those of 8 bits have a scale for each row of the vocabulary unless ``head_group_size`` is
-    stated. Those of 4 bits have groups of that size, by default the ``group_size`` of the linear
-    layers if that is stated, else 32, or 16 where that does not divide the hidden size. Inputs are
-    multiplied as they are unless ``head_activations`` is ``"int8"``, which rounds those of every
-    token.
+    An int8 head has one scale per row of the vocabulary unless ``head_group_size`` is set. An int4
+    head has groups of ``head_group_size``; the default is the ``group_size`` of the linear layers,
+    else 32, or 16 if 32 does not divide the hidden size. Inputs stay in the model's dtype unless
+    ``head_activations`` is ``"int8"``, which quantizes each token.
     """
 
     head: Literal["int8", "int4", "plain"] = "int8"
@@ -38,7 +37,7 @@ class HeadSettings(LayersLeftOut):
     head_activations: Literal["int8", "none"] = "none"
 
     @model_validator(mode="after")
-    def _goes_together(self) -> HeadSettings:
+    def _consistent(self) -> HeadSettings:
         size, rounded = self.head_group_size, self.head_activations == "int8"
         if size is not None and self.head == "plain":
             raise ValueError(f"head 'plain' has no head_group_size {size}; leave one of them out")
@@ -52,29 +51,29 @@ class HeadSettings(LayersLeftOut):
         return self
 
     def head_method(self, prefix: str) -> LinearMethod | None:
-        """Return the method for a head with a weight of its own, or None to leave it plain.
+        """Return the method for an untied lm_head, or None to leave it unquantized.
 
-        Raises: ConfigError: it is left out, although settings say how it is held.
+        Raises: ConfigError: the head is excluded although ``head`` settings are stated.
         """
         if self._stays_plain(prefix):
             return None
         return OnlineIntegerLinear(self.head_format, _SCALES)
 
     def embedding_method(self, prefix: str, head: str | None) -> EmbeddingMethod | None:
-        """Return the method for an embedding tied to ``head``, or None to leave it plain.
+        """Return the method for an embedding tied to ``head``, or None to leave it unquantized.
 
         An embedding without a tied lm_head stays plain: a step reads few of its rows.
 
-        Raises: ConfigError: it is left out, although settings say how the head is held.
+        Raises: ConfigError: the head is excluded although ``head`` settings are stated.
         """
         if head is None or self._stays_plain(head) or self._stays_plain(prefix):
             return None
         return OnlineEmbedding(self.head_format, _SCALES)
 
     def head_format(self, site: Site, in_features: int) -> IntegerFormat:
-        """Return the format of a head.
+        """Return the integer format of the lm_head.
 
-        Raises: ConfigError: none of the default sizes of groups divides its inputs.
+        Raises: ConfigError: no default group size divides the number of inputs.
         """
         bits, size = 8, self.head_group_size
         if self.head == "int4":
@@ -84,36 +83,36 @@ class HeadSettings(LayersLeftOut):
         return IntegerFormat(bits, size, packed=False, dynamic_inputs=rounded)
 
     def _stays_plain(self, name: str) -> bool:
-        """Say whether nothing is to be quantized at the place ``name``."""
+        """Say whether the layer ``name`` stays unquantized."""
         if self.head == "plain":
             return True
         if not self.leaves_out(name):
             return False
-        stated = sorted(field for field in self.model_fields_set if field.startswith("head"))
-        if stated:
+        stated_fields = sorted(field for field in self.model_fields_set if field.startswith("head"))
+        if stated_fields:
             raise ConfigError(
                 f"'modules_to_not_convert' leaves {name} out, but settings say how the head is "
-                f"held: {', '.join(map(repr, stated))}. Try: leave these or that out"
+                f"held: {', '.join(map(repr, stated_fields))}. Try: leave these or that out"
             )
         return True
 
 
 class OnlineScheme(StoredScheme):
-    """A scheme that quantizes linear layers, experts, the lm_head and a tied embedding on loading.
+    """Scheme that quantizes linear layers, experts, the lm_head and a tied embedding while loading.
 
-    All of it is done when a layer is finalized.
+    Each layer is quantized by its ``finalize``.
     """
 
     settings: HeadSettings
 
     def experts_method(self, prefix: str) -> ExpertsMethod | None:
-        """Return the method for the experts at ``prefix``, or for plain ones if left out."""
-        return OnlineExperts(self.settings.stored, self._experts_at_once)
+        """Return the method for the experts at ``prefix``; excluded experts stay plain."""
+        return OnlineExperts(self.settings.stored, self._fused_experts_method)
 
     def head_method(self, prefix: str) -> LinearMethod | None:
-        """Return the method for a head with a weight of its own, or None to leave it plain."""
+        """Return the method for an untied lm_head, or None to leave it unquantized."""
         return self.settings.head_method(prefix)
 
     def embedding_method(self, prefix: str, head: str | None) -> EmbeddingMethod | None:
-        """Return the method for an embedding tied to ``head``, or None to leave it plain."""
+        """Return the method for an embedding tied to ``head``, or None to leave it unquantized."""
         return self.settings.embedding_method(prefix, head)

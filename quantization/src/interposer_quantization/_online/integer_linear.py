@@ -1,4 +1,4 @@
-"""A linear layer whose plain weight becomes integers when it is finalized.
+"""Linear layer whose plain weight is quantized to integers by ``finalize``.
 
 Dimensions: I input features, O output features.
 """
@@ -19,19 +19,19 @@ from interposer_quantization._compressed_tensors.w4a8_linear import W4A8Linear
 from interposer_quantization._fp8.parameters import Members
 from interposer_quantization._online.linear import OnlineLinear
 from interposer_quantization._weights.integer_rounding import IntegerRounding
-from interposer_quantization._weights.paired_int_linear import PairedIntLinear
+from interposer_quantization._weights.nibble_int_linear import NibbleIntLinear
 from interposer_quantization.writing._integer_formats import IntegerFormat
 from interposer_quantization.writing._schemes import quantization_config
 
 FormatOf = Callable[[Site, int], IntegerFormat]
-"""The format of the layer at a site, by its number of inputs."""
+"""Function from a layer's site and number of inputs to its format."""
 
 
 class OnlineIntegerLinear(OnlineLinear):
-    """A layer with the product of a layer of compressed-tensors.
+    """Online integer quantization, executed by a linear method of compressed-tensors.
 
     Attributes:
-        scale_dtype: that scales are rounded to before numbers are divided by them.
+        scale_dtype: dtype that scales are rounded to before the weight is divided by them.
     """
 
     def __init__(self, format_of: FormatOf, scale_dtype: torch.dtype = torch.float32) -> None:
@@ -41,7 +41,7 @@ class OnlineIntegerLinear(OnlineLinear):
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> None:
-        """Register ``weight`` and, if asked for, ``bias``, as plain checkpoints have them.
+        """Register ``weight`` and, if requested, ``bias``, as plain checkpoints have them.
 
         Raises: ConfigError: groups do not divide the inputs.
         """
@@ -50,57 +50,57 @@ class OnlineIntegerLinear(OnlineLinear):
         parts = Members(layer, site, out_features).sizes
         method = scheme.linear_method(site.prefix, tuple(parts))
         assert method is not None, "the class of all linear layers is its target"
-        # Codes of four bits that do not fill bytes are held one a byte, which no op rounds to.
+        # An odd number of 4-bit inputs is stored one value per byte, which no quantizer op writes.
         self.rounding: IntegerRounding | None = None
-        paired = self.chosen.bits == 4 and in_features % 2 == 0
-        self.method = _paired(method) if paired else method
+        packs_nibbles = self.chosen.bits == 4 and in_features % 2 == 0
+        self.method = _with_nibbles(method) if packs_nibbles else method
         super().create_weights(layer, site, in_features, out_features, bias)
-        if paired or self.chosen.bits == 8:
+        if packs_nibbles or self.chosen.bits == 8:
             sizes = out_features, in_features
             self.rounding = IntegerRounding(self.chosen, site, sizes, self.scale_dtype)
 
-    def _tensors(self, weight: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Return codes, ``weight_scale`` and, if asymmetric, ``weight_zero_point``.
+    def _quantized_tensors(self, weight: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """Quantize the weight to ``weight``, ``weight_scale`` and, if asymmetric, zero points.
 
-        Rows are rounded one by one, so that layers may be fused before.
+        Rows are quantized independently, so fused layers need no separate pass.
         """
         if self.rounding is None:
             self._check(weight)
-            return self._signed(weight)
+            return self._round_to_int8(weight)
         rounded = self.rounding(weight)
-        if not rounded.finite:
+        if not rounded.is_finite:
             self._check(weight)
         names = "weight", "weight_scale", "weight_zero_point"
         tensors = rounded.codes, rounded.scale, rounded.zero_points
-        pairs = zip(names, tensors, strict=True)
-        return {name: tensor for name, tensor in pairs if tensor is not None}
+        tensors_by_name = zip(names, tensors, strict=True)
+        return {name: tensor for name, tensor in tensors_by_name if tensor is not None}
 
-    def _signed(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint would hold, but for the dtype of scales."""
+    def _round_to_int8(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Quantize to the tensors of a compressed-tensors checkpoint, with float32 scales."""
         stored: dict[str, torch.Tensor] = {}
         for rows, start in row_chunks(weight):
-            wide = rows.float()
-            grid = self.chosen.fitted(self.chosen.groups(wide), self.scale_dtype)
-            for name, tensor in self.chosen.stored(wide, grid, torch.float32).items():
+            rows_f32 = rows.float()
+            grid = self.chosen.fitted(self.chosen.groups(rows_f32), self.scale_dtype)
+            for name, tensor in self.chosen.stored(rows_f32, grid, torch.float32).items():
                 if name not in stored:
                     stored[name] = tensor.new_empty((len(weight), *tensor.shape[1:]))
                 stored[name][start : start + len(tensor)] = tensor
         return stored
 
 
-def _paired(method: LinearMethod) -> LinearMethod:
-    """Return the method that holds two codes of four bits in a byte."""
+def _with_nibbles(method: LinearMethod) -> LinearMethod:
+    """Return the method with a weight of two 4-bit values per byte."""
     if isinstance(method, W4A8Linear):
-        method.stored = PairedIntLinear(method.stored.weights, None)
+        method.stored = NibbleIntLinear(method.stored.weights, None)
         return method
     assert isinstance(method, IntLinear)
-    return PairedIntLinear(method.weights, method.inputs)
+    return NibbleIntLinear(method.weights, method.inputs)
 
 
 def largest_group(site: Site, in_features: int, sizes: Sequence[int]) -> int:
-    """Return the first of ``sizes`` of groups that divides the inputs.
+    """Return the first of ``sizes`` that divides the number of inputs.
 
-    Raises: ConfigError: there is none.
+    Raises: ConfigError: no size divides it.
     """
     for size in sizes:
         if in_features % size == 0:

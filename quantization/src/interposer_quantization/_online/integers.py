@@ -1,4 +1,4 @@
-"""Plain weights that become integers while they load, as ``interposer quantize`` writes them."""
+"""Online integer schemes: plain weights are quantized as ``interposer quantize`` would."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from interposer_quantization.writing._schemes import weight_format
 
 _ONLINE = "online_"
 _INT4 = ("int4", "w4a8")
-# The first one that divides the inputs of a layer, where no size is stated.
+# Default group sizes; the first that divides a layer's inputs is used.
 _GROUP_SIZES = (128, 64, 32, 16)
 _MEND = "name all of them in 'modules_to_not_convert', or none"
 _SUPPORTED = """\
@@ -26,10 +26,10 @@ Try: load(..., quantization={"quant_method": "int4", "group_size": 32})"""
 
 
 class OnlineSettings(HeadSettings):
-    """Settings of online integers; each means what it does in ``weight_format``.
+    """Settings of online integer quantization; each field means the same as in ``weight_format``.
 
-    Without ``group_size``, groups of 4-bit integers have 128 inputs, or the next of 64, 32 and 16
-    that divides the inputs of a layer.
+    The default group size of 4-bit weights is the first of 128, 64, 32 and 16 that divides the
+    layer's inputs.
     """
 
     supported: ClassVar[str] = _SUPPORTED
@@ -40,7 +40,7 @@ class OnlineSettings(HeadSettings):
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any]) -> Self:
-        """Return the settings.
+        """Validate the settings and return the model.
 
         Raises: ConfigError: a setting is unknown, contradictory or not supported.
         """
@@ -50,11 +50,11 @@ class OnlineSettings(HeadSettings):
 
     @property
     def scheme(self) -> str:
-        """Return the scheme as ``interposer quantize`` names it."""
+        """Return the scheme's name in ``interposer quantize``."""
         return self.quant_method.removeprefix(_ONLINE)
 
     def format(self, group_size: int | None) -> IntegerFormat:
-        """Return the format of weights, with groups of that size unless another one is stated.
+        """Return the weight format, with ``group_size`` as the default group size.
 
         Raises: ConfigError: the settings contradict each other.
         """
@@ -68,20 +68,22 @@ class OnlineSettings(HeadSettings):
         return chosen.in_bytes()
 
     def layer_format(self, site: Site, in_features: int) -> IntegerFormat:
-        """Return the format of the linear layer at a site.
+        """Return the weight format of the linear layer at ``site``.
 
-        Raises: ConfigError: no size of groups is stated, and none of the default ones divides.
+        Raises: ConfigError: no group size is stated, and no default divides the number of inputs.
         """
-        stated = self.scheme not in _INT4 or self.group_size is not None
-        return self.format(None if stated else largest_group(site, in_features, _GROUP_SIZES))
+        needs_no_default = self.scheme not in _INT4 or self.group_size is not None
+        return self.format(
+            None if needs_no_default else largest_group(site, in_features, _GROUP_SIZES)
+        )
 
     def stored(self, name: str) -> str | None:
-        """Return the scheme of the linear layer ``name``, None if left out."""
+        """Return the scheme of the linear layer ``name``, or None if it is excluded."""
         return None if self.leaves_out(name) else self.scheme
 
 
 class _OnlineIntegers(OnlineScheme):
-    """Weights rounded to nearest when a layer is finalized, and inputs as the format says."""
+    """Weights rounded to the nearest integer by ``finalize``."""
 
     settings_class = OnlineSettings
     settings: OnlineSettings
@@ -89,38 +91,37 @@ class _OnlineIntegers(OnlineScheme):
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any]) -> Self:
-        """Return the scheme for these settings.
+        """Create the scheme from its settings.
 
-        Raises: ConfigError: a setting is unknown, contradictory or not supported; the text says
-            what is.
+        Raises: ConfigError: a setting is unknown, contradictory or not supported; the message lists
+            the supported settings.
         """
         return super().parse({"quant_method": cls.method, **settings})
 
     def _method(self, stored: str) -> LinearMethod:
-        """Return the method for linear layers that are stored so."""
         return OnlineIntegerLinear(self.settings.layer_format)
 
 
 class OnlineInt8(_OnlineIntegers):
-    """Weights and, unless ``activations`` is ``"none"``, inputs of 8 bits."""
+    """8-bit weights; inputs are 8-bit too unless ``activations`` is ``"none"``."""
 
     method = "online_int8"
 
 
 class OnlineInt4(_OnlineIntegers):
-    """Weights of 4 bits in groups; inputs of 8 where ``activations`` is ``"int8"``."""
+    """4-bit weights in groups; inputs are 8-bit if ``activations`` is ``"int8"``."""
 
     method = "online_int4"
 
 
 class OnlineW4A8(_OnlineIntegers):
-    """Weights of 4 bits in groups, inputs of 8."""
+    """4-bit weights in groups with 8-bit inputs."""
 
     method = "online_w4a8"
 
 
 def online_int8_examples() -> Mapping[str, Mapping[str, Any]]:
-    """Return settings with inputs of 8 bits and as they are, by label."""
+    """Return settings with int8 inputs and with unquantized inputs, by label."""
     return _examples(
         "int8",
         {"inputs int8": {}, "inputs as they are": {"activations": "none"}},
@@ -128,7 +129,7 @@ def online_int8_examples() -> Mapping[str, Mapping[str, Any]]:
 
 
 def online_int4_examples() -> Mapping[str, Mapping[str, Any]]:
-    """Return settings of several sizes of groups, by label."""
+    """Return int4 settings of several group sizes, by label."""
     return _examples(
         "int4",
         {
@@ -140,7 +141,7 @@ def online_int4_examples() -> Mapping[str, Mapping[str, Any]]:
 
 
 def online_w4a8_examples() -> Mapping[str, Mapping[str, Any]]:
-    """Return settings of several sizes of groups, by label."""
+    """Return w4a8 settings of several group sizes, by label."""
     return _examples(
         "w4a8",
         {
@@ -154,4 +155,4 @@ def _examples(
     scheme: str, settings: Mapping[str, Mapping[str, Any]]
 ) -> Mapping[str, Mapping[str, Any]]:
     method = f"{_ONLINE}{scheme}"
-    return {label: {"quant_method": method, **rest} for label, rest in settings.items()}
+    return {label: {"quant_method": method, **fields} for label, fields in settings.items()}

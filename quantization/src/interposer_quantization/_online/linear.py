@@ -1,4 +1,4 @@
-"""A linear layer whose plain weight is quantized when it is finalized.
+"""Linear layer whose plain weight is quantized by ``finalize``.
 
 Dimensions: I input features, O output features.
 """
@@ -13,17 +13,18 @@ from torch import nn
 
 from interposer import LinearMethod, Site, Verdict
 from interposer.errors import CheckpointError
-from interposer_quantization._fp8.parameters import Members, register, register_passing
+from interposer_quantization._fp8.parameters import Members, register, register_transient
 
 Quantize = Callable[[torch.Tensor, Sequence[int]], Mapping[str, torch.Tensor]]
-"""A weight ``[O, I]`` and the outputs of each fused layer to what a checkpoint would hold."""
+"""Function from a weight ``[O, I]`` and each fused layer's number of outputs to the parameters of
+the quantized layer."""
 
 
 class OnlineLinear(LinearMethod):
-    """``weight`` ``[O, I]`` in the model's dtype, which is quantized and dropped by ``finalize``.
+    """Linear method for a plain ``weight`` ``[O, I]`` that ``finalize`` quantizes and frees.
 
     Attributes:
-        method: of the layer that holds the quantized weight.
+        method: linear method of the quantized weight.
     """
 
     def __init__(self, method: LinearMethod, quantize: Quantize) -> None:
@@ -33,33 +34,34 @@ class OnlineLinear(LinearMethod):
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> None:
-        """Register ``weight`` and, if asked for, ``bias``, as plain checkpoints have them.
+        """Register ``weight`` and, if requested, ``bias`` as plain checkpoints store them.
 
-        Raises: ConfigError: what ``method`` cannot hold.
+        Raises: ConfigError: ``method`` does not support these sizes.
         """
         self.method.create_weights(layer, site, in_features, out_features, bias)
         self.members = Members(layer, site, out_features)
-        held = {name: None for name in layer._parameters if name != "bias"}
+        # The parameters of ``method`` are replaced by the plain weight until ``finalize``.
+        unregistered = {name: None for name in layer._parameters if name != "bias"}
         weight = torch.empty(out_features, in_features, dtype=site.dtype)
-        register(layer, **held)
-        register_passing(layer, "weight", weight)
+        register(layer, **unregistered)
+        register_transient(layer, "weight", weight)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor | None:
-        """Return the float64 weight ``[O, I]`` that the codes and scales of ``weight`` mean."""
+        """Return the quantized and dequantized ``weight`` ``[O, I]`` in float64."""
         return self.method.dequantized(self._quantized(layer))
 
     def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Return the float64 input ``[..., I]``: each rounded number times its scale."""
+        """Return the float64 input ``[..., I]``: quantized value * scale."""
         return self.method.dequantized_input(layer, x)
 
     def dequantizable(self) -> Verdict:
-        """Refuse: whoever asks for quantized weights is not to get plain ones."""
+        """Refuse: the user requested quantized weights, so they must not become plain ones."""
         return Verdict.refuse("the weights were plain, and are quantized on request")
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Return kernel and constants of the layer with the quantized weight.
+        """Quantize the weight; return the kernel and constants of the quantized layer.
 
-        Raises: CheckpointError: the weight holds what is no finite number.
+        Raises: CheckpointError: the weight has a value that is not finite.
         """
         quantized = self._quantized(layer)
         layer.register_parameter("weight", None)
@@ -67,31 +69,31 @@ class OnlineLinear(LinearMethod):
         return self.method.finalize(layer)
 
     def _quantized(self, layer: nn.Module) -> nn.Module:
-        """Return the parameters of a layer of ``method``."""
+        """Return a module with the parameters of the quantized layer."""
         quantized = nn.Module()
-        register(quantized, **self._tensors(layer.get_parameter("weight").data))
+        register(quantized, **self._quantized_tensors(layer.get_parameter("weight").data))
         return quantized
 
-    def _tensors(self, weight: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Return what a layer of ``method`` holds of ``weight``."""
+    def _quantized_tensors(self, weight: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """Quantize ``weight`` to the parameters of ``method``."""
         self._check(weight)
         return self.quantize(weight, tuple(self.members.sizes.values()))
 
     def _check(self, weight: torch.Tensor) -> None:
-        """Raise CheckpointError if a number is not finite, naming its tensor."""
+        """Raise CheckpointError with the tensor's name if a value is not finite."""
         sizes = self.members.sizes
         for member, part in zip(sizes, weight.split(list(sizes.values())), strict=True):
             check_finite(part, self.members.tensor(member, "weight"))
 
 
 def check_finite(weight: torch.Tensor, name: str) -> None:
-    """Raise CheckpointError if the tensor ``name`` holds what cannot be quantized."""
-    # NaN and infinities reach the extremes, which are found in a twentieth of the time.
-    if all(bound.isfinite() for bound in weight.aminmax()):
+    """Raise CheckpointError if the tensor ``name`` has a value that is not finite."""
+    # NaN and infinities propagate to the extremes, and aminmax takes a twentieth of the time.
+    if all(extreme.isfinite() for extreme in weight.aminmax()):
         return
-    wrong = weight[~weight.isfinite()]
+    invalid_values = weight[~weight.isfinite()]
     raise CheckpointError(
         name,
-        f"holds {float(wrong[0])}, which no quantized number can stand for",
+        f"holds {float(invalid_values[0])}, which no quantized number can stand for",
         "copy the checkpoint again",
     )

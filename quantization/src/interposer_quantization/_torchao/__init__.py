@@ -1,1 +1,1 @@
-"""Checkpoints of torchao."""
+"""torchao checkpoints."""

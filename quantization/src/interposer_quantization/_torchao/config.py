@@ -1,6 +1,6 @@
-"""The ``quantization_config`` of torchao checkpoints, as far as it is read.
+"""Supported fields of the ``quantization_config`` of torchao checkpoints.
 
-torchao tells its configuration objects as ``{"_type": name, "_version": number, "_data": fields}``.
+torchao writes a configuration object as ``{"_type": name, "_version": number, "_data": fields}``.
 
 Source: ``config_to_dict`` of torchao 0.18 and ``TorchAoConfig`` of transformers 5.23.
 """
@@ -26,14 +26,14 @@ Try: quantize the original model that way"""
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Storage of the weights of a layer, in 8 bits each.
+    """Storage of a layer's weight; every value takes 8 bits.
 
     Attributes:
-        inputs_per_scale: the group size; None where one scale holds for a whole output.
-        symmetric: every zero point is 0; there are none for floats.
-        kind: of the numbers.
-        inputs: what is done with inputs: nothing, or they are quantized to numbers of that kind
-            with a scale per token and, if asymmetric, a zero point.
+        inputs_per_scale: the group size; None for one scale per output.
+        symmetric: every zero point is 0; always true for floats.
+        kind: number format of the weights.
+        inputs: ``"plain"`` if inputs are not quantized; else they are quantized to the same kind
+            with one scale per token, and with a zero point if asymmetric.
     """
 
     inputs_per_scale: int | None
@@ -48,8 +48,8 @@ class Weights:
         return weights if self.inputs == "plain" else f"{weights}, with {self.inputs} inputs"
 
 
-class Place(SettingsModel):
-    """The fields of a granularity."""
+class GranularityFields(SettingsModel):
+    """Fields of a granularity object."""
 
     dim: Literal[-1] | None = None
     axis: Literal[0] | None = None
@@ -57,11 +57,11 @@ class Place(SettingsModel):
 
 
 class Granularity(SettingsModel):
-    """The weights that share a scale: those of a row, or of a group in it."""
+    """Granularity of scales: one per row, or one per group of a row."""
 
     type_: Literal["PerRow", "PerAxis", "PerGroup"] = Field(alias="_type")
     version: Literal[1] = Field(1, alias="_version")
-    data: Place = Field(alias="_data")
+    data: GranularityFields = Field(alias="_data")
 
     @model_validator(mode="after")
     def _coherent(self) -> Granularity:
@@ -70,21 +70,21 @@ class Granularity(SettingsModel):
         return self
 
 
-class Member(SettingsModel):
-    """A member of an enumeration, or a dtype of torch."""
+class EnumMember(SettingsModel):
+    """A member of an enumeration, or a torch dtype."""
 
     type_: str = Field(alias="_type")
     data: str = Field(alias="_data")
 
 
-class Packing(Member):
-    """The layout of packed integers."""
+class Packing(EnumMember):
+    """Packing format of integers."""
 
     data: Literal["UNPACKED_TO_INT8"] = Field(alias="_data")
 
 
-class WeightDtype(Member):
-    """The dtype of integers; all are stored in 8 bits."""
+class WeightDtype(EnumMember):
+    """Integer dtype of the weight; every value is stored in 8 bits."""
 
     data: Literal["int1", "int2", "int3", "int4", "int5", "int6", "int7", "int8"] = Field(
         alias="_data"
@@ -92,7 +92,7 @@ class WeightDtype(Member):
 
 
 class Int8Fields(SettingsModel):
-    """The fields of ``Int8WeightOnlyConfig``."""
+    """Fields of ``Int8WeightOnlyConfig``."""
 
     granularity: Granularity
     group_size: None = None
@@ -100,19 +100,19 @@ class Int8Fields(SettingsModel):
 
 
 class IntxFields(SettingsModel):
-    """The fields of ``IntxWeightOnlyConfig``."""
+    """Fields of ``IntxWeightOnlyConfig``."""
 
     granularity: Granularity
     weight_dtype: WeightDtype
-    mapping_type: Member
+    mapping_type: EnumMember
     intx_packing_format: Packing
-    # How scales were found, and what they were rounded to, does not change what they mean.
-    intx_choose_qparams_algorithm: Member | None = None
-    scale_dtype: Member | None = None
+    # The calibration method and the scales' original dtype do not affect decoding.
+    intx_choose_qparams_algorithm: EnumMember | None = None
+    scale_dtype: EnumMember | None = None
 
 
 class Int8WeightOnly(SettingsModel):
-    """Symmetric weights of 8 bits."""
+    """Symmetric int8 weights."""
 
     type_: Literal["Int8WeightOnlyConfig"] = Field(alias="_type")
     version: Literal[2] = Field(alias="_version")
@@ -120,12 +120,12 @@ class Int8WeightOnly(SettingsModel):
 
     @property
     def weights(self) -> Weights:
-        """Return the storage of weights, with zero points of 0."""
+        """Return the storage of the weights."""
         return Weights(self.data.granularity.data.group_size, symmetric=True)
 
 
 class IntxWeightOnly(SettingsModel):
-    """Weights of 1 to 8 bits, in 8 bits each."""
+    """Integer weights of 1 to 8 bits, each stored in 8 bits."""
 
     type_: Literal["IntxWeightOnlyConfig"] = Field(alias="_type")
     version: Literal[2] = Field(alias="_version")
@@ -133,19 +133,19 @@ class IntxWeightOnly(SettingsModel):
 
     @property
     def weights(self) -> Weights:
-        """Return how weights are stored."""
+        """Return the storage of the weights."""
         symmetric = self.data.mapping_type.data != "ASYMMETRIC"
         return Weights(self.data.granularity.data.group_size, symmetric)
 
 
-class InputMapping(Member):
-    """Return whether inputs have zero points."""
+class InputMapping(EnumMember):
+    """Quantization of inputs, without or with zero points."""
 
     data: Literal["SYMMETRIC", "ASYMMETRIC"] = Field(alias="_data")
 
 
-class AsymmetricInputs(Member):
-    """Inputs that have zero points."""
+class AsymmetricInputs(EnumMember):
+    """Quantization of inputs with zero points."""
 
     data: Literal["ASYMMETRIC"] = Field(alias="_data")
 
@@ -157,11 +157,11 @@ class Row(Granularity):
 
 
 Rows = Annotated[list[Row], Field(min_length=2, max_length=2)]
-"""One scale per row, of inputs and of weights."""
+"""Granularity of inputs and of weights: one scale per row."""
 
 
 class Int8DynamicFields(SettingsModel):
-    """The fields of ``Int8DynamicActivationInt8WeightConfig``."""
+    """Fields of ``Int8DynamicActivationInt8WeightConfig``."""
 
     act_mapping_type: InputMapping
     granularity: Row | Rows | None = None
@@ -171,7 +171,7 @@ class Int8DynamicFields(SettingsModel):
 
 
 class Int8Dynamic(SettingsModel):
-    """Symmetric weights of 8 bits, and inputs that are quantized per token."""
+    """Symmetric int8 weights, and inputs quantized per token."""
 
     type_: Literal["Int8DynamicActivationInt8WeightConfig"] = Field(alias="_type")
     version: Literal[2] = Field(alias="_version")
@@ -179,26 +179,26 @@ class Int8Dynamic(SettingsModel):
 
     @property
     def weights(self) -> Weights:
-        """Return the storage of weights, with zero points of 0."""
+        """Return the storage of the weights, with the quantization of inputs."""
         symmetric = self.data.act_mapping_type.data == "SYMMETRIC"
         inputs: Literal["symmetric", "asymmetric"] = "symmetric" if symmetric else "asymmetric"
         return Weights(None, symmetric=True, inputs=inputs)
 
 
 class IntxDynamicFields(SettingsModel):
-    """The fields of ``Int8DynamicActivationIntxWeightConfig``."""
+    """Fields of ``Int8DynamicActivationIntxWeightConfig``."""
 
     weight_granularity: Granularity
     weight_dtype: WeightDtype
-    weight_mapping_type: Member
-    weight_scale_dtype: Member | None = None
+    weight_mapping_type: EnumMember
+    weight_scale_dtype: EnumMember | None = None
     act_mapping_type: AsymmetricInputs
     intx_packing_format: Packing
-    intx_choose_qparams_algorithm: Member | None = None
+    intx_choose_qparams_algorithm: EnumMember | None = None
 
 
 class IntxDynamic(SettingsModel):
-    """Weights of 1 to 8 bits, in 8 bits each, and inputs that are quantized per token."""
+    """Integer weights of 1 to 8 bits, each stored in 8 bits, and inputs quantized per token."""
 
     type_: Literal["Int8DynamicActivationIntxWeightConfig"] = Field(alias="_type")
     version: Literal[2] = Field(alias="_version")
@@ -206,26 +206,26 @@ class IntxDynamic(SettingsModel):
 
     @property
     def weights(self) -> Weights:
-        """Return how weights are stored."""
+        """Return the storage of the weights, with the quantization of inputs."""
         symmetric = self.data.weight_mapping_type.data != "ASYMMETRIC"
         size = self.data.weight_granularity.data.group_size
         return Weights(size, symmetric, inputs="asymmetric")
 
 
-class Float8Dtype(Member):
-    """A dtype of 8-bit floats."""
+class Float8Dtype(EnumMember):
+    """FP8 dtype."""
 
     data: Literal["float8_e4m3fn"] = Field(alias="_data")
 
 
-class PlainPacking(Member):
-    """Numbers one after the other."""
+class PlainPacking(EnumMember):
+    """Unpacked layout."""
 
     data: Literal["PLAIN"] = Field(alias="_data")
 
 
 class Float8WeightFields(SettingsModel):
-    """The fields of ``Float8WeightOnlyConfig``."""
+    """Fields of ``Float8WeightOnlyConfig``."""
 
     weight_dtype: Float8Dtype
     granularity: Row | None = None
@@ -233,7 +233,7 @@ class Float8WeightFields(SettingsModel):
 
 
 class Float8WeightOnly(SettingsModel):
-    """Weights of 8-bit floats."""
+    """FP8 weights; inputs are not quantized."""
 
     type_: Literal["Float8WeightOnlyConfig"] = Field(alias="_type")
     version: Literal[2] = Field(alias="_version")
@@ -241,12 +241,12 @@ class Float8WeightOnly(SettingsModel):
 
     @property
     def weights(self) -> Weights:
-        """Return how weights are stored."""
+        """Return the storage of the weights."""
         return Weights(None, symmetric=True, kind="float8")
 
 
 class Float8Fields(SettingsModel):
-    """The fields of ``Float8DynamicActivationFloat8WeightConfig``."""
+    """Fields of ``Float8DynamicActivationFloat8WeightConfig``."""
 
     granularity: Rows
     activation_dtype: Float8Dtype
@@ -254,15 +254,15 @@ class Float8Fields(SettingsModel):
     packing_format: PlainPacking
     activation_value_lb: None = None
     activation_value_ub: None = None
-    # How the library multiplies.
+    # Kernel choices of torchao; they do not affect decoding.
     alg_id: int | None = None
-    kernel_preference: Member | None = None
+    kernel_preference: EnumMember | None = None
     mm_config: dict[str, Any] | None = None
     set_inductor_config: bool | None = None
 
 
 class Float8(SettingsModel):
-    """Weights of 8-bit floats, and inputs that are quantized per token."""
+    """FP8 weights, and inputs quantized per token."""
 
     type_: Literal["Float8DynamicActivationFloat8WeightConfig"] = Field(alias="_type")
     version: Literal[2] = Field(alias="_version")
@@ -270,7 +270,7 @@ class Float8(SettingsModel):
 
     @property
     def weights(self) -> Weights:
-        """Return how weights are stored."""
+        """Return the storage of the weights, with the quantization of inputs."""
         return Weights(None, symmetric=True, kind="float8", inputs="symmetric")
 
 
@@ -281,7 +281,7 @@ Configuration = Annotated[
 
 
 class Settings(LayersLeftOut):
-    """The whole ``quantization_config``."""
+    """All fields of ``quantization_config``."""
 
     supported: ClassVar[str] = _SUPPORTED
     quant_method: Literal["torchao"] = "torchao"
@@ -290,5 +290,5 @@ class Settings(LayersLeftOut):
     untie_embedding_weights: Literal[False] | None = None
 
     def stored(self, name: str) -> Weights | None:
-        """Return how the linear layer ``name`` is stored, or None if it is left out."""
+        """Return the storage of the linear layer ``name``, or None if it is left out."""
         return None if self.leaves_out(name) else self.quant_type["default"].weights

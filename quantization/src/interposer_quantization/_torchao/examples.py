@@ -1,4 +1,4 @@
-"""Settings of torchao checkpoints that the scheme takes, for the conformance suite."""
+"""Example settings of torchao checkpoints, for the conformance suite."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ _FLOAT8 = {"_type": "torch.dtype", "_data": "float8_e4m3fn"}
 
 
 def torchao_examples() -> Mapping[str, Mapping[str, Any]]:
-    """Return settings of every granularity, with and without zero points, by label."""
-    row = _tagged("PerRow", dim=-1)
-    axis, groups = _tagged("PerAxis", axis=0), _tagged("PerGroup", group_size=32)
-    kinds = {
-        "8 bits per row": _tagged("Int8WeightOnlyConfig", 2, granularity=row),
-        "8 bits per group": _tagged("Int8WeightOnlyConfig", 2, granularity=groups),
-        "any bits per row": _of_any_bits("int8", axis, "SYMMETRIC"),
-        "any bits per group, asymmetric": _of_any_bits("int4", groups, "ASYMMETRIC"),
-        "8-bit floats per row": _tagged(
+    """Return torchao settings of every granularity, with and without zero points, by label."""
+    row = _config_object("PerRow", dim=-1)
+    axis, groups = _config_object("PerAxis", axis=0), _config_object("PerGroup", group_size=32)
+    configs_by_label = {
+        "8 bits per row": _config_object("Int8WeightOnlyConfig", 2, granularity=row),
+        "8 bits per group": _config_object("Int8WeightOnlyConfig", 2, granularity=groups),
+        "any bits per row": _intx_config("int8", axis, "SYMMETRIC"),
+        "any bits per group, asymmetric": _intx_config("int4", groups, "ASYMMETRIC"),
+        "8-bit floats per row": _config_object(
             "Float8DynamicActivationFloat8WeightConfig",
             2,
             granularity=[row, row],
@@ -30,7 +30,7 @@ def torchao_examples() -> Mapping[str, Mapping[str, Any]]:
         ("8 bits, int8 inputs", "SYMMETRIC"),
         ("asymmetric inputs", "ASYMMETRIC"),
     ):
-        kinds[label] = _tagged(
+        configs_by_label[label] = _config_object(
             "Int8DynamicActivationInt8WeightConfig",
             2,
             granularity=row,
@@ -40,7 +40,7 @@ def torchao_examples() -> Mapping[str, Mapping[str, Any]]:
         ("any bits per row, int8 inputs", axis, "SYMMETRIC"),
         ("any bits per group, int8 inputs", groups, "ASYMMETRIC"),
     ):
-        kinds[label] = _tagged(
+        configs_by_label[label] = _config_object(
             "Int8DynamicActivationIntxWeightConfig",
             2,
             weight_granularity=granularity,
@@ -49,21 +49,21 @@ def torchao_examples() -> Mapping[str, Mapping[str, Any]]:
             act_mapping_type={"_type": "MappingType", "_data": "ASYMMETRIC"},
             intx_packing_format={"_type": "IntxPackingFormat", "_data": "UNPACKED_TO_INT8"},
         )
-    kinds["8-bit floats, weights only"] = _tagged(
+    configs_by_label["8-bit floats, weights only"] = _config_object(
         "Float8WeightOnlyConfig", 2, granularity=row, weight_dtype=_FLOAT8
     )
     return {
-        label: {"quant_method": "torchao", "quant_type": {"default": kind}}
-        for label, kind in kinds.items()
+        label: {"quant_method": "torchao", "quant_type": {"default": config_object}}
+        for label, config_object in configs_by_label.items()
     }
 
 
-def _tagged(name: str, version: int = 1, **fields: Any) -> dict[str, Any]:
+def _config_object(name: str, version: int = 1, **fields: Any) -> dict[str, Any]:
     return {"_type": name, "_version": version, "_data": fields}
 
 
-def _of_any_bits(dtype: str, granularity: dict[str, Any], mapping: str) -> dict[str, Any]:
-    return _tagged(
+def _intx_config(dtype: str, granularity: dict[str, Any], mapping: str) -> dict[str, Any]:
+    return _config_object(
         "IntxWeightOnlyConfig",
         2,
         granularity=granularity,

@@ -1,10 +1,10 @@
-"""Linear layers of integers as torchao stores them in safetensors.
+"""Linear layers of integer weights, as torchao stores them in safetensors.
 
 Dimensions: I input features, O output features, G groups.
 
 Source: ``flatten_tensor_state_dict`` of torchao 0.18 for the names of tensors, ``Int8Tensor`` and
-``IntxUnpackedToInt8Tensor`` for what they mean. The first one takes 127.5 for the largest symmetric
-code of an input where the op here takes 127.
+``IntxUnpackedToInt8Tensor`` for their decoding. The scale of a symmetric input is max|x| / 127.5 in
+``Int8Tensor`` and max|x| / 127 here.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _ZERO = "_weight_zero_point"
 
 
 class TorchAoLinear(PlainIntLinear):
-    """``_weight_qdata`` ``[O, I]`` int8, ``_weight_scale`` and ``_weight_zero_point`` ``[O, G]``.
+    """Linear method for ``_weight_qdata`` ``[O, I]`` int8 with scales and zero points ``[O, G]``.
 
-    Where inputs are quantized, they are rounded to what their codes stand for, and multiplied in
-    the model's dtype: no op takes both.
+    Quantized inputs are fake-quantized and multiplied in the model's dtype: no op takes these
+    weights together with quantized inputs.
     """
 
     weight_name, scale_name, zero_name = WEIGHT, SCALE, _ZERO
@@ -40,28 +40,28 @@ class TorchAoLinear(PlainIntLinear):
     def __init__(self, stored: config.Weights) -> None:
         super().__init__(_weights(stored), _inputs(stored))
 
-    def register_codes(
+    def register_quantized_weight(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int
     ) -> None:
-        """Register codes and zero points, which are stored even where all of them are 0."""
-        super().register_codes(layer, site, in_features, out_features)
+        """Register weight and zero points; torchao stores zero points even if all of them are 0."""
+        super().register_quantized_weight(layer, site, in_features, out_features)
         if self.weights.symmetric:
             _register_zeros(layer, out_features, self.num_groups)
 
     def check_scales(self, layer: nn.Module) -> torch.Tensor:
-        """Return the scales ``[O, G]``, after a look at them.
+        """Check the scales ``[O, G]`` and return them.
 
-        Raises: CheckpointError: one is not a positive number.
+        Raises: CheckpointError: a scale is not a positive number.
         """
         scales = layer.get_parameter(SCALE)
         self.members.check(scales, SCALE)
         return scales
 
     def constants(self, layer: nn.Module) -> dict[str, torch.Tensor | None]:
-        """Return the stored tensors.
+        """Return the stored tensors as the op's constants.
 
-        Raises: CheckpointError: a scale is not a positive number, or a zero point not 0 though
-            weights are symmetric.
+        Raises: CheckpointError: a scale is not a positive number, or the weight is symmetric and a
+            zero point is not 0.
         """
         constants = super().constants(layer)
         if self.weights.symmetric:
@@ -70,9 +70,10 @@ class TorchAoLinear(PlainIntLinear):
 
 
 class TorchAoInt8Linear(Int8Linear):
-    """``_weight_qdata`` ``[O, I]`` int8, ``_weight_scale`` ``[O, 1]``, zero points that are 0.
+    """Linear method for ``_weight_qdata`` ``[O, I]`` int8 and ``_weight_scale`` ``[O, 1]``.
 
-    Inputs get a scale per token and, if they are asymmetric, a zero point.
+    Zero points of the weight must be 0. Inputs are quantized to int8 with one scale per token and,
+    if asymmetric, a zero point.
     """
 
     weight_name, scale_name = WEIGHT, SCALE
@@ -85,12 +86,12 @@ class TorchAoInt8Linear(Int8Linear):
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> None:
-        """Register ``_weight_zero_point`` besides codes, scales and ``bias``."""
+        """Register quantized weight, scales, ``_weight_zero_point`` and, if requested, ``bias``."""
         super().create_weights(layer, site, in_features, out_features, bias)
         _register_zeros(layer, out_features, 1)
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Return the quantizer and the bound kernel as one function, with its constants.
+        """Combine the input quantizer and the bound kernel; return the function and its constants.
 
         Raises: CheckpointError: a scale is not a positive number, or a zero point not 0.
         """
@@ -112,7 +113,7 @@ def _inputs(stored: config.Weights) -> Inputs | None:
 
 
 def _register_zeros(layer: nn.Module, rows: int, columns: int) -> None:
-    """Register the zero points ``[rows, columns]`` int8, of which every one has to be 0."""
+    """Register the zero points ``[rows, columns]`` int8 of a symmetric weight."""
 
     def zeros(_: torch.Generator) -> torch.Tensor:
         return torch.zeros(rows, columns, dtype=torch.int8)
@@ -123,11 +124,11 @@ def _register_zeros(layer: nn.Module, rows: int, columns: int) -> None:
 def _check_zeros(layer: nn.Module, members: Members) -> None:
     zeros = layer.get_parameter(_ZERO)
     rows = list(members.sizes.values())
-    for member, stored in zip(members.sizes, zeros.split(rows), strict=True):
-        if stored.any():
+    for member, member_zeros in zip(members.sizes, zeros.split(rows), strict=True):
+        if member_zeros.any():
             raise CheckpointError(
                 members.tensor(member, _ZERO),
-                f"{int(stored.count_nonzero())} of {stored.numel()} zero points are not 0, "
-                "but quantization_config says that weights are symmetric",
+                f"{int(member_zeros.count_nonzero())} of {member_zeros.numel()} zero points are "
+                "not 0, but quantization_config says that weights are symmetric",
                 "correct the quantization_config if the zero points are right",
             )

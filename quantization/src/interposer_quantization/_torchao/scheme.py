@@ -1,4 +1,4 @@
-"""Checkpoints of torchao that are stored as safetensors."""
+"""Scheme of torchao checkpoints in safetensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from interposer_quantization._torchao.linear import (
 
 
 class TorchAo(StoredScheme):
-    """Integers in 8 bits each, or 8-bit floats; inputs as they are, or quantized on the way."""
+    """Integer weights in 8 bits each, or FP8 weights; some formats quantize inputs at run time."""
 
     method = "torchao"
     settings_class = Settings
@@ -26,7 +26,6 @@ class TorchAo(StoredScheme):
     mend = "name all of them in 'modules_to_not_convert', or none"
 
     def _method(self, stored: Weights) -> LinearMethod:
-        """Return the method for linear layers that are stored so."""
         plain = stored.inputs == "plain"
         if stored.kind == "float8":
             return _fp8_method(plain)
@@ -34,7 +33,7 @@ class TorchAo(StoredScheme):
             return TorchAoLinear(stored)
         return TorchAoInt8Linear(stored)
 
-    def _experts_at_once(
+    def _fused_experts_method(
         self, stored: Weights, site: Site, spec: ExpertsSpec
     ) -> ExpertsMethod | None:
         if stored.kind != "float8" or stored.inputs != "plain":
@@ -42,12 +41,12 @@ class TorchAo(StoredScheme):
         return Fp8Experts("channel", SCALE, weight_name=WEIGHT)
 
 
-def _fp8_method(plain: bool) -> LinearMethod:
-    """Return the method for floats with a scale per output; inputs are quantized unless plain.
+def _fp8_method(has_plain_inputs: bool) -> LinearMethod:
+    """Return the method for FP8 weights with one scale per output.
 
     Source: ``Float8Tensor`` of torchao 0.18, quantized per row.
     """
-    if plain:
+    if has_plain_inputs:
         weights = compressed.Weights("float", 8, True, "channel", None, reordered=False)
         return Fp8WeightLinear(weights, None, weight=WEIGHT, scale=SCALE)
     return Fp8RowLinear(weight=WEIGHT, weight_scale=SCALE)

@@ -1,1 +1,1 @@
-"""Linear layers by how their weights are packed."""
+"""Parts shared by the linear layers of several formats: packing, rounding and kernel binding."""

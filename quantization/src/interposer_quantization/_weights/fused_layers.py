@@ -1,4 +1,4 @@
-"""Common storage of fused layers."""
+"""Consistency check for the storage of fused layers."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ T = TypeVar("T")
 def stored_alike(
     prefix: str, parts: tuple[str, ...], stored: Callable[[str], T | None], mend: str
 ) -> T | None:
-    """Return the common storage of all layers fused at ``prefix``, None for plain.
+    """Return the common storage of all layers fused at ``prefix``, or None if none is quantized.
 
     Args:
-        stored: how the layer of a full name is stored, by the checkpoint's settings.
-        mend: what to do where they differ.
-    Raises: ConfigError: they are stored in different ways.
+        stored: function from a layer's full name to its storage, or None if not quantized.
+        mend: advice for the error message if the storages differ.
+    Raises: ConfigError: the fused layers are stored in different ways.
     """
     parent = prefix.rpartition(".")[0]
     names = [f"{parent}.{part}" if parent else part for part in parts]
-    found = {name: stored(name) for name in names}
-    first = found[names[0]]
-    if any(other != first for other in found.values()):
+    storage_by_name = {name: stored(name) for name in names}
+    first = storage_by_name[names[0]]
+    if any(storage != first for storage in storage_by_name.values()):
         members = "\n".join(
-            f"  {name}: {'not quantized' if how is None else how}" for name, how in found.items()
+            f"  {name}: {'not quantized' if storage_or_none is None else storage_or_none}"
+            for name, storage_or_none in storage_by_name.items()
         )
         raise ConfigError(
             f"{prefix} fuses layers that are quantized in different ways:\n{members}\nTry: {mend}"

@@ -1,4 +1,4 @@
-"""The groups of a weight's inputs, as a checkpoint stores them.
+"""Check of ``g_idx``, the tensor that assigns each input to a quantization group.
 
 Dimensions: I input features.
 """
@@ -11,20 +11,20 @@ from interposer.errors import CheckpointError
 
 
 def check_groups(name: str, groups: torch.Tensor, num_groups: int) -> None:
-    """Refuse groups that are not of one size.
+    """Check that every group index is valid and all groups have the same size.
 
     Args:
         name: of the tensor, for errors.
         groups: ``[I]`` integer, the group of every input.
-    Raises: CheckpointError: a number is none of a group, or a group has more or fewer inputs.
+    Raises: CheckpointError: an index is out of range, or the groups differ in size.
     """
     size = len(groups) // num_groups
-    outside = (groups < 0) | (groups >= num_groups)
-    if outside.any():
-        place = int(outside.nonzero()[0])
+    is_out_of_range = (groups < 0) | (groups >= num_groups)
+    if is_out_of_range.any():
+        index = int(is_out_of_range.nonzero()[0])
         raise CheckpointError(
             name,
-            f"holds the group {int(groups[place])} for input {place}, must be from 0 to "
+            f"holds the group {int(groups[index])} for input {index}, must be from 0 to "
             f"{num_groups - 1}",
             "copy the checkpoint again, or correct group_size in quantization_config",
         )

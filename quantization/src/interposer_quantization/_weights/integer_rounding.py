@@ -1,4 +1,4 @@
-"""Plain weights to integers by the op that is chosen for it.
+"""Rounding of plain weights to integers with the selected quantization op.
 
 Dimensions: O output features, I input features, G groups.
 """
@@ -19,13 +19,13 @@ from interposer_quantization.writing._integer_formats import IntegerFormat
 
 
 @dataclass(frozen=True, slots=True)
-class Rounded:
-    """A weight as codes and scales.
+class RoundedWeight:
+    """A weight as quantized values and scales.
 
     Attributes:
-        codes: ``[O, I]`` int8, or ``[O, I / 2]`` uint8 of two codes each.
+        codes: ``[O, I]`` int8, or ``[O, I / 2]`` uint8 with two values per byte.
         scale: ``[O, G]`` float32.
-        zero_points: ``[O, G]`` uint8, None where codes are symmetric.
+        zero_points: ``[O, G]`` uint8, or None for symmetric quantization.
     """
 
     codes: torch.Tensor
@@ -33,17 +33,18 @@ class Rounded:
     zero_points: torch.Tensor | None = None
 
     @property
-    def finite(self) -> bool:
-        """Say whether all scales are finite, as those of a finite weight are."""
+    def is_finite(self) -> bool:
+        """Say whether all scales are finite; this holds whenever the weight is finite."""
         return bool(self.scale.isfinite().all())
 
 
 class IntegerRounding:
-    """Rounds weights of one site to a format of 8 bits, or of 4 with an even number of inputs.
+    """Quantizes the weights of one site to int8, or to int4 if the number of inputs is even.
 
     Args:
-        sizes: O and I, which groups divide.
-        scale_dtype: that scales are rounded to before numbers are divided by them.
+        chosen: target format.
+        sizes: O and I; the group size must divide I.
+        scale_dtype: dtype that scales are rounded to before the weight is divided by them.
     """
 
     def __init__(
@@ -70,8 +71,8 @@ class IntegerRounding:
         else:
             self.symmetric = site.bind(quantize_weight_int8, **stored)
 
-    def __call__(self, weight: torch.Tensor) -> Rounded:
-        """Return what ``weight`` ``[O, I]`` is rounded to."""
+    def __call__(self, weight: torch.Tensor) -> RoundedWeight:
+        """Quantize ``weight`` ``[O, I]``."""
         if not self.chosen.symmetric:
-            return Rounded(*self.asymmetric(weight, self.group_size))
-        return Rounded(*self.symmetric(weight, self.group_size, self.scale_dtype))
+            return RoundedWeight(*self.asymmetric(weight, self.group_size))
+        return RoundedWeight(*self.symmetric(weight, self.group_size, self.scale_dtype))

@@ -1,4 +1,4 @@
-"""Kernels of integer weights that are multiplied in the model's dtype.
+"""Binding of weight-only kernels: integer weights, inputs in the model's dtype.
 
 Dimensions: I input features, O output features.
 """
@@ -24,7 +24,7 @@ def bind_weight_only(
     *,
     biased: bool,
 ) -> BoundKernel[Any, Any]:
-    """Return a kernel for codes of 4 or 8 bits in groups of inputs, with float32 scales."""
+    """Bind a kernel for 4-bit or 8-bit weights with float32 scales per group of inputs."""
     # Both ops take the same operands, but are of different types.
     op: Any = w4a16_linear if bits == 4 else w8a16_linear
     scales = {"scale_dtype": "float32"} if bits == 4 else {}
@@ -41,8 +41,8 @@ def bind_weight_only(
     return bound
 
 
-def product_of_sorted(
+def matmul_sorted_inputs(
     kernel: Callable[..., torch.Tensor], x: torch.Tensor, order: torch.Tensor, *operands: Any
 ) -> torch.Tensor:
-    """Return the product with a weight whose inputs were sorted so."""
+    """Multiply ``x`` by a weight whose inputs are sorted by ``order``."""
     return kernel(x.index_select(-1, order), *operands)

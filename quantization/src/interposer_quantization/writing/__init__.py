@@ -1,6 +1,6 @@
-"""Writing of quantized checkpoints: formats of weights, and rounding that heeds other weights.
+"""Quantization for writing checkpoints: weight formats, round to nearest, and GPTQ rounding.
 
-Every name is loaded on first use.
+Every name is imported on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights of 4-bit and 8-bit floats as compressed-tensors stores them.
+"""FP8, MXFP8, MXFP4 and NVFP4 weight formats of compressed-tensors.
 
 Dimensions: O output features, I input features, N groups of an output.
 
@@ -33,32 +33,32 @@ _E8M0_MAX = 254
 
 
 class Fp8Format(WeightFormat):
-    """``weight`` ``[O, I]`` float8_e4m3fn, a scale for each output; inputs rounded per token."""
+    """``weight`` ``[O, I]`` float8_e4m3fn, one scale per output; inputs are quantized per token."""
 
     storage = "float-quantized"
 
     def weight_settings(self) -> Mapping[str, Any]:
-        """Return ``weights`` of a group of quantization_config."""
+        """Return the ``weights`` entry of a group in ``quantization_config``."""
         return _settings(8, "channel", None)
 
     def input_settings(self) -> Mapping[str, Any]:
-        """Return ``input_activations`` of a group of quantization_config."""
+        """Return the ``input_activations`` entry of a group in ``quantization_config``."""
         return {**_settings(8, "token", None), "dynamic": True}
 
     def stored(
         self, weight: torch.Tensor, grid: Grid, dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
-        """Return ``weight`` and ``weight_scale`` ``[O, 1]`` in ``dtype``."""
+        """Quantize to ``weight`` and ``weight_scale`` ``[O, 1]`` in ``dtype``."""
         codes = self.codes(self.groups(weight), grid).flatten(1)
         return {"weight": codes.to(_E4M3), "weight_scale": grid.scale.to(dtype)}
 
     def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return the tensors of ``rounded`` for this shape and dtype, on the meta device."""
+        """Return meta-device tensors with the shapes and dtypes that ``rounded`` returns."""
         rows, columns = shape
         return {"weight": meta(_E4M3, rows, columns), "weight_scale": meta(dtype, rows, 1)}
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the float32 weight ``[O, I]`` that stored tensors stand for."""
+        """Dequantize the stored tensors to the float32 weight ``[O, I]``."""
         return tensors["weight"].float() * tensors["weight_scale"].float()
 
     def _span(
@@ -75,14 +75,14 @@ class Fp8Format(WeightFormat):
 
 
 class _MxFormat(WeightFormat):
-    """Groups of 32 inputs with a scale that is a power of two, stored as its biased exponent."""
+    """Groups of 32 inputs with a power-of-two scale, stored as a biased exponent."""
 
     inputs_per_scale = MX_BLOCK_SIZE
     _bits: int
     _largest_exponent: int
 
     def weight_settings(self) -> Mapping[str, Any]:
-        """Return ``weights`` of a group of quantization_config."""
+        """Return the ``weights`` entry of a group in ``quantization_config``."""
         return {
             **_settings(self._bits, "group", self.inputs_per_scale),
             "scale_dtype": "torch.uint8",
@@ -97,8 +97,8 @@ class _MxFormat(WeightFormat):
     ) -> Grid:
         peaks = torch.maximum(-low, high)
         exponents = shared_exponents(peaks, self._largest_exponent).int()
-        # 448 is 1.75 times a power of two; what is larger would be cut. Of e2m1, 6 is the nearest
-        # number up to 7, which is 1.75 times one as well.
+        # Raise the exponent where the peak would saturate. The largest e4m3 value is 448 =
+        # 1.75 * 2^8. The largest e2m1 value, 6, is the nearest one for peaks up to 7 = 1.75 * 2^2.
         exponents += torch.frexp(peaks).mantissa >= 1.75 / 2
         exponents = torch.where(peaks > 0, exponents.clamp(max=_E8M0_MAX), _E8M0_BIAS)
         return Grid(decode_e8m0(exponents.to(torch.uint8), torch.float32))
@@ -107,7 +107,7 @@ class _MxFormat(WeightFormat):
 class Mxfp8Format(_MxFormat):
     """``weight`` ``[O, I]`` float8_e4m3fn and ``weight_scale`` ``[O, I / 32]`` uint8.
 
-    Inputs are rounded alike: units that multiply MXFP8 take both operands so.
+    Inputs are quantized to MXFP8 as well, because MXFP8 matmul units take both operands in MXFP8.
     """
 
     storage = "mxfp8-quantized"
@@ -115,18 +115,18 @@ class Mxfp8Format(_MxFormat):
     _largest_exponent = 8
 
     def input_settings(self) -> Mapping[str, Any]:
-        """Return ``input_activations`` of a group of quantization_config."""
+        """Return the ``input_activations`` entry of a group in ``quantization_config``."""
         return {**self.weight_settings(), "dynamic": True}
 
     def stored(
         self, weight: torch.Tensor, grid: Grid, dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
-        """Return ``weight`` and ``weight_scale``."""
+        """Quantize to ``weight`` and ``weight_scale``."""
         codes = self.codes(self.groups(weight), grid).flatten(1)
         return {"weight": codes.to(_E4M3), "weight_scale": _exponents(grid.scale)}
 
     def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return the tensors of ``rounded`` for this shape and dtype, on the meta device."""
+        """Return meta-device tensors with the shapes and dtypes that ``rounded`` returns."""
         rows, columns = shape
         return {
             "weight": meta(_E4M3, rows, columns),
@@ -134,7 +134,7 @@ class Mxfp8Format(_MxFormat):
         }
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the float32 weight ``[O, I]`` that stored tensors stand for."""
+        """Dequantize the stored tensors to the float32 weight ``[O, I]``."""
         scale = decode_e8m0(tensors["weight_scale"], torch.float32)
         groups = self.groups(tensors["weight"].float())
         return (groups * scale.unsqueeze(-1)).flatten(1)
@@ -153,13 +153,13 @@ class Mxfp4Format(_MxFormat):
     def stored(
         self, weight: torch.Tensor, grid: Grid, dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
-        """Return ``weight_packed``, the first code in the low nibble, and ``weight_scale``."""
+        """Quantize to ``weight_packed``, low nibble first, and ``weight_scale``."""
         codes = self.codes(self.groups(weight), grid).flatten(1)
         packed = pack_nibbles(encode_e2m1(codes))
         return {"weight_packed": packed, "weight_scale": _exponents(grid.scale)}
 
     def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return the tensors of ``rounded`` for this shape and dtype, on the meta device."""
+        """Return meta-device tensors with the shapes and dtypes that ``rounded`` returns."""
         rows, columns = shape
         return {
             "weight_packed": meta(torch.uint8, rows, columns // 2),
@@ -167,7 +167,7 @@ class Mxfp4Format(_MxFormat):
         }
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the float32 weight ``[O, I]`` that stored tensors stand for."""
+        """Dequantize the stored tensors to the float32 weight ``[O, I]``."""
         codes = decode_e2m1(unpack_nibbles(tensors["weight_packed"]), torch.float32)
         scale = decode_e8m0(tensors["weight_scale"], torch.float32)
         return (self.groups(codes) * scale.unsqueeze(-1)).flatten(1)
@@ -179,7 +179,8 @@ class Mxfp4Format(_MxFormat):
 class Nvfp4Format(WeightFormat):
     """``weight_packed`` ``[O, I / 2]`` uint8, ``weight_scale`` ``[O, I / 16]`` float8_e4m3fn.
 
-    ``weight_global_scale`` ``[1]`` float32 divides; it brings scales into the range of e4m3.
+    Group scales are divided by ``weight_global_scale`` ``[1]`` float32, which brings them into the
+    range of e4m3.
     """
 
     storage = "nvfp4-pack-quantized"
@@ -187,21 +188,21 @@ class Nvfp4Format(WeightFormat):
     shares_tensor_scale = True
 
     def weight_settings(self) -> Mapping[str, Any]:
-        """Return ``weights`` of a group of quantization_config."""
+        """Return the ``weights`` entry of a group in ``quantization_config``."""
         return {
             **_settings(4, "tensor_group", self.inputs_per_scale),
             "scale_dtype": "torch.float8_e4m3fn",
         }
 
     def tensor_scale(self, peak: torch.Tensor) -> torch.Tensor:
-        """Return the scale at which the largest number has the largest code of both formats."""
+        """Return the global scale that maps ``peak`` to the largest e2m1 and e4m3 values."""
         scale = _E4M3_MAX * E2M1_MAX / peak
         return torch.where(scale.isfinite(), scale, 1.0)
 
     def stored(
         self, weight: torch.Tensor, grid: Grid, dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
-        """Return the codes, the first one in the low nibble, and both kinds of scales."""
+        """Quantize to ``weight_packed``, low nibble first, with group and global scales."""
         assert grid.tensor_scale is not None
         codes = self.codes(self.groups(weight), grid).flatten(1)
         return {
@@ -211,7 +212,7 @@ class Nvfp4Format(WeightFormat):
         }
 
     def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return the tensors of ``rounded`` for this shape and dtype, on the meta device."""
+        """Return meta-device tensors with the shapes and dtypes that ``rounded`` returns."""
         rows, columns = shape
         return {
             "weight_packed": meta(torch.uint8, rows, columns // 2),
@@ -220,7 +221,7 @@ class Nvfp4Format(WeightFormat):
         }
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the float32 weight ``[O, I]`` that stored tensors stand for."""
+        """Dequantize the stored tensors to the float32 weight ``[O, I]``."""
         codes = decode_e2m1(unpack_nibbles(tensors["weight_packed"]), torch.float32)
         step = tensors["weight_scale"].float() / tensors["weight_global_scale"]
         return (self.groups(codes) * step.unsqueeze(-1)).flatten(1)
@@ -233,10 +234,10 @@ class Nvfp4Format(WeightFormat):
         tensor_scale: torch.Tensor | None,
     ) -> Grid:
         assert tensor_scale is not None
-        fitting = torch.maximum(-low, high) / E2M1_MAX * tensor_scale
-        # A group that is tiny beside the tensor's peak gets the smallest scale, never 0.
-        least = torch.finfo(_E4M3).smallest_normal * torch.finfo(_E4M3).eps
-        scale = fitting.clamp(least, _E4M3_MAX).to(_E4M3).float()
+        ideal = torch.maximum(-low, high) / E2M1_MAX * tensor_scale
+        # A group far below the tensor's peak gets the smallest positive e4m3 scale, never 0.
+        smallest = torch.finfo(_E4M3).smallest_normal * torch.finfo(_E4M3).eps
+        scale = ideal.clamp(smallest, _E4M3_MAX).to(_E4M3).float()
         return Grid(scale, tensor_scale=tensor_scale)
 
     def _rounded(self, codes: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Weights of 4 or 8 bits as compressed-tensors stores them.
+"""4-bit and 8-bit integer weight formats of compressed-tensors.
 
 Dimensions: O output features, I input features, N groups of an output.
 
-Source: the layouts and the way scales span the range are those of compressed-tensors 0.20.
+Source: the layouts and the mapping of a range to scales are those of compressed-tensors 0.20.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from interposer_quantization._weights.int_packing import pack_words, unpack_words
+from interposer_quantization._weights.int_packing import pack_int32, unpack_int32
 from interposer_quantization.writing._weight_format import Grid, WeightFormat, meta, storable_scale
 
 
 class IntegerFormat(WeightFormat):
-    """Codes from -2^(b-1) to 2^(b-1) - 1, a scale for each output or group.
+    """Integers from -2^(b-1) to 2^(b-1) - 1 with one scale per output or group.
 
-    ``packed`` puts them into words of 32 bits; else they are int8. ``dynamic_inputs`` says that
-    inputs are to be rounded to int8 too, with a scale for each token.
+    Args:
+        packed: store the values in int32 words; else as int8.
+        dynamic_inputs: inputs are quantized to int8 at run time, with one scale per token.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class IntegerFormat(WeightFormat):
         self._lowest, self._highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
 
     def in_bytes(self) -> IntegerFormat:
-        """Return the format of the same numbers whose codes are int8."""
+        """Return the same format with int8 storage."""
         return IntegerFormat(
             self.bits,
             self.inputs_per_scale,
@@ -52,7 +53,7 @@ class IntegerFormat(WeightFormat):
         )
 
     def weight_settings(self) -> Mapping[str, Any]:
-        """Return ``weights`` of a group of quantization_config."""
+        """Return the ``weights`` entry of a group in ``quantization_config``."""
         size = self.inputs_per_scale
         return {
             "num_bits": self.bits,
@@ -64,7 +65,7 @@ class IntegerFormat(WeightFormat):
         }
 
     def input_settings(self) -> Mapping[str, Any] | None:
-        """Return ``input_activations`` of a group of quantization_config; None for plain ones."""
+        """Return the ``input_activations`` entry of a group, or None if inputs stay unquantized."""
         if not self.dynamic_inputs:
             return None
         return {
@@ -79,11 +80,11 @@ class IntegerFormat(WeightFormat):
     def stored(
         self, weight: torch.Tensor, grid: Grid, dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
-        """Return the codes and ``weight_scale`` ``[O, N]``; see ``WeightFormat.stored``.
+        """Quantize to the weight and ``weight_scale`` ``[O, N]``; see ``WeightFormat.stored``.
 
-        Codes are ``weight`` ``[O, I]`` int8, and if asymmetric ``weight_zero_point`` ``[O, N]``
-        int8; or ``weight_packed`` ``[O, ceil(I * b / 32)]`` int32 with ``weight_shape`` and
-        ``weight_zero_point`` ``[ceil(O * b / 32), N]`` int32.
+        Unpacked: ``weight`` ``[O, I]`` int8 and, if asymmetric, ``weight_zero_point`` ``[O, N]``
+        int8. Packed: ``weight_packed`` ``[O, ceil(I * b / 32)]`` int32, ``weight_shape`` and, if
+        asymmetric, ``weight_zero_point`` ``[ceil(O * b / 32), N]`` int32.
         """
         codes = self.codes(self.groups(weight), grid).flatten(1)
         scale = grid.scale.to(dtype)
@@ -102,7 +103,7 @@ class IntegerFormat(WeightFormat):
         return tensors
 
     def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return the tensors of ``rounded`` for this shape and dtype, on the meta device."""
+        """Return meta-device tensors with the shapes and dtypes that ``rounded`` returns."""
         rows, columns = shape
         num_groups = columns // (self.inputs_per_scale or columns)
         scale = meta(dtype, rows, num_groups)
@@ -123,7 +124,7 @@ class IntegerFormat(WeightFormat):
         return tensors
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the float32 weight ``[O, I]`` that stored tensors stand for."""
+        """Dequantize the stored tensors to the float32 weight ``[O, I]``."""
         scale = tensors["weight_scale"].float()
         zero = tensors.get("weight_zero_point")
         if not self.packed:
@@ -135,8 +136,8 @@ class IntegerFormat(WeightFormat):
         groups = codes.unflatten(1, (scale.shape[1], -1))
         if zero is not None:
             groups = groups - zero.unsqueeze(-1)
-        whole: torch.Tensor = (groups * scale.unsqueeze(-1)).flatten(1)
-        return whole
+        dequantized: torch.Tensor = (groups * scale.unsqueeze(-1)).flatten(1)
+        return dequantized
 
     def _span(
         self,
@@ -156,11 +157,11 @@ class IntegerFormat(WeightFormat):
         return codes.round().clamp(self._lowest, self._highest)
 
     def _words(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return words that hold the codes of each row, the last one filled up with zero bits."""
+        """Pack the values of each row into int32; the last int32 is padded with zero bits."""
         unsigned = (codes - self._lowest).to(torch.uint8)
-        missing = -codes.shape[1] % (32 // self.bits)
-        return pack_words(functional.pad(unsigned, (0, missing)), self.bits)
+        num_padding = -codes.shape[1] % (32 // self.bits)
+        return pack_int32(functional.pad(unsigned, (0, num_padding)), self.bits)
 
     def _codes(self, words: torch.Tensor, count: int) -> torch.Tensor:
-        codes: torch.Tensor = unpack_words(words, self.bits)[:, :count].float() + self._lowest
+        codes: torch.Tensor = unpack_int32(words, self.bits)[:, :count].float() + self._lowest
         return codes

@@ -1,4 +1,4 @@
-"""The schemes that a model can be quantized with, by name."""
+"""Schemes of ``interposer quantize`` by name, and the ``quantization_config`` they write."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ACTIVATIONS = ("int8", "none")
 
 _INT4 = ("int4", "w4a8")
 _INT4_GROUP_SIZE = 128
-# What happens to inputs unless it is stated.
+# Schemes whose input quantization is selectable, with the default.
 _WITH_CHOICE = {"int8": "int8", "int4": "none"}
 _FLOATS: Mapping[str, type[WeightFormat]] = {
     "fp8": Fp8Format,
@@ -46,17 +46,17 @@ def weight_format(
     asymmetric: bool = False,
     activations: str | None = None,
 ) -> WeightFormat:
-    """Return the format of a scheme.
+    """Return the weight format of a scheme.
 
     Args:
-        group_size: of weights of 4 bits, by default 128.
-        asymmetric: weights of 4 bits with a zero point for each group.
-        activations: ``"int8"`` rounds the inputs of int8 or int4 to 8 bits per token, ``"none"``
-            leaves them; by default int8 rounds them and int4 does not. w4a8 is int4 with
+        group_size: of 4-bit weights, by default 128.
+        asymmetric: 4-bit weights get a zero point per group.
+        activations: ``"int8"`` quantizes the inputs of int8 or int4 per token, ``"none"`` does
+            not. The default is ``"int8"`` for int8 and ``"none"`` for int4; w4a8 is int4 with
             ``"int8"``.
     Raises:
         UnknownNameError: there is no such scheme.
-        ConfigError: the scheme leaves no choice in what was asked for.
+        ConfigError: the scheme does not support the requested option.
     """
     if scheme not in SCHEMES:
         raise UnknownNameError("scheme", scheme, SCHEMES)
@@ -75,23 +75,23 @@ def weight_format(
         raise ConfigError(f"The group size is {group_size}, must be positive")
     if scheme in _FLOATS:
         return _FLOATS[scheme]()
-    dynamic = (activations or _WITH_CHOICE.get(scheme, "int8")) == "int8"
+    has_dynamic_inputs = (activations or _WITH_CHOICE.get(scheme, "int8")) == "int8"
     size = group_size or _INT4_GROUP_SIZE if scheme in _INT4 else None
-    # What others read of weights with rounded inputs is not packed.
+    # Other runtimes read weights with quantized inputs only unpacked.
     return IntegerFormat(
         8 if size is None else 4,
         size,
         symmetric=not asymmetric,
-        packed=not dynamic,
-        dynamic_inputs=dynamic,
+        packed=not has_dynamic_inputs,
+        dynamic_inputs=has_dynamic_inputs,
     )
 
 
 def quantization_config(chosen: WeightFormat, ignore: Sequence[str]) -> dict[str, Any]:
-    """Return ``quantization_config`` of a checkpoint whose linear layers are stored so.
+    """Return the ``quantization_config`` of a checkpoint whose linear layers use this format.
 
     Args:
-        ignore: full names of layers, or ``re:`` with a pattern, that stay plain.
+        ignore: full names of layers, or ``re:`` with a pattern, that stay unquantized.
     """
     inputs = chosen.input_settings()
     group = {

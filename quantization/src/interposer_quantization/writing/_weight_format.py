@@ -1,4 +1,4 @@
-"""The base of all weight formats: groups of inputs, each with scales of its own.
+"""Base class of the weight formats: groups of inputs that share scales.
 
 Dimensions: O output features, I input features, N groups of an output, G inputs of a group.
 """
@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-# Of the range that a group's numbers span; the first is that range itself.
-_SHRINKS = tuple(1 - step / 40 for step in range(17))
+# Fractions of a group's range that are tried for its scale; the first is the full range.
+_SHRINK_FACTORS = tuple(1 - step / 40 for step in range(17))
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The numbers that each group can hold: (code - zero) * scale / tensor_scale.
+    """Scales and zero points of a weight: value = (code - zero) * scale / tensor_scale.
 
     Attributes:
         scale: ``[O, N]`` float32, exactly as it will be stored.
@@ -32,7 +32,7 @@ class Grid:
 
     @property
     def step(self) -> torch.Tensor:
-        """Return the value of a code of 1, ``[O, N]``."""
+        """Return the distance between neighbouring quantized values, ``[O, N]``."""
         return self.scale if self.tensor_scale is None else self.scale / self.tensor_scale
 
     def group(self, index: int) -> Grid:
@@ -48,26 +48,26 @@ def tensor_peak(weight: torch.Tensor) -> torch.Tensor:
 
 
 def meta(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Return a tensor without memory."""
+    """Create a meta-device tensor, which has no memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def storable_scale(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return scales as ``dtype`` can store them, in float32; 1 for a group of zeros."""
+    """Round scales to ``dtype`` and return them in float32; a scale of 0 becomes 1."""
     info = torch.finfo(dtype)
-    # No number but zero may be lost to a scale that is too small for the dtype.
-    kept = scale.clamp(min=info.tiny * info.eps).to(dtype).float()
-    return torch.where(scale > 0, kept, 1.0)
+    # The clamp stops small scales from underflowing to 0 in dtype, which would lose the group.
+    storable = scale.clamp(min=info.tiny * info.eps).to(dtype).float()
+    return torch.where(scale > 0, storable, 1.0)
 
 
 class WeightFormat(ABC):
-    """A format that weights of linear layers are rounded to and stored in.
+    """A format that weights of linear layers are quantized to and stored in.
 
     Attributes:
         storage: compressed-tensors' name of the format.
-        inputs_per_scale: G; None where one scale serves all inputs of an output.
-        shares_tensor_scale: layers that run as one product must have one scale per tensor in
-            common, derived from the largest magnitude of all of them.
+        inputs_per_scale: G; None for one scale per output.
+        shares_tensor_scale: fused layers must share one scale per tensor, derived from the largest
+            magnitude of all of them.
     """
 
     storage: str
@@ -76,30 +76,30 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def weight_settings(self) -> Mapping[str, Any]:
-        """Return ``weights`` of a group of quantization_config."""
+        """Return the ``weights`` entry of a group in ``quantization_config``."""
 
     def input_settings(self) -> Mapping[str, Any] | None:
-        """Return ``input_activations`` of a group of quantization_config; None for plain ones."""
+        """Return the ``input_activations`` entry of a group, or None if inputs stay unquantized."""
         return None
 
     @abstractmethod
     def stored(
         self, weight: torch.Tensor, grid: Grid, dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint holds for a weight ``[O, I]``, rounded to ``grid``.
+        """Quantize a weight ``[O, I]`` with the scales of ``grid``; return the tensors to store.
 
         Args:
             weight: float32.
-            dtype: of the model; scales whose dtype the format leaves open are stored in it.
+            dtype: of the model; used for scales whose dtype the format does not fix.
         """
 
     @abstractmethod
     def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return the tensors of ``rounded`` for this shape and dtype, on the meta device."""
+        """Return meta-device tensors with the shapes and dtypes that ``rounded`` returns."""
 
     @abstractmethod
     def read(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the float32 weight ``[O, I]`` that stored tensors stand for."""
+        """Dequantize the stored tensors to the float32 weight ``[O, I]``."""
 
     @abstractmethod
     def _span(
@@ -109,18 +109,18 @@ class WeightFormat(ABC):
         dtype: torch.dtype,
         tensor_scale: torch.Tensor | None,
     ) -> Grid:
-        """Return the grid that holds ``low`` to ``high``, both ``[O, N]``."""
+        """Return the grid that covers the range ``low`` to ``high``, both ``[O, N]``."""
 
     @abstractmethod
     def _rounded(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return the numbers nearest to ``codes`` that a code can be, as float32."""
+        """Round ``codes`` to the nearest values that the format can store, as float32."""
 
     def tensor_scale(self, peak: torch.Tensor) -> torch.Tensor | None:
-        """Return the scale of a tensor whose largest magnitude is ``peak``; None without one."""
+        """Return the scale of a tensor with largest magnitude ``peak``, or None if it has none."""
         return None
 
     def groups(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return ``[O, N, G]``."""
+        """Reshape the weight ``[O, I]`` to groups ``[O, N, G]``."""
         size = self.inputs_per_scale or weight.shape[1]
         groups: torch.Tensor = weight.unflatten(1, (weight.shape[1] // size, size))
         return groups
@@ -132,11 +132,11 @@ class WeightFormat(ABC):
         tensor_scale: torch.Tensor | None = None,
         importance: torch.Tensor | None = None,
     ) -> Grid:
-        """Return a grid for each group.
+        """Compute the scales and zero points of each group.
 
-        Without ``importance`` it spans the group's numbers. With it, it is that of some narrower
-        ones, too, whose squared error, weighted so, is the least: a few large numbers are cut
-        where many small ones gain by it.
+        Without ``importance`` the scales cover the full range of the group. With ``importance``,
+        narrower ranges are tried too, and the range with the least weighted squared error is used:
+        clipping a few large values can make many small values more precise.
 
         Args:
             groups: ``[O, N, G]`` float32.
@@ -146,12 +146,12 @@ class WeightFormat(ABC):
         best = self._span(low, high, dtype, tensor_scale)
         if importance is None:
             return best
-        least = self._error(groups, best, importance)
-        for shrink in _SHRINKS[1:]:
+        least_error = self._error(groups, best, importance)
+        for shrink in _SHRINK_FACTORS[1:]:
             grid = self._span(low * shrink, high * shrink, dtype, tensor_scale)
             error = self._error(groups, grid, importance)
-            better = error < least
-            least = torch.where(better, error, least)
+            better = error < least_error
+            least_error = torch.where(better, error, least_error)
             zero = None
             if grid.zero is not None and best.zero is not None:
                 zero = torch.where(better, grid.zero, best.zero)
@@ -159,14 +159,14 @@ class WeightFormat(ABC):
         return best
 
     def codes(self, groups: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """Return the codes nearest to ``groups`` ``[O, N, G]``, as float32."""
+        """Quantize ``groups`` ``[O, N, G]`` to the nearest codes, as float32."""
         quotients = groups / grid.step.unsqueeze(-1)
         if grid.zero is not None:
             quotients = quotients + grid.zero.unsqueeze(-1)
         return self._rounded(quotients)
 
     def snapped(self, groups: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """Return the numbers of the grid nearest to ``groups`` ``[O, N, G]``."""
+        """Quantize and dequantize ``groups`` ``[O, N, G]``."""
         codes = self.codes(groups, grid)
         if grid.zero is not None:
             codes = codes - grid.zero.unsqueeze(-1)
@@ -175,11 +175,11 @@ class WeightFormat(ABC):
     def rounded(
         self, weight: torch.Tensor, peak: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint holds for ``weight`` ``[O, I]``, each number rounded to nearest.
+        """Round ``weight`` ``[O, I]`` to nearest; return the tensors to store.
 
         Args:
-            peak: the largest magnitude of all layers that share a scale per tensor; None where
-                the layer is alone.
+            peak: the largest magnitude of all layers that share a scale per tensor; None for a
+                layer with its own scale.
         """
         wide = weight.float()
         scale = self.tensor_scale(tensor_peak(wide) if peak is None else peak)

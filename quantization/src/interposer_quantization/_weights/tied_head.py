@@ -1,4 +1,4 @@
-"""Products of an lm_head and the integers of an embedding that it is tied to.
+"""Matmul of an lm_head with the quantized weight of the embedding that it is tied to.
 
 Dimensions: T tokens, V vocabulary, H hidden size, G groups of a row.
 """
@@ -21,53 +21,53 @@ from interposer_ops.quantized_linear import (
 from interposer_ops.quantizers import quantize_int8_per_token
 
 
-class PlainHead:
-    """Hidden states are multiplied as they are.
+class WeightOnlyHead:
+    """Head whose hidden states are not quantized.
 
     Args:
-        narrow: whether codes have 4 bits, else they have 8.
+        is_int4: the weight has 4 bits, else 8.
     """
 
-    def __init__(self, narrow: bool) -> None:
-        self.narrow = narrow
-        # Both ops take operands of the same names.
-        self.op: Any = w4a16_linear if narrow else w8a16_linear
+    def __init__(self, is_int4: bool) -> None:
+        self.is_int4 = is_int4
+        # The ops take operands of the same names; their types differ.
+        self.op: Any = w4a16_linear if is_int4 else w8a16_linear
 
     def dims(self, groups: Mapping[str, int]) -> dict[str, Any]:
-        """Return dims of the op besides its sizes."""
-        scales = {"scale_dtype": "float32"} if self.narrow else {}
+        """Return the op's dims other than its sizes."""
+        scales = {"scale_dtype": "float32"} if self.is_int4 else {}
         return {**groups, "asymmetric": False, **scales}
 
     def bind_inputs(
         self, site: Site, hidden_size: int, product: BoundKernel[..., torch.Tensor]
     ) -> None:
-        """Bind what is done with hidden states before: nothing."""
+        """Do nothing: hidden states are not quantized."""
 
     def scales(self, scale: torch.Tensor) -> torch.Tensor:
-        """Return scales ``[V, G]`` as lookup and product both take them."""
+        """Return the scales ``[V, G]`` unchanged; lookup and matmul take the same shape."""
         return scale
 
     def call(self, bound: BoundKernel[..., Any], codes: torch.Tensor, scale: torch.Tensor) -> Call:
-        """Return the function and the operands of a head."""
+        """Return the head's function and its operands."""
         constants = {"weight": codes, "scale": scale, "bias": None, "zero_points": None}
-        held = bound.prepared(**constants)
-        return bound.function, tuple(held[name] for name in constants)
+        prepared = bound.prepared(**constants)
+        return bound.function, tuple(prepared[name] for name in constants)
 
 
-class RoundedHead:
-    """Hidden states are rounded to int8 with a scale for each token.
+class QuantizedInputHead:
+    """Head whose hidden states are quantized to int8 with one scale per token.
 
     Args:
-        narrow: whether codes have 4 bits, else they have 8, and one scale a row.
+        is_int4: the weight has 4 bits; else it has 8 bits and one scale per row.
     """
 
-    def __init__(self, narrow: bool) -> None:
-        self.narrow = narrow
-        self.op: Any = w4a8_linear if narrow else int8_linear
+    def __init__(self, is_int4: bool) -> None:
+        self.is_int4 = is_int4
+        self.op: Any = w4a8_linear if is_int4 else int8_linear
 
     def dims(self, groups: Mapping[str, int]) -> dict[str, Any]:
-        """Return dims of the op besides its sizes."""
-        if self.narrow:
+        """Return the op's dims other than its sizes."""
+        if self.is_int4:
             symmetric = {"asymmetric_inputs": False, "asymmetric_weights": False}
             return {**groups, "x_scales": "token", **symmetric}
         return {"x_scales": "token", "weight_scales": "channel", "asymmetric": False}
@@ -75,30 +75,30 @@ class RoundedHead:
     def bind_inputs(
         self, site: Site, hidden_size: int, product: BoundKernel[..., torch.Tensor]
     ) -> None:
-        """Bind the quantizer of hidden states at the site of the head, before its ``product``."""
+        """Bind the quantizer of hidden states at the head's site."""
         self.function = product.function
         self.quantize = site.bind(quantize_int8_per_token, hidden_size=hidden_size)
         self.dtype = site.dtype
 
     def scales(self, scale: torch.Tensor) -> torch.Tensor:
-        """Return scales ``[V, G]``, or ``[V]`` of int8, as lookup and product both take them."""
-        return scale if self.narrow else scale.squeeze(1)
+        """Return scales ``[V, G]``, or ``[V]`` for int8; lookup and matmul take the same shape."""
+        return scale if self.is_int4 else scale.squeeze(1)
 
     def call(self, bound: BoundKernel[..., Any], codes: torch.Tensor, scale: torch.Tensor) -> Call:
-        """Return the function and the operands of a head."""
+        """Return the head's function and its operands."""
         constants: dict[str, Any] = {"weight": codes}
         multiply: Callable[..., torch.Tensor]
-        if self.narrow:
-            multiply = self._four_bits
+        if self.is_int4:
+            multiply = self._matmul_int4
             constants |= {"weight_scales": scale, "weight_zero_points": None, "bias": None}
         else:
-            multiply = self._eight_bits
+            multiply = self._matmul_int8
             constants |= {"weight_scale": scale, "bias": None}
-        coded = CodedProduct(self.quantize, bound.function, multiply)
-        held = bound.prepared(**constants)
-        return coded, tuple(held[name] for name in constants)
+        kernel = CodedProduct(self.quantize, bound.function, multiply)
+        prepared = bound.prepared(**constants)
+        return kernel, tuple(prepared[name] for name in constants)
 
-    def _eight_bits(
+    def _matmul_int8(
         self,
         codes: torch.Tensor,
         x_scale: torch.Tensor,
@@ -108,7 +108,7 @@ class RoundedHead:
     ) -> torch.Tensor:
         return self.function(codes, weight, x_scale, weight_scale, None, bias, self.dtype)
 
-    def _four_bits(
+    def _matmul_int4(
         self,
         codes: torch.Tensor,
         x_scale: torch.Tensor,

@@ -1,4 +1,4 @@
-"""Linear layers of integer weights of four bits, held as ops take them.
+"""Linear layers of 4-bit integer weights, two per byte, in the layout of the ops.
 
 Dimensions: I input features, O output features, G groups.
 """
@@ -16,13 +16,14 @@ from interposer_quantization._weights.packed_linear import register_stored
 _MIDDLE = 8
 
 
-class PairedIntLinear(IntLinear):
-    """``weight`` ``[O, I / 2]``, each of two codes, and ``weight_zero_point`` ``[O, G]``.
+class NibbleIntLinear(IntLinear):
+    """Linear method for ``weight`` ``[O, I / 2]`` and ``weight_zero_point`` ``[O, G]``.
 
-    Both are uint8, from 0 to 15. No checkpoint stores them so: weights are rounded to them.
+    Both are uint8 with values from 0 to 15; a byte of ``weight`` holds two of them. No checkpoint
+    uses this layout: plain weights are quantized to it while loading.
     """
 
-    def register_codes(
+    def register_quantized_weight(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int
     ) -> None:
         """Register ``weight`` and, if weights are asymmetric, ``weight_zero_point``."""
@@ -33,24 +34,29 @@ class PairedIntLinear(IntLinear):
             register_stored(layer, "weight_zero_point", zeros)
 
     def codes(self, layer: nn.Module) -> torch.Tensor:
-        """Return the codes ``[O, I]`` int8, signed."""
-        return _signed(unpack_nibbles(layer.get_parameter("weight")))
+        """Return the quantized weight ``[O, I]`` int8."""
+        return _to_signed(unpack_nibbles(layer.get_parameter("weight")))
 
     def zero_points(self, layer: nn.Module) -> torch.Tensor | None:
-        """Return the zero points ``[O, G]`` int8, signed, or None where all are 0."""
+        """Return the zero points ``[O, G]`` int8, or None if the weight is symmetric."""
         if self.weights.symmetric:
             return None
-        return _signed(layer.get_parameter("weight_zero_point"))
+        return _to_signed(layer.get_parameter("weight_zero_point"))
 
     def constants(self, layer: nn.Module) -> dict[str, torch.Tensor | None]:
-        """Return what is held.
+        """Return the registered tensors as the op's constants.
 
         Raises: CheckpointError: a scale is zero or not finite.
         """
-        held = layer._parameters
-        zeros = None if self.weights.symmetric else held["weight_zero_point"]
-        return {"weight": held["weight"], "scale": self.check_scales(layer), "zero_points": zeros}
+        parameters = layer._parameters
+        zeros = None if self.weights.symmetric else parameters["weight_zero_point"]
+        return {
+            "weight": parameters["weight"],
+            "scale": self.check_scales(layer),
+            "zero_points": zeros,
+        }
 
 
-def _signed(codes: torch.Tensor) -> torch.Tensor:
-    return codes.view(torch.int8) - _MIDDLE
+def _to_signed(unsigned: torch.Tensor) -> torch.Tensor:
+    # Values up to 15 fit int8, so the view changes no value.
+    return unsigned.view(torch.int8) - _MIDDLE
