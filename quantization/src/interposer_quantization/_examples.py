@@ -38,6 +38,7 @@ def fbgemm_fp8_examples() -> Mapping[str, Mapping[str, Any]]:
 
 def gptq_examples() -> Mapping[str, Mapping[str, Any]]:
     """Return 4-bit and 8-bit GPTQ settings, with and without zero points or act order, by label."""
+    # Fields that every writer of GPTQ checkpoints states.
     plain = {"bits": 4, "group_size": 128, "sym": True, "desc_act": False}
     settings: Mapping[str, Mapping[str, Any]] = {
         "4 bits": plain,

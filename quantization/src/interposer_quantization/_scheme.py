@@ -47,7 +47,7 @@ class StoredScheme(ParsedScheme):
     mend: ClassVar[str]
 
     def linear_method(self, prefix: str, parts: tuple[str, ...]) -> LinearMethod | None:
-        """Return the method for the layer at ``prefix``, or None if it is not quantized.
+        """Return the method for the layer at ``prefix``, or None if not quantized.
 
         Raises: ConfigError: layers fused at ``prefix`` are stored in different ways.
         """
@@ -55,7 +55,7 @@ class StoredScheme(ParsedScheme):
         return None if stored is None else self._method(stored)
 
     def experts_method(self, prefix: str) -> ExpertsMethod | None:
-        """Return the method for the experts at ``prefix``; it finds the storage of each matrix."""
+        """Return the method for the experts at ``prefix``, by the storage of each matrix."""
         return StoredExperts(self.settings.stored, self._fused_experts_method)
 
     @abstractmethod
@@ -74,4 +74,5 @@ class HeadScheme(StoredScheme):
 
     def head_method(self, prefix: str) -> LinearMethod | None:
         """Return the method for an untied lm_head, or None to leave it unquantized."""
+        # An lm_head fuses nothing: its only part is its own name.
         return self.linear_method(prefix, (prefix.rpartition(".")[2],))

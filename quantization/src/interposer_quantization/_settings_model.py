@@ -91,6 +91,7 @@ class SettingsModel(BaseModel):
             supported: description of the supported settings, for error messages.
         Raises: ConfigError: a setting is unknown, contradictory or not supported.
         """
+        # Checked before pydantic does, for an error that suggests the nearest known name.
         for name in settings:
             if name not in cls.model_fields and name not in without_effect:
                 where = "in quantization_config"
@@ -99,6 +100,7 @@ class SettingsModel(BaseModel):
         try:
             return cls.model_validate(recognized)
         except ValidationError as error:
+            # One line per invalid field, so that the user can fix all of them at once.
             problems = "\n".join(map(_problem, error.errors()))
             raise ConfigError(
                 f"The quantization of this checkpoint is not supported:\n{problems}\n{supported}"

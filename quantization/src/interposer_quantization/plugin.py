@@ -39,6 +39,7 @@ def interposer_records() -> list[Record]:
         *(
             SchemeEntry(
                 method,
+                # Scheme names are identifiers; methods may contain hyphens.
                 method.replace("-", "_"),
                 f"{_PACKAGE}.{target}",
                 examples=f"{_PACKAGE}.{examples}",

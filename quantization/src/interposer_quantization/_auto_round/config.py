@@ -33,6 +33,7 @@ _WITHOUT_EFFECT = (SEARCH_SETTINGS - {"block_name_to_quantize", "quant_block_lis
     "static_attention_granularity",
     "static_kv_granularity",
 }
+# 16 or 32 bits in an override mean that the layer is not quantized.
 _PLAIN_BITS = 16
 
 Stored = gptq_config.Weights | awq_config.Weights
@@ -135,13 +136,14 @@ class Settings(SettingsModel):
         return self
 
     def stored(self, name: str) -> Stored | None:
-        """Return the storage of the linear layer ``name``, or None if it is not quantized."""
+        """Return the storage of the linear layer ``name``, or None if not quantized."""
         override = self._override(name)
         if override is None:
             return None
         merged = self.model_copy(update=override.model_dump(exclude_none=True))
         if merged.bits >= _PLAIN_BITS:
             return None
+        # From here on, the format that packs the layer describes its storage.
         size = None if merged.group_size == -1 else merged.group_size
         if self.is_awq:
             return awq_config.Weights(size, merged.sym)

@@ -58,6 +58,7 @@ class UnorderedGPTQLinear(GPTQLinear):
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> None:
         """Register the tensors of ``PackedLinear``, without ``g_idx``."""
+        # Not super(): GPTQLinear would register g_idx.
         PackedLinear.create_weights(self, layer, site, in_features, out_features, bias)
 
     def groups(self, layer: nn.Module) -> torch.Tensor | None:

@@ -114,9 +114,10 @@ class Settings(SettingsModel):
         return super().parse(renamed)
 
     def stored(self, name: str) -> Weights | None:
-        """Return the storage of the linear layer ``name``, or None if it is not quantized.
+        """Return the storage of the linear layer ``name``, or None if not quantized.
 
-        As in AutoAWQ, ``modules_to_not_convert`` excludes every layer whose name contains an entry.
+        As in AutoAWQ, an entry of ``modules_to_not_convert`` excludes every layer with that text
+        anywhere in the name.
         """
         if name == "lm_head" and not self.lm_head:
             return None

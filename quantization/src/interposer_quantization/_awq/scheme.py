@@ -44,11 +44,12 @@ class AWQLinear(PackedLinear):
         super().__init__(_BITS, weights.inputs_per_scale, weights.symmetric)
 
     def packed_weight_shape(self, in_features: int, out_features: int) -> tuple[int, int, int]:
-        """Return the two sizes of ``qweight`` and its output dimension."""
+        """Return the two sizes of ``qweight`` and the output dimension."""
         return in_features, out_features // self.values_per_word, 1
 
     def unpack_weight(self, qweight: torch.Tensor) -> torch.Tensor:
         """Unpack ``qweight`` to quantized values ``[O, I]`` uint8."""
+        # AWQ stores [I, O]; kernels take [O, I].
         return unpack_int32(qweight, _BITS, AWQ_ORDER).T.contiguous()
 
     def unpack_zero_points(self, qzeros: torch.Tensor) -> torch.Tensor:
@@ -61,5 +62,5 @@ class AWQLinear(PackedLinear):
 
 
 def awq_experts(weights: Weights) -> ExpertsMethod | None:
-    """Return the fused-op method for experts whose matrices are all stored this way, or None."""
+    """Return the fused-op method for experts with this storage, or None."""
     return packed_experts(AWQLinear(weights), False)

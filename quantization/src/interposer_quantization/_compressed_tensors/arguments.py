@@ -41,6 +41,7 @@ class _Arguments(SettingsModel):
     @model_validator(mode="after")
     def _coherent(self) -> _Arguments:
         size, strategy = self.group_size, self._strategy
+        # -1 is an explicit "no groups".
         grouped = size is not None and size > 0
         if (strategy in _GROUPED) != grouped or not (grouped or size in (None, -1)):
             raise ValueError(
@@ -54,18 +55,20 @@ class _Arguments(SettingsModel):
             )
         if not self.symmetric and self.zp_dtype not in (None, "torch.int8"):
             raise ValueError(f"zero points of zp_dtype {self.zp_dtype!r}; 'torch.int8' is read")
+        # uint8 scales are E8M0 exponents, which only the microscaling formats use.
         exponents = self.scale_dtype == "torch.uint8"
         if exponents and not (self.type == "float" and size == MX_GROUP and strategy == "group"):
             raise ValueError(
                 f"scale_dtype 'torch.uint8' goes with floats in groups of {MX_GROUP} only"
             )
+        # Booleans: a > b means a without b.
         if (self.scale_dtype == "torch.float8_e4m3fn") > (strategy == "tensor_group"):
             raise ValueError("scale_dtype 'torch.float8_e4m3fn' goes with 'tensor_group' only")
         return self
 
     @property
     def _strategy(self) -> str:
-        """Return the strategy; if it is not stated, the group size implies it."""
+        """Return the strategy, by default the one that the group size implies."""
         if self.strategy is not None:
             return self.strategy
         size = self.group_size

@@ -35,6 +35,7 @@ def unpack_bits(words: torch.Tensor, bits: int, num_codes: int) -> torch.Tensor:
     if bits in (4, 8):
         return unpack_int32(words, bits)[..., :num_codes]
     starts = torch.arange(num_codes, device=words.device) * bits
+    # Each value lies in the 64 bits of one int32 and the next.
     first, offset = starts // _WORD, starts % _WORD
     unpacked = torch.empty(*words.shape[:-1], num_codes, dtype=torch.uint8, device=words.device)
     num_rows = max(1, _CODES_AT_ONCE // num_codes)

@@ -133,6 +133,7 @@ class Settings(SettingsModel):
     def _readable(self) -> Settings:
         problems = []
         for name, group in self.config_groups.items():
+            # All groups are checked, for an error that names every unsupported one.
             stored = group.stored(self.format)
             if stored is None:
                 continue
@@ -146,13 +147,14 @@ class Settings(SettingsModel):
         return self
 
     def stored(self, name: str) -> Stored | None:
-        """Return the storage of the linear layer ``name``, or None if it is not quantized.
+        """Return the storage of the linear layer ``name``, or None if not quantized.
 
         A full name takes precedence over a pattern, and a pattern over a class name; ties go to the
         alphabetically first target.
         """
         if any(_precedence(pattern, name) is not None for pattern in self.ignore or ()):
             return None
+        # Keyed by (precedence, target), so that min() also settles ties by name.
         matching = {
             (precedence, target): group
             for group in self.config_groups.values()

@@ -1,6 +1,6 @@
 """Linear layers of FP8 weights that are dequantized while loading.
 
-They serve unquantized inputs, and inputs whose quantization no op combines with FP8 weights.
+Used for unquantized inputs, and for input formats that no op combines with FP8 weights.
 Dimensions: I input features, O output features, G groups, P fused layers; R rows and C columns of a
 block.
 """
@@ -81,6 +81,7 @@ class Fp8WeightLinear(WeightLinear):
             register_scales(layer, self.scale, self.members, columns)
         sizes = {"in_features": in_features, "out_features": out_features}
         bound = site.bind_kernel(linear, **sizes, biased=bias)
+        # Reports show the note, because the layer takes more memory than its checkpoint.
         annotate_place(site, _DEQUANTIZED, op=linear.name)
         return bound
 
@@ -102,6 +103,7 @@ class Fp8WeightLinear(WeightLinear):
 
     def _plain(self, layer: nn.Module) -> torch.Tensor:
         weight, parameter = layer.get_parameter(self.weight), layer.get_parameter(self.scale)
+        # Drop the two dimensions of size 1.
         stored = parameter[:, 0, :, 0] if self.spread else parameter.data
         decoded = decode_e8m0(stored, torch.float32) if self.exponents else stored
         scales = scales_by_output(decoded, self.members)

@@ -31,6 +31,7 @@ def bind_fake_quantizer(inputs: Inputs, site: Site, in_features: int) -> FakeQua
     if inputs.exponents:
         return _bind_mx_fake_quantizer(inputs, site, in_features)
     size = inputs.inputs_per_scale
+    # No groups: one scale per token.
     if size is None:
         quantize_tokens = site.bind(
             quantize_fp8_per_token, hidden_size=in_features, out_dtype=FORMAT_NAME, limited=False
@@ -89,6 +90,7 @@ def _bind_mx_fake_quantizer(inputs: Inputs, site: Site, in_features: int) -> Fak
 
     def round_mxfp8(x: torch.Tensor) -> torch.Tensor:
         quantized, exponents = quantize_fp8(x)
+        # [..., I / 32, 1], to broadcast over the 32 values of a group.
         scales = decode_e8m0(exponents, torch.float32).unsqueeze(-1)
         blocks = quantized.float().unflatten(-1, (scales.shape[-2], MX_GROUP)) * scales
         rounded: torch.Tensor = blocks.flatten(-2).to(x.dtype)

@@ -28,7 +28,7 @@ class Int8Inputs:
     """Int8 quantization of inputs: one scale per token, or a stored ``input_scale`` ``[P]``.
 
     Asymmetric quantization adds a zero point; a static one is stored as ``input_zero_point``
-    ``[P]`` int8. Fused layers share their input, so their stored numbers must be equal.
+    ``[P]`` int8. Fused layers share one input, so the stored numbers must be equal.
 
     Attributes:
         static: the checkpoint stores scales.
@@ -68,6 +68,7 @@ class Int8Inputs:
         Args:
             product, multiply: as in ``CodedProduct``.
         """
+        # CodedProduct takes no zero points, so asymmetric inputs are quantized in a separate call.
         if self.asymmetric:
             return None
         if self.static:

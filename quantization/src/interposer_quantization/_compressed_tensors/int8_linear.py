@@ -63,7 +63,7 @@ class Int8Linear(LinearMethod):
         return self.inputs.dequantized(layer, x)
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Combine the input quantizer and the bound kernel; return the function and its constants.
+        """Combine the input quantizer and the bound kernel; return function and constants.
 
         Raises: CheckpointError: a scale is not a positive number, or the stored input parameters of
             fused layers differ.
@@ -81,6 +81,7 @@ class Int8Linear(LinearMethod):
     def _scale(self, layer: nn.Module) -> torch.Tensor:
         """Return the weight's scales ``[O]`` or ``[1]``."""
         scale = layer.get_parameter(self.scale_name)
+        # [O, 1] has one scale per output; [P] has one per fused layer.
         if scale.ndim == 2:
             return scale.squeeze(1)
         return scale if len(scale) == 1 else self.members.per_output(scale)

@@ -82,6 +82,7 @@ class IntLinear(WeightLinear):
         size = self.weights.inputs_per_scale or in_features
         self.num_groups = count_groups(site, in_features, size)
         self.register_quantized_weight(layer, site, in_features, out_features)
+        # None registers one scale per fused layer.
         columns = None if self.weights.strategy == "tensor" else self.num_groups
         register_scales(layer, self.scale_name, self.members, columns)
 
@@ -109,6 +110,7 @@ class IntLinear(WeightLinear):
         scales = scales_by_output(layer.get_parameter(self.scale_name), self.members).double()
         groups = self.groups(layer)
         if groups is None:
+            # Consecutive groups.
             groups = torch.arange(self.in_features, device=codes.device)
             groups = groups // (self.in_features // self.num_groups)
         if zeros is not None:
@@ -121,7 +123,7 @@ class IntLinear(WeightLinear):
         return None if groups is None else groups.argsort(stable=True)
 
     def check_scales(self, layer: nn.Module) -> torch.Tensor:
-        """Check the scales and return them as ``[O, G]`` or ``[O, 1]``.
+        """Check and return the scales as ``[O, G]`` or ``[O, 1]``.
 
         Negative scales are valid: they mirror the range of the quantized values.
 

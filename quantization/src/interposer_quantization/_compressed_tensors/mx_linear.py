@@ -41,7 +41,7 @@ class Mxfp4Linear(WeightLinear):
     def create_stored(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> BoundKernel[Any, Any]:
-        """Register the packed weight and its scales, and bind the kernel.
+        """Register the packed weight and scales, and bind the kernel.
 
         Raises: ConfigError: groups do not divide the inputs.
         """
@@ -53,7 +53,7 @@ class Mxfp4Linear(WeightLinear):
         return site.bind_kernel(mxfp4_linear, **sizes, biased=bias)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
-        """Return the float64 weight ``[O, I]``: quantized value * 2^exponent of its group."""
+        """Return the float64 weight ``[O, I]``: quantized value * 2^(group exponent)."""
         codes = unpack_nibbles(layer.get_parameter("weight_packed"))
         return _apply_exponents(
             decode_e2m1(codes, torch.float64), layer.get_parameter("weight_scale")
@@ -86,7 +86,7 @@ class Mxfp8Linear(LinearMethod):
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> None:
-        """Register ``weight``, its scales and, if requested, ``bias``.
+        """Register ``weight``, the scales and, if requested, ``bias``.
 
         Raises: ConfigError: groups do not divide the inputs.
         """
@@ -116,18 +116,18 @@ class Mxfp8Linear(LinearMethod):
         self.bound = site.bind_kernel(mxfp8_linear, **sizes, biased=bias)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
-        """Return the float64 weight ``[O, I]``: quantized value * 2^exponent of its group."""
+        """Return the float64 weight ``[O, I]``: quantized value * 2^(group exponent)."""
         return _apply_exponents(
             layer.get_parameter("weight").double(), layer.get_parameter("weight_scale")
         )
 
     def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Return the float64 input ``[..., I]``: quantized value * 2^exponent of its group."""
+        """Return the float64 input ``[..., I]``: quantized value * 2^(group exponent)."""
         quantized, scales = self.quantize(x, *self.options)
         return _apply_exponents(quantized.double(), self._exponents(scales))
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Combine the input quantizer and the bound kernel; return the function and its constants.
+        """Combine the input quantizer and the bound kernel; return function and constants.
 
         Raises: CheckpointError: a scale is the NaN code.
         """
@@ -161,7 +161,7 @@ class Mxfp8Linear(LinearMethod):
 
 
 def _apply_exponents(values: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """Multiply values ``[..., I]`` by the powers of two of their groups, in float64."""
+    """Multiply values ``[..., I]`` by the group's power of two, in float64."""
     scales = decode_e8m0(exponents, torch.float64)
     blocks = values.unflatten(-1, (scales.shape[-1], MX_GROUP))
     scaled: torch.Tensor = (blocks * scales.unsqueeze(-1)).flatten(-2)

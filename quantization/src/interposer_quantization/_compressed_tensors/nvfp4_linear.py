@@ -49,7 +49,7 @@ class Nvfp4Storage:
         packed: name of the weight: two e2m1 values per byte, the first in the low nibble.
         tensor_scale, input_scale: names of the global scales, one number per fused layer.
         divides: the global scales divide, else they multiply.
-        problem, mend: error text and advice for fused layers whose global scales differ.
+        problem, mend: error text and advice for fused layers with different global scales.
     """
 
     packed: str = "weight_packed"
@@ -60,7 +60,7 @@ class Nvfp4Storage:
     mend: str = "quantize them together, so that they share it"
 
     def register(self, layer: nn.Module, site: Site, members: Members, in_features: int) -> int:
-        """Register the packed weight and its scales; return the number of groups."""
+        """Register the packed weight and scales; return the number of groups."""
         num_groups = count_groups(site, in_features, NVFP4_GROUP)
         rows = sum(members.sizes.values())
         packed = torch.empty(rows, in_features // 2, dtype=torch.uint8)
@@ -141,6 +141,7 @@ class Nvfp4Linear(LinearMethod):
         self.bound = site.bind_kernel(nvfp4_linear, **sizes, biased=bias)
         self.int8_fallback: BoundKernel[Any, Any] | None = None
         choice = self.bound.choice
+        # A reference that was chosen without a pin or preference means: no kernel supports NVFP4.
         is_slow = isinstance(choice.chosen.record, OpEntry) and not choice.wished
         if is_slow and site.resolver.config.dequantize:
             annotate_place(site, _NOT_CALLED, op=nvfp4_linear.name, idle=True)
@@ -155,6 +156,7 @@ class Nvfp4Linear(LinearMethod):
     def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Return the float64 input ``[..., I]``: quantized value * group scale * global scale."""
         global_scale = layer.get_parameter(self.storage.input_scale)[:1]
+        # quantize_nvfp4 multiplies by its global scale, so a dequantization scale is inverted.
         packed, scales = quantize_nvfp4(
             x, global_scale if self.storage.divides else 1 / global_scale
         )
@@ -164,7 +166,7 @@ class Nvfp4Linear(LinearMethod):
         )
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Combine the input quantizer and the bound kernel; return the function and its constants.
+        """Combine the input quantizer and the bound kernel; return function and constants.
 
         Raises: CheckpointError: a scale is not a positive number, or the global scales of fused
             layers differ.
@@ -178,13 +180,15 @@ class Nvfp4Linear(LinearMethod):
             )
             for name in (storage.input_scale, storage.tensor_scale)
         )
+        # alpha undoes the global scales of both the input and the weight.
         alpha = 1 / (scale * weight_scale) if storage.divides else weight_scale * scale
+        # The quantizer expects the dividing convention.
         scale = scale if storage.divides else scale.reciprocal()
         prepared = self.quantizer.prepared(global_scale=scale)["global_scale"]
         if self.int8_fallback is not None:
             # The input's global scale is part of alpha, so the dequantizer takes 1 instead.
             unit = torch.ones_like(scale)
-            one = self.input_dequantizer.prepared(global_scale=unit)["global_scale"]
+            unit_scale = self.input_dequantizer.prepared(global_scale=unit)["global_scale"]
             constants = {
                 "weight": _doubled_int8(layer.get_parameter(storage.packed)),
                 "scale": layer.get_parameter(_SCALE).float() * (alpha / 2),
@@ -192,7 +196,7 @@ class Nvfp4Linear(LinearMethod):
                 "zero_points": None,
             }
             operands = prepare_operands(layer, self.int8_fallback, constants)
-            return self._project_int8, (*operands, prepared, one)
+            return self._project_int8, (*operands, prepared, unit_scale)
         constants = {
             "weight": layer.get_parameter(storage.packed),
             "weight_scales": layer.get_parameter(_SCALE),
@@ -215,10 +219,10 @@ class Nvfp4Linear(LinearMethod):
 
     def _project_int8(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
         """Multiply the dequantized input by the int8 weight with its combined scales."""
-        *weight_operands, global_scale, one = operands
+        *weight_operands, global_scale, unit_scale = operands
         quantized = self.quantizer.function(x, global_scale)
         # e2m1 value times e4m3 scale has at most six significant bits: exact in every dtype.
-        dequantized = self.input_dequantizer.function(*quantized, one, x.dtype)
+        dequantized = self.input_dequantizer.function(*quantized, unit_scale, x.dtype)
         return self.int8_fallback.function(dequantized, *weight_operands)  # type: ignore[union-attr, no-any-return]
 
 
@@ -260,12 +264,12 @@ class Nvfp4WeightLinear(WeightLinear):
 
 
 def _doubled_int8(packed: torch.Tensor) -> torch.Tensor:
-    """Unpack e2m1 values to twice their value, ``[O, I]`` int8."""
+    """Unpack e2m1 values and double each value, ``[O, I]`` int8."""
     return (2 * decode_e2m1(unpack_nibbles(packed), torch.float32)).to(torch.int8)
 
 
 def _dequantize(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Unpack e2m1 values and multiply by their group scales, ``[..., I]`` float64."""
+    """Unpack e2m1 values and multiply by the group scales, ``[..., I]`` float64."""
     values = decode_e2m1(unpack_nibbles(packed), torch.float64)
     blocks = values.unflatten(-1, (scales.shape[-1], NVFP4_GROUP))
     scaled: torch.Tensor = (blocks * scales.unsqueeze(-1)).flatten(-2)

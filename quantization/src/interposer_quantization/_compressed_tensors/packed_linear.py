@@ -130,10 +130,12 @@ class PackedIntLinear(IntLinear):
         return unpack_bits(layer.get_parameter("weight_packed"), self.bits, self.in_features)
 
     def _unpack_zero_points(self, layer: nn.Module) -> torch.Tensor:
+        # Zero points are packed along the outputs, the weight along the inputs.
         words = layer.get_parameter("weight_zero_point").T.contiguous()
         return unpack_bits(words, self.bits, sum(self.members.sizes.values())).T
 
     def _check_words(self, site: Site, in_features: int) -> None:
+        # Widths in _FULL divide 32, so every release packs them the same way.
         if self.bits not in _FULL and in_features % _WORD:
             # Early releases pack these widths differently. If 32 divides the inputs, the number
             # of int32 words tells both layouts apart.

@@ -44,6 +44,7 @@ class CompressedTensors(HeadScheme):
         cache = self.settings.kv_cache_scheme
         if cache is None:
             return None
+        # An 8-bit cache holds integers or FP8 values.
         dtype = torch.int8 if cache.type == "int" else FORMAT
         return CacheFormat(dtype, head_scales=cache.strategy == "attn_head")
 
@@ -68,12 +69,13 @@ def _integers(form: str, weights: Weights, inputs: Inputs | None) -> IntLinear:
 
 
 def _quantized_matmul_method(form: str, weights: Weights, inputs: Inputs) -> LinearMethod:
-    """Return the method whose op multiplies quantized inputs by quantized weights."""
+    """Return the method that multiplies quantized inputs by quantized weights."""
     if form == "nvfp4-pack-quantized":
         return Nvfp4Linear()
     if form == "mxfp8-quantized":
         return Mxfp8Linear()
     if weights.kind == "int":
+        # 4-bit weights with int8 inputs have an op of their own.
         if weights.bits <= 4:
             return W4A8Linear(_integers(form, weights, None), inputs)
         return Int8Linear(weights, inputs)

@@ -96,7 +96,7 @@ class Stored:
 
     @property
     def has_quantized_matmul(self) -> bool:
-        """Say whether an op multiplies these quantized weights by these quantized inputs.
+        """Say whether an op multiplies the quantized weights by the quantized inputs.
 
         If not, inputs are fake-quantized and the matmul runs in the model's dtype.
         """
@@ -132,7 +132,7 @@ def unsupported_reason(stored: Stored) -> str | None:
 
 
 def _can_store(form: str, weights: Weights) -> bool:
-    """Say whether the format can store these weights."""
+    """Say whether ``form`` can store weights of this kind."""
     signature = (weights.kind, weights.bits, weights.strategy, weights.inputs_per_scale)
     if form == "nvfp4-pack-quantized":
         return signature == ("float", 4, "tensor_group", NVFP4_GROUP) and weights.symmetric

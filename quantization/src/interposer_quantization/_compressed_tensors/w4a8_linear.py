@@ -73,7 +73,7 @@ class W4A8Linear(LinearMethod):
         return self.inputs.dequantized(layer, x)
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Combine the input quantizer and the bound kernel; return the function and its constants.
+        """Combine the input quantizer and the bound kernel; return function and constants.
 
         Raises: CheckpointError: a tensor holds values that no weight can be computed from, or the
             stored input parameters of fused layers differ.

@@ -1,4 +1,4 @@
-"""Linear layers whose op takes a quantized weight and inputs in the model's dtype.
+"""Linear layers with a quantized weight and a matmul in the model's dtype.
 
 Dimensions: I input features, O output features.
 """
@@ -37,7 +37,7 @@ class WeightLinear(LinearMethod):
     ) -> BoundKernel[Any, Any]:
         """Register all parameters except the bias, and bind the kernel.
 
-        Raises: ConfigError: the format cannot store these sizes.
+        Raises: ConfigError: the format does not support the layer's sizes.
         """
 
     @abstractmethod
@@ -74,7 +74,7 @@ class WeightLinear(LinearMethod):
         return Verdict.accept()
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Return the kernel and its constants; the kernel permutes and fake-quantizes its input.
+        """Return kernel and constants; the kernel also permutes and fake-quantizes the input.
 
         Raises: CheckpointError: a tensor holds values that no weight can be computed from.
         """
@@ -84,6 +84,7 @@ class WeightLinear(LinearMethod):
         # In all of these ops the bias is the third constant, or the last if there are only two.
         names.insert(2, "bias")
         constants["bias"] = layer._parameters["bias"]
+        # Kernels take their constants by position, so the order of the dict matters.
         ordered = {name: constants[name] for name in names}
         del constants
         operands = prepare_operands(layer, self.bound, ordered)

@@ -59,6 +59,7 @@ class Int4Experts(ExpertsMethod):
             projection.register(layer, "weight_packed", words)
             scales = torch.empty(count, rows, groups, dtype=torch.float32)
             projection.register(layer, "weight_scale", scales)
+            # On the CPU explicitly: the default device may be meta, and the sampler needs values.
             sizes = torch.tensor([projection.outputs, inputs], device="cpu")
             sizes = sizes.repeat(len(projection.parts))
             shapes = torch.empty(count, len(sizes), dtype=torch.int64)
@@ -70,7 +71,7 @@ class Int4Experts(ExpertsMethod):
         return gate_up, down
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Repack the weights once for the kernel; return the bound kernel and its constants.
+        """Repack the weights once for the kernel; return the kernel and constants.
 
         Raises: CheckpointError: a scale is zero or not finite, or a stored shape is wrong.
         """

@@ -79,7 +79,7 @@ class PackedExperts(ExpertsMethod):
         return gate_up, down
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Repack the weights once for the kernel; return the bound kernel and its constants.
+        """Repack the weights once for the kernel; return the kernel and constants.
 
         Raises: CheckpointError: a scale is zero or not finite, a zero point is not the midpoint, or
             groups are not consecutive.
@@ -136,6 +136,7 @@ class PackedExperts(ExpertsMethod):
 
     def _consecutive_groups(self, projection: Projection) -> torch.Tensor:
         """Return consecutive group indices for the inputs of all parts."""
+        # On the CPU explicitly: the default device may be meta, and these values are needed.
         groups = torch.arange(projection.inputs, device="cpu", dtype=torch.int32) // self.group_size
         return groups.repeat(len(projection.parts))
 
@@ -176,12 +177,13 @@ class PackedExperts(ExpertsMethod):
 
 
 def packed_experts(form: PackedLinear, indexed: bool) -> ExpertsMethod | None:
-    """Return the fused-op method for experts whose matrices are all stored this way, or None.
+    """Return the fused-op method for experts with this storage, or None.
 
     Args:
         form: linear method that unpacks one matrix.
         indexed: the checkpoint may store ``g_idx``.
     """
+    # The fused op takes symmetric 4-bit weights in groups only.
     if form.bits != _BITS or not form.symmetric or form.group_size is None:
         return None
     return PackedExperts(form, form.group_size, indexed)

@@ -1,4 +1,4 @@
-"""Routed experts whose checkpoint stores each matrix as a tensor of its own.
+"""Routed experts of checkpoints that store each matrix as a separate tensor.
 
 Dimensions: E experts, H hidden size, I intermediate size.
 """
@@ -49,6 +49,7 @@ class Projection:
         The matrices follow each other along dimension 1 and have the same number of rows.
         """
         sizes = {part: tensor.shape[1] // len(self.parts) for part in self.parts}
+        # The loader uses these attributes to place each expert's tensors.
         attributes: dict[str, object] = {"expert_parts": sizes, "expert_tensor": stored}
         if sample is not None:
             attributes["sample"] = sample
@@ -86,7 +87,7 @@ def matrix_names(prefix: str, spec: ExpertsSpec) -> list[str]:
 def check_scales(
     projection: Projection, prefix: str, stored: str, scales: torch.Tensor
 ) -> torch.Tensor:
-    """Check the scales ``[E, R, ...]`` and return them.
+    """Check and return the scales ``[E, R, ...]``.
 
     Raises: CheckpointError: a scale is zero or not finite.
     """

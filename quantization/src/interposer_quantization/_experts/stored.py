@@ -1,4 +1,4 @@
-"""Routed experts whose method depends on the storage of their matrices."""
+"""Routed experts with a method that depends on the storage of each matrix."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class StoredExperts(ExpertsMethod):
         self.fused_method = fused_method
 
     def create_weights(self, layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
-        """Choose the method for these experts and let it register its parameters.
+        """Choose the method for the experts at this site and register the parameters.
 
-        Raises: ConfigError: the format cannot store experts of these sizes.
+        Raises: ConfigError: the format cannot store experts of such sizes.
         """
         self.method = self._method(site, spec)
         self.method.create_weights(layer, site, spec)
@@ -45,7 +45,7 @@ class StoredExperts(ExpertsMethod):
         return self.method.dequantized(layer)
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Finalize the chosen method; return its function and constants.
+        """Finalize the chosen method; return function and constants.
 
         Raises: CheckpointError: a tensor holds values that no weight can be computed from.
         """
@@ -55,6 +55,7 @@ class StoredExperts(ExpertsMethod):
         first, *remaining = [self.stored(name) for name in matrix_names(site.prefix, spec)] or (
             [None]
         )
+        # Matrices with different storages need a linear layer each.
         if any(storage != first for storage in remaining):
             return LinearExperts()
         if first is None:

@@ -49,7 +49,7 @@ class Fp8BlockLinear(LinearMethod):
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> None:
-        """Register ``weight``, its scales and, if requested, ``bias``.
+        """Register ``weight``, the scales and, if requested, ``bias``.
 
         Raises: ConfigError: a block crosses the boundary between two fused layers.
         """
@@ -73,6 +73,7 @@ class Fp8BlockLinear(LinearMethod):
             weight_dtype=FORMAT_NAME,
             biased=bias,
         )
+        # The last block of a row or column may be smaller, hence the ceiling division.
         num_rows, num_columns = -(-out_features // self.block_rows), self._columns(in_features)
         weight = torch.empty(out_features, in_features, dtype=FORMAT)
         scales = torch.empty(num_rows, num_columns, dtype=torch.float32)
@@ -83,20 +84,21 @@ class Fp8BlockLinear(LinearMethod):
         return -(-in_features // self.block_columns)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
-        """Return the float64 weight ``[O, I]``: quantized value * scale of its block."""
+        """Return the float64 weight ``[O, I]``: quantized value * block scale."""
         weight, scales = layer.get_parameter("weight"), layer.get_parameter(self.scale_name)
         out_features, in_features = weight.shape
+        # Expanded to full blocks first, then trimmed to the weight's size.
         rows = scales.double().repeat_interleave(self.block_rows, 0)[:out_features]
         return weight.double() * rows.repeat_interleave(self.block_columns, 1)[:, :in_features]
 
     def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Return the float64 input ``[..., I]``: quantized value * scale of its block."""
+        """Return the float64 input ``[..., I]``: quantized value * block scale."""
         quantized, scales = self._quantized(x)
         columns = scales.double().repeat_interleave(self.block_columns, -1)[..., : x.shape[-1]]
         return quantized.double() * columns
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Combine the input quantizer and the bound kernel; return the function and its constants.
+        """Combine the input quantizer and the bound kernel; return function and constants.
 
         Raises: CheckpointError: a scale is not a positive number.
         """
@@ -107,6 +109,7 @@ class Fp8BlockLinear(LinearMethod):
             "weight_scales": scales,
             "bias": layer._parameters["bias"],
         }
+        # Positional arguments of the quantizer after x.
         options = self.block_columns, FORMAT, self.power_of_two_scales
         kernel = CodedProduct(self.quantize, self.bound.function, self._multiply, options)
         return kernel, prepare_operands(layer, self.bound, constants)

@@ -55,7 +55,7 @@ class LayersLeftOut(SettingsModel):
         )
 
     def stored(self, name: str) -> Any:
-        """Return the weight format of the linear layer ``name``, or None if it is excluded."""
+        """Return the weight format of the linear layer ``name``, or None if excluded."""
         return None if self.leaves_out(name) else "float8_e4m3fn"
 
 
@@ -86,6 +86,7 @@ class Fp8Settings(LayersLeftOut):
             raise ValueError(
                 "scale_fmt 'ue8m0' goes with a weight_block_size only; without one take 'float'"
             )
+        # Some writers use the older name ignored_layers, and some write both.
         exclusions = (self.modules_to_not_convert, self.ignored_layers)
         if None not in exclusions and sorted(exclusions[0] or ()) != sorted(exclusions[1] or ()):
             raise ValueError(
@@ -104,7 +105,7 @@ class Fp8Settings(LayersLeftOut):
         """Return the tensor names of the weight scale and of the input scale.
 
         transformers always writes ``weight_block_size``, even if it is null. A checkpoint without
-        that field comes from AutoFP8, whose names differ.
+        that field comes from AutoFP8, which uses other names.
         """
         if "weight_block_size" in self.model_fields_set:
             return "weight_scale_inv", "activation_scale"

@@ -51,6 +51,7 @@ class Fp8Experts(ExpertsMethod):
         """
         self.prefix = site.prefix
         self.projections = projections_of(site, spec)
+        # Only block granularity has the dims block_rows and block_columns.
         blocks: dict[str, int] = {}
         if not isinstance(self.granularity, str):
             blocks = dict(zip(("block_rows", "block_columns"), self.granularity, strict=True))
@@ -74,7 +75,7 @@ class Fp8Experts(ExpertsMethod):
         return gate_up, down
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Return the bound kernel and its constants, and free the stored parameters.
+        """Return the bound kernel and constants, and free the stored parameters.
 
         Raises: CheckpointError: a scale is zero or not finite.
         """
@@ -90,6 +91,7 @@ class Fp8Experts(ExpertsMethod):
     def _scales(self, projection: Projection) -> tuple[int, ...]:
         """Return the shape of one expert's scales."""
         if self.granularity == "tensor":
+            # One scale per matrix: gate and up have a scale each.
             return (len(projection.parts),)
         if self.granularity == "channel":
             return projection.all_outputs, 1
@@ -103,6 +105,7 @@ class Fp8Experts(ExpertsMethod):
         scales = _with_block_dims(
             layer.get_parameter(f"{projection.name}_{self.scale_name}").double()
         )
+        # Repeat each scale over the rows and columns that it covers.
         for dim in (1, 2):
             scales = scales.repeat_interleave(weight.shape[dim] // scales.shape[dim], dim)
         return weight * scales

@@ -36,7 +36,7 @@ class _Fp8Linear(LinearMethod):
         input_scale: name of the parameter that holds the static input scale; None if inputs are
             quantized per token.
         scale_limit: upper bound of a token's scale, or None.
-        mend: advice in the error for fused layers whose input scales differ.
+        mend: advice in the error for fused layers with different input scales.
         weight: name of the parameter that holds the weight.
     """
 
@@ -51,6 +51,7 @@ class _Fp8Linear(LinearMethod):
         self.weight = weight
         self.weight_scale = weight_scale
         self.input_scale = input_scale
+        # A static input scale must be the same for all fused layers, because they share the input.
         self.parts_agree = input_scale is not None
         self.scale_limit = scale_limit
         self.mend = mend
@@ -106,13 +107,14 @@ class _Fp8Linear(LinearMethod):
     def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Return the float64 input ``[..., I]``: quantized value * scale."""
         if self.input_scale is not None:
+            # All entries are equal; finalize checks it.
             scale = layer.get_parameter(self.input_scale)[:1]
             return self.quantize_static(x, scale, FORMAT).double() * scale.double()
         quantized, scale = self.quantize_per_token(x, FORMAT, self.scale_limit)
         return quantized.double() * scale.double()
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Combine the input quantizer and the bound kernel; return the function and its constants.
+        """Combine the input quantizer and the bound kernel; return function and constants.
 
         Raises: CheckpointError: a scale is not a positive number, or fused layers have different
             input scales.
@@ -131,6 +133,7 @@ class _Fp8Linear(LinearMethod):
         }
         operands = prepare_operands(layer, self.bound, constants)
         matmul = self.bound.function
+        # The preceding layer quantizes the input, so this kernel gets quantized values.
         if self.takes_codes:
             return self._multiply, (*static, *operands)
         if static:
@@ -184,6 +187,7 @@ class Fp8RowLinear(_Fp8Linear):
         weight: str = "weight",
         weight_scale: str = "weight_scale",
     ) -> None:
+        # The largest FP8 value times this scale is largest_input.
         limit = None if largest_input is None else largest_input / torch.finfo(FORMAT).max
         super().__init__(weight_scale, input_scale, limit, weight=weight)
         self.flat = flat

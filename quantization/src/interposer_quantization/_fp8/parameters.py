@@ -83,6 +83,7 @@ def register(layer: nn.Module, **tensors: torch.Tensor | None) -> None:
 def register_transient(layer: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Register a parameter that ``finalize`` consumes; its memory is needed only until then."""
     parameter = nn.Parameter(tensor, requires_grad=False)
+    # The loader then uses the file's tensor without a copy where it can.
     parameter.passing = True  # type: ignore[attr-defined]
     layer.register_parameter(name, parameter)
 
@@ -90,5 +91,6 @@ def register_transient(layer: nn.Module, name: str, tensor: torch.Tensor) -> Non
 def register_per_part(layer: nn.Module, name: str, num_parts: int) -> None:
     """Register the parameter ``name`` ``[P]`` float32 with one number per fused layer."""
     parameter = nn.Parameter(torch.empty(num_parts, dtype=torch.float32), requires_grad=False)
+    # The loader fills one entry per fused layer.
     parameter.per_part = True  # type: ignore[attr-defined]
     layer.register_parameter(name, parameter)

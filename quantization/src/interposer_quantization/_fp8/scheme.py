@@ -29,6 +29,7 @@ class Fp8(StoredScheme):
         weight_scale, input_scale = self.settings.scale_names
         if self.settings.weight_block_size is not None:
             rows, columns = self.settings.weight_block_size
+            # UE8M0 is the format of power-of-two scales.
             power_of_two = self.settings.scale_fmt == "ue8m0"
             return Fp8BlockLinear(rows, columns, power_of_two, weight_scale)
         static = self.settings.activation_scheme == "static"

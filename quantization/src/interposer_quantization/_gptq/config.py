@@ -129,11 +129,12 @@ class Settings(SettingsModel):
         return self
 
     def stored(self, name: str) -> Weights | None:
-        """Return the storage of the linear layer ``name``, or None if it is not quantized."""
+        """Return the storage of the linear layer ``name``, or None if not quantized."""
         if not self._is_listed(name):
             return None
         override = Override()
         for pattern, pattern_override in (self.dynamic or {}).items():
+            # The first pattern that matches decides, also if it excludes the layer.
             expression = pattern.removeprefix(_SKIPPED).removeprefix(_OVERRIDDEN)
             if re.match(expression, name):
                 if pattern.startswith(_SKIPPED):
@@ -158,5 +159,6 @@ class Settings(SettingsModel):
         listed = self.modules_in_block_to_quantize
         if listed is None:
             return True
+        # Entries are names or lists of names, one list per step of the calibration.
         modules = [m for entry in listed for m in ([entry] if isinstance(entry, str) else entry)]
         return any(name == module or name.endswith(f".{module}") for module in modules)

@@ -44,8 +44,8 @@ class GPTQ(HeadScheme):
 class GPTQLinear(PackedLinear):
     """Linear method for ``qweight`` ``[I * bits / 32, O]``, packed along inputs, and ``g_idx``.
 
-    ``qzeros`` is ``[G, O * bits / 32]``, ``scales`` ``[G, O]``. Fused layers share their input, so
-    the ``g_idx`` of all of them must be equal.
+    ``qzeros`` is ``[G, O * bits / 32]``, ``scales`` ``[G, O]``. Fused layers share one input, so
+    all must have the same ``g_idx``.
     """
 
     def __init__(self, weights: Weights) -> None:
@@ -57,7 +57,7 @@ class GPTQLinear(PackedLinear):
         self.middles = (self.middle, self.middle + (1 if weights.zeros_minus_one else -1))
 
     def packed_weight_shape(self, in_features: int, out_features: int) -> tuple[int, int, int]:
-        """Return the two sizes of ``qweight`` and its output dimension."""
+        """Return the two sizes of ``qweight`` and the output dimension."""
         return in_features // self.values_per_word, out_features, 1
 
     def unpack_weight(self, qweight: torch.Tensor) -> torch.Tensor:
@@ -123,6 +123,7 @@ class GPTQLinear(PackedLinear):
                     "desc_act=False",
                 )
         ordered = torch.arange(len(first), device=first.device) // size
+        # With consecutive groups, the kernel needs no permutation of its inputs.
         if torch.equal(first, ordered):
             return None
         if self.weights.ordered:
@@ -135,7 +136,8 @@ class GPTQLinear(PackedLinear):
 
 
 def gptq_experts(weights: Weights, indexed: bool = True) -> ExpertsMethod | None:
-    """Return the fused-op method for experts whose matrices are all stored this way, or None."""
+    """Return the fused-op method for experts with this storage, or None."""
+    # The fused op cannot permute the inputs of each expert.
     if weights.ordered is False:
         return None
     return packed_experts(GPTQLinear(weights), indexed)

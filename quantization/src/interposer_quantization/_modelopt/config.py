@@ -227,17 +227,19 @@ class Settings(_Statement):
         return self.kv_cache_scheme is not None or self.kv_cache_quant_algo is not None
 
     def stored(self, name: str) -> Stored | None:
-        """Return the storage of the linear layer ``name``, or None if it is not quantized.
+        """Return the storage of the linear layer ``name``, or None if not quantized.
 
         A glob that matches a module excludes all layers inside that module.
         """
         statement = self if self.quant_algo is not None else self.quantization
         assert statement is not None
         excluded = statement.exclude_modules if isinstance(statement, FileSettings) else self.ignore
+        # "a.b.c" gives "a", "a.b" and "a.b.c": a glob may match any enclosing module.
         modules = list(accumulate(name.split("."), "{}.{}".format))
         if any(fnmatchcase(module, glob) for module in modules for glob in excluded or ()):
             return None
         if statement.quant_algo == "MIXED_PRECISION":
+            # Mixed precision: only listed layers are quantized.
             layer = (statement.quantized_layers or {}).get(name)
             return None if layer is None else layer.stored
         assert statement.quant_algo is not None

@@ -1,4 +1,4 @@
-"""Linear layers whose input is first multiplied by one number per feature.
+"""Linear layers that first multiply each input feature by a stored scale.
 
 Dimensions: I input features, P fused layers.
 
@@ -27,7 +27,7 @@ class ScaledInputLinear(LinearMethod):
     """Linear method that multiplies its input by ``pre_quant_scale`` and delegates to ``method``.
 
     ``pre_quant_scale`` is ``[I]`` per fused layer, and 1 if it is not stored. Fused layers share
-    their input, so all of them must have the same values.
+    one input, so the values of all must be equal.
 
     Attributes:
         method: linear method that receives the scaled input.
@@ -43,7 +43,7 @@ class ScaledInputLinear(LinearMethod):
     ) -> None:
         """Register ``pre_quant_scale`` ``[P * I]`` and the parameters of ``method``.
 
-        Raises: ConfigError: ``method`` does not support these sizes.
+        Raises: ConfigError: ``method`` does not support the layer's sizes.
         """
         self.method.create_weights(layer, site, in_features, out_features, bias)
         self.members = Members(layer, site, out_features)
@@ -71,10 +71,12 @@ class ScaledInputLinear(LinearMethod):
         scales = self._by_member(layer)
         self.members.check(scales, _NAME)
         self._check_equal(scales)
+        # scales still refers to the data.
         layer.register_parameter(_NAME, None)
         kernel, operands = self.method.finalize(layer)
         if (scales == 1).all():
             return kernel, operands
+        # clone() releases the memory of the other fused layers' scales.
         return partial(_matmul_scaled_input, kernel), (scales[0].clone(), *operands)
 
     def _by_member(self, layer: nn.Module) -> torch.Tensor:
@@ -94,7 +96,7 @@ class ScaledInputLinear(LinearMethod):
 
 
 def _scaled(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Multiply each feature of ``x`` by its scale; round once to the dtype of ``x``."""
+    """Multiply each feature of ``x`` by the feature's scale; round once to the dtype of ``x``."""
     return (x * scale).to(x.dtype)
 
 

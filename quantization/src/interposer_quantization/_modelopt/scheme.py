@@ -57,6 +57,7 @@ class ModelOpt(StoredScheme):
     def _fused_experts_method(
         self, stored: Stored, site: Site, spec: ExpertsSpec
     ) -> ExpertsMethod | None:
+        # The only weight-only format with an op for experts.
         if stored.algorithm != "FP8_PB_WO" or _BLOCKS.size is None:
             return None
         return fp8_block_experts(spec, _BLOCKS.size, "weight_scale", spread=True)

@@ -36,7 +36,7 @@ class Int4WeightLinear(WeightLinear):
     def create_stored(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> BoundKernel[Any, Any]:
-        """Register the packed weight and its scales, and bind the 4-bit kernel.
+        """Register the packed weight and scales, and bind the 4-bit kernel.
 
         Raises: ConfigError: groups do not divide the inputs, or a layer's number of outputs is odd.
         """
@@ -54,7 +54,7 @@ class Int4WeightLinear(WeightLinear):
         return bind_weight_only(site, 4, *sizes, biased=bias)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
-        """Return the float64 weight ``[O, I]``: quantized value * scale of its group."""
+        """Return the float64 weight ``[O, I]``: quantized value * group scale."""
         scales = layer.get_parameter("weight_scale").double()
         return (_offset_codes(layer).double() - _SIGN) * scales.repeat_interleave(
             self.group_size, 1
@@ -77,13 +77,13 @@ class Int8WeightLinear(WeightLinear):
     def create_stored(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> BoundKernel[Any, Any]:
-        """Register the quantized weight and its scales, and bind the 8-bit kernel."""
+        """Register the quantized weight and scales, and bind the 8-bit kernel."""
         weight = torch.empty(out_features, in_features, dtype=torch.int8)
         register(layer, weight=weight, weight_scale=torch.empty(out_features, dtype=torch.float32))
         return bind_weight_only(site, 8, in_features, out_features, in_features, biased=bias)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
-        """Return the float64 weight ``[O, I]``: quantized value * scale of its output."""
+        """Return the float64 weight ``[O, I]``: quantized value * output scale."""
         scales = layer.get_parameter("weight_scale").double()
         return layer.get_parameter("weight").double() * scales.unsqueeze(1)
 

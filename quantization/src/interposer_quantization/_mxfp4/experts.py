@@ -69,7 +69,7 @@ class Mxfp4Experts(ExpertsMethod):
         return gate_up, down
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Return the bound kernel and its constants, and free the stored parameters.
+        """Return the bound kernel and constants, and free the stored parameters.
 
         Raises: CheckpointError: a scale is the NaN code.
         """
@@ -88,8 +88,10 @@ class Mxfp4Experts(ExpertsMethod):
             parameter = layer._parameters[stored]
             tensor = None if parameter is None else parameter.data
             if tensor is not None and stored.endswith("_blocks"):
+                # [E, outputs, blocks, 16] becomes [E, outputs, inputs / 2].
                 tensor = tensor.flatten(2)
             if tensor is not None and name.startswith("gate_up") and self.spec.alternating:
+                # gpt-oss interleaves gate and up rows.
                 tensor = gates_first(tensor)
             constants[name] = tensor
         return constants

@@ -1,4 +1,4 @@
-"""Scheme of gpt-oss checkpoints, whose experts are MXFP4."""
+"""Scheme of gpt-oss checkpoints with MXFP4 experts."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ class Mxfp4(ParsedScheme):
         return None
 
     def experts_method(self, prefix: str) -> ExpertsMethod | None:
-        """Return the method for the experts at ``prefix``, or None if they are excluded."""
+        """Return the method for the experts at ``prefix``, or None if excluded."""
         return None if self.settings.leaves_out(prefix) else Mxfp4Experts()
 
 
 def mxfp4_examples() -> Mapping[str, Mapping[str, Any]]:
     """Return the settings of published checkpoints, and the minimal settings, by label."""
+    # The exclusions of the released gpt-oss checkpoints.
     plain = [
         "model.layers.*.self_attn",
         "model.layers.*.mlp.router",

@@ -1,1 +1,1 @@
-"""Online quantization: plain weights are quantized while they load."""
+"""Online quantization: plain weights are quantized during loading."""

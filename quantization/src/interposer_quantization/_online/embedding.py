@@ -1,4 +1,4 @@
-"""Embedding whose plain weight is quantized to integers by ``finalize``, shared with a tied head.
+"""Embedding with a plain weight that ``finalize`` quantizes to integers, also for a tied head.
 
 Dimensions: V vocabulary, H hidden size, G groups of a row.
 """
@@ -42,7 +42,7 @@ class OnlineEmbedding(EmbeddingMethod):
     def create_weights(
         self, layer: nn.Module, site: Site, vocab_size: int, hidden_size: int, head: Site | None
     ) -> None:
-        """Register ``weight`` as plain checkpoints store it.
+        """Register ``weight`` in the layout of plain checkpoints.
 
         Raises: ConfigError: groups do not divide the hidden size, or the hidden size is odd and the
             format has 4 bits.
@@ -62,6 +62,7 @@ class OnlineEmbedding(EmbeddingMethod):
         op: Any = w4a16_embedding if self.is_int4 else w8a16_embedding
         self.lookup: Any
         self.product: Any
+        # The head format decides whether hidden states are quantized to int8.
         kind = QuantizedInputHead if self.chosen.dynamic_inputs else WeightOnlyHead
         self.head = kind(self.is_int4)
         products = {"in_features": hidden_size, "out_features": vocab_size, "biased": False}
@@ -107,7 +108,7 @@ class OnlineEmbedding(EmbeddingMethod):
         return lookup, self.head.call(self.product, quantized, scale)
 
     def _quantized(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the quantized weight and its scales ``[V, G]`` in the ops' layout."""
+        """Return the quantized weight and the scales ``[V, G]`` in the ops' layout."""
         rounded = self.rounding(weight)
         if not rounded.is_finite:
             check_finite(weight, self.name)

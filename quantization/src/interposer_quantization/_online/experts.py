@@ -1,4 +1,4 @@
-"""Routed experts whose plain matrices are quantized while they load.
+"""Routed experts with plain matrices that are quantized during loading.
 
 Dimensions: E experts, H hidden size, I intermediate size.
 """
@@ -25,6 +25,7 @@ class OnlineExperts(StoredExperts):
     """Experts method in which each matrix is a linear layer with online quantization."""
 
     def _method(self, site: Site, spec: ExpertsSpec) -> ExpertsMethod:
+        # The checkpoint stores each matrix by itself, so the base class handles them.
         if spec.projections is not None:
             return super()._method(site, spec)
         storages = [self.stored(f"{site.prefix}.{name}") for name in _NAMES]
@@ -38,9 +39,9 @@ class SplitExperts(ExpertsMethod):
     """
 
     def create_weights(self, layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
-        """Register the plain matrices and their biases.
+        """Register the plain matrices and biases.
 
-        Raises: ConfigError: the scheme's linear layers do not support these sizes.
+        Raises: ConfigError: the scheme's linear layers do not support the layer's sizes.
         """
         self.spec, self.loop = spec, ExpertLoop(site, spec)
         first, second = (site.at(name) for name in _NAMES)
@@ -72,8 +73,9 @@ class SplitExperts(ExpertsMethod):
 
 
 def _expert_linear(template: Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    """Return a finalized copy of the template layer with these weights."""
+    """Return a finalized copy of the template layer with the expert's weights."""
     layer = copy(template)
+    # copy() shares the dict of parameters with the template.
     layer._parameters = {}
     for name, tensor in (("weight", weight), ("bias", bias)):
         parameter = None if tensor is None else nn.Parameter(tensor, requires_grad=False)

@@ -59,6 +59,7 @@ class OnlineFp8(OnlineScheme):
         if self.settings.strategy == "tensor":
             return _online(Fp8TensorLinear("weight_scale"), "weight_scale", quantized_members)
         rows, columns = self.settings.weight_block_size or (128, 128)
+        # Positional False: scales stay arbitrary float32, not powers of two.
         blocks = Fp8BlockLinear(rows, columns, False, "weight_scale_inv")
         return _online(blocks, "weight_scale_inv", quantized_blocks(rows, columns))
 

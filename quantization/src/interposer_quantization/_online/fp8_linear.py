@@ -26,6 +26,7 @@ def quantized_rows(weight: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Te
     scale = max|w_o| / 448, or 1 for a row of zeros; q = round(w / scale), ties to even.
     """
     quantized, scales = torch.empty_like(weight, dtype=FORMAT), []
+    # In chunks of rows, so that the float32 copy stays small.
     for rows, start in row_chunks(weight):
         rows_f32 = rows.float()
         scale = _fitting(_peaks(rows_f32, 1))
@@ -42,6 +43,7 @@ def quantized_members(
     for member, quantized_member in zip(
         weight.split(list(sizes)), quantized.split(list(sizes)), strict=True
     ):
+        # Two passes: the scale needs the peak of the whole fused layer.
         peaks = [_peaks(rows.float(), (0, 1)) for rows, _ in row_chunks(member)]
         scale = _fitting(torch.cat(peaks).amax().reshape(1))
         scales.append(scale)

@@ -77,6 +77,7 @@ class HeadSettings(LayersLeftOut):
         """
         bits, size = 8, self.head_group_size
         if self.head == "int4":
+            # Only the integer schemes have a group_size.
             size = size or getattr(self, "group_size", None)
             bits, size = 4, size or largest_group(site, in_features, _GROUP_SIZES)
         rounded = self.head_activations == "int8"
@@ -88,6 +89,7 @@ class HeadSettings(LayersLeftOut):
             return True
         if not self.leaves_out(name):
             return False
+        # Excluding the head and configuring it contradict each other.
         stated_fields = sorted(field for field in self.model_fields_set if field.startswith("head"))
         if stated_fields:
             raise ConfigError(
@@ -100,7 +102,7 @@ class HeadSettings(LayersLeftOut):
 class OnlineScheme(StoredScheme):
     """Scheme that quantizes linear layers, experts, the lm_head and a tied embedding while loading.
 
-    Each layer is quantized by its ``finalize``.
+    ``finalize`` of each layer quantizes the weight.
     """
 
     settings: HeadSettings

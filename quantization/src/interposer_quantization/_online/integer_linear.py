@@ -1,4 +1,4 @@
-"""Linear layer whose plain weight is quantized to integers by ``finalize``.
+"""Linear layer with a plain weight that ``finalize`` quantizes to integers.
 
 Dimensions: I input features, O output features.
 """
@@ -41,11 +41,12 @@ class OnlineIntegerLinear(OnlineLinear):
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> None:
-        """Register ``weight`` and, if requested, ``bias``, as plain checkpoints have them.
+        """Register ``weight`` and, if requested, ``bias``, in the layout of plain checkpoints.
 
         Raises: ConfigError: groups do not divide the inputs.
         """
         self.chosen = self.format_of(site, in_features)
+        # The executed method is that of the checkpoint that ``interposer quantize`` would write.
         scheme = CompressedTensors.parse(quantization_config(self.chosen, ()))
         parts = Members(layer, site, out_features).sizes
         method = scheme.linear_method(site.prefix, tuple(parts))

@@ -45,6 +45,7 @@ class OnlineSettings(HeadSettings):
         Raises: ConfigError: a setting is unknown, contradictory or not supported.
         """
         parsed = super().parse(settings)
+        # Raises if the options contradict each other.
         parsed.format(None)
         return parsed
 
@@ -78,7 +79,7 @@ class OnlineSettings(HeadSettings):
         )
 
     def stored(self, name: str) -> str | None:
-        """Return the scheme of the linear layer ``name``, or None if it is excluded."""
+        """Return the scheme of the linear layer ``name``, or None if excluded."""
         return None if self.leaves_out(name) else self.scheme
 
 
@@ -91,7 +92,7 @@ class _OnlineIntegers(OnlineScheme):
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any]) -> Self:
-        """Create the scheme from its settings.
+        """Create the scheme from the settings.
 
         Raises: ConfigError: a setting is unknown, contradictory or not supported; the message lists
             the supported settings.

@@ -1,4 +1,4 @@
-"""Linear layer whose plain weight is quantized by ``finalize``.
+"""Linear layer with a plain weight that ``finalize`` quantizes.
 
 Dimensions: I input features, O output features.
 """
@@ -34,9 +34,9 @@ class OnlineLinear(LinearMethod):
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> None:
-        """Register ``weight`` and, if requested, ``bias`` as plain checkpoints store them.
+        """Register ``weight`` and, if requested, ``bias`` in the layout of plain checkpoints.
 
-        Raises: ConfigError: ``method`` does not support these sizes.
+        Raises: ConfigError: ``method`` does not support the layer's sizes.
         """
         self.method.create_weights(layer, site, in_features, out_features, bias)
         self.members = Members(layer, site, out_features)

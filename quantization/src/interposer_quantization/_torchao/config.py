@@ -290,5 +290,5 @@ class Settings(LayersLeftOut):
     untie_embedding_weights: Literal[False] | None = None
 
     def stored(self, name: str) -> Weights | None:
-        """Return the storage of the linear layer ``name``, or None if it is left out."""
+        """Return the storage of the linear layer ``name``, or None if left out."""
         return None if self.leaves_out(name) else self.quant_type["default"].weights

@@ -10,6 +10,7 @@ _FLOAT8 = {"_type": "torch.dtype", "_data": "float8_e4m3fn"}
 
 def torchao_examples() -> Mapping[str, Mapping[str, Any]]:
     """Return torchao settings of every granularity, with and without zero points, by label."""
+    # torchao writes a row as PerRow or PerAxis, depending on the configuration.
     row = _config_object("PerRow", dim=-1)
     axis, groups = _config_object("PerAxis", axis=0), _config_object("PerGroup", group_size=32)
     configs_by_label = {

@@ -49,7 +49,7 @@ class TorchAoLinear(PlainIntLinear):
             _register_zeros(layer, out_features, self.num_groups)
 
     def check_scales(self, layer: nn.Module) -> torch.Tensor:
-        """Check the scales ``[O, G]`` and return them.
+        """Check and return the scales ``[O, G]``.
 
         Raises: CheckpointError: a scale is not a positive number.
         """
@@ -91,7 +91,7 @@ class TorchAoInt8Linear(Int8Linear):
         _register_zeros(layer, out_features, 1)
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Combine the input quantizer and the bound kernel; return the function and its constants.
+        """Combine the input quantizer and the bound kernel; return function and constants.
 
         Raises: CheckpointError: a scale is not a positive number, or a zero point not 0.
         """
@@ -101,6 +101,7 @@ class TorchAoInt8Linear(Int8Linear):
 
 def _weights(stored: config.Weights) -> Weights:
     size = stored.inputs_per_scale
+    # The storage of compressed-tensors with the same meaning.
     strategy, block = ("channel", None) if size is None else ("group", (1, size))
     return Weights("int", 8, stored.symmetric, strategy, block, reordered=False)
 

@@ -29,6 +29,7 @@ class TorchAo(StoredScheme):
         plain = stored.inputs == "plain"
         if stored.kind == "float8":
             return _fp8_method(plain)
+        # int8_linear takes symmetric weights with one scale per output only.
         if plain or not stored.symmetric or stored.inputs_per_scale is not None:
             return TorchAoLinear(stored)
         return TorchAoInt8Linear(stored)

@@ -20,6 +20,7 @@ def stored_alike(
         mend: advice for the error message if the storages differ.
     Raises: ConfigError: the fused layers are stored in different ways.
     """
+    # The fused layer's own name does not exist in the checkpoint, only those of its parts.
     parent = prefix.rpartition(".")[0]
     names = [f"{parent}.{part}" if parent else part for part in parts]
     storage_by_name = {name: stored(name) for name in names}

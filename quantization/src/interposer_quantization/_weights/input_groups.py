@@ -28,6 +28,7 @@ def check_groups(name: str, groups: torch.Tensor, num_groups: int) -> None:
             f"{num_groups - 1}",
             "copy the checkpoint again, or correct group_size in quantization_config",
         )
+    # Kernels need groups of one size.
     counts = groups.bincount(minlength=num_groups)
     if (counts != size).any():
         group = int((counts != size).nonzero()[0])

@@ -47,6 +47,7 @@ def pack_int32(unpacked: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -
         order: as in ``unpack_int32``.
     Returns: ``[..., W]`` int32.
     """
+    # One int32 holds 8 or 4 values.
     per_word = 32 // bits
     values = unpacked.unflatten(-1, (unpacked.shape[-1] // per_word, per_word)).to(torch.int32)
     if order:

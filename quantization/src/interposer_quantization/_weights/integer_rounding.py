@@ -63,6 +63,7 @@ class IntegerRounding:
             "out_features": outputs,
             "num_groups": inputs // self.group_size,
         }
+        # The asymmetric op has no scale_dtype: its scales are always float32.
         stored = {**dims, "scale_dtype": str(scale_dtype).removeprefix("torch.")}
         if not chosen.symmetric:
             self.asymmetric = site.bind(quantize_weight_int4_asymmetric, **dims)

@@ -13,6 +13,7 @@ from interposer_ops.quantizers import unpack_nibbles
 from interposer_quantization._compressed_tensors.int_linear import IntLinear
 from interposer_quantization._weights.packed_linear import register_stored
 
+# Midpoint of the unsigned 4-bit range; it stands for 0.
 _MIDDLE = 8
 
 

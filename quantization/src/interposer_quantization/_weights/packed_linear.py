@@ -49,7 +49,7 @@ class PackedLinear(LinearMethod):
 
     @abstractmethod
     def packed_weight_shape(self, in_features: int, out_features: int) -> tuple[int, int, int]:
-        """Return the two sizes of ``qweight`` and its output dimension."""
+        """Return the two sizes of ``qweight`` and the output dimension."""
 
     @abstractmethod
     def unpack_weight(self, qweight: torch.Tensor) -> torch.Tensor:
@@ -78,6 +78,7 @@ class PackedLinear(LinearMethod):
         Raises: ConfigError: the group size or the int32 packing does not divide the layer's sizes.
         """
         self.prefix = site.prefix
+        # A layer that fuses nothing is its own single part.
         self.parts: Mapping[str, int] = getattr(layer, "parts", None) or {
             site.prefix.rpartition(".")[2]: out_features
         }
@@ -87,6 +88,7 @@ class PackedLinear(LinearMethod):
         self.bound = bind_weight_only(
             site, self.bits, in_features, out_features, size, not self.symmetric, biased=bias
         )
+        # dim: tensor parallelism shards the outputs along this dimension.
         *shape, dim = self.packed_weight_shape(in_features, out_features)
         register_stored(layer, "qweight", torch.empty(shape, dtype=torch.int32), shard_dim=dim)
         zeros = torch.empty(num_groups, out_features // self.values_per_word, dtype=torch.int32)
@@ -110,11 +112,12 @@ class PackedLinear(LinearMethod):
         groups = self.groups(layer)
         if groups is None:
             size = quantized.shape[1] // len(scales)
+            # Consecutive groups.
             groups = torch.arange(quantized.shape[1], device=quantized.device) // size
         return (quantized - zeros[groups].T) * scales[groups].T
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Repack the weights once for the kernel; return the bound kernel and its constants.
+        """Repack the weights once for the kernel; return the kernel and constants.
 
         If the groups are not consecutive, the weight's inputs are sorted by group here, and the
         features of ``x`` on every call.
@@ -128,6 +131,7 @@ class PackedLinear(LinearMethod):
             self._check_symmetric(zeros)
         groups = self.groups(layer)
         quantized = self.unpack_weight(layer.get_parameter("qweight"))
+        # A stable sort keeps the inputs of one group in their original order.
         order = None if groups is None else groups.argsort(stable=True)
         if order is not None:
             quantized = quantized.index_select(1, order)
@@ -144,6 +148,7 @@ class PackedLinear(LinearMethod):
             if name in layer._parameters:
                 layer.register_parameter(name, None)
         prepared = self.bound.prepared(**constants)
+        # The kernel made its own copy of the bias.
         if prepared["bias"] is not bias:
             layer.register_parameter("bias", None)
         operands = tuple(prepared[name] for name in constants)
@@ -158,6 +163,7 @@ class PackedLinear(LinearMethod):
 
     def tensor_name(self, name: str, output: int) -> str:
         """Return the checkpoint's name of the tensor ``name`` that covers the given output."""
+        # Output offsets at which the fused layers end.
         stops = list(accumulate(self.parts.values()))
         return self.tensor_names(name)[bisect_right(stops, output)]
 

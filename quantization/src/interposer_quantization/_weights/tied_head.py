@@ -22,7 +22,7 @@ from interposer_ops.quantizers import quantize_int8_per_token
 
 
 class WeightOnlyHead:
-    """Head whose hidden states are not quantized.
+    """Head with hidden states in the model's dtype.
 
     Args:
         is_int4: the weight has 4 bits, else 8.
@@ -34,7 +34,7 @@ class WeightOnlyHead:
         self.op: Any = w4a16_linear if is_int4 else w8a16_linear
 
     def dims(self, groups: Mapping[str, int]) -> dict[str, Any]:
-        """Return the op's dims other than its sizes."""
+        """Return the op's dims, except sizes."""
         scales = {"scale_dtype": "float32"} if self.is_int4 else {}
         return {**groups, "asymmetric": False, **scales}
 
@@ -48,14 +48,14 @@ class WeightOnlyHead:
         return scale
 
     def call(self, bound: BoundKernel[..., Any], codes: torch.Tensor, scale: torch.Tensor) -> Call:
-        """Return the head's function and its operands."""
+        """Return the head's function and operands."""
         constants = {"weight": codes, "scale": scale, "bias": None, "zero_points": None}
         prepared = bound.prepared(**constants)
         return bound.function, tuple(prepared[name] for name in constants)
 
 
 class QuantizedInputHead:
-    """Head whose hidden states are quantized to int8 with one scale per token.
+    """Head with hidden states quantized to int8, with one scale per token.
 
     Args:
         is_int4: the weight has 4 bits; else it has 8 bits and one scale per row.
@@ -66,7 +66,7 @@ class QuantizedInputHead:
         self.op: Any = w4a8_linear if is_int4 else int8_linear
 
     def dims(self, groups: Mapping[str, int]) -> dict[str, Any]:
-        """Return the op's dims other than its sizes."""
+        """Return the op's dims, except sizes."""
         if self.is_int4:
             symmetric = {"asymmetric_inputs": False, "asymmetric_weights": False}
             return {**groups, "x_scales": "token", **symmetric}
@@ -85,7 +85,8 @@ class QuantizedInputHead:
         return scale if self.is_int4 else scale.squeeze(1)
 
     def call(self, bound: BoundKernel[..., Any], codes: torch.Tensor, scale: torch.Tensor) -> Call:
-        """Return the head's function and its operands."""
+        """Return the head's function and operands."""
+        # The two ops name their scale operands differently.
         constants: dict[str, Any] = {"weight": codes}
         multiply: Callable[..., torch.Tensor]
         if self.is_int4:

@@ -27,6 +27,7 @@ def bind_weight_only(
     """Bind a kernel for 4-bit or 8-bit weights with float32 scales per group of inputs."""
     # Both ops take the same operands, but are of different types.
     op: Any = w4a16_linear if bits == 4 else w8a16_linear
+    # Only the 4-bit op has a dim for the dtype of its scales.
     scales = {"scale_dtype": "float32"} if bits == 4 else {}
     bound: BoundKernel[Any, Any] = site.bind_kernel(
         op,
@@ -44,5 +45,5 @@ def bind_weight_only(
 def matmul_sorted_inputs(
     kernel: Callable[..., torch.Tensor], x: torch.Tensor, order: torch.Tensor, *operands: Any
 ) -> torch.Tensor:
-    """Multiply ``x`` by a weight whose inputs are sorted by ``order``."""
+    """Multiply ``x``, permuted by ``order``, by a weight with sorted inputs."""
     return kernel(x.index_select(-1, order), *operands)

@@ -254,6 +254,7 @@ def _e2m1(codes: torch.Tensor) -> torch.Tensor:
 
 def _exponents(powers: torch.Tensor) -> torch.Tensor:
     """Return the biased exponents of powers of two, uint8."""
+    # frexp returns mantissas in [0.5, 1), so its exponent is one too high.
     return (torch.frexp(powers).exponent - 1 + _E8M0_BIAS).to(torch.uint8)
 
 

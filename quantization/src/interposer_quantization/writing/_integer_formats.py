@@ -149,6 +149,7 @@ class IntegerFormat(WeightFormat):
         span = 2**self.bits - 1
         if self.symmetric:
             return Grid(storable_scale(torch.maximum(-low, high) * 2 / span, dtype))
+        # fitted() makes the range include 0, so the zero point fits into b bits.
         scale = storable_scale((high - low) / span, dtype)
         zero = (self._lowest - low / scale).round().clamp(self._lowest, self._highest)
         return Grid(scale, zero)
@@ -158,6 +159,7 @@ class IntegerFormat(WeightFormat):
 
     def _words(self, codes: torch.Tensor) -> torch.Tensor:
         """Pack the values of each row into int32; the last int32 is padded with zero bits."""
+        # Packed storage is unsigned: the smallest value becomes 0.
         unsigned = (codes - self._lowest).to(torch.uint8)
         num_padding = -codes.shape[1] % (32 // self.bits)
         return pack_int32(functional.pad(unsigned, (0, num_padding)), self.bits)

@@ -29,7 +29,7 @@ ACTIVATIONS = ("int8", "none")
 
 _INT4 = ("int4", "w4a8")
 _INT4_GROUP_SIZE = 128
-# Schemes whose input quantization is selectable, with the default.
+# Schemes with selectable input quantization, and the default.
 _WITH_CHOICE = {"int8": "int8", "int4": "none"}
 _FLOATS: Mapping[str, type[WeightFormat]] = {
     "fp8": Fp8Format,
@@ -76,6 +76,7 @@ def weight_format(
     if scheme in _FLOATS:
         return _FLOATS[scheme]()
     has_dynamic_inputs = (activations or _WITH_CHOICE.get(scheme, "int8")) == "int8"
+    # Only the 4-bit schemes have groups.
     size = group_size or _INT4_GROUP_SIZE if scheme in _INT4 else None
     # Other runtimes read weights with quantized inputs only unpacked.
     return IntegerFormat(
@@ -88,7 +89,7 @@ def weight_format(
 
 
 def quantization_config(chosen: WeightFormat, ignore: Sequence[str]) -> dict[str, Any]:
-    """Return the ``quantization_config`` of a checkpoint whose linear layers use this format.
+    """Return the ``quantization_config`` of a checkpoint with linear layers in this format.
 
     Args:
         ignore: full names of layers, or ``re:`` with a pattern, that stay unquantized.

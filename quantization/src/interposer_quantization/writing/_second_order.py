@@ -29,6 +29,7 @@ class SecondMoments:
     def add(self, x: torch.Tensor) -> None:
         """Add the tokens ``x`` ``[T, I]`` to the mean."""
         wide = x.float()
+        # In place: the matrix is large.
         self._sum.addmm_(wide.T, wide)
         self.num_tokens += len(x)
 
@@ -117,6 +118,7 @@ def second_order_rounded(
             )
             scales.append(group.scale)
             zeros.append(group.zero)
+        # Index of each column's group in group_grid, which has one group in the late-scales case.
         groups = [0] * (stop - start) if has_late_scales else (order[start:stop] // size).tolist()
         group_grid = group if has_late_scales else grid
         errors = torch.empty_like(remaining[:, start:stop])
@@ -134,6 +136,7 @@ def second_order_rounded(
         all_zeros = None if zeros[0] is None else torch.cat([z for z in zeros if z is not None], 1)
         grid = Grid(torch.cat(scales, 1), all_zeros, scale)
     restored = torch.empty_like(rounded)
+    # Undo the permutation of the columns.
     restored[:, order] = rounded
     return chosen.stored(restored, grid, weight.dtype)
 

@@ -90,7 +90,7 @@ class WeightFormat(ABC):
 
         Args:
             weight: float32.
-            dtype: of the model; used for scales whose dtype the format does not fix.
+            dtype: of the model; used for scales if the format does not fix a dtype.
         """
 
     @abstractmethod
@@ -142,6 +142,7 @@ class WeightFormat(ABC):
             groups: ``[O, N, G]`` float32.
             importance: ``[N, G]`` float32, not negative.
         """
+        # Zero is always part of the range, so that zeros stay exact.
         low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
         best = self._span(low, high, dtype, tensor_scale)
         if importance is None:
@@ -150,6 +151,7 @@ class WeightFormat(ABC):
         for shrink in _SHRINK_FACTORS[1:]:
             grid = self._span(low * shrink, high * shrink, dtype, tensor_scale)
             error = self._error(groups, grid, importance)
+            # Each group keeps its own best range.
             better = error < least_error
             least_error = torch.where(better, error, least_error)
             zero = None
