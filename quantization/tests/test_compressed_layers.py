@@ -369,7 +369,7 @@ def test_tensors_that_contradict_each_other_are_refused(
             "int4 per output, inputs static, asymmetric",
             33,
             None,
-            "33 weights of 4 bits a row are no pairs",
+            "has 33 inputs, but 4-bit weights with int8 inputs need an even number",
         ),
         ("nvfp4", 40, None, "groups of 16 do not divide its 40 inputs"),
         ("nvfp4, inputs not quantized", 40, None, "groups of 16 do not divide"),

@@ -140,9 +140,13 @@ def test_schemes_that_the_library_names_are_read(name: str, form: str) -> None:
     [
         ("W4A4", "int-quantized", "no op quantizes inputs to int4 per token"),
         ("MXFP6A16", "mxfp6-pack-quantized", "mxfp6-pack-quantized"),
-        ("W4A16", "float-quantized", "weights of int4 per group of 128 inputs are not what"),
-        ("FP8", "pack-quantized", "weights of float8 with one scale are not what the format"),
-        ("NVFP4", "mxfp4-pack-quantized", "not what the format 'mxfp4-pack-quantized' stores"),
+        ("W4A16", "float-quantized", "does not store weights of int4 per group of 128 inputs"),
+        (
+            "FP8",
+            "pack-quantized",
+            "'pack-quantized' does not store weights of float8 with one scale",
+        ),
+        ("NVFP4", "mxfp4-pack-quantized", "the format 'mxfp4-pack-quantized' does not store"),
     ],
 )
 def test_schemes_without_an_op_are_refused(name: str, form: str, message: str) -> None:

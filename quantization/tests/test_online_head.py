@@ -287,11 +287,11 @@ def test_a_table_is_exchanged_where_it_lies(write: Write, head: dict[str, Any], 
         ({"head_activations": "fp8"}, "head_activations = 'fp8'"),
         (
             {"modules_to_not_convert": ["lm_head"], "head": "int4", "head_activations": "int8"},
-            "leaves lm_head out, but settings .*: 'head', 'head_activations'",
+            "excludes lm_head, but these settings .*: 'head', 'head_activations'",
         ),
         (
             {"modules_to_not_convert": ["embed_tokens"], "head_group_size": 32},
-            "leaves model.embed_tokens out, but settings .*: 'head_group_size'",
+            "excludes model.embed_tokens, but these settings .*: 'head_group_size'",
         ),
         ({"head": "nvfp4"}, r"head = 'nvfp4'"),
         ({"head_group_size": 0}, "head_group_size = 0"),

@@ -114,7 +114,8 @@ class InputArguments(_Arguments):
             self._strategy == "token" and not self.dynamic
         ):
             raise ValueError(
-                f"strategy {self._strategy!r} with dynamic {self.dynamic!r} is not one of inputs"
+                f"strategy {self._strategy!r} with dynamic {self.dynamic!r} is not supported for "
+                "inputs"
             )
         return self
 

@@ -205,8 +205,8 @@ class PlainIntLinear(IntLinear):
             if smallest < low or largest > high:
                 raise CheckpointError(
                     self.members.tensor(member, name),
-                    f"holds codes from {smallest} to {largest}, those of {self.weights.bits} bits "
-                    f"are from {low} to {high}",
+                    f"holds values from {smallest} to {largest}, but {self.weights.bits}-bit "
+                    f"values are from {low} to {high}",
                     "correct num_bits in quantization_config, or copy the checkpoint again",
                 )
 

@@ -24,7 +24,6 @@ from interposer_ops.quantizers import (
     unpack_nibbles,
 )
 from interposer_quantization._compressed_tensors.parameters import (
-    DIFFERENT,
     count_groups,
     prepare_operands,
     shared_scalar,
@@ -36,8 +35,8 @@ from interposer_quantization._weights.weight_only import bind_weight_only
 
 _SCALE = "weight_scale"
 _NOT_CALLED = (
-    "not called: weights are held in 8 bits, and multiplied by the numbers that the codes of "
-    "inputs stand for. Config(dequantize=False) keeps them in 4 bits"
+    "not called: the weight is converted to int8 and multiplied by dequantized inputs. "
+    "Config(dequantize=False) keeps the weight in 4 bits"
 )
 
 
@@ -49,14 +48,13 @@ class Nvfp4Storage:
         packed: name of the weight: two e2m1 values per byte, the first in the low nibble.
         tensor_scale, input_scale: names of the global scales, one number per fused layer.
         divides: the global scales divide, else they multiply.
-        problem, mend: error text and advice for fused layers with different global scales.
+        mend: advice in the error for fused layers with different global scales.
     """
 
     packed: str = "weight_packed"
     tensor_scale: str = "weight_global_scale"
     input_scale: str = "input_global_scale"
     divides: bool = True
-    problem: str = DIFFERENT
     mend: str = "quantize them together, so that they share it"
 
     def register(self, layer: nn.Module, site: Site, members: Members, in_features: int) -> int:
@@ -103,7 +101,6 @@ MODELOPT = Nvfp4Storage(
     "weight_scale_2",
     "input_scale",
     divides=False,
-    problem="layers of one input run as one product, which has one {name}: {listed}",
     mend="export the model with a release of ModelOpt that makes them equal",
 )
 
@@ -175,9 +172,7 @@ class Nvfp4Linear(LinearMethod):
         storage.check(layer, self.members)
         self.members.check(layer.get_parameter(storage.input_scale), storage.input_scale)
         scale, weight_scale = (
-            shared_scalar(
-                self.members, layer.get_parameter(name), name, storage.mend, storage.problem
-            )
+            shared_scalar(self.members, layer.get_parameter(name), name, storage.mend)
             for name in (storage.input_scale, storage.tensor_scale)
         )
         # alpha undoes the global scales of both the input and the weight.

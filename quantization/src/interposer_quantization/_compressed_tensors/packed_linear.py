@@ -98,8 +98,8 @@ class PackedIntLinear(IntLinear):
             if not torch.equal(groups, by_part[0]):
                 raise CheckpointError(
                     name,
-                    f"differs from {names[0]}, but the two layers run as one product, whose input "
-                    "has one order",
+                    f"differs from {names[0]}, but fused layers share one input and must have the "
+                    "same groups",
                     "quantize these layers together, or with 'actorder' 'weight'",
                 )
         first = by_part[0].long()

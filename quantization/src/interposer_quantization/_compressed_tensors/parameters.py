@@ -44,18 +44,12 @@ def scales_by_output(scales: torch.Tensor, members: Members) -> torch.Tensor:
     return scales if scales.ndim == 2 else members.per_output(scales).unsqueeze(1)
 
 
-DIFFERENT = "layers that run as one product differ in what they share: {listed}"
-
-
-def shared_scalar(
-    members: Members, numbers: torch.Tensor, name: str, why: str, problem: str = DIFFERENT
-) -> torch.Tensor:
+def shared_scalar(members: Members, numbers: torch.Tensor, name: str, why: str) -> torch.Tensor:
     """Return the number ``[1]`` that all fused layers share, from ``numbers`` ``[P]``.
 
     Args:
         name: of the tensor that holds the numbers.
         why: advice for the error message.
-        problem: error text; ``{name}`` stands for ``name``, ``{listed}`` for the numbers.
     Raises: CheckpointError: the numbers differ.
     """
     if not (numbers == numbers[0]).all():
@@ -64,7 +58,8 @@ def shared_scalar(
             for member, number in zip(members.sizes, numbers, strict=True)
         )
         first = members.tensor(next(iter(members.sizes)), name)
-        raise CheckpointError(first, problem.format(name=name, listed=listed), why)
+        problem = f"fused layers must have the same {name}, but differ: {listed}"
+        raise CheckpointError(first, problem, why)
     return numbers[:1]
 
 

@@ -121,7 +121,7 @@ def unsupported_reason(stored: Stored) -> str | None:
     """Return the reason why a layer's storage is not supported, or None if it is."""
     weights, inputs = stored.weights, stored.inputs
     if not _can_store(stored.form, weights):
-        return f"weights of {weights} are not what the format {stored.form!r} stores"
+        return f"the format {stored.form!r} does not store weights of {weights}"
     if inputs is None:
         return None
     if not _is_supported(inputs):

@@ -43,8 +43,8 @@ class W4A8Linear(LinearMethod):
         """
         if in_features % 2:
             raise ConfigError(
-                f"{site.prefix}: {in_features} weights of 4 bits a row are no pairs, which the op "
-                "of int8 inputs takes. Try: leave the layer plain"
+                f"{site.prefix} has {in_features} inputs, but 4-bit weights with int8 inputs need "
+                "an even number. Try: leave the layer plain"
             )
         self.dtype = site.dtype
         self.stored.register_weight(layer, site, in_features, out_features)

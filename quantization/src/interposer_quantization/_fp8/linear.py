@@ -24,7 +24,6 @@ from interposer_quantization._fp8.parameters import (
     register_per_part,
 )
 
-_DIFFERENT = "layers of one input quantize it differently, but run as one product: {listed}"
 _MEND = "calibrate them on the same input, or quantize inputs dynamically"
 
 
@@ -125,7 +124,7 @@ class _Fp8Linear(LinearMethod):
             input_scales = layer.get_parameter(self.input_scale)
             self.members.check(input_scales, self.input_scale)
             name, mend = self.input_scale, self.mend
-            static = (shared_scalar(self.members, input_scales, name, mend, _DIFFERENT),)
+            static = (shared_scalar(self.members, input_scales, name, mend),)
         constants = {
             "weight": layer.get_parameter(self.weight),
             "weight_scale": self._scale(layer),

@@ -117,9 +117,9 @@ class GPTQLinear(PackedLinear):
             if not torch.equal(groups, by_part[0]):
                 raise CheckpointError(
                     name,
-                    f"differs from {names[0]}, but {self.prefix} computes {', '.join(self.parts)} "
-                    "as one product, whose input has one order",
-                    "quantize these layers together, so that they share an order, or with "
+                    f"differs from {names[0]}, but {self.prefix} fuses {', '.join(self.parts)}, "
+                    "which share one input and must have the same groups",
+                    "quantize these layers together, so that they share the groups, or with "
                     "desc_act=False",
                 )
         ordered = torch.arange(len(first), device=first.device) // size

@@ -89,8 +89,8 @@ class ScaledInputLinear(LinearMethod):
             if not torch.equal(member_scales, scales[0]):
                 raise CheckpointError(
                     self.members.tensor(member, _NAME),
-                    f"differs from {self.members.tensor(first, _NAME)}, but layers of one input "
-                    f"run as one product, which has one {_NAME}; where none is stored, it is 1",
+                    f"differs from {self.members.tensor(first, _NAME)}, but fused layers must have "
+                    f"the same {_NAME}; a layer that stores none has 1",
                     "export the model with a release of ModelOpt that makes them equal",
                 )
 

@@ -93,8 +93,8 @@ class HeadSettings(LayersLeftOut):
         stated_fields = sorted(field for field in self.model_fields_set if field.startswith("head"))
         if stated_fields:
             raise ConfigError(
-                f"'modules_to_not_convert' leaves {name} out, but settings say how the head is "
-                f"held: {', '.join(map(repr, stated_fields))}. Try: leave these or that out"
+                f"'modules_to_not_convert' excludes {name}, but these settings quantize the head: "
+                f"{', '.join(map(repr, stated_fields))}. Try: remove the settings or the exclusion"
             )
         return True
 

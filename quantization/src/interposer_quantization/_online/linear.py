@@ -94,6 +94,6 @@ def check_finite(weight: torch.Tensor, name: str) -> None:
     invalid_values = weight[~weight.isfinite()]
     raise CheckpointError(
         name,
-        f"holds {float(invalid_values[0])}, which no quantized number can stand for",
+        f"holds {float(invalid_values[0])}, which cannot be quantized",
         "copy the checkpoint again",
     )
