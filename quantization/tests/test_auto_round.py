@@ -37,8 +37,8 @@ Numbers = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
 
 def settings_of(kind: str) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((WRITTEN / kind / CONFIG).read_text())
-    found: dict[str, Any] = config["quantization_config"]
-    return found
+    actual: dict[str, Any] = config["quantization_config"]
+    return actual
 
 
 def copied(kind: str, path: Path, **settings: Any) -> Path:
@@ -59,8 +59,8 @@ def codes(words: torch.Tensor, bits: int, places: tuple[int, ...] = ()) -> Numbe
     parted = unsigned[..., None] >> shifts & (2**bits - 1)
     if places:
         parted = parted[..., numpy.argsort(places)]
-    found: Numbers = parted.reshape(len(words), -1).astype(float)
-    return found
+    actual: Numbers = parted.reshape(len(words), -1).astype(float)
+    return actual
 
 
 def parted(
@@ -85,14 +85,14 @@ def dequantized(tensors: Mapping[str, torch.Tensor], layer: str, form: str) -> N
     if f"{layer}.weight" in tensors:
         return tensors[f"{layer}.weight"].double().numpy()
     numbers, _, scales = parted(tensors, layer, form)
-    found: Numbers = (numbers * scales).T
-    return found
+    actual: Numbers = (numbers * scales).T
+    return actual
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_what_the_words_stand_for(kind: str) -> None:
-    stated = settings_of(kind)
-    scheme = AutoRound.parse(stated)
+def test_packed_weights_are_dequantized_exactly(kind: str) -> None:
+    settings = settings_of(kind)
+    scheme = AutoRound.parse(settings)
     resolver = Resolver(current_registry(), place().device, Config(canary="off"), scheme)
     tensors, written = (
         load_file(WRITTEN / kind / WEIGHTS),
@@ -108,21 +108,21 @@ def test_weights_are_what_the_words_stand_for(kind: str) -> None:
             continue
         for parameter_name, parameter in layer.named_parameters():
             parameter.data.copy_(tensors[f"{name}.{parameter_name}"])
-        found, form = layer.method.dequantized(layer), stated["packing_format"]
-        assert found is not None
+        actual, form = layer.method.dequantized(layer), settings["packing_format"]
+        assert actual is not None
         # A code of 8 bits times a scale of 11 is exact in float64.
-        assert numpy.array_equal(found.numpy(), dequantized(tensors, name, form))
+        assert numpy.array_equal(actual.numpy(), dequantized(tensors, name, form))
         numbers, zeros, scales = parted(tensors, name, form)
         # Half a step, or one where the largest of one sign are a step from what codes reach; one
         # more for the zero point 0, which the packer of AutoGPTQ's words replaces by 1. Scales are
         # rounded to float16, and weights to bfloat16 before they are quantized.
         steps = 1.0 + (form == "auto_round:auto_gptq") * (zeros == 1) + abs(numbers) * 2.0**-11
-        error = abs(found.numpy() - original).T
+        error = abs(actual.numpy() - original).T
         assert (error <= steps * abs(scales) + abs(original.T) * 2.0**-8).all(), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_layer_computes_the_product_of_what_is_stored(kind: str, tmp_path: Path) -> None:
+def test_every_layer_multiplies_by_its_dequantized_weight(kind: str, tmp_path: Path) -> None:
     lm = load(copied(kind, tmp_path), dtype="float32")
     tensors, form = load_file(WRITTEN / kind / WEIGHTS), settings_of(kind)["packing_format"]
     layers = [layer for layer in lm.engine.model.modules() if isinstance(layer, Linear)]
@@ -140,7 +140,7 @@ def test_every_layer_computes_the_product_of_what_is_stored(kind: str, tmp_path:
         assert ((layer(x).double() - expected).abs() <= bound).all(), layer.prefix
 
 
-def test_both_widths_have_kernels_of_their_own(tmp_path: Path) -> None:
+def test_4_and_8_bit_layers_use_different_kernels(tmp_path: Path) -> None:
     choices = explain(load(copied("gptq", tmp_path), dtype="bfloat16")).to_dict()["choices"]
     places: dict[str, set[str]] = {}
     for choice in choices:
@@ -150,7 +150,7 @@ def test_both_widths_have_kernels_of_their_own(tmp_path: Path) -> None:
     assert f"{MLP}.down_proj" in places["linear"]
 
 
-def test_either_name_reads_the_same(tmp_path: Path) -> None:
+def test_method_names_auto_round_and_inc_are_equivalent(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for path, name in ((first, "auto-round"), (second, "inc")):
         path.mkdir()
@@ -159,7 +159,7 @@ def test_either_name_reads_the_same(tmp_path: Path) -> None:
     assert torch.equal(*logits)
 
 
-def test_fused_layers_must_be_stored_alike(tmp_path: Path) -> None:
+def test_fused_layers_with_different_storage_are_refused(tmp_path: Path) -> None:
     rules = {**settings_of("gptq")["extra_config"], f"{ATTENTION}.k_proj": {"bits": 4}}
     with pytest.raises(ConfigError, match="fuses layers that are quantized in different ways") as e:
         plan(copied("gptq", tmp_path, extra_config=rules))
@@ -167,12 +167,12 @@ def test_fused_layers_must_be_stored_alike(tmp_path: Path) -> None:
     assert f"{ATTENTION}.k_proj: 4 bits per group of 32 inputs" in str(e.value)
 
 
-def test_zero_points_must_be_the_middle_where_weights_are_symmetric(tmp_path: Path) -> None:
+def test_symmetric_weights_with_other_zero_points_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"qzeros: holds the zero point"):
         load(copied("gptq-asymmetric", tmp_path, sym=True))
 
 
-def test_scales_must_be_numbers(tmp_path: Path) -> None:
+def test_scales_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     path, name = copied("gptq", tmp_path), f"{MLP}.up_proj.scales"
     tensors = load_file(path / WEIGHTS)
     tensors[name][1, 7] = torch.nan
@@ -190,6 +190,8 @@ def test_scales_must_be_numbers(tmp_path: Path) -> None:
         ({"lm_head": {"bits": 8, "group_size": 32}}, True),
     ],
 )
-def test_a_head_is_quantized_where_it_is_named(extra: dict[str, Any], quantized: bool) -> None:
+def test_lm_head_is_quantized_if_extra_config_names_it(
+    extra: dict[str, Any], quantized: bool
+) -> None:
     scheme = AutoRound.parse(settings_of("gptq") | {"extra_config": extra})
     assert (scheme.head_method("lm_head") is not None) == quantized

@@ -39,7 +39,9 @@ def stored(name: str, **settings: Any) -> Stored | None:
         ("auto_round", False),
     ],
 )
-def test_words_of_gptq_have_zero_points_less_one_or_not(form: str, zeros_minus_one: bool) -> None:
+def test_packing_format_decides_if_zero_points_are_stored_minus_one(
+    form: str, zeros_minus_one: bool
+) -> None:
     expected = gptq_config.Weights(
         4, 128, symmetric=True, ordered=True, zeros_minus_one=zeros_minus_one
     )
@@ -47,7 +49,7 @@ def test_words_of_gptq_have_zero_points_less_one_or_not(form: str, zeros_minus_o
 
 
 @pytest.mark.parametrize("form", ["auto_awq", "auto_round:awq", "auto_round:auto_awq"])
-def test_words_of_awq(form: str) -> None:
+def test_awq_packing_is_read(form: str) -> None:
     assert stored(Q, packing_format=form, group_size=-1, sym=False) == awq_config.Weights(
         None, symmetric=False
     )
@@ -69,7 +71,7 @@ def test_words_of_awq(form: str) -> None:
         ({Q: {"bits": 8, "group_size": None, "sym": None}}, OF_8_BITS, GPTQ),
     ],
 )
-def test_rules_for_some_layers(
+def test_extra_config_overrides_settings_of_some_layers(
     rules: dict[str, Any], q: Stored | None, down: Stored | None
 ) -> None:
     assert (stored(Q, extra_config=rules), stored(DOWN, extra_config=rules)) == (q, down)
@@ -86,7 +88,7 @@ def test_layers_outside_the_blocks_stay_plain_unless_named(blocks: Any) -> None:
         assert stored(DOWN, **{name: blocks}, extra_config=rules) == OF_8_BITS
 
 
-def test_layers_that_are_not_converted_stay_plain() -> None:
+def test_excluded_layers_stay_plain() -> None:
     settings = {"modules_to_not_convert": [r"q_pro.$"], "extra_config": {Q: {"bits": 8}}}
     assert stored(Q, **settings) is None
     assert stored(DOWN, **settings) == GPTQ
@@ -116,14 +118,14 @@ def test_layers_that_are_not_converted_stay_plain() -> None:
         ),
     ],
 )
-def test_what_is_not_read_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         AutoRound.parse({**PLAIN, **settings})
     assert message in str(caught.value)
     assert "Supported: bits 4 or 8, by layer" in str(caught.value)
 
 
-def test_unknown_settings_are_refused_and_those_of_the_search_are_not() -> None:
+def test_calibration_settings_are_ignored_and_unknown_ones_refused() -> None:
     with pytest.raises(UnknownNameError, match="group_sise") as caught:
         INC.parse({**PLAIN, "quant_method": "inc", "group_sise": 64})
     assert caught.value.known[0] == "group_size"
@@ -131,6 +133,6 @@ def test_unknown_settings_are_refused_and_those_of_the_search_are_not() -> None:
     assert isinstance(INC.parse({**PLAIN, "quant_method": "inc", **searched}), INC)
 
 
-def test_packing_must_be_stated() -> None:
+def test_missing_packing_format_is_refused() -> None:
     with pytest.raises(ConfigError, match="packing_format = missing"):
         AutoRound.parse({k: v for k, v in PLAIN.items() if k != "packing_format"})

@@ -84,7 +84,7 @@ def awq(group_size: int = 16, **settings_: Any) -> dict[str, Any]:
 def write(path: Path, config: dict[str, Any], plain: Path) -> Path:
     """Write the shipped model quantized, and what its weights then stand for to ``plain``."""
     stored: Tensors = {}
-    meant: Tensors = {}
+    expected: Tensors = {}
     tensors = load_file(SOURCE / "model.safetensors")
     if config.get("lm_head"):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0)
@@ -92,14 +92,14 @@ def write(path: Path, config: dict[str, Any], plain: Path) -> Path:
         layer = name.removesuffix(".weight")
         skipped = any(part in layer for part in config.get("modules_to_not_convert", []))
         if not layer.endswith(("_proj", "lm_head")) or skipped:
-            stored[name] = meant[name] = tensor
+            stored[name] = expected[name] = tensor
             continue
         quantized = Quantized(tensor.float(), config["group_size"], config["zero_point"])
         stored |= {f"{layer}.{key}": value for key, value in quantized.stored.items()}
-        meant[name] = quantized.weight
+        expected[name] = quantized.weight
     facts = json.loads((SOURCE / "config.json").read_text(encoding="utf-8"))
     facts["tie_word_embeddings"] = "lm_head.weight" not in tensors
-    both = (path, stored, {"quantization_config": config}), (plain, meant, dict[str, Any]())
+    both = (path, stored, {"quantization_config": config}), (plain, expected, dict[str, Any]())
     for folder, tensors, extra in both:
         folder.mkdir(exist_ok=True)
         save_file(tensors, folder / "model.safetensors")
@@ -131,7 +131,7 @@ def fill(layer: Linear, tensors: Tensors) -> None:
     seed=st.integers(0, 2**31),
 )
 @settings(max_examples=num_examples(60))
-def test_layer_computes_what_was_stored(
+def test_layer_multiplies_by_the_stored_weight(
     group_size: int, zero_point: bool, outputs: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -139,28 +139,28 @@ def test_layer_computes_what_was_stored(
     quantized = Quantized(weight, group_size, zero_point)
     layer = built(awq(group_size, zero_point=zero_point), {"o_proj": outputs}, 40)
     fill(layer, quantized.stored)
-    meant = layer.method.dequantized(layer)
-    assert meant is not None
-    assert torch.equal(meant, quantized.weight.double())
+    expected = layer.method.dequantized(layer)
+    assert expected is not None
+    assert torch.equal(expected, quantized.weight.double())
     layer.finalize()
     x = torch.randn(2, 3, 40, generator=generator)
     # Each of n additions and the products before them err by at most u of a partial sum, and the
     # kernel may multiply by the scale after adding, so twice.
-    terms = x.double().abs() @ meant.abs().T
+    terms = x.double().abs() @ expected.abs().T
     bound = 2 * (40 + 2) * torch.finfo(torch.float32).eps * terms + 1e-9
-    assert ((layer(x).double() - x.double() @ meant.T).abs() <= bound).all()
+    assert ((layer(x).double() - x.double() @ expected.T).abs() <= bound).all()
 
 
-def test_words_interleave_their_codes() -> None:
+def test_packed_int32_interleaves_the_values() -> None:
     """The numbers are those of the format, stated without any packer."""
     layer = built(awq(1), {"o_proj": 8}, 1)
     weight = torch.tensor([[0x75316420]], dtype=torch.int32)  # outputs 0 to 7 hold 0 to 7
     zeros = torch.tensor([[0x00000010]], dtype=torch.int32)  # output 2 holds 1
     layer.get_parameter("qweight").copy_(weight)
     fill(layer, {"qzeros": zeros, "scales": torch.full((1, 8), 0.5)})
-    found = layer.method.dequantized(layer)
-    assert found is not None
-    assert found.flatten().tolist() == [0, 0.5, 0.5, 1.5, 2, 2.5, 3, 3.5]
+    actual = layer.method.dequantized(layer)
+    assert actual is not None
+    assert actual.flatten().tolist() == [0, 0.5, 0.5, 1.5, 2, 2.5, 3, 3.5]
 
 
 VARIANTS = {
@@ -173,7 +173,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_model_computes_what_its_weights_stand_for(variant: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_the_dequantized_model(variant: str, tmp_path: Path) -> None:
     path = write(tmp_path / "stored", VARIANTS[variant], tmp_path / "meant")
     expected = load(tmp_path / "meant", dtype="float32").logits(TOKENS)
     # Both models multiply by the same float32 weights. The rounding errors of a sum of n terms, a
@@ -194,7 +194,7 @@ def grouped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(path / "stored", awq(), path / "meant")
 
 
-def test_weights_are_held_once(grouped: Path) -> None:
+def test_finalized_layer_keeps_one_copy_of_the_weight(grouped: Path) -> None:
     # Another kernel may hold its own form of them.
     config = Config(kernels={"w4a16_linear": "reference"})
     for layer in load(grouped, dtype="bfloat16", config=config).engine.model.modules():
@@ -206,7 +206,7 @@ def test_weights_are_held_once(grouped: Path) -> None:
             assert bias is None
 
 
-def test_fused_layer_equals_its_parts() -> None:
+def test_fused_layer_equals_separate_layers() -> None:
     parts = {"q_proj": 24, "k_proj": 8, "v_proj": 8}
     generator = torch.Generator().manual_seed(2)
     whole, x = torch.randn(40, 48, generator=generator), torch.randn(3, 48, generator=generator)
@@ -227,7 +227,7 @@ def test_fused_layer_equals_its_parts() -> None:
     torch.testing.assert_close(fused(x), torch.cat(outputs, -1))
 
 
-def test_named_modules_stay_plain(tmp_path: Path) -> None:
+def test_modules_to_not_convert_stay_plain(tmp_path: Path) -> None:
     path = write(tmp_path / "stored", VARIANTS["some left plain"], tmp_path / "meant")
     lm = load(path, dtype="float32")
     for layer in lm.engine.model.modules():
@@ -257,7 +257,7 @@ V_PROJ = "model.layers.3.self_attn.v_proj"
         ("g_idx", torch.zeros, r"v_proj\.g_idx', which the model has no place for"),
     ],
 )
-def test_bad_tensors_are_refused_by_name(
+def test_invalid_tensors_are_refused_with_their_name(
     grouped: Path, tmp_path: Path, name: str, change: Callable[[Any], Any] | None, message: str
 ) -> None:
     shutil.copytree(grouped, tmp_path, dirs_exist_ok=True)
@@ -270,7 +270,7 @@ def test_bad_tensors_are_refused_by_name(
         load(tmp_path)
 
 
-def test_zero_points_contradict_their_absence() -> None:
+def test_zero_points_in_a_symmetric_checkpoint_are_refused() -> None:
     layer = built(awq(zero_point=False), {"q_proj": 8, "k_proj": 8}, 48)
     quantized = Quantized(torch.randn(16, 48), 16, zero_point=False)
     quantized.zeros[12, 1] = 3
@@ -288,14 +288,14 @@ def test_zero_points_contradict_their_absence() -> None:
         (-1, {"q_proj": 12, "k_proj": 4}, 64, r"block\.fused: q_proj has 64 inputs and 12 outputs"),
     ],
 )
-def test_sizes_that_cannot_be_stored_are_refused(
+def test_sizes_that_the_packing_cannot_store_are_refused(
     group_size: int, parts: dict[str, int], inputs: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         built(awq(group_size), parts, inputs)
 
 
-def test_fused_layers_must_be_quantized_alike() -> None:
+def test_fused_layers_with_different_quantization_are_refused() -> None:
     scheme = AWQ.parse(awq(modules_to_not_convert=["k_proj"]))
     with pytest.raises(ConfigError, match=r"a\.q_proj: 4 bits per group of 16(.|\n)*k_proj: not q"):
         scheme.linear_method("a.qkv_proj", ("q_proj", "k_proj", "v_proj"))
@@ -323,13 +323,13 @@ def test_fused_layers_must_be_quantized_alike() -> None:
         ({"quant_method": "gptq"}, r"quant_method = 'gptq'"),
     ],
 )
-def test_other_settings_are_refused(settings_: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_refused(settings_: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         Settings.parse(awq() | settings_)
     assert "version 'gemm'" in str(caught.value)
 
 
-def test_unknown_setting_is_refused_with_the_nearest() -> None:
+def test_unknown_setting_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(UnknownNameError, match="in quantization_config") as caught:
         Settings.parse(awq() | {"zero_points": True})
     assert caught.value.known[0] == "zero_point"
@@ -367,14 +367,14 @@ def test_settings_of_transformers_are_read() -> None:
 
 
 @pytest.mark.parametrize("config", WRITTEN)
-def test_settings_of_writers_are_read(config: dict[str, Any]) -> None:
+def test_settings_of_other_exporters_are_read(config: dict[str, Any]) -> None:
     weights = Settings.parse(config).stored("model.layers.0.mlp.down_proj")
     assert weights is not None
     assert (weights.inputs_per_scale, weights.symmetric) == (16, False)
 
 
-def test_conformance_tries_the_examples() -> None:
-    found = conformance(current_registry(), DEVICE, distribution="interposer-quantization")
+def test_conformance_suite_runs_the_examples() -> None:
+    actual = conformance(current_registry(), DEVICE, distribution="interposer-quantization")
     # The trials themselves are run in ops/tests/test_conformance.py, among all that is installed.
-    trials = [t for t in found if t.aspect == "scheme" and t.request.name == "awq"]
+    trials = [t for t in actual if t.aspect == "scheme" and t.request.name == "awq"]
     assert {"groups of 32", "symmetric"} <= {trial.label for trial in trials if trial.verdict}

@@ -14,7 +14,7 @@ from tests.landing import num_examples
 from interposer_quantization._compressed_tensors.bits import count_words, unpack_bits
 
 
-def test_long_rows_are_unpacked_in_parts() -> None:
+def test_long_rows_are_unpacked_in_chunks() -> None:
     generator = torch.Generator().manual_seed(0)
     shape = (3, (1 << 21) + 32)
     codes = torch.randint(0, 8, shape, generator=generator, dtype=torch.uint8)
@@ -29,7 +29,9 @@ def test_long_rows_are_unpacked_in_parts() -> None:
     seed=st.integers(0, 2**16),
 )
 @settings(max_examples=num_examples(300))
-def test_words_are_those_of_the_library(bits: int, rows: int, num_codes: int, seed: int) -> None:
+def test_packing_matches_compressed_tensors(
+    bits: int, rows: int, num_codes: int, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 2**bits, (rows, num_codes), generator=generator, dtype=torch.uint8)
     signed = (codes.short() - 2 ** (bits - 1)).to(torch.int8)

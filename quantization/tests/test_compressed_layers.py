@@ -68,8 +68,8 @@ def built(label: str, parts: Mapping[str, int] | None = None, inputs: int = 256)
     return MergedLinear(at.at("qkv_proj"), inputs, parts, bias=True)
 
 
-def test_a_product_of_codes_says_what_it_is_made_of() -> None:
-    found = set()
+def test_fused_kernel_exposes_quantizer_and_matmul() -> None:
+    actual = set()
     num_scales = {"Fp8BlockLinear": 2, "Mxfp8Linear": 8}  # of a token; else one
     for label in EXAMPLES:
         layer = built(label)
@@ -92,8 +92,8 @@ def test_a_product_of_codes_says_what_it_is_made_of() -> None:
             assert torch.equal(layer(x), kernel.multiply(codes, scales, *operands))
             method: Any = layer.method
             assert kernel.product is method.bound.function
-            found.add((name, is_static))
-    assert found == {
+            actual.add((name, is_static))
+    assert actual == {
         ("Int8Linear", False),
         ("Int8Linear", True),
         ("W4A8Linear", False),
@@ -106,7 +106,7 @@ def test_a_product_of_codes_says_what_it_is_made_of() -> None:
 
 
 @pytest.mark.parametrize("label", EXAMPLES)
-def test_fused_layer_equals_its_parts(label: str) -> None:
+def test_fused_layer_equals_separate_layers(label: str) -> None:
     at = site(EXAMPLES[label])
     fused = MergedLinear(at.at("qkv_proj"), 256, SIZES, bias=True)
     parts = {name: Linear(at.at(name), 256, size, bias=True) for name, size in SIZES.items()}
@@ -131,7 +131,7 @@ def test_fused_layer_equals_its_parts(label: str) -> None:
     assert not torch.equal(outputs[:, :128], outputs[:, 256:384])
 
 
-def test_suite_tries_the_examples() -> None:
+def test_conformance_suite_runs_the_examples() -> None:
     # The trials themselves are run in ops/tests/test_conformance.py, among all that is installed.
     trials = [
         trial
@@ -157,7 +157,7 @@ def test_suite_tries_the_examples() -> None:
         ("nvfp4, inputs not quantized", 128 * 256 + 128 * 16 * 4),
     ],
 )
-def test_what_is_held_is_what_the_kernel_takes(label: str, num_bytes: int) -> None:
+def test_finalized_layer_keeps_only_the_kernel_operands(label: str, num_bytes: int) -> None:
     # Others may hold what they prepared.
     at = site(EXAMPLES[label], kernels={"*": "reference"})
     layer = Linear(at.at("o_proj"), 256, 128)
@@ -174,7 +174,7 @@ ORDERED = "packed int4 per group, act order"
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_inputs_multiply_by_the_group_that_is_named(fused: bool) -> None:
+def test_inputs_are_multiplied_in_the_group_of_g_idx(fused: bool) -> None:
     """The library no longer writes such an order, so the checkpoint is written here."""
     generator = torch.Generator().manual_seed(3)
     codes = torch.randint(-8, 8, (128, 64), generator=generator, dtype=torch.int8)
@@ -196,15 +196,15 @@ def test_inputs_multiply_by_the_group_that_is_named(fused: bool) -> None:
     assert set(stored) == {name for name, _ in layer.named_parameters()}
     for name, tensor in stored.items():
         layer.get_parameter(name).data.copy_(tensor)
-    found = layer.method.dequantized(layer)
-    assert found is not None
-    assert torch.equal(found, expected)
+    actual = layer.method.dequantized(layer)
+    assert actual is not None
+    assert torch.equal(actual, expected)
     layer.finalize()
     x = torch.randn(5, 64, generator=generator)
     torch.testing.assert_close(layer(x).double(), x.double() @ expected.T, rtol=1e-5, atol=1e-4)
 
 
-def test_rounded_inputs_would_give_the_same() -> None:
+def test_w4a8_linear_matches_fake_quantized_inputs() -> None:
     """Both ways to multiply by inputs of 8 bits, of which one has an op of both operands."""
     at = site(EXAMPLES["packed int4, act order, inputs int8"])
     layer = Linear(at.at("o_proj"), 256, 128, bias=True)
@@ -225,7 +225,7 @@ def test_rounded_inputs_would_give_the_same() -> None:
 
 
 @pytest.mark.parametrize("name", ["weight", "weight_zero_point"])
-def test_codes_of_more_bits_than_stated_are_refused(name: str) -> None:
+def test_values_with_more_bits_than_stated_are_refused(name: str) -> None:
     layer = built("int4 per output, inputs static, asymmetric", SIZES)
     fill(layer)
     layer.get_parameter(name).data[300, 0] = 8
@@ -234,21 +234,21 @@ def test_codes_of_more_bits_than_stated_are_refused(name: str) -> None:
         layer.finalize()
 
 
-def test_order_that_was_not_chosen_is_none() -> None:
+def test_unassigned_group_indices_mean_consecutive_groups() -> None:
     layer = built(ORDERED)
     fill(layer)
     layer.get_parameter("weight_g_idx").data.fill_(-1)
-    found = layer.method.dequantized(layer)
+    actual = layer.method.dequantized(layer)
     layer.get_parameter("weight_g_idx").data.copy_(torch.arange(256) // 32)
-    assert found is not None
+    assert actual is not None
     expected = layer.method.dequantized(layer)
     assert expected is not None
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
     layer.finalize()
     assert len(layer.operands) == 4, "inputs that are in order need not be sorted"
 
 
-def test_negative_scales_mirror_the_range() -> None:
+def test_negative_scales_are_accepted() -> None:
     layer = built("packed int4 per group")
     fill(layer)
     layer.get_parameter("weight_scale").data.neg_()
@@ -278,7 +278,7 @@ SCALED = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("label", SCALED)
-def test_scales_that_are_none_are_refused(label: str, wrong: str) -> None:
+def test_scales_that_are_zero_or_not_finite_are_refused(label: str, wrong: str) -> None:
     layer, name = built(label, SIZES), SCALED[label]
     fill(layer)
     layer.get_parameter(name).data[-1] = WRONG[wrong]
@@ -302,7 +302,7 @@ def test_block_scales_may_be_zero_but_must_be_numbers(label: str) -> None:
 @pytest.mark.parametrize(
     "label", ["mxfp4", "mxfp4, inputs not quantized", "mxfp8", "mxfp8, inputs not quantized"]
 )
-def test_exponents_that_are_no_number_are_refused(label: str) -> None:
+def test_nan_exponents_are_refused(label: str) -> None:
     layer = built(label, SIZES)
     fill(layer)
     layer.get_parameter("weight_scale").data[256 + 2, 1] = 255
@@ -386,21 +386,21 @@ def test_tensors_that_contradict_each_other_are_refused(
         ("float8 in blocks, inputs per token", 256, {"q_proj": 192, "k_proj": 64}, "name them in"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(
+def test_sizes_that_the_format_cannot_store_are_refused(
     label: str, inputs: int, parts: Mapping[str, int] | None, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         built(label, parts, inputs)
 
 
-def test_width_that_can_be_packed_in_two_ways_is_refused() -> None:
+def test_ambiguous_packing_is_refused() -> None:
     settings = copy.deepcopy(dict(EXAMPLES["packed int3 per group"]))
     settings["config_groups"]["group_0"]["weights"] |= {"strategy": "channel", "group_size": None}
     with pytest.raises(ConfigError, match=r"20 weights of 3 bits a row can be packed in two ways"):
         Linear(site(settings).at("o_proj"), 20, 64)
 
 
-def test_words_of_a_layer_alone_need_not_be_full() -> None:
+def test_unfused_layer_may_leave_an_int32_partly_empty() -> None:
     layer = Linear(site(EXAMPLES["packed int4 per output, asymmetric"]).at("o_proj"), 30, 12)
     assert layer.get_parameter("weight_packed").shape == (12, 4)
     assert layer.get_parameter("weight_zero_point").shape == (2, 1)

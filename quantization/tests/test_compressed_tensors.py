@@ -195,10 +195,10 @@ def calibrate(model: Any) -> None:
     """Set every scale and zero point of a model to what the library finds for its numbers."""
     quantized = quantized_linears(model)
     weights = torch.cat([module.weight.detach().flatten() for module in quantized])
-    seen: dict[Any, torch.Tensor] = {}
+    observed: dict[Any, torch.Tensor] = {}
 
     def look(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
-        seen[module] = arguments[0].detach()
+        observed[module] = arguments[0].detach()
 
     hooks = [module.register_forward_pre_hook(look) for module in quantized]
     for module in quantized:
@@ -218,14 +218,14 @@ def calibrate(model: Any) -> None:
             shared = generate_gparam(weights.min(), weights.max())
             module.weight_global_scale.data.copy_(shared)
         parts = blocks_of(module.weight.detach(), args)
-        found = calculate_qparams(parts.amin(-1), parts.amax(-1), args, global_scale=shared)
-        module.weight_scale.data.copy_(found[0])
-        module.weight_zero_point.data.copy_(found[1])
+        actual = calculate_qparams(parts.amin(-1), parts.amax(-1), args, global_scale=shared)
+        module.weight_scale.data.copy_(actual[0])
+        module.weight_zero_point.data.copy_(actual[1])
         if hasattr(module, "input_global_scale"):
-            x = seen[module]
+            x = observed[module]
             module.input_global_scale.data.copy_(generate_gparam(x.min(), x.max()))
         elif inputs is not None and not inputs.dynamic:
-            scale, zero = calculate_qparams(seen[module].min(), seen[module].max(), inputs)
+            scale, zero = calculate_qparams(observed[module].min(), observed[module].max(), inputs)
             module.input_scale.data.copy_(scale)
             module.input_zero_point.data.copy_(zero)
 
@@ -332,7 +332,7 @@ def linears(path: Path, dtype: str, config: Config | None = None) -> dict[str, L
 
 def dequantized_weights(path: Path) -> dict[str, torch.Tensor]:
     """Return what the loaded layers say of their weights, by the checkpoint's names of layers."""
-    found: dict[str, torch.Tensor] = {}
+    actual: dict[str, torch.Tensor] = {}
     finalize, finalize_head = Linear.finalize, LMHead.finalize
 
     def look(layer: Linear) -> None:
@@ -340,32 +340,32 @@ def dequantized_weights(path: Path) -> dict[str, torch.Tensor]:
         if weight is not None:
             parent, sizes = layer.prefix.rpartition(".")[0], list(layer.parts.values())
             parts = zip(layer.parts, weight.split(sizes), strict=True)
-            found.update({f"{parent}.{part}": rows.clone() for part, rows in parts})
+            actual.update({f"{parent}.{part}": rows.clone() for part, rows in parts})
         finalize(layer)
 
     def look_at_head(head: LMHead) -> None:
         weight = head.method.dequantized(head)
         if weight is not None:
-            found[head.prefix] = weight.clone()
+            actual[head.prefix] = weight.clone()
         finalize_head(head)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Linear, "finalize", look)
         patched.setattr(LMHead, "finalize", look_at_head)
         load(path, dtype="float32")
-    return found
+    return actual
 
 
 def assert_weights_are_those_of_the_library(path: Path) -> None:
     """Compare the loaded weights with those that the library decompresses, bit for bit."""
-    reference, found = library_model(path, exact=False), dequantized_weights(path)
+    reference, actual = library_model(path, exact=False), dequantized_weights(path)
     linear = quantized_linears(reference)
     quantized = [name for name, module in reference.named_modules() if module in linear]
-    assert set(quantized) == set(found)
+    assert set(quantized) == set(actual)
     assert len(quantized) > 8
     for name in quantized:
         module = reference.get_submodule(name)
-        weight = found[name].to(torch.float32)
+        weight = actual[name].to(torch.float32)
         if module.quantization_scheme.format == "nvfp4-pack-quantized":
             # The library decompresses these to bfloat16, which rounds them.
             weight = weight.to(torch.bfloat16).float()
@@ -394,12 +394,12 @@ ALONE = {
 
 
 @pytest.mark.parametrize("kind", landing_sample(QUANTIZED, every=3))
-def test_weights_and_logits_are_those_of_the_library(kind: str, tmp_path: Path) -> None:
+def test_weights_and_logits_match_compressed_tensors(kind: str, tmp_path: Path) -> None:
     path = write_quantized(tmp_path, *QUANTIZED[kind])
     assert_weights_are_those_of_the_library(path)
     expected = library_logits(path) if kind in ALONE else transformers_logits(path)
-    found = load(path, dtype="float32").logits(TOKENS)
-    assert (found - expected).abs().max() <= 1e-4
+    actual = load(path, dtype="float32").logits(TOKENS)
+    assert (actual - expected).abs().max() <= 1e-4
     assert expected.abs().max() > 1, "nothing is compared"
 
 
@@ -418,25 +418,25 @@ OTHER_RULE = (
         every=3,
     ),
 )
-def test_inputs_are_rounded_no_worse_than_by_the_library(
+def test_input_rounding_error_is_close_to_that_of_compressed_tensors(
     kind: str, ignore: list[str], tmp_path: Path
 ) -> None:
     weights, inputs, storage = ROUNDED[kind]
     path = write_quantized(tmp_path, {"Linear": weights}, ignore, storage, inputs=inputs)
     assert_weights_are_those_of_the_library(path)
     exact, expected = library_logits(path, rounded=False), library_logits(path)
-    found = load(path, dtype="float32").logits(TOKENS)
+    actual = load(path, dtype="float32").logits(TOKENS)
     noise = (expected - exact).norm()
     assert noise > 1e-3 * exact.norm(), "nothing is rounded"
     # Errors of rounding add up at random, so that two models of one noise differ a little in it.
-    assert 0.75 * noise < (found - exact).norm() < 1.25 * noise
+    assert 0.75 * noise < (actual - exact).norm() < 1.25 * noise
     if kind not in OTHER_RULE:
         # A number halfway between two may go either way; all others are rounded alike.
-        assert (found - expected).norm() < 0.2 * noise
+        assert (actual - expected).norm() < 0.2 * noise
 
 
 @pytest.mark.parametrize("kind", ["int4, inputs int8", "packed int4, inputs int8"])
-def test_four_bits_by_eight_are_an_op_of_both(kind: str, tmp_path: Path) -> None:
+def test_int4_weights_with_int8_inputs_use_w4a8_linear(kind: str, tmp_path: Path) -> None:
     """The library computes the same with the same scales of inputs."""
     weights, inputs, storage = ROUNDED[kind]
     path = write_quantized(tmp_path, {"Linear": weights}, ["lm_head"], storage, inputs=inputs)
@@ -464,22 +464,22 @@ def test_four_bits_by_eight_are_an_op_of_both(kind: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", ["float", "int"])
 @pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
-def test_keys_and_values_are_rounded_as_by_the_library(
+def test_kv_cache_rounding_matches_compressed_tensors(
     strategy: str, kind: str, tmp_path: Path
 ) -> None:
     cache = {"type": kind, "strategy": strategy}
     path = write_quantized(tmp_path, {"Linear": INT4}, ["lm_head"], None, cache=cache)
     exact, expected = library_logits(path, rounded=False), library_logits(path)
-    found = load(path, dtype="float32").logits(TOKENS)
+    actual = load(path, dtype="float32").logits(TOKENS)
     noise = (expected - exact).norm()
     assert noise > 1e-2 * exact.norm(), "nothing is rounded"
-    assert (found - expected).norm() < 0.01 * noise
+    assert (actual - expected).norm() < 0.01 * noise
     scales = load_file(path / "model.safetensors")["model.layers.0.self_attn.k_scale"]
     assert (scales.numel() > 1) == (strategy == "attn_head")
 
 
 @pytest.mark.parametrize("kind", ["float", "int"])
-def test_a_cache_needs_the_scales_that_were_found(kind: str, tmp_path: Path) -> None:
+def test_quantized_cache_without_scales_is_refused(kind: str, tmp_path: Path) -> None:
     cache = {"type": kind, "strategy": "tensor"}
     path = write_quantized(tmp_path, {"Linear": INT4}, ["lm_head"], None, cache=cache)
     stored = load_file(path / "model.safetensors")
@@ -490,7 +490,7 @@ def test_a_cache_needs_the_scales_that_were_found(kind: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8", "float8, inputs static"])
-def test_what_the_library_assembles_is_what_transformers_loads(kind: str, tmp_path: Path) -> None:
+def test_reference_logits_match_transformers(kind: str, tmp_path: Path) -> None:
     weights, inputs, storage = ROUNDED[kind]
     path = write_quantized(tmp_path, {"Linear": weights}, ["lm_head"], storage, inputs=inputs)
     assert torch.equal(library_logits(path), transformers_logits(path))
@@ -499,15 +499,15 @@ def test_what_the_library_assembles_is_what_transformers_loads(kind: str, tmp_pa
 @pytest.mark.parametrize(
     "options", [{"storage": "naive-quantized"}, {"tie_word_embeddings": True}, {"mlp_bias": True}]
 )
-def test_variants_give_the_logits_of_the_library(options: Any, tmp_path: Path) -> None:
+def test_variants_match_the_logits_of_compressed_tensors(options: Any, tmp_path: Path) -> None:
     groups, ignore, storage = QUANTIZED["per group"]
     path = write_quantized(tmp_path, groups, ignore, **{"storage": storage, **options})
-    found = load(path, dtype="float32").logits(TOKENS)
-    assert (found - transformers_logits(path)).abs().max() <= 1e-4
+    actual = load(path, dtype="float32").logits(TOKENS)
+    assert (actual - transformers_logits(path)).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tensors_are_held_as_they_are_stored(grouped: Path, dtype: str) -> None:
+def test_finalized_layers_keep_the_stored_tensors(grouped: Path, dtype: str) -> None:
     stored = load_file(grouped / "model.safetensors")
     # Other kernels may hold what they prepared.
     layers = linears(grouped, dtype, Config(kernels={"w8a16_linear": "reference"}))
@@ -517,12 +517,12 @@ def test_tensors_are_held_as_they_are_stored(grouped: Path, dtype: str) -> None:
         for name in ("weight", "weight_scale"):
             rows = [stored[f"{parent}.{part}.{name}"] for part in layer.parts]
             expected = torch.cat(rows)
-            found = layer.get_parameter(name)
-            assert found.dtype == (torch.int8 if name == "weight" else torch.float32)
-            assert torch.equal(found, expected.to(found.dtype))
-    held = sum(p.nbytes for layer in layers.values() for p in layer.parameters())
+            actual = layer.get_parameter(name)
+            assert actual.dtype == (torch.int8 if name == "weight" else torch.float32)
+            assert torch.equal(actual, expected.to(actual.dtype))
+    kept_bytes = sum(p.nbytes for layer in layers.values() for p in layer.parameters())
     weights = sum(t.nbytes for name, t in stored.items() if t.dtype == torch.int8)
-    assert weights < held < 1.5 * weights
+    assert weights < kept_bytes < 1.5 * weights
 
 
 def test_bfloat16_logits_are_close_to_float32(grouped: Path) -> None:
@@ -545,7 +545,7 @@ def test_ignored_layers_stay_plain(tmp_path: Path) -> None:
     }
 
 
-def test_explanation_says_where_weights_are_quantized(tmp_path: Path) -> None:
+def test_explanation_names_the_quantized_layers(tmp_path: Path) -> None:
     path = write_quantized(tmp_path, *QUANTIZED["some left plain"])
     choices = explain(load(path, dtype="float32")).to_dict()["choices"]
     (scheme,) = (choice for choice in choices if choice["kind"] == "scheme")
@@ -562,7 +562,7 @@ def test_explanation_says_where_weights_are_quantized(tmp_path: Path) -> None:
     assert sizes == {32}
 
 
-def test_a_quantized_head_is_held_in_its_codes(tmp_path: Path) -> None:
+def test_quantized_lm_head_uses_a_quantized_op(tmp_path: Path) -> None:
     path = write_quantized(tmp_path, *QUANTIZED["head too, packed int4"])
     places = {
         prefix: row.choice.request.name
@@ -621,7 +621,7 @@ def test_tensors_that_contradict_the_config_are_refused(
         load(tmp_path)
 
 
-def test_fused_layers_must_be_quantized_alike(tmp_path: Path) -> None:
+def test_fused_layers_with_different_quantization_are_refused(tmp_path: Path) -> None:
     path = write_quantized(tmp_path, {"Linear": PER_OUTPUT}, ["lm_head", "re:.*k_proj"])
     with pytest.raises(ConfigError) as caught:
         load(path)

@@ -129,7 +129,7 @@ PRESETS = {
 
 
 @pytest.mark.parametrize(("name", "form"), PRESETS)
-def test_schemes_that_the_library_names_are_read(name: str, form: str) -> None:
+def test_preset_schemes_of_compressed_tensors_are_read(name: str, form: str) -> None:
     parsed = Settings.parse(preset(name, form))
     assert str(parsed.stored("model.layers.0.mlp.up_proj")) == PRESETS[name, form]
     assert parsed.stored("lm_head") is None
@@ -166,7 +166,7 @@ def test_settings_of_the_library_are_read(
     assert stored.inputs is None
 
 
-def test_groups_may_have_formats_of_their_own() -> None:
+def test_each_config_group_may_have_its_own_format() -> None:
     mixed = {**PER_OUTPUT, "format": "mixed-precision"}
     mixed["config_groups"] = {
         "group_0": PER_OUTPUT["config_groups"]["group_0"] | {"targets": ["re:.*mlp.*"]},
@@ -263,14 +263,14 @@ def test_everything_else_is_refused(path: str, value: Any, message: str) -> None
         ("config_groups.group_0.weights.grup_size", "group_size"),
     ],
 )
-def test_unknown_setting_is_refused_with_the_nearest(path: str, nearest: str) -> None:
+def test_unknown_setting_is_refused_with_the_nearest_name(path: str, nearest: str) -> None:
     with pytest.raises(UnknownNameError, match="Known, nearest first") as caught:
         Settings.parse(changed(path, None))
     assert caught.value.known[0] == nearest
 
 
 @pytest.mark.parametrize("name", ["input_activations", "kv_cache_scheme"])
-def test_unknown_setting_of_what_is_computed_is_refused(name: str) -> None:
+def test_unknown_setting_inside_a_group_is_refused(name: str) -> None:
     within = "config_groups.group_0.input_activations" if name != "kv_cache_scheme" else name
     with pytest.raises(UnknownNameError, match=rf"in quantization_config\.{within}") as caught:
         Settings.parse(changed(within, {"symetric": True, "type": "float"}))
@@ -342,7 +342,7 @@ def facts(args: Any) -> tuple[Any, ...]:
 @given(mutated())
 @settings(max_examples=num_examples(400))
 @pytest.mark.filterwarnings("ignore:Using GROUP strategy for both:UserWarning")
-def test_settings_are_refused_or_mean_what_the_library_means(tree: dict[str, Any]) -> None:
+def test_settings_are_refused_or_match_compressed_tensors(tree: dict[str, Any]) -> None:
     parsed = None
     with suppress(ConfigError):
         parsed = Settings.parse(tree)
@@ -359,13 +359,13 @@ def test_settings_are_refused_or_mean_what_the_library_means(tree: dict[str, Any
             assert scheme.weights is None
             continue
         assert stored.form == (scheme.format or library.format)
-        found = stored.weights
+        actual = stored.weights
         assert facts(scheme.weights) == (
-            found.kind,
-            found.bits,
-            found.symmetric,
-            found.strategy,
-            found.size,
+            actual.kind,
+            actual.bits,
+            actual.symmetric,
+            actual.strategy,
+            actual.size,
         )
         assert scheme.weights.dynamic is False
         if stored.inputs is None:
@@ -384,7 +384,7 @@ def test_settings_are_refused_or_mean_what_the_library_means(tree: dict[str, Any
         assert stored.inputs.static == (inputs.dynamic is False)
 
 
-def test_early_orders_of_inputs_are_read() -> None:
+def test_actorder_of_early_releases_is_read() -> None:
     packed = preset("W4A16", "pack-quantized")
     for order, reordered in (("group", True), ("dynamic", True), ("weight", False), (False, False)):
         packed["config_groups"]["group_0"]["weights"]["actorder"] = order
@@ -393,7 +393,7 @@ def test_early_orders_of_inputs_are_read() -> None:
         assert stored.weights.reordered is reordered
 
 
-def test_dense_sparsity_of_early_releases_says_nothing() -> None:
+def test_dense_sparsity_of_early_releases_is_ignored() -> None:
     sparsity = {"format": "dense", "global_sparsity": 0.1, "sparsity_structure": "unstructured"}
     sparsity |= {"ignore": [], "targets": [], "registry_requires_subclass": False}
     assert Settings.parse({**PER_OUTPUT, "sparsity_config": sparsity}).stored("fc") is not None
@@ -437,7 +437,7 @@ PATTERNS = st.sampled_from(
     ignore=st.lists(PATTERNS, max_size=2),
 )
 @settings(max_examples=num_examples(200))
-def test_layers_are_matched_as_the_library_matches_them(
+def test_target_matching_follows_compressed_tensors(
     targets: list[list[str]], ignore: list[str]
 ) -> None:
     tree = copy.deepcopy(PER_OUTPUT)
@@ -458,5 +458,5 @@ def test_layers_are_matched_as_the_library_matches_them(
     for name, module in linears:
         scheme = getattr(module, "quantization_scheme", None)
         stored = parsed.stored(name)
-        found = stored and stored.weights.inputs_per_scale
-        assert found == (scheme and scheme.weights.group_size), name
+        actual = stored and stored.weights.inputs_per_scale
+        assert actual == (scheme and scheme.weights.group_size), name

@@ -104,7 +104,7 @@ def compressed(weight: torch.Tensor, form: str, arguments: dict[str, Any]) -> tu
     seed=st.integers(0, 2**16),
 )
 @settings(max_examples=num_examples(150), deadline=None)
-def test_weights_are_those_that_the_library_decompresses(
+def test_weights_match_the_decompression_of_compressed_tensors(
     layer: tuple[str, dict[str, Any], int, int], dtype: torch.dtype, seed: int
 ) -> None:
     form, arguments, out_features, in_features = layer
@@ -119,20 +119,20 @@ def test_weights_are_those_that_the_library_decompresses(
         }
     )
     resolver = Resolver(current_registry(), place().device, Config(canary="off"), reader)
-    found = Linear(Site(resolver, "block.fc", torch.float32), in_features, out_features)
-    assert {name for name, _ in found.named_parameters()} == set(stored)
-    for name, parameter in found.named_parameters():
+    actual = Linear(Site(resolver, "block.fc", torch.float32), in_features, out_features)
+    assert {name for name, _ in actual.named_parameters()} == set(stored)
+    for name, parameter in actual.named_parameters():
         # What loading checks: the shape, and the dtype of all but scales.
         assert parameter.shape == stored[name].shape
         assert parameter.dtype == stored[name].dtype or stored[name].is_floating_point()
         parameter.data.copy_(stored[name])
-    meant = found.method.dequantized(found)
+    meant = actual.method.dequantized(actual)
     assert meant is not None
     expected = BaseCompressor.get_value_from_registry(form).decompress(stored, scheme)["weight"]
     assert torch.equal(meant.float().to(expected.dtype), expected)
-    found.finalize()
+    actual.finalize()
     x = torch.randn(3, in_features, generator=generator)
     exact = x.double() @ meant.T
     terms = float((x.double().abs() @ meant.abs().T).max())
     bound = (in_features + 2) * torch.finfo(torch.float32).eps * terms
-    assert ((found(x) - exact).abs() <= bound).all()
+    assert ((actual(x) - exact).abs() <= bound).all()

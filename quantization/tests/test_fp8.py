@@ -209,23 +209,23 @@ def rounded(kind: str, layer: str, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_layer_computes_the_product_of_what_is_stored(
+def test_every_layer_multiplies_by_its_dequantized_weight(
     kind: str, checkpoint: Callable[[str], Path]
 ) -> None:
     path = checkpoint(kind)
     lm, tensors = load(path, dtype="float32"), load_file(path / WEIGHTS)
-    seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    observed: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def see(layer: Linear, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
-        seen[layer.prefix] = (inputs[0].clone(), output.clone())
+        observed[layer.prefix] = (inputs[0].clone(), output.clone())
 
     layers = linears(lm)
     for layer in layers.values():
         layer.register_forward_hook(see)
     lm.logits(lm.tokenizer.encode(TEXT))
-    assert set(seen) == set(layers)
-    assert len(seen) == NUM_LINEARS
-    for prefix, (x, found) in seen.items():
+    assert set(observed) == set(layers)
+    assert len(observed) == NUM_LINEARS
+    for prefix, (x, actual) in observed.items():
         weight = fused(tensors, layers[prefix])
         plain = isinstance(layers[prefix].method, PlainLinear)
         factors = x.double() if plain else rounded(kind, prefix, x)
@@ -234,14 +234,14 @@ def test_every_layer_computes_the_product_of_what_is_stored(
         # The weight with its scale, the input with its scale and the result are rounded once each.
         case = Case("", {}, reduction=x.shape[-1] + 1, magnitude=magnitude)
         bound = Tolerance(roundings=3).bound(expected, torch.float32, case)
-        assert ((found.double() - expected).abs() <= bound).all(), prefix
+        assert ((actual.double() - expected).abs() <= bound).all(), prefix
         if not plain:
             # Without the rounding of inputs it would not be within the bound.
             assert ((x.double() @ weight.T - expected).abs() > bound).any(), prefix
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "saturating" not in kind])
-def test_logits_are_near_those_of_the_dequantized_weights(
+def test_logits_are_close_to_those_of_the_dequantized_model(
     kind: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     path = checkpoint(kind)
@@ -262,7 +262,7 @@ def test_logits_are_near_those_of_the_dequantized_weights(
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "by transformers" in kind])
-def test_weights_are_those_that_transformers_dequantizes(
+def test_weights_match_the_dequantization_of_transformers(
     kind: str, checkpoint: Callable[[str], Path]
 ) -> None:
     tensors = load_file(checkpoint(kind) / WEIGHTS)
@@ -277,24 +277,26 @@ def test_weights_are_those_that_transformers_dequantizes(
             names = ("weight", "weight_scale_inv")
             of_part: Any = {name: tensors[f"{parent}.{part}.{name}"] for name in names}
             expected.extend(dequantize(of_part).values())
-        found = layer.method.dequantized(layer)
-        assert found is not None
+        actual = layer.method.dequantized(layer)
+        assert actual is not None
         # A number of 4 bits times one of 24 is exact in float64, so that this rounds once as well.
-        assert torch.equal(found.float(), torch.cat(expected))
+        assert torch.equal(actual.float(), torch.cat(expected))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_held_once_in_8_bits(kind: str, checkpoint: Callable[[str], Path]) -> None:
+def test_finalized_layer_keeps_one_8_bit_copy_of_the_weight(
+    kind: str, checkpoint: Callable[[str], Path]
+) -> None:
     layers = linears(load(checkpoint(kind), dtype="bfloat16", config=AS_STORED))
     for layer in layers.values():
         if not isinstance(layer.method, PlainLinear):
             tensors = [o for o in layer.operands if isinstance(o, torch.Tensor)]
-            held = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
-            held |= {
+            storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+            storages |= {
                 p.untyped_storage().data_ptr(): p.untyped_storage() for p in layer.parameters()
             }
             weights = sum(layer.parts.values()) * layer.in_features
-            assert weights <= sum(map(len, held.values())) < 1.1 * weights
+            assert weights <= sum(map(len, storages.values())) < 1.1 * weights
 
 
 def test_explanation_names_the_ops(checkpoint: Callable[[str], Path]) -> None:
@@ -307,7 +309,7 @@ def test_explanation_names_the_ops(checkpoint: Callable[[str], Path]) -> None:
     assert kernels["quantize_fp8_blocks"]["dims"]["block_size"] == 128
 
 
-def test_fused_layers_must_share_the_scale_of_their_input(tmp_path: Path) -> None:
+def test_fused_layers_with_different_input_scales_are_refused(tmp_path: Path) -> None:
     tensors = quantized("per tensor, static")
     name = "model.layers.2.self_attn.k_proj.input_scale"
     tensors[name] = tensors[name] * 2
@@ -377,7 +379,7 @@ def test_weights_are_not_rounded_to_8_bits(kind: str, dtype: torch.dtype, tmp_pa
         load(path)
 
 
-def test_scales_that_are_stored_as_exponents_are_read(tmp_path: Path) -> None:
+def test_e8m0_scales_are_read(tmp_path: Path) -> None:
     tensors = quantized("powers of two")
     for name in [name for name in tensors if name.endswith("weight_scale_inv")]:
         tensors[name] = tensors[name].to(torch.float8_e8m0fnu)

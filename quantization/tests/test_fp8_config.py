@@ -128,7 +128,7 @@ def test_bound_of_fbgemm_must_be_a_positive_number(bound: Any) -> None:
     assert "Supported: 'activation_scale_ub', a positive number" in str(caught.value)
 
 
-def test_unknown_setting_is_refused_with_the_nearest() -> None:
+def test_unknown_setting_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(UnknownNameError, match="Known, nearest first") as caught:
         Fp8.parse({"weight_blocks_size": [128, 128]})
     assert caught.value.known[0] == "weight_block_size"
@@ -137,7 +137,7 @@ def test_unknown_setting_is_refused_with_the_nearest() -> None:
     assert "weight_block_size" not in caught.value.known
 
 
-def test_both_names_of_one_list_may_be_stated() -> None:
+def test_both_names_of_the_exclusion_list_may_be_stated() -> None:
     parsed = Fp8Settings.parse({"modules_to_not_convert": ["a", "b"], "ignored_layers": ["b", "a"]})
     assert parsed.left_out == ["a", "b"]
 
@@ -151,9 +151,7 @@ PATTERNS = NAMES | st.sampled_from(
 
 @given(names=st.lists(NAMES, max_size=5), patterns=st.lists(PATTERNS, max_size=3))
 @settings(max_examples=num_examples(300))
-def test_layers_are_left_out_as_transformers_leaves_them_out(
-    names: list[str], patterns: list[str]
-) -> None:
+def test_exclusion_of_layers_follows_transformers(names: list[str], patterns: list[str]) -> None:
     for parsed in (
         Fp8Settings.parse({"modules_to_not_convert": patterns}),
         Fp8Settings.parse({"ignored_layers": patterns}),

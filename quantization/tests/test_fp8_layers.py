@@ -27,7 +27,7 @@ def site(scheme: Fp8 | FbgemmFp8) -> Site:
 
 
 @pytest.mark.parametrize(("scheme", "settings"), EXAMPLES)
-def test_fused_layer_equals_its_parts(
+def test_fused_layer_equals_separate_layers(
     scheme: type[Fp8 | FbgemmFp8], settings: Mapping[str, Any]
 ) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -65,7 +65,7 @@ def test_blocks_across_fused_layers_are_refused() -> None:
     assert alone.get_parameter("weight_scale_inv").shape == (6, 2)
 
 
-def test_suite_tries_the_examples() -> None:
+def test_conformance_suite_runs_the_examples() -> None:
     # The trials themselves are run in ops/tests/test_conformance.py, among all that is installed.
     trials = [
         trial
@@ -88,7 +88,7 @@ def test_suite_tries_the_examples() -> None:
         (lambda layer, x: x[..., 1:].double(), "dequantized_input", "[[1, 512], "),
     ],
 )
-def test_suite_compares_with_the_input_that_the_method_claims(
+def test_conformance_suite_compares_the_dequantized_input(
     scheme: type[Fp8 | FbgemmFp8],
     settings: Mapping[str, Any],
     claim: Callable[..., torch.Tensor],

@@ -92,7 +92,7 @@ def gptq(bits: int = 4, group_size: int = 16, **settings_: Any) -> dict[str, Any
 
 def write(path: Path, config: dict[str, Any], plain: Path | None = None) -> Path:
     """Write the shipped model quantized, and what its weights then stand for to ``plain``."""
-    scheme, stored, meant = Settings.parse(config), {}, {}
+    scheme, stored, expected = Settings.parse(config), {}, {}
     tensors = load_file(SOURCE / "model.safetensors")
     if config.get("lm_head"):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0)
@@ -100,18 +100,18 @@ def write(path: Path, config: dict[str, Any], plain: Path | None = None) -> Path
         layer = name.removesuffix(".weight")
         how = scheme.stored(layer) if layer.endswith(("_proj", "lm_head")) else None
         if how is None:
-            stored[name] = meant[name] = tensor
+            stored[name] = expected[name] = tensor
             continue
         own = config | {"bits": how.bits, "sym": how.symmetric}
         own["group_size"] = how.inputs_per_scale or -1
         quantized = Quantized(tensor.float(), own)
         stored |= {f"{layer}.{key}": value for key, value in quantized.stored(own).items()}
-        meant[name] = quantized.weight
+        expected[name] = quantized.weight
     facts = json.loads((SOURCE / "config.json").read_text(encoding="utf-8"))
     facts["tie_word_embeddings"] = "lm_head.weight" not in tensors
     for folder, tensors, extra in (
         (path, stored, {"quantization_config": config}),
-        (plain, meant, {}),
+        (plain, expected, {}),
     ):
         if folder is not None:
             folder.mkdir(exist_ok=True)
@@ -161,35 +161,37 @@ def close(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 @given(config=CONFIGS, seed=st.integers(0, 2**31), outputs=st.sampled_from([8, 24, 40]))
 @settings(max_examples=num_examples(80))
-def test_layer_computes_what_was_stored(config: dict[str, Any], seed: int, outputs: int) -> None:
+def test_layer_multiplies_by_the_stored_weight(
+    config: dict[str, Any], seed: int, outputs: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(outputs, 48, generator=generator) + torch.randn(1, generator=generator)
     quantized = Quantized(weight, config, seed)
     layer = built(config, {"o_proj": outputs}, 48)
     fill(layer, quantized.stored(config))
-    meant = layer.method.dequantized(layer)
-    assert meant is not None
-    assert torch.equal(meant, quantized.weight.double())
+    expected = layer.method.dequantized(layer)
+    assert expected is not None
+    assert torch.equal(expected, quantized.weight.double())
     layer.finalize()
     x = torch.randn(2, 3, 48, generator=generator)
     assert close(layer(x), x, quantized.weight)
 
 
-def test_words_hold_their_first_code_lowest() -> None:
+def test_first_value_is_in_the_lowest_bits() -> None:
     """The numbers are those of the format, stated without any packer."""
     layer = built(gptq(4, 8, sym=False), {"o_proj": 8}, 8)
     words = torch.full((1, 8), 0x76543210, dtype=torch.int32)
     zeros = torch.tensor([[0x06543210]], dtype=torch.int32)  # 1 to 7 and, less one, 0
     groups = torch.zeros(8, dtype=torch.int32)
     fill(layer, {"qweight": words, "qzeros": zeros, "scales": torch.ones(1, 8), "g_idx": groups})
-    found = layer.method.dequantized(layer)
+    actual = layer.method.dequantized(layer)
     zero_points = torch.tensor([1, 2, 3, 4, 5, 6, 7, 1]).double()
-    assert found is not None
-    assert torch.equal(found, torch.arange(8).double() - zero_points[:, None])
+    assert actual is not None
+    assert torch.equal(actual, torch.arange(8).double() - zero_points[:, None])
 
 
 @pytest.mark.parametrize(("bits", "one"), [(4, 0x11111111), (8, 0x01010101)])
-def test_zero_points_of_zero_borrow_from_the_next(bits: int, one: int) -> None:
+def test_zero_point_of_zero_that_borrows_from_its_neighbour_is_read(bits: int, one: int) -> None:
     layer = built(gptq(bits, -1, sym=False), {"o_proj": 8}, 8)
     count = 8 * bits // 32
     minus_ones = torch.full((1, count), -one, dtype=torch.int32)
@@ -198,9 +200,9 @@ def test_zero_points_of_zero_borrow_from_the_next(bits: int, one: int) -> None:
     fill(
         layer, {"qweight": ones, "qzeros": minus_ones, "scales": torch.ones(1, 8), "g_idx": groups}
     )
-    found = layer.method.dequantized(layer)
-    assert found is not None
-    assert (found == 1).all()
+    actual = layer.method.dequantized(layer)
+    assert actual is not None
+    assert (actual == 1).all()
 
 
 def bound_of(expected: torch.Tensor) -> float:
@@ -243,7 +245,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_model_computes_what_its_weights_stand_for(variant: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_the_dequantized_model(variant: str, tmp_path: Path) -> None:
     path = write(tmp_path / "stored", VARIANTS[variant], tmp_path / "meant")
     expected = load(tmp_path / "meant", dtype="float32").logits(TOKENS)
     error = (load(path, dtype="float32").logits(TOKENS) - expected).abs().max()
@@ -259,7 +261,7 @@ def act_order(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("gptq") / "stored", config)
 
 
-def test_weights_are_held_once(act_order: Path) -> None:
+def test_finalized_layer_keeps_one_copy_of_the_weight(act_order: Path) -> None:
     # Another kernel may hold its own form of them.
     config = Config(kernels={"w4a16_linear": "reference"})
     for layer in load(act_order, dtype="bfloat16", config=config).engine.model.modules():
@@ -272,7 +274,7 @@ def test_weights_are_held_once(act_order: Path) -> None:
             assert bias is None
 
 
-def test_inputs_are_sorted_only_where_groups_ask_for_it() -> None:
+def test_inputs_are_sorted_only_if_groups_are_not_consecutive() -> None:
     for desc_act in (False, True):
         config = gptq(desc_act=desc_act)
         layer = built(config, {"o_proj": 8}, 48)
@@ -290,7 +292,7 @@ def test_act_order_may_be_trivial() -> None:
 
 
 @pytest.mark.parametrize("desc_act", [False, True])
-def test_fused_layer_equals_its_parts(desc_act: bool) -> None:
+def test_fused_layer_equals_separate_layers(desc_act: bool) -> None:
     parts, config = {"q_proj": 24, "k_proj": 8, "v_proj": 8}, gptq(desc_act=desc_act, sym=False)
     generator = torch.Generator().manual_seed(2)
     whole, x = torch.randn(40, 48, generator=generator), torch.randn(3, 48, generator=generator)
@@ -331,7 +333,7 @@ def test_explanation_states_the_sizes(act_order: Path) -> None:
     }
 
 
-def test_an_emulation_is_visible_and_can_be_refused(act_order: Path) -> None:
+def test_emulation_is_explained_and_can_be_refused(act_order: Path) -> None:
     only = {"w4a16_linear": {"forbid": ["interposer-cpu/*", "*_triton"]}}
     lm = load(act_order, dtype="float32", config=Config(kernels=only))
     assert "note: an emulation: it dequantizes, then multiplies floats" in str(explain(lm))
@@ -395,7 +397,7 @@ def at(place: Any, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
         (without("qzeros"), r"lacks the tensor '.*k_proj\.qzeros'"),
     ],
 )
-def test_bad_tensors_are_refused_by_name(
+def test_invalid_tensors_are_refused_with_their_name(
     act_order: Path, tmp_path: Path, edit: Edit, message: str
 ) -> None:
     shutil.copytree(act_order, tmp_path, dirs_exist_ok=True)
@@ -438,7 +440,7 @@ def test_biases_of_zeros_are_left_out(act_order: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layer", [K_PROJ, "model.layers.3.mlp.down_proj"])
 @pytest.mark.parametrize("value", [2.0**-24, float("nan")])
-def test_other_biases_are_refused_where_the_model_has_none(
+def test_nonzero_biases_are_refused_if_the_model_has_none(
     act_order: Path, tmp_path: Path, layer: str, value: float
 ) -> None:
     shutil.copytree(act_order, tmp_path, dirs_exist_ok=True)
@@ -456,7 +458,7 @@ def test_other_biases_are_refused_where_the_model_has_none(
     assert torch.equal(lm.logits(TOKENS), expected)
 
 
-def test_biases_of_layers_that_are_unknown_stay_unknown(act_order: Path, tmp_path: Path) -> None:
+def test_biases_of_unknown_layers_are_refused(act_order: Path, tmp_path: Path) -> None:
     shutil.copytree(act_order, tmp_path, dirs_exist_ok=True)
     tensors = load_file(act_order / "model.safetensors")
     tensors["model.layers.0.mlp.bias"] = torch.zeros(4)
@@ -490,16 +492,16 @@ def test_symmetric_weights_of_the_other_format_are_read(form: str, bits: int) ->
     quantized = Quantized(torch.randn(8, 48), other)
     layer = built(named, {"o_proj": 8}, 48)
     fill(layer, quantized.stored(other))
-    meant = layer.method.dequantized(layer)
-    assert meant is not None
-    assert torch.equal(meant, quantized.weight.double())
+    expected = layer.method.dequantized(layer)
+    assert expected is not None
+    assert torch.equal(expected, quantized.weight.double())
     layer.finalize()
     x = torch.randn(3, 48)
     assert close(layer(x), x, quantized.weight)
 
 
 @pytest.mark.parametrize(("form", "points"), [("gptq", (8, 9)), ("gptq_v2", (7, 8))])
-def test_other_zero_points_contradict_sym(form: str, points: tuple[int, int]) -> None:
+def test_other_zero_points_are_refused_if_sym_is_true(form: str, points: tuple[int, int]) -> None:
     config = gptq(checkpoint_format=form)
     quantized = Quantized(torch.randn(16, 48), config)
     for place, point in (((12, 1), 3), ((slice(8), slice(None)), points[0] + points[1] - 8)):
@@ -529,14 +531,14 @@ def test_other_zero_points_contradict_sym(form: str, points: tuple[int, int]) ->
         (gptq(8, -1), {"o_proj": 4}, 66, r"66 inputs and 4 outputs, which do not fill words of 4"),
     ],
 )
-def test_sizes_that_cannot_be_stored_are_refused(
+def test_sizes_that_the_packing_cannot_store_are_refused(
     config: dict[str, Any], parts: dict[str, int], inputs: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         built(config, parts, inputs)
 
 
-def test_fused_layers_must_be_quantized_alike() -> None:
+def test_fused_layers_with_different_quantization_are_refused() -> None:
     scheme = GPTQ.parse(gptq(dynamic={"-:.*k_proj": {}, ".*up_proj": {"bits": 8}}))
     with pytest.raises(ConfigError, match=r"a\.q_proj: 4 bits per group of 16(.|\n)*k_proj: not q"):
         scheme.linear_method("a.qkv_proj", ("q_proj", "k_proj", "v_proj"))
@@ -566,13 +568,13 @@ def test_fused_layers_must_be_quantized_alike() -> None:
         ({"quant_method": "awq"}, r"quant_method = 'awq'"),
     ],
 )
-def test_other_settings_are_refused(settings_: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_refused(settings_: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         Settings.parse(gptq() | settings_)
     assert "Supported: bits 4 or 8" in str(caught.value)
 
 
-def test_unknown_setting_is_refused_with_the_nearest() -> None:
+def test_unknown_setting_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(UnknownNameError, match="in quantization_config") as caught:
         Settings.parse(gptq() | {"desc_acts": True})
     assert caught.value.known[0] == "desc_act"
@@ -630,18 +632,18 @@ def test_settings_of_transformers_are_read() -> None:
 
 
 @pytest.mark.parametrize("config", WRITTEN)
-def test_settings_of_writers_are_read(config: dict[str, Any]) -> None:
+def test_settings_of_other_exporters_are_read(config: dict[str, Any]) -> None:
     weights = Settings.parse(config).stored("model.layers.0.mlp.down_proj")
     assert weights is not None
     assert (weights.bits, weights.inputs_per_scale, weights.zeros_minus_one) == (4, 16, True)
 
 
 def scheme_trials() -> Iterator[Any]:
-    found = conformance(current_registry(), DEVICE, distribution="interposer-quantization")
-    return (t for t in found if t.aspect == "scheme" and t.request.name == "gptq")
+    actual = conformance(current_registry(), DEVICE, distribution="interposer-quantization")
+    return (t for t in actual if t.aspect == "scheme" and t.request.name == "gptq")
 
 
-def test_conformance_tries_the_examples() -> None:
+def test_conformance_suite_runs_the_examples() -> None:
     # The trials themselves are run in ops/tests/test_conformance.py, among all that is installed.
     tried = {trial.label for trial in scheme_trials() if trial.verdict}
     assert {"4 bits, act order", "8 bits, asymmetric, act order"} <= tried

@@ -120,7 +120,7 @@ def product(layer: Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("settings", "at_once"), [*examples()])
-def test_experts_are_linear_layers_where_no_op_computes_them(
+def test_experts_without_a_fused_op_become_linear_layers(
     settings: Mapping[str, Any], at_once: bool
 ) -> None:
     resolver = resolver_of(settings)
@@ -128,24 +128,24 @@ def test_experts_are_linear_layers_where_no_op_computes_them(
     pairs = linear_pairs(stored)
     layer = finalized(built(resolver, SPEC))
     x, weights, ids = routing(3)
-    found, held = layer(x, weights, ids), linear_pairs(layer)
+    actual, pairs_by_expert = layer(x, weights, ids), linear_pairs(layer)
     assert at_once == (not pairs)
     if at_once:
         matrices = stored.method.dequantized(stored)
         assert matrices is not None
         expected = mixture(matrices, x, weights, ids)
-        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+        assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
         return
     expected = torch.zeros(x.shape, dtype=torch.float64)
     for token, choice in (ids >= 0).nonzero().tolist():
         row, expert = x[token : token + 1], int(ids[token, choice])
-        projected = torch.cat([each(row) for each in held[expert][:-1]], -1)
+        projected = torch.cat([each(row) for each in pairs_by_expert[expert][:-1]], -1)
         exact = torch.cat([product(each, row) for each in pairs[expert][:-1]], -1)
         assert (projected - exact).abs().max() <= 1e-5 * exact.abs().max()
         # A number halfway between two may go either way, so the same ones are rounded.
         hidden = activated(projected, "silu")
         expected[token] += weights[token, choice].double() * product(pairs[expert][-1], hidden)[0]
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert expected.abs().max() > 1, "nothing is compared"
     assert layer(*(each[:0] for each in (x, weights, ids))).shape == (0, SPEC.hidden_size)
 
@@ -165,7 +165,7 @@ def mixture(
     return result
 
 
-def test_blocks_that_do_not_divide_experts_are_those_of_linear_layers() -> None:
+def test_experts_with_partial_blocks_become_linear_layers() -> None:
     blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     layer = built(resolver_of(blocks), replace(SPEC, hidden_size=192))
     assert len(linear_pairs(layer)) == SPEC.num_experts
@@ -174,11 +174,11 @@ def test_blocks_that_do_not_divide_experts_are_those_of_linear_layers() -> None:
 
 def linear_pairs(layer: Experts) -> list[list[Linear]]:
     """Return the linear layers of each expert, as far as there are some."""
-    found: dict[str, list[Linear]] = {}
+    actual: dict[str, list[Linear]] = {}
     for each in layer.modules():
         if isinstance(each, Linear):
-            found.setdefault(each.prefix.rpartition(".")[0], []).append(each)
-    return list(found.values())
+            actual.setdefault(each.prefix.rpartition(".")[0], []).append(each)
+    return list(actual.values())
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def linear_pairs(layer: Experts) -> list[list[Linear]]:
     ],
 )
 @pytest.mark.parametrize("method", ["int8", "int4", "fp8"])
-def test_matrices_that_are_stored_together_are_quantized_one_by_one(
+def test_experts_stored_in_one_tensor_are_quantized_matrix_by_matrix(
     method: str, form: dict[str, Any]
 ) -> None:
     spec = replace(SPEC, projections=None, **form)
@@ -207,7 +207,7 @@ def test_matrices_that_are_stored_together_are_quantized_one_by_one(
         assert offsets[0] is not None
         offsets[0] = torch.nn.Parameter(gates_first(offsets[0]), False)
     x, weights, ids = routing(3)
-    found = finalized(layer)(x, weights, ids)
+    actual = finalized(layer)(x, weights, ids)
     assert list(layer.parameters()) == []
     expected = torch.zeros(x.shape)
     for token, choice in (ids >= 0).nonzero().tolist():
@@ -223,11 +223,11 @@ def test_matrices_that_are_stored_together_are_quantized_one_by_one(
             hidden = linear(hidden)
             hidden = hidden if place_ else activated(hidden, spec.activation)
         expected[token] += weights[token, choice] * hidden[0]
-    assert (found - expected).abs().max() <= 2e-3 * expected.abs().max()
-    assert found.std() > 0.1
+    assert (actual - expected).abs().max() <= 2e-3 * expected.abs().max()
+    assert actual.std() > 0.1
 
 
-def test_a_matrix_with_what_is_no_number_is_refused() -> None:
+def test_matrix_with_a_value_that_is_not_finite_is_refused() -> None:
     resolver = resolver_of({"quant_method": "online_int8"})
     layer = built(resolver, replace(SPEC, projections=None))
     layer.get_parameter("down_proj").data[1, 2, 3] = torch.inf
@@ -235,7 +235,7 @@ def test_a_matrix_with_what_is_no_number_is_refused() -> None:
         layer.finalize()
 
 
-def test_experts_that_are_left_out_stay_plain() -> None:
+def test_excluded_experts_stay_plain() -> None:
     left_out = {"modules_to_not_convert": [r"model\.layers\.0\.mlp\.experts"]}
     for spec in (SPEC, replace(SPEC, projections=None)):
         resolver = resolver_of({"quant_method": "online_int8", **left_out})
@@ -248,7 +248,7 @@ def test_experts_that_are_left_out_stay_plain() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_integers_multiply_nvfp4_as_the_reference_does(dtype: torch.dtype) -> None:
     settings = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
-    found = []
+    actual = []
     for config in (Config(canary="off"), Config(canary="off", dequantize=False)):
         resolver = Resolver(current_registry(), place().device, config)
         resolver.choose_scheme(settings)
@@ -258,10 +258,10 @@ def test_integers_multiply_nvfp4_as_the_reference_does(dtype: torch.dtype) -> No
             parameter.data.copy_(numbers(parameter, generator))
         linear.finalize()
         x = torch.randn(4, 256, generator=generator).to(dtype)
-        found.append(linear(x).double())
+        actual.append(linear(x).double())
         calls = {c.request.name: c for c, _ in resolver.choices.values()}
         assert ("w8a16_linear" in calls) == config.dequantize
         assert calls["nvfp4_linear"].idle == config.dequantize
     # Of a sum of terms of either sign, rounded once.
-    bound = torch.finfo(dtype).eps * found[1].abs() + 1e-5 * found[1].abs().max()
-    assert ((found[0] - found[1]).abs() <= bound).all()
+    bound = torch.finfo(dtype).eps * actual[1].abs() + 1e-5 * actual[1].abs().max()
+    assert ((actual[0] - actual[1]).abs() <= bound).all()

@@ -84,8 +84,8 @@ def decoded_e4m3(codes: numpy.ndarray[Any, numpy.dtype[numpy.uint8]]) -> Numbers
     magnitude = numpy.where(
         exponent == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0)
     )
-    found: Numbers = numpy.where(codes >= 128, -magnitude, magnitude)
-    return found
+    actual: Numbers = numpy.where(codes >= 128, -magnitude, magnitude)
+    return actual
 
 
 def dequantized(tensors: Tensors, layer: str) -> Numbers:
@@ -100,8 +100,8 @@ def dequantized(tensors: Tensors, layer: str) -> Numbers:
         pairs = numpy.stack((bits(weight) & 15, bits(weight) >> 4), 1)
         signed = pairs.reshape(-1, weight.shape[1]).astype(float)
         signed[signed > 7] -= 16
-        found: Numbers = signed * scale.double().numpy().repeat(16, 1)
-        return found
+        actual: Numbers = signed * scale.double().numpy().repeat(16, 1)
+        return actual
     if weight.dtype == torch.uint8:
         codes = numpy.stack((bits(weight) & 15, bits(weight) >> 4), -1).reshape(len(weight), -1)
         overall = float(tensors[f"{layer}.weight_scale_2"])
@@ -130,9 +130,9 @@ def dequantized(tensors: Tensors, layer: str) -> Numbers:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_what_the_bits_stand_for(kind: str) -> None:
-    stated = json.loads((WRITTEN / kind / BESIDE).read_text())["quantization"]
-    scheme = ModelOpt.parse({"quant_method": "modelopt", "quantization": stated})
+def test_weights_are_dequantized_exactly(kind: str) -> None:
+    settings = json.loads((WRITTEN / kind / BESIDE).read_text())["quantization"]
+    scheme = ModelOpt.parse({"quant_method": "modelopt", "quantization": settings})
     resolver = Resolver(current_registry(), place().device, Config(canary="off"), scheme)
     tensors = load_file(WRITTEN / kind / WEIGHTS)
     names = [n.removesuffix(".weight") for n in tensors if n.endswith("_proj.weight")]
@@ -142,10 +142,10 @@ def test_weights_are_what_the_bits_stand_for(kind: str) -> None:
         layer = Linear(Site(resolver, name, torch.float32), *reversed(expected.shape))
         for parameter_name, parameter in layer.named_parameters():
             parameter.data.copy_(tensors.get(f"{name}.{parameter_name}", torch.ones(())))
-        found = layer.method.dequantized(layer)
-        assert found is not None
+        actual = layer.method.dequantized(layer)
+        assert actual is not None
         # No product has more bits than float64 holds, so that the order of factors is all one.
-        assert numpy.array_equal(found.numpy(), expected)
+        assert numpy.array_equal(actual.numpy(), expected)
         assert len(numpy.unique(expected)) > 100
 
 
@@ -156,21 +156,21 @@ ROUNDINGS = {"fp8-blocks": 0, "w4a16-nvfp4": 0, "w4a16-awq": 4, "w8a16": 4, "nvf
 
 
 @pytest.mark.parametrize("kind", ROUNDINGS)
-def test_weights_are_those_that_modelopt_multiplies_by(kind: str) -> None:
+def test_weights_match_modelopt(kind: str) -> None:
     tensors = load_file(WRITTEN / kind / WEIGHTS)
     recorded = load_file(WRITTEN / kind / "recorded.safetensors")
     names = [name for name in recorded if name.endswith(".weight")]
     assert len(names) == 2
     for name in names:
         expected = recorded[name]
-        found = torch.from_numpy(dequantized(tensors, name.removesuffix(".weight"))).float()
+        actual = torch.from_numpy(dequantized(tensors, name.removesuffix(".weight"))).float()
         bound = ROUNDINGS[kind] * 2.0**-24 * expected.abs()
-        assert ((found - expected).abs() <= bound).all()
+        assert ((actual - expected).abs() <= bound).all()
         assert expected.abs().min() < expected.abs().max() / 10
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers_compute_what_modelopt_computes(kind: str, tmp_path: Path) -> None:
+def test_layer_outputs_match_modelopt(kind: str, tmp_path: Path) -> None:
     lm = load(copied(kind, tmp_path), dtype="float32")
     recorded = load_file(WRITTEN / kind / "recorded.safetensors")
     tensors = load_file(WRITTEN / kind / WEIGHTS)
@@ -193,7 +193,7 @@ def test_layers_compute_what_modelopt_computes(kind: str, tmp_path: Path) -> Non
         assert ((plain - expected).abs() > bound).any() == differs, layer.prefix
 
 
-def test_inputs_are_multiplied_before_they_are_rounded(tmp_path: Path) -> None:
+def test_inputs_are_scaled_before_quantization(tmp_path: Path) -> None:
     """The library does not always fold the numbers into the layer before: of GQA in ``o_proj``."""
     for kind in ("w4a16-awq", "nvfp4-awq"):
         (tmp_path / kind).mkdir()
@@ -212,12 +212,12 @@ def test_inputs_are_multiplied_before_they_are_rounded(tmp_path: Path) -> None:
         assert torch.equal(output(x), multiplied(once, *output.operands[1:]))
 
 
-def test_a_layer_without_numbers_for_its_input_multiplies_nothing(tmp_path: Path) -> None:
+def test_layer_without_pre_quant_scale_does_not_scale_its_input(tmp_path: Path) -> None:
     layers = linears(load(copied("w4a16-awq", tmp_path), dtype="float32"))
     assert [len(layer.operands) for layer in layers] == [4, 5, 4, 5]
 
 
-def test_fused_layers_must_share_the_numbers_of_their_input(tmp_path: Path) -> None:
+def test_fused_layers_with_different_pre_quant_scales_are_refused(tmp_path: Path) -> None:
     path = copied("w4a16-awq", tmp_path)
     tensors = load_file(path / WEIGHTS)
     own = {f"{ATTENTION}.{n}.pre_quant_scale": torch.full((64,), 0.5) for n in QKV}
@@ -237,7 +237,7 @@ def test_fused_layers_must_share_the_numbers_of_their_input(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_either_file_is_enough(kind: str, tmp_path: Path) -> None:
+def test_one_of_both_settings_files_is_enough(kind: str, tmp_path: Path) -> None:
     both, first, second = (tmp_path / name for name in ("both", "first", "second"))
     for path in (both, first, second):
         path.mkdir()
@@ -289,16 +289,16 @@ def attended(kind: str, path: Path) -> torch.Tensor:
     block.qkv_proj = Recorded(torch.cat(projected, -1))
     block.o_proj = Recorded(recorded[f"{ATTENTION}.o_proj.out"])
     lm.logits(TOKENS[: len(projected[0])])
-    (found,) = block.o_proj.seen
-    return torch.as_tensor(found)
+    (actual,) = block.o_proj.seen
+    return torch.as_tensor(actual)
 
 
-def test_cached_keys_and_values_are_rounded_as_modelopt_rounds_them(tmp_path: Path) -> None:
+def test_kv_cache_rounding_matches_modelopt(tmp_path: Path) -> None:
     for kind in RECORDED:
         (tmp_path / kind).mkdir()
     expected = {kind: load_file(path)[f"{ATTENTION}.o_proj.in"] for kind, path in RECORDED.items()}
-    found = attended("fp8-cache", tmp_path / "fp8-cache")
-    torch.testing.assert_close(found, expected["fp8-cache"], rtol=1e-5, atol=1e-9)
+    actual = attended("fp8-cache", tmp_path / "fp8-cache")
+    torch.testing.assert_close(actual, expected["fp8-cache"], rtol=1e-5, atol=1e-9)
     # The same model with a plain cache attends to other numbers.
     assert not torch.allclose(expected["fp8"], expected["fp8-cache"], rtol=1e-3)
 
@@ -311,7 +311,7 @@ def test_scales_of_the_cache_must_be_positive_numbers(scale: float, tmp_path: Pa
         load(path)
 
 
-def test_a_scale_of_the_cache_must_be_there(tmp_path: Path) -> None:
+def test_missing_scale_of_the_cache_is_refused(tmp_path: Path) -> None:
     path = copied("fp8-cache", tmp_path)
     stored = load_file(path / WEIGHTS)
     del stored[f"{ATTENTION}.v_proj.v_scale"]
@@ -342,7 +342,7 @@ CONTRADICTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] =
 
 
 @pytest.mark.parametrize("what", CONTRADICTIONS)
-def test_files_must_agree(what: str, tmp_path: Path) -> None:
+def test_contradicting_settings_files_are_refused(what: str, tmp_path: Path) -> None:
     kind, edit, message = CONTRADICTIONS[what]
     path = edited(copied(kind, tmp_path), BESIDE, edit)
     with pytest.raises(ConfigError) as caught:
@@ -351,21 +351,21 @@ def test_files_must_agree(what: str, tmp_path: Path) -> None:
     assert BESIDE in str(caught.value)
 
 
-def test_files_must_be_of_one_method(tmp_path: Path) -> None:
+def test_settings_files_of_different_methods_are_refused(tmp_path: Path) -> None:
     path = edited(copied("fp8", tmp_path), BESIDE, lambda b: b["producer"].update(name="acme"))
     with pytest.raises(CheckpointError, match=f"{BESIDE}: contradicts config.json") as caught:
         plan(path)
     assert "quant_method 'modelopt', not 'acme'" in str(caught.value)
 
 
-def test_config_that_makes_no_sense_is_told_as_without_the_file(tmp_path: Path) -> None:
+def test_invalid_config_raises_the_same_error_with_and_without_the_file(tmp_path: Path) -> None:
     path = edited(copied("fp8", tmp_path), CONFIG, lambda c: c.update(quantization_config="fp8"))
     with pytest.raises(CheckpointError, match=f"{CONFIG}: .*quantization_config"):
         plan(path)
 
 
 @pytest.mark.parametrize("content", [{}, {"producer": {"name": "modelopt"}}, {"quantization": {}}])
-def test_file_that_says_too_little_is_refused(content: dict[str, Any], tmp_path: Path) -> None:
+def test_incomplete_settings_file_is_refused(content: dict[str, Any], tmp_path: Path) -> None:
     (copied("fp8", tmp_path) / BESIDE).write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=f"{BESIDE}: lacks 'quantization' or the name"):
         plan(tmp_path)
@@ -376,7 +376,7 @@ PLACE = LAYER.replace(".", "__")
 
 
 @pytest.mark.parametrize("name", ["weight_scale_2", "input_scale"])
-def test_fused_layers_must_share_the_scale_of_the_layer(name: str, tmp_path: Path) -> None:
+def test_fused_layers_with_different_global_scales_are_refused(name: str, tmp_path: Path) -> None:
     changed = {f"{PLACE}__{name}": torch.tensor(0.125)}
     path = replaced(copied("nvfp4", tmp_path), **changed)
     with pytest.raises(CheckpointError) as caught:
@@ -386,7 +386,7 @@ def test_fused_layers_must_share_the_scale_of_the_layer(name: str, tmp_path: Pat
     assert f"{LAYER}.{name} = 0.125" in message
 
 
-def test_advice_on_the_scale_of_an_input_is_what_modelopt_can_do(tmp_path: Path) -> None:
+def test_advice_for_input_scales_names_a_modelopt_algorithm(tmp_path: Path) -> None:
     changed = {f"{PLACE}__input_scale": torch.tensor(0.125)}
     path = replaced(copied("fp8", tmp_path), **changed)
     with pytest.raises(CheckpointError) as caught:
@@ -428,7 +428,7 @@ def test_scales_must_be_positive_numbers(
 @pytest.mark.parametrize(
     ("kind", "byte"), [("nvfp4", 127), ("w4a16-nvfp4", 127), ("nvfp4", 129), ("mxfp8", 255)]
 )
-def test_scales_of_blocks_must_be_numbers(kind: str, byte: int, tmp_path: Path) -> None:
+def test_block_scales_that_are_not_finite_are_refused(kind: str, byte: int, tmp_path: Path) -> None:
     scale = load_file(WRITTEN / kind / WEIGHTS)[f"{LAYER}.weight_scale"].clone()
     scale.view(torch.uint8)[5, 1] = byte
     path = replaced(copied(kind, tmp_path), **{f"{PLACE}__weight_scale": scale})
@@ -436,32 +436,34 @@ def test_scales_of_blocks_must_be_numbers(kind: str, byte: int, tmp_path: Path) 
         load(path)
 
 
-def test_block_of_zeros_may_have_no_scale(tmp_path: Path) -> None:
+def test_group_of_zeros_may_have_a_scale_of_zero(tmp_path: Path) -> None:
     stored = load_file(WRITTEN / "nvfp4" / WEIGHTS)
     scale = torch.zeros_like(stored[f"{LAYER}.weight_scale"].float()).to(torch.float8_e4m3fn)
     path = replaced(copied("nvfp4", tmp_path), **{f"{PLACE}__weight_scale": scale})
-    (layer,) = (found for found in linears(load(path, dtype="float32")) if "k_proj" in found.parts)
+    (layer,) = (
+        actual for actual in linears(load(path, dtype="float32")) if "k_proj" in actual.parts
+    )
     start, size = layer.parts["q_proj"], layer.parts["k_proj"]
-    found = layer(torch.randn(3, layer.in_features))
-    assert (found[:, start : start + size] == 0).all()
-    assert found[:, :start].abs().sum() > 0
+    actual = layer(torch.randn(3, layer.in_features))
+    assert (actual[:, start : start + size] == 0).all()
+    assert actual[:, :start].abs().sum() > 0
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp8"])
-def test_weights_are_held_once(kind: str, tmp_path: Path) -> None:
+def test_finalized_layer_keeps_one_copy_of_the_weight(kind: str, tmp_path: Path) -> None:
     # What kernels hold of their own is their affair.
     config = Config(kernels={f"{kind}_linear": "reference"})
     for layer in linears(load(copied(kind, tmp_path), dtype="bfloat16", config=config)):
         tensors = [o for o in layer.operands if isinstance(o, torch.Tensor)]
         tensors += [p.data for p in layer.parameters()]
-        held = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
         weights = sum(layer.parts.values()) * layer.in_features
         stored = weights // 2 if kind == "nvfp4" else weights
         # The scales of blocks come on top, and a few numbers.
-        assert stored <= sum(map(len, held.values())) < stored + weights // BLOCK[kind] + 64
+        assert stored <= sum(map(len, storages.values())) < stored + weights // BLOCK[kind] + 64
 
 
-def test_suite_tries_the_examples() -> None:
+def test_conformance_suite_runs_the_examples() -> None:
     # The trials themselves are run in ops/tests/test_conformance.py, among all that is installed.
     trials = [
         trial

@@ -56,10 +56,10 @@ def group(numbers: dict[str, Any], *targets: str) -> dict[str, Any]:
         ({"quant_algo": "NVFP4_AWQ", "pre_quant_scale": True}, ScaledInputLinear),
     ],
 )
-def test_every_algorithm_has_its_method(algorithm: dict[str, Any], method: type) -> None:
+def test_every_algorithm_has_a_linear_method(algorithm: dict[str, Any], method: type) -> None:
     for settings in (of_file(**algorithm), of_config(**algorithm)):
-        found = ModelOpt.parse(settings).linear_method(f"{PLACE}.qkv_proj", QKV)
-        assert type(found) is method
+        actual = ModelOpt.parse(settings).linear_method(f"{PLACE}.qkv_proj", QKV)
+        assert type(actual) is method
 
 
 @pytest.mark.parametrize(
@@ -78,16 +78,16 @@ def test_every_algorithm_has_its_method(algorithm: dict[str, Any], method: type)
         ("q_proj", False),
     ],
 )
-def test_globs_leave_out_modules_with_what_is_in_them(glob: str, left_out: bool) -> None:
+def test_glob_excludes_all_layers_inside_a_matching_module(glob: str, left_out: bool) -> None:
     for settings in (
         of_file(**NVFP4, exclude_modules=["x", glob]),
         of_config(**NVFP4, ignore=["x", glob]),
     ):
-        found = Settings.parse(settings).stored(f"{PLACE}.q_proj")
-        assert found == (None if left_out else Stored("NVFP4", 16))
+        actual = Settings.parse(settings).stored(f"{PLACE}.q_proj")
+        assert actual == (None if left_out else Stored("NVFP4", 16))
 
 
-def test_layers_of_a_mixture_are_those_that_are_listed() -> None:
+def test_mixed_precision_quantizes_the_listed_layers() -> None:
     layers: dict[str, Any] = {f"{PLACE}.{part}": {"quant_algo": "FP8"} for part in QKV}
     layers[f"{PLACE}.o_proj"] = NVFP4
     mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
@@ -105,14 +105,14 @@ def test_layers_of_a_mixture_are_those_that_are_listed() -> None:
         ModelOpt.parse(of_file(**mixed)).linear_method(f"{PLACE}.qkv_proj", QKV)
 
 
-def test_the_size_of_groups_may_stand_in_the_other_file_alone() -> None:
+def test_group_size_may_be_in_hf_quant_config_alone() -> None:
     for settings in (
         of_config(quant_algo="W4A16_AWQ", quantization=AWQ),
         of_config(**AWQ, quantization={**AWQ, "group_size": None}),
     ):
-        found = Settings.parse(settings).stored(f"{PLACE}.q_proj")
-        assert found == Stored("W4A16_AWQ", 128)
-    assert str(found) == "W4A16_AWQ in groups of 128"
+        actual = Settings.parse(settings).stored(f"{PLACE}.q_proj")
+        assert actual == Stored("W4A16_AWQ", 128)
+    assert str(actual) == "W4A16_AWQ in groups of 128"
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_the_size_of_groups_may_stand_in_the_other_file_alone() -> None:
         ),
     ],
 )
-def test_what_is_not_read_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ModelOpt.parse(settings)
     assert message in str(caught.value)

@@ -54,7 +54,7 @@ def filled(method: Mxfp4Experts, wanted: ExpertsSpec, seed: int) -> nn.Module:
     alternating=st.booleans(),
     seed=st.integers(0, 9),
 )
-def test_experts_are_those_of_the_dequantized_matrices(
+def test_experts_compute_with_the_dequantized_matrices(
     hidden: int, inner: int, num_experts: int, biased: bool, alternating: bool, seed: int
 ) -> None:
     wanted = spec(
@@ -74,10 +74,10 @@ def test_experts_are_those_of_the_dequantized_matrices(
         matrices[name] = dequantize_mxfp4(packed, scales, torch.float64)
         biases[name] = stored.get(f"{name}_bias")
     if alternating:
-        for held in (matrices, biases):
-            first = held["gate_up_proj"]
+        for tensors_by_name in (matrices, biases):
+            first = tensors_by_name["gate_up_proj"]
             if first is not None:
-                held["gate_up_proj"] = torch.cat((first[:, ::2], first[:, 1::2]), 1)
+                tensors_by_name["gate_up_proj"] = torch.cat((first[:, ::2], first[:, 1::2]), 1)
     stated = method.dequantized(layer)
     for matrix, own in zip(matrices.values(), stated, strict=True):
         assert torch.equal(matrix, own)
@@ -99,7 +99,7 @@ def test_experts_are_those_of_the_dequantized_matrices(
 
 
 @pytest.mark.parametrize("name", ["gate_up_proj_scales", "down_proj_scales"])
-def test_a_scale_that_is_no_number_is_named(name: str) -> None:
+def test_nan_scale_is_refused_with_its_tensor_name(name: str) -> None:
     method = Mxfp4Experts()
     layer = filled(method, spec(), 0)
     layer.get_parameter(name).data[2, 5, 0] = 255
@@ -110,7 +110,7 @@ def test_a_scale_that_is_no_number_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"hidden_size": 80}, {"intermediate_size": 16}])
-def test_inputs_that_fill_no_blocks_are_refused(changes: dict[str, int]) -> None:
+def test_inputs_that_do_not_fill_blocks_are_refused(changes: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=r"blocks of 32 do not divide its (80|16) inputs"):
         Mxfp4Experts().create_weights(nn.Module(), SITE, spec(**changes))
 
@@ -127,7 +127,7 @@ def test_only_experts_are_quantized() -> None:
 @pytest.mark.parametrize(
     "pattern", ["model.layers.3", r"model\.layers\.\d+\.mlp", "mlp.experts", PREFIX]
 )
-def test_experts_are_left_out_as_transformers_names_them(pattern: str) -> None:
+def test_exclusion_of_experts_follows_transformers(pattern: str) -> None:
     scheme = Mxfp4.parse({"quant_method": "mxfp4", "modules_to_not_convert": [pattern]})
     assert scheme.experts_method(PREFIX) is None
     other = "model.layers.33.mlp.experts"

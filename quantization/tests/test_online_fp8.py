@@ -87,19 +87,19 @@ def test_weights_are_rounded_to_the_nearest_multiple_of_the_scale(
     generator = torch.Generator().manual_seed(seed)
     weight = (size * torch.randn(outputs, inputs, generator=generator)).clamp(-6e4, 6e4).to(dtype)
     weight[:: outputs // 3 + 1] = 0
-    found = dequantized(filled(scheme, weight))
+    actual = dequantized(filled(scheme, weight))
     shared = peaks(weight, scheme, [outputs])
     # Three bits after the leading one, of which the last one is halved; below 2**-6 the steps are
     # 2**-9. The quotient and the scale are rounded to float32 before.
     bound = weight.double().abs() * (2**-4 + 2**-22) + shared / LARGEST * (2**-10 + 2**-22)
-    assert ((found - weight.double()).abs() <= bound).all()
+    assert ((actual - weight.double()).abs() <= bound).all()
     fullest = weight.double().abs() == shared
-    exact = (found - weight.double()).abs() <= 2**-22 * shared
+    exact = (actual - weight.double()).abs() <= 2**-22 * shared
     assert exact[fullest].all()
 
 
 @pytest.mark.parametrize("strategy", ["channel", "tensor", "block"])
-def test_zeros_and_the_smallest_numbers_have_a_scale(strategy: str) -> None:
+def test_zeros_and_tiny_weights_get_a_positive_scale(strategy: str) -> None:
     weight = torch.zeros(128, 128)
     weight[3] = torch.finfo(torch.float32).smallest_normal
     weight[5] = torch.finfo(torch.float32).smallest_normal * 2**-20
@@ -109,7 +109,7 @@ def test_zeros_and_the_smallest_numbers_have_a_scale(strategy: str) -> None:
     assert layer(torch.ones(1, 128)).isfinite().all()
 
 
-def test_a_large_layer_is_quantized_as_its_rows_are_alone() -> None:
+def test_chunked_quantization_equals_quantization_row_by_row() -> None:
     weight = torch.randn(2304, 2048, generator=torch.Generator().manual_seed(0))
     for strategy in ("channel", "block"):
         scheme = {"strategy": strategy}
@@ -121,7 +121,7 @@ def test_a_large_layer_is_quantized_as_its_rows_are_alone() -> None:
 
 
 @pytest.mark.parametrize("scheme", online_fp8_examples().values())
-def test_a_fused_layer_is_quantized_as_its_parts(scheme: Settings) -> None:
+def test_fused_layer_is_quantized_like_separate_layers(scheme: Settings) -> None:
     sizes = {"q_proj": 256, "k_proj": 128, "v_proj": 128}
     weight = torch.randn(512, 96, generator=torch.Generator().manual_seed(0))
     weight[256:] *= 7
@@ -132,11 +132,13 @@ def test_a_fused_layer_is_quantized_as_its_parts(scheme: Settings) -> None:
     assert torch.equal(dequantized(filled(scheme, weight, sizes)), torch.cat(parts))
 
 
-def test_the_source_goes_when_the_layer_is_finalized() -> None:
+def test_finalize_frees_the_plain_weight() -> None:
     layer = filled({}, torch.randn(64, 96))
     layer.finalize()
-    held = [t for t in (*layer.parameters(), *layer.operands) if isinstance(t, torch.Tensor)]
-    assert {tensor.dtype for tensor in held if tensor.numel() == 64 * 96} == {FP8}
+    kept_tensors = [
+        t for t in (*layer.parameters(), *layer.operands) if isinstance(t, torch.Tensor)
+    ]
+    assert {tensor.dtype for tensor in kept_tensors if tensor.numel() == 64 * 96} == {FP8}
 
 
 def in_rows(weight: torch.Tensor) -> Tensors:
@@ -190,18 +192,18 @@ def test_a_model_computes_what_the_quantized_checkpoint_computes(
     facts = json.loads((MODEL / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(facts | {"quantization_config": written}))
     shutil.copy(MODEL / "tokenizer.json", tmp_path)
-    wanted = load(tmp_path, dtype="float32", cache_tokens=64)
+    expected = load(tmp_path, dtype="float32", cache_tokens=64)
     # What is written leaves the head as it is.
     asked = {"quant_method": asked} if isinstance(asked, str) else asked
     asked = {**asked, "head": "plain"}
     lm = load(MODEL, dtype="float32", cache_tokens=64, quantization=asked)
     token_ids = lm.tokenizer.encode(TEXT)
-    assert torch.equal(lm.logits(token_ids), wanted.logits(token_ids))
+    assert torch.equal(lm.logits(token_ids), expected.logits(token_ids))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("computed", [torch.float32, torch.bfloat16])
-def test_weights_of_every_float_are_quantized_from_the_dtype_of_the_model(
+def test_weights_are_cast_to_the_model_dtype_before_quantization(
     tmp_path: Path, dtype: torch.dtype, computed: torch.dtype
 ) -> None:
     models = []
@@ -213,13 +215,13 @@ def test_weights_of_every_float_are_quantized_from_the_dtype_of_the_model(
             shutil.copy(MODEL / file, tmp_path / name)
         models.append(load(tmp_path / name, computed, cache_tokens=64, quantization="fp8"))
     token_ids = models[0].tokenizer.encode(TEXT)
-    found, wanted = (lm.logits(token_ids) for lm in models)
-    assert torch.equal(found, wanted)
+    actual, expected = (lm.logits(token_ids) for lm in models)
+    assert torch.equal(actual, expected)
     chosen = {row.choice.request.name for row in explain(models[0]).rows}
     assert {"online_fp8", "fp8_linear", "quantize_fp8_per_token"} <= chosen
 
 
-def test_layers_that_are_left_out_stay_plain() -> None:
+def test_excluded_layers_stay_plain() -> None:
     left_out = [r"model\.layers\.0", "down_proj"]
     asked = {"quant_method": "fp8", "modules_to_not_convert": left_out}
     model = plan(MODEL, quantization=asked).model
@@ -250,7 +252,7 @@ def test_layers_that_are_left_out_stay_plain() -> None:
         ),
     ],
 )
-def test_what_cannot_be_done_is_refused_before_a_weight_is_read(
+def test_invalid_settings_are_refused_before_weights_are_read(
     asked: str | Settings, error: type[ConfigError], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -265,13 +267,13 @@ def quantized(tmp_path: Path, method: str) -> Path:
     return tmp_path
 
 
-def test_a_checkpoint_that_is_quantized_already_is_refused_by_both_names(tmp_path: Path) -> None:
+def test_quantized_checkpoint_is_refused_with_both_method_names(tmp_path: Path) -> None:
     path = quantized(tmp_path, "gptq")
     with pytest.raises(ConfigError, match=r"quantized by 'gptq' already, .*quantization='fp8'"):
         plan(path, quantization="fp8")
 
 
-def test_a_checkpoint_that_is_quantized_as_asked_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_checkpoint_in_the_requested_format_is_loaded_unchanged(tmp_path: Path) -> None:
     path = quantized(tmp_path, "fp8")
     scheme = plan(path, quantization="fp8").resolver.scheme
     assert scheme is not None
@@ -281,7 +283,7 @@ def test_a_checkpoint_that_is_quantized_as_asked_is_taken_as_it_is(tmp_path: Pat
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_numbers_that_are_not_finite_are_refused_by_the_name_of_their_tensor(value: float) -> None:
+def test_weights_that_are_not_finite_are_refused_with_their_tensor_name(value: float) -> None:
     weight = torch.randn(512, 96)
     weight[300, 7] = value
     layer = filled({}, weight, {"q_proj": 256, "k_proj": 128, "v_proj": 128})
@@ -289,7 +291,7 @@ def test_numbers_that_are_not_finite_are_refused_by_the_name_of_their_tensor(val
         layer.finalize()
 
 
-def test_suite_tries_the_examples() -> None:
+def test_conformance_suite_runs_the_examples() -> None:
     # The trials themselves are run in ops/tests/test_conformance.py, among all that is installed.
     trials = [
         trial

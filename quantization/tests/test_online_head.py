@@ -80,7 +80,7 @@ def parts(lm: LanguageModel) -> tuple[Embedding, LMHead]:
 
 
 @pytest.mark.parametrize("settings", HEADS, ids=str)
-def test_a_tied_model_computes_what_its_codes_stand_for(
+def test_tied_model_computes_with_the_dequantized_table(
     write: Write, settings: dict[str, Any]
 ) -> None:
     table = nearest(load_file(MODEL / WEIGHTS)[TABLE], settings)
@@ -89,21 +89,21 @@ def test_a_tied_model_computes_what_its_codes_stand_for(
     token_ids = lm.tokenizer.encode(TEXT)
     assert torch.equal(parts(lm)[0](torch.tensor(token_ids)), table[token_ids])
     torch.testing.assert_close(lm.logits(token_ids), wanted.logits(token_ids), rtol=0, atol=2e-4)
-    found, expected = (
+    actual, expected = (
         model.generate(TEXT, max_new_tokens=24, temperature=0.0)[0].token_ids
         for model in (lm, wanted)
     )
-    assert found == expected
+    assert actual == expected
 
 
 @pytest.mark.parametrize("settings", HEADS, ids=str)
-def test_a_head_of_its_own_is_quantized_beside_a_plain_embedding(
+def test_untied_lm_head_is_quantized_and_the_embedding_stays_plain(
     write: Write, settings: dict[str, Any]
 ) -> None:
     table = load_file(MODEL / WEIGHTS)[TABLE].float()
     own = 1.5 * table.flip(0)
     plain = write("plain", tied=False, **{HEAD: own})
-    wanted = load(
+    expected = load(
         write("wanted", tied=False, **{HEAD: nearest(own, settings)}), "float32", cache_tokens=256
     )
     lm = load(plain, "float32", cache_tokens=256, quantization={**ALONE, **settings})
@@ -111,12 +111,12 @@ def test_a_head_of_its_own_is_quantized_beside_a_plain_embedding(
     assert isinstance(embedding.method, PlainEmbedding)
     assert not isinstance(head.method, PlainLinear)
     token_ids = lm.tokenizer.encode(TEXT)
-    torch.testing.assert_close(lm.logits(token_ids), wanted.logits(token_ids), rtol=0, atol=3e-4)
+    torch.testing.assert_close(lm.logits(token_ids), expected.logits(token_ids), rtol=0, atol=3e-4)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("settings", ROUNDED, ids=str)
-def test_inputs_of_the_head_are_rounded_where_that_is_asked_for(
+def test_head_activations_quantizes_inputs_of_the_lm_head(
     write: Write, settings: dict[str, Any], tied: bool
 ) -> None:
     own = load_file(MODEL / WEIGHTS)[TABLE].float()
@@ -130,24 +130,24 @@ def test_inputs_of_the_head_are_rounded_where_that_is_asked_for(
     assert torch.equal(hidden_states(lm, token_ids), hidden)
     scale = (hidden.abs().amax(-1, keepdim=True) / 127).double()
     rounded = (hidden.double() / scale).round() * scale
-    wanted = rounded @ nearest(own, settings).double().T
-    found = lm.logits(token_ids)
-    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=2e-4)
+    expected = rounded @ nearest(own, settings).double().T
+    actual = lm.logits(token_ids)
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=2e-4)
     # It matters: what was rounded is nearer than what was not.
-    assert (found - plain.logits(token_ids)).abs().max() > 2e-3
+    assert (actual - plain.logits(token_ids)).abs().max() > 2e-3
 
 
 def hidden_states(lm: LanguageModel, token_ids: list[int]) -> torch.Tensor:
     """Return what the head multiplies for ``token_ids``, float32."""
-    seen: list[torch.Tensor] = []
-    hook = parts(lm)[1].register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    observed: list[torch.Tensor] = []
+    hook = parts(lm)[1].register_forward_pre_hook(lambda _, given: observed.append(given[0]))
     lm.logits(token_ids)
     hook.remove()
-    return torch.cat(seen).float()
+    return torch.cat(observed).float()
 
 
 @pytest.mark.parametrize("settings", ROUNDED, ids=str)
-def test_a_table_is_held_once_for_rounded_inputs_too(settings: dict[str, Any]) -> None:
+def test_tied_table_has_one_copy_with_quantized_inputs_too(settings: dict[str, Any]) -> None:
     rows = [
         row
         for row in explain(MODEL, quantization={**ALONE, **settings}).rows
@@ -195,19 +195,19 @@ def built(settings: dict[str, Any], weight: torch.Tensor) -> tuple[Embedding, LM
 @pytest.mark.parametrize(
     ("head", "num_bytes"), [("int8", 96 * 64 + 96 * 4), ("int4", 96 * 32 + 96 * 2 * 4)]
 )
-def test_lookup_and_product_hold_the_same_codes_and_nothing_else(head: str, num_bytes: int) -> None:
+def test_lookup_and_head_share_one_quantized_table(head: str, num_bytes: int) -> None:
     embedding, last = built({"quant_method": "online_fp8", "head": head}, torch.randn(96, 64))
     assert embedding.constants[0] is last.operands[0]
     assert [*embedding.parameters(), *last.parameters()] == []
-    held = {
+    kept_tensors = {
         each.data_ptr(): each.nbytes
         for each in (*embedding.constants, *last.operands)
         if isinstance(each, torch.Tensor)
     }
-    assert sum(held.values()) == num_bytes
+    assert sum(kept_tensors.values()) == num_bytes
 
 
-def test_the_method_states_what_is_held() -> None:
+def test_method_returns_the_dequantized_table() -> None:
     weight = torch.randn(33, 64, generator=torch.Generator().manual_seed(3))
     for settings in HEADS[:3]:
         scheme = OnlineInt4.parse({"quant_method": "online_int4", **settings})
@@ -240,21 +240,21 @@ def test_the_method_states_what_is_held() -> None:
         ({"quant_method": "int8", "modules_to_not_convert": ["lm_head"]}, {"embedding", "linear"}),
     ],
 )
-def test_explain_says_what_the_head_is_held_as(asked: Any, ops: set[str]) -> None:
+def test_explain_names_the_format_of_the_head(asked: Any, ops: set[str]) -> None:
     places = {"lm_head", "model.embed_tokens"}
-    found = {
+    actual = {
         row.choice.request.name
         for row in explain(MODEL, quantization=asked).rows
         if row.choice.request.kind == "kernel" and places & set(row.prefixes)
     }
-    assert found == ops
+    assert actual == ops
 
 
-def test_groups_are_those_of_the_layers_where_these_state_them() -> None:
+def test_head_uses_the_group_size_of_the_linear_layers() -> None:
     def size(**settings: Any) -> object:
         rows = explain(MODEL, quantization={"quant_method": "int4", **settings}).rows
-        (found,) = [row for row in rows if row.choice.request.name.endswith("a16_embedding")]
-        return found.choice.request.dims["group_size"]
+        (actual,) = [row for row in rows if row.choice.request.name.endswith("a16_embedding")]
+        return actual.choice.request.dims["group_size"]
 
     assert size(head="int4") == 32
     assert size(head="int4", group_size=16) == 16
@@ -264,17 +264,21 @@ def test_groups_are_those_of_the_layers_where_these_state_them() -> None:
 
 @pytest.mark.parametrize("head", [{"head": "int8"}, {"head": "int4"}, *ROUNDED[:2]], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_table_is_exchanged_where_it_lies(write: Write, head: dict[str, Any], dtype: str) -> None:
+def test_updated_table_is_quantized_in_place(
+    write: Write, head: dict[str, Any], dtype: str
+) -> None:
     table = 1.25 * load_file(MODEL / WEIGHTS)[TABLE].float().flip(1)
     settings = {**ALONE, **head}
-    wanted = load(write("wanted", **{TABLE: table}), dtype, cache_tokens=64, quantization=settings)
+    expected = load(
+        write("wanted", **{TABLE: table}), dtype, cache_tokens=64, quantization=settings
+    )
     lm = load(MODEL, dtype, cache_tokens=64, quantization=settings)
     token_ids = lm.tokenizer.encode(TEXT)
-    held = parts(lm)[1].operands
-    assert not torch.equal(lm.logits(token_ids), wanted.logits(token_ids))
+    operands = parts(lm)[1].operands
+    assert not torch.equal(lm.logits(token_ids), expected.logits(token_ids))
     assert lm.update_weights({TABLE: table}) == ()
-    assert torch.equal(lm.logits(token_ids), wanted.logits(token_ids))
-    assert all(one is other for one, other in zip(held, parts(lm)[1].operands, strict=True))
+    assert torch.equal(lm.logits(token_ids), expected.logits(token_ids))
+    assert all(one is other for one, other in zip(operands, parts(lm)[1].operands, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -297,7 +301,7 @@ def test_a_table_is_exchanged_where_it_lies(write: Write, head: dict[str, Any], 
         ({"head_group_size": 0}, "head_group_size = 0"),
     ],
 )
-def test_what_cannot_be_done_is_refused_before_a_weight_is_read(
+def test_invalid_settings_are_refused_before_weights_are_read(
     settings: dict[str, Any], message: str
 ) -> None:
     for method in ("int4", "fp8"):
@@ -312,7 +316,7 @@ def test_odd_rows_of_four_bits_are_refused() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_table_that_is_not_finite_is_refused_by_its_name(value: float) -> None:
+def test_table_that_is_not_finite_is_refused_with_its_name(value: float) -> None:
     weight = torch.randn(64, 32)
     weight[9, 3] = value
     with pytest.raises(CheckpointError, match=rf"embed_tokens\.weight: holds {value}, which"):

@@ -70,7 +70,7 @@ def dequantized(layer: Linear) -> torch.Tensor:
     return weight
 
 
-def test_names_are_those_of_what_is_written() -> None:
+def test_method_names_match_the_schemes_of_interposer_quantize() -> None:
     assert {"fp8", "int8", "int4", "w4a8"} == set(ENTRIES) <= set(SCHEMES)
 
 
@@ -90,7 +90,7 @@ def test_weights_are_rounded_to_the_nearest_multiple_of_the_scale(
     weight = size * torch.randn(outputs, 32 * groups, generator=generator)
     weight = weight.clamp(-6e4, 6e4).to(dtype)
     weight[:: outputs // 3 + 1] = 0
-    found = dequantized(filled(asked, weight))
+    actual = dequantized(filled(asked, weight))
     wide, bits = weight.double(), 8 if asked["quant_method"] == "online_int8" else 4
     shared = 32 * groups
     if bits == 4:
@@ -103,11 +103,11 @@ def test_weights_are_rounded_to_the_nearest_multiple_of_the_scale(
     farthest = (1.0 if asked.get("asymmetric") else 0.5) * steps
     # The scale and the quotient are rounded to float32 before; the smallest are subnormal there.
     bound = farthest + 2**-21 * wide.abs() + 2**-149 * 2**bits
-    assert ((found - wide).abs() <= bound).all()
+    assert ((actual - wide).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("asked", INTEGERS)
-def test_a_fused_layer_is_quantized_as_its_parts(asked: Settings) -> None:
+def test_fused_layer_is_quantized_like_separate_layers(asked: Settings) -> None:
     sizes = {"q_proj": 130, "k_proj": 66, "v_proj": 65}
     weight = torch.randn(261, 96, generator=torch.Generator().manual_seed(0))
     weight[130:] *= 7
@@ -118,7 +118,7 @@ def test_a_fused_layer_is_quantized_as_its_parts(asked: Settings) -> None:
     assert torch.equal(dequantized(filled(asked, weight, sizes)), torch.cat(parts))
 
 
-def test_a_large_layer_is_quantized_as_its_rows_are_alone() -> None:
+def test_chunked_quantization_equals_quantization_row_by_row() -> None:
     weight = torch.randn(2304, 2048, generator=torch.Generator().manual_seed(0))
     asked = {"quant_method": "online_w4a8", "asymmetric": True}
     rows = torch.cat([dequantized(filled(asked, part)) for part in weight.split(256)])
@@ -133,15 +133,15 @@ def test_a_large_layer_is_quantized_as_its_rows_are_alone() -> None:
         ("w4a8", 64 * 256 // 2 + 64 * 2 * 4),
     ],
 )
-def test_what_is_held_is_what_the_kernel_takes(name: str, num_bytes: int) -> None:
+def test_finalized_layer_keeps_only_the_kernel_operands(name: str, num_bytes: int) -> None:
     layer = filled({"quant_method": f"online_{name}"}, torch.randn(64, 256))
     layer.finalize()
-    held = {
+    kept_tensors = {
         each.data_ptr(): each.nbytes
         for each in (*layer.parameters(), *layer.operands)
         if isinstance(each, torch.Tensor)
     }
-    assert sum(held.values()) == num_bytes
+    assert sum(kept_tensors.values()) == num_bytes
 
 
 @pytest.fixture(scope="module")
@@ -178,10 +178,10 @@ def test_a_model_computes_what_the_quantized_checkpoint_computes(
     asked = {"quant_method": asked} if isinstance(asked, str) else asked
     asked = {**asked, "head": "plain"}
     quantize(plain, tmp_path / "written", ignore=ignore, **written)
-    wanted = load(tmp_path / "written", dtype="float32", cache_tokens=64)
+    expected = load(tmp_path / "written", dtype="float32", cache_tokens=64)
     lm = load(plain, dtype="float32", cache_tokens=64, quantization=asked)
     token_ids = lm.tokenizer.encode(TEXT)
-    assert torch.equal(lm.logits(token_ids), wanted.logits(token_ids))
+    assert torch.equal(lm.logits(token_ids), expected.logits(token_ids))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_a_model_computes_what_the_quantized_checkpoint_computes(
         ({"quant_method": "int4", "activations": "int8"}, {"w4a8_linear"}),
     ],
 )
-def test_groups_are_the_largest_that_divide_and_every_op_is_told(
+def test_default_group_size_is_the_largest_that_divides_the_inputs(
     asked: str | Settings, ops: set[str]
 ) -> None:
     rows = explain(MODEL, quantization=asked).rows
@@ -207,7 +207,7 @@ def test_groups_are_the_largest_that_divide_and_every_op_is_told(
     assert sizes == ({256: 128, 688: 16} if "w4a" in str(ops) else {})
 
 
-def test_layers_that_are_left_out_stay_plain() -> None:
+def test_excluded_layers_stay_plain() -> None:
     model = plan(MODEL, quantization={"quant_method": "int4", **NO_DOWN}).model
     for layer in model.modules():
         if isinstance(layer, Linear):
@@ -236,7 +236,7 @@ def test_layers_that_are_left_out_stay_plain() -> None:
         ),
     ],
 )
-def test_what_cannot_be_done_is_refused_before_a_weight_is_read(
+def test_invalid_settings_are_refused_before_weights_are_read(
     asked: Settings, error: type[ConfigError], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -250,7 +250,7 @@ def test_inputs_that_no_group_divides_are_refused() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_numbers_that_are_not_finite_are_refused_by_the_name_of_their_tensor(value: float) -> None:
+def test_weights_that_are_not_finite_are_refused_with_their_tensor_name(value: float) -> None:
     weight = torch.randn(512, 96)
     weight[300, 7] = value
     sizes = {"q_proj": 256, "k_proj": 128, "v_proj": 128}
@@ -260,7 +260,7 @@ def test_numbers_that_are_not_finite_are_refused_by_the_name_of_their_tensor(val
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "w4a8"])
-def test_suite_tries_the_examples(name: str) -> None:
+def test_conformance_suite_runs_the_examples(name: str) -> None:
     # The trials themselves are run in ops/tests/test_conformance.py, among all that is installed.
     trials = [
         trial

@@ -75,7 +75,7 @@ def packed(weight: torch.Tensor, kind: str) -> tuple[dict[str, torch.Tensor], to
     groups = weight.unflatten(1, (-1, GROUP))
     scales = (groups.abs().amax(-1) / 7).half()
     codes = (groups / scales.float()[..., None]).round().clamp(-MIDDLE, MIDDLE - 1)
-    meant = (codes * scales.float()[..., None]).flatten(1)
+    expected = (codes * scales.float()[..., None]).flatten(1)
     unsigned = (codes + MIDDLE).flatten(1).to(torch.uint8)
     middles = torch.full(scales.T.shape, MIDDLE, dtype=torch.uint8)
     if kind == "awq":
@@ -87,7 +87,7 @@ def packed(weight: torch.Tensor, kind: str) -> tuple[dict[str, torch.Tensor], to
     stored = {"qweight": words, "qzeros": zeros, "scales": scales.T}
     if kind == "gptq":
         stored["g_idx"] = torch.arange(weight.shape[1], dtype=torch.int32) // GROUP
-    return stored, meant
+    return stored, expected
 
 
 def write(path: Path, kind: str, model: str = "qwen3") -> tuple[Path, Path]:
@@ -95,17 +95,17 @@ def write(path: Path, kind: str, model: str = "qwen3") -> tuple[Path, Path]:
     torch.manual_seed(3)
     quantized, plain = path / "quantized", path / "plain"
     AutoModelForCausalLM.from_config(MODELS[model]()).save_pretrained(plain)
-    stored, meant = {}, {}
+    stored, expected = {}, {}
     for name, tensor in load_file(plain / "model.safetensors").items():
         if ".experts." not in name:
-            stored[name] = meant[name] = tensor
+            stored[name] = expected[name] = tensor
             continue
-        parts, meant[name] = packed(tensor, kind)
+        parts, expected[name] = packed(tensor, kind)
         layer = name.removesuffix(".weight")
         stored |= {f"{layer}.{key}": value for key, value in parts.items()}
     config = json.loads((plain / "config.json").read_text())
     quantized.mkdir()
-    for folder, tensors in ((quantized, stored), (plain, meant)):
+    for folder, tensors in ((quantized, stored), (plain, expected)):
         extra = {"quantization_config": KINDS[kind]} if folder is quantized else {}
         (folder / "config.json").write_text(json.dumps({**config, **extra}))
         save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
@@ -128,9 +128,7 @@ def configure(path: Path, **settings: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "model"), [*((kind, "qwen3") for kind in KINDS), ("gptq", "mixtral")]
 )
-def test_logits_are_those_of_what_the_codes_stand_for(
-    kind: str, model: str, tmp_path: Path
-) -> None:
+def test_logits_are_those_of_the_dequantized_experts(kind: str, model: str, tmp_path: Path) -> None:
     quantized, plain = write(tmp_path, kind, model)
     lm, reference = load(quantized, dtype="float32"), load(plain, dtype="float32")
     expected = reference.logits(TOKENS)
@@ -146,9 +144,9 @@ def test_logits_are_those_of_what_the_codes_stand_for(
         if isinstance(layer, Experts):
             assert list(layer.parameters()) == []
             leaves = _pytree.tree_leaves(layer.operands)
-            held = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+            kept_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
             # At most five bits of each number; of 96 outputs, kernels may hold blocks half empty.
-            assert 3 * 4 * 96 * 64 * 4.5 / 8 <= held < 3 * 4 * 96 * 64 * 7 / 8
+            assert 3 * 4 * 96 * 64 * 4.5 / 8 <= kept_bytes < 3 * 4 * 96 * 64 * 7 / 8
 
 
 @pytest.mark.parametrize(
@@ -160,7 +158,7 @@ def test_logits_are_those_of_what_the_codes_stand_for(
         ("auto-round", {"sym": False}),
     ],
 )
-def test_what_no_op_computes_at_once_is_computed_expert_by_expert(
+def test_experts_without_a_fused_op_run_expert_by_expert(
     kind: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     quantized, plain = write(tmp_path, kind)
@@ -189,7 +187,7 @@ def test_what_no_op_computes_at_once_is_computed_expert_by_expert(
         ),
     ],
 )
-def test_what_experts_cannot_hold_is_refused(
+def test_invalid_expert_tensors_are_refused(
     tensor: str, change: Callable[[torch.Tensor], object], message: str, tmp_path: Path
 ) -> None:
     path, _ = write(tmp_path, "gptq")
@@ -209,7 +207,7 @@ def test_what_experts_cannot_hold_is_refused(
         ),
     ],
 )
-def test_experts_that_cannot_be_stored_so_are_refused(
+def test_expert_sizes_that_the_packing_cannot_store_are_refused(
     kind: str, settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     path, _ = write(tmp_path, kind)

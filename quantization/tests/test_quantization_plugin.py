@@ -15,7 +15,7 @@ def test_plugin_is_light() -> None:
     assert check_lightness("interposer_quantization.plugin") == []
 
 
-def test_records_name_what_they_promise() -> None:
+def test_records_load_the_scheme_of_their_method() -> None:
     for record in interposer_records():
         assert isinstance(record, SchemeEntry)
         target = load_target(record.target)

@@ -84,11 +84,11 @@ def library_tensors(chosen: WeightFormat, weight: torch.Tensor) -> dict[str, tor
 
 
 @each_format
-def test_tensors_are_those_of_the_library(chosen: WeightFormat) -> None:
+def test_tensors_match_compressed_tensors(chosen: WeightFormat) -> None:
     weight = random_weight(1)
-    found, expected = chosen.rounded(weight), library_tensors(chosen, weight)
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
+    actual, expected = chosen.rounded(weight), library_tensors(chosen, weight)
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
         assert tensor.dtype == expected[name].dtype, name
         # Compared as bytes: nothing may differ in the sign of a zero either.
         assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)), name
@@ -96,7 +96,7 @@ def test_tensors_are_those_of_the_library(chosen: WeightFormat) -> None:
 
 @each_format
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_read_is_what_the_library_reads(chosen: WeightFormat, dtype: torch.dtype) -> None:
+def test_read_matches_compressed_tensors(chosen: WeightFormat, dtype: torch.dtype) -> None:
     tensors = chosen.rounded(random_weight(2).to(dtype))
     compressor = BaseCompressor.get_value_from_registry(chosen.storage)
     stored = dict(tensors)
@@ -108,7 +108,7 @@ def test_read_is_what_the_library_reads(chosen: WeightFormat, dtype: torch.dtype
 
 
 @each_format
-def test_settings_are_those_that_the_library_writes(chosen: WeightFormat) -> None:
+def test_settings_match_compressed_tensors(chosen: WeightFormat) -> None:
     config = quantization_config(chosen, ["lm_head"])
     parsed = QuantizationConfig.model_validate(config)
     assert parsed.ignore == ["lm_head"]
@@ -122,17 +122,17 @@ def test_settings_are_those_that_the_library_writes(chosen: WeightFormat) -> Non
 
 
 @each_format
-def test_shapes_are_known_without_numbers(chosen: WeightFormat) -> None:
+def test_layout_matches_the_rounded_tensors(chosen: WeightFormat) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        found = chosen.rounded(random_weight(3, rows=21).to(dtype))
+        actual = chosen.rounded(random_weight(3, rows=21).to(dtype))
         planned = chosen.layout((21, 96), dtype)
-        assert [(n, t.shape, t.dtype) for n, t in found.items()] == [
+        assert [(n, t.shape, t.dtype) for n, t in actual.items()] == [
             (n, t.shape, t.dtype) for n, t in planned.items()
         ]
 
 
 @each_format
-def test_a_weight_of_zeros_stays_one(chosen: WeightFormat) -> None:
+def test_weight_of_zeros_stays_zero(chosen: WeightFormat) -> None:
     weight = torch.zeros(8, 96)
     tensors = chosen.rounded(weight)
     assert torch.equal(chosen.read(tensors), weight)
@@ -141,7 +141,9 @@ def test_a_weight_of_zeros_stays_one(chosen: WeightFormat) -> None:
 
 @each_format
 @given(seed=st.integers(0, 2**32), exponent=st.integers(-12, 3))
-def test_no_number_of_the_grid_is_nearer(chosen: WeightFormat, seed: int, exponent: int) -> None:
+def test_each_value_is_rounded_to_the_nearest_grid_value(
+    chosen: WeightFormat, seed: int, exponent: int
+) -> None:
     weight = random_weight(seed, 4, 32) * 2.0**exponent
     groups = chosen.groups(weight)
     grid = chosen.fitted(groups, weight.dtype, chosen.tensor_scale(tensor_peak(weight)))
@@ -161,18 +163,18 @@ def test_no_number_of_the_grid_is_nearer(chosen: WeightFormat, seed: int, expone
 
 
 @given(rows=st.integers(1, 70), groups=st.integers(1, 5), asymmetric=st.booleans())
-def test_codes_fill_words_of_any_shape(rows: int, groups: int, asymmetric: bool) -> None:
+def test_weights_of_any_shape_are_packed(rows: int, groups: int, asymmetric: bool) -> None:
     chosen = weight_format("int4", 3, asymmetric=asymmetric)
     weight = torch.randn(rows, 3 * groups, generator=torch.Generator().manual_seed(rows))
-    found, expected = chosen.rounded(weight), library_tensors(chosen, weight)
-    for name, tensor in found.items():
+    actual, expected = chosen.rounded(weight), library_tensors(chosen, weight)
+    for name, tensor in actual.items():
         assert torch.equal(tensor, expected[name]), name
     largest_step = float(chosen.fitted(chosen.groups(weight), weight.dtype).scale.max())
     # Half a step, and as much again at the upper end, where there is no code for -lowest.
-    assert (chosen.read(found) - weight).abs().max() <= largest_step * 1.001
+    assert (chosen.read(actual) - weight).abs().max() <= largest_step * 1.001
 
 
-def test_a_peak_is_shared() -> None:
+def test_fused_layers_share_the_peak() -> None:
     chosen = weight_format("nvfp4")
     small, large = random_weight(4), 10 * random_weight(5)
     peak = torch.maximum(tensor_peak(small), tensor_peak(large))
@@ -198,7 +200,7 @@ def moments_of(inputs: torch.Tensor) -> torch.Tensor:
 
 @each_format
 @pytest.mark.parametrize("act_order", [False, True])
-def test_calibration_brings_outputs_nearer(chosen: WeightFormat, act_order: bool) -> None:
+def test_gptq_reduces_the_output_error(chosen: WeightFormat, act_order: bool) -> None:
     weight, inputs = random_weight(6), correlated(7, 1000, 96)
     nearest = chosen.read(chosen.rounded(weight))
     tensors = second_order_rounded(
@@ -212,7 +214,9 @@ def test_calibration_brings_outputs_nearer(chosen: WeightFormat, act_order: bool
 
 @each_format
 @pytest.mark.parametrize("act_order", [False, True])
-def test_independent_inputs_are_rounded_to_nearest(chosen: WeightFormat, act_order: bool) -> None:
+def test_gptq_with_independent_inputs_rounds_to_nearest(
+    chosen: WeightFormat, act_order: bool
+) -> None:
     weight = random_weight(8)
     tensors = second_order_rounded(chosen, weight, Curvature(torch.eye(96), act_order=act_order))
     groups = chosen.groups(weight)
@@ -224,7 +228,7 @@ def test_independent_inputs_are_rounded_to_nearest(chosen: WeightFormat, act_ord
 
 
 @pytest.mark.parametrize("act_order", [False, True])
-def test_columns_make_good_for_each_other(act_order: bool) -> None:
+def test_gptq_compensates_errors_in_later_columns(act_order: bool) -> None:
     """Compare with the paper's equations (2) and (3), one column at a time, in float64."""
     chosen = IntegerFormat(8, None)
     weight, moments = random_weight(9, 6, 32), moments_of(correlated(10, 400, 32))
@@ -243,12 +247,12 @@ def test_columns_make_good_for_each_other(act_order: bool) -> None:
         expected[:, column : column + 1] = nearest
         rest[:, left] -= (exact - nearest) / inverse[0, 0] * inverse[0]
         left = left[1:]
-    found = chosen.read(
+    actual = chosen.read(
         second_order_rounded(chosen, weight, Curvature(moments, act_order=act_order))
     )
     # A number between two codes may go either way for a difference in the last bit; one does so
     # seldom, but then the rest of its row follows.
-    same = (found == expected.float()).all(1)
+    same = (actual == expected.float()).all(1)
     assert same.float().mean() >= 5 / 6
 
 
@@ -270,7 +274,7 @@ def test_moments_without_inputs_are_refused() -> None:
         Curvature(torch.full((96, 96), torch.inf))
 
 
-def test_importance_spares_what_matters() -> None:
+def test_low_importance_of_an_outlier_shrinks_the_scale() -> None:
     chosen = weight_format("int4", 32)
     groups = torch.full((1, 1, 32), 0.5)
     groups[..., 0] = 10.0
@@ -282,7 +286,7 @@ def test_importance_spares_what_matters() -> None:
     assert weighted.scale < plain.scale
 
 
-def test_names_and_settings_that_do_not_go_together_are_refused() -> None:
+def test_invalid_scheme_options_are_refused() -> None:
     with pytest.raises(UnknownNameError, match="nearest first: 'int4'"):
         weight_format("int5")
     for options in ({"group_size": 64}, {"asymmetric": True}, {"activations": "none"}):
@@ -297,7 +301,7 @@ def test_names_and_settings_that_do_not_go_together_are_refused() -> None:
     assert set(SCHEMES) == {"fp8", "int8", "int4", "w4a8", "mxfp8", "mxfp4", "nvfp4"}
 
 
-def test_inputs_are_rounded_by_default_or_as_asked() -> None:
+def test_activations_option_decides_if_inputs_are_quantized() -> None:
     for scheme, activations, rounded in (
         ("int8", None, True),
         ("int8", "none", False),

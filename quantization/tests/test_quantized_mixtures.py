@@ -149,11 +149,11 @@ def write(path: Path, kind: str, model: str, **settings: Any) -> tuple[Path, Pat
     AutoModelForCausalLM.from_config(MODELS[model]()).save_pretrained(plain)
     scheme = scheme_of(kind)
     compressor = BaseCompressor.get_value_from_registry(scheme.format)
-    stored, meant = {}, {}
+    stored, expected = {}, {}
     for name, tensor in load_file(plain / "model.safetensors").items():
         layer = name.removesuffix(".weight")
         if ".experts." not in name:
-            stored[name] = meant[name] = tensor
+            stored[name] = expected[name] = tensor
             continue
         parts = blocks_of(tensor, scheme.weights)
         own, shared = {"weight": tensor}, {}
@@ -167,12 +167,12 @@ def write(path: Path, kind: str, model: str, **settings: Any) -> tuple[Path, Pat
             own["input_global_scale"] = INPUT_SCALE
         packed = compressor.compress(own, scheme)
         stored |= {f"{layer}.{key}": value.clone() for key, value in packed.items()}
-        meant[name] = decompressed(packed, scheme, tensor.shape)
+        expected[name] = decompressed(packed, scheme, tensor.shape)
     config = json.loads((plain / "config.json").read_text())
     written = QuantizationConfig(config_groups={"group_0": scheme}, format=scheme.format)
     written = json.loads(written.model_dump_json()) | {"quantization_status": "compressed"}
     quantized.mkdir()
-    for folder, tensors in ((quantized, stored), (plain, meant)):
+    for folder, tensors in ((quantized, stored), (plain, expected)):
         extra = {"quantization_config": settings or written} if folder is quantized else {}
         (folder / "config.json").write_text(json.dumps({**config, **extra}))
         save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
@@ -211,7 +211,7 @@ def assert_computed_by(lm: LanguageModel, op: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "model"), [("int4", "mixtral"), *product(AT_ONCE | IN_TURN, ["qwen3"])]
 )
-def test_logits_are_those_of_what_the_library_decompresses(
+def test_logits_match_the_weights_that_compressed_tensors_decompresses(
     kind: str, model: str, tmp_path: Path
 ) -> None:
     path, plain = write(tmp_path, kind, model)
@@ -222,7 +222,7 @@ def test_logits_are_those_of_what_the_library_decompresses(
         assert torch.equal(lm.logits(TOKENS), logits)
 
 
-def test_a_rule_takes_the_op_that_leaves_inputs_as_they_are(tmp_path: Path) -> None:
+def test_kernel_rule_selects_the_op_with_unquantized_inputs(tmp_path: Path) -> None:
     quantized, plain = write(tmp_path, "float8", "qwen3")
     expected = load(plain, dtype="float32").logits(TOKENS)
     config = Config(kernels={"fused_experts_fp8": "reference"})
@@ -231,7 +231,7 @@ def test_a_rule_takes_the_op_that_leaves_inputs_as_they_are(tmp_path: Path) -> N
     assert_computed_by(lm, "fused_experts_fp8")
 
 
-def test_experts_that_only_a_reference_reads_are_dequantized_once(tmp_path: Path) -> None:
+def test_experts_with_only_a_reference_kernel_are_dequantized_once(tmp_path: Path) -> None:
     quantized, plain = write(tmp_path, "packed int8", "qwen3")
     expected = load(plain, dtype="float32").logits(TOKENS)
     config = Config(kernels={"w8a16_linear": {"forbid": ["w8a16_linear_*"]}})
@@ -252,7 +252,7 @@ def test_experts_one_by_one_are_not_compiled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("method", "most"), [("int8", 0.1), ("fp8", 0.3)])
-def test_plain_experts_are_quantized_while_they_load(
+def test_plain_experts_are_quantized_during_loading(
     method: str, most: float, tmp_path: Path
 ) -> None:
     _, plain = write(tmp_path, "packed int8", "mixtral")
@@ -304,7 +304,7 @@ class InputsOfTheLibrary:
 
 
 @pytest.mark.parametrize("kind", ROUNDED)
-def test_inputs_are_rounded_as_by_the_library(
+def test_input_rounding_matches_compressed_tensors(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantized, plain = write(tmp_path, kind, "qwen3")
@@ -312,13 +312,13 @@ def test_inputs_are_rounded_as_by_the_library(
     monkeypatch.setattr(OfTheLibrary, "kind", kind)
     with register(InputsOfTheLibrary, "of-the-library"):
         expected = load(plain, dtype="float32").logits(TOKENS)
-    found, noise = lm.logits(TOKENS), (expected - exact).norm()
+    actual, noise = lm.logits(TOKENS), (expected - exact).norm()
     assert noise > 1e-3 * exact.norm(), "nothing is rounded"
     if kind in OTHER_RULE:
-        assert 0.6 * noise < (found - exact).norm() < 1.6 * noise
+        assert 0.6 * noise < (actual - exact).norm() < 1.6 * noise
     else:
         # A number halfway between two may go either way; all others are rounded alike.
-        assert (found - expected).norm() < 0.05 * noise
+        assert (actual - expected).norm() < 0.05 * noise
     assert_computed_by(lm, KINDS[kind][3])
 
 
@@ -378,15 +378,15 @@ def test_scales_are_read_under_the_names_of_transformers(
         assert_computed_by(load(quantized, dtype="float32"), "fp8_linear")
 
 
-def test_only_codes_and_scales_are_held(tmp_path: Path) -> None:
+def test_finalized_experts_keep_only_quantized_weights_and_scales(tmp_path: Path) -> None:
     lm = load(write(tmp_path, "int4", "qwen3")[0], dtype="bfloat16")
     for layer in lm.engine.model.modules():
         if isinstance(layer, Experts):
             assert list(layer.parameters()) == []
             leaves = _pytree.tree_leaves(layer.operands)
-            held = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+            kept_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
             # 4.5 bits of each number; of 96 outputs, kernels may hold some blocks half empty.
-            assert 3 * 4 * 96 * 64 * 4.5 / 8 <= held < 3 * 4 * 96 * 64 * 6 / 8
+            assert 3 * 4 * 96 * 64 * 4.5 / 8 <= kept_bytes < 3 * 4 * 96 * 64 * 6 / 8
 
 
 @pytest.mark.parametrize(
@@ -399,7 +399,7 @@ def test_only_codes_and_scales_are_held(tmp_path: Path) -> None:
         ("int8", "weight_scale", 0.0, "96 of 96 scales are not positive"),
     ],
 )
-def test_what_makes_no_weight_is_refused(
+def test_invalid_expert_scales_are_refused(
     kind: str, tensor: str, value: float, message: str, tmp_path: Path
 ) -> None:
     path, _ = write(tmp_path, kind, "qwen3")
@@ -408,7 +408,7 @@ def test_what_makes_no_weight_is_refused(
         load(path)
 
 
-def test_gates_are_quantized_as_what_they_act_on(tmp_path: Path) -> None:
+def test_gate_and_up_with_different_quantization_are_refused(tmp_path: Path) -> None:
     path, _ = write(tmp_path, "int4", "qwen3")
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"]["ignore"] = [EXPERT]

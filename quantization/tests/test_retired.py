@@ -14,7 +14,7 @@ RETIRED = [(name, method) for method, names in INSTEAD_OF.items() for name in so
 
 
 @pytest.mark.parametrize(("name", "method"), RETIRED)
-def test_retired_name_is_answered_with_the_method_to_take(name: str, method: str) -> None:
+def test_retired_name_is_refused_with_the_supported_method(name: str, method: str) -> None:
     resolver = Resolver(current_registry(), place().device, Config())
     with pytest.raises(UnknownNameError) as caught:
         resolver.choose_scheme({"quant_method": name})
@@ -24,7 +24,7 @@ def test_retired_name_is_answered_with_the_method_to_take(name: str, method: str
     assert hint in str(caught.value)
 
 
-def test_other_unknown_names_are_not() -> None:
+def test_other_unknown_names_get_no_replacement() -> None:
     resolver = Resolver(current_registry(), place().device, Config())
     with pytest.raises(UnknownNameError, match="Is the plugin for it installed"):
         resolver.choose_scheme({"quant_method": "hqqq"})

@@ -38,8 +38,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 def settings_of(kind: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((WRITTEN / kind / CONFIG).read_text())["quantization_config"]
-    return found
+    actual: dict[str, Any] = json.loads((WRITTEN / kind / CONFIG).read_text())[
+        "quantization_config"
+    ]
+    return actual
 
 
 def copied(kind: str, path: Path) -> Path:
@@ -68,7 +70,7 @@ def dequantized(tensors: Tensors, layer: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_those_that_torchao_dequantizes(kind: str) -> None:
+def test_weights_match_the_dequantization_of_torchao(kind: str) -> None:
     scheme = TorchAo.parse(settings_of(kind))
     resolver = Resolver(current_registry(), place().device, Config(canary="off"), scheme)
     tensors = load_file(WRITTEN / kind / WEIGHTS)
@@ -81,17 +83,17 @@ def test_weights_are_those_that_torchao_dequantizes(kind: str) -> None:
         layer = Linear(Site(resolver, name, torch.float32), in_features, out_features)
         for parameter_name, parameter in layer.named_parameters():
             parameter.data.copy_(tensors[f"{name}.{parameter_name}"])
-        found = layer.method.dequantized(layer)
-        assert found is not None
+        actual = layer.method.dequantized(layer)
+        assert actual is not None
         # A code of 9 bits times a scale of 24 is exact in float64; a weight that is held in the
         # model's dtype is rounded to it.
         assert torch.equal(
-            found, expected.float().double() if kind == "float8-weights" else expected
+            actual, expected.float().double() if kind == "float8-weights" else expected
         )
         if name in recorded:
             # Which is in the dtype of the model, that of the record being float32.
             dtype = torch.bfloat16 if kind == "float8" else torch.float32
-            assert torch.equal(found.to(dtype).float(), recorded[name])
+            assert torch.equal(actual.to(dtype).float(), recorded[name])
     assert set(recorded) & set(names)
     asymmetric = any(tensors[n].any() for n in tensors if n.endswith("_zero_point"))
     assert asymmetric == kind.startswith("intx-4-bits")
@@ -114,7 +116,7 @@ def rounded(kind: str, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", DYNAMIC)
-def test_inputs_are_rounded_as_torchao_rounds_them(kind: str, tmp_path: Path) -> None:
+def test_input_rounding_matches_torchao(kind: str, tmp_path: Path) -> None:
     lm = load(copied(kind, tmp_path), dtype="float32")
     recorded = load_file(WRITTEN / kind / "recorded.safetensors")
     name = f"{ATTENTION}.q_proj"
@@ -124,7 +126,7 @@ def test_inputs_are_rounded_as_torchao_rounds_them(kind: str, tmp_path: Path) ->
         for layer in lm.engine.model.modules()
         if isinstance(layer, Linear) and "q_proj" in layer.parts
     )
-    found = layer(x)[:, : len(weight)].double()
+    actual = layer(x)[:, : len(weight)].double()
     step = (x.amax(1, keepdim=True).clamp(min=0) - x.amin(1, keepdim=True).clamp(max=0)) / 255
     if kind == "int8-dynamic":
         # Its step is max / 127.5, here max / 127: either is at most half a step off.
@@ -133,7 +135,7 @@ def test_inputs_are_rounded_as_torchao_rounds_them(kind: str, tmp_path: Path) ->
     else:
         # The same codes, and sums of 64 terms in float32.
         bound = 64 * 2.0**-24 * (x.double().abs() @ weight.double().abs().T)
-    error = (found - expected.double()).abs()
+    error = (actual - expected.double()).abs()
     assert (error <= bound).all()
     plain = x.double() @ weight.double().T
     assert ((plain - expected).abs() > 64 * 2.0**-24 * plain.abs()).any()
@@ -166,7 +168,7 @@ def test_inputs_of_int8_may_be_asymmetric(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_layer_computes_the_product_of_what_is_stored(kind: str, tmp_path: Path) -> None:
+def test_every_layer_multiplies_by_its_dequantized_weight(kind: str, tmp_path: Path) -> None:
     lm, tensors = load(copied(kind, tmp_path), dtype="float32"), load_file(WRITTEN / kind / WEIGHTS)
     layers = [layer for layer in lm.engine.model.modules() if isinstance(layer, Linear)]
     assert len(layers) == 4
@@ -183,14 +185,14 @@ def test_every_layer_computes_the_product_of_what_is_stored(kind: str, tmp_path:
         assert ((layer(x).double() - expected).abs() <= bound).all(), layer.prefix
 
 
-def test_layers_that_are_not_converted_stay_plain() -> None:
+def test_excluded_layers_stay_plain() -> None:
     settings = {**settings_of("int8"), "modules_to_not_convert": ["model.layers.1", "o_proj"]}
     scheme = TorchAo.parse(settings)
     assert scheme.linear_method("model.layers.1.self_attn.q_proj", ("q_proj",)) is None
     assert scheme.linear_method(f"{ATTENTION}.o_proj", ("o_proj",)) is None
-    found = scheme.linear_method(f"{ATTENTION}.q_proj", ("q_proj",))
-    assert found is not None
-    assert not isinstance(found, PlainLinear)
+    actual = scheme.linear_method(f"{ATTENTION}.q_proj", ("q_proj",))
+    assert actual is not None
+    assert not isinstance(actual, PlainLinear)
 
 
 def changed(
@@ -252,7 +254,7 @@ def changed(
         ),
     ],
 )
-def test_what_is_not_read_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         TorchAo.parse(settings)
     assert message in str(caught.value)
@@ -283,14 +285,14 @@ def test_scales_must_be_positive_numbers(value: float, tmp_path: Path) -> None:
         load(path)
 
 
-def test_pickled_weights_are_named(tmp_path: Path) -> None:
+def test_pickled_weights_are_refused_with_their_name(tmp_path: Path) -> None:
     path = copied("int8", tmp_path)
     (path / WEIGHTS).rename(path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is pickled, which runs code"):
         plan(path)
 
 
-def test_suite_tries_the_examples() -> None:
+def test_conformance_suite_runs_the_examples() -> None:
     # The trials themselves are run in ops/tests/test_conformance.py, among all that is installed.
     trials = [
         trial

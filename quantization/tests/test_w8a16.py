@@ -63,7 +63,7 @@ def fill(layer: Linear, seed: int = 0) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("group_size", [None, 16])
 @pytest.mark.parametrize("bias", [False, True])
-def test_layer_computes_what_its_tensors_say(
+def test_layer_multiplies_by_the_stored_weight(
     dtype: torch.dtype, group_size: int | None, bias: bool
 ) -> None:
     layer = Linear(site(group_size, dtype).at("down_proj"), 64, 48, bias)
@@ -77,12 +77,12 @@ def test_layer_computes_what_its_tensors_say(
     expected = x.double() @ dequantized.T
     if bias:
         expected += layer.get_parameter("bias").double()
-    found = layer(x)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
+    actual = layer(x)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
 
 
-def test_fused_layer_equals_its_parts() -> None:
+def test_fused_layer_equals_separate_layers() -> None:
     parts = {"q_proj": 32, "k_proj": 16, "v_proj": 16}
     at = site(16, torch.float32)
     fused = MergedLinear(at.at("qkv_proj"), 64, parts, bias=True)
@@ -100,13 +100,13 @@ def test_fused_layer_equals_its_parts() -> None:
     torch.testing.assert_close(torch.cat(outputs, -1), fused(x))
 
 
-def test_weights_are_held_once() -> None:
+def test_finalized_layer_keeps_one_copy_of_the_weight() -> None:
     layer = Linear(site(None, torch.bfloat16).at("down_proj"), 64, 48)
     fill(layer)
     layer.finalize()
     assert sum(parameter.nbytes for parameter in layer.parameters()) == 48 * 64 + 48 * 4
-    held = {parameter.data_ptr() for parameter in layer.parameters()}
-    assert {o.data_ptr() for o in layer.operands if isinstance(o, torch.Tensor)} == held
+    pointers = {parameter.data_ptr() for parameter in layer.parameters()}
+    assert {o.data_ptr() for o in layer.operands if isinstance(o, torch.Tensor)} == pointers
 
 
 def transposing_plugin(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -147,7 +147,7 @@ def test_prepared_tensor_replaces_the_stored_one(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("group_size", "num_groups"), [(None, 1), (16, 4)])
-def test_request_states_the_sizes(group_size: int | None, num_groups: int) -> None:
+def test_kernel_request_has_the_layer_sizes(group_size: int | None, num_groups: int) -> None:
     at = site(group_size, torch.bfloat16)
     Linear(at.at("down_proj"), 64, 48)
     (choice,) = (
