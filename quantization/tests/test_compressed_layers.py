@@ -229,7 +229,7 @@ def test_values_with_more_bits_than_stated_are_refused(name: str) -> None:
     layer = built("int4 per output, inputs static, asymmetric", SIZES)
     fill(layer)
     layer.get_parameter(name).data[300, 0] = 8
-    message = rf"k_proj\.{name}.* from -8 to 8, those of 4 bits are from -8 to 7"
+    message = rf"k_proj\.{name}.* from -8 to 8, but 4-bit values are from -8 to 7"
     with pytest.raises(CheckpointError, match=message):
         layer.finalize()
 

@@ -50,7 +50,7 @@ class Int8Linear(LinearMethod):
             asymmetric=self.inputs.asymmetric,
             biased=bias,
         )
-        self.fused_kernel = self.inputs.fused_kernel(self.bound.function, self._multiply)
+        self.fused_kernel = self.inputs.fused_quantizer(self.bound.function, self._multiply)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
         """Return the float64 weight ``[O, I]``: quantized value * scale."""

@@ -62,7 +62,7 @@ class W4A8Linear(LinearMethod):
             asymmetric_weights=not self.stored.weights.symmetric,
             biased=bias,
         )
-        self.fused_kernel = self.inputs.fused_kernel(self.bound.function, self._multiply)
+        self.fused_kernel = self.inputs.fused_quantizer(self.bound.function, self._multiply)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
         """Return the float64 weight ``[O, I]``: (quantized value - zero point) * scale."""
