@@ -253,7 +253,7 @@ MISSING = ("weight", "weight.absmax", "weight.nested_quant_map")
 
 
 @pytest.mark.parametrize("name", [*MISSING, "weight.quant_state.bitsandbytes__nf4"])
-def test_missing_tensor_is_named(name: str, copied: Callable[[str], Path]) -> None:
+def test_missing_tensor_is_refused_with_its_name(name: str, copied: Callable[[str], Path]) -> None:
     path = copied("nf4-double")
     tensors = load_file(path / "model.safetensors")
     del tensors[f"{LAYER}.{name}"]
@@ -270,7 +270,7 @@ def test_missing_tensor_is_named(name: str, copied: Callable[[str], Path]) -> No
         ("llm_int8_skip_modules", ["o_proj"], r"o_proj\.weight' has shape \[2048, 1\], the config"),
     ],
 )
-def test_config_that_contradicts_the_tensors_is_noticed(
+def test_config_that_contradicts_the_tensors_is_refused(
     setting: str, value: object, reason: str, copied: Callable[[str], Path]
 ) -> None:
     path = copied("nf4")
@@ -281,7 +281,9 @@ def test_config_that_contradicts_the_tensors_is_noticed(
         load(path)
 
 
-def test_int8_weights_without_a_format_lie_in_rows(copied: Callable[[str], Path]) -> None:
+def test_int8_weights_without_weight_format_are_read_in_row_order(
+    copied: Callable[[str], Path],
+) -> None:
     path = copied("int8")
     expected = load(path, dtype="float32").logits([1, 2, 3])
     tensors = load_file(path / "model.safetensors")

@@ -16,7 +16,7 @@ DISTRIBUTION = "interposer-nf4"
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_tokens", [1, 40])
-def test_panels_of_a_large_layer(num_tokens: int, dtype: torch.dtype) -> None:
+def test_large_layer_is_computed_panel_by_panel(num_tokens: int, dtype: torch.dtype) -> None:
     dims = {"in_features": 1024, "out_features": 1100}
     assert nf4_linear.sample is not None
     case = nf4_linear.sample(dtype, dims, num_tokens, 0)
@@ -25,7 +25,7 @@ def test_panels_of_a_large_layer(num_tokens: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", CODEBOOKS)
-def test_table_holds_the_two_numbers_of_each_byte(name: QuantType) -> None:
+def test_table_holds_both_values_of_each_byte(name: QuantType) -> None:
     codebook = torch.tensor(CODEBOOKS[name])
     empty = torch.empty(0)
     table = byte_table.prepare(weight=empty, absmax=empty, codebook=codebook, bias=None)["codebook"]
@@ -35,7 +35,7 @@ def test_table_holds_the_two_numbers_of_each_byte(name: QuantType) -> None:
         assert pair == [codebook[byte // 16], codebook[byte % 16]]
 
 
-def test_a_nan_of_the_codebook_stays_where_it_is_looked_up() -> None:
+def test_nan_in_the_codebook_affects_only_its_weights() -> None:
     codebook = torch.tensor(CODEBOOKS["nf4"])
     codebook[3] = torch.nan
     weight = torch.tensor([[0x00, 0x11], [0x03, 0x00], [0x30, 0x22]], dtype=torch.uint8)

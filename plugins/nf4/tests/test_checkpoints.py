@@ -42,7 +42,7 @@ def read(name: str, file: str) -> Any:
     return json.loads((FIXTURES / name / file).read_text(encoding="utf-8"))
 
 
-def test_every_variant_is_there() -> None:
+def test_every_checkpoint_variant_exists() -> None:
     assert NAMES == [
         "fp4",
         "fp4-double-but-some",
@@ -70,7 +70,7 @@ def loaded(name: str, layer: str, tensors: dict[str, torch.Tensor]) -> tuple[Lin
 
 
 @pytest.mark.parametrize("name", FOUR_BIT)
-def test_weights_are_those_of_bitsandbytes_to_the_bit(name: str) -> None:
+def test_4_bit_weights_match_bitsandbytes_bit_for_bit(name: str) -> None:
     tensors = load_file(FIXTURES / name / "model.safetensors")
     digests = read(name, "expected.json")["weights"]
     assert len(digests) == (6 if name.endswith("some") else 7)
@@ -82,7 +82,7 @@ def test_weights_are_those_of_bitsandbytes_to_the_bit(name: str) -> None:
         assert hashlib.sha256(weight.float().numpy().tobytes()).hexdigest() == digest, layer
 
 
-def test_int8_weights_are_those_of_bitsandbytes() -> None:
+def test_int8_weights_match_bitsandbytes() -> None:
     """There the scale is multiplied by a rounded 1/127, here divided by 127."""
     tensors = load_file(FIXTURES / "int8" / "model.safetensors")
     layers = read("int8", "expected.json")["weights"]
@@ -98,14 +98,14 @@ def test_int8_weights_are_those_of_bitsandbytes() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_model_computes_what_its_weights_stand_for(
+def test_logits_are_those_of_the_dequantized_model(
     name: str, copied: Callable[[str], Path]
 ) -> None:
     facts = read(name, "expected.json")
-    found = load(copied(name), dtype="float32").logits(facts["tokens"])
+    actual = load(copied(name), dtype="float32").logits(facts["tokens"])
     expected = torch.tensor(facts["logits of the dequantized model"])
     assert expected.abs().max() > 5
-    torch.testing.assert_close(found, expected, rtol=0.0, atol=LOGIT_ERROR)
+    torch.testing.assert_close(actual, expected, rtol=0.0, atol=LOGIT_ERROR)
 
 
 # Weights that were bfloat16 are dequantized to bfloat16 there, and inputs of int8 rounded to int8.
@@ -122,19 +122,17 @@ QUANTIZED_ERROR = {
 
 
 @pytest.mark.parametrize("name", QUANTIZED_ERROR)
-def test_model_computes_what_transformers_computes(
-    name: str, copied: Callable[[str], Path]
-) -> None:
+def test_logits_match_transformers(name: str, copied: Callable[[str], Path]) -> None:
     facts = read(name, "expected.json")
-    found = load(copied(name), dtype="float32").logits(facts["tokens"])
+    actual = load(copied(name), dtype="float32").logits(facts["tokens"])
     expected = torch.tensor(facts["logits of the quantized model"])
-    error = torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected)
+    error = torch.linalg.vector_norm(actual - expected) / torch.linalg.vector_norm(expected)
     assert error <= QUANTIZED_ERROR[name] + LOGIT_ERROR
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kernel", ["reference", "nf4_linear_byte_table"])
-def test_every_kernel_serves_the_model(
+def test_model_runs_with_every_kernel(
     kernel: str, dtype: str, copied: Callable[[str], Path]
 ) -> None:
     facts = read("nf4-straddling", "expected.json")
@@ -148,7 +146,9 @@ def test_every_kernel_serves_the_model(
     assert chosen == {kernel}
 
 
-def test_what_is_held_is_codes_and_scales(copied: Callable[[str], Path]) -> None:
+def test_finalized_layers_keep_only_quantized_weights_and_scales(
+    copied: Callable[[str], Path],
+) -> None:
     config = Config(kernels={"nf4_linear": "reference"})
     lm = load(copied("nf4-double-in-bfloat16"), dtype="bfloat16", config=config)
     layers = [module for module in lm.engine.model.modules() if isinstance(module, Linear)]
@@ -163,7 +163,7 @@ def test_what_is_held_is_codes_and_scales(copied: Callable[[str], Path]) -> None
         assert bias is None
 
 
-def test_weights_can_be_exchanged(copied: Callable[[str], Path]) -> None:
+def test_weights_can_be_updated(copied: Callable[[str], Path]) -> None:
     path, tokens = copied("nf4-double"), list(range(20))
     lm = load(path, dtype="float32")
     before = lm.logits(tokens)
@@ -177,7 +177,7 @@ def test_weights_can_be_exchanged(copied: Callable[[str], Path]) -> None:
     assert not torch.equal(lm.logits(tokens), before)
 
 
-def test_weights_of_other_blocks_can_be_exchanged(copied: Callable[[str], Path]) -> None:
+def test_weights_can_be_updated_with_another_block_size(copied: Callable[[str], Path]) -> None:
     """The tensors then have another shape than those that were loaded."""
     path, tokens = copied("nf4"), list(range(20))
     lm = load(path, dtype="float32")
@@ -204,7 +204,7 @@ def test_skipped_layers_stay_plain(copied: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize("name", ["nf4", "fp4"])
-def test_published_codebooks_are_the_stored_ones(name: QuantType) -> None:
+def test_codebook_constants_match_the_checkpoints(name: QuantType) -> None:
     tensors = load_file(FIXTURES / name / "model.safetensors")
     stored = [tensor for key, tensor in tensors.items() if key.endswith(".quant_map")]
     assert len(stored) == 7

@@ -126,7 +126,7 @@ def close(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> bool:
     seed=st.integers(0, 2**31),
 )
 @settings(max_examples=num_examples(100))
-def test_layer_computes_what_was_stored(
+def test_layer_multiplies_by_the_stored_weight(
     quant_type: QuantType,
     blocksize: int,
     double: bool,
@@ -141,9 +141,9 @@ def test_layer_computes_what_was_stored(
     quantized = Quantized(weight, quant_type, blocksize, double, storage)
     layer = built({"o_proj": outputs}, inputs, quant_type, double)
     fill(layer, quantized.stored("block.o_proj"))
-    meant = layer.method.dequantized(layer)
-    assert meant is not None
-    assert torch.equal(meant.float(), quantized.weight)
+    expected = layer.method.dequantized(layer)
+    assert expected is not None
+    assert torch.equal(expected.float(), quantized.weight)
     layer.finalize()
     assert list(layer.parameters()) == []
     x = torch.randn(2, 3, inputs, generator=generator)
@@ -158,13 +158,13 @@ def test_the_first_weight_is_the_high_nibble() -> None:
     quantized.packed = torch.tensor([[0x01], [0x23], [0xCD], [0xEF]], dtype=torch.uint8)
     quantized.tensors["absmax"] = torch.tensor([16.0, 32.0])
     fill(layer, quantized.stored("block.o_proj"))
-    found = layer.method.dequantized(layer)
-    assert found is not None
-    assert found.tolist() == [[0, 1, 2, 3], [24, 26, 28, 30]]
+    actual = layer.method.dequantized(layer)
+    assert actual is not None
+    assert actual.tolist() == [[0, 1, 2, 3], [24, 26, 28, 30]]
 
 
 @pytest.mark.parametrize("double", [False, True])
-def test_fused_layer_equals_its_parts(double: bool) -> None:
+def test_fused_layer_equals_separate_layers(double: bool) -> None:
     parts, sizes = {"q_proj": 24, "k_proj": 8, "v_proj": 8}, (16, 64, 32)
     generator = torch.Generator().manual_seed(2)
     whole, x = torch.randn(40, 96, generator=generator), torch.randn(3, 96, generator=generator)
@@ -187,7 +187,7 @@ def test_fused_layer_equals_its_parts(double: bool) -> None:
     torch.testing.assert_close(fused(x), torch.cat(outputs, -1), rtol=1e-5, atol=1e-4)
 
 
-def test_blocks_that_divide_rows_are_held_as_they_are() -> None:
+def test_scales_of_blocks_within_rows_are_kept_unchanged() -> None:
     layer = built({"o_proj": 3}, 128)
     quantized = Quantized(torch.randn(3, 128), blocksize=64)
     fill(layer, quantized.stored("block.o_proj"))
@@ -195,17 +195,17 @@ def test_blocks_that_divide_rows_are_held_as_they_are() -> None:
     assert torch.equal(layer.operands[1], quantized.tensors["absmax"].view(3, 2))
 
 
-def test_stored_codebook_counts() -> None:
+def test_stored_codebook_overrides_the_published_one() -> None:
     layer = built({"o_proj": 3}, 64)
     codebook = torch.linspace(-1, 1, 16)
     quantized = Quantized(torch.randn(3, 64), codebook=codebook)
     fill(layer, quantized.stored("block.o_proj"))
-    meant = layer.method.dequantized(layer)
-    assert meant is not None
-    assert torch.equal(meant.float(), quantized.weight)
+    expected = layer.method.dequantized(layer)
+    assert expected is not None
+    assert torch.equal(expected.float(), quantized.weight)
 
 
-def test_parts_of_different_codebooks_are_refused() -> None:
+def test_fused_layers_with_different_codebooks_are_refused() -> None:
     layer, tensors = built({"gate_proj": 4, "up_proj": 4}, 64), Tensors()
     for part, codebook in (("gate_proj", None), ("up_proj", torch.linspace(-1, 1, 16))):
         tensors |= Quantized(torch.randn(4, 64), codebook=codebook).stored(f"block.{part}")
@@ -213,10 +213,12 @@ def test_parts_of_different_codebooks_are_refused() -> None:
     with pytest.raises(CheckpointError) as caught:
         layer.finalize()
     assert caught.value.path == "block.up_proj.weight.quant_map"
-    assert "differs from that of gate_proj, but gate_proj, up_proj run as one" in str(caught.value)
+    assert "differs from that of gate_proj, but fused layers must have the same" in str(
+        caught.value
+    )
 
 
-def test_blocks_of_zeros_are_zeros() -> None:
+def test_blocks_of_zeros_are_dequantized_to_zeros() -> None:
     layer = built({"o_proj": 2}, 64)
     weight = torch.cat((torch.zeros(1, 64), torch.ones(1, 64)))
     fill(layer, Quantized(weight).stored("block.o_proj"))

@@ -195,11 +195,11 @@ def judge(path: Path) -> bool:
         if isinstance(layer, Linear) and not isinstance(layer.method, PlainLinear):
             parent = layer.prefix.rpartition(".")[0]
             stored = torch.cat([weight_of(tensors, f"{parent}.{part}") for part in layer.parts])
-            found = held_weight(layer)
+            actual = held_weight(layer)
             # float32 rounds a product, and the quotient of a scale and 127, by which integers up
             # to 128 are multiplied: to half of 2^-149 where it is subnormal.
             smallest = 64 * 2.0**-149
-            torch.testing.assert_close(found, stored.double(), rtol=2**-22, atol=smallest)
+            torch.testing.assert_close(actual, stored.double(), rtol=2**-22, atol=smallest)
     return True
 
 

@@ -138,9 +138,9 @@ def both_forms(family: str, kind: str) -> tuple[Tensors, Tensors]:
         if not is_attention(name) and not is_of_mixture(name):
             older[name] = newer[name] = weight
             continue
-        tensors, meant = packed(kind, name, weight)
+        tensors, expected = packed(kind, name, weight)
         older |= tensors
-        newer |= {name: meant} if is_of_mixture(name) else tensors
+        newer |= {name: expected} if is_of_mixture(name) else tensors
     return older, newer
 
 
@@ -150,25 +150,23 @@ def logits_of(lm: LanguageModel) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", list(CONFIGS))
 @pytest.mark.parametrize("kind", list(SETTINGS))
-def test_packed_experts_and_routers_are_those_that_they_stand_for(
-    family: str, kind: str, tmp_path: Path
-) -> None:
+def test_packed_experts_and_routers_are_dequantized(family: str, kind: str, tmp_path: Path) -> None:
     older, newer = both_forms(family, kind)
-    found = load(write(tmp_path / "older", family, kind, older), dtype="float32")
+    actual = load(write(tmp_path / "older", family, kind, older), dtype="float32")
     expected = load(write(tmp_path / "newer", family, kind, newer), dtype="float32")
-    assert torch.equal(logits_of(found), logits_of(expected))
-    experts = [layer for layer in found.engine.model.modules() if isinstance(layer, Experts)]
+    assert torch.equal(logits_of(actual), logits_of(expected))
+    experts = [layer for layer in actual.engine.model.modules() if isinstance(layer, Experts)]
     assert len(experts) == SIZES["num_hidden_layers"]
     assert all(isinstance(layer.method, PlainExperts) for layer in experts)
 
 
-def test_plain_experts_of_transformers_5_are_left_alone(tmp_path: Path) -> None:
+def test_plain_experts_of_transformers_5_stay_unchanged(tmp_path: Path) -> None:
     _, tensors = plain("qwen3")
     stored = dict(tensors)
     for name in filter(is_attention, tensors):
         del stored[name]
         stored |= packed("nf4", name, tensors[name])[0]
-    found = load(write(tmp_path / "stored", "qwen3", "nf4", stored), dtype="float32")
+    actual = load(write(tmp_path / "stored", "qwen3", "nf4", stored), dtype="float32")
     with torch.no_grad():
         config = CONFIGS["qwen3"]()
         same = AutoModelForCausalLM.from_config(config)
@@ -189,7 +187,7 @@ def test_plain_experts_of_transformers_5_are_left_alone(tmp_path: Path) -> None:
                 layer.mlp.experts.down_proj[expert].copy_(down)
         expected = same(torch.tensor([TOKENS])).logits[0]
     # Sums of up to 128 terms in float32, in another order, over two layers of such.
-    torch.testing.assert_close(logits_of(found), expected, atol=2e-4, rtol=0)
+    torch.testing.assert_close(logits_of(actual), expected, atol=2e-4, rtol=0)
 
 
 EXPERT = "model.layers.1.mlp.experts.2.down_proj"
@@ -207,7 +205,7 @@ EXPERT = "model.layers.1.mlp.experts.2.down_proj"
         ("int8", "weight_format", lambda x: x + 1, "must be 0 for rows in order"),
     ],
 )
-def test_bad_tensors_of_packed_experts_are_named(
+def test_invalid_tensors_of_packed_experts_are_refused_with_their_name(
     kind: str, tensor: str, change: Callable[[Any], Any] | None, reason: str, tmp_path: Path
 ) -> None:
     tensors, _ = both_forms("qwen3", kind)
@@ -220,11 +218,11 @@ def test_bad_tensors_of_packed_experts_are_named(
     assert name in str(error.value)
 
 
-def test_early_8_bit_weights_state_no_format(tmp_path: Path) -> None:
+def test_packed_int8_experts_without_weight_format_are_read(tmp_path: Path) -> None:
     older, newer = both_forms("qwen3", "int8")
     for name in [name for name in older if name.endswith("weight_format")]:
         del older[name]
         newer.pop(name, None)
-    found = load(write(tmp_path / "older", "qwen3", "int8", older), dtype="float32")
+    actual = load(write(tmp_path / "older", "qwen3", "int8", older), dtype="float32")
     expected = load(write(tmp_path / "newer", "qwen3", "int8", newer), dtype="float32")
-    assert torch.equal(logits_of(found), logits_of(expected))
+    assert torch.equal(logits_of(actual), logits_of(expected))

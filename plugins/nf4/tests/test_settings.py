@@ -24,7 +24,7 @@ NAME = "model.layers.11.mlp.gate_proj"
 
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-def test_what_transformers_writes_is_read(quant_type: QuantType, double: bool) -> None:
+def test_settings_that_transformers_writes_are_read(quant_type: QuantType, double: bool) -> None:
     written = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=quant_type,
@@ -100,7 +100,7 @@ def test_unknown_settings_are_refused() -> None:
         BitsAndBytes.parse({**FOUR, "bnb_4bit_blocksize": 128})
 
 
-def test_fused_layers_must_be_skipped_together() -> None:
+def test_skipping_only_some_fused_layers_is_refused() -> None:
     scheme = BitsAndBytes.parse({**FOUR, "llm_int8_skip_modules": ["q_proj"]})
     parts = ("q_proj", "k_proj", "v_proj")
     with pytest.raises(ConfigError) as caught:

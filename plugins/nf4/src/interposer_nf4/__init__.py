@@ -1,1 +1,1 @@
-"""Checkpoints of bitsandbytes: weights of 4 bits by a codebook, and of 8 bits."""
+"""bitsandbytes checkpoints: 4-bit weights with a codebook (NF4, FP4), and LLM.int8() weights."""

@@ -1,4 +1,4 @@
-"""Checkpoints of bitsandbytes, as transformers writes them."""
+"""Scheme of bitsandbytes checkpoints, as transformers writes them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from interposer_quantization import stored_alike
 
 
 class BitsAndBytes(QuantizationScheme):
-    """NF4 and FP4 with or without double quantization, and LLM.int8()."""
+    """NF4 and FP4, with or without double quantization, and LLM.int8()."""
 
     method = "bitsandbytes"
 
@@ -25,29 +25,29 @@ class BitsAndBytes(QuantizationScheme):
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any]) -> BitsAndBytes:
-        """Return the scheme that ``quantization_config`` describes.
+        """Create the scheme from a ``quantization_config``.
 
-        Raises: ConfigError: a setting is unknown, contradictory or not supported; the text says
-            what is.
+        Raises: ConfigError: a setting is unknown, contradictory or not supported; the message lists
+            the supported settings.
         """
         return cls(Settings.parse(settings))
 
     def linear_method(self, prefix: str, parts: tuple[str, ...]) -> LinearMethod | None:
-        """Return the method for the layer at ``prefix``, or None to leave it plain.
+        """Return the method for the layer at ``prefix``, or None to leave it unquantized.
 
-        Raises: ConfigError: of layers that are fused there some are skipped, and some not.
+        Raises: ConfigError: only some of the layers that are fused at ``prefix`` are skipped.
         """
         mend = "name all of them in llm_int8_skip_modules when quantizing, or none"
-        found = stored_alike(prefix, parts, self.settings.weights, mend)
-        if found is None:
+        storage = stored_alike(prefix, parts, self.settings.weights, mend)
+        if storage is None:
             return None
-        return FourBitLinear(found) if isinstance(found, FourBit) else EightBitLinear()
+        return FourBitLinear(storage) if isinstance(storage, FourBit) else EightBitLinear()
 
     def restored(
         self, tensors: Iterator[tuple[str, torch.Tensor]], places: Container[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors, dequantized where the model has a plain weight: experts, routers.
+        """Yield the tensors; dequantize packed experts and routers that the model needs plain.
 
-        Raises: CheckpointError: the tensors of such a weight contradict each other, or one lacks.
+        Raises: CheckpointError: tensors of a packed weight are missing or contradict each other.
         """
         return restored_weights(self.settings, tensors, places)

@@ -1,6 +1,6 @@
-"""A kernel that decodes two weights with one look-up of their byte.
+"""Kernel that decodes two 4-bit weights with one table lookup per byte.
 
-The look-up runs in one thread, what follows it in as many as torch has.
+The lookup runs in one thread, the matmul in all threads of torch.
 
 Dimensions: T tokens, I input features, O output features, G inputs per block.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-# Weights that are decoded before they are multiplied by; 1 MiB of float32 stays in most caches.
+# Weights that are decoded at a time; 1 MiB of float32 stays in most caches.
 _PANEL = 1 << 18
 
 
@@ -22,8 +22,8 @@ def prepare(
 ) -> dict[str, torch.Tensor | None]:
     """Return the constants with the codebook ``[16]`` replaced by a table ``[256]`` int64.
 
-    An entry holds the two float32 that a byte stands for, in the order of the inputs. As integers
-    they are moved and never computed with.
+    An entry holds the two float32 values of a byte in input order. The int64 type only moves the
+    bits; it is never computed with.
     """
     byte = torch.arange(256, device=codebook.device)
     pairs = torch.stack((codebook[byte >> 4], codebook[byte & 15]), -1)
@@ -38,7 +38,7 @@ def nf4_linear(
     codebook: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the op ``nf4_linear``, decoded and multiplied a panel of outputs at a time.
+    """Compute ``nf4_linear``, one panel of outputs after the other.
 
     ``codebook`` is the table of ``prepare``.
     """
@@ -48,7 +48,9 @@ def nf4_linear(
     rows = max(1, _PANEL // in_features)
     for start in range(0, out_features, rows):
         stop = min(start + rows, out_features)
+        # One int64 entry is two float32 weights.
         decoded = codebook.index_select(0, weight[start:stop].flatten().int()).view(torch.float32)
+        # In place: the panel is not copied.
         blocks = decoded.view(stop - start, absmax.shape[1], -1)
         panel = blocks.mul_(absmax[start:stop].unsqueeze(-1)).flatten(1)
         offset = None if bias is None else bias[start:stop].float()

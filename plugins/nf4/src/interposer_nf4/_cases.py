@@ -1,4 +1,4 @@
-"""Cases of the projection by a codebook. I input, O output features, G inputs per block."""
+"""Test cases of ``nf4_linear``. I input, O output features, G inputs per block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from interposer_nf4._codebooks import CODEBOOKS, QuantType
 from interposer_ops.cases import bias_of, linear_case, normal_numbers, sampled_case
 from interposer_testing.cases import Axis, CaseSpace, Point, normal, uniform
 
-# Shape of x, O, G.
+# Label: (shape of x, O, G).
 _SHAPES = {
     "blocks of 64": ((7, 128), 40, 64),
     "blocks of 32, odd sizes": ((5, 96), 37, 32),
@@ -25,7 +25,7 @@ _SHAPES = {
     "blocks of 1": ((3, 16), 8, 1),
 }
 _BLOCK = 64
-# The root mean square of codes that are all equally likely.
+# Root mean square of the codebook values if all codes are equally likely.
 _DEVIATION = 0.5
 
 
@@ -34,6 +34,7 @@ def _build(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case
     in_features = shape[-1]
     weight = _bytes((out_features, in_features // 2), generator)
     absmax = _absmax((out_features, in_features // group_size), in_features, generator)
+    # Every other output has scales of zero.
     if point["absmax"] == "zeros":
         absmax[::2] = 0
     codebook = _codebook(point["codebook"], generator)
@@ -66,13 +67,13 @@ nf4_linear_cases = CaseSpace(
     },
     alone={"shape": ("no rows",)},
 )
-"""Sizes of blocks, the published codebooks and another, blocks of zeros, with and without bias."""
+"""Block sizes, published and random codebooks, blocks of zeros, with and without bias."""
 
 
 def nf4_linear_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of hidden states and a weight of NF4 in blocks of 64, with a stated bias.
+    """Return a case with T rows of hidden states and an NF4 weight in blocks of 64.
 
-    Where 64 does not divide the inputs, each block is as long as what rows and blocks share.
+    If 64 does not divide the inputs, the block size is their greatest common divisor.
     """
     generator = torch.Generator().manual_seed(seed)
     in_features, out_features = int(dims["in_features"]), int(dims["out_features"])
@@ -92,13 +93,13 @@ def _bytes(shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
 
 
 def _absmax(shape: tuple[int, int], in_features: int, generator: torch.Generator) -> torch.Tensor:
-    """Return factors that differ by up to four times and keep outputs around one."""
+    """Return scales that differ by up to four times and keep outputs around 1."""
     size = 1 / (_DEVIATION * in_features**0.5)
     return uniform(shape, torch.float32, generator, 0.5 * size, 2.0 * size)
 
 
 def _codebook(name: QuantType | None, generator: torch.Generator) -> torch.Tensor:
-    """Return a published codebook, or any numbers where no name is given."""
+    """Return a published codebook, or random values if no name is given."""
     if name is None:
         return uniform((16,), torch.float32, generator)
     return torch.tensor(CODEBOOKS[name])

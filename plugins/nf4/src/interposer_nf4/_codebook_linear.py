@@ -1,4 +1,4 @@
-"""The projection by weights of four bits that a codebook gives a meaning.
+"""The op ``nf4_linear``: a linear layer with 4-bit weights that index a codebook.
 
 Dimensions: I input features, O output features, G inputs per block.
 """
@@ -15,22 +15,21 @@ from interposer_nf4._cases import nf4_linear_cases, nf4_linear_sample
 def dequantize(
     weight: torch.Tensor, absmax: torch.Tensor, codebook: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the weights ``[O, I]`` that codes stand for: codebook[code] * absmax.
+    """Dequantize weights to ``[O, I]``: codebook[index] * absmax.
 
     Args:
-        weight: ``[O, I / 2]`` uint8, each of two codes, that of the first input in the high
-            nibble.
+        weight: ``[O, I / 2]`` uint8, two indices per byte, the first input in the high nibble.
         absmax: ``[O, I / G]``, any float dtype.
         codebook: ``[16]``, any float dtype.
-        dtype: to multiply in, and of the result.
+        dtype: of the multiplication and of the result.
     """
-    codes = torch.stack((weight >> 4, weight & 15), -1).flatten(1).long()
-    blocks = codebook.to(dtype)[codes].unflatten(1, (absmax.shape[1], -1))
+    indices = torch.stack((weight >> 4, weight & 15), -1).flatten(1).long()
+    blocks = codebook.to(dtype)[indices].unflatten(1, (absmax.shape[1], -1))
     weights: torch.Tensor = (blocks * absmax.to(dtype).unsqueeze(-1)).flatten(1)
     return weights
 
 
-# The result's own rounding, and that of a product before a bias is added to it.
+# Two roundings: of the matmul before the bias is added, and of the result.
 @custom_op(
     "nf4_linear",
     cases=nf4_linear_cases,
@@ -46,25 +45,24 @@ def nf4_linear(
     codebook: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Project ``x`` by weights of four bits, each an index into one codebook.
+    """Multiply ``x`` by 4-bit weights, each an index into one codebook, and add a bias.
 
-    y = x (codebook[weight] * absmax)^T + bias; each absmax holds for G inputs of one output.
+    y = x (codebook[weight] * absmax)^T + bias; each absmax applies to G inputs of one output.
     Weights and sums are float32 or wider.
 
-    The codebook makes the format. NF4 has quantiles of a normal distribution between -1 and 1,
-    FP4 the numbers of a float with one bit of sign, two of exponent and one of mantissa; G is
-    mostly 64.
+    The codebook determines the format. NF4 has quantiles of a normal distribution between -1 and
+    1. FP4 has the values of a float with one sign bit, two exponent bits and one mantissa bit. G is
+    usually 64.
 
     Args:
         x: ``[..., I]``, any float dtype.
-        weight: ``[O, I / 2]`` uint8, each of two codes, that of the first input in the high
-            nibble.
-        absmax: ``[O, I / G]`` float32, of which G follows.
+        weight: ``[O, I / 2]`` uint8, two indices per byte, the first input in the high nibble.
+        absmax: ``[O, I / G]`` float32; the shape determines G.
         codebook: ``[16]`` float32.
         bias: ``[O]``, dtype of ``x``, or None.
     Returns: ``[..., O]``, dtype of ``x``.
-    Dims: ``in_features``, ``out_features``, ``biased``. The size of blocks stands in the weights'
-        files alone, so it is not known when a kernel is chosen.
+    Dims: ``in_features``, ``out_features``, ``biased``. Only the weight files state the block
+        size, so it is not known when a kernel is selected.
     Source: QLoRA, arXiv:2305.14314, sections 2 and 3; order of nibbles: bitsandbytes 0.50.
     """
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""The sixteen numbers of each format, as bitsandbytes 0.50 stores them."""
+"""The 16 values of each 4-bit format, as bitsandbytes 0.50 stores them."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _NF4 = (
     0.72295684,
     1.0,
 )
-# A float with exponents from -2 to 0 and one bit of mantissa, scaled to end at 1; the code that
-# would be its zero's neighbour is smaller than any subnormal.
+# A float with exponents from -2 to 0 and one mantissa bit, scaled to a maximum of 1. The value next
+# to zero is smaller than any subnormal of that float.
 _FP4 = tuple(twelfths / 12 for twelfths in (0, 1 / 16, 8, 12, 4, 6, 2, 3))
 
 CODEBOOKS: Mapping[QuantType, tuple[float, ...]] = {
     "nf4": _NF4,
     "fp4": (*_FP4, 0.0, *(-number for number in _FP4[1:])),
 }
-"""By ``bnb_4bit_quant_type``, in the order of the codes.
+"""Codebooks by ``bnb_4bit_quant_type``, for test cases and examples.
 
-They serve cases and examples; checkpoints bring theirs along, and those count.
+Checkpoints store a codebook of their own, which is the one that layers use.
 
 Source: NF4: QLoRA, arXiv:2305.14314, appendix E. FP4: the table that bitsandbytes stores.
 """

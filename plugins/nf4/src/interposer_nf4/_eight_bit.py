@@ -1,6 +1,6 @@
-"""Linear layers of int8 weights that LLM.int8() stores.
+"""Linear layers of int8 weights in LLM.int8() checkpoints.
 
-Dimensions: I input features, O output features, P layers that are fused.
+Dimensions: I input features, O output features, P fused layers.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from interposer.errors import CheckpointError
 from interposer_nf4._parts import parts_of, register
 from interposer_ops.quantized_linear import w8a16_linear
 
-# The magnitude that the largest weight of an output becomes.
+# Quantized magnitude of the largest weight of an output.
 _LARGEST = 127
 
 
 class EightBitLinear(LinearMethod):
-    """``weight`` ``[O, I]`` int8, ``SCB`` ``[O]`` float32, ``weight_format`` ``[P]`` uint8.
+    """Linear method for ``weight`` ``[O, I]`` int8, ``SCB`` ``[O]`` and ``weight_format`` ``[P]``.
 
-    A weight is its integer times SCB / 127. bitsandbytes rounds the inputs to int8 as well, but for
-    outliers; here they stay as they are, so results are nearer to those of the original model.
+    weight = int8 value * SCB / 127. bitsandbytes also quantizes inputs to int8, except outliers.
+    Here inputs stay in the model's dtype, so results are closer to the original model.
 
     Source: LLM.int8(), arXiv:2208.07339, section 2.1.
     """
@@ -32,7 +32,7 @@ class EightBitLinear(LinearMethod):
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> None:
-        """Register the tensors and, if asked for, ``bias``."""
+        """Register the stored tensors and, if requested, ``bias``."""
         parent = site.prefix.rpartition(".")[0]
         self.parent = f"{parent}." if parent else ""
         self.parts = parts_of(layer, site, out_features)
@@ -48,19 +48,19 @@ class EightBitLinear(LinearMethod):
         register(layer, "weight", torch.empty(out_features, in_features, dtype=torch.int8))
         register(layer, "SCB", torch.empty(out_features, dtype=torch.float32))
         formats = torch.zeros(len(self.parts), dtype=torch.uint8)
-        # Early releases store rows in order and don't say so.
+        # Early releases store rows in order and no weight_format.
         register(layer, "weight_format", formats, chosen=formats, per_part=True, default=0)
         offset = torch.empty(out_features, dtype=site.dtype) if bias else None
         register(layer, "bias", offset)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
-        """Return the float64 weight ``[O, I]``: each integer times the scale of its output."""
+        """Return the float64 weight ``[O, I]``: int8 value * output scale."""
         return layer.get_parameter("weight").double() * self._scales(layer).double()
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Return the bound kernel with its constants, prepared if it wants them so.
+        """Return the bound kernel with the constants that the kernel prepared.
 
-        Raises: CheckpointError: rows are not stored in order, or a scale is no scale.
+        Raises: CheckpointError: rows are not stored in order, or a scale is invalid.
         """
         self._check(layer)
         weight, bias = layer.get_parameter("weight"), layer._parameters["bias"]
@@ -71,31 +71,31 @@ class EightBitLinear(LinearMethod):
             layer.register_parameter(name, None)
         for name, stored in (("weight", weight), ("bias", bias)):
             if prepared[name] is not stored:
-                # The prepared copy replaces it; held twice it would double the memory.
+                # Keeping the stored tensor next to the prepared copy would double the memory.
                 layer.register_parameter(name, None)
         names = ("weight", "scale", "bias", "zero_points")
         return self.bound.function, tuple(prepared[name] for name in names)
 
     def _scales(self, layer: nn.Module) -> torch.Tensor:
-        """Return ``[O, 1]`` float32."""
+        """Return the scales ``[O, 1]`` float32."""
         return scales_of(layer.get_parameter("SCB"))
 
     def _check(self, layer: nn.Module) -> None:
         formats = layer.get_parameter("weight_format").tolist()
         scales = layer.get_parameter("SCB").split(list(self.parts.values()))
-        for part, form, numbers in zip(self.parts, formats, scales, strict=True):
-            check_stored(f"{self.parent}{part}", form, numbers)
+        for part, weight_format, part_scales in zip(self.parts, formats, scales, strict=True):
+            check_stored(f"{self.parent}{part}", weight_format, part_scales)
 
 
 def scales_of(largest: torch.Tensor) -> torch.Tensor:
-    """Return ``[O, 1]`` float32 of ``SCB`` ``[O]``, the largest magnitude of each output."""
+    """Convert ``SCB`` ``[O]``, the largest magnitude per output, to scales ``[O, 1]`` float32."""
     return (largest / _LARGEST).unsqueeze(1)
 
 
 def check_stored(layer: str, form: int, scales: torch.Tensor) -> None:
     """Check ``weight_format`` and ``SCB`` of a layer of the checkpoint.
 
-    Raises: CheckpointError: rows are not stored in order, or a scale is no scale.
+    Raises: CheckpointError: rows are not stored in order, or a scale is negative or not finite.
     """
     if form:
         raise CheckpointError(
@@ -103,12 +103,12 @@ def check_stored(layer: str, form: int, scales: torch.Tensor) -> None:
             f"is {form}, must be 0 for rows in order",
             "save the model again with a newer bitsandbytes, which stores rows in order",
         )
-    wrong = ~(scales.isfinite() & (scales >= 0))
-    if wrong.any():
-        place = int(wrong.nonzero()[0])
+    is_wrong = ~(scales.isfinite() & (scales >= 0))
+    if is_wrong.any():
+        index = int(is_wrong.nonzero()[0])
         raise CheckpointError(
             f"{layer}.SCB",
-            f"holds {int(wrong.sum())} scales that are negative, infinite or not a number, the "
-            f"first one {float(scales[place])} for output {place}",
+            f"holds {int(is_wrong.sum())} scales that are negative, infinite or not a number, the "
+            f"first one {float(scales[index])} for output {index}",
             "copy the checkpoint again, or quantize the model again",
         )

@@ -1,6 +1,6 @@
-"""Linear layers of weights of four bits, each an index into a codebook.
+"""Linear layers of 4-bit weights that index a codebook.
 
-Dimensions: I input features, O output features, G inputs per block, P layers that are fused.
+Dimensions: I input features, O output features, G inputs per block, P fused layers.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from interposer_nf4._quant_state import QuantState
 from interposer_nf4._settings import FourBit
 from interposer_nf4._stored_weight import StoredWeight, names_of
 
-# What bitsandbytes takes where nobody asks for another.
+# Default block sizes of bitsandbytes.
 _BLOCK, _NESTED_BLOCK = 64, 256
 
 
 class FourBitLinear(LinearMethod):
-    """Codes, scales, codebook and state of each layer of the checkpoint, as they are stored.
+    """Linear method for 4-bit weights; registers the tensors of each fused layer as stored.
 
-    The config does not tell the size of blocks, so how many scales there are is known when they
-    come. Blocks do not cross from one layer of the checkpoint into another, so where layers are
-    fused, outputs keep those of their own. Blocks that run on from row to row are split where rows
-    end: each scale is repeated for as many inputs as blocks and rows have in common. Scales that
-    are quantized themselves are held in float32.
+    The config does not state the block size, so the number of scales is known only after loading.
+    Blocks never cross from one fused layer into another. Blocks that continue into the next row are
+    split at the row end: each scale is repeated for every G inputs, where G divides both the block
+    size and the inputs. Quantized scales are dequantized to float32.
     """
 
     def __init__(self, kind: FourBit) -> None:
@@ -40,9 +39,9 @@ class FourBitLinear(LinearMethod):
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> None:
-        """Register the tensors of every part, one by one, and if asked for ``bias``.
+        """Register the tensors of each fused layer and, if requested, ``bias``.
 
-        Raises: ConfigError: the inputs are odd, so that a byte belongs to two rows.
+        Raises: ConfigError: the number of inputs is odd, so that a byte belongs to two rows.
         """
         if in_features % 2:
             raise ConfigError(
@@ -64,31 +63,33 @@ class FourBitLinear(LinearMethod):
         register(layer, "bias", offset)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
-        """Return the float64 weight ``[O, I]``: each number of the codebook times its scale."""
-        codes, scales, codebook = self._joined(self._read(layer))
-        return dequantize(codes, scales, codebook, torch.float64)
+        """Return the float64 weight ``[O, I]``: codebook value * scale."""
+        packed, scales, codebook = self._joined(self._read(layer))
+        return dequantize(packed, scales, codebook, torch.float64)
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Return the bound kernel with its constants, the tensors of all parts joined.
+        """Concatenate the tensors of the fused layers; return the bound kernel and the constants.
 
-        Raises: CheckpointError: a tensor holds what no weight can be computed with, or layers that
-            are fused have different codebooks.
+        Raises: CheckpointError: a tensor holds values that no weight can be computed from, or fused
+            layers have different codebooks.
         """
         bias = layer._parameters["bias"]
-        codes, scales, codebook = self._joined(self._read(layer))
+        packed, scales, codebook = self._joined(self._read(layer))
+        # A list: the loop changes the dict.
         for name in [name for name in layer._parameters if name != "bias"]:
             layer.register_parameter(name, None)
-        prepared = self.bound.prepared(weight=codes, absmax=scales, codebook=codebook, bias=bias)
+        # The stored tensors are freed first, so that at most two copies exist.
+        prepared = self.bound.prepared(weight=packed, absmax=scales, codebook=codebook, bias=bias)
         if prepared["bias"] is not bias:
             layer.register_parameter("bias", None)
         names = ("weight", "absmax", "codebook", "bias")
         return self.bound.function, tuple(prepared[name] for name in names)
 
     def _read(self, layer: nn.Module) -> list[StoredWeight]:
-        read = []
+        weights = []
         for index, (part, size) in enumerate(self.parts.items()):
             names = names_of(self.kind)
-            read.append(
+            weights.append(
                 StoredWeight.read(
                     self.kind,
                     (size, self.in_features),
@@ -96,31 +97,34 @@ class FourBitLinear(LinearMethod):
                     {key: f"{self.parent}{part}.{name}" for key, name in names.items()},
                 )
             )
-        first = read[0].codebook
-        for part, weight in zip(self.parts, read, strict=True):
+        first = weights[0].codebook
+        for part, weight in zip(self.parts, weights, strict=True):
             if not torch.equal(weight.codebook, first):
                 raise CheckpointError(
                     f"{self.parent}{part}.weight.quant_map",
-                    f"differs from that of {next(iter(self.parts))}, but {', '.join(self.parts)} "
-                    "run as one product, which has one codebook",
+                    f"differs from that of {next(iter(self.parts))}, but fused layers must have "
+                    "the same codebook",
                     "quantize these layers alike",
                 )
-        return read
+        return weights
 
     def _joined(
         self, weights: list[StoredWeight]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return codes ``[O, I / 2]``, scales ``[O, I / G]`` and the codebook ``[16]``."""
-        # All are powers of two, so the smallest divides the others.
+        """Concatenate packed weights to ``[O, I / 2]`` and scales to ``[O, I / G]``.
+
+        Returns: packed weight, scales, and the common codebook ``[16]``.
+        """
+        # Block sizes are powers of two, and so are these sizes: the smallest divides the others.
         size = min(weight.inputs_per_scale for weight in weights)
-        codes = [weight.codes for weight in weights]
+        packed = [weight.codes for weight in weights]
         scales = [weight.scales(size) for weight in weights]
         if len(weights) == 1:
-            return codes[0], scales[0], weights[0].codebook
-        return torch.cat(codes), torch.cat(scales), weights[0].codebook
+            return packed[0], scales[0], weights[0].codebook
+        return torch.cat(packed), torch.cat(scales), weights[0].codebook
 
     def _usual(self, out_features: int, in_features: int) -> dict[str, torch.Tensor]:
-        """Return what is mostly stored for such a layer; only the state is filled."""
+        """Return tensors of the usual shapes and dtypes; only the state has values."""
         num_blocks = -(-out_features * in_features // _BLOCK)
         double = self.kind.double
         state = QuantState(
@@ -132,13 +136,13 @@ class FourBitLinear(LinearMethod):
             nested_dtype="float32" if double else None,
             nested_offset=1.0 if double else None,
         )
-        usual = {
+        tensors = {
             "weight": torch.empty(out_features * in_features // 2, 1, dtype=torch.uint8),
             "absmax": torch.empty(num_blocks, dtype=torch.uint8 if double else torch.float32),
             "quant_map": torch.empty(len(CODEBOOKS[self.kind.quant_type])),
             "state": state.stored(),
         }
         if double:
-            usual["nested_absmax"] = torch.empty(-(-num_blocks // _NESTED_BLOCK))
-            usual["nested_quant_map"] = torch.empty(256)
-        return usual
+            tensors["nested_absmax"] = torch.empty(-(-num_blocks // _NESTED_BLOCK))
+            tensors["nested_quant_map"] = torch.empty(256)
+        return tensors

@@ -1,4 +1,4 @@
-"""The description of a packed weight by bitsandbytes, as JSON in a tensor of bytes."""
+"""The quantization state of a packed weight: JSON in a uint8 tensor, as bitsandbytes stores it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from interposer.errors import CheckpointError
 from interposer_nf4._codebooks import QuantType
 
 _MAX_BYTES = 4096
-# The largest that bitsandbytes takes.
+# The largest block size of bitsandbytes.
 _MAX_BLOCK = 4096
 _MEND = "copy the checkpoint again, or quantize the model again"
 
@@ -41,14 +41,15 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class QuantState(BaseModel):
-    """The facts beside the tensors.
+    """Fields of the quantization state.
 
     Attributes:
-        blocksize: weights that share a scale, along rows of the weight and on into the next one.
-        dtype: of the weight before it was quantized.
+        blocksize: number of weights that share a scale; a block may continue into the next row.
+        dtype: of the weight before quantization.
         shape: outputs and inputs.
-        nested_blocksize: scales that share a scale of their own; None where they have none, as
-            are ``nested_dtype`` and ``nested_offset``, which is added to each scale.
+        nested_blocksize: number of scales that share a nested scale; None without double
+            quantization, like ``nested_dtype`` and ``nested_offset``.
+        nested_offset: added to each dequantized scale.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -75,11 +76,11 @@ class QuantState(BaseModel):
 
     @classmethod
     def read(cls, name: str, stored: torch.Tensor) -> QuantState:
-        """Return the state that the tensor ``name`` holds.
+        """Parse the state from the tensor ``name``.
 
         Args:
-            stored: ``[N]`` uint8, the UTF-8 of a JSON object.
-        Raises: CheckpointError: it is anything else.
+            stored: ``[N]`` uint8, a JSON object in UTF-8.
+        Raises: CheckpointError: the tensor is not a valid quantization state.
         """
         if stored.dtype != torch.uint8 or stored.ndim != 1 or len(stored) > _MAX_BYTES:
             form = f"{stored.dtype} of shape {list(stored.shape)}"
@@ -91,13 +92,13 @@ class QuantState(BaseModel):
             raise CheckpointError(name, f"is no quantization state: {problems}", _MEND) from error
 
     def stored(self) -> torch.Tensor:
-        """Return the tensor ``[N]`` uint8 that holds this state."""
+        """Return the state as a tensor ``[N]`` uint8."""
         text = self.model_dump_json(exclude_none=True)
         return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
 
 def _problem(error: object) -> str:
     assert isinstance(error, dict)
-    place = ".".join(map(str, error["loc"]))
+    field = ".".join(map(str, error["loc"]))
     text = error["msg"].removeprefix("Value error, ")
-    return f"{place}: {text}" if place else str(text)
+    return f"{field}: {text}" if field else str(text)

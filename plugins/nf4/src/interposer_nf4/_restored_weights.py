@@ -1,7 +1,7 @@
-"""Weights that were packed where the model has plain ones: those of experts and routers.
+"""Dequantization of packed weights for which the model has plain weights: experts and routers.
 
-bitsandbytes packs modules of the class ``torch.nn.Linear``. Experts and routers were such modules
-in transformers 4; in transformers 5 they are parameters, which stay plain. No config tells which.
+bitsandbytes packs every ``torch.nn.Linear``. Experts and routers were ``nn.Linear`` in transformers
+4; in transformers 5 they are parameters, which stay plain. No config field tells the two apart.
 """
 
 from __future__ import annotations
@@ -24,41 +24,43 @@ Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
 def restored_weights(settings: Settings, tensors: Tensors, places: Container[str]) -> Tensors:
-    """Yield ``tensors``, with float32 weights in place of the packed ones that have no method.
+    """Yield ``tensors`` with packed weights replaced by float32 weights where the model is plain.
 
-    All tensors of such a layer are held until the last one came.
+    The tensors of a packed layer are buffered until the layer is complete.
 
     Args:
-        places: names of the tensors that the model takes. Methods of packed layers take scales.
-    Raises: CheckpointError: tensors contradict each other, or one lacks.
+        places: names of the tensors that the model takes; packed layers of the model take scales.
+    Raises: CheckpointError: tensors are missing or contradict each other.
     """
-    held: dict[str, dict[str, torch.Tensor]] = {}
+    pending: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors:
         layer, key = _owner(name)
         kind = settings.weights(layer) if layer else None
         if kind is None or not _is_packed(kind, layer, key, tensor, places):
             yield name, tensor
             continue
-        parts = held.setdefault(layer, {})
+        parts = pending.setdefault(layer, {})
         parts[key] = tensor
         if parts.keys() == set(_names(kind).values()):
-            yield f"{layer}.weight", _weight(kind, layer, held.pop(layer))
-    for layer, parts in held.items():
+            yield f"{layer}.weight", _weight(kind, layer, pending.pop(layer))
+    # Incomplete layers: an optional tensor is missing, or _weight reports the error.
+    for layer, parts in pending.items():
         kind = settings.weights(layer)
-        assert kind is not None, "only such layers are held"
+        assert kind is not None, "only quantized layers are pending"
         yield f"{layer}.weight", _weight(kind, layer, parts)
 
 
 def _owner(name: str) -> tuple[str, str]:
-    """Return the layer and what its tensor is called below it; nothing if it is of no layer."""
+    """Split a tensor name into layer and rest; the layer is "" if the name has neither form."""
     if ".weight." in name:
-        layer, _, rest = name.partition(".weight.")
-        return layer, f"weight.{rest}"
+        layer, _, suffix = name.partition(".weight.")
+        return layer, f"weight.{suffix}"
     layer, _, key = name.rpartition(".")
     return (layer, key) if key in _EIGHT_BIT.values() else ("", name)
 
 
 def _names(kind: FourBit | EightBit) -> dict[str, str]:
+    """Return the tensor names of a packed layer, by role."""
     return names_of(kind) if isinstance(kind, FourBit) else _EIGHT_BIT
 
 
@@ -67,6 +69,7 @@ def _is_packed(
 ) -> bool:
     names = _names(kind)
     scales = names["absmax" if isinstance(kind, FourBit) else "scales"]
+    # A layer whose scales the model takes has a linear method that reads the packed weight.
     if f"{layer}.weight" not in places or f"{layer}.{scales}" in places:
         return False
     if key != "weight":
@@ -87,19 +90,19 @@ def _weight(kind: FourBit | EightBit, layer: str, parts: dict[str, torch.Tensor]
                 "copy the checkpoint again",
             )
     if isinstance(kind, EightBit):
-        form = parts.get("weight_format")
-        check_stored(layer, 0 if form is None else int(form), parts["SCB"])
+        weight_format = parts.get("weight_format")
+        check_stored(layer, 0 if weight_format is None else int(weight_format), parts["SCB"])
         return parts["weight"].float() * scales_of(parts["SCB"])
-    own = {fact: f"{layer}.{name}" for fact, name in names.items()}
-    shape = QuantState.read(own["state"], parts[names["state"]]).shape
+    full_names = {fact: f"{layer}.{name}" for fact, name in names.items()}
+    shape = QuantState.read(full_names["state"], parts[names["state"]]).shape
     if shape[1] % 2:
         raise CheckpointError(
-            own["state"],
+            full_names["state"],
             f"has {shape[1]} inputs, whose codes of 4 bits are not whole bytes of a row",
             "leave the layer plain, by llm_int8_skip_modules",
         )
     stored = StoredWeight.read(
-        kind, shape, {fact: parts[name] for fact, name in names.items()}, own
+        kind, shape, {fact: parts[name] for fact, name in names.items()}, full_names
     )
     scales = stored.scales(stored.inputs_per_scale)
     return dequantize(stored.codes, scales, stored.codebook, torch.float32)

@@ -1,6 +1,6 @@
-"""The ``quantization_config`` of bitsandbytes checkpoints, as far as it is read.
+"""Supported fields of the ``quantization_config`` of bitsandbytes checkpoints.
 
-Names, defaults and how skipped modules match are those of transformers 5.
+Names, defaults and the matching of skipped modules follow transformers 5.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ llm_int8_skip_modules; lm_head not quantized.
 Try: quantize the original model that way"""
 
 _WIDTHS = ("load_in_4bit", "load_in_8bit")
-# The names under which transformers repeats these two.
+# transformers writes both fields a second time with an underscore.
 _REPEATED = frozenset(f"_{name}" for name in _WIDTHS)
-# A skipped name ends at a dot or with the whole name.
+# A pattern that matches the start of a name must end at a dot or at the end of the name.
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 
 
@@ -43,7 +43,7 @@ Pattern = Annotated[str, AfterValidator(_pattern)]
 
 @dataclass(frozen=True, slots=True)
 class FourBit:
-    """A layer of codes of four bits; ``double`` says that the scales are quantized too."""
+    """Storage of a 4-bit layer; ``double`` says that the scales are quantized too."""
 
     quant_type: QuantType
     double: bool
@@ -54,17 +54,17 @@ class FourBit:
 
 @dataclass(frozen=True, slots=True)
 class EightBit:
-    """A layer of int8 with one scale per output."""
+    """Storage of an int8 layer with one scale per output."""
 
     def __str__(self) -> str:
         return "int8 per output"
 
 
 class Settings(SettingsModel):
-    """The fields of ``quantization_config`` that change the meaning of tensors.
+    """The fields of ``quantization_config``.
 
-    In which dtype bitsandbytes computes, with which threshold it multiplies outliers apart, and as
-    which dtype the packed bytes are stored, change nothing; they are checked for what they are.
+    The compute dtype, the outlier threshold and the storage dtype of the packed bytes do not affect
+    decoding; only their values are validated.
     """
 
     quant_method: Literal["bitsandbytes"] = "bitsandbytes"
@@ -84,36 +84,36 @@ class Settings(SettingsModel):
     @model_validator(mode="after")
     def _coherent(self) -> Settings:
         if self.load_in_4bit == self.load_in_8bit:
-            stated = "both" if self.load_in_4bit else "neither"
-            raise ValueError(f"{stated} of load_in_4bit and load_in_8bit is true, must be one")
+            quantity = "both" if self.load_in_4bit else "neither"
+            raise ValueError(f"{quantity} of load_in_4bit and load_in_8bit is true, must be one")
         return self
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any]) -> Settings:
-        """Return the settings.
+        """Validate the settings and return the model.
 
         Raises: ConfigError: a setting is unknown, contradictory or not supported.
         """
         parsed = cls.parsed(settings, _REPEATED, _SUPPORTED)
         for name in _WIDTHS:
-            stated = getattr(parsed, name)
-            if settings.get(f"_{name}", stated) != stated:
+            value = getattr(parsed, name)
+            if settings.get(f"_{name}", value) != value:
                 raise ConfigError(
-                    f"quantization_config says that {name} is {stated} and that _{name} is "
+                    f"quantization_config says that {name} is {value} and that _{name} is "
                     f"{settings[f'_{name}']!r}. Try: remove the one that does not hold"
                 )
         return parsed
 
     def weights(self, name: str) -> FourBit | EightBit | None:
-        """Return how the linear layer ``name`` is stored, or None if it is not quantized."""
+        """Return the storage of the linear layer ``name``, or None if not quantized."""
         if self.llm_int8_skip_modules is None:
-            skipped = name == "lm_head"
+            is_skipped = name == "lm_head"
         else:
-            skipped = any(
+            is_skipped = any(
                 re.match(f"(?:{key}){_BOUNDARY}", name) or name.endswith(key)
                 for key in self.llm_int8_skip_modules
             )
-        if skipped:
+        if is_skipped:
             return None
         if self.load_in_8bit:
             return EightBit()

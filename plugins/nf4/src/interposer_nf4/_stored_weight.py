@@ -1,4 +1,4 @@
-"""The tensors of one layer of the checkpoint, read and checked.
+"""Reading and checking of one layer's 4-bit tensors.
 
 Dimensions: I input features, O output features, G inputs per block.
 """
@@ -20,7 +20,7 @@ _CODES, _NESTED_CODES = 16, 256
 
 
 def names_of(kind: FourBit) -> dict[str, str]:
-    """Return the names of the tensors below the layer's, by what they are."""
+    """Return the tensor names relative to the layer's name, by role."""
     names = {
         "weight": "weight",
         "absmax": "weight.absmax",
@@ -35,12 +35,12 @@ def names_of(kind: FourBit) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A weight of four bits, with the scales in float32.
+    """A 4-bit weight with float32 scales.
 
     Attributes:
         codes: ``[O, I / 2]`` uint8, the first of two inputs in the high nibble.
-        absmax: ``[B]`` float32, one for each block of ``blocksize`` weights in the order of rows;
-            the last block may be shorter.
+        absmax: ``[B]`` float32, one scale per block of ``blocksize`` weights in row order; the last
+            block may be shorter.
         codebook: ``[16]`` float32.
     """
 
@@ -51,11 +51,15 @@ class StoredWeight:
 
     @property
     def inputs_per_scale(self) -> int:
-        """Return how many inputs of a row lie in one block wherever the row begins."""
+        """Return the largest G for which no group of G inputs crosses a block boundary."""
         return gcd(2 * self.codes.shape[1], self.blocksize)
 
     def scales(self, inputs_per_scale: int) -> torch.Tensor:
-        """Return ``[O, I / G]``: what blocks say about every G inputs, G dividing both."""
+        """Expand the block scales to one per group of G inputs, ``[O, I / G]``.
+
+        Args:
+            inputs_per_scale: G, which divides the block size and the number of inputs.
+        """
         repeated = self.absmax.repeat_interleave(self.blocksize // inputs_per_scale)
         outputs, inputs = self.codes.shape[0], 2 * self.codes.shape[1]
         count = outputs * inputs // inputs_per_scale
@@ -69,13 +73,13 @@ class StoredWeight:
         tensors: Mapping[str, torch.Tensor],
         names: Mapping[str, str],
     ) -> StoredWeight:
-        """Return the weight that ``tensors`` hold.
+        """Check the tensors of a layer and return the weight.
 
         Args:
-            kind: what the config says of the layer.
+            kind: storage that the config states.
             shape: outputs and inputs.
-            tensors: by what they are, as ``names_of`` lists them.
-            names: the checkpoint's own, likewise.
+            tensors: by role, as ``names_of`` lists them.
+            names: the checkpoint's tensor names, by role.
         Raises: CheckpointError: tensors contradict each other, the config or the format.
         """
         state = QuantState.read(names["state"], tensors["state"])
@@ -84,14 +88,15 @@ class StoredWeight:
             "shape": (state.shape, shape),
             "double quantization": (state.nested, kind.double),
         }
-        for fact, (found, expected) in facts.items():
-            if found != expected:
+        for fact, (stated, expected) in facts.items():
+            if stated != expected:
                 raise CheckpointError(
                     names["state"],
-                    f"states {fact} {found}, the config asks for {expected}",
+                    f"states {fact} {stated}, the config asks for {expected}",
                     "copy config and weights again, from one place",
                 )
         outputs, inputs = shape
+        # Compared in bytes, because bnb_4bit_quant_storage may be a wider dtype than uint8.
         packed = tensors["weight"]
         if packed.nbytes != outputs * inputs // 2:
             raise CheckpointError(
@@ -106,14 +111,15 @@ class StoredWeight:
         else:
             absmax = _numbers(names["absmax"], tensors["absmax"], num_blocks)
             if (absmax < 0).any():
-                place = int((absmax < 0).nonzero()[0])
+                index = int((absmax < 0).nonzero()[0])
                 raise CheckpointError(
                     names["absmax"],
-                    f"holds the scale {float(absmax[place])} for block {place}, must not be "
+                    f"holds the scale {float(absmax[index])} for block {index}, must not be "
                     "negative",
                     _MEND,
                 )
         codebook = _numbers(names["quant_map"], tensors["quant_map"], _CODES)
+        # Finite scales and codebook values can still overflow when they are multiplied.
         largest = absmax.abs().amax() * codebook.abs().amax()
         if not largest.isfinite():
             raise CheckpointError(
@@ -129,45 +135,45 @@ def _dequantized(
     tensors: Mapping[str, torch.Tensor],
     names: Mapping[str, str],
 ) -> torch.Tensor:
-    """Return the scales ``[B]`` float32: nested_quant_map[absmax] * nested_absmax + offset.
+    """Dequantize the scales ``[B]`` float32: nested_quant_map[absmax] * nested_absmax + offset.
 
-    Product and sum are rounded apart, as bitsandbytes does.
+    Multiplication and addition are rounded separately, as in bitsandbytes.
     """
-    codes, name = tensors["absmax"], names["absmax"]
-    if codes.dtype != torch.uint8 or codes.numel() != num_blocks:
+    quantized, name = tensors["absmax"], names["absmax"]
+    if quantized.dtype != torch.uint8 or quantized.numel() != num_blocks:
         raise CheckpointError(
             name,
-            f"holds {codes.numel()} {codes.dtype}, must be {num_blocks} torch.uint8 with double "
-            "quantization",
+            f"holds {quantized.numel()} {quantized.dtype}, must be {num_blocks} torch.uint8 "
+            "with double quantization",
             _MEND,
         )
     assert state.nested_blocksize is not None
     assert state.nested_offset is not None
-    num_outer = -(-num_blocks // state.nested_blocksize)
-    outer = _numbers(names["nested_absmax"], tensors["nested_absmax"], num_outer)
+    num_nested = -(-num_blocks // state.nested_blocksize)
+    nested_scales = _numbers(names["nested_absmax"], tensors["nested_absmax"], num_nested)
     codebook = _numbers(names["nested_quant_map"], tensors["nested_quant_map"], _NESTED_CODES)
-    spread = outer.repeat_interleave(state.nested_blocksize)[:num_blocks]
-    offset = torch.tensor(state.nested_offset, dtype=torch.float32, device=codes.device)
-    absmax = codebook[codes.flatten().long()] * spread + offset
+    scale_by_block = nested_scales.repeat_interleave(state.nested_blocksize)[:num_blocks]
+    offset = torch.tensor(state.nested_offset, dtype=torch.float32, device=quantized.device)
+    absmax = codebook[quantized.flatten().long()] * scale_by_block + offset
     if not absmax.isfinite().all():
         raise CheckpointError(name, "holds scales that are infinite", _MEND)
     return absmax
 
 
 def _numbers(name: str, stored: torch.Tensor, count: int) -> torch.Tensor:
-    """Return ``stored`` as ``[count]`` float32; raise CheckpointError unless all are finite."""
+    """Flatten ``stored`` to ``[count]`` float32; raise CheckpointError unless all are finite."""
     if not stored.is_floating_point() or stored.itemsize < 2 or stored.numel() != count:
         raise CheckpointError(
             name, f"holds {stored.numel()} {stored.dtype}, must be {count} floats", _MEND
         )
-    numbers = stored.flatten().float()
-    wrong = ~numbers.isfinite()
-    if wrong.any():
-        place = int(wrong.nonzero()[0])
+    values = stored.flatten().float()
+    is_wrong = ~values.isfinite()
+    if is_wrong.any():
+        index = int(is_wrong.nonzero()[0])
         raise CheckpointError(
             name,
-            f"holds {int(wrong.sum())} numbers that are infinite or not a number, the first is "
-            f"{float(numbers[place])} at {place}",
+            f"holds {int(is_wrong.sum())} numbers that are infinite or not a number, the first is "
+            f"{float(values[index])} at {index}",
             _MEND,
         )
-    return numbers
+    return values

@@ -1,4 +1,4 @@
-"""The records of this distribution, which name its code by import string and import none of it."""
+"""Plugin that registers the op, its CPU kernel and the scheme, without importing their modules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INTERPOSER_API = ">=1.0,<2"
 
 @hookimpl
 def interposer_records() -> list[Record]:
-    """Return an op, a kernel of it for CPUs, and the scheme that reads checkpoints."""
+    """Return the records of the op ``nf4_linear``, a CPU kernel, and the scheme."""
     return [
         OpEntry(
             "nf4_linear",
@@ -26,7 +26,7 @@ def interposer_records() -> list[Record]:
             "cpu",
             Requires(dtypes=("float32", "bfloat16", "float16")),
             prepare="interposer_nf4._byte_table:prepare",
-            # A trace would hold every panel that a large layer is cut into.
+            # Opaque, because a trace would unroll the loop over all panels of a large layer.
             properties=frozenset({"deterministic", "opaque"}),
         ),
         SchemeEntry(
