@@ -284,7 +284,7 @@ def test_zero_points_in_a_symmetric_checkpoint_are_refused() -> None:
     [
         (48, {"o_proj": 8}, 64, r"block\.o_proj: groups of 48 do not divide its 64 inputs"),
         (128, {"o_proj": 8}, 64, r"groups of 128 do not divide its 64 inputs"),
-        (-1, {"o_proj": 12}, 64, r"64 inputs and 12 outputs, which do not fill words of 8 codes"),
+        (-1, {"o_proj": 12}, 64, r"64 inputs and 12 outputs, which do not fill words of 8 values"),
         (-1, {"q_proj": 12, "k_proj": 4}, 64, r"block\.fused: q_proj has 64 inputs and 12 outputs"),
     ],
 )

@@ -35,9 +35,9 @@ class Int8Linear(LinearMethod):
         """Register ``weight``, the scales, the input parameters and, if requested, ``bias``."""
         self.members = Members(layer, site, out_features)
         self.dtype = site.dtype
-        codes = torch.empty(out_features, in_features, dtype=torch.int8)
+        quantized = torch.empty(out_features, in_features, dtype=torch.int8)
         offset = torch.empty(out_features, dtype=site.dtype) if bias else None
-        register(layer, **{self.weight_name: codes, "bias": offset})
+        register(layer, **{self.weight_name: quantized, "bias": offset})
         per_output = self.weights.strategy == "channel"
         register_scales(layer, self.scale_name, self.members, 1 if per_output else None)
         self.inputs.create(layer, site, self.members, in_features)

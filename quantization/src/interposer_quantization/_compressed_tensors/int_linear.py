@@ -55,7 +55,7 @@ class IntLinear(WeightLinear):
         """
 
     @abstractmethod
-    def codes(self, layer: nn.Module) -> torch.Tensor:
+    def quantized_weight(self, layer: nn.Module) -> torch.Tensor:
         """Return the quantized weight ``[O, I]`` int8."""
 
     @abstractmethod
@@ -106,16 +106,16 @@ class IntLinear(WeightLinear):
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
         """Return the float64 weight ``[O, I]``: (quantized value - zero point) * scale."""
-        codes, zeros = self.codes(layer).double(), self.zero_points(layer)
+        quantized, zeros = self.quantized_weight(layer).double(), self.zero_points(layer)
         scales = scales_by_output(layer.get_parameter(self.scale_name), self.members).double()
         groups = self.groups(layer)
         if groups is None:
             # Consecutive groups.
-            groups = torch.arange(self.in_features, device=codes.device)
+            groups = torch.arange(self.in_features, device=quantized.device)
             groups = groups // (self.in_features // self.num_groups)
         if zeros is not None:
-            codes = codes - scales_by_output(zeros, self.members).double()[:, groups]
-        return codes * scales[:, groups]
+            quantized = quantized - scales_by_output(zeros, self.members).double()[:, groups]
+        return quantized * scales[:, groups]
 
     def order(self, layer: nn.Module) -> torch.Tensor | None:
         """Return the permutation that sorts the inputs by group, or None if they are sorted."""
@@ -156,7 +156,7 @@ class PlainIntLinear(IntLinear):
         shape = (num_parts,) if is_per_tensor else (out_features, self.num_groups)
         self._register_int8(layer, self.zero_name, shape, per_part=is_per_tensor)
 
-    def codes(self, layer: nn.Module) -> torch.Tensor:
+    def quantized_weight(self, layer: nn.Module) -> torch.Tensor:
         """Return the stored quantized weight."""
         return layer.get_parameter(self.weight_name)
 

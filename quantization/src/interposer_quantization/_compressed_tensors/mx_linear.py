@@ -54,9 +54,9 @@ class Mxfp4Linear(WeightLinear):
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
         """Return the float64 weight ``[O, I]``: quantized value * 2^(group exponent)."""
-        codes = unpack_nibbles(layer.get_parameter("weight_packed"))
+        quantized = unpack_nibbles(layer.get_parameter("weight_packed"))
         return _apply_exponents(
-            decode_e2m1(codes, torch.float64), layer.get_parameter("weight_scale")
+            decode_e2m1(quantized, torch.float64), layer.get_parameter("weight_scale")
         )
 
     def constants(self, layer: nn.Module) -> dict[str, torch.Tensor | None]:

@@ -70,7 +70,7 @@ class PackedIntLinear(IntLinear):
             numbered = {"num_groups": self.num_groups, "sample": orders}
             register_stored(layer, "weight_g_idx", groups, per_part=True, **numbered)
 
-    def codes(self, layer: nn.Module) -> torch.Tensor:
+    def quantized_weight(self, layer: nn.Module) -> torch.Tensor:
         """Return the quantized weight ``[O, I]`` int8."""
         return (self._unpack_weight(layer).short() - self.middle).to(torch.int8)
 

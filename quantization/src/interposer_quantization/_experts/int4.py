@@ -81,13 +81,13 @@ class Int4Experts(ExpertsMethod):
             scales = projection.pop(layer, "weight_scale")
             check_scales(projection, self.prefix, "weight_scale", scales)
             words, inputs = projection.pop(layer, "weight_packed"), projection.inputs
-            codes = torch.empty(
+            quantized = torch.empty(
                 *words.shape[:2], inputs // 2, dtype=torch.uint8, device=words.device
             )
             # Expert by expert, so that only one expert's weights are unpacked at a time.
             for expert, packed in enumerate(words):
-                codes[expert] = to_kernel_layout(unpack_bits(packed, _BITS, inputs), _BITS)
-            constants[projection.name] = codes
+                quantized[expert] = to_kernel_layout(unpack_bits(packed, _BITS, inputs), _BITS)
+            constants[projection.name] = quantized
             constants[f"{projection.name}_scale"] = scales.to(self.dtype)
         prepared = self.bound.prepared(**constants)
         return self.bound.function, tuple(prepared[name] for name in constants)
@@ -95,8 +95,8 @@ class Int4Experts(ExpertsMethod):
     def _dequantize(self, layer: nn.Module, projection: Projection) -> torch.Tensor:
         words = layer.get_parameter(f"{projection.name}_weight_packed").data
         scales = layer.get_parameter(f"{projection.name}_weight_scale").data
-        codes = unpack_bits(words.flatten(0, 1), _BITS, projection.inputs).double() - _MIDDLE
-        grouped = codes.unflatten(-1, (scales.shape[-1], -1)).unflatten(0, words.shape[:2])
+        quantized = unpack_bits(words.flatten(0, 1), _BITS, projection.inputs).double() - _MIDDLE
+        grouped = quantized.unflatten(-1, (scales.shape[-1], -1)).unflatten(0, words.shape[:2])
         # The op takes scales in the model's dtype.
         matrices: torch.Tensor = (grouped * scales.to(self.dtype).double()[..., None]).flatten(-2)
         return matrices

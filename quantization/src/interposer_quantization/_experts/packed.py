@@ -59,7 +59,7 @@ class PackedExperts(ExpertsMethod):
             if inputs % per_word or outputs % per_word:
                 raise ConfigError(
                     f"{site.prefix}: matrices of {outputs} x {inputs} numbers do not fill words of "
-                    f"{per_word} codes. Try: leave the experts plain"
+                    f"{per_word} values. Try: leave the experts plain"
                 )
             rows, columns, _ = self.form.packed_weight_shape(inputs, outputs)
             words = torch.empty(count, parts * rows, columns, dtype=torch.int32)
@@ -93,11 +93,11 @@ class PackedExperts(ExpertsMethod):
             check_scales(projection, self.prefix, "scales", scales)
             words = projection.pop(layer, "qweight")
             shape = len(words), projection.all_outputs, projection.inputs // 2
-            codes = torch.empty(shape, dtype=torch.uint8, device=words.device)
+            quantized = torch.empty(shape, dtype=torch.uint8, device=words.device)
             # Expert by expert, so that only one expert's weights are unpacked at a time.
             for expert, packed in enumerate(words):
-                codes[expert] = to_kernel_layout(self._unpack_expert(projection, packed), _BITS)
-            constants[projection.name] = codes
+                quantized[expert] = to_kernel_layout(self._unpack_expert(projection, packed), _BITS)
+            constants[projection.name] = quantized
             constants[f"{projection.name}_scale"] = self._by_output(projection, scales)
         prepared = self.bound.prepared(**constants)
         return self.bound.function, tuple(prepared[name] for name in constants)
@@ -120,8 +120,10 @@ class PackedExperts(ExpertsMethod):
     def _dequantize(self, layer: nn.Module, projection: Projection) -> torch.Tensor:
         words = layer.get_parameter(f"{projection.name}_qweight").data
         scales = self._by_output(projection, layer.get_parameter(f"{projection.name}_scales").data)
-        codes = torch.stack([self._unpack_expert(projection, packed) for packed in words]).double()
-        grouped = (codes - self.form.middle).unflatten(-1, (scales.shape[-1], -1))
+        quantized = torch.stack(
+            [self._unpack_expert(projection, packed) for packed in words]
+        ).double()
+        grouped = (quantized - self.form.middle).unflatten(-1, (scales.shape[-1], -1))
         # The op takes scales in the model's dtype.
         matrices: torch.Tensor = (grouped * scales.double()[..., None]).flatten(-2)
         return matrices
@@ -145,20 +147,20 @@ class PackedExperts(ExpertsMethod):
     ) -> Callable[[torch.Generator], torch.Tensor]:
         """Return a sampler of ``qzeros`` in which every zero point is the midpoint."""
         count, rows, columns = shape
-        codes = torch.full(
+        quantized = torch.full(
             (rows, columns * self.form.values_per_word), self.form.middle, device="cpu"
         )
-        words = self.form.pack_zero_points(codes.to(torch.uint8)).expand(count, -1, -1)
+        words = self.form.pack_zero_points(quantized.to(torch.uint8)).expand(count, -1, -1)
         return lambda _: words
 
     def _check_zeros(self, projection: Projection, zeros: torch.Tensor) -> None:
-        codes = self.form.unpack_zero_points(zeros)
-        if any((codes == middle).all() for middle in self.form.middles):
+        quantized = self.form.unpack_zero_points(zeros)
+        if any((quantized == middle).all() for middle in self.form.middles):
             return
-        expert, row, output = (int(place) for place in (codes != self.form.middle).nonzero()[0])
+        expert, row, output = (int(place) for place in (quantized != self.form.middle).nonzero()[0])
         raise CheckpointError(
-            projection.tensor_name(self.prefix, expert, row, codes.shape[1], "qzeros"),
-            f"holds the zero point {int(codes[expert, row, output])}, but all are "
+            projection.tensor_name(self.prefix, expert, row, quantized.shape[1], "qzeros"),
+            f"holds the zero point {int(quantized[expert, row, output])}, but all are "
             f"{self.form.middle} where quantization_config says that weights are symmetric",
             "correct the quantization_config if the zero points are right; experts with zero "
             "points are not read",

@@ -34,7 +34,7 @@ class NibbleIntLinear(IntLinear):
             zeros = torch.empty(out_features, self.num_groups, dtype=torch.uint8)
             register_stored(layer, "weight_zero_point", zeros)
 
-    def codes(self, layer: nn.Module) -> torch.Tensor:
+    def quantized_weight(self, layer: nn.Module) -> torch.Tensor:
         """Return the quantized weight ``[O, I]`` int8."""
         return _to_signed(unpack_nibbles(layer.get_parameter("weight")))
 

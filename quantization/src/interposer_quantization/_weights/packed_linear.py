@@ -175,7 +175,7 @@ class PackedLinear(LinearMethod):
             if size % self.values_per_word or capacity != in_features * size:
                 raise ConfigError(
                     f"{self.prefix}: {part} has {in_features} inputs and {size} outputs, which do "
-                    f"not fill words of {self.values_per_word} codes. Try: leave the layer plain"
+                    f"not fill words of {self.values_per_word} values. Try: leave the layer plain"
                 )
 
     def _middle_zero_points_sampler(

@@ -47,9 +47,11 @@ class WeightOnlyHead:
         """Return the scales ``[V, G]`` unchanged; lookup and matmul take the same shape."""
         return scale
 
-    def call(self, bound: BoundKernel[..., Any], codes: torch.Tensor, scale: torch.Tensor) -> Call:
+    def call(
+        self, bound: BoundKernel[..., Any], quantized: torch.Tensor, scale: torch.Tensor
+    ) -> Call:
         """Return the head's function and operands."""
-        constants = {"weight": codes, "scale": scale, "bias": None, "zero_points": None}
+        constants = {"weight": quantized, "scale": scale, "bias": None, "zero_points": None}
         prepared = bound.prepared(**constants)
         return bound.function, tuple(prepared[name] for name in constants)
 
@@ -84,10 +86,12 @@ class QuantizedInputHead:
         """Return scales ``[V, G]``, or ``[V]`` for int8; lookup and matmul take the same shape."""
         return scale if self.is_int4 else scale.squeeze(1)
 
-    def call(self, bound: BoundKernel[..., Any], codes: torch.Tensor, scale: torch.Tensor) -> Call:
+    def call(
+        self, bound: BoundKernel[..., Any], quantized: torch.Tensor, scale: torch.Tensor
+    ) -> Call:
         """Return the head's function and operands."""
         # The two ops name their scale operands differently.
-        constants: dict[str, Any] = {"weight": codes}
+        constants: dict[str, Any] = {"weight": quantized}
         multiply: Callable[..., torch.Tensor]
         if self.is_int4:
             multiply = self._matmul_int4
@@ -101,17 +105,17 @@ class QuantizedInputHead:
 
     def _matmul_int8(
         self,
-        codes: torch.Tensor,
+        quantized: torch.Tensor,
         x_scale: torch.Tensor,
         weight: torch.Tensor,
         weight_scale: torch.Tensor,
         bias: None,
     ) -> torch.Tensor:
-        return self.function(codes, weight, x_scale, weight_scale, None, bias, self.dtype)
+        return self.function(quantized, weight, x_scale, weight_scale, None, bias, self.dtype)
 
     def _matmul_int4(
         self,
-        codes: torch.Tensor,
+        quantized: torch.Tensor,
         x_scale: torch.Tensor,
         weight: torch.Tensor,
         weight_scales: torch.Tensor,
@@ -119,5 +123,5 @@ class QuantizedInputHead:
         bias: None,
     ) -> torch.Tensor:
         return self.function(
-            codes, weight, x_scale, weight_scales, None, zero_points, bias, self.dtype
+            quantized, weight, x_scale, weight_scales, None, zero_points, bias, self.dtype
         )
