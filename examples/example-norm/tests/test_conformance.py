@@ -1,4 +1,4 @@
-"""All records of the example conform: the one test file that a plugin needs."""
+"""Check that all records of this plugin conform: the one test file that every plugin needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example does what a plugin has to: its parts are used, and it can be turned off."""
+"""Installing the example changes the selection, and disabling the example restores the defaults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from interposer_ops.norms import fused_add_rms_norm, rms_norm
 from interposer_testing import check_kernel, conformance
 
 DISTRIBUTION = "interposer-example-norm"
-# A platform of no plugin, so that no kernel written for a platform takes part.
+# No plugin provides the platform "bare", so no kernel written for a platform is a candidate.
 DEVICE = Device("bare", "cpu", "a device without kernels of its own", Capability("any"))
 
 
@@ -31,29 +31,31 @@ def site(dtype: torch.dtype = torch.bfloat16, config: Config | None = None) -> S
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(64, 1024), (3, 64, 512)])
-def test_kernels_conform_where_they_take_more_than_one_call(
+def test_kernels_conform_for_inputs_above_the_small_size(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     x, residual = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     weight = torch.rand(shape[-1], generator=generator).to(dtype)
-    plain = {"x": x, "weight": weight, "eps": 1e-5}
-    added = {"x": x, "residual": residual.float(), "weight": weight, "eps": 1e-5}
+    norm_arguments = {"x": x, "weight": weight, "eps": 1e-5}
+    add_arguments = {"x": x, "residual": residual.float(), "weight": weight, "eps": 1e-5}
     # An element is at most about five root mean squares.
-    norm, add = (Case("many", facts, {}, shape[-1], 5.0) for facts in (plain, added))
+    norm, add = (
+        Case("many", arguments, {}, shape[-1], 5.0) for arguments in (norm_arguments, add_arguments)
+    )
     assert check_kernel(rms_norm, kernels.rms_norm, norm) == []
     assert check_kernel(fused_add_rms_norm, kernels.fused_add_rms_norm, add) == []
 
 
 def test_every_declared_dtype_is_tried() -> None:
     trials = conformance(current_registry(), DEVICE, distribution=DISTRIBUTION, quick=True)
-    tried = [trial for trial in trials if trial.aspect == "numerics" and trial.verdict]
-    accepted = {(trial.request.name, trial.request.dtype) for trial in tried}
+    numerics_trials = [trial for trial in trials if trial.aspect == "numerics" and trial.verdict]
+    accepted = {(trial.request.name, trial.request.dtype) for trial in numerics_trials}
     ops = ("rms_norm", "fused_add_rms_norm")
     assert accepted == {(op, dtype) for op in ops for dtype in ("float32", "bfloat16")}
 
 
-def test_replacement_keeps_the_signature() -> None:
+def test_replacement_has_the_constructor_of_the_standard_layer() -> None:
     assert inspect.signature(ExampleNorm.__init__) == inspect.signature(RMSNorm.__init__)
 
 
@@ -63,7 +65,7 @@ def test_model_code_gets_the_replacement_and_the_kernels() -> None:
     assert layer.norm.__module__ == layer.add_norm.__module__ == "interposer_example_norm._kernels"
 
 
-def test_layer_computes_what_the_reference_does() -> None:
+def test_layer_agrees_with_the_reference() -> None:
     layer = RMSNorm(site(torch.float32), 96, 1e-5)
     generator = torch.Generator().manual_seed(0)
     x, residual = torch.randn(2, 5, 96, generator=generator)
@@ -75,9 +77,9 @@ def test_layer_computes_what_the_reference_does() -> None:
 
 def test_printed_layer_names_its_kernels() -> None:
     printed = str(RMSNorm(site(), 64, 1e-5))
-    kernels = "interposer_example_norm._kernels"
+    module = "interposer_example_norm._kernels"
     assert printed == (
-        f"ExampleNorm(64, eps=1e-05, kernels: {kernels}.rms_norm, {kernels}.fused_add_rms_norm)"
+        f"ExampleNorm(64, eps=1e-05, kernels: {module}.rms_norm, {module}.fused_add_rms_norm)"
     )
 
 
@@ -95,7 +97,7 @@ def test_printed_layer_names_any_callable(function: Callable[..., Any], name: st
     assert f"kernels: {name}, interposer" in str(layer)
 
 
-def test_it_costs_no_graphs() -> None:
+def test_replacement_keeps_graph_capture_possible() -> None:
     place = site()
     layer = RMSNorm(place, 64, 1e-5)
     assert judge_choices([row.choice for row in explain(place).rows])
@@ -118,7 +120,7 @@ def test_explanation_shows_the_plugin() -> None:
 
 
 @pytest.mark.parametrize("name", ["example-norm", DISTRIBUTION])
-def test_disabled_plugin_is_gone(name: str) -> None:
+def test_disabled_plugin_is_no_candidate(name: str) -> None:
     place = site(config=Config(disable=frozenset({name})))
     layer = RMSNorm(place, 64, 1e-5)
     assert type(layer) is RMSNorm
@@ -135,7 +137,7 @@ def test_another_dtype_is_refused_with_a_reason() -> None:
     assert "needs dtype float32 or bfloat16, got float16" in str(explain(place))
 
 
-def test_pinned_reference_outranks_it() -> None:
+def test_pinned_reference_outranks_the_example() -> None:
     place = site(config=Config(kernels={"rms_norm": "reference"}))
     assert RMSNorm(place, 64, 1e-5).norm is rms_norm.reference
     assert "rms_norm_example (interposer-example-norm 0.1.0): accepted, but" in str(explain(place))

@@ -1,1 +1,1 @@
-"""An example plugin: norm kernels and a layer, written as a third party would write them."""
+"""Example plugin: RMS norm kernels and a norm layer, written as a third party would write them."""

@@ -1,4 +1,4 @@
-"""A replacement of the standard norm layer that prints its kernel with the model."""
+"""A replacement of the standard RMS norm layer that shows its kernels in ``print(model)``."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from interposer_ops.layers.norm import RMSNorm
 
 
 class ExampleNorm(RMSNorm):
-    """The standard layer, and ``print(model)`` shows its size and the kernels it calls."""
+    """The standard ``RMSNorm`` layer, whose printed form shows its size and its kernels.
+
+    The constructor is that of ``RMSNorm``: model code builds ``RMSNorm`` and gets this class.
+    """
 
     def extra_repr(self) -> str:
-        """Return the hidden size, epsilon and the two functions that the selection bound."""
+        """Return the hidden size, epsilon and the names of the two selected kernels."""
         kernels = ", ".join(_name(function) for function in (self.norm, self.add_norm))
         return f"{self.weight.numel()}, eps={self.eps}, kernels: {kernels}"
 
 
 def _name(function: Callable[..., Any]) -> str:
-    # Not every callable has a name, nor every function of an extension module a module.
+    # A partial object has no __name__, and a function of an extension module may lack __module__.
     name = getattr(function, "__name__", "")
     module = getattr(function, "__module__", None)
     return f"{module}.{name}" if name and module else name or repr(function)

@@ -1,4 +1,8 @@
-"""The records of this distribution, which name its code by import string and import none of it."""
+"""The records that this plugin declares.
+
+Each record names its code by import string, so that discovery imports neither torch nor the
+kernels. The code of a record is imported when that record is chosen.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,18 @@ from interposer.hookspecs import hookimpl
 from interposer.records import Kernel, LayerEntry, Record
 from interposer.requires import Requires
 
+# The versions of the plugin API that these records are written for.
 INTERPOSER_API = ">=1.0,<2"
 
 _REQUIRES = Requires(dtypes=("float32", "bfloat16"))
+# Unless the user pins another, the candidate with the highest score is chosen. The standard layer
+# has the score 0.
 _SCORE = 20.0
 
 
 @hookimpl
 def interposer_records() -> list[Record]:
-    """Return two kernels and one layer, which run on any platform."""
+    """Declare two kernels and one layer, for every platform."""
     kernels = [
         Kernel(
             op=op,
@@ -32,7 +39,7 @@ def interposer_records() -> list[Record]:
         target="interposer_example_norm._layers:ExampleNorm",
         requires=_REQUIRES,
         score=_SCORE,
-        # Its code runs when the model is printed; a step runs that of the standard layer.
+        # This class adds code to printing only; the forward pass is that of the standard layer.
         properties=frozenset({"graph_safe"}),
     )
     return [*kernels, layer]
