@@ -1,1 +1,1 @@
-"""Traces of what interposer chooses, refuses, loads and measures, through OpenTelemetry."""
+"""OpenTelemetry traces of choices, refusals, model loads and kernel measurements of interposer."""

@@ -1,4 +1,4 @@
-"""Spans and events of one tracer. Without a tracer provider of the application they cost little."""
+"""Spans and events of one OpenTelemetry tracer; they cost little without a tracer provider."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from opentelemetry import trace
 from opentelemetry.trace import Status, StatusCode
 from opentelemetry.util.types import AttributeValue
 
-# It follows the provider that the application sets, before this line or after it.
+# This proxy uses the application's tracer provider, even if the provider is set after import.
 _TRACER = trace.get_tracer("interposer_otel", version("interposer-otel"))
 
 
@@ -21,18 +21,24 @@ def span(
     attributes: Mapping[str, AttributeValue],
     error: str = "",
 ) -> None:
-    """Record a finished span below the current one; times are nanoseconds since the epoch."""
-    finished = _TRACER.start_span(name, attributes=attributes, start_time=start_ns)
+    """Record a finished span as a child of the current span.
+
+    Args:
+        start_ns: nanoseconds since the epoch.
+        end_ns: nanoseconds since the epoch.
+        error: if not empty, the span gets the status ERROR with this text.
+    """
+    otel_span = _TRACER.start_span(name, attributes=attributes, start_time=start_ns)
     if error:
-        finished.set_status(Status(StatusCode.ERROR, error))
-    finished.end(end_ns)
+        otel_span.set_status(Status(StatusCode.ERROR, error))
+    otel_span.end(end_ns)
 
 
 def event(name: str, attributes: Mapping[str, AttributeValue], error: str = "") -> None:
-    """Add an event to the current span; where there is none, record a span of no length.
+    """Add an event to the current span, or record a span of zero length if none is current.
 
-    ``error`` becomes the status of that span. The current span is the caller's, who may well
-    recover, so its status stays as it is.
+    ``error`` becomes the status of a span recorded here. The current span belongs to the caller,
+    who may recover from the error, so the status of the current span does not change.
     """
     current = trace.get_current_span()
     if current.is_recording():

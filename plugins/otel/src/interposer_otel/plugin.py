@@ -1,4 +1,4 @@
-"""The observers. OpenTelemetry is imported when the first event arrives, not at discovery."""
+"""Hooks that report to OpenTelemetry, which is imported at the first event, not at discovery."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def interposer_finished(
     end_ns: int,
     facts: Mapping[str, str | int | float | bool],
 ) -> None:
-    """Record the span ``interposer.<activity>`` from ``start_ns`` to ``end_ns``."""
+    """Record a span ``interposer.<activity>`` from ``start_ns`` to ``end_ns``."""
     from interposer_otel import _tracing as tracing
 
-    described = {f"interposer.{activity}.{name}": value for name, value in facts.items()}
-    attributes = {"interposer.subject": subject, **described}
+    fact_attributes = {f"interposer.{activity}.{name}": value for name, value in facts.items()}
+    attributes = {"interposer.subject": subject, **fact_attributes}
     tracing.span(f"interposer.{activity}", start_ns, end_ns, attributes)
 
 
 @hookimpl
 def interposer_selected(choice: Choice) -> None:
-    """Record the event ``interposer.selected``."""
+    """Add an event ``interposer.selected`` that describes the choice."""
     from interposer_otel import _tracing as tracing
 
     attributes: dict[str, str | int] = {
@@ -48,7 +48,7 @@ def interposer_selected(choice: Choice) -> None:
 
 @hookimpl
 def interposer_refused(error: NoCandidateError) -> None:
-    """Record the event ``interposer.refused``, an error."""
+    """Add an event ``interposer.refused`` with the reasons of all refusals, as an error."""
     from interposer_otel import _tracing as tracing
 
     attributes: dict[str, str | int | tuple[str, ...]] = {
@@ -61,7 +61,7 @@ def interposer_refused(error: NoCandidateError) -> None:
 
 @hookimpl
 def interposer_failed(plugin: str, distribution: str, reason: str) -> None:
-    """Record the event ``interposer.failed``, an error."""
+    """Add an event ``interposer.failed`` that names the plugin and the reason, as an error."""
     from interposer_otel import _tracing as tracing
 
     attributes = {
