@@ -61,8 +61,8 @@ def held_bytes(model: Any) -> int:
     leaves: list[Any] = list(model.parameters())
     for module in model.modules():
         method = vars(getattr(module, "quant_method", None) or object)
-        held = [method[name] for name in ("product", "lookup") if name in method]
-        held += [method["adoption"].placed] if "adoption" in method else []
+        held = [method[name] for name in ("matmul", "lookup") if name in method]
+        held += [method["adoption"].kernel] if "adoption" in method else []
         leaves += pytree.tree_leaves([placed.operands for placed in held])
     strided = [t for t in leaves if getattr(t, "layout", None) == torch.strided]
     return sum({t.data_ptr(): t.nbytes for t in strided}.values())

@@ -53,7 +53,7 @@ def request(
     return spec_of(NAME, made, 128, facts)
 
 
-def test_a_plain_layer_is_asked_for_as_vllm_describes_it() -> None:
+def test_the_request_has_the_facts_of_vllms_layer() -> None:
     assert request() == AttentionSpec(
         num_heads=8,
         num_kv_heads=2,
@@ -65,7 +65,7 @@ def test_a_plain_layer_is_asked_for_as_vllm_describes_it() -> None:
     )
 
 
-def test_windows_caps_sinks_slopes_and_caches_of_8_bits_are_asked_for() -> None:
+def test_the_request_has_windows_caps_sinks_slopes_and_8_bit_caches() -> None:
     spec = request(
         {
             "sliding_window": 77,

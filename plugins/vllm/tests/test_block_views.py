@@ -35,7 +35,7 @@ def backend(name: str, dtype: torch.dtype = torch.float32, **facts: Any) -> Atte
     ],
     ids=str,
 )
-def test_the_compiled_backend_reads_vllms_blocks_where_they_lie(facts: dict[str, Any]) -> None:
+def test_the_compiled_backend_reads_vllms_blocks_without_a_copy(facts: dict[str, Any]) -> None:
     made = backend("native", **facts)
     stored = torch.uint8 if made.spec.is_quantized else made.spec.cache_dtype
     blocks = torch.zeros(5, 2, 32, 2 * 32, dtype=stored)
@@ -44,6 +44,6 @@ def test_the_compiled_backend_reads_vllms_blocks_where_they_lie(facts: dict[str,
     assert cache.data_ptr() == blocks.data_ptr()
 
 
-def test_a_backend_that_relies_on_its_own_order_is_refused() -> None:
+def test_a_backend_without_support_for_strides_is_refused() -> None:
     with pytest.raises(ConfigError, match="SdpaBackend relies on the order of its cache"):
         view_for(backend("sdpa"))

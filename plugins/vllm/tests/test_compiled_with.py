@@ -14,8 +14,8 @@ from interposer import use
 from interposer_ops.linear import linear
 from interposer_vllm import _session
 from interposer_vllm._compiled_with import compiled_with
+from interposer_vllm._patching import VERDICTS
 from interposer_vllm._session import Session, closed_session, opened_session, session
-from interposer_vllm._taking import TAKEN
 
 PLACES = ("model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj")
 REFERENCE = {"linear": "reference"}
@@ -42,14 +42,14 @@ def factor(kernels: Mapping[str, Any], places: tuple[str, ...] = PLACES) -> str:
         return json.dumps(compiled_with(), sort_keys=True)
 
 
-def test_nothing_is_chosen_by_asking(processors: None) -> None:
+def test_computing_the_key_selects_no_kernel(processors: None) -> None:
     found = compiled_with()
     assert set(found) == {"version", "seams"}
     assert opened_session() is None
 
 
 @pytest.mark.process
-def test_other_kernels_and_other_layers_are_another_model(processors: None) -> None:
+def test_other_kernels_or_layers_change_the_key(processors: None) -> None:
     found = {
         factor(REFERENCE),
         factor(NATIVE),
@@ -60,7 +60,7 @@ def test_other_kernels_and_other_layers_are_another_model(processors: None) -> N
 
 
 @pytest.mark.process
-def test_equal_choices_are_one_model_whatever_led_to_them(processors: None) -> None:
+def test_equal_choices_give_equal_keys_under_any_policy(processors: None) -> None:
     pinned = factor(REFERENCE)
     assert factor({"linear": {"prefer": ["reference"]}}) == pinned
     assert factor(REFERENCE, PLACES[::-1]) == pinned
@@ -70,7 +70,9 @@ def test_equal_choices_are_one_model_whatever_led_to_them(processors: None) -> N
 # torch's compiler, which vLLM imports, warns of what it uses itself.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.vllm
-def test_vllm_names_compiled_models_by_it(no_policy: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllms_cache_key_contains_the_choices(
+    no_policy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm import envs
     from vllm.compilation.caching import aot_compile_hash_factors
     from vllm.config import VllmConfig
@@ -79,7 +81,7 @@ def test_vllm_names_compiled_models_by_it(no_policy: None, monkeypatch: pytest.M
 
     config = VllmConfig()
     register()
-    assert TAKEN["compiled"]
+    assert VERDICTS["compiled"]
     names = []
     for kernels in (REFERENCE, NATIVE, REFERENCE):
         with use(kernels=kernels), closed_session():

@@ -13,7 +13,7 @@ pytestmark = [
 ]
 
 
-def test_ops_of_vllm_compute_what_ops_define() -> None:
+def test_vllm_ops_agree_with_the_references() -> None:
     report = verify("interposer-vllm", quick=True)
     assert report.in_state("wrong") == [], str(report)
     correct = {candidate.name for candidate in report.in_state("correct")}
@@ -29,7 +29,7 @@ def test_ops_of_vllm_compute_what_ops_define() -> None:
         ("interposer-cpu", "silu_and_mul"),
     ],
 )
-def test_kernels_compute_the_same_inside_layers_of_vllm(distribution: str, op: str) -> None:
+def test_kernels_agree_with_the_references_inside_vllm_layers(distribution: str, op: str) -> None:
     report = verify(distribution, op=op, host="vllm", quick=True)
     assert report.host.startswith("vllm 0.")
     assert report.state == "correct", str(report)

@@ -64,7 +64,7 @@ def session(no_policy: None, monkeypatch: pytest.MonkeyPatch) -> Session:
     return made
 
 
-def test_a_norm_is_that_of_the_op_with_the_weight_that_is_loaded_later(session: Session) -> None:
+def test_a_norm_uses_the_weight_that_is_loaded_later(session: Session) -> None:
     norm: Any = RMSNorm()
     x, residual = torch.randn(3, WIDTH), torch.randn(3, WIDTH)
     for _ in range(2):
@@ -77,7 +77,7 @@ def test_a_norm_is_that_of_the_op_with_the_weight_that_is_loaded_later(session: 
     assert session.taken == [PLACE]
 
 
-def test_vllm_keeps_what_it_compiles_and_other_dtypes(session: Session) -> None:
+def test_compiled_code_and_other_dtypes_stay_vllms(session: Session) -> None:
     x = torch.randn(3, WIDTH)
     assert RMSNorm(enabled=False)(x) == "vLLM's own"
     assert session.taken == []
@@ -90,12 +90,12 @@ def test_vllm_keeps_what_it_compiles_and_other_dtypes(session: Session) -> None:
         assert compiled(x) == "vLLM's own"
 
 
-def test_a_norm_without_a_weight_stays_with_its_reason(session: Session) -> None:
+def test_a_norm_without_a_weight_stays_vllms_with_a_reason(session: Session) -> None:
     assert RMSNorm(has_weight=False)(torch.randn(3, WIDTH)) == "vLLM's own"
     assert "it has no weight" in session.kept[PLACE]
 
 
-def test_a_kernel_that_prepares_weights_gets_no_norm(
+def test_a_kernel_that_prepares_weights_is_refused_for_norms(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def prepared(bound: Any, weight: Tensor) -> dict[str, Tensor]:
@@ -106,7 +106,7 @@ def test_a_kernel_that_prepares_weights_gets_no_norm(
     assert "prepares weights, which vLLM exchanges" in session.kept[PLACE]
 
 
-def test_an_activation_is_that_of_the_op_at_every_width(session: Session) -> None:
+def test_an_activation_agrees_with_the_op_at_every_width(session: Session) -> None:
     gate: Any = SiluAndMul()
     for width in (32, 32, 64):
         x = torch.randn(3, width)

@@ -85,7 +85,7 @@ def session(no_policy: None) -> Session:
     return Session("cpu", Config())
 
 
-def test_plain_experts_are_held_once_and_computed_as_defined(session: Session) -> None:
+def test_unquantized_experts_are_stored_once_and_agree_with_the_reference(session: Session) -> None:
     layer, held = Routed(matrices()), matrices()
     adoption = ExpertsAdoption(session, layer)
     adoption.finalize(layer)
@@ -103,7 +103,7 @@ def test_a_kernel_that_reads_stored_weights_keeps_their_memory(no_policy: None) 
     assert layer.get_parameter("w13_weight").shape == (EXPERTS, 2 * INNER, HIDDEN)
 
 
-def test_other_weights_are_prepared_anew(session: Session) -> None:
+def test_reloaded_weights_are_prepared_again(session: Session) -> None:
     layer = Routed(matrices())
     adoption = ExpertsAdoption(session, layer)
     adoption.finalize(layer)
@@ -111,7 +111,7 @@ def test_other_weights_are_prepared_anew(session: Session) -> None:
         lambda x, weights, ids: adoption(x, weights, ids, None), fullgraph=True, backend="eager"
     )
     x, *chosen = routing()
-    torch.library.opcheck(torch.ops.interposer_vllm.mix.default, (x, adoption.place, *chosen))
+    torch.library.opcheck(torch.ops.interposer_vllm.mix.default, (x, adoption.slot, *chosen))
     before = compiled(*routing())
     layer.load(matrices(seed=3))
     adoption.finalize(layer)
@@ -134,7 +134,7 @@ def test_experts_of_other_workers_contribute_nothing(session: Session) -> None:
     torch.testing.assert_close(found, expected(held["w13_weight"], held["w2_weight"], here))
 
 
-def test_biases_that_no_checkpoint_has_are_left_out(session: Session) -> None:
+def test_biases_missing_in_the_checkpoint_are_ignored(session: Session) -> None:
     zeros = {"w13_bias": torch.zeros(EXPERTS, 2 * INNER), "w2_bias": torch.zeros(EXPERTS, HIDDEN)}
     layer = Routed(matrices() | zeros)
     ExpertsAdoption(session, layer).finalize(layer)
@@ -154,7 +154,7 @@ def test_biases_that_no_checkpoint_has_are_left_out(session: Session) -> None:
     ],
     ids=["shape", "dtype", "name", "side"],
 )
-def test_another_form_is_refused_and_left_as_it_was(
+def test_another_layout_is_refused_and_left_unchanged(
     session: Session, held: dict[str, Tensor], reason: str
 ) -> None:
     layer = Routed(matrices() | held)
@@ -291,7 +291,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_quantized_experts_are_those_that_the_checkpoint_stands_for(
+def test_quantized_experts_agree_with_the_dequantized_checkpoint(
     session: Session, form: str
 ) -> None:
     stored, error = FORMS[form]
@@ -305,7 +305,7 @@ def test_quantized_experts_are_those_that_the_checkpoint_stands_for(
     assert all(not held.numel() for held in layer.parameters())
 
 
-def test_a_checkpoint_whose_experts_are_plain_in_vllm_is_refused(session: Session) -> None:
+def test_quantized_experts_that_vllm_holds_unquantized_are_refused(session: Session) -> None:
     session.scheme(int8_form()[0])
     layer = Routed(matrices())
     with pytest.raises(ConfigError, match=r"vLLM holds weight as torch\.float32, not torch\.int8"):

@@ -45,7 +45,7 @@ def request(activation: str = "silu", **changed: Any) -> ExpertsSpec:
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_a_mixture_is_asked_for_as_vllm_describes_it(activation: str) -> None:
+def test_the_request_has_the_facts_of_vllms_moe_layer(activation: str) -> None:
     assert request(activation, has_bias=True) == ExpertsSpec(
         hidden_size=64,
         intermediate_size=48,
@@ -75,6 +75,6 @@ def test_a_mixture_is_asked_for_as_vllm_describes_it(activation: str) -> None:
     ],
     ids=str,
 )
-def test_what_no_op_describes_is_refused(changed: dict[str, Any], reason: str) -> None:
+def test_experts_without_an_equivalent_op_are_refused(changed: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         request(**changed)

@@ -91,13 +91,15 @@ def bridged(runs: Runs, run_in_vllm: Callable[..., Runs]) -> Runs:
 
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("way", ["alone", "batch"])
-def test_a_trained_model_says_the_same(own: Runs, bridged: Runs, name: str, way: str) -> None:
+def test_a_trained_model_generates_the_same_tokens(
+    own: Runs, bridged: Runs, name: str, way: str
+) -> None:
     number = RUNS.index(name)
     assert bridged[number][way] == own[number][way]
     assert all(len(tokens) == 256 for tokens in own[number][way])
 
 
-def test_rounded_scores_are_as_close_to_whole_ones_as_vllms_own(own: Runs, bridged: Runs) -> None:
+def test_bfloat16_logprobs_are_as_close_to_float32_as_vllms(own: Runs, bridged: Runs) -> None:
     """Both round each layer's results to bfloat16, so both err alike.
 
     Of n independent errors of equal size, the ratio of two root mean squares deviates from 1 by
@@ -112,7 +114,7 @@ def test_rounded_scores_are_as_close_to_whole_ones_as_vllms_own(own: Runs, bridg
     assert errors[1] <= errors[0] * (1 + 5 * len(exact) ** -0.5)
 
 
-def test_linear_layers_attention_and_the_tied_head_are_taken(bridged: Runs) -> None:
+def test_linear_layers_attention_and_the_tied_head_are_taken_over(bridged: Runs) -> None:
     report = bridged[0]["report"]
     assert report["kept"] == {}
     assert {name: reason for name, reason in report["seams"].items() if reason} == {}
@@ -126,12 +128,12 @@ def test_linear_layers_attention_and_the_tied_head_are_taken(bridged: Runs) -> N
     assert "lm_head" in report["taken"]
 
 
-def test_the_report_says_why_every_kernel_was_chosen(bridged: Runs) -> None:
+def test_the_report_explains_every_choice(bridged: Runs) -> None:
     choices = bridged[0]["report"]["explanation"]["choices"]
     linear = [choice for choice in choices if choice["name"] == "linear"]
     assert {choice["dtype"] for choice in linear} == {"float32"}
     assert all(choice["why"] for choice in linear)
 
 
-def test_the_kill_switch_leaves_vllm_alone(own: Runs) -> None:
+def test_the_kill_switch_leaves_vllm_unchanged(own: Runs) -> None:
     assert all("report" not in result for result in own)

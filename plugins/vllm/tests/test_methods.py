@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from interposer_vllm._adoption import emptied
+from interposer_vllm._adoption import free_parameters
 from interposer_vllm._methods import with_method
 
 
@@ -26,7 +26,7 @@ class Doubling:
     own: Any
 
     def apply(self, x: int) -> int:
-        return 2 * int(self.own.apply(x))
+        return 2 * int(self.vllm_method.apply(x))
 
 
 class Layer(nn.Module):
@@ -38,7 +38,7 @@ class Layer(nn.Module):
         self.bias = nn.Parameter(torch.ones(4), requires_grad=False)
 
 
-def test_a_replaced_method_is_of_the_same_kind_and_keeps_the_rest() -> None:
+def test_a_replaced_method_is_a_subclass_with_the_same_state() -> None:
     layer = Layer()
     own: Any = layer.quant_method
     with_method(layer, Doubling)
@@ -53,7 +53,7 @@ def test_a_replaced_method_is_of_the_same_kind_and_keeps_the_rest() -> None:
 def test_freed_weights_keep_their_device_and_dtype() -> None:
     layer = Layer()
     view = layer.scale.data.squeeze(1)
-    emptied(layer, (torch.zeros(3), view, None, 7), keep=("bias",))
+    free_parameters(layer, (torch.zeros(3), view, None, 7), keep=("bias",))
     assert layer.weight.shape == (0,)
     assert (layer.weight.dtype, layer.weight.device.type) == (torch.bfloat16, "cpu")
     assert layer.scale.shape == (4, 1)

@@ -98,7 +98,7 @@ def bridged(runs: Runs, run_in_vllm: Callable[..., Runs]) -> Runs:
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=[f"{name}, {mode}" for name, mode in RUNS])
-def test_a_mixture_says_the_same(own: Runs, bridged: Runs, number: int) -> None:
+def test_an_moe_model_generates_the_same_tokens(own: Runs, bridged: Runs, number: int) -> None:
     ours, theirs = bridged[number], own[number]
     assert "error" not in ours, ours["error"]
     assert "error" not in theirs, theirs["error"]
@@ -107,7 +107,7 @@ def test_a_mixture_says_the_same(own: Runs, bridged: Runs, number: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=[f"{name}, {mode}" for name, mode in RUNS])
-def test_experts_are_taken_and_explained(bridged: Runs, number: int) -> None:
+def test_experts_are_taken_over_and_explained(bridged: Runs, number: int) -> None:
     name, _ = RUNS[number]
     report = bridged[number]["report"]
     places = [f"model.layers.{layer}.{EXPERTS.get(name, 'mlp.experts')}" for layer in range(LAYERS)]
@@ -119,7 +119,7 @@ def test_experts_are_taken_and_explained(bridged: Runs, number: int) -> None:
     assert any(each["name"] == "fused_experts" and each["why"] for each in chosen)
 
 
-def test_norms_and_activations_are_taken_where_nothing_is_compiled(bridged: Runs) -> None:
+def test_norms_and_activations_are_taken_over_in_eager_mode(bridged: Runs) -> None:
     taken = bridged[0]["report"]["taken"]
     # Of the stream, and of the heads.
     assert {"RMSNorm of 128", "RMSNorm of 32"} <= set(taken)

@@ -163,13 +163,13 @@ def plain_request(kernel: Kernel) -> Request:
 
 
 @named
-def test_without_vllm_it_is_named(kernel: Kernel) -> None:
+def test_without_vllm_the_refusal_names_vllm(kernel: Kernel) -> None:
     verdict = load_target(kernel.predicate)(plain_request(kernel))
     assert verdict.reason.startswith("needs vLLM, which is not installed: pip install vllm")
 
 
 @named
-def test_an_op_with_a_known_schema_hands_on_what_its_op_defines(kernel: Kernel, play: Play) -> None:
+def test_an_op_with_a_known_schema_agrees_with_the_reference(kernel: Kernel, play: Play) -> None:
     play(first())
     judge, function = load_target(kernel.predicate), load_target(kernel.target)
     prepare = load_target(kernel.prepare) if kernel.prepare else None
@@ -196,7 +196,7 @@ def test_every_known_schema_is_accepted(name: str, schema: str, play: Play) -> N
 
 
 @named
-def test_a_schema_that_moved_is_refused_with_both(kernel: Kernel, play: Play) -> None:
+def test_a_changed_schema_is_refused_with_both_schemas(kernel: Kernel, play: Play) -> None:
     moved = {name: known[0].replace("(", "(int layout, ", 1) for name, known in SCHEMAS.items()}
     play(moved)
     reason = load_target(kernel.predicate)(plain_request(kernel)).reason
@@ -224,13 +224,13 @@ def test_a_build_for_other_devices_is_refused(play: Play) -> None:
         assert load_target(kernel.predicate)(on_gpu)
 
 
-def test_what_ran_nowhere_goes_behind_what_did() -> None:
+def test_unproven_kernels_rank_below_proven_ones() -> None:
     assert ON_GPUS
     assert {kernel.proven_on for kernel in ON_GPUS} == {frozenset()}
     assert {kernel.proven_on for kernel in ON_CPU} == {frozenset({"x86_64"})}
 
 
-def test_of_a_build_for_processors_one_library_is_loaded(tmp_path: Any) -> None:
+def test_a_cpu_build_loads_one_library(tmp_path: Any) -> None:
     for name in ("_C", "_C_AVX512", "_C_AVX2"):
         (tmp_path / f"{name}.abi3.so").touch()
     assert len(libraries(tmp_path)) == 1

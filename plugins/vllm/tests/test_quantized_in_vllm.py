@@ -252,7 +252,7 @@ def own(folders: dict[str, Path], run_in_vllm: Callable[..., Runs]) -> dict[str,
 
 
 @pytest.mark.parametrize("name", FLOAT32)
-def test_a_quantized_model_says_what_it_says_without_vllm(
+def test_a_quantized_model_generates_the_same_tokens_as_without_vllm(
     folders: dict[str, Path], bridged: dict[str, Any], name: str
 ) -> None:
     found = bridged[name]
@@ -267,7 +267,7 @@ def test_a_quantized_model_says_what_it_says_without_vllm(
 
 
 @pytest.mark.parametrize("name", [*ROUNDED, *PACKED, *(f"{n}, compiled" for n in COMPILED)])
-def test_tokens_are_the_likeliest_but_for_roundings(
+def test_tokens_are_the_likeliest_up_to_rounding(
     folders: dict[str, Path], bridged: dict[str, Any], name: str
 ) -> None:
     found = bridged[name]
@@ -292,7 +292,7 @@ def check_likely(folder: Path, found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", OWN_FLOAT32)
-def test_vllm_says_the_same_by_itself(
+def test_vllm_alone_generates_the_same_tokens(
     own: dict[str, Any], bridged: dict[str, Any], name: str
 ) -> None:
     assert own[name]["alone"] == bridged[name]["alone"]
@@ -300,14 +300,14 @@ def test_vllm_says_the_same_by_itself(
 
 
 @pytest.mark.parametrize("name", OWN_BFLOAT16)
-def test_vllm_reads_the_same_weights_from_the_words(
+def test_vllm_unpacks_the_same_weights(
     folders: dict[str, Path], own: dict[str, Any], name: str
 ) -> None:
     check_likely(folders[name], own[name])
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_neither_multiplies_by_ends_with_both_reasons(
+def test_weights_that_neither_supports_raise_with_both_reasons(
     own: dict[str, Any], bridged: dict[str, Any], name: str
 ) -> None:
     assert "uint8b128" in own[BROKEN[name]]["error"]
@@ -318,7 +318,7 @@ def test_what_neither_multiplies_by_ends_with_both_reasons(
 
 
 @pytest.mark.parametrize("name", HELD)
-def test_weights_are_held_once_and_narrow(bridged: dict[str, Any], name: str) -> None:
+def test_weights_are_stored_once_and_packed(bridged: dict[str, Any], name: str) -> None:
     bits, group_size = HELD[name]
     rows = HIDDEN + 2 * HIDDEN * KV_HEADS // HEADS + HIDDEN + 2 * INNER
     numbers = LAYERS * (rows * HIDDEN + HIDDEN * INNER)

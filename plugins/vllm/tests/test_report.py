@@ -11,9 +11,9 @@ import torch
 from interposer import Config, Verdict
 from interposer.errors import ConfigError, StorageError
 from interposer_ops.linear import linear
+from interposer_vllm._patching import VERDICTS
 from interposer_vllm._report import Report
 from interposer_vllm._session import Session
-from interposer_vllm._taking import TAKEN
 
 pytestmark = pytest.mark.process
 
@@ -29,7 +29,7 @@ def session(no_policy: None) -> Session:
     return made
 
 
-def test_a_report_is_read_as_it_was_written(session: Session) -> None:
+def test_a_written_report_reads_back_equal(session: Session) -> None:
     report = Report.of(session)
     path = report.write()
     assert Report.read(path) == report
@@ -50,7 +50,7 @@ def test_the_text_names_choices_and_reasons(session: Session) -> None:
         assert part in text
 
 
-def test_the_explanation_is_that_of_every_other_model(session: Session) -> None:
+def test_the_report_explains_choices_as_interposer_explain_does(session: Session) -> None:
     (choice,) = (
         choice for choice in Report.of(session).explanation["choices"] if choice["name"] == "linear"
     )
@@ -60,14 +60,14 @@ def test_the_explanation_is_that_of_every_other_model(session: Session) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"version": 99}', "{}"])
-def test_what_is_no_report_is_refused_with_its_path(content: str, tmp_path: Path) -> None:
+def test_an_invalid_report_is_refused_with_its_path(content: str, tmp_path: Path) -> None:
     path = tmp_path / "worker.json"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(StorageError, match=r"worker\.json"):
         Report.read(path)
 
 
-def test_a_form_of_the_cache_is_refused(no_policy: None) -> None:
+def test_a_configured_kv_cache_is_refused(no_policy: None) -> None:
     with pytest.raises(ConfigError, match="Try: vLLM's option kv_cache_dtype"):
         Session("cpu", Config(kv_cache="int4"))
 
@@ -77,15 +77,15 @@ def test_a_platform_for_other_hardware_is_refused(no_policy: None) -> None:
         Session("cuda", Config(platform="cpu"))
 
 
-def test_what_another_plugin_holds_of_a_seam_is_said(
+def test_report_names_the_classes_of_another_plugin(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = "except RowParallelLinear of another plugin"
-    monkeypatch.setitem(TAKEN, "linear", Verdict.accept(held))
-    monkeypatch.setitem(TAKEN, "head", Verdict.refuse("it moved"))
-    monkeypatch.setitem(TAKEN, "attention", Verdict.accept())
+    note = "except RowParallelLinear of another plugin"
+    monkeypatch.setitem(VERDICTS, "linear", Verdict.accept(note))
+    monkeypatch.setitem(VERDICTS, "head", Verdict.refuse("it moved"))
+    monkeypatch.setitem(VERDICTS, "attention", Verdict.accept())
     text = str(Report.of(session))
-    for line in (f"  linear: taken {held}", "  head: it moved", "  attention: taken"):
+    for line in (f"  linear: applied {note}", "  head: it moved", "  attention: applied"):
         assert line in text.splitlines()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from interposer import Config, Resolver, Site, current_registry, place
 from interposer.errors import ConfigError
 from interposer_ops.layers.linear import Linear
-from interposer_vllm._stored_weights import empty_layer, fill, narrow, parts_of, widen
+from interposer_vllm._stored_weights import empty_layer, fill, narrow, outputs_by_layer, widen
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 PACKED = {
@@ -78,7 +78,7 @@ def gptq_weights() -> dict[str, Tensor | None]:
     }
 
 
-def test_words_of_gptq_are_multiplied_as_they_are_defined() -> None:
+def test_gptq_weights_agree_with_their_definition() -> None:
     method, holder = created(GPTQ)
     loaded = gptq_weights()
     fill(holder, loaded)
@@ -97,7 +97,7 @@ def test_words_of_gptq_are_multiplied_as_they_are_defined() -> None:
     )
 
 
-def test_words_of_awq_are_multiplied_as_they_are_defined() -> None:
+def test_awq_weights_agree_with_their_definition() -> None:
     method, holder = created(AWQ)
     generator = torch.Generator().manual_seed(2)
     words = torch.randint(-(2**31), 2**31 - 1, (IN, OUT // 8), generator=generator).int()
@@ -115,7 +115,7 @@ def test_words_of_awq_are_multiplied_as_they_are_defined() -> None:
     assert torch.equal(method.dequantized(holder), expected.T)
 
 
-def test_a_parameter_under_two_names_is_read_under_one() -> None:
+def test_a_parameter_with_two_names_is_read_once() -> None:
     method, holder = created(W4A8)
     generator = torch.Generator().manual_seed(3)
     codes = torch.randint(-8, 8, (OUT, IN), generator=generator).to(torch.int8)
@@ -126,7 +126,7 @@ def test_a_parameter_under_two_names_is_read_under_one() -> None:
     assert torch.equal(method.dequantized(holder), expected)
 
 
-def test_another_parameter_under_the_second_name_is_refused() -> None:
+def test_a_different_parameter_under_the_second_name_is_refused() -> None:
     _, holder = created(W4A8)
     codes = torch.zeros(OUT, IN, dtype=torch.int8)
     scales = torch.ones(OUT, IN // 32)
@@ -134,7 +134,7 @@ def test_another_parameter_under_the_second_name_is_refused() -> None:
         fill(holder, {"weight": codes, "weight_packed": codes.clone(), "weight_scale": scales})
 
 
-def test_the_order_of_inputs_is_that_of_each_fused_layer() -> None:
+def test_each_fused_layer_has_its_own_input_order() -> None:
     method, holder = created({**GPTQ, "desc_act": True})
     order = torch.randperm(IN, generator=torch.Generator().manual_seed(4))
     groups = (order // 32).int()
@@ -147,7 +147,7 @@ def test_the_order_of_inputs_is_that_of_each_fused_layer() -> None:
     )
 
 
-def test_one_group_of_all_inputs_needs_no_order() -> None:
+def test_a_single_group_needs_no_input_order() -> None:
     _, holder = created({**GPTQ, "desc_act": True, "group_size": -1})
     loaded = gptq_weights()
     for name in ("qzeros", "scales"):
@@ -158,7 +158,7 @@ def test_one_group_of_all_inputs_needs_no_order() -> None:
     assert not holder.get_parameter("g_idx").any()
 
 
-def test_scales_are_loaded_as_wide_as_they_are_held() -> None:
+def test_scales_are_loaded_in_the_declared_dtype() -> None:
     _, holder = created(GPTQ)
     layer = nn.Module()
     for name, tensor in gptq_weights().items():
@@ -177,7 +177,7 @@ def test_scales_are_loaded_as_wide_as_they_are_held() -> None:
     assert torch.equal(layer.get_parameter("scales"), stored.bfloat16())
 
 
-def test_the_shape_of_packed_weights_is_that_of_what_is_held() -> None:
+def test_packed_weights_have_the_shape_of_the_shard() -> None:
     _, holder = created(PACKED)
     fill(
         holder,
@@ -193,7 +193,7 @@ def test_the_shape_of_packed_weights_is_that_of_what_is_held() -> None:
     ]
 
 
-def test_nothing_is_copied_that_has_the_right_form() -> None:
+def test_tensors_of_the_right_layout_are_not_copied() -> None:
     _, holder = created(GPTQ)
     loaded = gptq_weights()
     fill(holder, loaded)
@@ -214,7 +214,7 @@ def test_nothing_is_copied_that_has_the_right_form() -> None:
         ({"exponents": torch.zeros(3)}, "holds exponents besides"),
     ],
 )
-def test_another_form_is_refused(change: dict[str, Tensor | None], reason: str) -> None:
+def test_another_layout_is_refused(change: dict[str, Tensor | None], reason: str) -> None:
     _, holder = created(GPTQ)
     with pytest.raises(ConfigError, match=reason):
         fill(holder, gptq_weights() | change)
@@ -229,7 +229,7 @@ def test_another_form_is_refused(change: dict[str, Tensor | None], reason: str) 
         ([64], {"gate_up_proj": ["gate_proj", "up_proj"]}, {"qkv_proj": 64}),
     ],
 )
-def test_fused_layers_are_named_as_in_the_checkpoint(
+def test_fused_layers_have_the_checkpoints_names(
     sizes: list[int], fused: dict[str, list[str]], expected: dict[str, int]
 ) -> None:
-    assert parts_of("model.layers.0.self_attn.qkv_proj", sizes, fused) == expected
+    assert outputs_by_layer("model.layers.0.self_attn.qkv_proj", sizes, fused) == expected

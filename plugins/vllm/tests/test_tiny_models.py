@@ -77,7 +77,7 @@ def bridged(run_in_vllm: Engines, llama: Path, adapter: Path, cache: Path) -> li
     return run_in_vllm(runs, VLLM_CACHE_ROOT=str(cache / "bridged"))
 
 
-def test_an_adapter_multiplies_beside_layers_that_are_taken(
+def test_a_lora_adapter_works_next_to_layers_that_are_taken_over(
     own: list[dict[str, Any]], bridged: list[dict[str, Any]]
 ) -> None:
     for way in ("alone", "batch", "adapted", "bare"):
@@ -99,7 +99,7 @@ def beside_others(
     return found
 
 
-def test_plugins_of_others_cost_what_they_replaced_and_nothing_else(
+def test_other_plugins_keep_the_classes_that_they_replaced(
     own: list[dict[str, Any]], beside_others: dict[str, Any]
 ) -> None:
     assert beside_others["alone"] == own[1]["alone"]
@@ -110,7 +110,7 @@ def test_plugins_of_others_cost_what_they_replaced_and_nothing_else(
     assert report["notes"] == {"linear": "except RowParallelLinear of another plugin"}
 
 
-def test_a_kernel_of_others_is_taken_where_it_is_pinned(beside_others: dict[str, Any]) -> None:
+def test_a_pinned_third_party_kernel_is_used(beside_others: dict[str, Any]) -> None:
     choices = beside_others["report"]["explanation"]["choices"]
     linear = {c["chosen"]: c for c in choices if c["name"] == "linear"}
     assert linear["linear_acme"]["places"] == ["model.layers.1.mlp.gate_up_proj"]
@@ -119,7 +119,7 @@ def test_a_kernel_of_others_is_taken_where_it_is_pinned(beside_others: dict[str,
     assert any("SIGABRT" in reason or "signal" in reason for reason in fatal), fatal
 
 
-def test_each_set_of_choices_has_a_compiled_model_of_its_own(
+def test_each_set_of_choices_has_its_own_compiled_model(
     own: list[dict[str, Any]],
     bridged: list[dict[str, Any]],
     beside_others: dict[str, Any],
@@ -134,7 +134,7 @@ def test_each_set_of_choices_has_a_compiled_model_of_its_own(
     assert len(set.union(*kept.values())) == len(kept)
 
 
-def test_each_of_two_workers_says_the_same_and_has_a_report(
+def test_two_workers_generate_the_same_tokens_and_report(
     own: list[dict[str, Any]], run_in_vllm: Engines, llama: Path, tmp_path: Path
 ) -> None:
     variables = {"TMPDIR": str(tmp_path), "VLLM_CPU_OMP_THREADS_BIND": "0|1"}

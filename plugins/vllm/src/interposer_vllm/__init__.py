@@ -1,1 +1,1 @@
-"""The kernels that interposer selects, inside vLLM."""
+"""Run the kernels that interposer selects inside vLLM."""

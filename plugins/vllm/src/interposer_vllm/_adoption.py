@@ -1,6 +1,6 @@
-"""Layers of vLLM whose weights are held, and multiplied by, in the form of a chosen kernel.
+"""Linear layers of vLLM whose weights are stored and multiplied in a selected kernel's layout.
 
-Dimensions: I input features, O output features.
+Shapes: I input features, O output features of this worker's shard.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import Tensor, nn
 from interposer import LinearMethod
 from interposer.errors import ConfigError, InterposerError, UnknownNameError
 from interposer_ops.layers.linear import PlainLinear
-from interposer_vllm._graph_ops import PlacedKernel
+from interposer_vllm._graph_ops import SlotKernel
 from interposer_vllm._session import Session
-from interposer_vllm._stored_weights import empty_layer, fill, narrow, parts_of, widen
+from interposer_vllm._stored_weights import empty_layer, fill, narrow, outputs_by_layer, widen
 
-__all__ = ["Adoption", "Product", "emptied", "product_of"]
+__all__ = ["Adoption", "LinearShape", "free_parameters", "linear_shape"]
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
-    """One product of vLLM, as this worker holds its weight.
+class LinearShape:
+    """The sizes of one linear layer of vLLM, on this worker.
 
     Attributes:
-        parts: outputs of the checkpoint's layers that are fused in it, by name.
-        in_features: of the input that they share.
+        parts: output features of the fused checkpoint layers, by name.
+        in_features: input features, shared by all parts.
         biased: the kernel adds the layer's bias.
     """
 
@@ -39,60 +39,63 @@ class Product:
 
     @property
     def out_features(self) -> int:
-        """Outputs of all parts together."""
+        """Output features of all parts together."""
         return sum(self.parts.values())
 
 
-def product_of(layer: Any, fused: Mapping[str, list[str]]) -> Product:
-    """Return the product of a linear layer of vLLM.
+def linear_shape(layer: Any, fused: Mapping[str, list[str]]) -> LinearShape:
+    """Return the sizes of a linear layer of vLLM.
 
     Args:
-        fused: names of the checkpoint's layers by the last part of a prefix.
-    Raises: ConfigError: nothing else may hold its weight.
+        fused: names of the checkpoint's layers, by the last part of a fused layer's prefix.
+    Raises: ConfigError: vLLM reads the layer's weight outside of the layer's method.
     """
     if getattr(layer, "_cpu_skip_gemm_dispatch", False):
         raise ConfigError("vLLM reads its weight itself")
     sizes = list(getattr(layer, "output_partition_sizes", [layer.output_size]))
     in_features = int(getattr(layer, "input_size_per_partition", layer.input_size))
-    return Product(parts_of(layer.prefix, sizes, fused), in_features, _adds_bias(layer))
+    return LinearShape(outputs_by_layer(layer.prefix, sizes, fused), in_features, _adds_bias(layer))
 
 
 class Adoption:
-    """One product: the method here that holds its weights, and the bound kernel.
+    """One linear layer of vLLM, computed by a method and a kernel of interposer.
 
     Attributes:
+        kernel: the bound kernel.
         biased: the kernel adds the layer's bias.
+        out_features: of this worker's shard.
 
     Args:
-        layer: of vLLM, built and not loaded.
-        settings: the checkpoint's ``quantization_config``; None where the layer is plain.
-    Raises: InterposerError: no method here takes the layer, or no kernel.
+        layer: a layer of vLLM that is built but not loaded.
+        settings: the checkpoint's ``quantization_config``; None if the layer is not quantized.
+        shape: the sizes of the layer.
+    Raises: InterposerError: no linear method or no kernel accepts the layer.
     """
 
     def __init__(
-        self, session: Session, layer: Any, settings: Mapping[str, Any] | None, product: Product
+        self, session: Session, layer: Any, settings: Mapping[str, Any] | None, shape: LinearShape
     ) -> None:
-        self.placed = PlacedKernel()
+        self.kernel = SlotKernel()
         self._session, self._prefix = session, layer.prefix
-        self.biased = product.biased
-        self.out_features = product.out_features
-        self._method = _method(session, layer.prefix, product.parts, settings)
-        self._created = empty_layer(product.parts)
+        self.biased = shape.biased
+        self.out_features = shape.out_features
+        self._method = _linear_method(session, layer.prefix, shape.parts, settings)
+        self._created = empty_layer(shape.parts)
         site = session.site(layer.prefix, layer.params_dtype)
-        # vLLM allocates what is loaded; here is only said in which form it is wanted.
+        # These parameters state shapes and dtypes only: vLLM allocates and loads the weights.
         with torch.device("meta"):
             self._method.create_weights(
-                self._created, site, product.in_features, product.out_features, product.biased
+                self._created, site, shape.in_features, shape.out_features, shape.biased
             )
         self._widened = widen(layer, self._created)
 
     def finalize(self, layer: Any) -> None:
-        """Hand the loaded weights to the method, and free those that the operands replace.
+        """Prepare the loaded weights for the kernel, and free the weights that it does not read.
 
-        vLLM calls it again where it loads other weights into a layer.
+        vLLM calls this again after it loads other weights into the layer.
 
-        Raises: InterposerError: they are of another form, or hold what no weight can be computed
-            with; the layer is as it was.
+        Raises: InterposerError: the weights have another layout than the method expects, or invalid
+            values. The layer is unchanged then.
         """
         holder = copy.copy(self._created)
         holder._parameters = dict(self._created._parameters)
@@ -101,20 +104,20 @@ class Adoption:
             loaded.pop("bias", None)
         try:
             fill(holder, loaded)
-            kernel, operands = self._method.finalize(holder)
+            function, operands = self._method.finalize(holder)
         except InterposerError:
             narrow(layer, self._widened)
             raise
-        self.placed.bind(kernel, operands, self._session.is_traceable(self._prefix))
-        emptied(layer, operands, keep=("bias",))
+        self.kernel.bind(function, operands, self._session.is_traceable(self._prefix))
+        free_parameters(layer, operands, keep=("bias",))
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the product of ``x`` ``[..., I]``, ``[..., O]``, plus ``bias`` if there is one."""
-        product = self.placed.multiply(x, self.out_features)
-        return product if bias is None or self.biased else product + bias
+        """Multiply ``x`` ``[..., I]`` by the weight, ``[..., O]``, and add the bias, if any."""
+        output = self.kernel.multiply(x, self.out_features)
+        return output if bias is None or self.biased else output + bias
 
 
-def _method(
+def _linear_method(
     session: Session, prefix: str, parts: Mapping[str, int], settings: Mapping[str, Any] | None
 ) -> LinearMethod:
     if settings is None:
@@ -122,7 +125,7 @@ def _method(
     try:
         scheme = session.scheme(settings)
     except UnknownNameError as error:
-        # Not what the user asked for by name: the checkpoint did.
+        # The checkpoint named the scheme, not the user: the layer stays vLLM's own, no error.
         raise ConfigError(str(error)) from error
     method = scheme.linear_method(prefix, tuple(parts))
     if method is None:
@@ -131,23 +134,23 @@ def _method(
 
 
 def _adds_bias(layer: Any) -> bool:
-    """Say whether vLLM hands the layer's bias to its method: one worker of several adds it."""
+    """Return whether vLLM passes the bias to the layer's method: with TP, one worker adds it."""
     if getattr(layer, "bias", None) is None or getattr(layer, "skip_bias_add", False):
         return False
     return not (hasattr(layer, "input_is_parallel") and layer.tp_rank > 0)
 
 
-def emptied(layer: nn.Module, operands: Iterable[Any], keep: Iterable[str] = ()) -> None:
-    """Leave no memory in the parameters of ``layer``, but for those that operands are views of.
+def free_parameters(layer: nn.Module, operands: Iterable[Any], keep: Iterable[str] = ()) -> None:
+    """Replace the parameters of ``layer`` by empty tensors, except those that operands share.
 
-    They stay as empty tensors, of which vLLM asks the device and the dtype.
+    The empty tensors stay registered because vLLM reads the device and dtype of parameters.
     """
-    # Packed layouts are copies, without a storage that could be asked for.
-    tensors = [t for t in operands if isinstance(t, Tensor) and t.layout == torch.strided]
-    held = {t.untyped_storage().data_ptr() for t in tensors}
+    # Tensors of opaque layouts, such as MKL-DNN's, are copies and have no storage to compare.
+    strided_operands = [t for t in operands if isinstance(t, Tensor) and t.layout == torch.strided]
+    storage_pointers = {t.untyped_storage().data_ptr() for t in strided_operands}
     for name, parameter in list(layer._parameters.items()):
         if parameter is None or name in keep or not parameter.numel():
             continue
-        if parameter.untyped_storage().data_ptr() not in held:
+        if parameter.untyped_storage().data_ptr() not in storage_pointers:
             empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
             layer.register_parameter(name, nn.Parameter(empty, requires_grad=False))

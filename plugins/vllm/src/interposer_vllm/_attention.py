@@ -1,10 +1,10 @@
-"""vLLM's attention on CPUs, where the backends here write and read its cache.
+"""vLLM's attention backend for CPUs, with the backends of interposer inside.
 
 vLLM builds one ``Impl`` per layer, one ``Builder`` per group of layers, and one ``Metadata`` per
-step and group. The builder is the first that knows a layer's name, scales and block size, and no
-step was taken before: there each layer is chosen for.
+step and group. The builder is the first object that knows a layer's name, scales and block size,
+and is built before the first step: it chooses the backend of each layer.
 
-Dimensions: T tokens, N heads, K kv heads, D head size, P blocks, S block size.
+Shapes: T tokens, N heads, K kv heads, D head size, P blocks, S block size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from interposer import AttentionBackend, AttentionBatch
 from interposer.errors import ConfigError, InterposerError
 from interposer_vllm._attention_request import spec_of
 from interposer_vllm._block_views import View, view_for
-from interposer_vllm._methods import keep
+from interposer_vllm._methods import keep_in_vllm
 from interposer_vllm._report import Report
 from interposer_vllm._session import session
 
@@ -39,11 +39,11 @@ __all__ = ["Backend", "Builder", "Impl", "Metadata"]
 
 @dataclass
 class Metadata(CPUAttentionMetadata):  # type: ignore[misc]
-    """One step of a group of layers, with the batch as backends here take it.
+    """The metadata of one step for a group of layers, with the batch for backends of interposer.
 
     Attributes:
-        batch: None where all layers of the group are vLLM's own.
-        plans: by backend, made by the first layer that asks.
+        batch: None if vLLM's kernels compute all layers of the group.
+        plans: the plan of each backend, by its id; the first layer that needs a plan makes it.
     """
 
     batch: AttentionBatch | None = None
@@ -52,10 +52,11 @@ class Metadata(CPUAttentionMetadata):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The backend of a layer.
+    """The backend that was chosen for a layer.
 
     Attributes:
-        attend: takes query, key, value, cache and plan.
+        view: views vLLM's blocks as the backend's cache.
+        attend: attends, given query, key, value, cache and plan.
     """
 
     backend: AttentionBackend
@@ -64,43 +65,45 @@ class Chosen:
 
 
 class Impl(CPUAttentionBackendImpl):  # type: ignore[misc]
-    """One layer: a backend here, or vLLM's own kernels where none is chosen."""
+    """One attention layer, computed by a backend of interposer, or by vLLM if none was chosen."""
 
     chosen: Chosen | None = None
     _blocks: Tensor | None = None
     _cache: Tensor
 
     def choose(self, name: str, layer: Any, page_size: int, config: Any) -> None:
-        """Choose a backend for the layer; it stays vLLM's own where none can be had.
+        """Choose a backend for the layer; if none accepts, vLLM's kernels compute the layer.
 
-        Raises: NoCandidateError, UnknownNameError: the user asked for what cannot be had.
+        Raises: NoCandidateError, UnknownNameError: the user pinned or required a backend that
+            cannot be used.
         """
         try:
-            found = session()
+            worker_session = session()
             spec = spec_of(name, layer, page_size, config)
-            backend = found.resolver.attention(spec, found.site(name, spec.dtype))
-            self.chosen = Chosen(backend, view_for(backend), self._bound(backend, layer))
-            found.taken.append(name)
+            backend = worker_session.resolver.attention(spec, worker_session.site(name, spec.dtype))
+            self.chosen = Chosen(backend, view_for(backend), self._bind_forward(backend, layer))
+            worker_session.taken.append(name)
         except InterposerError as error:
             self.chosen = None
-            keep(name, error)
+            keep_in_vllm(name, error)
 
-    def _bound(self, backend: AttentionBackend, layer: Any) -> Callable[..., Tensor]:
+    def _bind_forward(self, backend: AttentionBackend, layer: Any) -> Callable[..., Tensor]:
         spec = backend.spec
-        more: dict[str, Any] = {}
+        bound_arguments: dict[str, Any] = {}
         if spec.is_quantized:
             scales = (layer._k_scale_float, layer._v_scale_float)
-            more["scales"] = backend.prepare_scales(*(torch.tensor([scale]) for scale in scales))
+            tensors = (torch.tensor([scale]) for scale in scales)
+            bound_arguments["scales"] = backend.prepare_scales(*tensors)
         if spec.sinks:
-            more["sinks"] = self.sinks.detach().to(spec.dtype).contiguous()
+            bound_arguments["sinks"] = self.sinks.detach().to(spec.dtype).contiguous()
         match spec.is_quantized, spec.sinks:
             case False, False:
                 return backend.forward
             case False, True:
-                return partial(backend.forward_with_sinks, **more)
+                return partial(backend.forward_with_sinks, **bound_arguments)
             case True, False:
-                return partial(backend.forward_quantized, **more)
-        return partial(backend.forward_quantized_with_sinks, **more)
+                return partial(backend.forward_quantized, **bound_arguments)
+        return partial(backend.forward_quantized_with_sinks, **bound_arguments)
 
     def forward(
         self,
@@ -121,7 +124,7 @@ class Impl(CPUAttentionBackendImpl):  # type: ignore[misc]
             key: ``[T, K, D]``.
             value: ``[T, K, D]``.
             kv_cache: ``[P, K, S, 2 D]``.
-            attn_metadata: of this step; None while vLLM warms up.
+            attn_metadata: metadata of this step; None while vLLM warms up.
             output: ``[T, N, D]``, written to.
         Returns: ``output``.
         """
@@ -159,18 +162,18 @@ class Impl(CPUAttentionBackendImpl):  # type: ignore[misc]
     def _store(
         self, layer: Any, key: Tensor | None, value: Tensor | None, kv_cache: Tensor, step: Any
     ) -> None:
-        """Write to vLLM's own cache, which vLLM leaves to ``forward`` of this backend."""
+        """Write to the cache for vLLM's kernels, as vLLM leaves the update to ``forward``."""
         if key is None or value is None or self.kv_sharing_target_layer_name is not None:
             return
         slots = step.slot_mapping
         if self.attn_type == "decoder":
-            count = step.num_actual_tokens
-            key, value, slots = key[:count], value[:count], slots[:count]
+            num_tokens = step.num_actual_tokens
+            key, value, slots = key[:num_tokens], value[:num_tokens], slots[:num_tokens]
         self.do_kv_cache_update(layer, key, value, kv_cache, slots)
 
 
 class Builder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
-    """Describe each step to vLLM's kernels, to backends here, or to both."""
+    """Builds the metadata of each step for vLLM's kernels, interposer's backends, or both."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -178,27 +181,27 @@ class Builder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         for name, layer in layers.items():
             if isinstance(layer.impl, Impl):
                 layer.impl.choose(name, layer, kv_cache_spec.block_size, vllm_config)
-        found = [getattr(layer.impl, "chosen", None) is not None for layer in layers.values()]
-        self._any, self._all = any(found), all(found)
+        has_backend = [getattr(layer.impl, "chosen", None) is not None for layer in layers.values()]
+        self._has_any_backend, self._has_all_backends = any(has_backend), all(has_backend)
         if layers:
             _write_report()
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:
-        """Return the metadata of a step.
+        """Build the metadata of one step.
 
-        Raises: ConfigError: a step that is not causal, of layers that were chosen for as such.
+        Raises: ConfigError: the step is not causal, but its layers were described as causal.
         """
         step = common_attn_metadata
-        if not self._any:
+        if not self._has_any_backend:
             return super().build(common_prefix_len, step, fast_build)
         if step.causal is not True:
             raise ConfigError(
                 "vLLM runs a step in which tokens see later ones, of layers that it described as "
                 "causal. Try: VLLM_PLUGINS without interposer"
             )
-        if self._all:
+        if self._has_all_backends:
             return Metadata(
                 num_actual_tokens=step.num_actual_tokens,
                 max_query_len=step.max_query_len,
@@ -210,20 +213,20 @@ class Builder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
                 scheduler_metadata=None,
                 batch=_batch(step, self.block_size),
             )
-        own = super().build(common_prefix_len, step, fast_build)
-        return Metadata(**vars(own), batch=_batch(step, self.block_size))
+        vllm_metadata = super().build(common_prefix_len, step, fast_build)
+        return Metadata(**vars(vllm_metadata), batch=_batch(step, self.block_size))
 
 
 def _batch(step: Any, page_size: int) -> AttentionBatch:
-    count = step.num_reqs
-    seq_lens = step.seq_lens[:count].long()
-    # vLLM's own number may be an upper bound.
-    longest = int(seq_lens.max()) if count else 0
+    num_seqs = step.num_reqs
+    seq_lens = step.seq_lens[:num_seqs].long()
+    # ``step.max_seq_len`` may be an upper bound.
+    longest = int(seq_lens.max()) if num_seqs else 0
     pages = -(-longest // page_size)
     return AttentionBatch(
-        query_starts=step.query_start_loc[: count + 1].long(),
+        query_starts=step.query_start_loc[: num_seqs + 1].long(),
         seq_lens=seq_lens,
-        page_table=step.block_table_tensor[:count, :pages].long(),
+        page_table=step.block_table_tensor[:num_seqs, :pages].long(),
         slots=step.slot_mapping[: step.num_actual_tokens].long(),
         max_query_tokens=step.max_query_len,
         max_seq_tokens=longest,
@@ -231,23 +234,23 @@ def _batch(step: Any, page_size: int) -> AttentionBatch:
 
 
 def _write_report() -> None:
-    """Write the report again: attention is chosen for after the weights are loaded."""
-    # That none can be written was said when the weights were loaded.
+    # Attention backends are chosen after the weights are loaded and a first report was written. An
+    # error was logged at that time.
     with suppress(InterposerError):
         Report.of(session()).write()
 
 
 class Backend(CPUAttentionBackend):  # type: ignore[misc]
-    """vLLM's backend for CPUs, whose ``forward`` writes the cache as well."""
+    """vLLM's attention backend for CPUs, whose ``forward`` also writes the KV cache."""
 
     forward_includes_kv_cache_update = True
 
     @staticmethod
     def get_impl_cls() -> type[Impl]:
-        """Return the class of a layer."""
+        """Return the class that computes one layer."""
         return Impl
 
     @staticmethod
     def get_builder_cls() -> type[Builder]:
-        """Return the class of a group of layers."""
+        """Return the class that builds the metadata of a group of layers."""
         return Builder

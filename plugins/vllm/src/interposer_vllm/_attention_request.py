@@ -1,4 +1,4 @@
-"""The static request of an attention layer of vLLM, or why there is none."""
+"""The selection request for an attention layer of vLLM, or the reason for refusing the layer."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _CACHE_DTYPES = {
 
 
 def spec_of(name: str, layer: Any, page_size: int, config: Any) -> AttentionSpec:
-    """Return the request of one layer.
+    """Describe an attention layer of vLLM as a request for an attention backend.
 
-    Whoever else reads what the layer stores finds vLLM's form of a cache no longer. So layers
-    whose cache has other readers are refused, and those that not every step asks for causally.
+    The chosen backend may store keys and values in its own layout. So a layer is refused if another
+    layer or engine reads its cache, or if some steps attend to later tokens.
 
     Args:
-        name: of the layer in ``config``.
+        name: name of the layer in ``config``.
         layer: vLLM's ``Attention``.
-        page_size: tokens of a block of the cache.
-        config: vLLM's, of the engine.
-    Raises: ConfigError: the layer is not described by such a request.
+        page_size: tokens in one block of the cache.
+        config: the ``VllmConfig`` of the engine.
+    Raises: ConfigError: no request can describe the layer.
     """
     impl = layer.impl
     if impl.attn_type != "decoder":
@@ -60,17 +60,17 @@ def spec_of(name: str, layer: Any, page_size: int, config: Any) -> AttentionSpec
 
 
 def _check_readers(name: str, config: Any) -> None:
-    """Raise where others than the layer read or write its cache."""
+    """Raise ConfigError if another layer, worker or engine reads or writes the layer's cache."""
     if config.kv_transfer_config is not None:
         raise ConfigError("hands its cache to another engine, in vLLM's form")
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ConfigError("has its context on several workers")
     layers = config.compilation_config.static_forward_context
-    for other, layer in layers.items():
+    for layer_name, layer in layers.items():
         target = getattr(layer, "kv_sharing_target_layer_name", None)
-        if target is not None and name in (other, target):
-            raise ConfigError(f"shares a cache: {other!r} reads that of {target!r}")
+        if target is not None and name in (layer_name, target):
+            raise ConfigError(f"shares a cache: {layer_name!r} reads that of {target!r}")
 
 
 def _is_alibi(impl: Any) -> bool:

@@ -1,6 +1,6 @@
-"""vLLM's blocks of keys and values, seen as the cache that a backend here expects.
+"""Views of vLLM's KV cache blocks as the cache layout of a selected backend.
 
-Dimensions: K kv heads, D head size, P pages (vLLM's blocks), S page size.
+Shapes: K kv heads, D head size, P pages (vLLM's blocks), S page size.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ View = Callable[[Tensor], Tensor]
 
 
 def view_for(backend: AttentionBackend) -> View:
-    """Return the function that views ``[P, K, S, 2 D]`` as the backend's cache, without a copy.
+    """Return a function that views blocks ``[P, K, S, 2 D]`` as the backend's cache, uncopied.
 
-    vLLM holds the pages outermost, a layout may want the heads there. Whether a backend follows
-    strides or relies on the order that it declared is not said by a layout: it is tried, on a
-    few tokens, beside a cache as declared.
+    In vLLM's memory the pages are outermost, while a layout may put the heads there. A layout does
+    not state whether its backend supports arbitrary strides. So the backend attends to a few tokens
+    in both a view and a cache of its own layout, and the results must be equal.
 
-    Raises: ConfigError: the backend's pages hold other axes, or it computes something else.
+    Raises: ConfigError: the backend's pages have other axes, or its results differ.
     """
     spec, layout = backend.spec, backend.kv_layout()
     heads, size, width = spec.num_kv_heads, spec.page_size, spec.head_size
-    named = {"K": heads, "2": 2, "S": size, "D": width}
-    # Of memory: P K 2 S D.
-    places = {"P": 0, "K": 1, "2": 2, "S": 3, "D": 4}
+    sizes_by_axis = {"K": heads, "2": 2, "S": size, "D": width}
+    # vLLM's order of axes in memory: P K 2 S D.
+    vllm_axes = {"P": 0, "K": 1, "2": 2, "S": 3, "D": 4}
     for order in ("K2SD", "2KSD", "2SKD", "SKD2"):
-        if layout.page_shape == tuple(named[axis] for axis in order):
-            axes = [places[axis] for axis in order]
-            axes.insert(layout.page_axis, places["P"])
+        if layout.page_shape == tuple(sizes_by_axis[axis] for axis in order):
+            axes = [vllm_axes[axis] for axis in order]
+            axes.insert(layout.page_axis, vllm_axes["P"])
             break
     else:
         raise ConfigError(f"{type(backend).__name__} has pages of {layout.page_shape}")
@@ -45,32 +45,33 @@ def view_for(backend: AttentionBackend) -> View:
             blocks = blocks.view(layout.dtype)
         return blocks.view(len(blocks), heads, 2, size, width).permute(axes)
 
-    _try(backend, view)
+    _check_strides(backend, view)
     return view
 
 
 @torch.inference_mode()
-def _try(backend: AttentionBackend, view: View) -> None:
-    """Raise ConfigError unless a view of blocks gives what a cache of the layout gives."""
+def _check_strides(backend: AttentionBackend, view: View) -> None:
+    """Raise ConfigError unless attention over a view equals attention over the declared layout."""
     spec, layout = backend.spec, backend.kv_layout()
     size, pages = spec.page_size, 4
     blocks = torch.zeros(pages, spec.num_kv_heads, size, 2 * spec.head_size, dtype=layout.dtype)
-    (declared,) = layout.allocate(1, pages, "cpu")
+    (declared_cache,) = layout.allocate(1, pages, "cpu")
+    # Pages that are not adjacent, so that a backend which ignores strides reads wrong memory.
     page_table = torch.tensor([[3, 1]])
-    stored = 0
-    for count in (size + 2, 1):
-        seen = torch.arange(stored, stored + count)
-        stored += count
+    seq_len = 0
+    for num_tokens in (size + 2, 1):
+        positions = torch.arange(seq_len, seq_len + num_tokens)
+        seq_len += num_tokens
         batch = AttentionBatch(
-            query_starts=torch.tensor([0, count]),
-            seq_lens=torch.tensor([stored]),
+            query_starts=torch.tensor([0, num_tokens]),
+            seq_lens=torch.tensor([seq_len]),
             page_table=page_table,
-            slots=page_table[0][seen // size] * size + seen % size,
-            max_query_tokens=count,
-            max_seq_tokens=stored,
+            slots=page_table[0][positions // size] * size + positions % size,
+            max_query_tokens=num_tokens,
+            max_seq_tokens=seq_len,
         )
-        step = _inputs(spec, count)
-        outputs = [_attend(backend, step, cache, batch) for cache in (declared, view(blocks))]
+        step = _inputs(spec, num_tokens)
+        outputs = [_attend(backend, step, cache, batch) for cache in (declared_cache, view(blocks))]
         if not torch.equal(*outputs):
             raise ConfigError(
                 f"{type(backend).__name__} relies on the order of its cache in memory, and vLLM "
@@ -81,10 +82,10 @@ def _try(backend: AttentionBackend, view: View) -> None:
 def _inputs(spec: AttentionSpec, count: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(count)
 
-    def drawn(heads: int) -> Tensor:
+    def random(heads: int) -> Tensor:
         return torch.randn(count, heads, spec.head_size, generator=generator).to(spec.dtype)
 
-    return drawn(spec.num_heads), drawn(spec.num_kv_heads), drawn(spec.num_kv_heads)
+    return random(spec.num_heads), random(spec.num_kv_heads), random(spec.num_kv_heads)
 
 
 def _attend(
@@ -94,7 +95,7 @@ def _attend(
     batch: AttentionBatch,
 ) -> Tensor:
     spec, plan = backend.spec, backend.plan(batch)
-    one = torch.ones(spec.num_kv_heads if spec.head_scales else 1)
+    unit_scales = torch.ones(spec.num_kv_heads if spec.head_scales else 1)
     sinks = torch.zeros(spec.num_heads, dtype=spec.dtype)
     match spec.is_quantized, spec.sinks:
         case False, False:
@@ -102,7 +103,7 @@ def _attend(
         case False, True:
             return backend.forward_with_sinks(*step, cache, plan, sinks)
         case True, False:
-            scales = backend.prepare_scales(one, one)
+            scales = backend.prepare_scales(unit_scales, unit_scales)
             return backend.forward_quantized(*step, cache, plan, scales)
-    scales = backend.prepare_scales(one, one)
+    scales = backend.prepare_scales(unit_scales, unit_scales)
     return backend.forward_quantized_with_sinks(*step, cache, plan, scales, sinks)

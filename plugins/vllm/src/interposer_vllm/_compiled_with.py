@@ -1,4 +1,4 @@
-"""The choices of this process that a compiled model depends on."""
+"""The key that ties a model compiled by vLLM to the kernels that interposer has chosen."""
 
 from __future__ import annotations
 
@@ -6,32 +6,33 @@ from importlib.metadata import version
 from typing import Any
 
 from interposer import explain
+from interposer_vllm._patching import VERDICTS
 from interposer_vllm._session import opened_session
-from interposer_vllm._taking import TAKEN
 
 __all__ = ["compiled_with"]
 
 
 def compiled_with() -> dict[str, Any]:
-    """Return what is taken and by which kernels, the same in every process with equal choices.
+    """Return the applied patches and chosen kernels, equal in every process with equal choices.
 
-    Policy that leads to the same choices is no part of it, nor is anything that differs from one
-    start to the next. Nothing is chosen by asking.
+    The key must be stable across restarts, so it leaves out the policy that led to the choices and
+    anything that differs between processes. Calling this function selects no kernel.
     """
-    found: dict[str, Any] = {
+    key: dict[str, Any] = {
         "version": version("interposer-vllm"),
-        "seams": sorted(name for name, verdict in TAKEN.items() if verdict),
+        "seams": sorted(name for name, verdict in VERDICTS.items() if verdict),
     }
+    # The report's field names: "seams" are the applied patches, "taken" the layers taken over.
     session = opened_session()
     if session is not None:
         choices = explain(session).to_dict()["choices"]
-        found["taken"] = sorted(set(session.taken))
-        found["choices"] = sorted(map(_line, choices))
-    return found
+        key["taken"] = sorted(set(session.taken))
+        key["choices"] = sorted(map(_describe_choice, choices))
+    return key
 
 
-def _line(choice: dict[str, Any]) -> str:
-    facts = " ".join(f"{name}={value}" for name, value in sorted(choice["dims"].items()))
-    what = f"{choice['kind']} {choice['name']} {choice['dtype']} {facts}"
+def _describe_choice(choice: dict[str, Any]) -> str:
+    dims = " ".join(f"{name}={value}" for name, value in sorted(choice["dims"].items()))
+    request = f"{choice['kind']} {choice['name']} {choice['dtype']} {dims}"
     chosen = f"{choice['chosen']} ({choice['provider']} {choice['version']})"
-    return f"{what}: {chosen} at {', '.join(sorted(set(choice['places'])))}"
+    return f"{request}: {chosen} at {', '.join(sorted(set(choice['places'])))}"

@@ -1,9 +1,9 @@
-"""Experts that vLLM loaded, as a method here takes them.
+"""Conversion of experts that vLLM loaded into the parameters of an ``Experts`` layer.
 
-vLLM holds the first projections of all experts as ``w13_weight``, ``w13_weight_scale`` and so on,
-and the second ones as ``w2_weight``. What comes behind is what the checkpoint calls the tensor.
+vLLM's names start with ``w13_`` for the first projections of all experts (gate and up) and with
+``w2_`` for the second; the checkpoint's name of the tensor follows, as in ``w13_weight_scale``.
 
-Dimensions: E experts, P matrices of one projection, R rows, C columns.
+Shapes: E experts, P matrices per projection, R rows, C columns.
 """
 
 from __future__ import annotations
@@ -18,46 +18,50 @@ from interposer_ops.layers.experts import Experts
 from interposer_ops.layers.linear import Linear
 from interposer_vllm._stored_weights import empty_layer, fill
 
-__all__ = ["fill_experts", "finalized"]
+__all__ = ["fill_experts", "finalize_experts"]
 
 _FIRST, _SECOND = "w13_", "w2_"
 
 
 def fill_experts(experts: Experts, loaded: Mapping[str, Tensor | None]) -> None:
-    """Put what vLLM loaded into the parameters, or the linear layers, that a method created.
+    """Put the tensors that vLLM loaded into the parameters or linear layers of ``experts``.
 
-    Nothing is copied that has the right form.
+    A tensor of the right shape and dtype is not copied.
 
     Args:
-        experts: built, without memory.
-        loaded: by vLLM's name, each ``[E, ...]``.
-    Raises: ConfigError: vLLM stores them in another form.
+        experts: built on the meta device.
+        loaded: vLLM's parameters by name, each ``[E, ...]``.
+    Raises: ConfigError: vLLM stores the experts in another layout.
     """
-    sides = {
-        side: {
-            name.removeprefix(side): held
-            for name, held in loaded.items()
-            if name.startswith(side) and held is not None
+    tensors_by_projection = {
+        projection: {
+            name.removeprefix(projection): tensor
+            for name, tensor in loaded.items()
+            if name.startswith(projection) and tensor is not None
         }
-        for side in (_FIRST, _SECOND)
+        for projection in (_FIRST, _SECOND)
     }
-    strays = {name for name, held in loaded.items() if held is not None}
-    strays -= {side + name for side, held in sides.items() for name in held}
-    if strays:
-        raise ConfigError(f"vLLM holds {', '.join(sorted(strays))} besides, which no method reads")
+    unread = {name for name, tensor in loaded.items() if tensor is not None}
+    unread -= {
+        projection + name
+        for projection, tensors in tensors_by_projection.items()
+        for name in tensors
+    }
+    if unread:
+        raise ConfigError(f"vLLM also holds {', '.join(sorted(unread))}, which no method reads")
     layers = list(_layers(experts))
     for expert, layer in layers:
-        held = sides[_side_of(layer, experts)]
-        fill(layer, {name: each[expert] for name, each in held.items()})
+        tensors = tensors_by_projection[_projection_of(layer, experts)]
+        fill(layer, {name: tensor[expert] for name, tensor in tensors.items()})
     if not layers:
-        for side, held in sides.items():
-            _fill_at_once(experts, side, held)
+        for projection, tensors in tensors_by_projection.items():
+            _fill_at_once(experts, projection, tensors)
 
 
-def finalized(experts: Experts) -> list[Tensor]:
-    """Prepare filled experts, their linear layers first, and return what all of them then hold.
+def finalize_experts(experts: Experts) -> list[Tensor]:
+    """Prepare the filled experts, and return all tensors that their kernels read.
 
-    Raises: CheckpointError: a parameter holds what no weight can be computed with.
+    Raises: CheckpointError: a parameter has invalid values.
     """
     layers = [layer for _, layer in _layers(experts)]
     for module in (*layers, experts):
@@ -65,16 +69,16 @@ def finalized(experts: Experts) -> list[Tensor]:
     return [tensor for module in (*layers, experts) for tensor in _tensors(module.operands)]
 
 
-def _tensors(held: Any) -> Iterator[Tensor]:
-    if isinstance(held, Tensor):
-        yield held
-    elif isinstance(held, tuple | list):
-        for each in held:
-            yield from _tensors(each)
+def _tensors(operands: Any) -> Iterator[Tensor]:
+    if isinstance(operands, Tensor):
+        yield operands
+    elif isinstance(operands, tuple | list):
+        for operand in operands:
+            yield from _tensors(operand)
 
 
 def _layers(experts: Experts) -> Iterator[tuple[int, Linear]]:
-    """Return the linear layers of each expert, of methods that have some."""
+    """Yield each expert's linear layers with its number; kernels for all experts have none."""
     for name, pair in experts.named_children():
         assert isinstance(pair, nn.ModuleList)  # as ``LinearExperts`` adds them
         for layer in pair:
@@ -82,48 +86,50 @@ def _layers(experts: Experts) -> Iterator[tuple[int, Linear]]:
             yield int(name), layer
 
 
-def _side_of(layer: Linear, experts: Experts) -> str:
-    own = layer.prefix.rpartition(".")[2]
+def _projection_of(layer: Linear, experts: Experts) -> str:
+    last_part = layer.prefix.rpartition(".")[2]
     gate, up, down = experts.spec.projections or ("", "", "")
-    if own in (gate, up):
+    if last_part in (gate, up):
         raise ConfigError(f"its {gate} and {up} have numbers of their own, which vLLM holds as one")
-    return _SECOND if own == down else _FIRST
+    return _SECOND if last_part == down else _FIRST
 
 
-def _fill_at_once(experts: Experts, side: str, held: Mapping[str, Tensor]) -> None:
-    """Fill the parameters that hold a projection of all experts, as if it were one layer."""
-    is_second = side == _SECOND
+def _fill_at_once(experts: Experts, projection: str, loaded: Mapping[str, Tensor]) -> None:
+    """Fill the parameters ``[E, ...]`` of one projection, as those of one linear layer."""
+    is_second = projection == _SECOND
     names = [
         name
-        for name, own in experts._parameters.items()
-        if own is not None and name.startswith("down") == is_second
+        for name, parameter in experts._parameters.items()
+        if parameter is not None and name.startswith("down") == is_second
     ]
-    whole = empty_layer({side: 1})
+    holder = empty_layer({projection: 1})
     for name in names:
-        whole.register_parameter(_tensor_of(name, experts), experts.get_parameter(name))
-    forms = {name: _behind(whole._parameters.get(name), each) for name, each in held.items()}
-    fill(whole, forms)
+        holder.register_parameter(_tensor_name(name, experts), experts.get_parameter(name))
+    stacked = {
+        name: _stack_matrices(holder._parameters.get(name), tensor)
+        for name, tensor in loaded.items()
+    }
+    fill(holder, stacked)
     for name in names:
-        experts.register_parameter(name, whole.get_parameter(_tensor_of(name, experts)))
+        experts.register_parameter(name, holder.get_parameter(_tensor_name(name, experts)))
 
 
-def _tensor_of(name: str, experts: Experts) -> str:
-    """Return what the checkpoint calls the tensors in a parameter."""
+def _tensor_name(name: str, experts: Experts) -> str:
+    """Return the checkpoint's name of the tensors that a parameter stores."""
     plain = "bias" if name.endswith("_bias") else "weight"
     return str(getattr(experts.get_parameter(name), "expert_tensor", plain))
 
 
-def _behind(own: Tensor | None, held: Tensor) -> Tensor:
-    """Return ``held`` with the matrices of an expert behind each other, as in ``own``.
+def _stack_matrices(declared: Tensor | None, loaded: Tensor) -> Tensor:
+    """Return ``loaded`` with the P matrices of an expert stacked along rows, as in ``declared``.
 
-    ``[E, P R, C]`` is then the shape of ``own``; vLLM may hold them beside each other,
-    ``[E, R, P C]``.
+    vLLM may concatenate them along columns, ``[E, R, P C]``; ``declared`` has ``[E, P R, C]``.
     """
-    parts = len(getattr(own, "expert_parts", ()))
-    if own is None or parts < 2 or own.ndim != 3:
-        return held
-    count, rows, columns = own.shape
-    if held.shape != (count, rows // parts, columns * parts):
-        return held
-    behind: Tensor = held.unflatten(2, (parts, columns)).transpose(1, 2).flatten(1, 2)
-    return behind
+    parts = len(getattr(declared, "expert_parts", ()))
+    if declared is None or parts < 2 or declared.ndim != 3:
+        return loaded
+    count, rows, columns = declared.shape
+    if loaded.shape != (count, rows // parts, columns * parts):
+        return loaded
+    stacked: Tensor = loaded.unflatten(2, (parts, columns)).transpose(1, 2).flatten(1, 2)
+    return stacked

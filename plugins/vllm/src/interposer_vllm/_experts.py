@@ -1,8 +1,8 @@
-"""Mixtures of vLLM whose experts are held, and computed, in the form of a chosen kernel.
+"""MoE layers of vLLM whose experts are stored and computed in a selected kernel's layout.
 
-vLLM's router chooses the experts of each token, and its runner adds those that are shared.
+vLLM's router chooses the experts of each token, and vLLM's runner adds shared experts.
 
-Dimensions: T tokens, H hidden size, K chosen experts.
+Shapes: T tokens, H hidden size, K chosen experts per token.
 """
 
 from __future__ import annotations
@@ -16,124 +16,130 @@ from torch import Tensor
 from interposer import Site
 from interposer.errors import ConfigError, InterposerError, UnknownNameError
 from interposer_ops.layers.experts import Experts
-from interposer_vllm._adoption import emptied
-from interposer_vllm._expert_weights import fill_experts, finalized
+from interposer_vllm._adoption import free_parameters
+from interposer_vllm._expert_weights import fill_experts, finalize_experts
 from interposer_vllm._experts_request import spec_of
-from interposer_vllm._graph_ops import mix, new_place, place_call
-from interposer_vllm._methods import checkpoint_settings, keep, with_method
+from interposer_vllm._graph_ops import mix, new_slot, register_call
+from interposer_vllm._methods import checkpoint_settings, keep_in_vllm, with_method
 from interposer_vllm._session import Session, session
 
 __all__ = ["ExpertsAdoption", "adopt_experts"]
 
 
 class ExpertsAdoption:
-    """The routed experts of one layer: the layer here that holds and computes them.
+    """The routed experts of one MoE layer, stored and computed by an ``Experts`` layer.
+
+    Attributes:
+        slot: the number by which compiled graphs call the experts.
 
     Args:
-        layer: a ``RoutedExperts`` of vLLM, built and not loaded.
-    Raises: InterposerError: no op or method here takes the layer, or no kernel.
+        layer: a ``RoutedExperts`` of vLLM that is built but not loaded.
+    Raises: InterposerError: no scheme or no kernel accepts the layer.
     """
 
     def __init__(self, session: Session, layer: Any) -> None:
         device = session.placement.device.torch_device
         if torch.device(device).type != "cpu":
             raise ConfigError(f"experts on {device!r} are not taken over")
-        self.place = new_place()
+        self.slot = new_slot()
         self._spec = spec_of(layer)
         self._site: Site = session.site(layer.layer_name, layer.params_dtype)
-        self.experts = self._built()
+        self.experts = self._empty_experts()
 
     def finalize(self, layer: Any) -> None:
-        """Let the loaded weights be prepared, and free those that are replaced.
+        """Prepare the loaded weights for the kernel, and free the weights that it does not read.
 
-        vLLM calls it again where it loads other weights into a layer.
+        vLLM calls this again after it loads other weights into the layer.
 
-        Raises: InterposerError: they are of another form, or hold what no weight can be computed
-            with; the layer is as it was.
+        Raises: InterposerError: the weights have another layout than the kernel expects, or invalid
+            values. The layer is unchanged then.
         """
-        experts = self._built() if self.experts.kernel else self.experts
+        experts = self._empty_experts() if self.experts.kernel else self.experts
         fill_experts(experts, _loaded(layer, self._spec.biased))
-        operands = finalized(experts)
+        operands = finalize_experts(experts)
         self.experts = experts
-        place_call(self.place, experts.forward, ())
-        emptied(layer, operands)
+        register_call(self.slot, experts.forward, ())
+        free_parameters(layer, operands)
 
     def __call__(
-        self, x: Tensor, weights: Tensor, expert_ids: Tensor, own_ids: Tensor | None
+        self, x: Tensor, weights: Tensor, expert_ids: Tensor, local_ids: Tensor | None
     ) -> Tensor:
-        """Return what the chosen experts make of ``x`` ``[T, H]``, added up by ``weights``.
+        """Compute the chosen experts of each token, and return their weighted sum ``[T, H]``.
 
         Args:
+            x: ``[T, H]``.
             weights: ``[T, K]``, any float dtype.
-            expert_ids: ``[T, K]`` int32 or int64, of the experts of all workers.
-            own_ids: by such an id, that on this worker, or -1; None where it holds all experts.
+            expert_ids: ``[T, K]`` int32 or int64, global ids.
+            local_ids: maps a global id to the id on this worker, or to -1; None if this worker has
+                all experts.
         """
         weights = weights.to(torch.float32)
-        if own_ids is not None:
-            expert_ids = own_ids[expert_ids]
+        if local_ids is not None:
+            expert_ids = local_ids[expert_ids]
         if torch.compiler.is_compiling():
-            return mix(x, self.place, weights, expert_ids)
+            return mix(x, self.slot, weights, expert_ids)
         return self.experts.forward(x, weights, expert_ids)
 
-    def _built(self) -> Experts:
-        # vLLM allocates what is loaded; here is only said in which form it is wanted.
+    def _empty_experts(self) -> Experts:
+        # These parameters state shapes and dtypes only: vLLM allocates and loads the weights.
         with torch.device("meta"):
             return Experts(self._site, self._spec)
 
 
 def adopt_experts(layer: Any) -> None:
-    """Let a ``RoutedExperts`` of vLLM, which is built and not loaded, use what is chosen here.
+    """Let a selected kernel compute a ``RoutedExperts`` of vLLM that is built but not loaded.
 
-    One that cannot stays vLLM's own, with the reason in the report.
+    Experts that interposer cannot compute keep vLLM's method, with the reason in the report.
 
-    Raises: NoCandidateError, UnknownNameError: the user pinned or required what cannot be had.
+    Raises: NoCandidateError, UnknownNameError: the user pinned or required a kernel that cannot be
+        used.
     """
     from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
     settings = checkpoint_settings()
     if settings is None and not isinstance(layer.quant_method, UnquantizedFusedMoEMethod):
-        keep(layer.layer_name, "vLLM quantizes it while it loads")
+        keep_in_vllm(layer.layer_name, "vLLM quantizes it while it loads")
         return
     try:
         if settings is not None:
             _choose_scheme(session(), settings)
         adoption = ExpertsAdoption(session(), layer)
     except InterposerError as error:
-        keep(layer.layer_name, error)
+        keep_in_vllm(layer.layer_name, error)
         return
     with_method(layer, _AdoptedExperts, adoption=adoption, supports_pre_processed_weights=False)
 
 
-def _choose_scheme(found: Session, settings: Mapping[str, Any]) -> None:
-    """Let experts be stored by the checkpoint's scheme, which they ask for themselves."""
+def _choose_scheme(worker_session: Session, settings: Mapping[str, Any]) -> None:
+    """Choose the checkpoint's scheme now, because ``Experts`` takes it from the resolver."""
     try:
-        found.scheme(settings)
+        worker_session.scheme(settings)
     except UnknownNameError as error:
-        # Not what the user asked for by name: the checkpoint did.
+        # The checkpoint named the scheme, not the user: the layer stays vLLM's own, no error.
         raise ConfigError(str(error)) from error
 
 
 class _AdoptedExperts:
-    """Part of a method that asks ``adoption`` for the mixture, and ``own`` where it fails."""
+    """Mixin of a method that computes by ``adoption``, or by ``vllm_method`` if that fails."""
 
     adoption: ExpertsAdoption
-    own: Any
-    # Some of vLLM's kernels choose the experts themselves; here its router does.
+    vllm_method: Any
+    # Some of vLLM's kernels include the router; kernels of interposer take its result.
     is_monolithic = False
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Prepare the weights for the chosen kernel; those of a form unknown stay vLLM's own."""
+        """Prepare the weights for the selected kernel, or let vLLM do so if the kernel cannot."""
         try:
             self.adoption.finalize(layer)
         except InterposerError as error:
-            keep(layer.layer_name, error)
-            layer.quant_method = self.own
-            self.own.process_weights_after_loading(layer)
+            keep_in_vllm(layer.layer_name, error)
+            layer.quant_method = self.vllm_method
+            self.vllm_method.process_weights_after_loading(layer)
             return
         session().taken.append(layer.layer_name)
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
-        """Return what vLLM's kernels would be told of plain weights: the parameters are empty."""
+        """Return the configuration of unquantized experts: the freed parameters have no scales."""
         from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
 
         return FUSED_MOE_UNQUANTIZED_CONFIG
@@ -147,11 +153,14 @@ class _AdoptedExperts:
         shared_experts: Any,
         shared_experts_input: Tensor | None,
     ) -> Tensor:
-        """Return what the routed experts make of ``x``; vLLM computes shared ones before."""
+        """Compute the routed experts; vLLM has computed the shared experts before."""
         return self.adoption(x, topk_weights, topk_ids, layer.expert_map)
 
 
 def _loaded(layer: Any, is_biased: bool) -> dict[str, Tensor | None]:
-    """Return what vLLM loaded, without biases that it holds in case a checkpoint has some."""
+    """Return the loaded parameters, without biases that the checkpoint did not contain.
+
+    vLLM allocates biases in case a checkpoint has some.
+    """
     unused = set() if is_biased else {"w13_bias", "w2_bias"} - layer._loaded_expert_biases
-    return {name: held for name, held in layer._parameters.items() if name not in unused}
+    return {name: parameter for name, parameter in layer._parameters.items() if name not in unused}

@@ -1,4 +1,4 @@
-"""Requests for experts: what vLLM says of a mixture, as experts are described here."""
+"""The selection request for an MoE layer of vLLM, or the reason for refusing the layer."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from interposer.errors import ConfigError
 
 __all__ = ["spec_of"]
 
-# By vLLM's names. Others compute something else, or order the outputs by the model's own loader.
+# Activations of interposer by vLLM's names. Others have no equivalent, or belong to models whose
+# loaders order the outputs differently.
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu"}
 
 
 def spec_of(layer: Any) -> ExpertsSpec:
-    """Return the experts that a ``RoutedExperts`` of vLLM holds on this worker.
+    """Describe a ``RoutedExperts`` of vLLM, on this worker, as a request for experts.
 
-    Raises: ConfigError: no op here describes how vLLM computes them, or vLLM does more with their
-        weights than to compute.
+    Raises: ConfigError: no op computes the experts as vLLM does, or vLLM also moves, pads or adapts
+        their weights.
     """
     moe = layer.moe_config
     reason = _refusal(layer, moe)
@@ -43,8 +44,8 @@ def _refusal(layer: Any, moe: Any) -> str | None:
     activation = moe.activation.value
     padded = moe.intermediate_size_per_partition != moe.intermediate_size_per_partition_unpadded
     if activation not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
-        return f"its activation is {activation!r}, experts taken over have one of {known}"
+        supported = ", ".join(_ACTIVATIONS)
+        return f"its activation is {activation!r}, experts taken over have one of {supported}"
     if layer.swiglu_limit is not None:
         return f"its gates are clamped at {layer.swiglu_limit}"
     if layer.apply_router_weight_on_input:

@@ -1,7 +1,7 @@
-"""GPTQ checkpoints as vLLM loads them, and those besides that it has no kernel for on CPUs.
+"""GPTQ checkpoints in vLLM, including those for which vLLM has no CPU kernel.
 
-vLLM 0.32 refuses zero points, groups of other sizes than its own and, on CPUs, 8 bits before a
-layer is built.
+Before it builds a layer, vLLM 0.32 refuses checkpoints with zero points, with group sizes that its
+kernels lack and, on CPUs, with 8 bits.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from vllm.model_executor.layers.quantization.utils.gptq_utils import get_linear_
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.scalar_type import scalar_types
 
-from interposer_vllm._unserved import unserved
+from interposer_vllm._missing_kernel import missing_kernel_error
 
 __all__ = ["AutoGPTQLinearMethod", "GPTQConfig"]
 
 
 class GPTQConfig(auto_gptq.AutoGPTQConfig):  # type: ignore[misc]
-    """vLLM's own, which takes zero points as well."""
+    """vLLM's configuration of GPTQ, extended to zero points."""
 
     TYPE_MAP: ClassVar = {
         **auto_gptq.AutoGPTQConfig.TYPE_MAP,
@@ -30,18 +30,18 @@ class GPTQConfig(auto_gptq.AutoGPTQConfig):  # type: ignore[misc]
     }
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        """Return the method below for linear layers and heads that are quantized."""
+        """Return ``AutoGPTQLinearMethod`` for quantized linear layers and heads."""
         if isinstance(layer, LinearBase | ParallelLMHead):
             return get_linear_quant_method(self, layer, prefix, AutoGPTQLinearMethod)
         return super().get_quant_method(layer, prefix)
 
 
-# Under the name of vLLM's own, by which it looks up how a layer is loaded.
+# vLLM decides by the name of this class how it loads a layer, so the name must be that of vLLM's.
 class AutoGPTQLinearMethod(auto_gptq.AutoGPTQLinearMethod):  # type: ignore[misc]
-    """vLLM's own, but that what it refuses is refused once a layer is not taken over.
+    """vLLM's GPTQ method, which raises vLLM's refusal only if interposer refuses the layer too.
 
     Attributes:
-        refusal: why vLLM cannot multiply by such weights; None where it can.
+        refusal: the reason why vLLM cannot compute with such weights; None if it can.
     """
 
     def __init__(self, quant_config: GPTQConfig) -> None:
@@ -54,8 +54,8 @@ class AutoGPTQLinearMethod(auto_gptq.AutoGPTQLinearMethod):  # type: ignore[misc
     def process_weights_after_loading(self, layer: Any) -> None:
         """Prepare the weights for vLLM's own kernel.
 
-        Raises: ValueError: it has none.
+        Raises: ValueError: vLLM has no such kernel.
         """
         if self.refusal is not None:
-            raise unserved(layer, f"this checkpoint of GPTQ ({self.refusal})")
+            raise missing_kernel_error(layer, f"this checkpoint of GPTQ ({self.refusal})")
         super().process_weights_after_loading(layer)

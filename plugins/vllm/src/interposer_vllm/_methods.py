@@ -1,7 +1,7 @@
-"""Quantization methods of vLLM's layers that ask a chosen kernel for the product.
+"""Quantization methods that compute vLLM's layers by selected kernels.
 
-The method of a layer is replaced by one of a subclass of its own class, so that whatever asks what
-kind of method a layer has finds what it looks for.
+The new method of a layer is an instance of a subclass of the old method's class, so that vLLM's
+checks for kinds of methods still succeed.
 """
 
 from __future__ import annotations
@@ -18,33 +18,42 @@ from interposer.errors import (
     PlatformUnavailableError,
     UnknownNameError,
 )
-from interposer_vllm._adoption import Adoption, Product, product_of
+from interposer_vllm._adoption import Adoption, LinearShape, linear_shape
 from interposer_vllm._session import session
 
-__all__ = ["AdoptedLinear", "adopt", "adopt_product", "checkpoint_settings", "keep", "with_method"]
+__all__ = [
+    "AdoptedLinear",
+    "adopt_linear",
+    "adopt_matmul",
+    "checkpoint_settings",
+    "keep_in_vllm",
+    "with_method",
+]
 
 
-# vLLM writes these into the checkpoint's quantization_config, for cutting the scales of a cache.
+# vLLM adds these to the checkpoint's quantization_config, to shard the scales of a KV cache.
 _FACTS_OF_VLLM = {"total_num_heads", "total_num_kv_heads"}
 
 
-def adopt(layer: Any) -> None:
-    """Let a linear layer of vLLM, which is built and not loaded, use what is chosen here.
+def adopt_linear(layer: Any) -> None:
+    """Let a selected kernel compute a linear layer of vLLM that is built but not loaded.
 
-    Raises: NoCandidateError, UnknownNameError: the user pinned or required what cannot be had.
+    Raises: NoCandidateError, UnknownNameError: the user pinned or required a kernel that cannot be
+        used.
     """
-    adopt_product(layer, lambda: product_of(layer, _fused_names(layer)), AdoptedLinear)
+    adopt_matmul(layer, lambda: linear_shape(layer, _fused_names(layer)), AdoptedLinear)
 
 
-def adopt_product(layer: Any, product: Callable[[], Product], mixin: type) -> None:
-    """Let ``mixin``, part of a method, multiply in ``layer`` by what is chosen here.
+def adopt_matmul(layer: Any, shape: Callable[[], LinearShape], mixin: type) -> None:
+    """Replace the method of ``layer`` by ``mixin``, which multiplies by a selected kernel.
 
-    A layer that cannot stays vLLM's own, with the reason in the report.
+    A layer that interposer cannot compute keeps vLLM's method, with the reason in the report.
 
     Args:
-        product: returns that of the layer, or raises why it is vLLM's own.
-        mixin: ``AdoptedLinear`` or a subclass, which gets ``adoption``.
-    Raises: NoCandidateError, UnknownNameError: the user pinned or required what cannot be had.
+        shape: returns the sizes of the layer, or raises the reason why the layer stays vLLM's own.
+        mixin: ``AdoptedLinear`` or a subclass, which gets the attribute ``adoption``.
+    Raises: NoCandidateError, UnknownNameError: the user pinned or required a kernel that cannot be
+        used.
     """
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
@@ -52,93 +61,96 @@ def adopt_product(layer: Any, product: Callable[[], Product], mixin: type) -> No
     if not isinstance(layer.quant_method, UnquantizedLinearMethod):
         settings = checkpoint_settings()
         if settings is None:
-            keep(layer.prefix, "vLLM quantizes it while it loads")
+            keep_in_vllm(layer.prefix, "vLLM quantizes it while it loads")
             return
     try:
-        adoption = Adoption(session(), layer, settings, product())
+        adoption = Adoption(session(), layer, settings, shape())
     except InterposerError as error:
-        keep(layer.prefix, error)
+        keep_in_vllm(layer.prefix, error)
         return
     with_method(layer, mixin, adoption=adoption)
 
 
 def with_method(layer: Any, mixin: type, **attributes: object) -> None:
-    """Replace the method of ``layer`` by one of its own class with ``mixin`` before it."""
-    own = layer.quant_method
-    of: Any = type(own)
-    kind: Any = _class(mixin, of)
-    replaced = kind.__new__(kind)
-    vars(replaced).update(vars(own), own=own, **attributes)
-    layer.quant_method = replaced
+    """Replace the method of ``layer`` by a subclass of its class, with ``mixin`` first."""
+    vllm_method = layer.quant_method
+    vllm_class: Any = type(vllm_method)
+    subclass: Any = _subclass(mixin, vllm_class)
+    # The constructor of vLLM's class takes arguments that are unknown here, so its state is copied.
+    method = subclass.__new__(subclass)
+    vars(method).update(vars(vllm_method), vllm_method=vllm_method, **attributes)
+    layer.quant_method = method
 
 
-_classes: dict[tuple[type, type], type] = {}
+_subclasses: dict[tuple[type, type], type] = {}
 
 
-def _class(mixin: type, own: type) -> type:
-    if (mixin, own) not in _classes:
-        # Under the same name: vLLM looks some of its methods up by it.
-        _classes[mixin, own] = type(own.__name__, (mixin, own), {"__module__": __name__})
-    return _classes[mixin, own]
+def _subclass(mixin: type, vllm_class: type) -> type:
+    if (mixin, vllm_class) not in _subclasses:
+        # vLLM looks some of its methods up by the name of their class.
+        _subclasses[mixin, vllm_class] = type(
+            vllm_class.__name__, (mixin, vllm_class), {"__module__": __name__}
+        )
+    return _subclasses[mixin, vllm_class]
 
 
 class AdoptedLinear:
-    """Part of a method that asks ``adoption`` for the product, and ``own`` where it fails."""
+    """Mixin of a method that multiplies by ``adoption``, or by ``vllm_method`` if that fails."""
 
     adoption: Adoption
-    own: Any
-    # What was prepared by another process is in the form of vLLM's own kernels.
+    vllm_method: Any
+    # Weights that another process has prepared are in the layout of vLLM's kernels.
     supports_pre_processed_weights = False
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Prepare the weights for the chosen kernel; those of a form unknown stay vLLM's own."""
+        """Prepare the weights for the selected kernel, or let vLLM do so if the kernel cannot."""
         prefix: str = layer.prefix  # type: ignore[assignment]
         try:
             self.adoption.finalize(layer)
         except InterposerError as error:
-            keep(prefix, error)
-            layer.quant_method = self.own
-            self.own.process_weights_after_loading(layer)
+            keep_in_vllm(prefix, error)
+            layer.quant_method = self.vllm_method
+            self.vllm_method.process_weights_after_loading(layer)
             return
         session().taken.append(prefix)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the product of ``x``."""
+        """Multiply ``x`` by the layer's weight, and add ``bias`` if there is one."""
         return self.adoption(x, bias)
 
 
-def keep(prefix: str, why: InterposerError | str) -> None:
-    """Write down why a layer stays vLLM's own.
+def keep_in_vllm(prefix: str, reason: InterposerError | str) -> None:
+    """Record the reason why a layer stays vLLM's own.
 
-    Raises: NoCandidateError, UnknownNameError: the user asked for what cannot be had, by a pin, a
+    Raises: NoCandidateError, UnknownNameError: ``reason`` itself, if the user caused it by a pin, a
         requirement or a name.
     """
-    if isinstance(why, NoCandidateError | UnknownNameError) and not isinstance(
-        why, PlatformUnavailableError
+    if isinstance(reason, NoCandidateError | UnknownNameError) and not isinstance(
+        reason, PlatformUnavailableError
     ):
-        raise why
-    # Where there is no session, whoever opened it has said so, for all layers.
+        raise reason
+    # Without a session there is no report: the failed attempt to open one was logged.
     with suppress(InterposerError):
-        session().kept[prefix] = str(why)
+        session().kept[prefix] = str(reason)
 
 
 def checkpoint_settings() -> Mapping[str, Any] | None:
-    """Return the ``quantization_config`` of the model that is being built, None without one."""
+    """Return the ``quantization_config`` of the model that vLLM is building, or None."""
     from vllm.config import get_current_vllm_config
 
     model = get_current_vllm_config().model_config
     if model is None:
-        # A layer is built by itself.
+        # A test or a host builds a single layer.
         return None
     config = model.hf_config
     for name in ("quantization_config", "compression_config"):
-        found = getattr(config, name, None) or getattr(config.get_text_config(), name, None)
-        if found is not None:
-            settings = found if isinstance(found, Mapping) else found.to_dict()
+        stored = getattr(config, name, None) or getattr(config.get_text_config(), name, None)
+        if stored is not None:
+            settings = stored if isinstance(stored, Mapping) else stored.to_dict()
             return {key: value for key, value in settings.items() if key not in _FACTS_OF_VLLM}
     return None
 
 
 def _fused_names(layer: Any) -> Mapping[str, list[str]]:
-    """Return the names of the checkpoint's layers that are fused, by the last part of a prefix."""
+    """Return the names of fused checkpoint layers, by the last part of the fused layer's prefix."""
     return getattr(layer.quant_config, "packed_modules_mapping", None) or {}

@@ -1,4 +1,4 @@
-"""Reports of workers: what runs on kernels that were chosen here, and why the rest does not."""
+"""The report of a worker: layers on kernels of interposer, and the reasons for all others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from interposer import explain
 from interposer.errors import StorageError
 from interposer.tooling import write_text
-from interposer_vllm._taking import TAKEN
+from interposer_vllm._patching import VERDICTS
 
 if TYPE_CHECKING:
     from interposer_vllm._session import Session
@@ -26,15 +26,16 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One worker: its seams, its layers and the explanation of every choice.
+    """One worker: its patches, its layers and the explanation of every choice.
 
     Attributes:
-        process: id of the worker.
-        seams: why a seam was refused, by name; empty where it was taken.
-        taken: places whose weights are held in the form of a kernel that was chosen here.
-        kept: why a layer stays vLLM's own, by place.
-        explanation: as ``interposer explain --json`` prints it.
-        notes: what another plugin holds of a seam that was taken, by name.
+        process: id of the worker's process.
+        seams: the reason why a patch was refused, by name of the patch; empty if it was applied.
+        taken: prefixes of the layers that run on a kernel of interposer.
+        kept: the reason why a layer stays vLLM's own, by prefix.
+        explanation: the output of ``interposer explain --json``.
+        notes: the classes that another plugin holds although a patch was applied, by name of the
+            patch.
     """
 
     process: int
@@ -47,55 +48,57 @@ class Report:
 
     @classmethod
     def of(cls, session: Session) -> Report:
-        """Return what was taken over in a session up to now, and why the rest was not."""
-        seams = {name: "" if verdict else verdict.reason for name, verdict in TAKEN.items()}
-        notes = {name: v.reason for name, v in TAKEN.items() if v and v.reason}
-        explained = explain(session).to_dict()
+        """Build the report of a session in its present state."""
+        seams = {name: "" if verdict else verdict.reason for name, verdict in VERDICTS.items()}
+        notes = {name: v.reason for name, v in VERDICTS.items() if v and v.reason}
+        explanation = explain(session).to_dict()
         # A process may build several models, with layers of equal names.
         taken = list(dict.fromkeys(session.taken))
-        return cls(os.getpid(), seams, taken, dict(session.kept), explained, notes=notes)
+        return cls(os.getpid(), seams, taken, dict(session.kept), explanation, notes=notes)
 
     @classmethod
     def read(cls, path: Path) -> Report:
-        """Return the report that a worker wrote.
+        """Read the report that a worker wrote.
 
-        Raises: StorageError: the file cannot be read, or holds none of this version.
+        Raises: StorageError: the file cannot be read, or is no report of this version.
         """
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            fields = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise StorageError(path, f"cannot be read: {error}") from error
-        if not isinstance(found, dict) or found.get("version") != VERSION:
+        if not isinstance(fields, dict) or fields.get("version") != VERSION:
             raise StorageError(path, f"holds no report of a worker of version {VERSION}")
-        return cls(**found)
+        return cls(**fields)
 
     def write(self) -> Path:
-        """Write it as JSON to this process's file, and return that.
+        """Write the report as JSON to this process's file, and return the path.
 
-        Raises: StorageError: it cannot be written.
+        Raises: StorageError: the file cannot be written.
         """
         path = _folder() / "worker.json"
         write_text(path, self.to_json())
         return path
 
     def to_json(self) -> str:
-        """Return the same facts as JSON."""
+        """Return the report as JSON."""
         return json.dumps(asdict(self), indent=2)
 
     @property
     def reasons(self) -> dict[str, list[str]]:
-        """The places that stay vLLM's own, by reason."""
+        """The prefixes of the layers that stay vLLM's own, by reason."""
         places: dict[str, list[str]] = {}
         for place, reason in self.kept.items():
             places.setdefault(reason, []).append(place)
         return places
 
-    def _taken(self, seam: str) -> str:
-        return f"taken {self.notes.get(seam, '')}".rstrip()
+    def _applied_note(self, patch: str) -> str:
+        return f"applied {self.notes.get(patch, '')}".rstrip()
 
     def __str__(self) -> str:
-        lines = [f"worker {self.process}, {self.explanation['device']['name']}", "", "seams:"]
-        lines += [f"  {name}: {reason or self._taken(name)}" for name, reason in self.seams.items()]
+        lines = [f"worker {self.process}, {self.explanation['device']['name']}", "", "patches:"]
+        lines += [
+            f"  {name}: {reason or self._applied_note(name)}" for name, reason in self.seams.items()
+        ]
         lines += ["", f"layers on kernels of interposer: {len(self.taken)}"]
         lines.append(f"layers that stay vLLM's own: {len(self.kept)}")
         for reason, places in self.reasons.items():
@@ -115,5 +118,5 @@ def _more(places: list[str]) -> str:
 
 @cache
 def _folder() -> Path:
-    """Return a folder of this process alone: several workers, and users, share a machine."""
+    """Create a private folder for this process: workers of several users may share the machine."""
     return Path(tempfile.mkdtemp(prefix="interposer-vllm-"))

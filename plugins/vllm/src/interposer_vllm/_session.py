@@ -1,4 +1,4 @@
-"""The selection of one worker: the resolver that all of its layers ask."""
+"""The session of one vLLM worker: the resolver that selects kernels for all of its layers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ _log = logging.getLogger("vllm.interposer")
 
 
 class Session:
-    """The resolver of this process, and what it took over or could not.
+    """The resolver of this process, and the outcome for each of vLLM's layers.
 
     Attributes:
-        taken: places whose weights are held in the form of a kernel that was chosen here.
-        kept: what stays vLLM's own, by place, with the reason.
+        taken: prefixes of the layers that run on a kernel of interposer.
+        kept: the reason why a layer stays vLLM's own, by prefix.
 
     Args:
-        device_type: where vLLM computes, as torch names it.
+        device_type: the device that vLLM computes on, as torch names it.
     Raises:
         PlatformUnavailableError: no platform can be used.
-        ConfigError: the one in force is for other hardware than vLLM's, or a cache is asked for.
+        ConfigError: the platform in force is for other hardware than vLLM's, or the configuration
+            sets ``kv_cache``.
     """
 
     def __init__(self, device_type: str, config: Config | None = None) -> None:
@@ -43,26 +44,26 @@ class Session:
                 f"with the name of one for {device_type!r}"
             )
         self.resolver = Resolver.at(self.placement, config)
-        if (stored := self.resolver.config.kv_cache) != "auto":
+        if (kv_cache := self.resolver.config.kv_cache) != "auto":
             raise ConfigError(
-                f"kv_cache={stored!r} is for interposer's own caches, vLLM lays out its own. Try: "
-                "vLLM's option kv_cache_dtype, and leave kv_cache out"
+                f"kv_cache={kv_cache!r} is for interposer's own caches, vLLM lays out its own. "
+                "Try: vLLM's option kv_cache_dtype, and leave kv_cache out"
             )
         self.taken: list[str] = []
         self.kept: dict[str, str] = {}
         self._schemes: dict[str, QuantizationScheme | ConfigError] = {}
 
     def site(self, prefix: str, dtype: torch.dtype) -> Site:
-        """Return the site of a layer at ``prefix``."""
+        """Return the site of a layer at ``prefix``, which requests kernels from the resolver."""
         return Site(self.resolver, prefix, dtype)
 
     def is_traceable(self, prefix: str) -> bool:
-        """Say whether torch's compiler can see into every kernel that was chosen at ``prefix``."""
+        """Return whether torch's compiler can trace every kernel that was chosen at ``prefix``."""
         chosen = [c.chosen for c, places in self.resolver.choices.values() if prefix in places]
         return bool(chosen) and all("traceable" in kernel.properties for kernel in chosen)
 
     def scheme(self, settings: Mapping[str, Any]) -> QuantizationScheme:
-        """Return the scheme for a checkpoint's ``quantization_config``; asking again is cheap.
+        """Return the scheme for a checkpoint's ``quantization_config``, cached by the settings.
 
         Raises: UnknownNameError, ConfigError: see ``Resolver.choose_scheme``.
         """
@@ -70,18 +71,18 @@ class Session:
         if key not in self._schemes:
             try:
                 self.resolver.choose_scheme(settings)
-                assert self.resolver.scheme is not None  # what was chosen
+                assert self.resolver.scheme is not None  # set by choose_scheme
                 self._schemes[key] = self.resolver.scheme
             except (ConfigError, UnknownNameError) as error:
                 self._schemes[key] = error
-        found = self._schemes[key]
-        if isinstance(found, Exception):
-            raise found
-        return found
+        scheme = self._schemes[key]
+        if isinstance(scheme, Exception):
+            raise scheme
+        return scheme
 
 
 @cache
-def _opened() -> Session | InterposerError:
+def _cached_session() -> Session | InterposerError:
     from vllm.platforms import current_platform
 
     try:
@@ -92,29 +93,29 @@ def _opened() -> Session | InterposerError:
 
 
 def session() -> Session:
-    """Return the session of this process, which the first layer opens.
+    """Return the session of this process; the first layer opens it.
 
-    Raises: PlatformUnavailableError, ConfigError: see ``Session``; said in the log once.
+    Raises: PlatformUnavailableError, ConfigError: see ``Session``; logged once per process.
     """
-    found = _opened()
-    if isinstance(found, InterposerError):
-        raise found
-    return found
+    opened = _cached_session()
+    if isinstance(opened, InterposerError):
+        raise opened
+    return opened
 
 
 def opened_session() -> Session | None:
     """Return the session of this process, None where no layer has opened one."""
-    if not _opened.cache_info().currsize:
+    if not _cached_session.cache_info().currsize:
         return None
-    found = _opened()
+    found = _cached_session()
     return found if isinstance(found, Session) else None
 
 
 @contextmanager
 def closed_session() -> Iterator[None]:
     """Let the first layer inside open a session of its own, which ends with the block."""
-    _opened.cache_clear()
+    _cached_session.cache_clear()
     try:
         yield
     finally:
-        _opened.cache_clear()
+        _cached_session.cache_clear()

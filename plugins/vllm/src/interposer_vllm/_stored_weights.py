@@ -1,6 +1,6 @@
-"""Weights that vLLM loaded, as a linear method here takes them.
+"""Conversion of weights that vLLM loaded into the parameters of a linear method.
 
-Dimensions: I input features, O output features, P layers of the checkpoint that are fused.
+Shapes: I input features, O output features, P fused layers of the checkpoint.
 """
 
 from __future__ import annotations
@@ -14,29 +14,33 @@ from torch import Tensor, nn
 from interposer.errors import ConfigError
 from interposer_ops.layers.linear import Linear
 
-__all__ = ["empty_layer", "fill", "narrow", "parts_of", "widen"]
+__all__ = ["empty_layer", "fill", "narrow", "outputs_by_layer", "widen"]
 
-# The sizes of a packed weight. vLLM keeps those of one of the fused layers, whole even where it
-# holds a slice; the sizes that the method was built with are those of what it holds.
+# The sizes of a packed weight. vLLM keeps the unsharded sizes of one of the fused layers. The
+# method needs the sizes of this worker's shard, which it got when it created its parameters.
 _SIZES = "weight_shape"
 
 
-def parts_of(prefix: str, sizes: list[int], fused: Mapping[str, list[str]]) -> dict[str, int]:
-    """Return the names of the checkpoint's layers at ``prefix`` with their outputs.
+def outputs_by_layer(
+    prefix: str, sizes: list[int], fused: Mapping[str, list[str]]
+) -> dict[str, int]:
+    """Return the output features of the checkpoint layers at ``prefix``, by name.
 
     Args:
-        sizes: outputs of what vLLM fuses there.
-        fused: names of the checkpoint's layers by the last part of a prefix.
+        sizes: output features of the layers that vLLM fuses.
+        fused: names of the checkpoint's layers, by the last part of a fused layer's prefix.
     """
-    own = prefix.rpartition(".")[2]
-    names = fused.get(own, [own])
-    return dict(zip(names, sizes, strict=True)) if len(names) == len(sizes) else {own: sum(sizes)}
+    last_part = prefix.rpartition(".")[2]
+    names = fused.get(last_part, [last_part])
+    if len(names) != len(sizes):
+        return {last_part: sum(sizes)}
+    return dict(zip(names, sizes, strict=True))
 
 
 def empty_layer(parts: Mapping[str, int]) -> Linear:
-    """Return a linear layer of ``parts`` without parameters, for a method to create them.
+    """Create a linear layer of ``parts`` without parameters, for a method to add some.
 
-    Methods ask a layer of this class for the layers of the checkpoint that are fused.
+    Linear methods read the fused layers of the checkpoint from ``parts``.
     """
     layer: Any = Linear.__new__(Linear)
     nn.Module.__init__(layer)
@@ -45,79 +49,87 @@ def empty_layer(parts: Mapping[str, int]) -> Linear:
 
 
 def fill(holder: Linear, loaded: Mapping[str, Tensor | None]) -> None:
-    """Put what vLLM loaded into the parameters that a method here created, by name.
+    """Put the tensors that vLLM loaded into the parameters that a linear method created.
 
-    Nothing is copied that has the right form. A parameter that vLLM holds under two names is wanted
-    under one of them.
+    A tensor of the right shape and dtype is not copied. If vLLM holds a parameter under two names,
+    one of them must match.
 
     Args:
-        holder: has ``parts``, and parameters as ``LinearMethod.create_weights`` describes them.
-    Raises: ConfigError: vLLM stores the layer in another form.
+        holder: has ``parts``, and parameters as described by ``LinearMethod.create_weights``.
+        loaded: vLLM's parameters by name.
+    Raises: ConfigError: vLLM stores the layer in another layout.
     """
-    wanted = {name: own for name, own in holder._parameters.items() if own is not None}
-    read = {id(held) for name, held in loaded.items() if name in wanted}
-    strays = {
+    declared = {name: value for name, value in holder._parameters.items() if value is not None}
+    matching_ids = {id(tensor) for name, tensor in loaded.items() if name in declared}
+    unread = {
         name
-        for name, held in loaded.items()
-        if held is not None and name not in wanted and id(held) not in read
+        for name, tensor in loaded.items()
+        if tensor is not None and name not in declared and id(tensor) not in matching_ids
     }
-    if strays:
-        raise ConfigError(f"vLLM holds {', '.join(sorted(strays))} besides, which no method reads")
-    for name, own in wanted.items():
-        data = _form(name, own, loaded.get(name), len(holder.parts))
+    if unread:
+        raise ConfigError(f"vLLM also holds {', '.join(sorted(unread))}, which no method reads")
+    for name, parameter in declared.items():
+        data = _converted(name, parameter, loaded.get(name), len(holder.parts))
         filled = nn.Parameter(data, requires_grad=False)
-        vars(filled).update(vars(own))
+        # The method's facts about a parameter, such as ``per_part``, are its attributes.
+        vars(filled).update(vars(parameter))
         holder.register_parameter(name, filled)
 
 
 def widen(layer: nn.Module, holder: Linear) -> dict[str, torch.dtype]:
-    """Let vLLM load floats into ``layer`` that are as wide as those of ``holder``, by name.
+    """Replace float parameters of ``layer`` by wider ones, where ``holder`` declares a wider dtype.
 
-    vLLM makes scales in the model's dtype, which would round those of most checkpoints.
+    vLLM creates scales in the model's dtype, which would round the scales of most checkpoints.
 
-    Returns: the former dtypes, for ``narrow``.
+    Returns: the former dtypes by name, for ``narrow``.
     """
-    former = {}
-    for name, own in holder._parameters.items():
-        held = layer._parameters.get(name)
-        if own is None or held is None or not _is_wider(own.dtype, held.dtype):
+    former_dtypes = {}
+    for name, declared in holder._parameters.items():
+        parameter = layer._parameters.get(name)
+        if declared is None or parameter is None or not _is_wider(declared.dtype, parameter.dtype):
             continue
-        former[name] = held.dtype
-        held.data = torch.empty(held.shape, dtype=own.dtype, device=held.device)
-    return former
+        former_dtypes[name] = parameter.dtype
+        parameter.data = torch.empty(parameter.shape, dtype=declared.dtype, device=parameter.device)
+    return former_dtypes
 
 
-def narrow(layer: nn.Module, former: Mapping[str, torch.dtype]) -> None:
-    """Round the floats of ``layer`` to the dtypes that vLLM had made them in."""
-    for name, dtype in former.items():
-        held = layer.get_parameter(name)
-        held.data = held.data.to(dtype)
+def narrow(layer: nn.Module, former_dtypes: Mapping[str, torch.dtype]) -> None:
+    """Round the parameters of ``layer`` to the dtypes in which vLLM had created them."""
+    for name, dtype in former_dtypes.items():
+        parameter = layer.get_parameter(name)
+        parameter.data = parameter.data.to(dtype)
 
 
-def _is_wider(one: torch.dtype, other: torch.dtype) -> bool:
-    floats = one.is_floating_point and other.is_floating_point
-    return floats and one.itemsize > other.itemsize
+def _is_wider(declared: torch.dtype, actual: torch.dtype) -> bool:
+    floats = declared.is_floating_point and actual.is_floating_point
+    return floats and declared.itemsize > actual.itemsize
 
 
-def _form(name: str, own: nn.Parameter, held: Tensor | None, num_parts: int) -> Tensor:
-    """Return ``held`` in the shape and dtype of ``own``."""
-    facts: dict[str, Any] = vars(own)
+def _converted(name: str, declared: nn.Parameter, loaded: Tensor | None, num_parts: int) -> Tensor:
+    """Return ``loaded`` in the shape and dtype of ``declared``, or its default if None."""
+    attributes: dict[str, Any] = vars(declared)
     if name == _SIZES:
-        sizes: Tensor = facts["sample"](torch.Generator())
+        sizes: Tensor = attributes["sample"](torch.Generator())
         return sizes
-    if held is None:
-        if "default" not in facts:
+    if loaded is None:
+        if "default" not in attributes:
             raise ConfigError(f"vLLM holds no {name}")
-        default = facts["default"]
-        return default() if callable(default) else torch.full(own.shape, default, dtype=own.dtype)
-    if own.dtype != held.dtype and not (own.is_floating_point() and held.is_floating_point()):
-        raise ConfigError(f"vLLM holds {name} as {held.dtype}, not {own.dtype}")
-    data = held.detach()
-    if facts.get("per_part") and data.numel() * num_parts == own.numel():
+        default = attributes["default"]
+        return (
+            default()
+            if callable(default)
+            else torch.full(declared.shape, default, dtype=declared.dtype)
+        )
+    if declared.dtype != loaded.dtype and not (
+        declared.is_floating_point() and loaded.is_floating_point()
+    ):
+        raise ConfigError(f"vLLM holds {name} as {loaded.dtype}, not {declared.dtype}")
+    data = loaded.detach()
+    if attributes.get("per_part") and data.numel() * num_parts == declared.numel():
         data = data.reshape(-1).repeat(num_parts)
-    if data.numel() != own.numel() or _without_ones(data) != _without_ones(own):
-        raise ConfigError(f"vLLM holds {name} as {list(data.shape)}, not {list(own.shape)}")
-    return data.reshape(own.shape).to(own.dtype)
+    if data.numel() != declared.numel() or _without_ones(data) != _without_ones(declared):
+        raise ConfigError(f"vLLM holds {name} as {list(data.shape)}, not {list(declared.shape)}")
+    return data.reshape(declared.shape).to(declared.dtype)
 
 
 def _without_ones(tensor: Tensor) -> list[int]:

@@ -12,8 +12,8 @@ def report(
     path: Annotated[Path, typer.Argument(help="The file that a worker's log line names.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what a worker of vLLM runs on kernels that were chosen here, and why the rest is not."""
+    """Show which layers of a vLLM worker run on kernels of interposer, and why others do not."""
     from interposer_vllm._report import Report
 
-    found = Report.read(path)
-    print(found.to_json() if as_json else found)
+    worker_report = Report.read(path)
+    print(worker_report.to_json() if as_json else worker_report)

@@ -1,4 +1,4 @@
-"""vLLM as a host of kernels: its layers, built with the seams taken, compute cases of ops."""
+"""vLLM as a host of kernels: patched vLLM layers compute the test cases of ops."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from interposer.errors import ConfigError
 from interposer_testing import Host
-from interposer_vllm._seams.loading import take_layers
+from interposer_vllm._patches.loading import patch_layers
+from interposer_vllm._patching import VERDICTS
 from interposer_vllm._session import closed_session, session
-from interposer_vllm._taking import TAKEN
 from interposer_vllm.register import register
 
 __all__ = ["VLLM"]
 
-# By op, the seam that puts kernels into the layers.
+# By op: the patch that puts kernels into vLLM's layers, and the names of these layers.
 _LAYERS = {
     "linear": ("linear", ("RowParallelLinear", "ColumnParallelLinear")),
     "rms_norm": ("elementwise", ("RMSNorm",)),
@@ -32,10 +32,10 @@ _numbers = itertools.count()
 
 
 class VLLM(Host):
-    """Builds single layers of vLLM, without an engine around them."""
+    """Builds single vLLM layers without an engine around them."""
 
     def __init__(self) -> None:
-        """Take the seams, as each of vLLM's processes does.
+        """Apply all patches, as each process of vLLM does.
 
         Raises: ConfigError: vLLM is not installed.
         """
@@ -46,26 +46,26 @@ class VLLM(Host):
                 f"vLLM cannot be imported: {error}. Try: install it beside interposer-vllm"
             ) from error
         register()
-        take_layers()
+        patch_layers()
         self._version = str(vllm.__version__)
 
     @property
     def version(self) -> str:
-        """Name and version of the engine."""
+        """The name and version of the engine, such as ``vllm 0.32.0``."""
         return f"vllm {self._version}"
 
     def layers(self, op: str) -> tuple[str, ...]:
-        """Return the layers that compute ``op``; none where their seam was refused."""
-        seam, layers = _LAYERS.get(op, ("", ()))
-        return layers if TAKEN.get(seam) else ()
+        """Return the names of the vLLM layers that compute ``op``, empty if the patch failed."""
+        patch, layers = _LAYERS.get(op, ("", ()))
+        return layers if VERDICTS.get(patch) else ()
 
     def compute(self, layer: str, op: str, arguments: Mapping[str, Any]) -> Any:
-        """Return ``op`` by a new layer, whose weights are loaded as those of a checkpoint.
+        """Build a vLLM layer, load its weights as from a checkpoint, and return its output.
 
-        Raises: ConfigError: the layer stays vLLM's own; the reason is that of the report.
+        Raises: ConfigError: vLLM's own kernel would compute the layer; the text has the reason.
         """
-        compute = _COMPUTED.get(op, _product)
-        with _alone(), torch.no_grad():
+        compute = _COMPUTE_BY_OP.get(op, _compute_linear)
+        with _layer_context(), torch.no_grad():
             result, place = compute(layer, **arguments)
             if place not in session().taken:
                 reason = session().kept.get(place, "it was not asked")
@@ -73,11 +73,13 @@ class VLLM(Host):
         return result
 
 
-def _product(layer: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, str]:
+def _compute_linear(
+    layer: str, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, str]:
     import vllm.model_executor.layers.linear as linears
 
     prefix = f"cases.{next(_numbers)}"
-    built = getattr(linears, layer)(
+    vllm_layer = getattr(linears, layer)(
         weight.shape[1],
         weight.shape[0],
         bias=bias is not None,
@@ -86,39 +88,39 @@ def _product(layer: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> tupl
         return_bias=False,
         disable_tp=True,
     )
-    built.weight.weight_loader(built.weight, weight)
+    vllm_layer.weight.weight_loader(vllm_layer.weight, weight)
     if bias is not None:
-        built.bias.weight_loader(built.bias, bias)
-    built.quant_method.process_weights_after_loading(built)
-    return built(x), prefix
+        vllm_layer.bias.weight_loader(vllm_layer.bias, bias)
+    vllm_layer.quant_method.process_weights_after_loading(vllm_layer)
+    return vllm_layer(x), prefix
 
 
-def _normalised(layer: str, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, str]:
+def _compute_rms_norm(layer: str, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, str]:
     from vllm.model_executor.layers.layernorm import RMSNorm
 
-    built = RMSNorm(len(weight), eps, dtype=weight.dtype)
-    built.weight.data.copy_(weight)
-    return built(x), f"{layer} of {len(weight)}"
+    vllm_layer = RMSNorm(len(weight), eps, dtype=weight.dtype)
+    vllm_layer.weight.data.copy_(weight)
+    return vllm_layer(x), f"{layer} of {len(weight)}"
 
 
-def _gated(layer: str, x: Tensor) -> tuple[Tensor, str]:
+def _compute_silu_and_mul(layer: str, x: Tensor) -> tuple[Tensor, str]:
     from vllm.model_executor.layers.activation import SiluAndMul
 
     return SiluAndMul()(x), f"{layer} of {x.shape[-1] // 2}"
 
 
-_COMPUTED: Mapping[str, Callable[..., tuple[Tensor, str]]] = {
-    "rms_norm": _normalised,
-    "silu_and_mul": _gated,
+_COMPUTE_BY_OP: Mapping[str, Callable[..., tuple[Tensor, str]]] = {
+    "rms_norm": _compute_rms_norm,
+    "silu_and_mul": _compute_silu_and_mul,
 }
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """Build layers outside of an engine, with a session of the configuration in force."""
+def _layer_context() -> Iterator[None]:
+    """Set up a vLLM configuration and a fresh session, to build layers without an engine."""
     from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
 
-    # Norms and activations are themselves only where nothing compiles them.
+    # With compilation, vLLM would not call the patched norms and activations.
     eager = CompilationConfig(mode=0, custom_ops=["all"])
     with set_current_vllm_config(VllmConfig(compilation_config=eager)), closed_session():
         _form_group()
@@ -127,11 +129,12 @@ def _alone() -> Iterator[None]:
 
 @cache
 def _form_group() -> None:
-    """Make this process the only one of its group, of which layers ask their rank."""
+    """Initialize a process group of one: vLLM's parallel layers ask the group for their rank."""
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
-    # A file that all processes of the group meet at; this one has met itself when it is removed.
+    # All processes of a group meet at this file. The only process of this group needs the file
+    # during the initialization alone.
     with TemporaryDirectory() as folder:
-        place = f"file://{Path(folder, 'group')}"
-        init_distributed_environment(1, 0, place, local_rank=0, backend="gloo")
+        init_method = f"file://{Path(folder, 'group')}"
+        init_distributed_environment(1, 0, init_method, local_rank=0, backend="gloo")
         initialize_model_parallel()

@@ -1,4 +1,4 @@
-"""Records of vLLM's ops as kernels. Neither this module nor what it imports needs torch or vLLM."""
+"""Records that declare vLLM's ops as kernels; importing them needs neither torch nor vLLM."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ INTERPOSER_API = ">=1.0,<2"
 
 _OPS = "interposer_vllm._ops"
 _FLOATS = ("float32", "bfloat16", "float16")
-# The ops have no fake kernels of their own, and nothing is known of what a compiler may do to them.
+# vLLM registers no fake kernels for these ops, so torch's compiler must not look into them.
 _OPAQUE = frozenset({"opaque"})
 _DETERMINISTIC = _OPAQUE | {"deterministic"}
-# Kernels that were written for the processor go before, torch's own behind.
+# Below kernels that are written for the processor, above torch's own.
 _SCORE = 4.0
-# Loops on processors go by whole vectors.
+# The ops' loops on processors handle whole vectors only.
 _VECTOR = Dim(multiple_of=16)
 _X86 = frozenset({"x86_64"})
-# Nobody has run these on a GPU: what is proven goes before them, unless they are wished for or were
-# measured on the host.
-_NOWHERE: frozenset[str] = frozenset()
+# These were never run on a GPU. Proven kernels rank above them, unless the user prefers these or
+# the host has measured them.
+_NOT_PROVEN: frozenset[str] = frozenset()
 _GPUS = ("cuda", "rocm")
 
 
 @hookimpl
 def interposer_records() -> list[Record]:
-    """Return the kernels of processors, which were compared with the references, and of GPUs."""
-    return [*_on_processors(), *_on_gpus()]
+    """Declare vLLM's ops as kernels: those for CPUs, proven against the references, then GPUs."""
+    return [*_cpu_kernels(), *_gpu_kernels()]
 
 
-def _on_processors() -> list[Record]:
+def _cpu_kernels() -> list[Record]:
     hidden, inner = {"hidden_size": _VECTOR}, {"intermediate_size": _VECTOR}
     symmetric = {**hidden, "asymmetric": Dim(one_of=(False,))}
     tanh = {**inner, "approximate": Dim(one_of=("tanh",))}
     return [
-        _on_processor("rms_norm", "elementwise", "rms_norm", hidden),
-        _on_processor("fused_add_rms_norm", "elementwise", "fused_add_rms_norm", hidden),
-        _on_processor("silu_and_mul", "elementwise", "silu_and_mul", inner),
-        _on_processor("gelu_and_mul", "elementwise", "gelu_and_mul", inner),
-        _on_processor("gelu", "elementwise", "gelu", tanh),
-        _on_processor("quick_gelu", "elementwise", "quick_gelu", inner),
-        _on_processor("rotary_embedding", "rotary", "rotary", {}, ("float32",)),
-        _on_processor("rotary_embedding_interleaved", "rotary", "rotary", {}, ("float32",)),
-        # A zero point is added before the quotient is rounded, which makes another code of a tie.
-        _on_processor("quantize_int8_static", "quantizers", "static_int8", symmetric),
-        _on_processor("quantize_int8_per_token", "quantizers", "dynamic_int8", hidden),
-        # Of float16 it ends the process where the processor cannot multiply matrices of it.
+        _cpu_kernel("rms_norm", "elementwise", "rms_norm", hidden),
+        _cpu_kernel("fused_add_rms_norm", "elementwise", "fused_add_rms_norm", hidden),
+        _cpu_kernel("silu_and_mul", "elementwise", "silu_and_mul", inner),
+        _cpu_kernel("gelu_and_mul", "elementwise", "gelu_and_mul", inner),
+        _cpu_kernel("gelu", "elementwise", "gelu", tanh),
+        _cpu_kernel("quick_gelu", "elementwise", "quick_gelu", inner),
+        _cpu_kernel("rotary_embedding", "rotary", "rotary", {}, ("float32",)),
+        _cpu_kernel("rotary_embedding_interleaved", "rotary", "rotary", {}, ("float32",)),
+        # With a zero point the op rounds after adding it, so that ties round to another value.
+        _cpu_kernel("quantize_int8_static", "quantizers", "static_int8", symmetric),
+        _cpu_kernel("quantize_int8_per_token", "quantizers", "dynamic_int8", hidden),
+        # In float16 the op aborts the process on processors without float16 matmul instructions.
         Kernel(
             "linear",
             "linear_vllm",
@@ -57,7 +57,7 @@ def _on_processors() -> list[Record]:
                 dtypes=("bfloat16",),
                 dims={"in_features": Dim(multiple_of=32), "out_features": Dim(multiple_of=32)},
             ),
-            predicate=f"{_OPS}.judges:judge_packed_linear",
+            predicate=f"{_OPS}.predicates:check_packed_linear",
             prepare=f"{_OPS}.linear:prepare",
             score=_SCORE,
             properties=_DETERMINISTIC,
@@ -66,8 +66,8 @@ def _on_processors() -> list[Record]:
     ]
 
 
-def _on_processor(
-    op: str, module: str, judge: str, dims: dict[str, Dim], dtypes: tuple[str, ...] = _FLOATS
+def _cpu_kernel(
+    op: str, module: str, predicate: str, dims: dict[str, Dim], dtypes: tuple[str, ...] = _FLOATS
 ) -> Kernel:
     return Kernel(
         op,
@@ -75,14 +75,14 @@ def _on_processor(
         f"{_OPS}.{module}:{op}",
         "cpu",
         Requires(dtypes=dtypes, dims=dims),
-        predicate=f"{_OPS}.judges:judge_{judge}",
+        predicate=f"{_OPS}.predicates:check_{predicate}",
         score=_SCORE,
         properties=_DETERMINISTIC,
         proven_on=_X86,
     )
 
 
-def _on_gpus() -> list[Record]:
+def _gpu_kernels() -> list[Record]:
     return [
         Kernel(
             op,
@@ -90,10 +90,10 @@ def _on_gpus() -> list[Record]:
             f"{_OPS}.elementwise:{op}",
             platform,
             Requires(dtypes=_FLOATS),
-            predicate=f"{_OPS}.judges:judge_{op}",
+            predicate=f"{_OPS}.predicates:check_{op}",
             score=_SCORE,
             properties=_OPAQUE,
-            proven_on=_NOWHERE,
+            proven_on=_NOT_PROVEN,
         )
         for platform in _GPUS
         for op in ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "gelu_and_mul")

@@ -1,4 +1,4 @@
-"""The entry point of ``vllm.general_plugins``: vLLM calls ``register`` in each of its processes."""
+"""The entry point in ``vllm.general_plugins``: vLLM calls ``register`` in each of its processes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Take the first seams if this vLLM looks as expected; again, it does nothing.
+    """Apply the early patches if this version of vLLM is supported; repeated calls do nothing.
 
-    Those of layers are taken when a model is loaded.
-
-    Nothing is raised. ``VLLM_PLUGINS`` without ``interposer`` keeps vLLM from calling it.
+    The patches of layers are applied when vLLM loads a model. No error is raised: a failure is
+    logged and vLLM runs unchanged. Set ``VLLM_PLUGINS`` without ``interposer`` to turn this off.
     """
     try:
         import vllm
 
-        from interposer_vllm._seams import FIRST
-        from interposer_vllm._taking import take_seams
+        from interposer_vllm._patches import EARLY_PATCHES
+        from interposer_vllm._patching import apply_patches
 
-        take_seams(FIRST, vllm.__version__)
+        apply_patches(EARLY_PATCHES, vllm.__version__)
     except foreign_errors() as error:
         logging.getLogger("vllm.interposer").warning(
             "interposer: nothing is taken over: %s", described(error)

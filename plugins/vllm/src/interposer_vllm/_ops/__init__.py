@@ -1,1 +1,1 @@
-"""Ops that vLLM registers in torch, as kernels of ops here."""
+"""Ops that vLLM registers in torch, as kernels of interposer's ops."""

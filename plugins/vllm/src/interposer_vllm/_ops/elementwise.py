@@ -1,6 +1,6 @@
-"""Activations and norms by vLLM's ops, which write into tensors that they are given.
+"""Activations and norms by vLLM's ops, which write their results into given tensors.
 
-Dimensions: T tokens, H hidden size, I intermediate size.
+Shapes: T tokens, H hidden size, I intermediate size.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _GATED_GELU = {"none": "_C::gelu_and_mul", "tanh": "_C::gelu_tanh_and_mul"}
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute ``rms_norm``."""
+    """Scale each row of ``x`` to unit root mean square, then by ``weight``."""
     rows = x.contiguous()
     out = torch.empty_like(rows)
     if rows.numel():
@@ -33,7 +33,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute ``fused_add_rms_norm``, on copies: the op writes over both of its operands."""
+    """Add ``residual`` to ``x`` and normalise the sum; returns both the norm and the sum.
+
+    The op overwrites both of its operands, so it gets copies.
+    """
     y = x.clone(memory_format=torch.contiguous_format)
     total = residual.clone(memory_format=torch.contiguous_format)
     if y.numel():
@@ -42,22 +45,22 @@ def fused_add_rms_norm(
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """Compute ``silu_and_mul``."""
+    """Multiply SiLU of the first half of ``x`` by the second half."""
     return _gated("_C::silu_and_mul", x)
 
 
 def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
-    """Compute ``gelu_and_mul``."""
+    """Multiply GELU of the first half of ``x`` by the second half."""
     return _gated(_GATED_GELU[approximate], x)
 
 
 def gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
-    """Compute ``gelu`` by its approximation; no other is accepted."""
+    """Apply GELU in its tanh approximation, the only one that the predicate accepts."""
     return _single("_C::gelu_tanh", x)
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """Compute ``quick_gelu``."""
+    """Apply x * sigmoid(1.702 x)."""
     return _single("_C::gelu_quick", x)
 
 

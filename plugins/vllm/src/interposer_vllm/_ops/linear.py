@@ -1,4 +1,4 @@
-"""``linear`` by vLLM's product of packed weights. T tokens, I input, O output features."""
+"""``linear`` by vLLM's matmul with packed weights. T tokens, I input, O output features."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ __all__ = ["linear", "prepare"]
 
 
 def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
-    """Return the weight in the layout of matrix instructions, and the bias as float32."""
+    """Pack the weight into the layout of matrix instructions, and convert the bias to float32."""
     packed = op("_C::convert_weight_packed")(weight.contiguous())
     return {"weight": packed, "bias": None if bias is None else bias.float()}
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Compute ``linear`` of constants that ``prepare`` has returned."""
+    """Multiply ``x`` ``[..., I]`` by a packed weight, and add the bias if there is one.
+
+    Args:
+        weight: packed by ``prepare``.
+        bias: converted by ``prepare``.
+    """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     out = x.new_empty((len(rows), len(weight)))
     if len(rows):

@@ -1,7 +1,4 @@
-"""Quantizers of activations to int8 by vLLM's ops. H hidden size.
-
-The ops take a matrix of rows and nothing else.
-"""
+"""Quantization of activations to int8 by vLLM's ops, which accept 2-D tensors only."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ __all__ = ["quantize_int8_per_token", "quantize_int8_static"]
 def quantize_int8_static(
     x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None
 ) -> torch.Tensor:
-    """Compute ``quantize_int8_static`` without a zero point; no other is accepted."""
+    """Quantize ``x`` by a given scale, without a zero point: the record accepts no other."""
     rows = x.contiguous()
     out = torch.empty(rows.shape, dtype=torch.int8, device=x.device)
     if rows.numel():
@@ -24,13 +21,13 @@ def quantize_int8_static(
 
 
 def quantize_int8_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute ``quantize_int8_per_token``."""
+    """Quantize each row of ``x`` by a scale of its own; returns int8 values and float32 scales."""
     rows = x.contiguous()
     out = torch.empty(rows.shape, dtype=torch.int8, device=x.device)
     scale = torch.empty((*rows.shape[:-1], 1), dtype=torch.float32, device=x.device)
     if rows.numel():
         op("_C::dynamic_scaled_int8_quant")(_matrix(out), _matrix(rows), _matrix(scale), None)
-    # The op has 0 for a row of zeros, by which nothing can be divided.
+    # The op returns the scale 0 for a row of zeros; interposer's op promises a nonzero scale.
     return out, scale.masked_fill_(scale == 0, 1)
 
 

@@ -1,4 +1,7 @@
-"""Rotary embedding by vLLM's op. T tokens, N heads, K kv heads, D head size, R rotated size."""
+"""Rotary embedding by vLLM's op.
+
+Shapes: T tokens, N heads, K kv heads, D head size, R rotated size.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +15,26 @@ __all__ = ["rotary_embedding", "rotary_embedding_interleaved"]
 def rotary_embedding(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute ``rotary_embedding``."""
+    """Rotate query and key; dimensions i and i + R/2 form a pair."""
     return _rotated(query, key, cos, sin, halves=True)
 
 
 def rotary_embedding_interleaved(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute ``rotary_embedding_interleaved``."""
+    """Rotate query and key; dimensions 2 i and 2 i + 1 form a pair."""
     return _rotated(query, key, cos, sin, halves=False)
 
 
 def _rotated(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, halves: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate copies in place: the angles of a token are the row of its number in the table."""
+    """Rotate copies of query and key, as the op works in place."""
     rotated = [t.clone(memory_format=torch.contiguous_format) for t in (query, key)]
     if len(query):
+        # vLLM looks angles up by position. Here row t of the table has the angles of token t.
         table = torch.cat((cos, sin), dim=-1)
-        places = torch.arange(len(query), device=query.device)
+        positions = torch.arange(len(query), device=query.device)
         flat = (t.flatten(1) for t in rotated)
-        op("_C::rotary_embedding")(places, *flat, query.shape[-1], table, halves)
+        op("_C::rotary_embedding")(positions, *flat, query.shape[-1], table, halves)
     return rotated[0], rotated[1]

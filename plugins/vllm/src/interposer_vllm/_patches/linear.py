@@ -1,13 +1,13 @@
-"""Linear layers: out-of-tree classes in the place of vLLM's, which are built by name."""
+"""The patch for linear layers: out-of-tree subclasses that vLLM builds instead."""
 
 from __future__ import annotations
 
 from interposer import Verdict
-from interposer_vllm._methods import adopt
+from interposer_vllm._methods import adopt_linear
+from interposer_vllm._patch import Member, Patch
 from interposer_vllm._replacement import replace_layers
-from interposer_vllm._seam import Member, Seam
 
-__all__ = ["SEAM"]
+__all__ = ["PATCH"]
 
 _LINEAR = "vllm.model_executor.layers.linear"
 _NAMES = (
@@ -19,11 +19,11 @@ _NAMES = (
 )
 
 
-def _take() -> Verdict:
-    return replace_layers(_LINEAR, dict.fromkeys(_NAMES, adopt))
+def _apply() -> Verdict:
+    return replace_layers(_LINEAR, dict.fromkeys(_NAMES, adopt_linear))
 
 
-SEAM = Seam(
+PATCH = Patch(
     name="linear",
     members=(
         Member(
@@ -36,6 +36,6 @@ SEAM = Seam(
         Member(f"{_LINEAR}:ColumnParallelLinear.forward", "(self, input_)"),
         Member("vllm.config:get_current_vllm_config", "()"),
     ),
-    take=_take,
-    stays="Linear layers",
+    apply=_apply,
+    scope="Linear layers",
 )

@@ -1,17 +1,17 @@
-"""GPTQ checkpoints that vLLM refuses by their configuration, of which kernels here read more."""
+"""The patch for GPTQ checkpoints that vLLM refuses although interposer has kernels for them."""
 
 from __future__ import annotations
 
 from interposer import Verdict
-from interposer_vllm._seam import Member, Seam
+from interposer_vllm._patch import Member, Patch
 
-__all__ = ["SEAM"]
+__all__ = ["PATCH"]
 
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
 _GPTQ = f"{_QUANTIZATION}.auto_gptq"
 
 
-def _take() -> Verdict:
+def _apply() -> Verdict:
     from vllm.model_executor.layers.quantization import (
         get_quantization_config,
         register_quantization_config,
@@ -21,17 +21,17 @@ def _take() -> Verdict:
 
     from interposer_vllm._gptq import GPTQConfig
 
-    # Under this name vLLM reads checkpoints of ``gptq``.
+    # vLLM maps checkpoints of the method ``gptq`` to this name.
     name = AutoGPTQConfig.get_name()
-    found = get_quantization_config(name)
-    if found is not AutoGPTQConfig:
-        return Verdict.refuse(f"another plugin has replaced it by {found.__qualname__}")
+    registered = get_quantization_config(name)
+    if registered is not AutoGPTQConfig:
+        return Verdict.refuse(f"another plugin has replaced it by {registered.__qualname__}")
     if current_platform.is_cpu():
         register_quantization_config(name)(GPTQConfig)
     return Verdict.accept()
 
 
-SEAM = Seam(
+PATCH = Patch(
     name="gptq",
     members=(
         Member(f"{_QUANTIZATION}:register_quantization_config", "(quantization)"),
@@ -50,6 +50,6 @@ SEAM = Seam(
             "(config, layer, prefix, linear_method_cls)",
         ),
     ),
-    take=_take,
-    stays="Refusals of GPTQ checkpoints",
+    apply=_apply,
+    scope="Refusals of GPTQ checkpoints",
 )

@@ -1,20 +1,20 @@
-"""Attention on CPUs: a backend in the place of vLLM's, over the same cache."""
+"""The patch for attention on CPUs: a backend that replaces vLLM's and shares its KV cache."""
 
 from __future__ import annotations
 
 from interposer import Verdict
-from interposer_vllm._seam import Member, Seam
+from interposer_vllm._patch import Member, Patch
 
-__all__ = ["SEAM"]
+__all__ = ["PATCH"]
 
 _REGISTRY = "vllm.v1.attention.backends.registry"
 _CPU = "vllm.v1.attention.backends.cpu_attn"
-_FACTS = (
+_INIT = (
     "(self, num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, "
     "kv_cache_dtype, logits_soft_cap=None, attn_type=<AttentionType.DECODER: 'decoder'>, "
     "kv_sharing_target_layer_name=None, sinks=None)"
 )
-_STEP = (
+_FORWARD = (
     "(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, "
     "output_block_scale=None)"
 )
@@ -25,7 +25,7 @@ _METADATA = (
 )
 
 
-def _take() -> Verdict:
+def _apply() -> Verdict:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     entry = AttentionBackendEnum.CPU_ATTN
@@ -35,13 +35,13 @@ def _take() -> Verdict:
     return Verdict.accept()
 
 
-SEAM = Seam(
+PATCH = Patch(
     name="attention",
     members=(
         Member(f"{_REGISTRY}:register_backend", "(backend, class_path=None, is_mamba=False)"),
         Member(f"{_REGISTRY}:AttentionBackendEnum.is_overridden", "(self)"),
-        Member(f"{_CPU}:CPUAttentionBackendImpl.__init__", _FACTS),
-        Member(f"{_CPU}:CPUAttentionBackendImpl.forward", _STEP),
+        Member(f"{_CPU}:CPUAttentionBackendImpl.__init__", _INIT),
+        Member(f"{_CPU}:CPUAttentionBackendImpl.forward", _FORWARD),
         Member(
             f"{_CPU}:CPUAttentionBackendImpl.do_kv_cache_update",
             "(self, layer, key, value, kv_cache, slot_mapping)",
@@ -59,6 +59,6 @@ SEAM = Seam(
             "vllm.config:get_layers_from_vllm_config", "(vllm_config, layer_type, layer_names=None)"
         ),
     ),
-    take=_take,
-    stays="Attention layers",
+    apply=_apply,
+    scope="Attention layers",
 )

@@ -1,7 +1,7 @@
-"""The key of compiled models on disk, to which the choices of this process are added.
+"""The patch for the cache key of compiled models, which gets the choices of this process.
 
-vLLM names what it compiled by its settings and by what is registered as its environment variables.
-That layers were replaced, and by which kernels, is neither.
+vLLM derives the key from its settings and from the functions that are registered as environment
+variables. Neither says which layers were replaced, nor by which kernels.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from typing import Any
 
 from interposer import Verdict
 from interposer_vllm._compiled_with import compiled_with
-from interposer_vllm._seam import Member, Seam
+from interposer_vllm._patch import Member, Patch
 
-__all__ = ["SEAM"]
+__all__ = ["PATCH"]
 
 FACTOR = "interposer"
-"""The name among the factors, which no variable of vLLM has."""
+"""The name of the added factor, chosen so that no variable of vLLM has the same name."""
 
 
-def _take() -> Verdict:
+def _apply() -> Verdict:
     from vllm import envs
 
     factors: dict[str, Any] = envs.environment_variables
@@ -31,9 +31,9 @@ def _take() -> Verdict:
     return Verdict.accept()
 
 
-SEAM = Seam(
+PATCH = Patch(
     name="compiled",
     members=(Member("vllm.envs:compile_factors", "()"),),
-    take=_take,
-    stays="Names of compiled models",
+    apply=_apply,
+    scope="Names of compiled models",
 )

@@ -1,19 +1,19 @@
-"""Routed experts: an out-of-tree class in the place of vLLM's, which is built by name."""
+"""The patch for routed experts: an out-of-tree subclass that vLLM builds instead."""
 
 from __future__ import annotations
 
 from interposer import Verdict
 from interposer_vllm._experts import adopt_experts
+from interposer_vllm._patch import Member, Patch
 from interposer_vllm._replacement import replace_layers
-from interposer_vllm._seam import Member, Seam
 
-__all__ = ["SEAM"]
+__all__ = ["PATCH"]
 
-_MIXTURE = "vllm.model_executor.layers.fused_moe"
-_LAYER = f"{_MIXTURE}.routed_experts"
+_FUSED_MOE = "vllm.model_executor.layers.fused_moe"
+_LAYER = f"{_FUSED_MOE}.routed_experts"
 _METHOD = "UnquantizedFusedMoEMethod"
-_PLAIN = f"{_MIXTURE}.unquantized_fused_moe_method:{_METHOD}"
-_BUILT = (
+_PLAIN = f"{_FUSED_MOE}.unquantized_fused_moe_method:{_METHOD}"
+_INIT = (
     "(self, layer_name, params_dtype, moe_config, quant_config, expert_map_manager, "
     "ckpt_gate_proj_name='gate_proj', ckpt_down_proj_name='down_proj', "
     "ckpt_up_proj_name='up_proj', is_fused_checkpoint_transposed=False, renormalize=True, "
@@ -22,7 +22,7 @@ _BUILT = (
     "swiglu_limit=None, swiglu_alpha=None, swiglu_beta=None, e_score_correction_bias=None, "
     "apply_router_weight_on_input=False)"
 )
-_FACTS = (
+_MOE_CONFIG = (
     "(num_experts, experts_per_token, hidden_dim, intermediate_size, num_local_experts, "
     "num_logical_experts, activation, device, routing_method, moe_parallel_config, in_dtype, "
     "router_logits_dtype=None, hidden_dim_unpadded=None, "
@@ -35,15 +35,15 @@ _FACTS = (
     "rocm_aiter_fmoe_enabled=False, aiter_fmoe_shared_expert_enabled=False, "
     "use_mxfp4_w4a4_dsv4=False)"
 )
-_PARALLEL = (
+_PARALLEL_CONFIG = (
     "(tp_size, pcp_size, dp_size, ep_size, tp_rank, pcp_rank, dp_rank, ep_rank, sp_size, use_ep, "
     "all2all_backend, enable_eplb)"
 )
-_ROUTED = "(self, x, topk_weights, topk_ids, shared_experts=None, shared_experts_input=None)"
-_APPLIED = "(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)"
+_FORWARD = "(self, x, topk_weights, topk_ids, shared_experts=None, shared_experts_input=None)"
+_APPLY = "(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)"
 
 
-def _take() -> Verdict:
+def _apply() -> Verdict:
     from vllm.model_executor.custom_op import op_registry_oot
 
     if _METHOD in op_registry_oot:
@@ -51,22 +51,22 @@ def _take() -> Verdict:
     return replace_layers(_LAYER, {"RoutedExperts": adopt_experts})
 
 
-SEAM = Seam(
+PATCH = Patch(
     name="experts",
     members=(
         Member(
             "vllm.model_executor.custom_op:PluggableLayer.register_oot",
             "(_decorated_layer_cls=None, name=None)",
         ),
-        Member(f"{_LAYER}:RoutedExperts.__init__", _BUILT),
-        Member(f"{_LAYER}:RoutedExperts.forward_modular", _ROUTED),
-        Member(f"{_PLAIN}.apply", _APPLIED),
+        Member(f"{_LAYER}:RoutedExperts.__init__", _INIT),
+        Member(f"{_LAYER}:RoutedExperts.forward_modular", _FORWARD),
+        Member(f"{_PLAIN}.apply", _APPLY),
         Member(f"{_PLAIN}.process_weights_after_loading", "(self, layer)"),
         Member(f"{_PLAIN}.get_fused_moe_quant_config", "(self, layer)"),
-        Member(f"{_MIXTURE}.config:FusedMoEConfig", _FACTS),
-        Member(f"{_MIXTURE}.config:FusedMoEParallelConfig", _PARALLEL),
+        Member(f"{_FUSED_MOE}.config:FusedMoEConfig", _MOE_CONFIG),
+        Member(f"{_FUSED_MOE}.config:FusedMoEParallelConfig", _PARALLEL_CONFIG),
         Member("vllm.config:get_current_vllm_config", "()"),
     ),
-    take=_take,
-    stays="Experts of mixtures",
+    apply=_apply,
+    scope="Experts of mixtures",
 )

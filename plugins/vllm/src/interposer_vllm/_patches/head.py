@@ -1,24 +1,24 @@
-"""The head and the table of embeddings, also by out-of-tree classes."""
+"""The patch for the LM head and the embedding table: out-of-tree subclasses."""
 
 from __future__ import annotations
 
 from interposer import Verdict
 from interposer_vllm._head import adopt_head, adopt_table
+from interposer_vllm._patch import Member, Patch
 from interposer_vllm._replacement import replace_layers
-from interposer_vllm._seam import Member, Seam
 
-__all__ = ["SEAM"]
+__all__ = ["PATCH"]
 
 _MODULE = "vllm.model_executor.layers.vocab_parallel_embedding"
 
 
-def _take() -> Verdict:
+def _apply() -> Verdict:
     return replace_layers(
         _MODULE, {"VocabParallelEmbedding": adopt_table, "ParallelLMHead": adopt_head}
     )
 
 
-SEAM = Seam(
+PATCH = Patch(
     name="head",
     members=(
         Member(
@@ -32,6 +32,6 @@ SEAM = Seam(
             f"{_MODULE}:UnquantizedEmbeddingMethod.process_weights_after_loading", "(self, layer)"
         ),
     ),
-    take=_take,
-    stays="The head and the table of embeddings",
+    apply=_apply,
+    scope="The head and the table of embeddings",
 )

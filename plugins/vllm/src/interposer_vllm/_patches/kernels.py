@@ -1,26 +1,26 @@
-"""Packed integers for which vLLM has no kernel on CPUs: their layers are built all the same."""
+"""The patch that lets vLLM build layers of packed integers for which it has no CPU kernel."""
 
 from __future__ import annotations
 
 from interposer import Verdict
-from interposer_vllm._seam import Member, Seam
+from interposer_vllm._patch import Member, Patch
 
-__all__ = ["SEAM"]
+__all__ = ["PATCH"]
 
 _KERNELS = "vllm.model_executor.kernels.linear"
 
 
-def _take() -> Verdict:
+def _apply() -> Verdict:
     from vllm.model_executor.kernels.linear import register_linear_kernel
     from vllm.platforms import PlatformEnum
 
-    from interposer_vllm._unserved import Unserved
+    from interposer_vllm._missing_kernel import MissingKernel
 
-    register_linear_kernel(Unserved, PlatformEnum.CPU, "mp")
+    register_linear_kernel(MissingKernel, PlatformEnum.CPU, "mp")
     return Verdict.accept()
 
 
-SEAM = Seam(
+PATCH = Patch(
     name="kernels",
     members=(
         Member(f"{_KERNELS}:register_linear_kernel", "(kernel_class, platform, kernel_type='mp')"),
@@ -37,6 +37,6 @@ SEAM = Seam(
         Member(f"{_KERNELS}:MPLinearKernel.process_weights_after_loading", "(self, layer)"),
         Member(f"{_KERNELS}:MPLinearKernel.apply_weights", "(self, layer, x, bias=None)"),
     ),
-    take=_take,
-    stays="Refusals of packed integers without a kernel of vLLM's",
+    apply=_apply,
+    scope="Refusals of packed integers without a kernel of vLLM's",
 )
