@@ -23,7 +23,7 @@ STEPS = 3
 
 
 @each_format
-def test_numbers_and_sizes_are_those_of_the_library(layout: BlockFormat) -> None:
+def test_formats_agree_with_the_gguf_library(layout: BlockFormat) -> None:
     kind = gguf.GGMLQuantizationType[layout.name.upper()]
     assert kind.value == layout.number
     assert gguf.GGML_QUANT_SIZES[kind] == (layout.size, layout.num_bytes)
@@ -31,7 +31,9 @@ def test_numbers_and_sizes_are_those_of_the_library(layout: BlockFormat) -> None
 
 @each_format
 @given(data=st.data())
-def test_any_bytes_are_the_numbers_of_the_library(layout: BlockFormat, data: st.DataObject) -> None:
+def test_random_bytes_dequantize_as_in_the_gguf_library(
+    layout: BlockFormat, data: st.DataObject
+) -> None:
     num_rows, num_blocks = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
     size = num_rows * num_blocks * layout.num_bytes
     content = data.draw(st.binary(min_size=size, max_size=size))
@@ -45,7 +47,7 @@ def test_any_bytes_are_the_numbers_of_the_library(layout: BlockFormat, data: st.
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"])
-def test_what_the_library_writes_is_near_to_what_it_was_given(name: str) -> None:
+def test_blocks_quantized_by_the_gguf_library_are_close_to_the_floats(name: str) -> None:
     layout = format_named(name)
     values = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))
     rows = gguf.quants.quantize(values.numpy(), gguf.GGMLQuantizationType[name.upper()])
@@ -58,9 +60,9 @@ def test_what_the_library_writes_is_near_to_what_it_was_given(name: str) -> None
 
 
 @each_format
-def test_codes_and_scales_are_the_same_numbers(layout: BlockFormat) -> None:
+def test_quantized_values_times_scales_are_the_dequantized_values(layout: BlockFormat) -> None:
     rows = random_rows(layout, 4, 512, torch.Generator().manual_seed(1))
-    codes, (scale, offset) = layout.codes(rows), layout.scales(rows, torch.float32)
+    codes, (scale, offset) = layout.quantized(rows), layout.scales(rows, torch.float32)
     assert int(codes.min()) >= layout.lowest
     assert int(codes.max()) <= layout.highest
     numbers = codes.float() * scale.repeat_interleave(layout.group_size, 1)
@@ -74,7 +76,7 @@ def test_codes_and_scales_are_the_same_numbers(layout: BlockFormat) -> None:
 def test_the_kernel_agrees_over_several_steps(layout: BlockFormat, dtype: torch.dtype) -> None:
     dims: dict[str, int | float | str | bool] = {
         "in_features": 1024,
-        "out_features": STEPS * kernels.STEP // 1024 - 5,
+        "out_features": STEPS * kernels.STEP_NUMEL // 1024 - 5,
         "stored_as": layout.name,
     }
     case = gguf_linear_sample(dtype, dims, 3, 0)
@@ -83,7 +85,7 @@ def test_the_kernel_agrees_over_several_steps(layout: BlockFormat, dtype: torch.
 
 
 @each_format
-def test_preparation_takes_no_more_memory(layout: BlockFormat) -> None:
+def test_preparation_needs_no_more_memory(layout: BlockFormat) -> None:
     for in_features in (256, 256 + layout.size):
         rows = random_rows(layout, 5, in_features, torch.Generator().manual_seed(0))
         prepared = kernels.in_halves(rows, None, layout.name)["weight"]
@@ -95,7 +97,7 @@ def test_preparation_takes_no_more_memory(layout: BlockFormat) -> None:
 def test_kernels_of_other_ops_agree_over_several_steps(asymmetric: bool) -> None:
     dims: dict[str, int | float | str | bool] = {
         "in_features": 1024,
-        "out_features": STEPS * kernels.STEP // 1024 - 5,
+        "out_features": STEPS * kernels.STEP_NUMEL // 1024 - 5,
         "group_size": 32,
         "num_groups": 32,
         "asymmetric": asymmetric,

@@ -43,7 +43,7 @@ def ops(lm: LanguageModel) -> set[str]:
 
 @pytest.mark.parametrize("stored_as", landing_sample(["f32", "f16", "bf16"], every=3, first=1))
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-def test_floats_give_the_tokens_of_the_directory(
+def test_a_float_file_generates_the_tokens_of_the_model_directory(
     directory: Callable[[str], Path], write: Write, name: str, stored_as: str
 ) -> None:
     source = directory(name)
@@ -55,7 +55,7 @@ def test_floats_give_the_tokens_of_the_directory(
     assert greedy(lm) == greedy(reference)
 
 
-def test_names_are_those_of_the_stream(directory: Callable[[str], Path], write: Write) -> None:
+def test_names_agree_with_the_stream(directory: Callable[[str], Path], write: Write) -> None:
     for stored_as in ("f16", "q4_1"):
         file = GGUFCheckpoint.open(write(directory("qwen2"), stored_as))
         yielded = [name for name, _ in file.stream()]
@@ -74,7 +74,7 @@ def test_names_are_those_of_the_stream(directory: Callable[[str], Path], write: 
         pytest.param("q5_1", marks=pytest.mark.slow),
     ],
 )
-def test_blocks_give_what_their_numbers_give(
+def test_blocks_generate_the_tokens_of_their_dequantized_values(
     directory: Callable[[str], Path], write: Write, dequantize: Dequantize, stored_as: str
 ) -> None:
     """The reference is the same model, of which all numbers are written out in float32."""
@@ -84,7 +84,7 @@ def test_blocks_give_what_their_numbers_give(
 @pytest.mark.parametrize(
     "stored_as", ["q4_k", pytest.param("q5_k", marks=pytest.mark.slow), "q6_k"]
 )
-def test_long_blocks_give_what_their_numbers_give(
+def test_long_blocks_generate_the_tokens_of_their_dequantized_values(
     directory: Callable[[str], Path],
     write: Write,
     requantize: Write,
@@ -123,7 +123,7 @@ def test_a_file_of_mixed_formats_is_read(
     assert checkpoint.num_bytes == sum(tensor.nbytes for tensor in names.values())
 
 
-def test_weights_are_exchanged_in_place(
+def test_weights_are_replaced_in_place(
     directory: Callable[[str], Path], write: Write, requantize: Write
 ) -> None:
     """Of a layer of two formats as well."""
@@ -160,7 +160,7 @@ def test_the_shipped_model_writes_the_same_program(write: Write, stored_as: str)
     assert completion.text == reference.generate(PROMPT, max_new_tokens=TOKENS)[0].text
 
 
-def test_four_bits_cost_little_of_the_shipped_model(write: Write) -> None:
+def test_four_bits_hardly_change_the_shipped_model(write: Write) -> None:
     """Perplexity of its own kind of text; llama.cpp finds the same figures of these files."""
     text = Path(__file__).read_text(encoding="utf-8")[:2000]
     found = {}
@@ -185,7 +185,9 @@ def test_weights_stay_packed(write: Write, stored_as: str, num_bytes: int) -> No
     assert dict(layer.named_parameters()) == {}
 
 
-def test_tensors_are_those_of_the_directory(directory: Callable[[str], Path], write: Write) -> None:
+def test_tensors_agree_with_the_model_directory(
+    directory: Callable[[str], Path], write: Write
+) -> None:
     source = directory("llama")
     stored = load_file(source / "model.safetensors")
     found = dict(GGUFCheckpoint.open(write(source, "f32")).stream())
@@ -298,7 +300,7 @@ def test_every_combination_of_scaling_keys_is_read_by_the_rule_of_llama_cpp(
         ({"tensors": {"blk.0.ffn_up.weight": None}}, CheckpointError, "lacks the tensor 'model."),
     ],
 )
-def test_a_contradiction_is_said(
+def test_contradicting_metadata_is_refused(
     small: Callable[..., Path], changes: dict[str, Any], kind: type[Exception], reason: str
 ) -> None:
     path = small(**changes)
@@ -306,7 +308,7 @@ def test_a_contradiction_is_said(
         loaded(path)
 
 
-def test_a_scale_that_is_no_number_is_refused(small: Callable[..., Path]) -> None:
+def test_a_scale_that_is_not_finite_is_refused(small: Callable[..., Path]) -> None:
     path = small()
     file = gguf.GGUFReader(path, "r+")
     stored = next(t for t in file.tensors if t.name == "blk.0.ffn_up.weight")
@@ -316,7 +318,7 @@ def test_a_scale_that_is_no_number_is_refused(small: Callable[..., Path]) -> Non
         loaded(path)
 
 
-def test_a_plain_weight_that_is_no_number_is_refused(small: Callable[..., Path]) -> None:
+def test_an_unquantized_weight_that_is_not_finite_is_refused(small: Callable[..., Path]) -> None:
     path = small()
     file = gguf.GGUFReader(path, "r+")
     stored = next(t for t in file.tensors if t.name == "blk.0.attn_norm.weight")
@@ -328,18 +330,18 @@ def test_a_plain_weight_that_is_no_number_is_refused(small: Callable[..., Path])
     load(path, cache_tokens=64, config=Config(weight_check="off"))
 
 
-def test_another_suffix_is_told_what_is_read(tmp_path: Path) -> None:
+def test_an_unknown_suffix_raises_with_the_known_ones(tmp_path: Path) -> None:
     path = tmp_path / "model.ggml"
     path.write_bytes(b"ggml")
     with pytest.raises(CheckpointError, match=r"is not a directory\nTry: .* read: \.gguf"):
         load(path)
 
 
-def test_suffixes_in_capitals_are_the_same(small: Callable[..., Path]) -> None:
+def test_suffixes_ignore_case(small: Callable[..., Path]) -> None:
     assert loaded(small("SMALL.GGUF")).path.name == "SMALL.GGUF"
 
 
-def test_without_the_plugin_nobody_reads_the_file(small: Callable[..., Path]) -> None:
+def test_without_the_plugin_the_file_is_refused(small: Callable[..., Path]) -> None:
     with pytest.raises(CheckpointError, match=r"read: none"):
         load(small(), config=Config(disable=frozenset({"gguf"})))
 
@@ -359,14 +361,14 @@ def test_the_explanation_names_the_format(small: Callable[..., Path]) -> None:
         ({"quant_method": "gguf", "tensors": {"a": "q9"}}, UnknownNameError, "block format 'q9'"),
     ],
 )
-def test_the_scheme_refuses_what_it_does_not_know(
+def test_the_scheme_refuses_unknown_settings(
     settings: dict[str, Any], kind: type[Exception], reason: str
 ) -> None:
     with pytest.raises(kind, match=reason):
         GGUF.parse(settings)
 
 
-def test_texts_are_constrained_as_those_of_the_directory(
+def test_constrained_texts_agree_with_the_model_directory(
     directory: Callable[[str], Path], write: Write
 ) -> None:
     source = directory("llama")

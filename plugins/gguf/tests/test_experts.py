@@ -90,7 +90,7 @@ def matrices(layer: Experts) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("formats", MIXED.values(), ids=MIXED)
-def test_both_ways_compute_what_the_blocks_stand_for(formats: tuple[str | None, ...]) -> None:
+def test_both_methods_agree_with_the_dequantized_blocks(formats: tuple[str | None, ...]) -> None:
     resolver = resolver_of(formats)
     site = Site(resolver, PREFIX, torch.float32)
     layer, expected = Experts(site, SPEC), torch.zeros(3, 256, dtype=torch.float64)
@@ -132,7 +132,7 @@ def copy_blocks(site: Site, holder: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("way", [BlocksExperts, DequantizedExperts])
-def test_blocks_that_are_no_numbers_are_refused(way: type[BlocksExperts]) -> None:
+def test_blocks_that_are_not_finite_are_refused(way: type[BlocksExperts]) -> None:
     resolver = resolver_of(MIXED["two formats"])
     site, layer = Site(resolver, PREFIX, torch.float32), nn.Module()
     assert isinstance(resolver.scheme, GGUF)

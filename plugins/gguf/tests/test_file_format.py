@@ -50,7 +50,7 @@ def refused(tmp_path: Path, content: bytes) -> str:
     return str(raised.value)
 
 
-def test_structure_is_what_the_library_reads(small: Callable[..., Path]) -> None:
+def test_the_structure_agrees_with_the_gguf_library(small: Callable[..., Path]) -> None:
     path = small(**{"x.list": [1.5, -2.0], "x.name": "é", "x.flag": False, "x.words": ["a", ""]})
     file, reader = GGUFFile.open(path), gguf.GGUFReader(path)
     expected = {
@@ -107,17 +107,17 @@ def list_or_value(value: Any) -> Any:
     ],
     ids=lambda value: value if isinstance(value, str) else f"{len(value)} bytes",
 )
-def test_what_is_wrong_is_said(tmp_path: Path, content: bytes, reason: str) -> None:
+def test_corrupt_files_raise_with_the_reason(tmp_path: Path, content: bytes, reason: str) -> None:
     assert reason in refused(tmp_path, content)
 
 
 @pytest.mark.parametrize("value", [0, 3, 2**31])
-def test_an_alignment_is_a_power_of_two(tmp_path: Path, value: int) -> None:
+def test_an_alignment_must_be_a_power_of_two(tmp_path: Path, value: int) -> None:
     entry = text(b"general.alignment") + struct.pack("<II", 4, value)
     assert f"has the alignment {value}" in refused(tmp_path, header(0, 1) + entry)
 
 
-def test_another_alignment_is_followed(tmp_path: Path) -> None:
+def test_an_explicit_alignment_is_used(tmp_path: Path) -> None:
     path = tmp_path / "aligned.gguf"
     entry = text(b"general.alignment") + struct.pack("<II", 4, 8)
     start = header(1, 1) + entry + tensor(shape=(2,))
@@ -126,12 +126,12 @@ def test_another_alignment_is_followed(tmp_path: Path) -> None:
     assert torch.equal(file.read(file.tensors["x"]), torch.tensor([1.5, -2.0]))
 
 
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
+def test_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be read"):
         GGUFFile.open(tmp_path)
 
 
-def test_a_file_that_shrinks_is_noticed(small: Callable[..., Path]) -> None:
+def test_a_file_that_shrinks_raises(small: Callable[..., Path]) -> None:
     path = small()
     checkpoint = GGUFCheckpoint.open(path)
     path.write_bytes(path.read_bytes()[:-100])
@@ -149,7 +149,7 @@ def test_every_truncation_is_refused(small: Callable[..., Path], tmp_path: Path)
             GGUFFile.open(path)
 
 
-def test_an_unsupported_type_is_no_corruption(tmp_path: Path) -> None:
+def test_an_unsupported_type_raises_unsupported_model_error(tmp_path: Path) -> None:
     path = tmp_path / "iq.gguf"
     path.write_bytes(header(1) + tensor(kind=23) + bytes(99))
     with pytest.raises(UnsupportedModelError, match="IQ4_XS"):

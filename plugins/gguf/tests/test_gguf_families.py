@@ -136,7 +136,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize("kind", landing_sample(FIELDS, every=3))
-def test_the_file_is_the_model(folder: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
+def test_the_file_loads_as_the_model(
+    folder: Callable[[str], Path], tmp_path: Path, kind: str
+) -> None:
     source, path = folder(kind), tmp_path / "model.gguf"
     write(source, path, kind)
     options: Any = {"dtype": "float32", "cache_tokens": 64, "max_sequences": 1}
@@ -162,7 +164,7 @@ def test_blocks_of_fused_and_transposed_matrices_are_read(
 
 @pytest.mark.parametrize("stored_as", landing_sample(["F32", "F16", "Q8_0"], every=3, first=2))
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_a_file_with_experts_computes_what_transformers_does(
+def test_a_moe_file_agrees_with_transformers(
     folder: Callable[[str], Path], tmp_path: Path, kind: str, stored_as: str
 ) -> None:
     number = gguf.GGMLQuantizationType[stored_as]
@@ -199,9 +201,7 @@ def test_keys_and_values_of_every_head_are_read(
     torch.testing.assert_close(found, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
 
 
-def test_blocks_that_predict_further_tokens_are_left_out(
-    folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_mtp_blocks_are_not_loaded(folder: Callable[[str], Path], tmp_path: Path) -> None:
     write(folder("glm4_moe"), tmp_path / "model.gguf", "glm4_moe", further=1)
     options: Any = {"dtype": "float32", "cache_tokens": 64, "max_sequences": 1}
     expected = load(folder("glm4_moe"), **options).logits(TOKENS)
@@ -210,7 +210,7 @@ def test_blocks_that_predict_further_tokens_are_left_out(
 
 
 @pytest.mark.parametrize("kind", landing_sample(HELD, every=3))
-def test_blocks_are_the_numbers_they_stand_for(
+def test_blocks_dequantize_to_the_expected_values(
     folder: Callable[[str], Path], tmp_path: Path, kind: str
 ) -> None:
     source, paths = folder(kind), (tmp_path / "blocks.gguf", tmp_path / "numbers.gguf")
@@ -272,7 +272,7 @@ def test_projections_by_key_head_are_read(
 
 
 @pytest.mark.parametrize(("kind", "changes", "without", "error", "reason"), BAD)
-def test_what_an_architecture_has_not_is_said(
+def test_unsupported_options_raise_with_the_reason(
     folder: Callable[[str], Path],
     tmp_path: Path,
     kind: str,
@@ -300,7 +300,7 @@ def until_end(tokens: list[int]) -> list[int]:
     return tokens[: tokens.index(0) + 1] if 0 in tokens else tokens
 
 
-def test_every_architecture_is_tried() -> None:
+def test_every_architecture_is_tested() -> None:
     tried = {NAMES.get(kind, kind) for kind in FIELDS}
     assert tried == set(ARCHITECTURES)
     assert HELD.keys() == {*HYBRIDS, *OTHERS}

@@ -19,18 +19,18 @@ def random_blocks(seed: int) -> torch.Tensor:
     return blocks.flatten(-2)
 
 
-def test_the_layout_is_that_of_the_library() -> None:
+def test_the_layout_agrees_with_the_gguf_library() -> None:
     assert NUMBER.value == MXFP4.number
     assert gguf.GGML_QUANT_SIZES[NUMBER] == (MXFP4.size, MXFP4.num_bytes)
 
 
-def test_numbers_are_those_of_the_library() -> None:
+def test_values_agree_with_the_gguf_library() -> None:
     rows = random_blocks(0)
     expected = torch.from_numpy(gguf.quants.dequantize(rows.numpy(), NUMBER))
     assert torch.equal(MXFP4.dequantized(rows, torch.float32), expected)
 
 
-def test_what_is_unpacked_stands_for_the_same_numbers() -> None:
+def test_unpacked_blocks_have_the_same_values() -> None:
     rows = random_blocks(1)
     blocks, scales = unpacked(rows)
     assert blocks.shape == (2, 3, 4, 16)

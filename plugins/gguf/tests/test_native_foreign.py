@@ -37,7 +37,7 @@ def program(processor: str) -> Path:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("processor", PROCESSORS)
-def test_products_and_numbers_are_right(processor: str, dtype: torch.dtype) -> None:
+def test_matmuls_and_dequantized_values_are_right(processor: str, dtype: torch.dtype) -> None:
     built, generator = program(processor), torch.Generator().manual_seed(0)
     text, expected = [], []
     for layout in FORMATS.values():

@@ -35,16 +35,16 @@ def chosen(dtype: torch.dtype) -> dict[str, object]:
 
 @pytest.mark.native
 @pytest.mark.skipif(native_library.path() is None, reason="needs the native library")
-def test_the_native_kernel_is_chosen_where_the_library_is() -> None:
-    assert native_library.judge(REQUEST)
+def test_the_native_kernel_is_chosen_if_the_library_exists() -> None:
+    assert native_library.check_library(REQUEST)
     for dtype in (torch.float32, torch.bfloat16):
         assert "gguf_linear_native" in str(chosen(dtype)["chosen"])
     assert "gguf_linear_by_rows" in str(chosen(torch.float16)["chosen"])
 
 
-def test_without_the_library_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_native_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_library, "path", lambda: None)
-    assert REASON in native_library.judge(REQUEST).reason
+    assert REASON in native_library.check_library(REQUEST).reason
     choice = chosen(torch.float32)
     assert "gguf_linear_by_rows" in str(choice["chosen"])
     assert REASON in str(choice)
@@ -80,7 +80,7 @@ def judged(contents: Path) -> str:
     script = (
         "from interposer_gguf import _native_library as n\n"
         "import os; assert os.path.dirname(n.__file__).startswith(os.getcwd()), n.__file__\n"
-        "print(n.judge(None).reason or n.library().level)"
+        "print(n.check_library(None).reason or n.library().level)"
     )
     # Without site, so that no editable installation comes before the folder.
     done = subprocess.run(
@@ -105,7 +105,7 @@ needs_build = [
 class TestWheel:
     pytestmark = needs_build
 
-    def test_without_a_compiler_it_is_python_only(self, tmp_path: Path) -> None:
+    def test_without_a_compiler_the_package_has_no_library(self, tmp_path: Path) -> None:
         contents = build(tmp_path, CC="/bin/false", CXX="/bin/false")
         assert contents.name.endswith("-py3-none-any")
         assert (contents / "interposer_gguf" / "py.typed").is_file()
@@ -113,7 +113,7 @@ class TestWheel:
         assert REASON in judged(contents)
 
     @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
-    def test_with_a_compiler_it_has_the_library(self, tmp_path: Path) -> None:
+    def test_with_a_compiler_the_package_has_the_library(self, tmp_path: Path) -> None:
         contents = build(tmp_path)
         assert "-py3-none-" in contents.name
         assert not contents.name.endswith("-any")

@@ -62,7 +62,7 @@ def inputs_of(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @each_level
 @each_dtype
-def test_cases_of_the_op_are_met(level: int, dtype: torch.dtype) -> None:
+def test_kernels_conform_to_the_op(level: int, dtype: torch.dtype) -> None:
     linear, formats = native_linear.at_level(level), set()
     for point in gguf_linear_cases.covering(dtype):
         case = gguf_linear_cases.build(point, dtype, 0)
@@ -74,7 +74,9 @@ def test_cases_of_the_op_are_met(level: int, dtype: torch.dtype) -> None:
 @each_level
 @each_dtype
 @each_format
-def test_any_number_of_tokens(level: int, dtype: torch.dtype, layout: BlockFormat) -> None:
+def test_kernels_conform_for_any_number_of_tokens(
+    level: int, dtype: torch.dtype, layout: BlockFormat
+) -> None:
     dims: dict[str, int | float | str | bool] = {
         "in_features": 768,
         "out_features": 9,
@@ -89,7 +91,9 @@ def test_any_number_of_tokens(level: int, dtype: torch.dtype, layout: BlockForma
 @each_level
 @each_dtype
 @each_format
-def test_memory_may_lie_anywhere(level: int, dtype: torch.dtype, layout: BlockFormat) -> None:
+def test_kernels_accept_strided_and_unaligned_memory(
+    level: int, dtype: torch.dtype, layout: BlockFormat
+) -> None:
     weight, bias = weight_of(layout, 7, 512), inputs_of(7, dtype=dtype)
     linear = native_linear.at_level(level)
     # One byte after an aligned address, rows with a gap; one number after it, rows with a gap.
@@ -112,7 +116,7 @@ def test_memory_may_lie_anywhere(level: int, dtype: torch.dtype, layout: BlockFo
 @each_format
 @settings(max_examples=num_examples(25))
 @given(data=st.data())
-def test_any_bytes_are_the_same_numbers(
+def test_random_bytes_dequantize_as_in_torch(
     level: int, layout: BlockFormat, data: st.DataObject
 ) -> None:
     num_rows, num_blocks = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
@@ -126,7 +130,7 @@ def test_any_bytes_are_the_same_numbers(
     # bits, and so may the sum.
     slack = torch.zeros_like(expected)
     if offset is not None:
-        products = layout.codes(rows) * scale.repeat_interleave(layout.group_size, 1)
+        products = layout.quantized(rows) * scale.repeat_interleave(layout.group_size, 1)
         offsets = offset.repeat_interleave(layout.group_size, 1)
         slack = 2**-23 * (products.abs() + offsets.abs())
     same = (found == expected) | (found.isnan() & expected.isnan())
@@ -136,9 +140,7 @@ def test_any_bytes_are_the_same_numbers(
 @each_level
 @each_dtype
 @each_format
-def test_what_is_no_number_stays_in_its_row(
-    level: int, dtype: torch.dtype, layout: BlockFormat
-) -> None:
+def test_nan_stays_in_its_row(level: int, dtype: torch.dtype, layout: BlockFormat) -> None:
     weight, linear = weight_of(layout, 5, 256), native_linear.at_level(level)
     for num_tokens in (1, 3, 6):
         x = inputs_of(num_tokens, 256, dtype=dtype)
@@ -151,7 +153,7 @@ def test_what_is_no_number_stays_in_its_row(
 
 @each_level
 @pytest.mark.usefixtures("_threads_as_before")
-def test_threads_change_nothing(level: int) -> None:
+def test_the_number_of_threads_does_not_change_results(level: int) -> None:
     layout, linear = FORMATS["q4_k"], native_linear.at_level(level)
     weight = weight_of(layout, 517, 1024)
     for num_tokens in (1, 3):
@@ -190,7 +192,7 @@ print(before, after, count(), *set(map(os.path.realpath, found)))
 
 @pytest.mark.process
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs the /proc of Linux")
-def test_threads_are_those_of_torch() -> None:
+def test_kernels_use_the_threads_of_torch() -> None:
     command = (sys.executable, "-c", THREADS)
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -200,7 +202,7 @@ def test_threads_are_those_of_torch() -> None:
     assert int(last) == int(after)
 
 
-def test_a_level_that_is_not_there_is_refused() -> None:
+def test_an_unsupported_level_is_refused() -> None:
     with pytest.raises(ValueError, match=r"level is 9, must be from 0 to \d on this processor"):
         native_linear.at_level(9)
 
@@ -211,7 +213,7 @@ ABOVE_PORTABLE = re.compile(r"%ymm|" + ABOVE_AVX2.pattern)
 
 @pytest.mark.process
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
-def test_functions_keep_to_the_registers_of_their_level() -> None:
+def test_functions_use_only_registers_of_their_level() -> None:
     """A name that two levels share, as of an inline function, would be linked from one of them."""
     command = ("objdump", "--disassemble", "--no-show-raw-insn", str(native_library.path()))
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -66,7 +66,7 @@ def test_blocks_are_mapped_for_kernels_of_the_plugin(
     compare(path, kernels=options)
 
 
-def test_what_is_packed_beside_a_file_is_mapped(
+def test_weights_packed_next_to_a_file_are_mapped(
     directory: Callable[[str], Path], write: Callable[..., Path]
 ) -> None:
     path = write(directory("llama"), "q8_0")

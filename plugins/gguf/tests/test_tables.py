@@ -67,7 +67,7 @@ def assert_is_dequantized(path: Path, dequantize: Callable[[Path], Path]) -> Lan
 
 
 @pytest.mark.parametrize("stored_as", landing_sample(FORMATS, every=3))
-def test_a_shared_table_is_held_once(
+def test_a_tied_embedding_is_stored_once(
     directory: Callable[[str], Path],
     write: Write,
     requantize: Write,
@@ -85,7 +85,7 @@ def test_a_shared_table_is_held_once(
 @pytest.mark.parametrize(
     "stored_as", landing_sample(["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"], every=3)
 )
-def test_what_the_library_quantizes_is_read(
+def test_files_quantized_by_the_gguf_library_are_read(
     directory: Callable[[str], Path],
     write: Write,
     dequantize: Callable[[Path], Path],
@@ -95,7 +95,7 @@ def test_what_the_library_quantizes_is_read(
         assert_is_dequantized(write(directory(source), stored_as), dequantize)
 
 
-def test_two_tables_are_held_as_each_is_stored(
+def test_an_untied_head_keeps_its_own_format(
     directory: Callable[[str], Path],
     write: Write,
     requantize: Write,
@@ -118,7 +118,7 @@ def test_two_tables_are_held_as_each_is_stored(
     assert places["lm_head"] == "gguf_linear"
 
 
-def test_a_plain_table_beside_quantized_layers_stays_plain(
+def test_an_unquantized_embedding_stays_unquantized(
     directory: Callable[[str], Path],
     write: Write,
     requantize: Write,
@@ -131,7 +131,7 @@ def test_a_plain_table_beside_quantized_layers_stays_plain(
 
 
 @pytest.mark.parametrize("stored_as", ["q4_0", "q6_k"])
-def test_a_shared_table_is_exchanged_in_place(
+def test_a_tied_embedding_is_replaced_in_place(
     directory: Callable[[str], Path], write: Write, requantize: Write, stored_as: str
 ) -> None:
     plain = write(directory("tied"), "f32")
@@ -146,7 +146,7 @@ def test_a_shared_table_is_exchanged_in_place(
 
 @pytest.mark.parametrize("forbidden", ["*_native", "gguf_*_native"])
 @pytest.mark.parametrize("stored_as", FORMATS)
-def test_without_native_kernels_a_shared_table_is_held_once_too(
+def test_without_native_kernels_a_tied_embedding_is_stored_once(
     stored_as: str, forbidden: str
 ) -> None:
     """Whichever kernels are there, none of a form of its own is taken."""
@@ -181,12 +181,14 @@ def test_native_kernels_serve_every_format() -> None:
             with torch.device("meta"):
                 method = BlocksEmbedding(layout)
                 method.create_weights(torch.nn.Module(), site.at(name), V, H, head)
-            chosen = [bound.choice.chosen.name for bound in (method.lookup, method.bound) if bound]
+            chosen = [
+                bound.choice.chosen.name for bound in (method.lookup, method.head_kernel) if bound
+            ]
             assert all(kernel.endswith("_native") for kernel in chosen), chosen
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_scale_that_is_no_number_is_refused(
+def test_a_scale_that_is_not_finite_is_refused(
     directory: Callable[[str], Path], write: Write, requantize: Write, tied: bool
 ) -> None:
     path = requantize(write(directory("tied" if tied else "llama"), "f32"), lambda _: "q4_0")

@@ -59,14 +59,16 @@ def shipped(tmp_path_factory: pytest.TempPathFactory, converter: Any) -> TextTok
 
 
 @given(text=st.text() | st.text("ab \n\t(_):=0129'st", max_size=40))
-def test_byte_level_is_that_of_the_directory(shipped: TextTokenizer, text: str) -> None:
+def test_byte_level_tokens_agree_with_the_model_directory(
+    shipped: TextTokenizer, text: str
+) -> None:
     expected = TextTokenizer(SHIPPED)
     ids = shipped.encode(text)
     assert ids == expected.encode(text)
     assert shipped.decode(ids) == expected.decode(ids) == text
 
 
-def test_special_tokens_are_cut_out(shipped: TextTokenizer) -> None:
+def test_special_tokens_are_split_off(shipped: TextTokenizer) -> None:
     assert shipped.encode("a<|endoftext|>a").count(0) == 2
     assert shipped.decode(shipped.encode("a<|endoftext|>a")) == "aa"
 
@@ -86,7 +88,9 @@ def test_special_tokens_are_cut_out(shipped: TextTokenizer) -> None:
         ("deepseek-v3", "I'll x1234=#if\n", ["I", "'ll", " x", "123", "4", "=#", "if", "\n"]),
     ],
 )  # fmt: skip
-def test_texts_are_cut_as_the_models_cut_them(pre: str, text: str, pieces: list[str]) -> None:
+def test_pre_tokenizers_split_texts_as_the_models_do(
+    pre: str, text: str, pieces: list[str]
+) -> None:
     from tokenizers import pre_tokenizers
 
     steps = PRE_TOKENIZERS[pre].steps
@@ -118,7 +122,7 @@ def made_step(step: Any, library: Any) -> Any:
 
 
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)
-def test_every_name_makes_a_tokenizer(small: Callable[..., Path], pre: str) -> None:
+def test_every_pre_tokenizer_name_gives_a_tokenizer(small: Callable[..., Path], pre: str) -> None:
     tokenizer = tokenizer_of(small(**{KEY + "pre": pre}))
     assert tokenizer.encode("abc ab") == [0, 5, 4]  # no token is a space
     assert tokenizer.decode([0, 5, 4, 6]) == "abcab"
@@ -134,7 +138,7 @@ def test_every_name_makes_a_tokenizer(small: Callable[..., Path], pre: str) -> N
         ("gpt-2", {"bos_token_id": None}, [4]),
     ],
 )
-def test_ends_are_added_as_the_file_says(
+def test_bos_and_eos_are_added_as_the_file_states(
     small: Callable[..., Path], pre: str, changes: dict[str, Any], expected: list[int]
 ) -> None:
     changed = {KEY + name: value for name, value in changes.items()}
@@ -206,7 +210,7 @@ def sentence_piece(small: Callable[..., Path]) -> dict[bool, TextTokenizer]:
         ({"model": "llama"}, "lacks the metadata 'tokenizer.ggml.scores'"),
     ],
 )
-def test_a_contradiction_is_said(
+def test_contradicting_metadata_is_refused(
     small: Callable[..., Path], changes: dict[str, Any], reason: str
 ) -> None:
     path = small(**{KEY + name: value for name, value in changes.items()})
@@ -253,7 +257,7 @@ def test_every_end_of_a_turn_ends_a_generation(small: Callable[..., Path]) -> No
         (["<|imend|>"], {}, ["</s>"]),
     ],
 )
-def test_end_tokens_that_no_key_names_are_known_by_their_texts(
+def test_end_tokens_without_a_key_are_recognized_by_their_texts(
     small: Callable[..., Path], texts: list[str], changes: dict[str, Any], ends: list[str]
 ) -> None:
     tokens = [*SENTENCE_PIECE[KEY + "tokens"], *texts]
@@ -271,7 +275,7 @@ def test_end_tokens_that_no_key_names_are_known_by_their_texts(
         assert tokenizer_of(path).encode("a<|im_end|>")[-1] == len(TOKENS)
 
 
-def test_an_end_token_that_the_file_does_not_have_is_refused(small: Callable[..., Path]) -> None:
+def test_an_unknown_end_token_is_refused(small: Callable[..., Path]) -> None:
     path = small(**{**SENTENCE_PIECE, KEY + "eot_token_id": 7000})
     with pytest.raises(CheckpointError, match=r"'tokenizer.ggml.eot_token_id' = 7000, but \d+ tok"):
         GGUFCheckpoint.open(path)

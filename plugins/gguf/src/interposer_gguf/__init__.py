@@ -1,1 +1,1 @@
-"""Models in GGUF files: what llama.cpp and its relatives write."""
+"""Reader for models in GGUF files, the format of llama.cpp."""

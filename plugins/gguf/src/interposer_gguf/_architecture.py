@@ -1,4 +1,4 @@
-"""The architecture that a value of ``general.architecture`` stands for."""
+"""The description of one model architecture: its family, tensor names and conversions."""
 
 from __future__ import annotations
 
@@ -8,81 +8,80 @@ from typing import Any
 
 import torch
 
+from interposer_gguf._conversions import Conversion, RowSplit
 from interposer_gguf._file_format import GGUFFile
-from interposer_gguf._restoration import Divided, Restored
-from interposer_gguf._settings import Settings
+from interposer_gguf._metadata import MetadataReader
 
 RMS_EPSILON = "attention.layer_norm_rms_epsilon"
-"""The key of the metadata for the epsilon of norms that do not subtract a mean."""
+"""The metadata key of the epsilon of RMS norms."""
 
 LAYER_EPSILON = "attention.layer_norm_epsilon"
-"""The key of the metadata for the epsilon of norms that subtract the mean."""
+"""The metadata key of the epsilon of layer norms."""
 
 FIRST_BIAS = "blk.0.attn_q.bias"
-"""The tensor that says whether projections of queries, keys and values have biases."""
+"""A tensor that exists if the query, key and value projections have biases."""
 
-Fields = Callable[[Settings, GGUFFile], Mapping[str, Any]]
-"""Returns fields of config.json that only this architecture has, or has otherwise."""
+Fields = Callable[[MetadataReader, GGUFFile], Mapping[str, Any]]
+"""Returns the fields of config.json that are special to an architecture."""
 
 Join = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Returns one tensor of a Hugging Face checkpoint from the two that a file has for it."""
+"""Joins two tensors of a file to one tensor of a Hugging Face checkpoint."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """The family and the names that one value of ``general.architecture`` stands for.
+    """The model family that one value of ``general.architecture`` stands for, and its conversion.
 
     Attributes:
-        family: the architecture's name in config.json.
-        inner: modules below a block by the names in the file, where they are not Llama's. With
-            ``{}`` in it, a name is of one expert, and the file has the matrices of all as one
-            tensor. A name that the file has without more, as ``attn_sinks.weight`` or ``ssm_a``,
-            stands for a whole tensor.
-        outer: the same of modules outside of blocks.
-        blocks: what the names of blocks begin with in Hugging Face checkpoints.
-        permuted: rows of queries and keys are stored in Llama's other order.
-        norm_offset: what the file adds to the weights of norms, those apart that ``plain`` names.
-        plain: ends of the names of norms that are stored as they are.
+        family: name of the architecture in config.json.
+        block_modules: Hugging Face names of the modules in a block, by names in the file, if they
+            differ from Llama's. A name with ``{}`` is the module of one expert: the file has the
+            matrices of all experts as one tensor. A name such as ``attn_sinks.weight`` or ``ssm_a``
+            stands for a tensor, not for a module.
+        outer_modules: the same for modules outside of blocks.
+        block_prefix: prefix of the names of blocks in Hugging Face checkpoints.
+        permuted: the rows of queries and keys are in the order of llama.cpp's Llama files.
+        norm_offset: number that the file has added to the weights of norms.
+        norms_without_offset: ends of the names of norms to which nothing was added.
         transposed: matrices of blocks are ``[inputs, outputs]`` in Hugging Face checkpoints.
-        epsilon: key of the metadata, and the field of config.json.
+        epsilon: metadata key, and field of config.json.
         fields: see ``Fields``.
-        mixture: layers have experts.
-        regular: all layers that have attention or an MLP have one of the same size; where they
-            differ, ``fields`` returns those sizes, and all that belongs to attention.
-        joined: names in the file of two tensors that are one in Hugging Face checkpoints, the
-            first with the second and what makes one of them.
-        restored: tensors by their names in the file, and what becomes of them.
-        divided: tensors by their names in the file, and which they are in checkpoints.
-        rows: tensors of one row in Hugging Face checkpoints that are vectors in the file.
-        alternating: the module of experts whose matrices are stored together, gates and what
-            they act on in turn, and may be microscaled.
+        has_experts: the model has MoE layers.
+        is_uniform: all layers have attention and MLPs of one size. If not, ``fields`` returns the
+            sizes and everything that belongs to attention.
+        joins: by the name of a tensor in the file, the tensor to join and the function that joins.
+        conversions: by the name of a tensor in the file.
+        splits: tensors to split, by the name in the file.
+        row_vectors: vectors in the file that are tensors of one row in Hugging Face checkpoints.
+        interleaved_experts: the module of experts whose gate and up rows alternate in checkpoints,
+            and which may be in MXFP4.
     """
 
     family: str
-    inner: Mapping[str, str] = field(default_factory=dict)
-    outer: Mapping[str, str] = field(default_factory=dict)
-    blocks: str = "model.layers"
+    block_modules: Mapping[str, str] = field(default_factory=dict)
+    outer_modules: Mapping[str, str] = field(default_factory=dict)
+    block_prefix: str = "model.layers"
     permuted: bool = False
     norm_offset: float = 0.0
-    plain: tuple[str, ...] = ()
+    norms_without_offset: tuple[str, ...] = ()
     transposed: bool = False
     epsilon: tuple[str, str] = (RMS_EPSILON, "rms_norm_eps")
-    fields: Fields = lambda settings, file: {}
-    mixture: bool = False
-    regular: bool = True
-    joined: Mapping[str, tuple[str, Join]] = field(default_factory=dict)
-    restored: Mapping[str, Restored] = field(default_factory=dict)
-    divided: Mapping[str, Divided] = field(default_factory=dict)
-    rows: tuple[str, ...] = ()
-    alternating: str = ""
+    fields: Fields = lambda metadata, file: {}
+    has_experts: bool = False
+    is_uniform: bool = True
+    joins: Mapping[str, tuple[str, Join]] = field(default_factory=dict)
+    conversions: Mapping[str, Conversion] = field(default_factory=dict)
+    splits: Mapping[str, RowSplit] = field(default_factory=dict)
+    row_vectors: tuple[str, ...] = ()
+    interleaved_experts: str = ""
 
 
-def multiplied(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the multipliers of Granite models."""
-    scale = settings.number("attention.scale", 0.0)
+def granite_multipliers(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
+    """Return the fields of Granite's multipliers."""
+    scale = metadata.number("attention.scale", 0.0)
     return {
-        "embedding_multiplier": settings.number("embedding_scale", 1.0),
-        "residual_multiplier": settings.number("residual_scale", 1.0),
-        "logits_scaling": settings.number("logit_scale", 1.0),
+        "embedding_multiplier": metadata.number("embedding_scale", 1.0),
+        "residual_multiplier": metadata.number("residual_scale", 1.0),
+        "logits_scaling": metadata.number("logit_scale", 1.0),
         **({"attention_multiplier": scale} if scale else {}),
     }

@@ -1,6 +1,6 @@
-"""Linear layers whose weights are blocks of GGUF files.
+"""Linear layers with weights in GGUF blocks.
 
-Dimensions: I input features, O output features.
+Shapes: I input features, O output features.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import nn
 
 from interposer import LinearMethod, Site
 from interposer_gguf._block_formats import BlockFormat
-from interposer_gguf._products import Operands, Product, not_numbers, parameter, product_of
+from interposer_gguf._matmuls import Matmul, Operands, bind_matmul, not_finite_error, parameter
 
 
 class BlocksLinear(LinearMethod):
-    """Rows of blocks ``[O, row]`` uint8 under the name of their format, or a plain ``weight``.
+    """Weights in blocks ``[O, row]`` uint8 under the name of their format, or a float ``weight``.
 
-    Where layers that are fused are stored in different ways, as files of mixed formats have it,
-    there is a parameter of each format for those layers that have it, and the products are joined.
+    Files of mixed quantization may store fused layers in different formats. Then each format has
+    one parameter and one matmul, and the outputs are concatenated.
 
     Args:
-        formats: by the names of the fused layers; None for a plain one.
+        formats: block format of each fused layer by name; None for an unquantized layer.
     """
 
     def __init__(self, formats: Mapping[str, BlockFormat | None]) -> None:
@@ -34,36 +34,36 @@ class BlocksLinear(LinearMethod):
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> None:
-        """Register a parameter for each format and, if asked for, ``bias``.
+        """Register a parameter for each format, and ``bias`` if requested.
 
-        Raises: ConfigError: blocks do not divide the inputs.
+        Raises: ConfigError: the block size does not divide the input features.
         """
         self.prefix = site.prefix
         self.sizes: Mapping[str, int] = getattr(layer, "parts", None) or {
             next(iter(self.formats)): out_features
         }
-        self.products: list[Product] = []
+        self.matmuls: list[Matmul] = []
         for stored_as in dict.fromkeys(self.formats[part] for part in self.sizes):
             parts = tuple(part for part in self.sizes if self.formats[part] is stored_as)
             rows = sum(self.sizes[part] for part in parts)
-            product = product_of(stored_as, parts, site, in_features, rows, bias)
-            self.products.append(product)
-            stored = product.empty(rows, in_features, site)
-            sample = product.sample(rows, in_features)
-            layer.register_parameter(product.name, parameter(stored, parts=parts, sample=sample))
-        offset = parameter(torch.empty(out_features, dtype=site.dtype)) if bias else None
-        layer.register_parameter("bias", offset)
+            matmul = bind_matmul(stored_as, parts, site, in_features, rows, bias)
+            self.matmuls.append(matmul)
+            stored = matmul.empty(rows, in_features, site)
+            sample = matmul.sample(rows, in_features)
+            layer.register_parameter(matmul.name, parameter(stored, parts=parts, sample=sample))
+        bias_parameter = parameter(torch.empty(out_features, dtype=site.dtype)) if bias else None
+        layer.register_parameter("bias", bias_parameter)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
-        """Return the float64 weight ``[O, I]``: each code times its scale, plus its offset."""
-        rows: dict[str, torch.Tensor] = {}
-        for product in self.products:
-            numbers = product.numbers(layer.get_parameter(product.name))
-            rows.update(self._by_part(product, numbers, 0))
-        return torch.cat([rows[part] for part in self.sizes])
+        """Return the float64 weight ``[O, I]``: quantized value * scale + offset."""
+        values_by_part: dict[str, torch.Tensor] = {}
+        for matmul in self.matmuls:
+            values = matmul.dequantized(layer.get_parameter(matmul.name))
+            values_by_part.update(self._by_part(matmul, values, 0))
+        return torch.cat([values_by_part[part] for part in self.sizes])
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], Operands]:
-        """Return the bound kernel with its constants, or the join of several.
+        """Return the bound kernel with its operands, or a function that joins several kernels.
 
         Raises: CheckpointError: a scale or an offset is infinite or not a number.
         """
@@ -71,53 +71,53 @@ class BlocksLinear(LinearMethod):
         by_part = None if bias is None else dict(self._slices(bias))
         calls: list[tuple[Callable[..., torch.Tensor], int]] = []
         operands: list[Any] = []
-        for product in self.products:
-            stored = layer.get_parameter(product.name)
-            self._check(product, stored)
-            own: torch.Tensor | None = bias
-            if by_part is not None and len(self.products) > 1:
-                own = torch.cat([by_part[part] for part in product.parts])
-            # What was stored goes before a kernel prepares its own: it is not needed twice.
-            layer.register_parameter(product.name, None)
-            taken = product.operands(stored, own)
-            calls.append((product.function, len(taken)))
-            operands += taken
-        if len(self.products) == 1:
+        for matmul in self.matmuls:
+            stored = layer.get_parameter(matmul.name)
+            self._check(matmul, stored)
+            matmul_bias: torch.Tensor | None = bias
+            if by_part is not None and len(self.matmuls) > 1:
+                matmul_bias = torch.cat([by_part[part] for part in matmul.parts])
+            # Release the stored weight before the kernel prepares its own, to save peak memory.
+            layer.register_parameter(matmul.name, None)
+            matmul_operands = matmul.operands(stored, matmul_bias)
+            calls.append((matmul.function, len(matmul_operands)))
+            operands += matmul_operands
+        if len(self.matmuls) == 1:
             return calls[0][0], tuple(operands)
         if bias is not None:
             layer.register_parameter("bias", None)
-        return partial(_joined, tuple(calls), self._order()), tuple(operands)
+        return partial(_concatenated, tuple(calls), self._order()), tuple(operands)
 
-    def _by_part(self, product: Product, rows: torch.Tensor, dim: int) -> dict[str, torch.Tensor]:
-        sizes = [self.sizes[part] for part in product.parts]
-        return dict(zip(product.parts, rows.split(sizes, dim), strict=True))
+    def _by_part(self, matmul: Matmul, rows: torch.Tensor, dim: int) -> dict[str, torch.Tensor]:
+        sizes = [self.sizes[part] for part in matmul.parts]
+        return dict(zip(matmul.parts, rows.split(sizes, dim), strict=True))
 
     def _slices(self, bias: torch.Tensor) -> zip[tuple[str, torch.Tensor]]:
         return zip(self.sizes, bias.split(list(self.sizes.values())), strict=True)
 
     def _order(self) -> tuple[tuple[int, int, int], ...]:
-        """Return the product of each fused layer, and its first and last output there."""
-        places = {}
-        for index, product in enumerate(self.products):
-            ends = list(accumulate(self.sizes[part] for part in product.parts))
-            for part, end in zip(product.parts, ends, strict=True):
-                places[part] = (index, end - self.sizes[part], end)
-        return tuple(places[part] for part in self.sizes)
+        """Return for each fused layer the index of its matmul, and its range of outputs there."""
+        ranges_by_part = {}
+        for index, matmul in enumerate(self.matmuls):
+            ends = list(accumulate(self.sizes[part] for part in matmul.parts))
+            for part, end in zip(matmul.parts, ends, strict=True):
+                ranges_by_part[part] = (index, end - self.sizes[part], end)
+        return tuple(ranges_by_part[part] for part in self.sizes)
 
-    def _check(self, product: Product, stored: torch.Tensor) -> None:
-        for part, rows in self._by_part(product, stored, 0).items():
-            if not product.is_finite(rows):
+    def _check(self, matmul: Matmul, stored: torch.Tensor) -> None:
+        for part, rows in self._by_part(matmul, stored, 0).items():
+            if not matmul.is_finite(rows):
                 parent = self.prefix.rpartition(".")[0]
-                raise not_numbers(f"{parent}.{part}" if parent else part, product)
+                raise not_finite_error(f"{parent}.{part}" if parent else part, matmul)
 
 
-def _joined(
+def _concatenated(
     calls: tuple[tuple[Callable[..., torch.Tensor], int], ...],
     order: tuple[tuple[int, int, int], ...],
     x: torch.Tensor,
     *operands: Any,
 ) -> torch.Tensor:
-    """Return the outputs of several products in the order of the fused layers."""
+    """Return the outputs of several matmuls in the order of the fused layers."""
     results, start = [], 0
     for function, count in calls:
         results.append(function(x, *operands[start : start + count]))

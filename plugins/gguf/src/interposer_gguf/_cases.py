@@ -1,4 +1,4 @@
-"""Cases of projections by blocks. I input features, O output features."""
+"""Test cases of ``gguf_linear``. I input features, O output features."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _SHAPES = {
     "long sum": ((3, 4096), 24),
     "no rows": ((0, 256), 16),
 }
-# As many as the short blocks have, which the long ones cannot.
+# Inputs that are a multiple of 32 but not of 256: for the formats of short blocks only.
 _SHORT_SHAPES = {"one short block": ((3, 32), 8), "three short blocks": ((2, 96), 11)}
 _LONGEST_BLOCK = 256
 _STRIDED: dict[str, Strides] = {"x": "leading", "weight": "offset", "bias": "offset"}
-# Two roundings of a weight: of the product, and of the sum with the offset.
+# A weight is rounded twice: after the multiplication by the scale, and after adding the offset.
 _SCALINGS = 2
 
 
@@ -35,22 +35,22 @@ def random_rows(
     generator: torch.Generator,
     size: float = 1.0,
 ) -> torch.Tensor:
-    """Return rows ``[O, row]`` uint8 of blocks that hold any integers, and scales of either sign.
+    """Return random rows ``[O, row]`` uint8 of blocks, with finite scales of either sign.
 
     Args:
-        size: what the numbers' magnitudes are about.
+        size: approximate magnitude of the dequantized values.
     """
     shape = (num_rows, in_features // layout.size)
     blocks = torch.randint(
         0, 256, (*shape, layout.num_bytes), dtype=torch.uint8, generator=generator
     )
-    # The factors of long blocks have six bits, or eight with a sign.
+    # Long blocks multiply their float16 scale by a factor of six bits, or of eight with a sign.
     factor = 1.0 if layout.group_size == layout.size else 32.0
     step = size / (factor * max(-layout.lowest, layout.highest))
     for start in layout.halves:
         signs = torch.randint(0, 2, shape, generator=generator) * 2 - 1
-        numbers = signs * step * (0.5 + torch.rand(shape, generator=generator))
-        bits = numbers.to(torch.float16).view(torch.int16)
+        scales = signs * step * (0.5 + torch.rand(shape, generator=generator))
+        bits = scales.to(torch.float16).view(torch.int16)
         blocks[..., start] = bits & 255
         blocks[..., start + 1] = bits >> 8 & 255
     return blocks.flatten(1)
@@ -77,17 +77,20 @@ def _case(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
         numbers,
         bias,
         _SCALINGS,
-        _beside(x, layout, weight),
+        _partial_sum_bound(x, layout, weight),
         stored_product=True,
     )
 
 
-def _beside(x: torch.Tensor, layout: BlockFormat, weight: torch.Tensor) -> float:
-    """Return a bound of the sums with codes and with offsets, which a kernel may add apart."""
+def _partial_sum_bound(x: torch.Tensor, layout: BlockFormat, weight: torch.Tensor) -> float:
+    """Return a bound of the sums of products with scales and with offsets, before they are added.
+
+    A kernel may accumulate the two sums separately, and each may be larger than the result.
+    """
     if not x.numel():
         return 0.0
     scale, offset = layout.scales(weight, torch.float64)
-    codes = layout.codes(weight).double().abs()
+    codes = layout.quantized(weight).double().abs()
     parts = codes * scale.abs().repeat_interleave(layout.group_size, 1)
     if offset is not None:
         parts = parts + offset.abs().repeat_interleave(layout.group_size, 1)
@@ -108,7 +111,7 @@ gguf_linear_cases = CaseSpace(
 
 
 def gguf_linear_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of hidden states and a weight, with the bias that the dims state."""
+    """Return inputs of T tokens and a random weight, with a bias if the dims state one."""
     generator = torch.Generator().manual_seed(seed)
     in_features, out_features = int(dims["in_features"]), int(dims["out_features"])
     layout = format_named(str(dims["stored_as"]))
@@ -117,12 +120,12 @@ def gguf_linear_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: in
     x = normal((num_tokens, in_features), dtype, generator)
     arguments = {"x": x, "weight": weight, "bias": bias, "stored_as": layout.name}
     numbers = layout.dequantized(weight, torch.float32)
-    bounds = _SCALINGS, _longest_sums(x, layout, weight)
+    bounds = _SCALINGS, _row_norm_bound(x, layout, weight)
     return sampled_case(arguments, dims, x, numbers, *bounds, stored_product=True)
 
 
-def _longest_sums(x: torch.Tensor, layout: BlockFormat, weight: torch.Tensor) -> float:
-    """Return the bound of ``_beside`` by lengths of rows, which costs no product."""
+def _row_norm_bound(x: torch.Tensor, layout: BlockFormat, weight: torch.Tensor) -> float:
+    """Return the bound of ``_partial_sum_bound`` from the norms of rows, without a matmul."""
     scale, offset = layout.scales(weight, torch.float32)
     largest = scale.abs() * max(-layout.lowest, layout.highest)
     if offset is not None:

@@ -1,4 +1,4 @@
-"""A GGUF file as a checkpoint: config, tensors by their names in Hugging Face checkpoints."""
+"""A GGUF file as a checkpoint: config, tokenizer, and tensors under Hugging Face names."""
 
 from __future__ import annotations
 
@@ -10,41 +10,43 @@ import torch
 
 from interposer import CheckpointFile
 from interposer_gguf._architectures import architecture_of
-from interposer_gguf._decoder_settings import decoder_config
+from interposer_gguf._decoder_config import decoder_config
 from interposer_gguf._end_tokens import end_tokens
 from interposer_gguf._file_format import GGUFFile
+from interposer_gguf._metadata import MetadataReader
 from interposer_gguf._placement import entries_of
-from interposer_gguf._settings import Settings
 from interposer_gguf._tokenizer import tokenizer_json, tokenizer_settings
 
 
 class GGUFCheckpoint(CheckpointFile):
-    """A model of one of ``ARCHITECTURES`` in one GGUF file.
+    """A model in one GGUF file, of one of the supported ``ARCHITECTURES``.
 
-    Matrices of linear layers and experts, the embedding and the output stay in blocks, for the
-    scheme ``gguf``. Other tensors in blocks are dequantized while they are read.
+    The embedding, the LM head and the matrices of linear layers and experts stay in blocks, for the
+    scheme ``gguf``. Other tensors in blocks are dequantized on loading.
     """
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
-        self.settings = Settings(file)
-        config = decoder_config(file, self.settings)
-        self.entries = entries_of(file, architecture_of(self.settings), config)
+        self.metadata = MetadataReader(file)
+        config = decoder_config(file, self.metadata)
+        self.entries = entries_of(file, architecture_of(self.metadata), config)
         in_blocks: Mapping[str, str] = {
-            layer: stored_as for entry in self.entries for layer, stored_as in entry.held.items()
+            layer: stored_as
+            for entry in self.entries
+            for layer, stored_as in entry.formats_by_layer.items()
         }
         if in_blocks:
             config["quantization_config"] = {"quant_method": "gguf", "tensors": in_blocks}
-        config["eos_token_id"] = end_tokens(self.settings)
+        config["eos_token_id"] = end_tokens(self.metadata)
         super().__init__(file.path, config, sum(entry.num_bytes for entry in self.entries))
 
     @classmethod
     def open(cls, path: Path) -> GGUFCheckpoint:
-        """Return the model in the file at ``path``, of which no weight is read yet.
+        """Open the model in the file at ``path`` without reading weights.
 
         Raises:
-            CheckpointError: it is no GGUF file, or contradicts itself.
-            UnsupportedModelError: a tensor or the architecture is none of those that are read.
+            CheckpointError: the file is no GGUF file, or contradicts itself.
+            UnsupportedModelError: a tensor or the architecture is not supported.
         """
         return cls(GGUFFile.open(path))
 
@@ -53,9 +55,9 @@ class GGUFCheckpoint(CheckpointFile):
         return frozenset(name for entry in self.entries for name in entry.names)
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor in the order of the file, those of experts one by one.
+        """Yield every tensor in the order of the file; experts are yielded one by one.
 
-        One that stays in blocks has the name of their format in place of ``weight``.
+        The name of a tensor that stays in blocks ends with its block format instead of ``weight``.
 
         Raises: CheckpointError: the file became shorter since it was opened.
         """
@@ -66,14 +68,14 @@ class GGUFCheckpoint(CheckpointFile):
         """Return the tokenizer of the file as the contents of a tokenizer.json.
 
         Raises:
-            CheckpointError: there is none, or it contradicts itself.
-            UnsupportedModelError: its kind is not read.
+            CheckpointError: the file has no tokenizer, or one that contradicts itself.
+            UnsupportedModelError: the kind of tokenizer is not supported.
         """
-        return tokenizer_json(self.settings, int(self.config["vocab_size"]))
+        return tokenizer_json(self.metadata, int(self.config["vocab_size"]))
 
     def tokenizer_settings(self) -> dict[str, Any]:
-        """Return the special tokens of the file, and its chat template.
+        """Return the special tokens and the chat template of the file.
 
-        Raises: CheckpointError: one of them is none of its tokens.
+        Raises: CheckpointError: the id of a special token is not in the vocabulary.
         """
-        return tokenizer_settings(self.settings, int(self.config["vocab_size"]))
+        return tokenizer_settings(self.metadata, int(self.config["vocab_size"]))

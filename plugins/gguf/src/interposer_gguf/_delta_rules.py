@@ -1,10 +1,11 @@
-"""The architectures of Qwen with delta rules, and attention in every fourth layer.
+"""The architectures of Qwen with gated delta rules, and attention in every fourth layer.
 
-In files of Qwen3.5, value heads stand in another order than in checkpoints: key heads alternate.
+In files of Qwen3.5 the value heads are in another order than in checkpoints: the key heads that
+they belong to alternate.
 
-Dimensions: G key heads, R value heads for each of them.
+Shapes: G key heads, R value heads per key head.
 
-Source: the conversions of llama.cpp and its graphs, which say what the metadata leaves out.
+Source: the conversions of llama.cpp, and its graphs for values that the metadata lacks.
 """
 
 from __future__ import annotations
@@ -16,9 +17,7 @@ import torch
 
 from interposer.errors import CheckpointError
 from interposer_gguf._architecture import Architecture
-from interposer_gguf._experts_settings import EXPERTS, small_experts_of
-from interposer_gguf._file_format import GGUFFile
-from interposer_gguf._restoration import (
+from interposer_gguf._conversions import (
     CHANNELS,
     DECAY,
     GROUPED_CHANNELS,
@@ -26,60 +25,62 @@ from interposer_gguf._restoration import (
     GROUPED_DECAY,
     GROUPED_LAST,
     GROUPED_ROWS,
-    Divided,
+    RowSplit,
 )
-from interposer_gguf._settings import Settings
+from interposer_gguf._experts_config import EXPERTS, small_experts_of
+from interposer_gguf._file_format import GGUFFile
+from interposer_gguf._metadata import MetadataReader
 
 
-def _delta(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
-    count = settings.integer("block_count") - settings.integer("nextn_predict_layers", 0)
-    heads, groups = settings.integer("ssm.time_step_rank"), settings.integer("ssm.group_count")
-    width, key, interval = settings.integer("ssm.inner_size"), "attention.recurrent_layers", 4
+def _delta(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
+    count = metadata.integer("block_count") - metadata.integer("nextn_predict_layers", 0)
+    heads, groups = metadata.integer("ssm.time_step_rank"), metadata.integer("ssm.group_count")
+    width, key, interval = metadata.integer("ssm.inner_size"), "attention.recurrent_layers", 4
     if heads < 1 or groups < 1 or heads % groups or width % heads:
         raise CheckpointError(
-            settings.path,
+            metadata.path,
             f"has ssm.inner_size {width}, ssm.time_step_rank {heads} and ssm.group_count {groups}, "
             "each must be a multiple of the next",
         )
-    if settings.is_list(key):
-        recurrent = settings.of_layers(key, bool, count)
+    if metadata.is_list(key):
+        recurrent = metadata.per_layer(key, bool, count)
     else:
-        interval = max(settings.integer("full_attention_interval", interval), 1)
+        interval = max(metadata.integer("full_attention_interval", interval), 1)
         recurrent = [(index + 1) % interval > 0 for index in range(count)]
     kinds = ("full_attention", "linear_attention")
     return {
-        "layer_types": [kinds[keeps] for keeps in recurrent],
-        "linear_conv_kernel_dim": settings.integer("ssm.conv_kernel"),
-        "linear_key_head_dim": settings.integer("ssm.state_size"),
+        "layer_types": [kinds[is_recurrent] for is_recurrent in recurrent],
+        "linear_conv_kernel_dim": metadata.integer("ssm.conv_kernel"),
+        "linear_key_head_dim": metadata.integer("ssm.state_size"),
         "linear_value_head_dim": width // heads,
         "linear_num_key_heads": groups,
         "linear_num_value_heads": heads,
     }
 
 
-def _delta_experts(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the same with experts, whose weights are renormalized, as llama.cpp computes them."""
+def _delta_experts(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
+    """Return the fields of the MoE models; router weights are renormalized, as in llama.cpp."""
     return {
-        **_delta(settings, file),
-        **small_experts_of(settings),
-        "shared_expert_intermediate_size": settings.integer("expert_shared_feed_forward_length"),
+        **_delta(metadata, file),
+        **small_experts_of(metadata),
+        "shared_expert_intermediate_size": metadata.integer("expert_shared_feed_forward_length"),
     }
 
 
 def _beta_and_decay(rows: torch.Tensor, config: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
-    """Return rows for beta and for decay of all value heads, of those of each key head."""
+    """Split rows grouped by key head into the rows of beta and of decay, for all value heads."""
     groups = int(config["linear_num_key_heads"])
     beta, decay = rows.unflatten(0, (groups, 2, -1)).unbind(1)
     return beta.flatten(0, 1), decay.flatten(0, 1)
 
 
 def _mixed_and_gate(rows: torch.Tensor, config: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
-    """Return rows for queries, keys and values, and for gates, of those of each key head."""
+    """Split rows grouped by key head into rows of queries, keys and values, and rows of gates."""
     groups, key = int(config["linear_num_key_heads"]), int(config["linear_key_head_dim"])
     values = int(config["linear_num_value_heads"]) // groups * int(config["linear_value_head_dim"])
     parts = rows.unflatten(0, (groups, -1)).split((key, key, values, values), 1)
-    *mixed, gate = (part.flatten(0, 1) for part in parts)
-    return torch.cat(mixed), gate
+    *query_key_value, gate = (part.flatten(0, 1) for part in parts)
+    return torch.cat(query_key_value), gate
 
 
 _NAMES = {
@@ -112,38 +113,39 @@ _GROUPED = {
     "ssm_conv1d.weight": GROUPED_CHANNELS,
     "ssm_out.weight": GROUPED_COLUMNS,
 }
-_NORMS: dict[str, Any] = {"norm_offset": 1.0, "plain": ("linear_attn.norm.weight",)}
+_NORMS: dict[str, Any] = {"norm_offset": 1.0, "norms_without_offset": ("linear_attn.norm.weight",)}
 _ROWS = ("mlp.shared_expert_gate.weight",)
 
 DELTA_RULES: Mapping[str, Architecture] = {
     "qwen35": Architecture(
-        "Qwen3_5ForCausalLM", _NAMES, fields=_delta, restored=_GROUPED, **_NORMS
+        "Qwen3_5ForCausalLM", _NAMES, fields=_delta, conversions=_GROUPED, **_NORMS
     ),
     "qwen35moe": Architecture(
         "Qwen3_5MoeForCausalLM",
         _EXPERTS,
         fields=_delta_experts,
-        mixture=True,
-        restored=_GROUPED,
-        rows=_ROWS,
+        has_experts=True,
+        conversions=_GROUPED,
+        row_vectors=_ROWS,
         **_NORMS,
     ),
-    # Files have projections apart that checkpoints of Qwen3-Next have as one, as Qwen3.5 has them.
+    # Files split projections that checkpoints of Qwen3-Next have fused. Qwen3.5 has them split, so
+    # its family is used.
     "qwen3next": Architecture(
         "Qwen3_5MoeForCausalLM",
         _EXPERTS,
         fields=_delta_experts,
-        mixture=True,
-        restored={"ssm_a": DECAY, "ssm_conv1d.weight": CHANNELS},
-        divided={
-            "ssm_ba.weight": Divided(
+        has_experts=True,
+        conversions={"ssm_a": DECAY, "ssm_conv1d.weight": CHANNELS},
+        splits={
+            "ssm_ba.weight": RowSplit(
                 ("linear_attn.in_proj_b", "linear_attn.in_proj_a"), _beta_and_decay
             ),
-            "ssm_in.weight": Divided(
+            "ssm_in.weight": RowSplit(
                 ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"), _mixed_and_gate
             ),
         },
-        rows=_ROWS,
+        row_vectors=_ROWS,
         **_NORMS,
     ),
 }

@@ -1,6 +1,6 @@
-"""Lookup in embeddings in blocks of GGUF files.
+"""The op ``gguf_embedding``: a lookup in an embedding in GGUF blocks.
 
-Dimensions: T tokens, V vocabulary, H hidden size.
+Shapes: T tokens, V vocabulary, H hidden size.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from interposer_gguf._embedding_cases import gguf_embedding_cases, gguf_embeddin
 def gguf_embedding(
     token_ids: torch.Tensor, weight: torch.Tensor, stored_as: str, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the rows in blocks that ``token_ids`` name, dequantized; no others are.
+    """Look up rows in GGUF blocks, and dequantize only these rows.
 
-    Each number is code * scale + offset, the scale and offset of its group, in float32 or wider.
+    value = quantized value * scale + offset with the scale and offset of each group, in float32 or
+    wider.
 
     Args:
-        token_ids: ``[T]``, int64, each in ``[0, V)``; tokens may skip memory.
-        weight: ``[V, row]`` uint8, rows of whole blocks as they stand in the file.
+        token_ids: ``[T]``, int64, each in ``[0, V)``; may be strided.
+        weight: ``[V, row]`` uint8, rows of whole blocks as stored in the file.
         stored_as: name of the block format, such as ``q6_k``.
         out_dtype: any float dtype.
     Returns: ``[T, H]``, ``out_dtype``.

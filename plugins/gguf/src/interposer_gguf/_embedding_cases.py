@@ -1,4 +1,4 @@
-"""Cases of lookup in embeddings of blocks. T tokens, V vocabulary, H hidden size."""
+"""Test cases of ``gguf_embedding``. T tokens, V vocabulary, H hidden size."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from interposer_testing.cases import Axis, CaseSpace, Point, Strides
 
 # V, H.
 _TABLES = {"": (200, 256), "wide": (9, 1024), "one row": (1, 256)}
-# As many as the short blocks have, which the long ones cannot.
+# Widths that are a multiple of 32 but not of 256: for the formats of short blocks only.
 _SHORT_TABLES = {"three short blocks": (31, 96), "one short block": (500, 32)}
 _STRIDED: dict[str, Strides] = {"token_ids": "outer", "weight": "offset"}
-_ALL_ONES = 255  # a byte; two of them are a float16 that is no number
+_ALL_ONES = 255  # two such bytes are a float16 NaN
 _ONLY_ROW = ("one token", "one token repeated")
 
 
@@ -24,8 +24,8 @@ def _case(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
     layout: BlockFormat = point["format"]
     token_ids = point["tokens"](rows, generator)
     weight = torch.full((rows, layout.row_bytes(width)), _ALL_ONES, dtype=torch.uint8)
-    read = token_ids.unique()
-    weight[read] = random_rows(layout, len(read), width, generator)
+    used_ids = token_ids.unique()
+    weight[used_ids] = random_rows(layout, len(used_ids), width, generator)
     dims = {
         "vocab_size": rows,
         "hidden_size": width,
@@ -43,10 +43,10 @@ def _case_of(
     dtype: torch.dtype,
     dims: Dims,
 ) -> Case:
-    """Return the case of a lookup; only the sum with an offset rounds.
+    """Return the case of a lookup, in which only the sum with an offset rounds.
 
-    A code times its scale has at most 24 bits, those of a float32: 11 of a float16, 6 or 8 of its
-    factor and 5 of a code, or 8 of a code without a factor.
+    A quantized value times its scale fits the 24 bits of float32: 11 bits of the float16, plus 6 or
+    8 of its factor and 5 of the value, or 8 of a value without a factor.
     """
     arguments = {
         "token_ids": token_ids,
@@ -79,11 +79,11 @@ gguf_embedding_cases = CaseSpace(
         and (point["table"][0] > 1 or point.labels["tokens"] in _ONLY_ROW)
     ),
 )
-"""Every block format; one, many, repeated and no tokens. Rows that nobody reads are no numbers."""
+"""Every block format; one, many, repeated and no tokens. Rows without a token id are NaN."""
 
 
 def gguf_embedding_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T tokens from anywhere in a vocabulary in blocks."""
+    """Return T random token ids and a random embedding in blocks."""
     generator = torch.Generator().manual_seed(seed)
     rows, width = int(dims["vocab_size"]), int(dims["hidden_size"])
     layout = format_named(str(dims["stored_as"]))

@@ -1,7 +1,7 @@
-"""The tokens of a GGUF file that end a generation: those of its metadata, and those known by text.
+"""The tokens that end a generation, from the metadata of a GGUF file and from token texts.
 
-Converters write one end token in most files, such as that of a text, while a chat model ends its
-answers by another, such as that of a turn. llama.cpp therefore knows end tokens by their texts too.
+Most converters write one end token, such as end-of-text, while a chat model ends its answers by
+another, such as end-of-turn. Therefore llama.cpp also recognizes end tokens by their texts.
 
 Source: llama.cpp, src/llama-vocab.cpp (``special_eog_ids``).
 """
@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from interposer.errors import CheckpointError
-from interposer_gguf._settings import Settings
+from interposer_gguf._metadata import MetadataReader
 
 _KEY = "tokenizer.ggml."
-_NAMED = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+_END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 
 _TEXTS = frozenset(
     [
@@ -25,13 +25,14 @@ _TEXTS = frozenset(
         *("<|call|>", "<|calls|>", "<|tool_response>"),  # the model waits for a tool
     ]
 )
-# Ends of a file that is filled in. A text counts where no key names the token.
+# End tokens of fill-in-the-middle. A text is used only if no metadata key names the token.
 _FILL_IN = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-# In these vocabularies a token of one text is no end: "<|end|>" closes a channel, not an answer.
+# (token, other tokens): in a vocabulary with all other tokens, this token ends no answer. There,
+# "<|end|>" closes a channel.
 _NO_ENDS = (
     ("<|end|>", {"<|return|>", "<|call|>"}),
     ("<|end|>", {"<|flush|>", "<|call|>"}),
@@ -40,39 +41,40 @@ _NO_ENDS = (
 )
 
 
-def ends_by_text(ids: Mapping[str, int], named: Sequence[str] = ()) -> dict[str, int]:
-    """Return the end tokens that are known by their texts.
+def ends_by_text(ids: Mapping[str, int], named_keys: Sequence[str] = ()) -> dict[str, int]:
+    """Return the ids of end tokens that are recognized by their texts.
 
     Args:
-        ids: of all tokens, by their texts.
-        named: tokens that keys of the metadata name, such as ``"fim_pad"``.
+        ids: token ids by text.
+        named_keys: tokens that metadata keys name, such as ``"fim_pad"``.
     """
-    texts = {*_TEXTS, *(t for name, of in _FILL_IN.items() if name not in named for t in of)}
+    fill_in = (t for name, texts in _FILL_IN.items() if name not in named_keys for t in texts)
+    texts = {*_TEXTS, *fill_in}
     return {text: ids[text] for text in texts - _no_ends(ids) if text in ids}
 
 
-def end_tokens(settings: Settings) -> list[int] | None:
-    """Return the ids of the tokens that end a generation, or None if there is none.
+def end_tokens(metadata: MetadataReader) -> list[int] | None:
+    """Return the ids of the tokens that end a generation, or None if there are none.
 
-    Raises: CheckpointError: the metadata name a token that the file does not have.
+    Raises: CheckpointError: the metadata names a token id that the vocabulary lacks.
     """
-    tokens = settings.several(_KEY + "tokens", str, [])
+    tokens = metadata.list_of(_KEY + "tokens", str, [])
     ids = {text: index for index, text in enumerate(tokens)}
-    named = [name for name in _NAMED if f"{_KEY}{name}_token_id" in settings]
-    found = {*ends_by_text(ids, named).values()}
-    for name in named:
+    named_keys = [name for name in _END_KEYS if f"{_KEY}{name}_token_id" in metadata]
+    end_ids = {*ends_by_text(ids, named_keys).values()}
+    for name in named_keys:
         key = f"{_KEY}{name}_token_id"
-        index = settings.integer(key)
+        index = metadata.integer(key)
         if index < 0 or (tokens and index >= len(tokens)):
             raise CheckpointError(
-                settings.path,
+                metadata.path,
                 f"has the metadata {key!r} = {index}, but {len(tokens):,} tokens",
                 f"convert the model again, or remove {key!r}",
             )
-        found.add(index)
-    return sorted(found - {ids.get(text) for text in _no_ends(ids)}) or None
+        end_ids.add(index)
+    return sorted(end_ids - {ids.get(text) for text in _no_ends(ids)}) or None
 
 
 def _no_ends(ids: Mapping[str, int]) -> set[str]:
-    """Return the texts of tokens that end nothing, even where the metadata name them."""
-    return {text for text, others in _NO_ENDS if others <= ids.keys()}
+    """Return the texts of tokens that end no answer, even if the metadata names them."""
+    return {text for text, other_tokens in _NO_ENDS if other_tokens <= ids.keys()}

@@ -1,4 +1,4 @@
-"""Tensors of a file, and what a Hugging Face checkpoint has in place of them."""
+"""Tensors of a GGUF file, converted to the tensors of a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import torch
 from interposer.errors import CheckpointError
 from interposer_gguf._architecture import Join
 from interposer_gguf._block_formats import FORMATS
+from interposer_gguf._conversions import RowSplit
 from interposer_gguf._file_format import GGUFFile, StoredTensor
 from interposer_gguf._microscaling import LAYOUTS, MXFP4, unpacked
-from interposer_gguf._restoration import Divided
 
-Named = Iterator[tuple[str, torch.Tensor]]
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Entry(ABC):
-    """One tensor of a file, or several that become one, under names of checkpoints.
+    """One or more tensors of a file, with the checkpoint tensors that they are converted to.
 
     Attributes:
-        name: of a checkpoint's tensor; a layer that stays in blocks has the name of their format
-            in place of ``weight`` then.
+        name: name of the checkpoint tensor. A weight that stays in blocks ends with the name of the
+            block format instead of ``weight``.
     """
 
     file: GGUFFile
@@ -36,32 +36,32 @@ class Entry(ABC):
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
-        """The names of what ``tensors`` yields."""
+        """The names of the checkpoint tensors, in the order of ``tensors``."""
 
     @property
-    def held(self) -> Mapping[str, str]:
-        """The layers that stay in blocks, with the name of their format."""
+    def formats_by_layer(self) -> Mapping[str, str]:
+        """The block formats of the layers that stay in blocks, by name of the layer."""
         return {}
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of what ``tensors`` yields."""
-        return size_of(self.stored, floats=not self.held)
+        """The total size of the checkpoint tensors in bytes."""
+        return size_of(self.stored, floats=not self.formats_by_layer)
 
     @abstractmethod
-    def tensors(self) -> Named:
-        """Yield names and tensors.
+    def tensors(self) -> NamedTensors:
+        """Yield the checkpoint tensors with their names.
 
-        Raises: CheckpointError: the file became shorter, or tensors are not what they must be.
+        Raises: CheckpointError: the file became shorter, or a tensor has a wrong shape.
         """
 
-    def changed(self, change: Callable[..., Any], *values: Any) -> Any:
-        """Return what a function makes of tensors, whose sizes may not be those that it needs.
+    def convert(self, function: Callable[..., Any], *values: Any) -> Any:
+        """Convert tensors of a file by ``change``, which may fail on unexpected shapes.
 
-        Raises: CheckpointError: they are not.
+        Raises: CheckpointError: the shapes do not fit the metadata.
         """
         try:
-            return change(*values)
+            return function(*values)
         except (RuntimeError, ValueError, IndexError) as error:
             raise CheckpointError(
                 self.file.path,
@@ -71,12 +71,12 @@ class Entry(ABC):
 
 
 @dataclass(frozen=True)
-class Whole(Entry):
-    """A tensor that is one of a checkpoint.
+class SingleTensor(Entry):
+    """A tensor of the file that becomes one checkpoint tensor.
 
     Attributes:
-        in_blocks: it stays in blocks.
-        change: of its numbers, or of its bytes if it stays in blocks.
+        in_blocks: the tensor stays in blocks.
+        change: converts the values, or the bytes if the tensor stays in blocks.
     """
 
     in_blocks: bool
@@ -84,39 +84,39 @@ class Whole(Entry):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The one name."""
+        """The name of the checkpoint tensor."""
         return (_parameter(self.name, self.stored if self.in_blocks else None),)
 
     @property
-    def held(self) -> Mapping[str, str]:
-        """The layer, if it stays in blocks."""
+    def formats_by_layer(self) -> Mapping[str, str]:
+        """The block format of the layer, if the tensor stays in blocks."""
         return {_layer(self.name): self.stored.stored_as} if self.in_blocks else {}
 
-    def tensors(self) -> Named:
-        """Yield the tensor."""
+    def tensors(self) -> NamedTensors:
+        """Yield the converted tensor."""
         values = self.file.read(self.stored)
         if not self.in_blocks:
             values = floats(self.stored, values)
-        yield self.names[0], self.changed(self.change, values)
+        yield self.names[0], self.convert(self.change, values)
 
 
 @dataclass(frozen=True)
 class PerExpert(Entry):
-    """The matrices ``[E, outputs, inputs]`` of all experts, each a tensor of a checkpoint."""
+    """The matrices ``[E, outputs, inputs]`` of all experts, each a separate checkpoint tensor."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """A name for each expert."""
+        """The name of each expert's tensor."""
         name = _parameter(self.name, self.stored if self._in_blocks else None)
         return tuple(name.format(expert) for expert in range(self.stored.shape[0]))
 
     @property
-    def held(self) -> Mapping[str, str]:
-        """The layer of each expert, if they stay in blocks."""
+    def formats_by_layer(self) -> Mapping[str, str]:
+        """The block format of each expert's layer, if the matrices stay in blocks."""
         return {_layer(name): self.stored.stored_as for name in self.names if self._in_blocks}
 
-    def tensors(self) -> Named:
-        """Yield the matrices one by one."""
+    def tensors(self) -> NamedTensors:
+        """Yield the matrices of the experts one by one."""
         for name, matrix in zip(self.names, self.file.read(self.stored), strict=True):
             yield name, matrix if self._in_blocks else floats(self.stored, matrix)
 
@@ -126,56 +126,58 @@ class PerExpert(Entry):
 
 
 @dataclass(frozen=True)
-class Joined(Entry):
-    """Two tensors that are one of a checkpoint, and what makes it of their numbers."""
+class JoinedTensors(Entry):
+    """Two tensors of the file that are joined to one checkpoint tensor by ``join``."""
 
     second: StoredTensor
     join: Join
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The one name."""
+        """The name of the joined tensor."""
         return (self.name,)
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of both."""
+        """The size of both tensors as float32, in bytes."""
         return size_of(self.stored, floats=True) + size_of(self.second, floats=True)
 
-    def tensors(self) -> Named:
-        """Yield what the two make."""
+    def tensors(self) -> NamedTensors:
+        """Yield the joined tensor."""
         both = (floats(part, self.file.read(part)) for part in (self.stored, self.second))
-        yield self.name, self.changed(self.join, *both)
+        yield self.name, self.convert(self.join, *both)
 
 
 @dataclass(frozen=True)
-class Apart(Entry):
-    """A tensor whose rows are several of a checkpoint.
+class SplitTensor(Entry):
+    """A tensor of the file whose rows belong to several checkpoint tensors.
 
     Attributes:
-        name: what stands before the names of the modules.
+        name: prefix of the modules' names.
     """
 
     config: Mapping[str, Any]
-    divided: Divided
+    row_split: RowSplit
 
     @property
     def names(self) -> tuple[str, ...]:
-        """A name for each of them."""
+        """The name of each part's tensor."""
         stored = self.stored if self._in_blocks else None
-        return tuple(_parameter(f"{self.name}{name}.weight", stored) for name in self.divided.names)
+        return tuple(
+            _parameter(f"{self.name}{name}.weight", stored) for name in self.row_split.names
+        )
 
     @property
-    def held(self) -> Mapping[str, str]:
-        """All of them, if they stay in blocks."""
+    def formats_by_layer(self) -> Mapping[str, str]:
+        """The block format of each part's layer, if the parts stay in blocks."""
         return {_layer(name): self.stored.stored_as for name in self.names if self._in_blocks}
 
-    def tensors(self) -> Named:
-        """Yield the parts."""
+    def tensors(self) -> NamedTensors:
+        """Yield the parts one by one."""
         values = self.file.read(self.stored)
         if not self._in_blocks:
             values = floats(self.stored, values)
-        parts = self.changed(self.divided.function, values, self.config)
+        parts = self.convert(self.row_split.function, values, self.config)
         yield from zip(self.names, parts, strict=True)
 
     @property
@@ -185,52 +187,52 @@ class Apart(Entry):
 
 @dataclass(frozen=True)
 class Microscaled(Entry):
-    """Matrices of all experts in MXFP4, of which checkpoints have blocks and scales.
+    """The matrices of all experts in MXFP4, stored in checkpoints as blocks and scales.
 
     Attributes:
-        name: what ``_blocks`` and ``_scales`` follow.
-        second: with whose rows those of ``stored`` alternate, if any.
+        name: prefix of ``_blocks`` and ``_scales``.
+        second: a tensor whose rows are interleaved with the rows of ``stored``, or None.
     """
 
     second: StoredTensor | None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of blocks and scales."""
+        """The names of the tensors of blocks and of scales."""
         return f"{self.name}_blocks", f"{self.name}_scales"
 
     @property
-    def held(self) -> Mapping[str, str]:
-        """The experts."""
+    def formats_by_layer(self) -> Mapping[str, str]:
+        """The format of the experts."""
         return {_layer(self.name): MXFP4.name}
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the tensors of the file."""
+        """The size of the file's tensors in bytes, which conversion does not change."""
         return self.stored.num_bytes + (self.second.num_bytes if self.second else 0)
 
-    def tensors(self) -> Named:
-        """Yield blocks and scales."""
+    def tensors(self) -> NamedTensors:
+        """Yield the blocks, then the scales."""
         rows = self.file.read(self.stored)
         if self.second is not None:
-            rows = self.changed(in_turn, rows, self.file.read(self.second))
+            rows = self.convert(interleave_rows, rows, self.file.read(self.second))
         yield from zip(self.names, unpacked(rows), strict=True)
 
 
-def in_turn(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return rows ``[E, 2 O, ...]``, in turn one of each of two tensors ``[E, O, ...]``."""
+def interleave_rows(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Interleave the rows of two tensors ``[E, O, ...]``; the result is ``[E, 2 O, ...]``."""
     return torch.stack((first, second), 2).flatten(1, 2)
 
 
 def floats(stored: StoredTensor, values: torch.Tensor) -> torch.Tensor:
-    """Return numbers, of blocks those that they stand for."""
+    """Return the values as floats, dequantized if ``stored`` is in blocks."""
     if not stored.in_blocks:
         return values
     return LAYOUTS[stored.stored_as].dequantized(values, torch.float32)
 
 
 def size_of(stored: StoredTensor, floats: bool) -> int:
-    """Return the bytes of a tensor, whose blocks may become floats."""
+    """Return the bytes of a tensor, after dequantization to float32 if ``floats``."""
     if not (floats and stored.in_blocks):
         return stored.num_bytes
     layout = LAYOUTS[stored.stored_as]

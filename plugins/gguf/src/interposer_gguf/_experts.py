@@ -1,6 +1,6 @@
-"""Routed experts whose matrices are blocks of GGUF files.
+"""Routed experts with matrices in GGUF blocks.
 
-Dimensions: E experts, H hidden size, I intermediate size.
+Shapes: E experts, H hidden size, I intermediate size.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 from interposer import ExpertsMethod, ExpertsSpec, Site
 from interposer_gguf._block_formats import BlockFormat
 from interposer_gguf._cases import random_rows
-from interposer_gguf._products import check_blocks, not_numbers_of, parameter
+from interposer_gguf._matmuls import check_blocks, not_finite_tensor_error, parameter
 from interposer_ops.layers.expert_loop import LinearExperts
 from interposer_ops.layers.experts import PlainExperts
 
@@ -22,22 +22,23 @@ _HOST = "cpu"
 
 
 class BlocksExperts(ExpertsMethod):
-    """Linear layers of blocks on a host, matrices that are dequantized while they load elsewhere.
+    """Experts that stay in blocks on CPUs, and are dequantized on loading on accelerators.
 
-    Kernels for blocks are for hosts, which have little memory bandwidth; an accelerator computes
-    all experts at once, in graphs.
+    On a CPU, memory bandwidth limits the speed, and kernels read blocks. An accelerator computes
+    all experts in one kernel, which graphs can capture, from unquantized matrices.
 
     Args:
-        formats: by the names of linear layers.
+        formats: block formats by names of linear layers.
     """
 
     def __init__(self, formats: Mapping[str, BlockFormat]) -> None:
         self.formats = formats
 
     def create_weights(self, layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
-        """Register what the method for this device registers.
+        """Register the parameters of the method for this device.
 
-        Raises: ConfigError: blocks do not divide the inputs, or matrices are stored together.
+        Raises: ConfigError: the block size does not divide the input features, or the matrices of
+            all experts are stacked.
         """
         device = torch.device(site.resolver.device.torch_device).type
         self.method: ExpertsMethod = LinearExperts()
@@ -46,11 +47,11 @@ class BlocksExperts(ExpertsMethod):
         self.method.create_weights(layer, site, spec)
 
     def dequantized(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the float64 matrices ``[E, 2 I, H]``, gates first, and ``[E, H, I]``, if known."""
+        """Return float64 matrices ``[E, 2 I, H]``, gates first, and ``[E, H, I]``, or None."""
         return self.method.dequantized(layer)
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Return what the method for this device returns.
+        """Return the kernel and operands of the method for this device.
 
         Raises: CheckpointError: a scale or an offset is infinite or not a number.
         """
@@ -58,32 +59,32 @@ class BlocksExperts(ExpertsMethod):
 
 
 class DequantizedExperts(ExpertsMethod):
-    """Blocks ``[E, outputs, row]`` uint8 of each kind of matrix, dequantized by ``finalize``.
+    """Experts in blocks ``[E, outputs, row]`` uint8 that ``finalize`` dequantizes.
 
-    A file stores those of all experts as one tensor, so they are of one format.
+    A file stores one kind of matrix of all experts as one tensor, so these share a format.
     """
 
     def __init__(self, formats: Mapping[str, BlockFormat]) -> None:
         self.formats = formats
 
     def create_weights(self, layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
-        """Register a parameter for gates, for what they act on and for the second projection.
+        """Register a parameter each for the gate, up and down projections.
 
-        Raises: ConfigError: blocks do not divide the inputs.
+        Raises: ConfigError: the block size does not divide the input features.
         """
         assert spec.projections is not None, "files name the matrices of each expert"
         self.prefix, self.dtype, self.spec = site.prefix, site.dtype, spec
-        hidden, inner = spec.hidden_size, spec.intermediate_size
-        shapes = (inner, hidden), (inner, hidden), (hidden, inner)
-        self.kinds = {
+        hidden, intermediate = spec.hidden_size, spec.intermediate_size
+        shapes = (intermediate, hidden), (intermediate, hidden), (hidden, intermediate)
+        self.projections = {
             part: (self.formats.get(f"{site.prefix}.0.{part}"), *shape)
             for part, shape in zip(spec.projections, shapes, strict=True)
         }
-        self.plain = PlainExperts()
-        # Its matrices come later.
+        self.unquantized = PlainExperts()
+        # ``finalize`` registers the matrices of this method.
         with torch.device("meta"):
-            self.plain.create_weights(nn.Module(), site, spec)
-        for part, (layout, rows, inputs) in self.kinds.items():
+            self.unquantized.create_weights(nn.Module(), site, spec)
+        for part, (layout, rows, inputs) in self.projections.items():
             stored = torch.empty(spec.num_experts, rows, inputs, dtype=site.dtype)
             attributes: dict[str, Any] = {"expert_parts": {part: rows}}
             if layout is not None:
@@ -94,45 +95,45 @@ class DequantizedExperts(ExpertsMethod):
             layer.register_parameter(part, parameter(stored, **attributes))
 
     def dequantized(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the float64 matrices ``[E, 2 I, H]``, gates first, and ``[E, H, I]``."""
+        """Return float64 matrices ``[E, 2 I, H]``, gates first, and ``[E, H, I]``."""
         gate, up, down = (
             layer.get_parameter(part).double()
             if layout is None
             else layout.dequantized(layer.get_parameter(part).data, torch.float64)
-            for part, (layout, _, _) in self.kinds.items()
+            for part, (layout, _, _) in self.projections.items()
         )
         return torch.cat((gate, up), 1), down
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Return the kernel of plain experts with the dequantized matrices, held once.
+        """Dequantize the matrices and return the kernel of unquantized experts with its operands.
 
         Raises: CheckpointError: a scale or an offset is infinite or not a number.
         """
         spec, device = self.spec, next(layer.parameters()).device
-        count, hidden, inner = spec.num_experts, spec.hidden_size, spec.intermediate_size
-        form: Any = {"dtype": self.dtype, "device": device}
-        gate_up = torch.empty(count, 2 * inner, hidden, **form)
-        down = torch.empty(count, hidden, inner, **form)
-        places = gate_up[:, :inner], gate_up[:, inner:], down
-        for (part, (layout, _, _)), place in zip(self.kinds.items(), places, strict=True):
+        count, hidden, intermediate = spec.num_experts, spec.hidden_size, spec.intermediate_size
+        options: Any = {"dtype": self.dtype, "device": device}
+        gate_up = torch.empty(count, 2 * intermediate, hidden, **options)
+        down = torch.empty(count, hidden, intermediate, **options)
+        targets = gate_up[:, :intermediate], gate_up[:, intermediate:], down
+        for (part, (layout, _, _)), target in zip(self.projections.items(), targets, strict=True):
             stored = layer.get_parameter(part).data
             layer.register_parameter(part, None)
             for expert, rows in enumerate(stored):
-                numbers = rows if layout is None else layout.dequantized(rows, torch.float32)
-                if not numbers.isfinite().all():
+                values = rows if layout is None else layout.dequantized(rows, torch.float32)
+                if not values.isfinite().all():
                     name = "weight" if layout is None else layout.name
-                    raise not_numbers_of(f"{self.prefix}.{expert}.{part}.{name}")
-                place[expert] = numbers
+                    raise not_finite_tensor_error(f"{self.prefix}.{expert}.{part}.{name}")
+                target[expert] = values
         for name, matrices in (("gate_up_proj", gate_up), ("down_proj", down)):
             layer.register_parameter(name, parameter(matrices))
             layer.register_parameter(f"{name}_bias", None)
-        return self.plain.finalize(layer)
+        return self.unquantized.finalize(layer)
 
 
 def _sampler(
     layout: BlockFormat, shape: tuple[int, int, int]
 ) -> Callable[[torch.Generator], torch.Tensor]:
-    """Return a sampler of rows whose scales are numbers."""
+    """Return a function that draws random rows with finite scales."""
     count, rows, num_bytes = shape
 
     def sample(generator: torch.Generator) -> torch.Tensor:

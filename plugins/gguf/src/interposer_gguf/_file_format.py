@@ -1,7 +1,7 @@
-"""Reading the structure of GGUF files: metadata and the places of tensors, each bound checked.
+"""Reader for the structure of GGUF files: metadata and tensor offsets, with every bound checked.
 
 Source: docs/gguf.md of ggml, the format's versions 2 and 3. The library ``gguf`` reads the same
-structure, but trusts its counts, and needs 40 microseconds for each of a vocabulary's texts.
+structure, but trusts the counts in a file, and takes 40 microseconds per token text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Metadata = dict[str, Any]
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
-# Codes of struct by the number of a type of metadata.
+# Format characters of the module struct, by GGUF's number of a metadata type.
 _SCALARS = {
     0: "B",
     1: "b",
@@ -39,33 +39,33 @@ _SCALARS = {
 }
 _PLAIN = {0: ("f32", torch.float32), 1: ("f16", torch.float16), 30: ("bf16", torch.bfloat16)}
 _BLOCKS = {layout.number: layout for layout in LAYOUTS.values()}
-# What stands in files, but is not read; only for the text of an error.
-_OTHERS = {
+# Types that files may contain but that are not supported, for error texts only.
+_UNSUPPORTED = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
     19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16",
     26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
 }  # fmt: skip
-# The fewest bytes that an entry can take: empty name, type, smallest value; and empty name, no
-# dimensions, type, offset.
-_LEAST_ENTRY, _LEAST_TENSOR = 13, 24
-# Far above any model; together they bound what the structure of a file can take of memory.
-_MOST_ELEMENTS = 1 << 22
-_LONGEST_TEXT = 1 << 24
-_MOST_METADATA = 1 << 28
-_MOST_DIMENSIONS = 4
-_MOST_ALIGNMENT = 1 << 16
+# The smallest metadata entry: empty name, type, one byte. The smallest tensor entry: empty name, no
+# dimensions, type, offset. A corrupt count is detected before memory is reserved for the entries.
+_MIN_ENTRY_BYTES, _MIN_TENSOR_BYTES = 13, 24
+# Far above any model. Together, these limits bound the memory that a malicious file can take.
+_MAX_ELEMENTS = 1 << 22
+_MAX_TEXT_BYTES = 1 << 24
+_MAX_METADATA_BYTES = 1 << 28
+_MAX_DIMENSIONS = 4
+_MAX_ALIGNMENT = 1 << 16
 _ALIGNMENT = 32
-_AGAIN = "copy the file again"
+_COPY_AGAIN = "copy the file again"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The place of a tensor in its file.
+    """The location of a tensor in its file.
 
     Attributes:
         stored_as: ``f32``, ``f16``, ``bf16`` or the name of a block format.
-        shape: as torch has it: the dimension along which numbers follow each other is the last.
-        start: of its first byte in the file.
+        shape: in torch's order: elements along the last dimension are adjacent in memory.
+        start: offset of the first byte in the file.
     """
 
     name: str
@@ -76,12 +76,12 @@ class StoredTensor:
 
     @property
     def in_blocks(self) -> bool:
-        """Its rows are blocks, not floats."""
+        """Whether the rows are quantized blocks, not floats."""
         return self.stored_as in LAYOUTS
 
 
 class GGUFFile:
-    """The structure of one file.
+    """The structure of one GGUF file.
 
     Attributes:
         metadata: values by key; arrays are lists.
@@ -95,11 +95,11 @@ class GGUFFile:
 
     @classmethod
     def open(cls, path: Path) -> GGUFFile:
-        """Return the structure of the file at ``path``.
+        """Read the structure of the file at ``path``.
 
         Raises:
-            CheckpointError: it cannot be read, is no GGUF file, or contradicts itself.
-            UnsupportedModelError: a tensor is stored as something that is not read.
+            CheckpointError: the file cannot be read, is no GGUF file, or contradicts itself.
+            UnsupportedModelError: a tensor has a type that is not supported.
         """
         try:
             with path.open("rb") as file:
@@ -110,7 +110,7 @@ class GGUFFile:
             raise CheckpointError(path, f"cannot be read: {error}") from error
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
-        """Return a tensor: floats of its shape, or its rows of blocks ``[..., row]`` uint8.
+        """Read a tensor: floats in its shape, or rows of blocks ``[..., row]`` uint8.
 
         Raises: CheckpointError: the file became shorter since it was opened.
         """
@@ -122,7 +122,7 @@ class GGUFFile:
         except OSError as error:
             raise CheckpointError(self.path, f"cannot be read: {error}") from error
         if count != tensor.num_bytes:
-            raise CheckpointError(self.path, f"ends within the tensor {tensor.name!r}", _AGAIN)
+            raise CheckpointError(self.path, f"ends within the tensor {tensor.name!r}", _COPY_AGAIN)
         octets = torch.frombuffer(content, dtype=torch.uint8)
         if tensor.in_blocks:
             layout = LAYOUTS[tensor.stored_as]
@@ -134,13 +134,13 @@ class GGUFFile:
 
 
 class _Reader:
-    """Reads a file from its beginning, never further than its size."""
+    """Reads the structure of a file from its start, checking each read against the file size."""
 
     def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
         self.path = path
         self.file = file
         self.size = size
-        self.place = 0
+        self.position = 0
         self.num_elements = 0
 
     def read(self) -> GGUFFile:
@@ -151,64 +151,67 @@ class _Reader:
             raise CheckpointError(self.path, *_version_problem(version))
         num_tensors = self._number("Q", "its number of tensors")
         num_entries = self._number("Q", "its number of metadata entries")
-        self._fits(num_entries, _LEAST_ENTRY, "metadata entries")
+        self._check_count(num_entries, _MIN_ENTRY_BYTES, "metadata entries")
         metadata: Metadata = {}
         for _ in range(num_entries):
             key = self._text("a metadata key")
             if key in metadata:
-                raise CheckpointError(self.path, f"holds the metadata {key!r} twice", _AGAIN)
+                raise CheckpointError(self.path, f"holds the metadata {key!r} twice", _COPY_AGAIN)
             metadata[key] = self._value(self._number("I", f"the type of {key!r}"), key)
-        self._fits(num_tensors, _LEAST_TENSOR, "tensors")
+        self._check_count(num_tensors, _MIN_TENSOR_BYTES, "tensors")
         tensors: dict[str, StoredTensor] = {}
         for _ in range(num_tensors):
             tensor = self._tensor()
             if tensor.name in tensors:
-                raise CheckpointError(self.path, f"holds the tensor {tensor.name!r} twice", _AGAIN)
+                raise CheckpointError(
+                    self.path, f"holds the tensor {tensor.name!r} twice", _COPY_AGAIN
+                )
             tensors[tensor.name] = tensor
-        return GGUFFile(self.path, metadata, self._placed(tensors, self._alignment(metadata)))
+        return GGUFFile(self.path, metadata, self._with_offsets(tensors, self._alignment(metadata)))
 
-    def _bytes(self, count: int, what: str) -> bytes:
-        if count > self.size - self.place:
+    def _bytes(self, count: int, part: str) -> bytes:
+        if count > self.size - self.position:
             raise CheckpointError(
                 self.path,
-                f"ends within {what}: {count:,} bytes are needed at {self.place:,}, the file has "
-                f"{self.size:,}",
-                _AGAIN,
+                f"ends within {part}: {count:,} bytes are needed at {self.position:,}, the file "
+                f"has {self.size:,}",
+                _COPY_AGAIN,
             )
-        if self.place + count > _MOST_METADATA:
+        if self.position + count > _MAX_METADATA_BYTES:
             raise CheckpointError(
-                self.path, f"has more than {_MOST_METADATA >> 20} MiB of metadata, before {what}"
+                self.path,
+                f"has more than {_MAX_METADATA_BYTES >> 20} MiB of metadata, before {part}",
             )
         content = self.file.read(count)
         if len(content) != count:
-            raise CheckpointError(self.path, f"ended while {what} was read", _AGAIN)
-        self.place += count
+            raise CheckpointError(self.path, f"ended while {part} was read", _COPY_AGAIN)
+        self.position += count
         return content
 
-    def _number(self, code: str, what: str) -> Any:
-        return struct.unpack(f"<{code}", self._bytes(struct.calcsize(f"<{code}"), what))[0]
+    def _number(self, code: str, part: str) -> Any:
+        return struct.unpack(f"<{code}", self._bytes(struct.calcsize(f"<{code}"), part))[0]
 
-    def _text(self, what: str) -> str:
-        length = self._number("Q", f"the length of {what}")
-        if length > _LONGEST_TEXT:
+    def _text(self, part: str) -> str:
+        length = self._number("Q", f"the length of {part}")
+        if length > _MAX_TEXT_BYTES:
             raise CheckpointError(
-                self.path, f"says that {what} has {length:,} bytes, at most {_LONGEST_TEXT:,} are"
+                self.path, f"says that {part} has {length:,} bytes, at most {_MAX_TEXT_BYTES:,} are"
                 " read",
             )  # fmt: skip
-        content = self._bytes(length, what)
+        content = self._bytes(length, part)
         try:
             return content.decode()
         except UnicodeDecodeError as error:
-            raise CheckpointError(self.path, f"holds {what} that is not UTF-8: {error}") from error
+            raise CheckpointError(self.path, f"holds {part} that is not UTF-8: {error}") from error
 
-    def _fits(self, count: int, least: int, what: str) -> None:
-        left = self.size - self.place
-        if count * least > left:
+    def _check_count(self, count: int, min_bytes: int, part: str) -> None:
+        remaining_bytes = self.size - self.position
+        if count * min_bytes > remaining_bytes:
             raise CheckpointError(
                 self.path,
-                f"says that it holds {count:,} {what}, for which the {left:,} bytes that follow "
-                "are too few",
-                _AGAIN,
+                f"says that it holds {count:,} {part}, for which the {remaining_bytes:,} bytes "
+                "that follow are too few",
+                _COPY_AGAIN,
             )
 
     def _value(self, kind: int, key: str) -> Any:
@@ -229,32 +232,32 @@ class _Reader:
         kind = self._number("I", f"the type of {key!r}")
         count = self._number("Q", f"the number of elements of {key!r}")
         code = "Q" if kind == _STRING else self._code(kind, key)
-        self._fits(count, struct.calcsize(f"<{code}"), f"elements of {key!r}")
+        self._check_count(count, struct.calcsize(f"<{code}"), f"elements of {key!r}")
         self.num_elements += count
-        if self.num_elements > _MOST_ELEMENTS:
+        if self.num_elements > _MAX_ELEMENTS:
             raise CheckpointError(
-                self.path, f"holds more than {_MOST_ELEMENTS:,} elements of metadata, with {key!r}"
+                self.path, f"holds more than {_MAX_ELEMENTS:,} elements of metadata, with {key!r}"
             )
         if kind == _STRING:
-            what = f"an element of {key!r}"
-            return [self._text(what) for _ in range(count)]
+            part = f"an element of {key!r}"
+            return [self._text(part) for _ in range(count)]
         content = self._bytes(count * struct.calcsize(f"<{code}"), f"the metadata {key!r}")
         return list(struct.unpack(f"<{count}{code}", content))
 
     def _tensor(self) -> StoredTensor:
-        """Return a tensor whose start is counted from where tensors begin."""
+        """Read the description of a tensor, with ``start`` relative to the start of the data."""
         name = self._text("the name of a tensor")
-        what = f"the description of the tensor {name!r}"
-        num_dims = self._number("I", what)
-        if not 1 <= num_dims <= _MOST_DIMENSIONS:
+        part = f"the description of the tensor {name!r}"
+        num_dims = self._number("I", part)
+        if not 1 <= num_dims <= _MAX_DIMENSIONS:
             raise CheckpointError(
                 self.path,
                 f"holds the tensor {name!r} of {num_dims} dimensions, must be 1 to "
-                f"{_MOST_DIMENSIONS}",
+                f"{_MAX_DIMENSIONS}",
             )
-        shape = tuple(self._number("Q", what) for _ in range(num_dims))[::-1]
-        kind = self._number("I", what)
-        start = self._number("Q", what)
+        shape = tuple(self._number("Q", part) for _ in range(num_dims))[::-1]
+        kind = self._number("I", part)
+        start = self._number("Q", part)
         count = 1
         for size in shape:
             count *= size
@@ -278,7 +281,7 @@ class _Reader:
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         if (
             type(alignment) is not int
-            or not 0 < alignment <= _MOST_ALIGNMENT
+            or not 0 < alignment <= _MAX_ALIGNMENT
             or (alignment & alignment - 1)
         ):
             raise CheckpointError(
@@ -286,9 +289,11 @@ class _Reader:
             )
         return alignment
 
-    def _placed(self, tensors: dict[str, StoredTensor], alignment: int) -> dict[str, StoredTensor]:
-        """Return the tensors with their places in the file, none of which overlap."""
-        base = -(-self.place // alignment) * alignment
+    def _with_offsets(
+        self, tensors: dict[str, StoredTensor], alignment: int
+    ) -> dict[str, StoredTensor]:
+        """Return the tensors with absolute offsets, after checking that no two tensors overlap."""
+        base = -(-self.position // alignment) * alignment
         for tensor in tensors.values():
             if tensor.start % alignment:
                 raise CheckpointError(
@@ -302,13 +307,14 @@ class _Reader:
                     self.path,
                     f"ends within the tensor {tensor.name!r}, which goes on to {end:,}; the file "
                     f"has {self.size:,} bytes",
-                    _AGAIN,
+                    _COPY_AGAIN,
                 )
         ordered = sorted(tensors.values(), key=lambda tensor: tensor.start)
-        for one, other in pairwise(ordered):
-            if one.start + one.num_bytes > other.start:
+        for first, second in pairwise(ordered):
+            if first.start + first.num_bytes > second.start:
                 raise CheckpointError(
-                    self.path, f"lays the tensors {one.name!r} and {other.name!r} over each other"
+                    self.path,
+                    f"lays the tensors {first.name!r} and {second.name!r} over each other",
                 )
         return {
             t.name: StoredTensor(t.name, t.stored_as, t.shape, base + t.start, t.num_bytes)
@@ -325,9 +331,12 @@ def _version_problem(version: int) -> tuple[str, str]:
 
 def _type_problem(name: str, kind: int) -> str:
     known = ", ".join(
-        [plain.upper() for plain, _ in _PLAIN.values()] + [name.upper() for name in LAYOUTS]
+        [float_name.upper() for float_name, _ in _PLAIN.values()]
+        + [name.upper() for name in LAYOUTS]
     )
-    called = (
-        f"{_OTHERS[kind]}, which is not read" if kind in _OTHERS else f"the unknown type {kind}"
+    type_text = (
+        f"{_UNSUPPORTED[kind]}, which is not read"
+        if kind in _UNSUPPORTED
+        else f"the unknown type {kind}"
     )
-    return f"stores the tensor {name!r} as {called}; read are {known}"
+    return f"stores the tensor {name!r} as {type_text}; read are {known}"

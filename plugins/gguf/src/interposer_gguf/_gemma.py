@@ -1,6 +1,6 @@
 """The architectures of Gemma.
 
-Source: the conversions of llama.cpp and its graphs, which say what the metadata leaves out.
+Source: the conversions of llama.cpp, and its graphs for values that the metadata lacks.
 """
 
 from __future__ import annotations
@@ -11,97 +11,101 @@ from typing import Any
 from interposer.errors import CheckpointError
 from interposer_gguf._architecture import Architecture
 from interposer_gguf._file_format import GGUFFile
+from interposer_gguf._metadata import MetadataReader
 from interposer_gguf._positions import layer_types_of, rope_of, rotated_of
-from interposer_gguf._settings import Settings
 from interposer_gguf._tensor_names import ROPE_FACTORS
 
 _ACTIVATION = "gelu_pytorch_tanh"
-_OWN_TABLE = "per_layer_token_embd.weight"
+_PER_LAYER_TABLE = "per_layer_token_embd.weight"
 
 
-def _capped(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
-    """Return Gemma's fields; the largest models scale scores by the width for each head."""
-    heads, width = settings.integer("attention.head_count"), settings.integer("embedding_length")
-    blocks, size = settings.integer("block_count"), settings.integer("attention.key_length")
-    largest = {"gemma2": 46, "gemma3": 62}[settings.architecture]
+def _gemma2(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
+    """Return the fields of Gemma 2, with softcaps if the file has them.
+
+    The largest models scale attention scores by the width per head, not by the head size.
+    """
+    heads, width = metadata.integer("attention.head_count"), metadata.integer("embedding_length")
+    blocks, size = metadata.integer("block_count"), metadata.integer("attention.key_length")
+    largest_num_blocks = {"gemma2": 46, "gemma3": 62}[metadata.architecture]
     caps = ("attn_logit_softcapping", "final_logit_softcapping")
     return {
-        "query_pre_attn_scalar": width // heads if blocks == largest else size,
+        "query_pre_attn_scalar": width // heads if blocks == largest_num_blocks else size,
         "hidden_activation": _ACTIVATION,
-        **{name: settings.number(name) if name in settings else None for name in caps},
+        **{name: metadata.number(name) if name in metadata else None for name in caps},
     }
 
 
-def _gemma3(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
-    """Return Gemma 3's fields; long angles are for layers that see everything."""
-    long = rope_of(file, settings, rotated_of(settings))
-    base, local = (
-        settings.number(key, default)
+def _gemma3(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
+    """Return the fields of Gemma 3; RoPE scaling is for layers with global attention only."""
+    scaled_rope = rope_of(file, metadata, rotated_of(metadata))
+    base, local_base = (
+        metadata.number(key, default)
         for key, default in (("rope.freq_base", 1000000.0), ("rope.freq_base_swa", 10000.0))
     )
     return {
-        **_capped(settings, file),
+        **_gemma2(metadata, file),
         "rope_parameters": {
-            "full_attention": {**long, "rope_theta": base},
-            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+            "full_attention": {**scaled_rope, "rope_theta": base},
+            "sliding_attention": {"rope_type": "default", "rope_theta": local_base},
         },
     }
 
 
-def _gemma4(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
-    """Return Gemma 4's fields; heads and MLPs differ between layers."""
-    count = settings.integer("block_count")
-    kinds = layer_types_of(settings).get("layer_types", [])
-    slides = [kind == "sliding_attention" for kind in kinds]
-    if not slides or len(slides) != count:
+def _gemma4(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
+    """Return the fields of Gemma 4, whose heads and MLPs differ between layers."""
+    count = metadata.integer("block_count")
+    kinds = layer_types_of(metadata).get("layer_types", [])
+    is_sliding = [kind == "sliding_attention" for kind in kinds]
+    if not is_sliding or len(is_sliding) != count:
         raise CheckpointError(
-            settings.path, "lacks the metadata 'gemma4.attention.sliding_window_pattern'"
+            metadata.path, "lacks the metadata 'gemma4.attention.sliding_window_pattern'"
         )
-    heads = settings.of_layers("attention.head_count_kv", int, count)
-    inner = settings.of_layers("feed_forward_length", int, count)
-    sees_all = next((i for i, slid in enumerate(slides) if not slid), None)
-    table = file.tensors.get(_OWN_TABLE)
-    cap = "final_logit_softcapping"
+    heads = metadata.per_layer("attention.head_count_kv", int, count)
+    inner = metadata.per_layer("feed_forward_length", int, count)
+    first_global = next((i for i, slid in enumerate(is_sliding) if not slid), None)
+    table = file.tensors.get(_PER_LAYER_TABLE)
+    cap_key = "final_logit_softcapping"
     return {
         "layer_types": kinds,
         "intermediate_size": inner[0],
         "use_double_wide_mlp": inner[-1] == 2 * inner[0],
-        "num_attention_heads": settings.integer("attention.head_count"),
-        "num_key_value_heads": heads[slides.index(True)] if any(slides) else heads[0],
-        "num_global_key_value_heads": None if sees_all is None else heads[sees_all],
-        "head_dim": settings.integer("attention.key_length_swa"),
-        "global_head_dim": settings.integer("attention.key_length"),
-        "attention_k_eq_v": sees_all is not None
-        and f"blk.{sees_all}.attn_v.weight" not in file.tensors,
-        "sliding_window": settings.integer("attention.sliding_window"),
-        "num_kv_shared_layers": settings.integer("attention.shared_kv_layers", 0),
-        "hidden_size_per_layer_input": settings.integer("embedding_length_per_layer_input", 0),
+        "num_attention_heads": metadata.integer("attention.head_count"),
+        "num_key_value_heads": heads[is_sliding.index(True)] if any(is_sliding) else heads[0],
+        "num_global_key_value_heads": None if first_global is None else heads[first_global],
+        "head_dim": metadata.integer("attention.key_length_swa"),
+        "global_head_dim": metadata.integer("attention.key_length"),
+        "attention_k_eq_v": first_global is not None
+        and f"blk.{first_global}.attn_v.weight" not in file.tensors,
+        "sliding_window": metadata.integer("attention.sliding_window"),
+        "num_kv_shared_layers": metadata.integer("attention.shared_kv_layers", 0),
+        "hidden_size_per_layer_input": metadata.integer("embedding_length_per_layer_input", 0),
         **({"vocab_size_per_layer_input": table.shape[0]} if table else {}),
         "hidden_activation": _ACTIVATION,
-        "final_logit_softcapping": settings.number(cap) if cap in settings else None,
+        "final_logit_softcapping": metadata.number(cap_key) if cap_key in metadata else None,
         "rope_parameters": {
-            "full_attention": _proportional(settings, file),
+            "full_attention": _proportional(metadata, file),
             "sliding_attention": {
                 "rope_type": "default",
-                "rope_theta": settings.number("rope.freq_base_swa", 10000.0),
+                "rope_theta": metadata.number("rope.freq_base_swa", 10000.0),
             },
         },
     }
 
 
-def _proportional(settings: Settings, file: GGUFFile) -> dict[str, Any]:
-    """Return the angles of layers that see everything, a part of whose heads is rotated.
+def _proportional(metadata: MetadataReader, file: GGUFFile) -> dict[str, Any]:
+    """Return the rotary embedding of global layers, which rotate only a part of each head.
 
-    In files, the wavelengths of the rest are so long that they stay where they are.
+    The file has a factor per pair: 1 for rotated pairs, and for the others a factor so large that
+    they hardly rotate.
     """
-    size = settings.integer("attention.key_length")
+    size = metadata.integer("attention.key_length")
     stored = file.tensors.get(ROPE_FACTORS)
     if stored is None or stored.in_blocks or stored.shape != (size // 2,):
         raise CheckpointError(file.path, f"lacks the tensor {ROPE_FACTORS!r} of {size // 2} floats")
     rotated = int((file.read(stored).float() == 1).sum())
     return {
         "rope_type": "proportional",
-        "rope_theta": settings.number("rope.freq_base", 1000000.0),
+        "rope_theta": metadata.number("rope.freq_base", 1000000.0),
         "partial_rotary_factor": 2 * rotated / size,
     }
 
@@ -125,8 +129,8 @@ _INNER = {
 }
 
 GEMMA: Mapping[str, Architecture] = {
-    "gemma2": Architecture("Gemma2ForCausalLM", _NORMS, norm_offset=1.0, fields=_capped),
+    "gemma2": Architecture("Gemma2ForCausalLM", _NORMS, norm_offset=1.0, fields=_gemma2),
     "gemma3": Architecture("Gemma3ForCausalLM", _NORMS, norm_offset=1.0, fields=_gemma3),
-    "gemma4": Architecture("Gemma4ForCausalLM", _INNER, _OUTER, fields=_gemma4, regular=False),
+    "gemma4": Architecture("Gemma4ForCausalLM", _INNER, _OUTER, fields=_gemma4, is_uniform=False),
 }
 """By the values of ``general.architecture``."""

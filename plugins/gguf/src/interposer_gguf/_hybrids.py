@@ -1,7 +1,7 @@
-"""The architectures whose layers keep a state: state spaces and convolutions, some with attention.
+"""The architectures with recurrent layers: state spaces and convolutions, some with attention.
 
-Source: the tables of gguf-py (gguf/constants.py), the conversions of llama.cpp and its graphs,
-which say what the metadata leaves out.
+Source: the tables of gguf-py (gguf/constants.py), the conversions of llama.cpp, and its graphs for
+values that the metadata lacks.
 """
 
 from __future__ import annotations
@@ -11,139 +11,140 @@ from typing import Any
 
 from interposer.errors import CheckpointError, UnsupportedModelError
 from interposer_gguf._architecture import LAYER_EPSILON, RMS_EPSILON, Architecture
-from interposer_gguf._experts_settings import grouped_experts_of
+from interposer_gguf._conversions import CHANNELS, DECAY, VECTOR
+from interposer_gguf._experts_config import grouped_experts_of
 from interposer_gguf._file_format import GGUFFile
-from interposer_gguf._restoration import CHANNELS, DECAY, VECTOR
-from interposer_gguf._settings import Settings
+from interposer_gguf._metadata import MetadataReader
 
 
-def _heads(settings: Settings) -> tuple[int, int]:
-    """Return the number of heads of a state space, and their size.
+def _heads(metadata: MetadataReader) -> tuple[int, int]:
+    """Return the number of state-space heads, and the size of a head.
 
-    Raises: CheckpointError: they do not add up to its width.
+    Raises: CheckpointError: the heads do not divide the width.
     """
-    heads, width = settings.integer("ssm.time_step_rank"), settings.integer("ssm.inner_size")
+    heads, width = metadata.integer("ssm.time_step_rank"), metadata.integer("ssm.inner_size")
     if heads < 1 or width % heads:
         raise CheckpointError(
-            settings.path, f"has ssm.inner_size {width}, not a multiple of its {heads} heads"
+            metadata.path, f"has ssm.inner_size {width}, not a multiple of its {heads} heads"
         )
     return heads, width // heads
 
 
-def _holds(file: GGUFFile, name: str) -> bool:
-    """Say whether a block has such a tensor."""
+def _has_tensor(file: GGUFFile, name: str) -> bool:
+    """Return whether any block has a tensor ``name``."""
     return any(stored.endswith(f".{name}") for stored in file.tensors)
 
 
-def _attends(settings: Settings) -> list[bool]:
-    """Say of each layer whether it has heads of keys."""
-    count = settings.integer("block_count") - settings.integer("nextn_predict_layers", 0)
-    return [heads > 0 for heads in settings.of_layers("attention.head_count_kv", int, count)]
+def _has_attention(metadata: MetadataReader) -> list[bool]:
+    """Return for each layer whether it has attention, that is, kv heads."""
+    count = metadata.integer("block_count") - metadata.integer("nextn_predict_layers", 0)
+    return [heads > 0 for heads in metadata.per_layer("attention.head_count_kv", int, count)]
 
 
-def _mamba2(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
-    (heads, size), width = _heads(settings), settings.integer("embedding_length")
+def _mamba2(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
+    (heads, size), width = _heads(metadata), metadata.integer("embedding_length")
     return {
         "num_attention_heads": heads,
         "head_dim": size,
         "expand": heads * size // width,
-        "state_size": settings.integer("ssm.state_size"),
-        "n_groups": settings.integer("ssm.group_count"),
-        "conv_kernel": settings.integer("ssm.conv_kernel"),
-        "use_bias": _holds(file, "ssm_in.bias"),
-        "use_conv_bias": _holds(file, "ssm_conv1d.bias"),
+        "state_size": metadata.integer("ssm.state_size"),
+        "n_groups": metadata.integer("ssm.group_count"),
+        "conv_kernel": metadata.integer("ssm.conv_kernel"),
+        "use_bias": _has_tensor(file, "ssm_in.bias"),
+        "use_conv_bias": _has_tensor(file, "ssm_conv1d.bias"),
     }
 
 
-def _bamba(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of the state space of Bamba and Falcon-H1."""
-    heads, size = _heads(settings)
+def _bamba(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
+    """Return the state-space fields of Bamba and Falcon-H1."""
+    heads, size = _heads(metadata)
     return {
         "mamba_n_heads": heads,
         "mamba_d_head": size,
-        "mamba_d_state": settings.integer("ssm.state_size"),
-        "mamba_n_groups": settings.integer("ssm.group_count"),
-        "mamba_d_conv": settings.integer("ssm.conv_kernel"),
-        "mamba_conv_bias": _holds(file, "ssm_conv1d.bias"),
-        "mamba_proj_bias": _holds(file, "ssm_in.bias"),
+        "mamba_d_state": metadata.integer("ssm.state_size"),
+        "mamba_n_groups": metadata.integer("ssm.group_count"),
+        "mamba_d_conv": metadata.integer("ssm.conv_kernel"),
+        "mamba_conv_bias": _has_tensor(file, "ssm_conv1d.bias"),
+        "mamba_proj_bias": _has_tensor(file, "ssm_in.bias"),
     }
 
 
-def _granite_hybrid(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
-    """Return Bamba's fields; Granite's hybrid models, which do not rotate, are refused."""
-    if not settings.flag("rope.scaling.finetuned", True):
+def _granite_hybrid(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
+    """Return the fields of Bamba; hybrid Granite models, which have no RoPE, are refused."""
+    if not metadata.flag("rope.scaling.finetuned", True):
         raise UnsupportedModelError(
-            settings.path, "is a hybrid Granite: of 'granitehybrid', Bamba is read alone"
+            metadata.path, "is a hybrid Granite: of 'granitehybrid', Bamba is read alone"
         )
-    attends = _attends(settings)
+    has_attention = _has_attention(metadata)
     return {
-        **_bamba(settings, file),
-        "mamba_expand": settings.integer("ssm.inner_size") // settings.integer("embedding_length"),
-        "attn_layer_indices": [index for index, has in enumerate(attends) if has],
+        **_bamba(metadata, file),
+        "mamba_expand": metadata.integer("ssm.inner_size") // metadata.integer("embedding_length"),
+        "attn_layer_indices": [index for index, has in enumerate(has_attention) if has],
     }
 
 
-def _falcon(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
-    """Return Falcon-H1's fields without its multipliers, which matrices of the file contain."""
+def _falcon(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
+    """Return the fields of Falcon-H1 without its multipliers, which the file's matrices contain."""
     return {
-        **_bamba(settings, file),
-        "mamba_d_ssm": settings.integer("ssm.inner_size"),
-        "mamba_rms_norm": _holds(file, "ssm_norm.weight"),
+        **_bamba(metadata, file),
+        "mamba_d_ssm": metadata.integer("ssm.inner_size"),
+        "mamba_rms_norm": _has_tensor(file, "ssm_norm.weight"),
         "mamba_norm_before_gate": False,
-        "projectors_bias": _holds(file, "ssm_out.bias"),
+        "projectors_bias": _has_tensor(file, "ssm_out.bias"),
     }
 
 
-def _lfm2(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
-    if settings.integer("attention.sliding_window", 0):
+def _lfm2(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
+    if metadata.integer("attention.sliding_window", 0):
         raise UnsupportedModelError(
-            settings.path, "has attention.sliding_window, which LFM2 is read without"
+            metadata.path, "has attention.sliding_window, which LFM2 is read without"
         )
     kinds = ("conv", "full_attention")
     return {
-        "layer_types": [kinds[attends] for attends in _attends(settings)],
-        "conv_L_cache": settings.integer("shortconv.l_cache"),
-        "conv_bias": _holds(file, "shortconv.conv.bias"),
+        "layer_types": [kinds[is_attention] for is_attention in _has_attention(metadata)],
+        "conv_L_cache": metadata.integer("shortconv.l_cache"),
+        "conv_bias": _has_tensor(file, "shortconv.conv.bias"),
         "block_auto_adjust_ff_dim": False,
     }
 
 
-def _nemotron(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
-    """Return Nemotron-H's fields: a layer attends, has an MLP or experts, or a state space."""
-    heads, size = _heads(settings)
-    attends = _attends(settings)
-    sizes = settings.of_layers("feed_forward_length", int, len(attends))
-    kinds = zip(attends, sizes, strict=True)
-    wide = "mlp" if settings.architecture == "nemotron_h" else "moe"
-    epsilon = RMS_EPSILON if RMS_EPSILON in settings else LAYER_EPSILON
+def _nemotron(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
+    """Return the fields of Nemotron-H, whose layers are attention, MLP, experts or state space."""
+    heads, size = _heads(metadata)
+    has_attention = _has_attention(metadata)
+    sizes = metadata.per_layer("feed_forward_length", int, len(has_attention))
+    kinds = zip(has_attention, sizes, strict=True)
+    mlp_kind = "mlp" if metadata.architecture == "nemotron_h" else "moe"
+    epsilon = RMS_EPSILON if RMS_EPSILON in metadata else LAYER_EPSILON
     return {
         "layers_block_type": [
-            "attention" if has else wide if inner else "mamba" for has, inner in kinds
+            "attention" if is_attention else mlp_kind if mlp_size else "mamba"
+            for is_attention, mlp_size in kinds
         ],
         "intermediate_size": max(sizes, default=0) or 1,
         "mamba_num_heads": heads,
         "mamba_head_dim": size,
-        "ssm_state_size": settings.integer("ssm.state_size"),
-        "n_groups": settings.integer("ssm.group_count"),
-        "conv_kernel": settings.integer("ssm.conv_kernel"),
-        "use_bias": _holds(file, "ssm_in.bias"),
-        "use_conv_bias": _holds(file, "ssm_conv1d.bias"),
-        "mlp_bias": _holds(file, "ffn_up.bias"),
+        "ssm_state_size": metadata.integer("ssm.state_size"),
+        "n_groups": metadata.integer("ssm.group_count"),
+        "conv_kernel": metadata.integer("ssm.conv_kernel"),
+        "use_bias": _has_tensor(file, "ssm_in.bias"),
+        "use_conv_bias": _has_tensor(file, "ssm_conv1d.bias"),
+        "mlp_bias": _has_tensor(file, "ffn_up.bias"),
         "mlp_hidden_act": "relu2",
-        "layer_norm_epsilon": settings.number(epsilon),
+        "layer_norm_epsilon": metadata.number(epsilon),
     }
 
 
-def _nemotron_experts(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
-    latent = settings.integer("moe_latent_size", 0)
-    fields = grouped_experts_of(settings)
+def _nemotron_experts(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
+    latent = metadata.integer("moe_latent_size", 0)
+    fields = grouped_experts_of(metadata)
     if fields.pop("n_shared_experts") > 1:
-        raise UnsupportedModelError(settings.path, "has expert_shared_count of more than 1")
+        raise UnsupportedModelError(metadata.path, "has expert_shared_count of more than 1")
     return {
-        **_nemotron(settings, file),
+        **_nemotron(metadata, file),
         **fields,
         "n_routed_experts": fields["num_local_experts"],
-        "moe_shared_expert_intermediate_size": settings.integer(
+        "moe_shared_expert_intermediate_size": metadata.integer(
             "expert_shared_feed_forward_length"
         ),
         **({"moe_latent_size": latent} if latent else {}),
@@ -151,7 +152,7 @@ def _nemotron_experts(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _state_space(module: str) -> dict[str, str]:
-    """Return the names of the parts of a state space at a module below a block."""
+    """Return the tensor names of a state space in the module ``module``."""
     return {
         "ssm_in": f"{module}.in_proj",
         "ssm_conv1d": f"{module}.conv1d",
@@ -219,8 +220,8 @@ HYBRIDS: Mapping[str, Architecture] = {
         "backbone.layers",
         epsilon=(RMS_EPSILON, "layer_norm_epsilon"),
         fields=_mamba2,
-        regular=False,
-        restored=_RESTORED,
+        is_uniform=False,
+        conversions=_RESTORED,
     ),
     "nemotron_h": Architecture(
         "NemotronHForCausalLM",
@@ -230,7 +231,7 @@ HYBRIDS: Mapping[str, Architecture] = {
         epsilon=_NEMOTRON_EPSILON,
         permuted=True,
         fields=_nemotron,
-        restored=_RESTORED,
+        conversions=_RESTORED,
     ),
     "nemotron_h_moe": Architecture(
         "NemotronHForCausalLM",
@@ -240,8 +241,8 @@ HYBRIDS: Mapping[str, Architecture] = {
         epsilon=_NEMOTRON_EPSILON,
         permuted=True,
         fields=_nemotron_experts,
-        mixture=True,
-        restored=_RESTORED,
+        has_experts=True,
+        conversions=_RESTORED,
     ),
     "granitehybrid": Architecture(
         "BambaForCausalLM",
@@ -249,7 +250,7 @@ HYBRIDS: Mapping[str, Architecture] = {
         _FINAL,
         permuted=True,
         fields=_granite_hybrid,
-        restored=_RESTORED,
+        conversions=_RESTORED,
     ),
     "falcon-h1": Architecture(
         "FalconH1ForCausalLM",
@@ -257,7 +258,7 @@ HYBRIDS: Mapping[str, Architecture] = {
         {**_BAMBA, "ffn_norm": "pre_ff_layernorm.weight"},
         _FINAL,
         fields=_falcon,
-        restored=_RESTORED,
+        conversions=_RESTORED,
     ),
     "lfm2": Architecture(
         "Lfm2ForCausalLM",
@@ -265,7 +266,7 @@ HYBRIDS: Mapping[str, Architecture] = {
         {"token_embd_norm": "model.embedding_norm"},
         epsilon=(RMS_EPSILON, "norm_eps"),
         fields=_lfm2,
-        restored={"shortconv.conv.weight": CHANNELS},
+        conversions={"shortconv.conv.weight": CHANNELS},
     ),
 }
 """By the values of ``general.architecture``."""

@@ -1,4 +1,4 @@
-"""The architectures with latent attention, those of DeepSeek and Kimi."""
+"""The architectures with multi-head latent attention (MLA): DeepSeek and Kimi."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from interposer.errors import UnsupportedModelError
 from interposer_gguf._architecture import Architecture
-from interposer_gguf._experts_settings import (
+from interposer_gguf._experts_config import (
     BALANCED,
     SIGMOID,
     SOFTMAX,
@@ -17,52 +17,53 @@ from interposer_gguf._experts_settings import (
     scores_by_sigmoid,
 )
 from interposer_gguf._file_format import GGUFFile
-from interposer_gguf._settings import Settings
+from interposer_gguf._metadata import MetadataReader
 
 
-def _deepseek(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of DeepSeek-V3, or of V2, whose experts are chosen by a softmax.
+def _deepseek(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
+    """Return the fields of DeepSeek-V3, or of V2 if the router uses softmax.
 
-    Older files state the sizes of keys and values, newer ones those of the vectors that are cached
-    in their place, and the others by keys of their own.
+    Older files store the key and value sizes of MLA under ``key_length`` and ``value_length``.
+    Newer files store the sizes of the cached vectors there, and those of MLA under keys that end
+    with ``_mla``.
     """
-    balanced = any(name.endswith("exp_probs_b.bias") for name in file.tensors)
-    rotated = settings.integer("rope.dimension_count")
-    stated = "_mla" if "attention.key_length_mla" in settings else ""
-    size = settings.integer(f"attention.key_length{stated}")
+    has_score_bias = any(name.endswith("exp_probs_b.bias") for name in file.tensors)
+    rotated = metadata.integer("rope.dimension_count")
+    key_suffix = "_mla" if "attention.key_length_mla" in metadata else ""
+    size = metadata.integer(f"attention.key_length{key_suffix}")
     fields = {
-        **grouped_experts_of(settings),
-        "num_key_value_heads": settings.integer("attention.head_count"),
+        **grouped_experts_of(metadata),
+        "num_key_value_heads": metadata.integer("attention.head_count"),
         "head_dim": rotated,
         "partial_rotary_factor": 1.0,
-        "q_lora_rank": settings.integer("attention.q_lora_rank", 0) or None,
-        "kv_lora_rank": settings.integer("attention.kv_lora_rank"),
+        "q_lora_rank": metadata.integer("attention.q_lora_rank", 0) or None,
+        "kv_lora_rank": metadata.integer("attention.kv_lora_rank"),
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": size - rotated,
-        "v_head_dim": settings.integer(f"attention.value_length{stated}"),
+        "v_head_dim": metadata.integer(f"attention.value_length{key_suffix}"),
     }
-    if scores_by_sigmoid(settings, SIGMOID if balanced else SOFTMAX, other=SOFTMAX):
+    if scores_by_sigmoid(metadata, SIGMOID if has_score_bias else SOFTMAX, other=SOFTMAX):
         return fields
     if fields.pop("norm_topk_prob"):
         raise UnsupportedModelError(
-            settings.path, "has expert_weights_norm with the scores of DeepSeek-V2"
+            metadata.path, "has expert_weights_norm with the scores of DeepSeek-V2"
         )
-    how = "group_limited_greedy" if fields["n_group"] > 1 else "greedy"
-    return {**fields, "architectures": ["DeepseekV2ForCausalLM"], "topk_method": how}
+    topk_method = "group_limited_greedy" if fields["n_group"] > 1 else "greedy"
+    return {**fields, "architectures": ["DeepseekV2ForCausalLM"], "topk_method": topk_method}
 
 
-def _indexed(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of DeepSeek-V3.2: those of V3, and of the indexer."""
+def _deepseek32(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
+    """Return the fields of DeepSeek-V3.2: those of V3 and of the sparse-attention indexer."""
     return {
-        **_deepseek(settings, file),
-        "index_n_heads": settings.integer("attention.indexer.head_count"),
-        "index_head_dim": settings.integer("attention.indexer.key_length"),
-        "index_topk": settings.integer("attention.indexer.top_k"),
+        **_deepseek(metadata, file),
+        "index_n_heads": metadata.integer("attention.indexer.head_count"),
+        "index_head_dim": metadata.integer("attention.indexer.key_length"),
+        "index_topk": metadata.integer("attention.indexer.top_k"),
     }
 
 
 def _keys_and_values(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return rows of keys and of values by head, of ``[N, R, K]`` and ``[N, V, R]``."""
+    """Join keys ``[N, R, K]`` and values ``[N, V, R]`` to the rows of ``kv_b_proj``, by head."""
     return torch.cat((keys.transpose(1, 2), values), 1).flatten(0, 1)
 
 
@@ -88,10 +89,10 @@ _JOINED = {"attn_k_b.weight": ("attn_v_b.weight", _keys_and_values)}
 
 LATENT: Mapping[str, Architecture] = {
     "deepseek2": Architecture(
-        "DeepseekV3ForCausalLM", _DEEPSEEK, fields=_deepseek, mixture=True, joined=_JOINED
+        "DeepseekV3ForCausalLM", _DEEPSEEK, fields=_deepseek, has_experts=True, joins=_JOINED
     ),
     "deepseek32": Architecture(
-        "DeepseekV32ForCausalLM", _INDEXED, fields=_indexed, mixture=True, joined=_JOINED
+        "DeepseekV32ForCausalLM", _INDEXED, fields=_deepseek32, has_experts=True, joins=_JOINED
     ),
 }
 """By the values of ``general.architecture``."""

@@ -1,6 +1,6 @@
-"""Projections by weights in the blocks of GGUF files.
+"""The op ``gguf_linear``: a linear layer with weights in GGUF blocks.
 
-Dimensions: I input features, O output features.
+Shapes: I input features, O output features.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from interposer_gguf._cases import gguf_linear_cases, gguf_linear_sample
 def gguf_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stored_as: str
 ) -> torch.Tensor:
-    """Project ``x`` by weights in blocks.
+    """Multiply ``x`` by a weight in GGUF blocks, and add the bias if there is one.
 
-    y = x weight^T + bias, where each number of the weight is code * scale + offset, the scale and
-    offset of its group; in float32 or wider.
+    y = x weight^T + bias, where weight = quantized value * scale + offset with the scale and offset
+    of each group; computed in float32 or wider.
 
     Args:
         x: ``[..., I]``, any float dtype.
-        weight: ``[O, row]`` uint8, rows of whole blocks as they stand in the file.
+        weight: ``[O, row]`` uint8, rows of whole blocks as stored in the file.
         bias: ``[O]``, dtype of ``x``, or None.
         stored_as: name of the block format, such as ``q4_k``.
     Returns: ``[..., O]``, dtype of ``x``.
     Raises: UnknownNameError: there is no such format.
-    Dims: ``in_features``, ``out_features``, ``stored_as``, ``biased``; ``tied``, where rows of
-        ``weight`` are looked up too.
+    Dims: ``in_features``, ``out_features``, ``stored_as``, ``biased``; ``tied`` if an embedding
+        looks up rows of ``weight``.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     numbers = format_named(stored_as).dequantized(weight, wide)

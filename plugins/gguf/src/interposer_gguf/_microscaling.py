@@ -1,9 +1,9 @@
-"""MXFP4 in GGUF files: 32 numbers of four bits with a power of two as their scale.
+"""MXFP4 in GGUF files: blocks of 32 four-bit floats with a power of two as their scale.
 
-Dimensions: E experts, O rows, G blocks of a row, C bytes of a block.
+Shapes: E experts, O rows, G blocks of a row, C bytes of a block.
 
-Source: OCP Microscaling Formats 1.0 for numbers and scales; the layout of a block is that of ggml
-(ggml-common.h): the scale, then 16 bytes, whose low halves are the first 16 numbers.
+Source: OCP Microscaling Formats 1.0 for values and scales; ggml (ggml-common.h) for the layout of a
+block: the scale, then 16 bytes, whose low halves are the first 16 values.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from interposer_gguf._block_formats import FORMATS, BlockFormat
 
 _SIZE, _NUM_BYTES = 32, 17
-# Twice the numbers that four bits stand for, so that they are integers.
+# The positive values of E2M1, doubled so that they are integers; scales are halved instead.
 _DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
 _BIAS = 127
 
 
-def _codes(blocks: torch.Tensor) -> torch.Tensor:
+def _unpack(blocks: torch.Tensor) -> torch.Tensor:
     values = torch.tensor([*_DOUBLED, *(-value for value in _DOUBLED)], dtype=torch.int8)
     return values.to(blocks.device)[_nibbles(blocks).long()]
 
@@ -36,17 +36,17 @@ def _nibbles(blocks: torch.Tensor) -> torch.Tensor:
     return torch.cat((octets & 15, octets >> 4), -1)
 
 
-MXFP4 = BlockFormat("mxfp4", 39, _SIZE, _NUM_BYTES, (), _SIZE, -12, 12, _codes, _scales)
-"""The format, of which no kernel of this plugin computes."""
+MXFP4 = BlockFormat("mxfp4", 39, _SIZE, _NUM_BYTES, (), _SIZE, -12, 12, _unpack, _scales)
+"""The format MXFP4. This plugin has no kernel for it: ``Mxfp4Experts`` computes such experts."""
 
 LAYOUTS: Mapping[str, BlockFormat] = {**FORMATS, MXFP4.name: MXFP4}
-"""Every format that a tensor of a file may have, by name."""
+"""Every block format that a tensor of a file may have, by name."""
 
 
 def unpacked(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return blocks ``[E, O, G, 16]`` and scales ``[E, O, G]`` as gpt-oss has them, uint8.
+    """Return blocks ``[E, O, G, 16]`` and scales ``[E, O, G]``, uint8, in the layout of gpt-oss.
 
-    There, a byte holds two numbers that follow each other, the first one in its low half.
+    In the layout of gpt-oss, a byte holds two adjacent values, the first in its low half.
 
     Args:
         rows: ``[E, O, G * C]`` uint8.

@@ -1,9 +1,10 @@
-"""The library of native kernels: its place, its requirements and its users.
+"""Loader of the native kernel library.
 
-It is C++ that knows neither torch nor Python, called by way of ctypes. It holds each kernel once
-for every level of vector instructions and says itself which of them this processor has. Threads
-are those of torch: the functions of its OpenMP are looked up in torch's own library and handed
-over, so that no second one is loaded.
+The library is C++ without torch and Python, called through ctypes. It contains each kernel for
+every instruction level and reports the highest level that this processor supports. Its threads are
+those of
+torch: this module passes it the OpenMP function of torch's own library, so that no second OpenMP
+runtime is loaded.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from interposer import Request, Verdict
 
 LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")
-"""Names of the levels, by their numbers in the library."""
+"""The instruction levels, in the order of their numbers in the library."""
 
 _ABSENT = (
     "this installation holds no native library: no C++ compiler was found when it was built, "
@@ -33,8 +34,8 @@ class Library:
     Attributes:
         linear: ``interposer_gguf_linear`` of native/call.cpp.
         dequantize: ``interposer_gguf_dequantize``.
-        level: the highest that this processor has.
-        parallel: address of what runs a function in several threads, or None.
+        level: the highest level that this processor supports.
+        parallel: address of a function that runs a function in several threads, or None.
     """
 
     linear: Any
@@ -44,26 +45,26 @@ class Library:
 
 
 def path() -> Path | None:
-    """Return the path of the library, or None where the installation has none."""
-    found = sorted(Path(__file__).with_name("_native").glob("libinterposer_gguf.*"))
-    return found[0] if found else None
+    """Return the path of the library, or None if the installation lacks it."""
+    paths = sorted(Path(__file__).with_name("_native").glob("libinterposer_gguf.*"))
+    return paths[0] if paths else None
 
 
-def judge(request: Request) -> Verdict:
-    """Say whether the installation has the library; it is not loaded for that."""
+def check_library(request: Request) -> Verdict:
+    """Accept if the installation has the library, without loading the library."""
     return Verdict.refuse(_ABSENT) if path() is None else Verdict.accept()
 
 
 @cache
 def library() -> Library:
-    """Return the library, which is loaded once.
+    """Load the library once, and return it.
 
-    Raises: OSError: the installation has none, or it is not for this system.
+    Raises: OSError: the installation lacks the library, or the library is for another system.
     """
-    found = path()
-    if found is None:
+    library_path = path()
+    if library_path is None:
         raise OSError(_ABSENT)
-    loaded = ctypes.CDLL(str(found))
+    loaded = ctypes.CDLL(str(library_path))
     linear, dequantize = loaded.interposer_gguf_linear, loaded.interposer_gguf_dequantize
     threads = (_POINTER, ctypes.c_int)
     linear.argtypes = (
@@ -84,14 +85,15 @@ def library() -> Library:
 
 
 def _parallel() -> int | None:
-    """Return the address of ``GOMP_parallel`` in what torch is linked with, or None.
+    """Return the address of ``GOMP_parallel`` in the OpenMP that torch is linked with, or None.
 
-    Any OpenMP that torch may be built with has it: GNU's own, LLVM's and Intel's.
+    Every OpenMP that torch may be built with exports it: GNU's, LLVM's and Intel's.
     """
-    # Imported here, as the predicate needs no torch.
+    # Imported here, because ``check_library`` must not import torch.
     import torch
 
-    # It is loaded already; a look-up there includes all that it depends on, and nothing else.
+    # This library is loaded already. A symbol lookup in it searches its dependencies too, but no
+    # other OpenMP that the process may have loaded.
     loaded = ctypes.CDLL(torch._C.__file__)
     if not hasattr(loaded, "GOMP_parallel"):
         return None

@@ -1,6 +1,6 @@
-"""CPU kernels in C++ for every block format, at the level of instructions that the processor has.
+"""CPU kernels in C++ for every block format, at the processor's highest instruction level.
 
-Dimensions: T tokens, I input features, O output features.
+Shapes: T tokens, I input features, O output features.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Callable
 import torch
 
 from interposer_gguf._block_formats import format_named
-from interposer_gguf._kernels import product_by_rows
+from interposer_gguf._kernels import matmul_by_rows
 from interposer_gguf._native_library import Library, library
 
 MOST_TOKENS = (1, 16, 32, 32)
-"""Up to so many tokens, by level, blocks are unpacked in registers; for more, rows of them into a
-buffer, which torch multiplies. Measured where both take as long."""
+"""The most tokens, by level, for which blocks are unpacked in registers. For more tokens, rows are
+dequantized into a buffer that torch multiplies. By measurement, both are equally fast here."""
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -25,21 +25,21 @@ Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, str], torch.
 def gguf_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stored_as: str
 ) -> torch.Tensor:
-    """Return the op ``gguf_linear``, ``[..., O]``."""
+    """Compute the op ``gguf_linear``, ``[..., O]``."""
     native = library()
-    return _product(native, native.level, x, weight, bias, stored_as)
+    return _linear(native, native.level, x, weight, bias, stored_as)
 
 
 def gguf_embedding(
     token_ids: torch.Tensor, weight: torch.Tensor, stored_as: str, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the op ``gguf_embedding``, ``[T, H]``."""
+    """Compute the op ``gguf_embedding``, ``[T, H]``."""
     rows = weight.index_select(0, token_ids)
     return dequantized(library().level, rows, stored_as).to(out_dtype)
 
 
 def at_level(level: int) -> Linear:
-    """Return the kernel at a level of ``LEVELS`` that may be lower than the processor's.
+    """Return the kernel for an instruction level, which may be lower than the processor's.
 
     Raises: ValueError: the processor lacks the level.
     """
@@ -50,16 +50,16 @@ def at_level(level: int) -> Linear:
     def linear(
         x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stored_as: str
     ) -> torch.Tensor:
-        return _product(native, level, x, weight, bias, stored_as)
+        return _linear(native, level, x, weight, bias, stored_as)
 
     return linear
 
 
 def dequantized(level: int, rows: torch.Tensor, stored_as: str) -> torch.Tensor:
-    """Return the float32 numbers ``[O, I]`` of rows ``[O, row]`` uint8, computed at a level.
+    """Dequantize rows ``[O, row]`` uint8 to float32 ``[O, I]``, at an instruction level.
 
     Args:
-        rows: the bytes of each follow each other.
+        rows: the bytes of each row must be contiguous.
     """
     native, layout = library(), format_named(stored_as)
     numbers = torch.empty(len(rows), layout.row_numbers(rows.shape[1]), dtype=torch.float32)
@@ -76,7 +76,7 @@ def dequantized(level: int, rows: torch.Tensor, stored_as: str) -> torch.Tensor:
     return numbers
 
 
-def _product(
+def _linear(
     native: Library,
     level: int,
     x: torch.Tensor,
@@ -87,14 +87,14 @@ def _product(
     out_features, in_features = len(weight), x.shape[-1]
     if weight.stride(1) != 1:
         weight = weight.contiguous()
-    tokens = x.numel() // in_features
-    if tokens > MOST_TOKENS[level]:
+    num_tokens = x.numel() // in_features
+    if num_tokens > MOST_TOKENS[level]:
 
-        def rows(place: slice) -> torch.Tensor:
-            return dequantized(level, weight[place], stored_as)
+        def rows(row_slice: slice) -> torch.Tensor:
+            return dequantized(level, weight[row_slice], stored_as)
 
-        return product_by_rows(x, out_features, rows, bias)
-    inputs = x.reshape(tokens, in_features)
+        return matmul_by_rows(x, out_features, rows, bias)
+    inputs = x.reshape(num_tokens, in_features)
     if inputs.stride(1) != 1:
         inputs = inputs.contiguous()
     result = torch.empty(*x.shape[:-1], out_features, dtype=x.dtype)
@@ -106,7 +106,7 @@ def _product(
         _TYPES[x.dtype],
         inputs.data_ptr(),
         inputs.stride(0),
-        tokens,
+        num_tokens,
         weight.data_ptr(),
         weight.stride(0),
         out_features,
@@ -117,5 +117,5 @@ def _product(
         torch.get_num_threads(),
     )
     if failed:
-        raise MemoryError(f"no memory for {tokens} rows of {in_features} inputs in float32")
+        raise MemoryError(f"no memory for {num_tokens} rows of {in_features} inputs in float32")
     return result

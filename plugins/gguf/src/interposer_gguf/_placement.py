@@ -1,4 +1,4 @@
-"""The entries of a Hugging Face checkpoint that the tensors of a file stand for."""
+"""The checkpoint tensors that each tensor of a GGUF file is converted to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ import torch
 from interposer.errors import CheckpointError, UnsupportedModelError
 from interposer_gguf._architecture import Architecture
 from interposer_gguf._block_formats import FORMATS
-from interposer_gguf._entries import Apart, Change, Entry, Joined, Microscaled, PerExpert, Whole
+from interposer_gguf._entries import (
+    Change,
+    Entry,
+    JoinedTensors,
+    Microscaled,
+    PerExpert,
+    SingleTensor,
+    SplitTensor,
+)
 from interposer_gguf._file_format import GGUFFile, StoredTensor
 from interposer_gguf._microscaling import MXFP4
 from interposer_gguf._tensor_names import (
@@ -23,7 +31,7 @@ from interposer_gguf._tensor_names import (
     part_of,
 )
 
-# Ends of the names of matrices that are held as they are stored.
+# Ends of the names of matrices that stay in blocks.
 # fmt: off
 _IN_BLOCKS = tuple(
     f"{name}.weight"
@@ -36,57 +44,68 @@ _IN_BLOCKS = tuple(
     )
 )
 # fmt: on
-# Ends of the names of those among them that are computed with in wider floats.
+# Ends of the names of exceptions, which models multiply in wider floats.
 _WIDE = (".weights_proj.weight",)
 _FACTORS = (ROPE_FACTORS, *LONG_FACTORS.values())
-_GATES, _ACTED_ON, _SECOND = (f"ffn_{name}_exps.weight" for name in ("gate", "up", "down"))
+_GATE, _UP, _DOWN = (f"ffn_{name}_exps.weight" for name in ("gate", "up", "down"))
 
 
-def entries_of(file: GGUFFile, form: Architecture, config: Mapping[str, Any]) -> tuple[Entry, ...]:
-    """Return what a checkpoint has in place of the tensors of a file, in the order of the file.
+def entries_of(
+    file: GGUFFile, architecture: Architecture, config: Mapping[str, Any]
+) -> tuple[Entry, ...]:
+    """Return the conversions of all tensors of a file, in the order of the file.
 
     Raises:
-        CheckpointError: a tensor has no companion, or a shape that its name does not allow.
-        UnsupportedModelError: a tensor is none of those that are read.
+        CheckpointError: a tensor lacks its counterpart, or has a shape that its name does not
+            allow.
+        UnsupportedModelError: no supported model has a tensor of this name.
     """
-    return tuple(_Placing(file, form, config).entries())
+    return tuple(_CheckpointEntries(file, architecture, config).entries())
 
 
-class _Placing:
-    def __init__(self, file: GGUFFile, form: Architecture, config: Mapping[str, Any]) -> None:
-        self.file, self.form, self.config = file, form, config
+class _CheckpointEntries:
+    def __init__(
+        self, file: GGUFFile, architecture: Architecture, config: Mapping[str, Any]
+    ) -> None:
+        self.file, self.architecture, self.config = file, architecture, config
         blocks = int(config["num_hidden_layers"])
         self.tensors = {
             name: tensor
             for name, tensor in file.tensors.items()
-            # Blocks behind the others predict further tokens.
+            # MTP blocks follow the decoder blocks and are not loaded.
             if name not in _FACTORS and (block_of(name) or 0) < blocks
         }
 
     def entries(self) -> Iterator[Entry]:
-        seconds = {second for second, _ in self.form.joined.values()}
+        seconds = {second for second, _ in self.architecture.joins.values()}
         for name, tensor in self.tensors.items():
             part = part_of(name)
-            if part in self.form.divided:
-                prefix = f"{self.form.blocks}.{block_of(name)}."
-                yield Apart(self.file, tensor, prefix, self.config, self.form.divided[part])
+            if part in self.architecture.splits:
+                prefix = f"{self.architecture.block_prefix}.{block_of(name)}."
+                yield SplitTensor(
+                    self.file, tensor, prefix, self.config, self.architecture.splits[part]
+                )
                 continue
-            named = self._named(name)
-            if self._is_microscaled(name):
-                if part != _ACTED_ON:
+            name_in_checkpoint = self._checkpoint_name(name)
+            if self._is_mxfp4(name):
+                if part != _UP:
                     yield self._microscaled(name)
-            elif part in self.form.joined:
-                second, join = self.form.joined[part]
-                yield Joined(self.file, tensor, named, self._companion(name, second), join)
+            elif part in self.architecture.joins:
+                second, join = self.architecture.joins[part]
+                yield JoinedTensors(
+                    self.file, tensor, name_in_checkpoint, self._companion(name, second), join
+                )
             elif part in seconds:
-                self._companion(name, next(f for f, j in self.form.joined.items() if j[0] == part))
-            elif "{}" in named:
-                yield self._per_expert(tensor, named)
+                self._companion(
+                    name, next(f for f, j in self.architecture.joins.items() if j[0] == part)
+                )
+            elif "{}" in name_in_checkpoint:
+                yield self._per_expert(tensor, name_in_checkpoint)
             else:
-                yield self._whole(tensor, named, part)
+                yield self._single(tensor, name_in_checkpoint, part)
 
-    def _named(self, stored: str) -> str:
-        name = hugging_face_name(stored, self.form)
+    def _checkpoint_name(self, stored: str) -> str:
+        name = hugging_face_name(stored, self.architecture)
         if name is None:
             raise UnsupportedModelError(
                 self.file.path,
@@ -94,9 +113,9 @@ class _Placing:
             )
         return name
 
-    def _companion(self, stored: str, other: str) -> StoredTensor:
-        """Return the tensor that is one of a checkpoint together with another one."""
-        name = f"{stored.removesuffix(part_of(stored))}{other}"
+    def _companion(self, stored: str, companion: str) -> StoredTensor:
+        """Return the tensor that ``stored`` is joined or interleaved with."""
+        name = f"{stored.removesuffix(part_of(stored))}{companion}"
         if name not in self.tensors:
             raise CheckpointError(self.file.path, f"holds {stored!r} without {name!r}")
         first, second = (self.tensors[each].shape for each in (stored, name))
@@ -108,28 +127,29 @@ class _Placing:
             )
         return self.tensors[name]
 
-    def _is_microscaled(self, stored: str) -> bool:
-        """Say whether the experts that a matrix belongs to stay in MXFP4, which all of them do."""
-        if not self.form.alternating or part_of(stored) not in (_GATES, _ACTED_ON, _SECOND):
+    def _is_mxfp4(self, stored: str) -> bool:
+        """Return whether all matrices of the experts are in MXFP4, so that they stay in it."""
+        if not self.architecture.interleaved_experts or part_of(stored) not in (_GATE, _UP, _DOWN):
             return False
         block = stored.removesuffix(part_of(stored))
-        matrices = (self.tensors.get(f"{block}{part}") for part in (_GATES, _ACTED_ON, _SECOND))
+        matrices = (self.tensors.get(f"{block}{part}") for part in (_GATE, _UP, _DOWN))
         return all(matrix is not None and matrix.stored_as == MXFP4.name for matrix in matrices)
 
     def _microscaled(self, stored: str) -> Entry:
         tensor = self.tensors[stored]
-        self._check_of_experts(tensor)
-        name = f"{self.form.blocks}.{block_of(stored)}.{self.form.alternating}"
-        if part_of(stored) == _SECOND:
+        self._check_expert_matrices(tensor)
+        architecture = self.architecture
+        name = f"{architecture.block_prefix}.{block_of(stored)}.{architecture.interleaved_experts}"
+        if part_of(stored) == _DOWN:
             return Microscaled(self.file, tensor, f"{name}.down_proj", None)
-        second = self._companion(stored, _ACTED_ON)
+        second = self._companion(stored, _UP)
         return Microscaled(self.file, tensor, f"{name}.gate_up_proj", second)
 
     def _per_expert(self, tensor: StoredTensor, name: str) -> Entry:
-        self._check_of_experts(tensor)
+        self._check_expert_matrices(tensor)
         return PerExpert(self.file, tensor, name)
 
-    def _check_of_experts(self, tensor: StoredTensor) -> None:
+    def _check_expert_matrices(self, tensor: StoredTensor) -> None:
         if len(tensor.shape) != 3:
             raise CheckpointError(
                 self.file.path,
@@ -137,18 +157,20 @@ class _Placing:
                 "expert",
             )
 
-    def _whole(self, tensor: StoredTensor, name: str, part: str) -> Entry:
-        restored = self.form.restored.get(part)
+    def _single(self, tensor: StoredTensor, name: str, part: str) -> Entry:
+        conversion = self.architecture.conversions.get(part)
         is_matrix = tensor.stored_as in FORMATS and len(tensor.shape) == 2
-        stays = is_matrix and name.endswith(_IN_BLOCKS) and not name.endswith(_WIDE)
-        if restored is not None:
-            stays = stays and restored.keeps(self.config, FORMATS[tensor.stored_as].size)
-            change: Change = partial(_given, restored.function, self.config)
-        elif self.form.permuted and _module(name) in QUERY_AND_KEY:
-            change = partial(_unpermuted, self._heads(tensor, name))
+        stays_in_blocks = is_matrix and name.endswith(_IN_BLOCKS) and not name.endswith(_WIDE)
+        if conversion is not None:
+            stays_in_blocks = stays_in_blocks and conversion.keeps(
+                self.config, FORMATS[tensor.stored_as].size
+            )
+            change: Change = partial(_converted, conversion.function, self.config)
+        elif self.architecture.permuted and _module(name) in QUERY_AND_KEY:
+            change = partial(_unpermute, self._heads(tensor, name))
         else:
-            change = partial(_as_trained, self.form, name, stays)
-        return Whole(self.file, tensor, name, stays, change)
+            change = partial(_to_checkpoint_values, self.architecture, name, stays_in_blocks)
+        return SingleTensor(self.file, tensor, name, stays_in_blocks, change)
 
     def _heads(self, tensor: StoredTensor, name: str) -> int:
         heads = int(self.config[QUERY_AND_KEY[_module(name)]])
@@ -164,27 +186,38 @@ def _module(name: str) -> str:
     return name.rpartition(".")[0].partition("layers.")[2].partition(".")[2]
 
 
-def _given(function: Any, config: Mapping[str, Any], values: torch.Tensor) -> torch.Tensor:
+def _converted(function: Any, config: Mapping[str, Any], values: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = function(values, config)
     return result
 
 
-def _unpermuted(heads: int, values: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with its outputs in the order of Hugging Face checkpoints.
+def _unpermute(heads: int, values: torch.Tensor) -> torch.Tensor:
+    """Return rows of queries or keys in the order of Hugging Face checkpoints.
 
-    Llama's query and key are stored so that the two halves of a head that are rotated together
-    alternate: row 2 i + h of a head is row i of half h.
+    In files of Llama, the two halves of a head that RoPE rotates together alternate: row 2 i + h of
+    a head is row i of half h.
     """
     ordered: torch.Tensor = values.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
     return ordered
 
 
-def _as_trained(form: Architecture, name: str, stays: bool, values: torch.Tensor) -> torch.Tensor:
-    """Return numbers as Hugging Face checkpoints have them; what stays in blocks is left."""
-    if form.norm_offset and name.endswith("norm.weight") and not name.endswith(form.plain):
-        return values - form.norm_offset
-    if values.ndim == 1 and name.endswith(form.rows):
+def _to_checkpoint_values(
+    architecture: Architecture, name: str, stays_in_blocks: bool, values: torch.Tensor
+) -> torch.Tensor:
+    """Return the values of a Hugging Face checkpoint: without offset, as row or transposed."""
+    if (
+        architecture.norm_offset
+        and name.endswith("norm.weight")
+        and not name.endswith(architecture.norms_without_offset)
+    ):
+        return values - architecture.norm_offset
+    if values.ndim == 1 and name.endswith(architecture.row_vectors):
         return values[None]
-    if form.transposed and not stays and name.startswith(form.blocks) and values.ndim == 2:
+    if (
+        architecture.transposed
+        and not stays_in_blocks
+        and name.startswith(architecture.block_prefix)
+        and values.ndim == 2
+    ):
         return values.T.contiguous()
     return values

@@ -1,8 +1,7 @@
-"""Cuts of byte-level tokenizers before they merge, by the names that GGUF files have.
+"""Pre-tokenizers of byte-level tokenizers, by the names in GGUF files.
 
-Source: the names, and which of them mean the same, are those of llama.cpp (llama-vocab.cpp); the
-patterns stand in the tokenizer.json of the models: GPT-2, Llama 3, Qwen2 and Qwen3.5, SmolLM,
-gpt-oss, Mistral Nemo and DeepSeek-V3.
+Source: names and aliases are those of llama.cpp (llama-vocab.cpp); patterns are those in the
+tokenizer.json of GPT-2, Llama 3, Qwen2 and Qwen3.5, SmolLM, gpt-oss, Mistral Nemo and DeepSeek-V3.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """The steps of a byte-level tokenizer beside merging.
+    """The options of a byte-level tokenizer other than its merges.
 
     Attributes:
-        steps: of a tokenizer.json's ``pre_tokenizer``.
-        normalizer: of a tokenizer.json, or None.
-        ignore_merges: whether a piece that is a token is taken as it is.
-        adds_bos: whether a text begins with the token for that, unless the file says so.
+        steps: steps of ``pre_tokenizer`` in tokenizer.json.
+        normalizer: the normalizer in tokenizer.json, or None.
+        ignore_merges: a piece of text that is a token is not merged.
+        adds_bos: a text starts with the BOS token, unless the file states otherwise.
     """
 
     steps: tuple[Mapping[str, Any], ...]
@@ -39,7 +38,7 @@ def _bytes(use_regex: bool) -> dict[str, Any]:
 
 
 def _split(*patterns: str) -> dict[str, Any]:
-    """Return the step that cuts a text into what matches any of the patterns, and the rest."""
+    """Return the step that splits a text at all matches of the patterns, keeping the matches."""
     return {
         "type": "Split",
         "pattern": {"Regex": "|".join(patterns)},
@@ -49,30 +48,31 @@ def _split(*patterns: str) -> dict[str, Any]:
 
 
 def _words(digits: str, letters: str = r"\p{L}", marks: str = r"\s\p{L}\p{N}") -> dict[str, Any]:
-    """Return the step that takes words, so many digits, marks and white space apart.
+    """Return the step that separates words, digits, punctuation and white space.
 
     Args:
-        marks: what is no mark.
+        digits: regex quantifier for the digits of one piece.
+        marks: characters that are not punctuation.
     """
     word = rf"[^\r\n\p{{L}}\p{{N}}]?{letters}+"
-    return _split(_ENDINGS, word, rf"\p{{N}}{digits}", rf" ?[^{marks}]+[\r\n]*", *_SPACES)
+    return _split(_CONTRACTIONS, word, rf"\p{{N}}{digits}", rf" ?[^{marks}]+[\r\n]*", *_SPACES)
 
 
 def _cased(digits: str, endings: str) -> dict[str, Any]:
-    """Return the same, where words are also cut before a capital, and slashes follow marks."""
+    """Return the step of ``_words`` that also splits before capitals; "/" may end punctuation."""
     upper, lower = (rf"[\p{{L{case}}}\p{{Lm}}\p{{Lo}}\p{{M}}]" for case in "ul")
     upper = upper.replace(r"\p{Lu}", r"\p{Lu}\p{Lt}")
-    before = r"[^\r\n\p{L}\p{N}]?"
+    leading = r"[^\r\n\p{L}\p{N}]?"
     return _split(
-        f"{before}{upper}*{lower}+{endings}",
-        f"{before}{upper}+{lower}*{endings}",
+        f"{leading}{upper}*{lower}+{endings}",
+        f"{leading}{upper}+{lower}*{endings}",
         rf"\p{{N}}{digits}",
         r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
         *_SPACES,
     )
 
 
-_ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = (r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+")
 _GPT2 = PreTokenizer((_bytes(use_regex=True),))
 _LLAMA3 = PreTokenizer(
@@ -83,7 +83,7 @@ _QWEN2 = PreTokenizer((_words(""), _bytes(use_regex=False)), normalizer=_NFC)
 _QWEN35 = PreTokenizer(
     (_words("", r"[\p{L}\p{M}]", r"\s\p{L}\p{M}\p{N}"), _bytes(use_regex=False)), normalizer=_NFC
 )
-_GPT4O = PreTokenizer((_cased("{1,3}", f"{_ENDINGS}?"), _bytes(use_regex=False)))
+_GPT4O = PreTokenizer((_cased("{1,3}", f"{_CONTRACTIONS}?"), _bytes(use_regex=False)))
 _TEKKEN = PreTokenizer((_cased("", ""), _bytes(use_regex=False)), ignore_merges=True, adds_bos=True)
 _DEEPSEEK3 = PreTokenizer(
     (
@@ -114,4 +114,4 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK3),
     **dict.fromkeys(("smollm", "starcoder", "refact"), _DIGITS),
 }
-"""By the value of ``tokenizer.ggml.pre``."""
+"""The supported pre-tokenizers, by the value of ``tokenizer.ggml.pre``."""

@@ -1,6 +1,6 @@
-"""The scheme of GGUF files: every linear layer and embedding has a block format of its own.
+"""The quantization scheme of GGUF files: each linear layer and embedding has its own block format.
 
-Dimensions: I input features, O output features.
+Shapes: I input features, O output features.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _PREFIX = "model.layers.0.self_attn.q_proj"
 
 
 class GGUF(QuantizationScheme):
-    """Block formats by the names of layers, and experts in MXFP4; what is not named is plain."""
+    """Block formats by layer name, and experts in MXFP4; other layers are not quantized."""
 
     method = "gguf"
 
     def __init__(
-        self, formats: Mapping[str, BlockFormat], microscaled: Collection[str] = ()
+        self, formats: Mapping[str, BlockFormat], mxfp4_layers: Collection[str] = ()
     ) -> None:
-        self.formats, self.microscaled = formats, microscaled
+        self.formats, self.mxfp4_layers = formats, mxfp4_layers
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any]) -> GGUF:
@@ -37,7 +37,7 @@ class GGUF(QuantizationScheme):
 
         Raises:
             UnknownNameError: a setting or a block format is not known.
-            ConfigError: ``tensors`` is no mapping of names.
+            ConfigError: ``tensors`` does not map names to names.
         """
         for name in settings:
             if name not in _SETTINGS:
@@ -51,36 +51,38 @@ class GGUF(QuantizationScheme):
                 f"quantization_config.tensors is {tensors!r:.100}, must map names of layers to "
                 f"block formats. Try: {{{_PREFIX!r}: 'q8_0'}}"
             )
-        microscaled = frozenset(n for n, stored_as in tensors.items() if stored_as == MXFP4.name)
-        formats = {n: format_named(as_) for n, as_ in tensors.items() if n not in microscaled}
-        return cls(formats, microscaled)
+        mxfp4_layers = frozenset(n for n, stored_as in tensors.items() if stored_as == MXFP4.name)
+        formats = {n: format_named(as_) for n, as_ in tensors.items() if n not in mxfp4_layers}
+        return cls(formats, mxfp4_layers)
 
     def linear_method(self, prefix: str, parts: tuple[str, ...]) -> LinearMethod | None:
-        """Return the method for the layer at ``prefix``, or None where all of it is plain.
+        """Return the method for the layer at ``prefix``, or None if none of its parts is quantized.
 
-        Layers that are fused there may be stored in different ways.
+        The parts of a fused layer may have different formats.
         """
         parent = prefix.rpartition(".")[0]
-        found = {part: self.formats.get(f"{parent}.{part}" if parent else part) for part in parts}
-        return BlocksLinear(found) if any(found.values()) else None
+        formats_by_part = {
+            part: self.formats.get(f"{parent}.{part}" if parent else part) for part in parts
+        }
+        return BlocksLinear(formats_by_part) if any(formats_by_part.values()) else None
 
     def experts_method(self, prefix: str) -> ExpertsMethod | None:
-        """Return the method for the experts at ``prefix``, or None where all of them are plain."""
-        if prefix in self.microscaled:
+        """Return the method for the experts at ``prefix``, or None if they are not quantized."""
+        if prefix in self.mxfp4_layers:
             return Mxfp4Experts()
-        quantized = any(name.startswith(f"{prefix}.") for name in self.formats)
-        return BlocksExperts(self.formats) if quantized else None
+        is_quantized = any(name.startswith(f"{prefix}.") for name in self.formats)
+        return BlocksExperts(self.formats) if is_quantized else None
 
     def head_method(self, prefix: str) -> LinearMethod | None:
-        """Return the method for a head with a weight of its own, or None where that is plain."""
+        """Return the method for an untied head, or None if the head is not quantized."""
         return self.linear_method(prefix, (prefix.rpartition(".")[2],))
 
     def embedding_method(self, prefix: str, head: str | None) -> EmbeddingMethod | None:
-        """Return the method for the embedding at ``prefix``, or None where it is plain."""
+        """Return the method for the embedding at ``prefix``, or None if it is not quantized."""
         layout = self.formats.get(prefix)
         return None if layout is None else BlocksEmbedding(layout)
 
 
 def examples() -> Mapping[str, Mapping[str, Any]]:
-    """Return settings of every block format, by label."""
+    """Return a ``quantization_config`` for each block format, by name of the format."""
     return {name: {"quant_method": "gguf", "tensors": {_PREFIX: name}} for name in FORMATS}

@@ -1,6 +1,6 @@
-"""Names of tensors in GGUF files and in Hugging Face checkpoints.
+"""Translation of tensor names from GGUF files to Hugging Face checkpoints.
 
-Source: the table of names of gguf-py (gguf/constants.py) for these architectures.
+Source: the tables of names of gguf-py (gguf/constants.py).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from interposer_gguf._architecture import Architecture
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""Factors by which the wavelengths of a rotary embedding are stretched."""
+"""The tensor of factors by which wavelengths of RoPE are stretched."""
 
 LONG_FACTORS: Mapping[str, str] = {
     "short_factor": "rope_factors_short.weight",
     "long_factor": "rope_factors_long.weight",
 }
-"""The same of contexts up to the original one, and of longer ones."""
+"""The tensors of LongRoPE factors for short and long contexts, by field of config.json."""
 
 QUERY_AND_KEY: Mapping[str, str] = {
     "self_attn.q_proj": "num_attention_heads",
@@ -25,7 +25,7 @@ QUERY_AND_KEY: Mapping[str, str] = {
     "mixer.q_proj": "num_attention_heads",
     "mixer.k_proj": "num_key_value_heads",
 }
-"""Modules whose outputs are stored in another order, with the field that counts their heads."""
+"""Modules whose rows are permuted in files of Llama, with the field of their number of heads."""
 
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _INNER = {
@@ -45,33 +45,35 @@ _BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.(.+)", re.ASCII)
 
 
 def hugging_face_name(name: str, architecture: Architecture) -> str | None:
-    """Return the name of a tensor in Hugging Face checkpoints, or None of one that is not known.
+    """Return the Hugging Face name of a tensor, None if unknown.
 
-    With ``{}`` in it, it is the name of one expert's part of the tensor.
+    A name with ``{}`` is that of one expert's matrix in the tensor.
     """
-    found = _BLOCK.fullmatch(name)
-    if found is None:
-        return _whole(name, architecture.outer, _OUTER)
-    whole = _whole(found[2], architecture.inner, _INNER)
-    return None if whole is None else f"{architecture.blocks}.{found[1]}.{whole}"
+    match = _BLOCK.fullmatch(name)
+    if match is None:
+        return _translate(name, architecture.outer_modules, _OUTER)
+    tensor_name = _translate(match[2], architecture.block_modules, _INNER)
+    return None if tensor_name is None else f"{architecture.block_prefix}.{match[1]}.{tensor_name}"
 
 
-def _whole(name: str, own: Mapping[str, str], usual: Mapping[str, str]) -> str | None:
-    """Return what tables have for a name, or for the module that it is a weight or bias of."""
+def _translate(
+    name: str, special_names: Mapping[str, str], common_names: Mapping[str, str]
+) -> str | None:
+    """Return the Hugging Face name of a tensor, or of a weight or bias of a module."""
     stem, _, kind = name.rpartition(".")
-    if name in own:
-        return own[name]
-    module = own.get(stem, usual.get(stem))
+    if name in special_names:
+        return special_names[name]
+    module = special_names.get(stem, common_names.get(stem))
     return f"{module}.{kind}" if module is not None and kind in ("weight", "bias") else None
 
 
 def block_of(name: str) -> int | None:
-    """Return the number of the decoder block that a tensor of a GGUF file belongs to, if any."""
-    found = _BLOCK.fullmatch(name)
-    return int(found[1]) if found else None
+    """Return the number of the decoder block of a tensor in a GGUF file, None outside of blocks."""
+    match = _BLOCK.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def part_of(name: str) -> str:
-    """Return the name of a tensor of a GGUF file without the block that it belongs to."""
-    found = _BLOCK.fullmatch(name)
-    return found[2] if found else name
+    """Return the name of a tensor in a GGUF file without the prefix of its block."""
+    match = _BLOCK.fullmatch(name)
+    return match[2] if match else name

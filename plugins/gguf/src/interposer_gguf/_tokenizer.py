@@ -1,4 +1,4 @@
-"""From the tokenizer of a GGUF file to the contents of a tokenizer.json.
+"""Conversion of a GGUF file's tokenizer to the contents of a tokenizer.json.
 
 Source: the keys are those of docs/gguf.md of ggml, the fields those of the tokenizers library.
 """
@@ -12,97 +12,99 @@ from typing import Any
 
 from interposer.errors import CheckpointError, UnsupportedModelError, nearest_first
 from interposer_gguf._end_tokens import ends_by_text
+from interposer_gguf._metadata import MetadataReader
 from interposer_gguf._pre_tokenizers import PRE_TOKENIZERS
-from interposer_gguf._settings import Settings
 
 _KEY = "tokenizer.ggml."
-# Types of tokens.
+# Values of ``tokenizer.ggml.token_type``.
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _NORMAL = 1
 _SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 _CHAT_TEMPLATE = "tokenizer.chat_template"
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-# Of one token; merges of a longer one would be too many to try.
-_LONGEST = 512
+# The most characters of a token. All splits of a token are tried as merges, so a longer token would
+# take too long.
+_MAX_TOKEN_LENGTH = 512
 
 
-def tokenizer_json(settings: Settings, vocab_size: int) -> str:
-    """Return what tokenizer.json would hold.
+def tokenizer_json(metadata: MetadataReader, vocab_size: int) -> str:
+    """Return the contents of tokenizer.json.
 
     Args:
-        vocab_size: rows of the embedding, of which each token has one.
+        vocab_size: rows of the embedding; the file may have fewer tokens.
     Raises:
-        CheckpointError: the file holds no tokenizer, or one that contradicts itself.
-        UnsupportedModelError: its kind, or how it cuts texts, is not known.
+        CheckpointError: the file has no tokenizer, or one that contradicts itself.
+        UnsupportedModelError: the kind of tokenizer or its pre-tokenizer is not supported.
     """
-    if _KEY + "tokens" not in settings:
-        raise CheckpointError(settings.path, "holds no tokenizer", "convert the model again")
-    model = settings.text(_KEY + "model")
-    vocabulary = _Vocabulary(settings, vocab_size)
+    if _KEY + "tokens" not in metadata:
+        raise CheckpointError(metadata.path, "holds no tokenizer", "convert the model again")
+    model = metadata.text(_KEY + "model")
+    vocabulary = _Vocabulary(metadata, vocab_size)
     if model == "gpt2":
-        parts = _byte_level(settings, vocabulary)
+        parts = _byte_level(metadata, vocabulary)
     elif model == "llama":
-        parts = _sentence_piece(settings, vocabulary)
+        parts = _sentence_piece(metadata, vocabulary)
     else:
         raise UnsupportedModelError(
-            settings.path, f"has the tokenizer {model[:50]!r}; read are 'gpt2' and 'llama'"
+            metadata.path, f"has the tokenizer {model[:50]!r}; read are 'gpt2' and 'llama'"
         )
-    whole = {
+    contents = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": vocabulary.added(),
         **parts,
     }
-    return json.dumps(whole, ensure_ascii=False)
+    return json.dumps(contents, ensure_ascii=False)
 
 
-def tokenizer_settings(settings: Settings, vocab_size: int) -> dict[str, Any]:
-    """Return what tokenizer_config.json would hold of special tokens, and the chat template.
+def tokenizer_settings(metadata: MetadataReader, vocab_size: int) -> dict[str, Any]:
+    """Return the special tokens and the chat template, as fields of tokenizer_config.json.
 
-    Raises: CheckpointError: an id is of no token.
+    Raises: CheckpointError: the id of a special token is not in the vocabulary.
     """
-    vocabulary = _Vocabulary(settings, vocab_size)
-    found: dict[str, Any] = {
-        f"{named}_token": vocabulary.token(settings, stored)
-        for stored, named in _SPECIAL.items()
-        if f"{_KEY}{stored}_token_id" in settings
+    vocabulary = _Vocabulary(metadata, vocab_size)
+    fields: dict[str, Any] = {
+        f"{field}_token": vocabulary.token(metadata, key)
+        for key, field in _SPECIAL.items()
+        if f"{_KEY}{key}_token_id" in metadata
     }
-    if _CHAT_TEMPLATE in settings:
-        found["chat_template"] = settings.text(_CHAT_TEMPLATE)
-    return found
+    if _CHAT_TEMPLATE in metadata:
+        fields["chat_template"] = metadata.text(_CHAT_TEMPLATE)
+    return fields
 
 
 class _Vocabulary:
     """The tokens of a file.
 
     Attributes:
-        tokens: by id.
-        ids: by token.
-        kinds: types of the tokens, by id.
+        tokens: texts by id.
+        ids: ids by text.
+        kinds: token types by id.
     """
 
-    def __init__(self, settings: Settings, vocab_size: int) -> None:
-        self.path: Path = settings.path
-        self.tokens: list[str] = settings.several(_KEY + "tokens", str)
+    def __init__(self, metadata: MetadataReader, vocab_size: int) -> None:
+        self.path: Path = metadata.path
+        self.tokens: list[str] = metadata.list_of(_KEY + "tokens", str)
         if len(self.tokens) > vocab_size:
             raise CheckpointError(
                 self.path, f"has {len(self.tokens):,} tokens, but embeds {vocab_size:,}"
             )
         self.ids = {token: index for index, token in enumerate(self.tokens)}
         if len(self.ids) < len(self.tokens):
-            twice = next(t for i, t in enumerate(self.tokens) if self.ids[t] != i)
-            raise CheckpointError(self.path, f"has the token {twice[:50]!r} twice")
-        self.kinds = [*self.of_each(settings, "token_type", int, [_NORMAL] * len(self.tokens))]
-        # Some converters write such a token as a normal one, which texts would be merged to.
+            duplicate = next(t for i, t in enumerate(self.tokens) if self.ids[t] != i)
+            raise CheckpointError(self.path, f"has the token {duplicate[:50]!r} twice")
+        self.kinds = [*self.per_token(metadata, "token_type", int, [_NORMAL] * len(self.tokens))]
+        # Some converters mark end tokens as normal. Then the text of an end token in a prompt would
+        # be merged to the token itself.
         for index in ends_by_text(self.ids).values():
             self.kinds[index] = _CONTROL
 
-    def of_each(
-        self, settings: Settings, name: str, kind: type, default: list[Any] | None = None
+    def per_token(
+        self, metadata: MetadataReader, name: str, kind: type, default: list[Any] | None = None
     ) -> list[Any]:
-        """Return a list of something of each token."""
-        values = settings.several(_KEY + name, kind, default)
+        """Return a metadata list that must have one value per token."""
+        values = metadata.list_of(_KEY + name, kind, default)
         if len(values) != len(self.tokens):
             raise CheckpointError(
                 self.path,
@@ -110,9 +112,9 @@ class _Vocabulary:
             )
         return values
 
-    def token(self, settings: Settings, name: str) -> str:
-        """Return the token whose id stands in the metadata."""
-        index = settings.integer(f"{_KEY}{name}_token_id")
+    def token(self, metadata: MetadataReader, name: str) -> str:
+        """Return the text of the token whose id is in the metadata."""
+        index = metadata.integer(f"{_KEY}{name}_token_id")
         if not 0 <= index < len(self.tokens):
             raise CheckpointError(
                 self.path, f"names token {index} as {name}, but has {len(self.tokens):,} tokens"
@@ -120,7 +122,7 @@ class _Vocabulary:
         return self.tokens[index]
 
     def added(self) -> list[dict[str, Any]]:
-        """Return the tokens that are cut out of a text before anything else."""
+        """Return the tokens that are split off a text before pre-tokenization."""
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         return [
             {"id": index, "content": token, **flags, "special": kind != _USER_DEFINED}
@@ -129,20 +131,20 @@ class _Vocabulary:
         ]
 
 
-def _byte_level(settings: Settings, vocabulary: _Vocabulary) -> dict[str, Any]:
-    name = settings.text(_KEY + "pre", "default")
+def _byte_level(metadata: MetadataReader, vocabulary: _Vocabulary) -> dict[str, Any]:
+    name = metadata.text(_KEY + "pre", "default")
     if name not in PRE_TOKENIZERS:
         nearest = ", ".join(nearest_first(name[:50], PRE_TOKENIZERS))
         raise UnsupportedModelError(
-            settings.path,
+            metadata.path,
             f"cuts texts as {name[:50]!r} does, which is not known; known are {nearest}",
         )
-    before = PRE_TOKENIZERS[name]
-    merges = [_pair(vocabulary, merge) for merge in settings.several(_KEY + "merges", str)]
+    pre_tokenizer = PRE_TOKENIZERS[name]
+    merges = [_pair(vocabulary, merge) for merge in metadata.list_of(_KEY + "merges", str)]
     return {
-        "normalizer": before.normalizer,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(before.steps)},
-        "post_processor": _ends(settings, vocabulary, before.adds_bos),
+        "normalizer": pre_tokenizer.normalizer,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(pre_tokenizer.steps)},
+        "post_processor": _post_processor(metadata, vocabulary, pre_tokenizer.adds_bos),
         "decoder": {
             "type": "ByteLevel",
             "add_prefix_space": True,
@@ -154,35 +156,35 @@ def _byte_level(settings: Settings, vocabulary: _Vocabulary) -> dict[str, Any]:
             "unk_token": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": before.ignore_merges,
+            "ignore_merges": pre_tokenizer.ignore_merges,
         },
     }
 
 
-def _sentence_piece(settings: Settings, vocabulary: _Vocabulary) -> dict[str, Any]:
-    """Return the parts of a tokenizer that merges by the highest score.
+def _sentence_piece(metadata: MetadataReader, vocabulary: _Vocabulary) -> dict[str, Any]:
+    """Return the parts of a tokenizer that merges the pair with the highest score first.
 
-    Merges are not stored: whatever two tokens make a third is one, and those of the highest score
-    come first.
+    The file has no merges: any two tokens whose concatenation is a token are a merge, ordered by
+    the score of the result.
     """
-    scores = vocabulary.of_each(settings, "scores", float)
-    prefixed = settings.flag(_KEY + "add_space_prefix", True)
+    scores = vocabulary.per_token(metadata, "scores", float)
+    has_prefix = metadata.flag(_KEY + "add_space_prefix", True)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    prepend = [{"type": "Prepend", "prepend": _SPACE}] if prefixed else []
-    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefixed else []
-    back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
-    named = _KEY + "unknown_token_id" in settings
+    prepend = [{"type": "Prepend", "prepend": _SPACE}] if has_prefix else []
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if has_prefix else []
+    restore_spaces = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+    has_unknown = _KEY + "unknown_token_id" in metadata
     return {
         "normalizer": {"type": "Sequence", "normalizers": [*prepend, replace]},
         "pre_tokenizer": None,
-        "post_processor": _ends(settings, vocabulary, adds_bos=True),
+        "post_processor": _post_processor(metadata, vocabulary, adds_bos=True),
         "decoder": {
             "type": "Sequence",
-            "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
+            "decoders": [restore_spaces, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
         },
         "model": {
             **_model(vocabulary, _merges_by_score(vocabulary, scores)),
-            "unk_token": vocabulary.token(settings, "unknown") if named else None,
+            "unk_token": vocabulary.token(metadata, "unknown") if has_unknown else None,
             "fuse_unk": True,
             "byte_fallback": True,
             "ignore_merges": False,
@@ -202,50 +204,54 @@ def _model(vocabulary: _Vocabulary, merges: Sequence[tuple[str, str]]) -> dict[s
 
 
 def _pair(vocabulary: _Vocabulary, merge: str) -> tuple[str, str]:
-    """Return the two tokens of a merge, between which a space stands."""
-    # A token of bytes holds no space, but the first may be one in tokenizers that keep it.
-    place = merge.find(" ", 1)
-    one, other = merge[:place], merge[place + 1 :]
-    known = vocabulary.ids
-    if place < 0 or one not in known or other not in known or one + other not in known:
+    """Return the two tokens of a merge, which a space separates."""
+    # Byte-level tokens contain no space. But tokenizers that keep spaces may have a space as the
+    # first token of a merge, so the search starts after the first character.
+    separator = merge.find(" ", 1)
+    left, right = merge[:separator], merge[separator + 1 :]
+    ids = vocabulary.ids
+    if separator < 0 or left not in ids or right not in ids or left + right not in ids:
         raise CheckpointError(
             vocabulary.path, f"has the merge {merge[:50]!r}, which does not make a token of two"
         )
-    return one, other
+    return left, right
 
 
 def _merges_by_score(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
-    known = {
+    mergeable = {
         token
         for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True)
         if kind in (_NORMAL, _USER_DEFINED)
     }
-    found: list[tuple[float, int, str, str]] = []
+    merges: list[tuple[float, int, str, str]] = []
     for index, token in enumerate(vocabulary.tokens):
-        if token not in known:
+        if token not in mergeable:
             continue
-        if len(token) > _LONGEST:
+        if len(token) > _MAX_TOKEN_LENGTH:
             raise CheckpointError(
-                vocabulary.path, f"has a token of {len(token):,} characters, most are {_LONGEST}"
+                vocabulary.path,
+                f"has a token of {len(token):,} characters, most are {_MAX_TOKEN_LENGTH}",
             )
-        for place in range(1, len(token)):
-            one, other = token[:place], token[place:]
-            if one in known and other in known:
-                found.append((-scores[index], place, one, other))
-    found.sort()
-    return [(one, other) for _, _, one, other in found]
+        for split in range(1, len(token)):
+            left, right = token[:split], token[split:]
+            if left in mergeable and right in mergeable:
+                merges.append((-scores[index], split, left, right))
+    merges.sort()
+    return [(left, right) for _, _, left, right in merges]
 
 
-def _ends(settings: Settings, vocabulary: _Vocabulary, adds_bos: bool) -> dict[str, Any] | None:
-    """Return the step that puts tokens before and after a text, or None."""
+def _post_processor(
+    metadata: MetadataReader, vocabulary: _Vocabulary, adds_bos: bool
+) -> dict[str, Any] | None:
+    """Return the step that adds BOS and EOS tokens to a text, or None if none are added."""
     content: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
     special = {}
     for name, default in (("bos", adds_bos), ("eos", False)):
-        # Some files say that a token is added that they do not name.
-        wanted = settings.flag(f"{_KEY}add_{name}_token", default)
-        if not wanted or f"{_KEY}{name}_token_id" not in settings:
+        # Some files ask for a BOS or EOS token but state no id.
+        is_added = metadata.flag(f"{_KEY}add_{name}_token", default)
+        if not is_added or f"{_KEY}{name}_token_id" not in metadata:
             continue
-        token = vocabulary.token(settings, name)
+        token = vocabulary.token(metadata, name)
         special[token] = {"id": token, "ids": [vocabulary.ids[token]], "tokens": [token]}
         content.insert(0 if name == "bos" else len(content), _special(token))
     if not special:

@@ -13,9 +13,10 @@ INTERPOSER_API = ">=1.0,<2"
 _PROMISES = frozenset({"deterministic", "traceable"})
 _OPAQUE = frozenset({"deterministic", "opaque"})
 _FLOATS = ("float32", "bfloat16", "float16")
-# Those of other ops are for the groups that files hold, and stand behind whoever knows better.
+# The kernels of other ops support only the group size of GGUF blocks. Their low score ranks them
+# below kernels that are specialized for these ops.
 _GROUPS: Mapping[str, Dim] = {"group_size": Dim(one_of=(32,))}
-# Every format that block_formats.py has.
+# All formats of _block_formats.py, repeated here because discovery must not import torch.
 _FORMATS = Dim(one_of=("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"))
 _KERNELS: tuple[tuple[str, Mapping[str, Dim], float], ...] = (
     ("gguf_linear", {}, 10.0),
@@ -26,7 +27,7 @@ _KERNELS: tuple[tuple[str, Mapping[str, Dim], float], ...] = (
 
 @hookimpl
 def interposer_records() -> list[Record]:
-    """Return the file format, the scheme of its weights, their ops and kernels for the CPU."""
+    """Declare the file format, the scheme of its weights, two ops and their CPU kernels."""
     return [
         CheckpointEntry(".gguf", "gguf", "interposer_gguf._checkpoint:GGUFCheckpoint"),
         SchemeEntry(
@@ -43,7 +44,7 @@ def interposer_records() -> list[Record]:
             "interposer_gguf._native_linear:gguf_linear",
             "cpu",
             Requires(dtypes=("float32", "bfloat16"), dims={"stored_as": _FORMATS}),
-            predicate="interposer_gguf._native_library:judge",
+            predicate="interposer_gguf._native_library:check_library",
             score=20.0,
             properties=_OPAQUE,
         ),
@@ -53,12 +54,12 @@ def interposer_records() -> list[Record]:
             "interposer_gguf._native_linear:gguf_embedding",
             "cpu",
             Requires(dtypes=_FLOATS, dims={"stored_as": _FORMATS}),
-            predicate="interposer_gguf._native_library:judge",
+            predicate="interposer_gguf._native_library:check_library",
             score=20.0,
             properties=_OPAQUE,
         ),
-        # For an embedding that is tied to an lm_head: the one above may lay codes out anew, for
-        # itself alone.
+        # For an embedding that is tied to an LM head: the lookup must read the same bytes, so the
+        # head's kernel must not repack the weight.
         Kernel(
             "gguf_linear",
             "gguf_linear_as_stored",

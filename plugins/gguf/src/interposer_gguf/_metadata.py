@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file, whose values are asked for by key and kind."""
+"""Typed access to the metadata of a GGUF file."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 from interposer.errors import CheckpointError, UnsupportedModelError
 from interposer_gguf._file_format import GGUFFile
 
-EDITED = "convert the model again"
-"""The next action where metadata is wrong."""
+CONVERT_AGAIN = "convert the model again"
+"""The next action that an error proposes if metadata is wrong."""
 
 
-class Settings:
-    """Metadata of one file, of which values are asked for by key and kind."""
+class MetadataReader:
+    """The metadata of one file, read by key with a check of the type.
+
+    Keys of the model, such as ``block_count``, are given without the prefix of the architecture.
+    """
 
     def __init__(self, file: GGUFFile) -> None:
         self.path = file.path
@@ -24,14 +27,17 @@ class Settings:
         return self._key(key) in self._values
 
     def is_list(self, key: str) -> bool:
-        """Say whether there are several values."""
+        """Return whether the value at ``key`` is a list."""
         return isinstance(self._values.get(self._key(key)), list)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return an integer; a list of equal ones, as one per layer, is that one.
+        """Return the integer at ``key``; a list with one integer per layer must have equal values.
 
-        Zeros in such a list are layers without what is counted, unless there is nothing else.
-        Raises: CheckpointError: there is none and no ``default``, or it is something else.
+        Zeros in a list are ignored unless all values are zero: a layer without attention has no
+        heads.
+        Raises:
+            CheckpointError: the key is missing and has no ``default``, or the value is no integer.
+            UnsupportedModelError: the list has different values.
         """
         value = self._get(key, default)
         if isinstance(value, list) and value:
@@ -45,22 +51,24 @@ class Settings:
             raise self._wrong(key, value, "an integer")
         return value
 
-    def of_layers(self, key: str, kind: type, count: int) -> list[Any]:
-        """Return a value for each of ``count`` layers; one that is no list is that of all.
+    def per_layer(self, key: str, kind: type, count: int) -> list[Any]:
+        """Return the values at ``key`` for ``count`` layers; a single value applies to all layers.
 
-        Raises: CheckpointError: there is none, it is something else, or of other layers.
+        Raises: CheckpointError: the key is missing, or has too few values or values of another
+            type.
         """
         value = self._get(key, None)
         values = value if isinstance(value, list) else [value] * count
-        # Blocks behind the others predict further tokens.
+        # The list may be longer: MTP blocks follow the decoder blocks.
         if len(values) < count or not all(type(item) is kind for item in values):
             raise self._wrong(key, value, f"{count} values of the type {kind.__name__}")
         return values[:count]
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a finite number.
+        """Return the finite number at ``key``.
 
-        Raises: CheckpointError: there is none and no ``default``, or it is something else.
+        Raises: CheckpointError: the key is missing and has no ``default``, or the value is no
+            number.
         """
         value = self._get(key, default)
         if type(value) not in (int, float) or not math.isfinite(value):
@@ -68,9 +76,9 @@ class Settings:
         return float(value)
 
     def text(self, key: str, default: str | None = None) -> str:
-        """Return a text.
+        """Return the text at ``key``.
 
-        Raises: CheckpointError: there is none and no ``default``, or it is something else.
+        Raises: CheckpointError: the key is missing and has no ``default``, or the value is no text.
         """
         value = self._get(key, default)
         if type(value) is not str:
@@ -78,19 +86,20 @@ class Settings:
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return whether something is so.
+        """Return the boolean at ``key``.
 
-        Raises: CheckpointError: the value is something else.
+        Raises: CheckpointError: the value is no boolean.
         """
         value = self._get(key, default)
         if type(value) is not bool:
             raise self._wrong(key, value, "true or false")
         return value
 
-    def several(self, key: str, kind: type, default: list[Any] | None = None) -> list[Any]:
-        """Return a list of values of one type.
+    def list_of(self, key: str, kind: type, default: list[Any] | None = None) -> list[Any]:
+        """Return the list at ``key``, whose items must have the type ``kind``.
 
-        Raises: CheckpointError: there is none and no ``default``, or it is something else.
+        Raises: CheckpointError: the key is missing and has no ``default``, or the value is no such
+            list.
         """
         value = self._get(key, default)
         if type(value) is not list or not all(type(item) is kind for item in value):
@@ -98,18 +107,22 @@ class Settings:
         return value
 
     def _key(self, key: str) -> str:
-        whole = key.startswith(("general.", "tokenizer.", "split."))
-        return key if whole else f"{self.architecture}.{key}"
+        is_global = key.startswith(("general.", "tokenizer.", "split."))
+        return key if is_global else f"{self.architecture}.{key}"
 
     def _get(self, key: str, default: Any) -> Any:
         value = self._values.get(self._key(key), default)
         if value is None:
-            raise CheckpointError(self.path, f"lacks the metadata {self._key(key)!r}", EDITED)
+            raise CheckpointError(
+                self.path, f"lacks the metadata {self._key(key)!r}", CONVERT_AGAIN
+            )
         return value
 
-    def _wrong(self, key: str, value: object, wanted: str) -> CheckpointError:
+    def _wrong(self, key: str, value: object, expected: str) -> CheckpointError:
         # A list may be long, and printing it whole would not help.
         shown = f"{len(value)} values" if isinstance(value, list) else f"{value!r:.100}"
         return CheckpointError(
-            self.path, f"has the metadata {self._key(key)!r} = {shown}, must be {wanted}", EDITED
+            self.path,
+            f"has the metadata {self._key(key)!r} = {shown}, must be {expected}",
+            CONVERT_AGAIN,
         )
