@@ -23,7 +23,7 @@ class Method:
 
 
 class Doubling:
-    own: Any
+    vllm_method: Any
 
     def apply(self, x: int) -> int:
         return 2 * int(self.vllm_method.apply(x))
@@ -46,7 +46,7 @@ def test_a_replaced_method_is_a_subclass_with_the_same_state() -> None:
     assert isinstance(replaced, Method)
     assert type(replaced).__name__ == "Method"
     assert (replaced.apply(3), replaced.tie()) == (6, "onednn")
-    assert vars(replaced)["own"] is own
+    assert vars(replaced)["vllm_method"] is own
     assert own.apply(3) == 3
 
 

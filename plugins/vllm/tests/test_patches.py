@@ -98,7 +98,7 @@ def test_every_patch_has_a_scope_and_members() -> None:
 def test_without_vllm_a_warning_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         register()
-    assert "nothing is applied over" in caplog.text
+    assert "nothing is taken over" in caplog.text
 
 
 def test_a_patch_is_refused_without_the_patch_that_it_needs() -> None:

@@ -9,7 +9,7 @@ from interposer_ops.layers.norm import RMSNorm
 
 
 class ExampleNorm(RMSNorm):
-    """The standard ``RMSNorm`` layer, whose printed form shows its size and its kernels.
+    """The standard ``RMSNorm`` layer, with its size and its kernels in the printed form.
 
     The constructor is that of ``RMSNorm``: model code builds ``RMSNorm`` and gets this class.
     """

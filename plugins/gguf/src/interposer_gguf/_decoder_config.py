@@ -52,6 +52,7 @@ def decoder_config(file: GGUFFile, metadata: MetadataReader) -> dict[str, Any]:
     if embedding is None:
         raise CheckpointError(file.path, "lacks the tensor 'token_embd.weight'", CONVERT_AGAIN)
     epsilon, epsilon_field = architecture.epsilon
+    # ``architecture.fields`` comes last: it may replace any of the common fields.
     return {
         "architectures": [architecture.family],
         "hidden_size": width,
@@ -98,7 +99,7 @@ def _layers(file: GGUFFile, metadata: MetadataReader, architecture: Architecture
 def _num_blocks(file: GGUFFile, metadata: MetadataReader) -> int:
     """Return the number of decoder blocks, without the MTP blocks.
 
-    ``block_count`` includes the MTP blocks, which come last and whose tensors may be missing.
+    ``block_count`` includes the MTP blocks, which come last. Their tensors may be missing.
     """
     count = metadata.integer("block_count")
     num_mtp_blocks = metadata.integer("nextn_predict_layers", 0)

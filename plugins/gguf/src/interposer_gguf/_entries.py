@@ -150,7 +150,7 @@ class JoinedTensors(Entry):
 
 @dataclass(frozen=True)
 class SplitTensor(Entry):
-    """A tensor of the file whose rows belong to several checkpoint tensors.
+    """A tensor of the file with the rows of several checkpoint tensors.
 
     Attributes:
         name: prefix of the modules' names.
@@ -191,7 +191,7 @@ class Microscaled(Entry):
 
     Attributes:
         name: prefix of ``_blocks`` and ``_scales``.
-        second: a tensor whose rows are interleaved with the rows of ``stored``, or None.
+        second: a tensor to interleave with ``stored`` row by row, or None.
     """
 
     second: StoredTensor | None

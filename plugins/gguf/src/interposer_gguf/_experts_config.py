@@ -47,13 +47,13 @@ def experts_of(metadata: MetadataReader, scaled: bool = False) -> dict[str, Any]
 
 
 def small_experts_of(metadata: MetadataReader) -> dict[str, Any]:
-    """Return the fields of MoE families whose experts have another size than dense MLPs."""
+    """Return the fields of MoE families with experts of another size than dense MLPs."""
     size = metadata.integer("expert_feed_forward_length")
     return {**experts_of(metadata), "moe_intermediate_size": size}
 
 
 def grouped_experts_of(metadata: MetadataReader) -> dict[str, Any]:
-    """Return the fields of MoE families whose router chooses groups of experts first."""
+    """Return the fields of MoE families with routers that choose groups of experts first."""
     return {
         **experts_of(metadata, scaled=True),
         "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
@@ -66,13 +66,15 @@ def grouped_experts_of(metadata: MetadataReader) -> dict[str, Any]:
     }
 
 
-def scores_by_sigmoid(metadata: MetadataReader, default: int, other: int | None = None) -> bool:
-    """Return whether the router uses sigmoid, not the function ``other``.
+def scores_by_sigmoid(
+    metadata: MetadataReader, default: int, alternative: int | None = None
+) -> bool:
+    """Return whether the router uses sigmoid, not the function ``alternative``.
 
     Raises: UnsupportedModelError: the router uses another function than these two.
     """
     number = metadata.integer("expert_gating_func", default) or default
-    if number not in (SIGMOID, other):
+    if number not in (SIGMOID, alternative):
         raise UnsupportedModelError(
             metadata.path, f"has expert_gating_func {number}, which its family has not"
         )

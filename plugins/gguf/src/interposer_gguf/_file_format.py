@@ -255,9 +255,11 @@ class _Reader:
                 f"holds the tensor {name!r} of {num_dims} dimensions, must be 1 to "
                 f"{_MAX_DIMENSIONS}",
             )
+        # GGUF states the dimension with adjacent elements first, torch states it last.
         shape = tuple(self._number("Q", part) for _ in range(num_dims))[::-1]
         kind = self._number("I", part)
         start = self._number("Q", part)
+        # Python's integers do not overflow, so a huge shape is detected by the file size.
         count = 1
         for size in shape:
             count *= size
@@ -323,6 +325,7 @@ class _Reader:
 
 
 def _version_problem(version: int) -> tuple[str, str]:
+    # The version of a big-endian file, read as little-endian, has its bytes reversed.
     swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
     if swapped in _VERSIONS:
         return "is big-endian, which is not read", "convert the model to a little-endian file"
@@ -330,7 +333,7 @@ def _version_problem(version: int) -> tuple[str, str]:
 
 
 def _type_problem(name: str, kind: int) -> str:
-    known = ", ".join(
+    supported = ", ".join(
         [float_name.upper() for float_name, _ in _PLAIN.values()]
         + [name.upper() for name in LAYOUTS]
     )
@@ -339,4 +342,4 @@ def _type_problem(name: str, kind: int) -> str:
         if kind in _UNSUPPORTED
         else f"the unknown type {kind}"
     )
-    return f"stores the tensor {name!r} as {type_text}; read are {known}"
+    return f"stores the tensor {name!r} as {type_text}; read are {supported}"

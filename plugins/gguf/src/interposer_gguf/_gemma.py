@@ -52,7 +52,7 @@ def _gemma3(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _gemma4(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of Gemma 4, whose heads and MLPs differ between layers."""
+    """Return the fields of Gemma 4; heads and MLPs differ between its layers."""
     count = metadata.integer("block_count")
     kinds = layer_types_of(metadata).get("layer_types", [])
     is_sliding = [kind == "sliding_attention" for kind in kinds]

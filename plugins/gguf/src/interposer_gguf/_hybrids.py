@@ -109,12 +109,13 @@ def _lfm2(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _nemotron(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of Nemotron-H, whose layers are attention, MLP, experts or state space."""
+    """Return the fields of Nemotron-H: layers are attention, MLP, experts or state space."""
     heads, size = _heads(metadata)
     has_attention = _has_attention(metadata)
     sizes = metadata.per_layer("feed_forward_length", int, len(has_attention))
     kinds = zip(has_attention, sizes, strict=True)
     mlp_kind = "mlp" if metadata.architecture == "nemotron_h" else "moe"
+    # Converters have written the epsilon of these RMS norms under either key.
     epsilon = RMS_EPSILON if RMS_EPSILON in metadata else LAYER_EPSILON
     return {
         "layers_block_type": [
@@ -254,7 +255,7 @@ HYBRIDS: Mapping[str, Architecture] = {
     ),
     "falcon-h1": Architecture(
         "FalconH1ForCausalLM",
-        # The one tensor whose name the conversion ends without ``.weight``.
+        # Only here, llama.cpp's conversion omits the ending ``.weight``.
         {**_BAMBA, "ffn_norm": "pre_ff_layernorm.weight"},
         _FINAL,
         fields=_falcon,

@@ -42,7 +42,7 @@ def _deepseek(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
         "qk_nope_head_dim": size - rotated,
         "v_head_dim": metadata.integer(f"attention.value_length{key_suffix}"),
     }
-    if scores_by_sigmoid(metadata, SIGMOID if has_score_bias else SOFTMAX, other=SOFTMAX):
+    if scores_by_sigmoid(metadata, SIGMOID if has_score_bias else SOFTMAX, alternative=SOFTMAX):
         return fields
     if fields.pop("norm_topk_prob"):
         raise UnsupportedModelError(

@@ -47,6 +47,7 @@ class MetadataReader:
                     self.path, f"has {self._key(key)!r} that differs between layers"
                 )
             value = counts[0]
+        # ``type`` and not ``isinstance``: True is an instance of int.
         if type(value) is not int:
             raise self._wrong(key, value, "an integer")
         return value
@@ -96,7 +97,7 @@ class MetadataReader:
         return value
 
     def list_of(self, key: str, kind: type, default: list[Any] | None = None) -> list[Any]:
-        """Return the list at ``key``, whose items must have the type ``kind``.
+        """Return the list at ``key``; all items must have the type ``kind``.
 
         Raises: CheckpointError: the key is missing and has no ``default``, or the value is no such
             list.
@@ -120,9 +121,9 @@ class MetadataReader:
 
     def _wrong(self, key: str, value: object, expected: str) -> CheckpointError:
         # A list may be long, and printing it whole would not help.
-        shown = f"{len(value)} values" if isinstance(value, list) else f"{value!r:.100}"
+        short_value = f"{len(value)} values" if isinstance(value, list) else f"{value!r:.100}"
         return CheckpointError(
             self.path,
-            f"has the metadata {self._key(key)!r} = {shown}, must be {expected}",
+            f"has the metadata {self._key(key)!r} = {short_value}, must be {expected}",
             CONVERT_AGAIN,
         )

@@ -3,7 +3,7 @@
 Shapes: E experts, O rows, G blocks of a row, C bytes of a block.
 
 Source: OCP Microscaling Formats 1.0 for values and scales; ggml (ggml-common.h) for the layout of a
-block: the scale, then 16 bytes, whose low halves are the first 16 values.
+block: the scale, then 16 bytes; their low halves are the first 16 values.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def _unpack(blocks: torch.Tensor) -> torch.Tensor:
 
 def _scales(blocks: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, None]:
     exponents = blocks[..., :1].to(torch.int32) - _BIAS
+    # ``unpack_block`` returns doubled values, so the scale is 2^exponent / 2.
     half = torch.full(exponents.shape, 0.5, dtype=dtype, device=blocks.device)
     return half.ldexp(exponents), None
 

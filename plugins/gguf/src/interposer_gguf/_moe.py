@@ -1,4 +1,4 @@
-"""The MoE architectures whose checkpoints store each expert separately.
+"""The MoE architectures with checkpoints that store each expert separately.
 
 In a file, the matrices of a layer's experts are three tensors ``[E, outputs, inputs]``.
 
@@ -51,7 +51,7 @@ def _ernie(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _hunyuan(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of Hunyuan, whose shared expert has the size of the routed experts."""
+    """Return the fields of Hunyuan; its shared expert has the size of the routed experts."""
     return {
         **experts_of(metadata),
         "intermediate_size": metadata.integer("expert_feed_forward_length"),

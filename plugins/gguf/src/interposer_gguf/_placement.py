@@ -118,7 +118,7 @@ class _CheckpointEntries:
         name = f"{stored.removesuffix(part_of(stored))}{companion}"
         if name not in self.tensors:
             raise CheckpointError(self.file.path, f"holds {stored!r} without {name!r}")
-        first, second = (self.tensors[each].shape for each in (stored, name))
+        first, second = (self.tensors[tensor_name].shape for tensor_name in (stored, name))
         if len(first) != len(second) or len(first) < 2 or first[0] != second[0]:
             raise CheckpointError(
                 self.file.path,

@@ -1,4 +1,4 @@
-"""The MoE architectures whose checkpoints stack the matrices of all experts.
+"""The MoE architectures with checkpoints that stack the matrices of all experts.
 
 In a file, gate and up projections are separate tensors.
 
@@ -23,6 +23,7 @@ from interposer_gguf._file_format import GGUFFile
 from interposer_gguf._metadata import MetadataReader
 from interposer_gguf._positions import layer_types_of, rope_of, rotated_of
 
+# The file has neither the chunk size nor the use of QK norm. Both are as published.
 _MAVERICK_EXPERTS = 128
 _CHUNK = 8192
 
@@ -32,7 +33,7 @@ def _granite(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _gpt_oss(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of gpt-oss, whose YaRN correction range is not rounded, as published."""
+    """Return the fields of gpt-oss; its YaRN correction range is not rounded, as published."""
     rope = rope_of(file, metadata, rotated_of(metadata))
     return {
         **experts_of(metadata),

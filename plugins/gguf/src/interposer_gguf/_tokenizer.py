@@ -113,7 +113,7 @@ class _Vocabulary:
         return values
 
     def token(self, metadata: MetadataReader, name: str) -> str:
-        """Return the text of the token whose id is in the metadata."""
+        """Return the text of a special token, by the id in the metadata."""
         index = metadata.integer(f"{_KEY}{name}_token_id")
         if not 0 <= index < len(self.tokens):
             raise CheckpointError(
@@ -164,8 +164,8 @@ def _byte_level(metadata: MetadataReader, vocabulary: _Vocabulary) -> dict[str, 
 def _sentence_piece(metadata: MetadataReader, vocabulary: _Vocabulary) -> dict[str, Any]:
     """Return the parts of a tokenizer that merges the pair with the highest score first.
 
-    The file has no merges: any two tokens whose concatenation is a token are a merge, ordered by
-    the score of the result.
+    The file has no merges: any two tokens that form a third token are a merge, ordered by the score
+    of the third.
     """
     scores = vocabulary.per_token(metadata, "scores", float)
     has_prefix = metadata.flag(_KEY + "add_space_prefix", True)
@@ -208,13 +208,18 @@ def _pair(vocabulary: _Vocabulary, merge: str) -> tuple[str, str]:
     # Byte-level tokens contain no space. But tokenizers that keep spaces may have a space as the
     # first token of a merge, so the search starts after the first character.
     separator = merge.find(" ", 1)
-    left, right = merge[:separator], merge[separator + 1 :]
+    left_token, right_token = merge[:separator], merge[separator + 1 :]
     ids = vocabulary.ids
-    if separator < 0 or left not in ids or right not in ids or left + right not in ids:
+    if (
+        separator < 0
+        or left_token not in ids
+        or right_token not in ids
+        or left_token + right_token not in ids
+    ):
         raise CheckpointError(
             vocabulary.path, f"has the merge {merge[:50]!r}, which does not make a token of two"
         )
-    return left, right
+    return left_token, right_token
 
 
 def _merges_by_score(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
@@ -233,11 +238,11 @@ def _merges_by_score(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple
                 f"has a token of {len(token):,} characters, most are {_MAX_TOKEN_LENGTH}",
             )
         for split in range(1, len(token)):
-            left, right = token[:split], token[split:]
-            if left in mergeable and right in mergeable:
-                merges.append((-scores[index], split, left, right))
+            left_token, right_token = token[:split], token[split:]
+            if left_token in mergeable and right_token in mergeable:
+                merges.append((-scores[index], split, left_token, right_token))
     merges.sort()
-    return [(left, right) for _, _, left, right in merges]
+    return [(left_token, right_token) for _, _, left_token, right_token in merges]
 
 
 def _post_processor(

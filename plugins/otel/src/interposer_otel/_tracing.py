@@ -37,8 +37,8 @@ def span(
 def event(name: str, attributes: Mapping[str, AttributeValue], error: str = "") -> None:
     """Add an event to the current span, or record a span of zero length if none is current.
 
-    ``error`` becomes the status of a span recorded here. The current span belongs to the caller,
-    who may recover from the error, so the status of the current span does not change.
+    ``error`` becomes the status of a span recorded here. The status of the current span does not
+    change: this span belongs to the caller, and the caller may recover from the error.
     """
     current = trace.get_current_span()
     if current.is_recording():

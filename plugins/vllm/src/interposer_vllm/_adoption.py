@@ -1,4 +1,4 @@
-"""Linear layers of vLLM whose weights are stored and multiplied in a selected kernel's layout.
+"""Linear layers of vLLM with weights in a selected kernel's layout.
 
 Shapes: I input features, O output features of this worker's shard.
 """
@@ -87,6 +87,7 @@ class Adoption:
             self._method.create_weights(
                 self._created, site, shape.in_features, shape.out_features, shape.biased
             )
+        # Before vLLM loads the weights, so that scales are not rounded to the model's dtype.
         self._widened = widen(layer, self._created)
 
     def finalize(self, layer: Any) -> None:
@@ -97,6 +98,7 @@ class Adoption:
         Raises: InterposerError: the weights have another layout than the method expects, or invalid
             values. The layer is unchanged then.
         """
+        # A copy, because vLLM may load other weights later and call this method again.
         holder = copy.copy(self._created)
         holder._parameters = dict(self._created._parameters)
         loaded = dict(layer._parameters)

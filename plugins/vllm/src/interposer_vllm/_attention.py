@@ -145,9 +145,11 @@ class Impl(CPUAttentionBackendImpl):  # type: ignore[misc]
                 output_block_scale,
             )
         plans, backend = attn_metadata.plans, chosen.backend
+        # Layers with equal requests share a backend, and so the plan of a step.
         plan = plans.get(id(backend))
         if plan is None:
             plan = plans[id(backend)] = backend.plan(attn_metadata.batch)
+        # vLLM passes the same tensor in each step, so the view is made once.
         if kv_cache is not self._blocks:
             self._blocks, self._cache = kv_cache, chosen.view(kv_cache)
         out, count = output, attn_metadata.num_actual_tokens
@@ -241,7 +243,7 @@ def _write_report() -> None:
 
 
 class Backend(CPUAttentionBackend):  # type: ignore[misc]
-    """vLLM's attention backend for CPUs, whose ``forward`` also writes the KV cache."""
+    """vLLM's attention backend for CPUs, with a ``forward`` that also writes the KV cache."""
 
     forward_includes_kv_cache_update = True
 

@@ -1,4 +1,4 @@
-"""MoE layers of vLLM whose experts are stored and computed in a selected kernel's layout.
+"""MoE layers of vLLM with experts that are stored and computed in a selected kernel's layout.
 
 vLLM's router chooses the experts of each token, and vLLM's runner adds shared experts.
 

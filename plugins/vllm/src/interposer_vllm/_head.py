@@ -57,7 +57,7 @@ def _is_unquantized(layer: Any) -> bool:
 
 
 class _QuantizedHead(AdoptedLinear):
-    """Mixin of a method that multiplies by a head whose weight is quantized."""
+    """Mixin of a method that multiplies by the quantized weight of a head."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Prepare the weight as that of any linear layer."""

@@ -74,6 +74,7 @@ class Session:
                 assert self.resolver.scheme is not None  # set by choose_scheme
                 self._schemes[key] = self.resolver.scheme
             except (ConfigError, UnknownNameError) as error:
+                # Cached like a scheme: every layer of the checkpoint asks for it again.
                 self._schemes[key] = error
         scheme = self._schemes[key]
         if isinstance(scheme, Exception):
@@ -104,16 +105,16 @@ def session() -> Session:
 
 
 def opened_session() -> Session | None:
-    """Return the session of this process, None where no layer has opened one."""
+    """Return the session of this process, None if no layer has opened one."""
     if not _cached_session.cache_info().currsize:
         return None
-    found = _cached_session()
-    return found if isinstance(found, Session) else None
+    opened = _cached_session()
+    return opened if isinstance(opened, Session) else None
 
 
 @contextmanager
 def closed_session() -> Iterator[None]:
-    """Let the first layer inside open a session of its own, which ends with the block."""
+    """Let the first layer inside the block open a new session, which ends with the block."""
     _cached_session.cache_clear()
     try:
         yield

@@ -24,6 +24,7 @@ def _apply() -> Verdict:
     factors: dict[str, Any] = envs.environment_variables
     if FACTOR in factors:
         return Verdict.refuse(f"another plugin has registered the factor {FACTOR!r}")
+    # vLLM calls the functions in this mapping when it computes the key, after layers are chosen.
     factors[FACTOR] = compiled_with
     if FACTOR not in envs.compile_factors():
         del factors[FACTOR]

@@ -26,6 +26,7 @@ def _apply() -> Verdict:
     registered = get_quantization_config(name)
     if registered is not AutoGPTQConfig:
         return Verdict.refuse(f"another plugin has replaced it by {registered.__qualname__}")
+    # On other devices vLLM's own configuration stays in use.
     if current_platform.is_cpu():
         register_quantization_config(name)(GPTQConfig)
     return Verdict.accept()
