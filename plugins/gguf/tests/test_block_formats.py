@@ -41,9 +41,9 @@ def test_random_bytes_dequantize_as_in_the_gguf_library(
     kind = gguf.GGMLQuantizationType[layout.name.upper()]
     with np.errstate(all="ignore"):
         expected = gguf.quants.dequantize(rows, kind)
-    found = layout.dequantized(torch.from_numpy(rows.copy()), torch.float32).numpy()
-    same = expected.view(np.uint32) == found.view(np.uint32)
-    assert (same | (np.isnan(expected) & np.isnan(found))).all()
+    actual = layout.dequantized(torch.from_numpy(rows.copy()), torch.float32).numpy()
+    same = expected.view(np.uint32) == actual.view(np.uint32)
+    assert (same | (np.isnan(expected) & np.isnan(actual))).all()
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"])
@@ -51,12 +51,12 @@ def test_blocks_quantized_by_the_gguf_library_are_close_to_the_floats(name: str)
     layout = format_named(name)
     values = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))
     rows = gguf.quants.quantize(values.numpy(), gguf.GGMLQuantizationType[name.upper()])
-    found = layout.dequantized(torch.from_numpy(rows), torch.float32)
+    actual = layout.dequantized(torch.from_numpy(rows), torch.float32)
     largest = values.abs().amax()
     # A step is at most the whole range, twice the largest number, by the steps between codes.
     step = 2 * largest / (layout.highest - layout.lowest)
-    assert (found - values).abs().max() <= step
-    assert (found - values).abs().max() > 0
+    assert (actual - values).abs().max() <= step
+    assert (actual - values).abs().max() > 0
 
 
 @each_format

@@ -179,9 +179,9 @@ def test_weights_stay_packed(write: Write, stored_as: str, num_bytes: int) -> No
     lm = loaded(write(SHIPPED, stored_as))
     layer = lm.engine.model.get_submodule("model.layers.0.mlp.gate_up_proj")
     assert isinstance(layer, Linear)
-    held = [o for o in _pytree.tree_leaves(layer.operands) if isinstance(o, torch.Tensor)]
-    assert {tensor.dtype for tensor in held} == {torch.uint8}
-    assert sum(tensor.nbytes for tensor in held) == 2 * 688 * 256 // 32 * num_bytes
+    operands = [o for o in _pytree.tree_leaves(layer.operands) if isinstance(o, torch.Tensor)]
+    assert {tensor.dtype for tensor in operands} == {torch.uint8}
+    assert sum(tensor.nbytes for tensor in operands) == 2 * 688 * 256 // 32 * num_bytes
     assert dict(layer.named_parameters()) == {}
 
 
@@ -190,10 +190,10 @@ def test_tensors_agree_with_the_model_directory(
 ) -> None:
     source = directory("llama")
     stored = load_file(source / "model.safetensors")
-    found = dict(GGUFCheckpoint.open(write(source, "f32")).stream())
-    assert found.keys() == stored.keys()
+    actual = dict(GGUFCheckpoint.open(write(source, "f32")).stream())
+    assert actual.keys() == stored.keys()
     for name, tensor in stored.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(actual[name], tensor), name
 
 
 def test_rope_factors_stretch_wavelengths(small: Callable[..., Path]) -> None:

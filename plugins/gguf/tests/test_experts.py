@@ -70,9 +70,9 @@ def filled(layer: nn.Module) -> None:
 
 
 def finalize_all(layer: nn.Module, last: Experts | ExpertsMethod) -> None:
-    for each in layer.modules():
-        if isinstance(each, PluggableLayer) and each is not layer:
-            each.finalize()
+    for module in layer.modules():
+        if isinstance(module, PluggableLayer) and module is not layer:
+            module.finalize()
     if isinstance(last, Experts):
         last.finalize()
     else:
@@ -81,12 +81,12 @@ def finalize_all(layer: nn.Module, last: Experts | ExpertsMethod) -> None:
 
 def matrices(layer: Experts) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what the linear layers hold, ``[E, 2 I, H]`` and ``[E, H, I]`` float64."""
-    found = []
-    for each in layer.modules():
-        if isinstance(each, Linear):
-            weight = each.method.dequantized(each)
-            found.append(each.get_parameter("weight").double() if weight is None else weight)
-    return torch.stack(found[::2]), torch.stack(found[1::2])
+    weights = []
+    for module in layer.modules():
+        if isinstance(module, Linear):
+            weight = module.method.dequantized(module)
+            weights.append(module.get_parameter("weight").double() if weight is None else weight)
+    return torch.stack(weights[::2]), torch.stack(weights[1::2])
 
 
 @pytest.mark.parametrize("formats", MIXED.values(), ids=MIXED)
@@ -106,16 +106,16 @@ def test_both_methods_agree_with_the_dequantized_blocks(formats: tuple[str | Non
         expected[token] += weights[token, choice].double() * (down[ids[token, choice]] @ hidden)
     largest = expected.abs().max()
     finalize_all(layer, layer)
-    found = layer(x, weights, ids)
-    assert (found - expected).abs().max() <= 1e-5 * largest
+    actual = layer(x, weights, ids)
+    assert (actual - expected).abs().max() <= 1e-5 * largest
     method, holder = DequantizedExperts(resolver.scheme.formats), nn.Module()  # type: ignore[union-attr]
     method.create_weights(holder, site, SPEC)
     copy_blocks(site, holder)
     for given, held in zip(method.dequantized(holder), (gate_up, down), strict=True):
         assert torch.equal(given, held)
     kernel, operands = method.finalize(holder)
-    found = kernel(x, *operands, weights, ids, "silu")
-    assert (found - expected).abs().max() <= 1e-5 * largest
+    actual = kernel(x, *operands, weights, ids, "silu")
+    assert (actual - expected).abs().max() <= 1e-5 * largest
     assert list(holder.parameters()) == []
 
 
@@ -123,10 +123,10 @@ def copy_blocks(site: Site, holder: nn.Module) -> None:
     """Fill the parameters of all experts with those of the linear layers of each."""
     layer = Experts(site, SPEC)
     filled(layer)
-    linears = [each for each in layer.modules() if isinstance(each, Linear)]
-    for index, each in enumerate(linears):
-        for parameter in each.parameters():
-            names: tuple[str, ...] = getattr(parameter, "parts", tuple(each.parts))
+    linears = [module for module in layer.modules() if isinstance(module, Linear)]
+    for index, module in enumerate(linears):
+        for parameter in module.parameters():
+            names: tuple[str, ...] = getattr(parameter, "parts", tuple(module.parts))
             for part, rows in zip(names, parameter.chunk(len(names)), strict=True):
                 holder.get_parameter(part).data[index // 2] = rows
 
@@ -139,8 +139,8 @@ def test_blocks_that_are_not_finite_are_refused(way: type[BlocksExperts]) -> Non
     method = way(resolver.scheme.formats)
     method.create_weights(layer, site, SPEC)
     filled(layer)
-    held = [parameter for name, parameter in layer.named_parameters() if "q6_k" in name]
-    blocks = held[1].data if held else layer.get_parameter("down_proj").data[1]
+    parameters = [parameter for name, parameter in layer.named_parameters() if "q6_k" in name]
+    blocks = parameters[1].data if parameters else layer.get_parameter("down_proj").data[1]
     blocks[3, FORMATS["q6_k"].halves[0] : FORMATS["q6_k"].halves[0] + 2] = 0xFF
     with pytest.raises(CheckpointError, match=r"experts\.1\.down_proj\.q6_k: holds a scale"):
         finalize_all(layer, method)
@@ -154,6 +154,6 @@ def test_a_file_is_planned_for_its_device(tmp_path: Path) -> None:
     rows = {row.choice.request.name: row for row in here.rows}
     assert "fused_experts" not in rows
     assert rows["moe_permute"].choice.waits
-    there = {row.choice.request.name for row in explain(path, "h100").rows}
-    assert "fused_experts" in there
-    assert "moe_permute" not in there
+    ops_on_h100 = {row.choice.request.name for row in explain(path, "h100").rows}
+    assert "fused_experts" in ops_on_h100
+    assert "moe_permute" not in ops_on_h100

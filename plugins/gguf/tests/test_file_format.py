@@ -59,10 +59,10 @@ def test_the_structure_agrees_with_the_gguf_library(small: Callable[..., Path]) 
     assert {name: list_or_value(value) for name, value in file.metadata.items()} == expected
     assert sorted(file.tensors) == sorted(t.name for t in reader.tensors)
     for stored in reader.tensors:
-        found = file.tensors[stored.name]
-        assert (found.start, found.num_bytes) == (stored.data_offset, stored.n_bytes)
-        assert found.shape == tuple(int(size) for size in reversed(stored.shape))
-        values = file.read(found).numpy()
+        tensor = file.tensors[stored.name]
+        assert (tensor.start, tensor.num_bytes) == (stored.data_offset, stored.n_bytes)
+        assert tensor.shape == tuple(int(size) for size in reversed(stored.shape))
+        values = file.read(tensor).numpy()
         np.testing.assert_array_equal(values.view(np.uint8), stored.data.view(np.uint8))
 
 

@@ -143,9 +143,9 @@ def test_the_file_loads_as_the_model(
     write(source, path, kind)
     options: Any = {"dtype": "float32", "cache_tokens": 64, "max_sequences": 1}
     expected = load(source, **options).logits(TOKENS)
-    found = load(path, **options).logits(TOKENS)
+    actual = load(path, **options).logits(TOKENS)
     # Gemma's norms are stored with 1 added, and rounded so.
-    torch.testing.assert_close(found, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
+    torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "phi3", "glm4", "starcoder2"])
@@ -197,16 +197,16 @@ def test_keys_and_values_of_every_head_are_read(
     write(source, tmp_path / "model.gguf", "deepseek_v3", number, older=True)
     options: Any = {"dtype": "float32", "cache_tokens": 64, "max_sequences": 1}
     expected = load(source, **options).logits(TOKENS)
-    found = load(tmp_path / "model.gguf", **options).logits(TOKENS)
-    torch.testing.assert_close(found, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
+    actual = load(tmp_path / "model.gguf", **options).logits(TOKENS)
+    torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
 
 
 def test_mtp_blocks_are_not_loaded(folder: Callable[[str], Path], tmp_path: Path) -> None:
     write(folder("glm4_moe"), tmp_path / "model.gguf", "glm4_moe", further=1)
     options: Any = {"dtype": "float32", "cache_tokens": 64, "max_sequences": 1}
     expected = load(folder("glm4_moe"), **options).logits(TOKENS)
-    found = load(tmp_path / "model.gguf", **options).logits(TOKENS)
-    torch.testing.assert_close(found, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
+    actual = load(tmp_path / "model.gguf", **options).logits(TOKENS)
+    torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
 
 
 @pytest.mark.parametrize("kind", landing_sample(HELD, every=3))
@@ -216,8 +216,8 @@ def test_blocks_dequantize_to_the_expected_values(
     source, paths = folder(kind), (tmp_path / "blocks.gguf", tmp_path / "numbers.gguf")
     write(source, paths[0], kind, Q8)
     write(source, paths[1], kind, Q8, as_numbers=True)
-    held = GGUFCheckpoint.open(paths[0]).config["quantization_config"]["tensors"]
-    assert {*HELD[kind]} <= held.keys()
+    formats_by_layer = GGUFCheckpoint.open(paths[0]).config["quantization_config"]["tensors"]
+    assert {*HELD[kind]} <= formats_by_layer.keys()
     assert_alike(paths)
 
 
@@ -227,10 +227,10 @@ def test_experts_of_gpt_oss_stay_in_four_bits(
     source, paths = folder("gpt_oss"), (tmp_path / "blocks.gguf", tmp_path / "numbers.gguf")
     write(source, paths[0], "gpt_oss", MXFP4)
     write(source, paths[1], "gpt_oss", MXFP4, as_numbers=True)
-    held = GGUFCheckpoint.open(paths[0]).config["quantization_config"]["tensors"]
-    assert held == {f"model.layers.{index}.mlp.experts": "mxfp4" for index in range(5)}
-    found = {row.choice.request.name for row in explain(assert_alike(paths)).rows}
-    assert "fused_experts_mxfp4" in found
+    formats_by_layer = GGUFCheckpoint.open(paths[0]).config["quantization_config"]["tensors"]
+    assert formats_by_layer == {f"model.layers.{index}.mlp.experts": "mxfp4" for index in range(5)}
+    ops = {row.choice.request.name for row in explain(assert_alike(paths)).rows}
+    assert "fused_experts_mxfp4" in ops
 
 
 @pytest.mark.parametrize(
@@ -252,9 +252,9 @@ def test_heads_that_blocks_do_not_divide_are_dequantized(tmp_path: Path) -> None
     make_model(tmp_path, "qwen3_5_text", linear_value_head_dim=16)
     write(tmp_path, paths[0], "qwen3_5_text", Q8)
     write(tmp_path, paths[1], "qwen3_5_text", Q8, as_numbers=True)
-    held = GGUFCheckpoint.open(paths[0]).config["quantization_config"]["tensors"]
-    assert "model.layers.0.linear_attn.in_proj_z" in held
-    assert "model.layers.0.linear_attn.out_proj" not in held
+    formats_by_layer = GGUFCheckpoint.open(paths[0]).config["quantization_config"]["tensors"]
+    assert "model.layers.0.linear_attn.in_proj_z" in formats_by_layer
+    assert "model.layers.0.linear_attn.out_proj" not in formats_by_layer
     assert_alike(paths)
 
 

@@ -62,11 +62,11 @@ def test_matmuls_and_dequantized_values_are_right(processor: str, dtype: torch.d
     assert len(lines) == len(expected)
     for line, (products, numbers) in zip(lines, expected, strict=True):
         words = line.split()
-        found = words[: products.numel()]
+        actual = words[: products.numel()]
         if dtype == torch.float32:
-            result = torch.tensor([float.fromhex(word) for word in found])
+            result = torch.tensor([float.fromhex(word) for word in actual])
         else:
-            result = torch.tensor([int(word) << 16 for word in found]).int().view(torch.float32)
+            result = torch.tensor([int(word) << 16 for word in actual]).int().view(torch.float32)
         # The rounding of the result, and of sums of 512 numbers of about 1.
         torch.testing.assert_close(
             result.double().view_as(products), products, atol=1e-5, rtol=torch.finfo(dtype).eps

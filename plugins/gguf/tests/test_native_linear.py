@@ -105,11 +105,11 @@ def test_kernels_accept_strided_and_unaligned_memory(
         turned = x.T.contiguous().T
         beside = torch.zeros(15, dtype=dtype)[1::2].copy_(bias)
         for place in (apart, turned):
-            found = linear(place, odd, beside, layout.name)
+            actual = linear(place, odd, beside, layout.name)
             if num_tokens <= native_linear.MOST_TOKENS[level]:
-                assert torch.equal(found, expected)
+                assert torch.equal(actual, expected)
             else:  # torch multiplies, whose order of sums depends on where numbers lie
-                torch.testing.assert_close(found, expected)
+                torch.testing.assert_close(actual, expected)
 
 
 @each_level
@@ -123,7 +123,7 @@ def test_random_bytes_dequantize_as_in_torch(
     size = num_rows * num_blocks * layout.num_bytes
     content = data.draw(st.binary(min_size=size, max_size=size))
     rows = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(num_rows, -1)
-    found = native_linear.dequantized(level, rows, layout.name)
+    actual = native_linear.dequantized(level, rows, layout.name)
     expected = layout.dequantized(rows, torch.float32)
     scale, offset = layout.scales(rows, torch.float32)
     # Where an offset is added, a product may be rounded before or not: by half of the last of 24
@@ -133,8 +133,8 @@ def test_random_bytes_dequantize_as_in_torch(
         products = layout.quantized(rows) * scale.repeat_interleave(layout.group_size, 1)
         offsets = offset.repeat_interleave(layout.group_size, 1)
         slack = 2**-23 * (products.abs() + offsets.abs())
-    same = (found == expected) | (found.isnan() & expected.isnan())
-    assert (same | ((found - expected).abs() <= slack)).all()
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    assert (same | ((actual - expected).abs() <= slack)).all()
 
 
 @each_level
@@ -144,11 +144,11 @@ def test_nan_stays_in_its_row(level: int, dtype: torch.dtype, layout: BlockForma
     weight, linear = weight_of(layout, 5, 256), native_linear.at_level(level)
     for num_tokens in (1, 3, 6):
         x = inputs_of(num_tokens, 256, dtype=dtype)
-        whole = linear(x, weight, None, layout.name)
+        expected = linear(x, weight, None, layout.name)
         x[-1, 100] = torch.nan
-        found = linear(x, weight, None, layout.name)
-        assert found[-1].isnan().all()
-        assert torch.equal(found[:-1], whole[:-1])
+        actual = linear(x, weight, None, layout.name)
+        assert actual[-1].isnan().all()
+        assert torch.equal(actual[:-1], expected[:-1])
 
 
 @each_level

@@ -37,8 +37,8 @@ def held(*layers: torch.nn.Module) -> int:
     found: dict[int, int] = {}
     for layer in layers:
         assert list(layer.parameters()) == []
-        kept = layer.constants if isinstance(layer, Embedding) else layer.operands
-        for leaf in _pytree.tree_leaves(kept):
+        operands = layer.constants if isinstance(layer, Embedding) else layer.operands
+        for leaf in _pytree.tree_leaves(operands):
             if isinstance(leaf, torch.Tensor):
                 found[leaf.data_ptr()] = leaf.untyped_storage().nbytes()
     return sum(found.values())
@@ -56,7 +56,7 @@ def assert_is_dequantized(path: Path, dequantize: Callable[[Path], Path]) -> Lan
     """Compare with the file whose blocks the library ``gguf`` has dequantized."""
     lm, reference = loaded(path), loaded(dequantize(path))
     tokens = reference.tokenizer.encode(PROMPT)
-    rows = [tables(each)[0](torch.tensor(tokens)) for each in (lm, reference)]
+    rows = [tables(model)[0](torch.tensor(tokens)) for model in (lm, reference)]
     # Both add an offset in float32, one of them perhaps at once with the product.
     torch.testing.assert_close(*rows, atol=1e-7 * float(rows[1].abs().max()), rtol=0)
     expected = reference.logits(tokens)

@@ -94,9 +94,9 @@ def test_pre_tokenizers_split_texts_as_the_models_do(
     from tokenizers import pre_tokenizers
 
     steps = PRE_TOKENIZERS[pre].steps
-    made = pre_tokenizers.Sequence([made_step(step, pre_tokenizers) for step in steps])
-    found = [piece for piece, _ in made.pre_tokenize_str(text)]
-    assert [p.replace("Ġ", " ").replace("Ċ", "\n") for p in found] == pieces
+    sequence = pre_tokenizers.Sequence([made_step(step, pre_tokenizers) for step in steps])
+    actual = [piece for piece, _ in sequence.pre_tokenize_str(text)]
+    assert [p.replace("Ġ", " ").replace("Ċ", "\n") for p in actual] == pieces
 
 
 def test_marks_belong_to_letters_in_qwen35() -> None:
@@ -105,8 +105,8 @@ def test_marks_belong_to_letters_in_qwen35() -> None:
     for pre, count in (("qwen2", 2), ("qwen35", 1)):
         steps = [made_step(step, pre_tokenizers) for step in PRE_TOKENIZERS[pre].steps]
         # Devanagari has vowels that are marks.
-        found = pre_tokenizers.Sequence(steps).pre_tokenize_str("\u0915\u093f")
-        assert len(found) == count
+        pieces = pre_tokenizers.Sequence(steps).pre_tokenize_str("\u0915\u093f")
+        assert len(pieces) == count
 
 
 def made_step(step: Any, library: Any) -> Any:

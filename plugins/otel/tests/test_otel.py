@@ -171,9 +171,9 @@ def test_every_fact_arrives_unchanged(
     memory.clear()
     plugin.interposer_finished("tune", "model", 1, 2, given_facts)
     expected = {f"tune.{name}": value for name, value in given_facts.items()}
-    found = facts(only(memory).attributes)
-    assert found == {"subject": "model", **expected}
-    assert {name: type(value) for name, value in found.items() if name != "subject"} == {
+    attributes = facts(only(memory).attributes)
+    assert attributes == {"subject": "model", **expected}
+    assert {name: type(value) for name, value in attributes.items() if name != "subject"} == {
         name: type(value) for name, value in expected.items()
     }
 
@@ -201,7 +201,7 @@ def test_the_choices_of_a_model_are_events_of_the_callers_span(
         RMSNorm(Site(resolver, "model.norm", torch.float32), 64, 1e-5)
     caller = next(span for span in exporter.get_finished_spans() if span.name == CALLER)
     events = [event for event in caller.events if event.name == "interposer.selected"]
-    made = [choice for choice, _ in resolver.choices.values()]
+    choices = [choice for choice, _ in resolver.choices.values()]
     assert [facts(event.attributes) for event in events] == [
         {
             "request": str(choice.request),
@@ -213,7 +213,7 @@ def test_the_choices_of_a_model_are_events_of_the_callers_span(
             "refusals": len(choice.refusals),
             "place": "model.norm",
         }
-        for choice in made
+        for choice in choices
     ]
     assert "reference" in {facts(event.attributes)["chosen"] for event in events}
 
@@ -248,12 +248,12 @@ def test_a_refusal_says_what_every_candidate_said(
     spans = exporter.get_finished_spans()
     if inside:
         caller = next(span for span in spans if span.name == CALLER)
-        found = next(e for e in caller.events if e.name == "interposer.refused").attributes
+        attributes = next(e for e in caller.events if e.name == "interposer.refused").attributes
     else:
         alone = next(span for span in spans if span.name == "interposer.refused")
         assert alone.status.status_code is StatusCode.ERROR
-        found = alone.attributes
-    assert facts(found) == {
+        attributes = alone.attributes
+    assert facts(attributes) == {
         "request": raised.value.what,
         "refusals": len(raised.value.refusals),
         "reasons": tuple(str(refusal) for refusal in raised.value.refusals),
@@ -346,6 +346,6 @@ def test_without_opentelemetry_the_plugin_is_quarantined_and_the_rest_works(
             (packages / entry.name).symlink_to(entry)
     add = f"import site; site.addsitedir({str(packages)!r})\n"
     variables = {"PYTHONPATH": "", "INTERPOSER_CACHE_DIR": str(tmp_path / "cache")}
-    found = run(add + WITHOUT, options=("-S",), **variables)
-    assert "otel" in found["found"]
-    assert "ModuleNotFoundError(\"No module named 'opentelemetry'\")" in found["failed"]["otel"]
+    output = run(add + WITHOUT, options=("-S",), **variables)
+    assert "otel" in output["found"]
+    assert "ModuleNotFoundError(\"No module named 'opentelemetry'\")" in output["failed"]["otel"]

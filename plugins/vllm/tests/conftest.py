@@ -52,9 +52,10 @@ def run_in_vllm() -> Callable[..., Runs]:
 
     def run(runs: Runs, **variables: str) -> Runs:
         together = [asked for asked in runs if "speculative_config" not in asked["options"]]
-        rest = iter(process(together, variables) if together else ())
+        remaining_runs = iter(process(together, variables) if together else ())
         return [
-            next(rest) if asked in together else process([asked], variables)[0] for asked in runs
+            next(remaining_runs) if asked in together else process([asked], variables)[0]
+            for asked in runs
         ]
 
     def process(runs: Runs, variables: dict[str, str]) -> Runs:

@@ -49,8 +49,8 @@ def score(llm: Any, prompt: list[int]) -> list[float]:
 
     params = vllm.SamplingParams(max_tokens=1, prompt_logprobs=1, detokenize=False)
     (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-    found = output.prompt_logprobs
-    return [found[at][token].logprob for at, token in enumerate(prompt) if at]
+    logprobs = output.prompt_logprobs
+    return [logprobs[at][token].logprob for at, token in enumerate(prompt) if at]
 
 
 def held_bytes(model: Any) -> int:
@@ -61,9 +61,9 @@ def held_bytes(model: Any) -> int:
     leaves: list[Any] = list(model.parameters())
     for module in model.modules():
         method = vars(getattr(module, "quant_method", None) or object)
-        held = [method[name] for name in ("matmul", "lookup") if name in method]
-        held += [method["adoption"].kernel] if "adoption" in method else []
-        leaves += pytree.tree_leaves([placed.operands for placed in held])
+        kernels = [method[name] for name in ("matmul", "lookup") if name in method]
+        kernels += [method["adoption"].kernel] if "adoption" in method else []
+        leaves += pytree.tree_leaves([kernel.operands for kernel in kernels])
     strided = [t for t in leaves if getattr(t, "layout", None) == torch.strided]
     return sum({t.data_ptr(): t.nbytes for t in strided}.values())
 

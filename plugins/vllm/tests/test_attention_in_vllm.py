@@ -157,31 +157,31 @@ def bridged(runs: list[dict[str, Any]], run_in_vllm: Engines) -> list[dict[str, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kind_of_attention_says_what_vllms_own_says(
+def test_each_kind_of_attention_generates_the_tokens_of_vllm(
     own: list[dict[str, Any]], bridged: list[dict[str, Any]], kind: str
 ) -> None:
     number = list(KINDS).index(kind)
-    expected, found = own[number], bridged[number]
-    assert (found["alone"], found["batch"]) == (expected["alone"], expected["batch"])
-    assert all(len(set(tokens)) > 8 for tokens in found["alone"])
+    expected, actual = own[number], bridged[number]
+    assert (actual["alone"], actual["batch"]) == (expected["alone"], expected["batch"])
+    assert all(len(set(tokens)) > 8 for tokens in actual["alone"])
 
 
-def test_backends_were_asked_for_what_the_layers_have(bridged: list[dict[str, Any]]) -> None:
+def test_requests_have_the_facts_of_the_layers(bridged: list[dict[str, Any]]) -> None:
     reports = [result["report"] for result in bridged]
-    kept = [place for report in reports for place in report["kept"]]
-    assert not [place for place in kept if place.endswith(".attn")]
+    vllm_layers = [place for report in reports for place in report["kept"]]
+    assert not [place for place in vllm_layers if place.endswith(".attn")]
     choices = [choice for report in reports for choice in report["explanation"]["choices"]]
-    asked = [choice["dims"] for choice in choices if choice["kind"] == "attention"]
-    assert any(dims["windowed"] and dims["softcapped"] for dims in asked)
-    assert any(dims["windowed"] and dims["sinks"] for dims in asked)
-    assert any(dims["cache_dtype"] == "float8_e4m3fn" for dims in asked)
+    attention_dims = [choice["dims"] for choice in choices if choice["kind"] == "attention"]
+    assert any(dims["windowed"] and dims["softcapped"] for dims in attention_dims)
+    assert any(dims["windowed"] and dims["sinks"] for dims in attention_dims)
+    assert any(dims["cache_dtype"] == "float8_e4m3fn" for dims in attention_dims)
 
 
-def test_a_cache_of_8_bits_says_what_it_says_without_vllm(
+def test_an_8_bit_cache_generates_the_same_tokens_as_without_vllm(
     runs: list[dict[str, Any]], bridged: list[dict[str, Any]]
 ) -> None:
-    asked, found = runs[-1], bridged[-1]
-    lm = load(asked["model"], dtype="float32", cache_tokens=512)
-    completions = lm.generate(asked["prompts"], max_new_tokens=TOKENS, ignore_eos=True)
+    run, actual = runs[-1], bridged[-1]
+    lm = load(run["model"], dtype="float32", cache_tokens=512)
+    completions = lm.generate(run["prompts"], max_new_tokens=TOKENS, ignore_eos=True)
     expected = [list(completion.token_ids) for completion in completions]
-    assert found["alone"] == found["batch"] == expected
+    assert actual["alone"] == actual["batch"] == expected

@@ -42,15 +42,19 @@ def request(
     others: dict[str, Any] | None = None,
     **config: Any,
 ) -> AttentionSpec:
-    made = SimpleNamespace(**LAYER | (layer or {}), impl=SimpleNamespace(**IMPL | (impl or {})))
+    described_layer = SimpleNamespace(
+        **LAYER | (layer or {}), impl=SimpleNamespace(**IMPL | (impl or {}))
+    )
     parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
     parallel |= config.pop("parallel", {})
     facts = SimpleNamespace(
         kv_transfer_config=config.get("transfer"),
         parallel_config=SimpleNamespace(**parallel),
-        compilation_config=SimpleNamespace(static_forward_context={NAME: made, **(others or {})}),
+        compilation_config=SimpleNamespace(
+            static_forward_context={NAME: described_layer, **(others or {})}
+        ),
     )
-    return spec_of(NAME, made, 128, facts)
+    return spec_of(NAME, described_layer, 128, facts)
 
 
 def test_the_request_has_the_facts_of_vllms_layer() -> None:

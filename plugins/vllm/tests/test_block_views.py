@@ -36,11 +36,11 @@ def backend(name: str, dtype: torch.dtype = torch.float32, **facts: Any) -> Atte
     ids=str,
 )
 def test_the_compiled_backend_reads_vllms_blocks_without_a_copy(facts: dict[str, Any]) -> None:
-    made = backend("native", **facts)
-    stored = torch.uint8 if made.spec.is_quantized else made.spec.cache_dtype
+    native_backend = backend("native", **facts)
+    stored = torch.uint8 if native_backend.spec.is_quantized else native_backend.spec.cache_dtype
     blocks = torch.zeros(5, 2, 32, 2 * 32, dtype=stored)
-    cache = view_for(made)(blocks)
-    assert cache.shape == made.kv_layout().shape(5)
+    cache = view_for(native_backend)(blocks)
+    assert cache.shape == native_backend.kv_layout().shape(5)
     assert cache.data_ptr() == blocks.data_ptr()
 
 

@@ -25,7 +25,7 @@ NATIVE = {"linear": "linear_native"}
 @pytest.fixture
 def processors(no_policy: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a session be one for processors, without vLLM, which would say so."""
-    monkeypatch.setattr(_session, "_opened", cache(lambda: Session("cpu")))
+    monkeypatch.setattr(_session, "_cached_session", cache(lambda: Session("cpu")))
 
 
 def bind(places: tuple[str, ...]) -> None:
@@ -43,20 +43,20 @@ def factor(kernels: Mapping[str, Any], places: tuple[str, ...] = PLACES) -> str:
 
 
 def test_computing_the_key_selects_no_kernel(processors: None) -> None:
-    found = compiled_with()
-    assert set(found) == {"version", "seams"}
+    key = compiled_with()
+    assert set(key) == {"version", "seams"}
     assert opened_session() is None
 
 
 @pytest.mark.process
 def test_other_kernels_or_layers_change_the_key(processors: None) -> None:
-    found = {
+    keys = {
         factor(REFERENCE),
         factor(NATIVE),
         factor(REFERENCE, PLACES[:1]),
         factor({**REFERENCE, f"linear@{PLACES[0]}": NATIVE["linear"]}),
     }
-    assert len(found) == 4
+    assert len(keys) == 4
 
 
 @pytest.mark.process

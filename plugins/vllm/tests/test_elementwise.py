@@ -58,10 +58,10 @@ class SiluAndMul(Activation, OwnActivation):
 
 @pytest.fixture
 def session(no_policy: None, monkeypatch: pytest.MonkeyPatch) -> Session:
-    made = Session("cpu", Config())
+    new_session = Session("cpu", Config())
     for module in ("_elementwise", "_methods"):
-        monkeypatch.setattr(f"interposer_vllm.{module}.session", lambda: made)
-    return made
+        monkeypatch.setattr(f"interposer_vllm.{module}.session", lambda: new_session)
+    return new_session
 
 
 def test_a_norm_uses_the_weight_that_is_loaded_later(session: Session) -> None:

@@ -89,8 +89,8 @@ def test_unquantized_experts_are_stored_once_and_agree_with_the_reference(sessio
     layer, held = Routed(matrices()), matrices()
     adoption = ExpertsAdoption(session, layer)
     adoption.finalize(layer)
-    found = adoption(*routing(), None)
-    torch.testing.assert_close(found, expected(held["w13_weight"], held["w2_weight"]))
+    actual = adoption(*routing(), None)
+    torch.testing.assert_close(actual, expected(held["w13_weight"], held["w2_weight"]))
     assert all(not held.numel() for held in layer.parameters())
     assert {held.dtype for held in layer.parameters()} == {torch.float32}
 
@@ -115,9 +115,11 @@ def test_reloaded_weights_are_prepared_again(session: Session) -> None:
     before = compiled(*routing())
     layer.load(matrices(seed=3))
     adoption.finalize(layer)
-    held = matrices(seed=3)
+    weights_by_name = matrices(seed=3)
     for found in (adoption(*routing(), None), compiled(*routing())):
-        torch.testing.assert_close(found, expected(held["w13_weight"], held["w2_weight"]))
+        torch.testing.assert_close(
+            found, expected(weights_by_name["w13_weight"], weights_by_name["w2_weight"])
+        )
     assert not torch.equal(before, compiled(*routing()))
 
 
@@ -129,9 +131,9 @@ def test_experts_of_other_workers_contribute_nothing(session: Session) -> None:
     own_ids = torch.tensor([0, -1, 1, -1, 2, -1, 3, -1], dtype=torch.int32)
     x, weights, ids = routing()
     everywhere = ids * 2 + (ids > 1).int()
-    found = adoption(x, weights, everywhere, own_ids)
+    actual = adoption(x, weights, everywhere, own_ids)
     here = torch.where(ids > 1, -1, ids)
-    torch.testing.assert_close(found, expected(held["w13_weight"], held["w2_weight"], here))
+    torch.testing.assert_close(actual, expected(held["w13_weight"], held["w2_weight"], here))
 
 
 def test_biases_missing_in_the_checkpoint_are_ignored(session: Session) -> None:
@@ -145,7 +147,7 @@ def test_biases_missing_in_the_checkpoint_are_ignored(session: Session) -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "reason"),
+    ("changed", "reason"),
     [
         ({"w13_weight": torch.zeros(EXPERTS, INNER, HIDDEN)}, r"weight as \[4, 32, 64\]"),
         ({"w2_weight": torch.zeros(EXPERTS, HIDDEN, INNER, dtype=torch.int8)}, "torch.int8"),
@@ -155,12 +157,12 @@ def test_biases_missing_in_the_checkpoint_are_ignored(session: Session) -> None:
     ids=["shape", "dtype", "name", "side"],
 )
 def test_another_layout_is_refused_and_left_unchanged(
-    session: Session, held: dict[str, Tensor], reason: str
+    session: Session, changed: dict[str, Tensor], reason: str
 ) -> None:
-    layer = Routed(matrices() | held)
+    layer = Routed(matrices() | changed)
     with pytest.raises(ConfigError, match=reason):
         ExpertsAdoption(session, layer).finalize(layer)
-    assert all(held.numel() for held in layer.parameters())
+    assert all(parameter.numel() for parameter in layer.parameters())
 
 
 # Checkpoints whose experts are quantized, as vLLM's own methods create their parameters.
@@ -199,7 +201,7 @@ def packed_form() -> tuple[dict[str, Any], dict[str, Tensor], Tensor, Tensor]:
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
     settings = compressed("pack-quantized", {**weights, "symmetric": True})
     first, second = codes_of(0, 2 * INNER, HIDDEN), codes_of(1, HIDDEN, INNER)
-    held = {
+    weights_by_name = {
         "w13_weight_packed": words(first[0], 2),
         "w13_weight_scale": first[1],
         "w13_weight_shape": torch.empty(EXPERTS, 2),
@@ -207,7 +209,7 @@ def packed_form() -> tuple[dict[str, Any], dict[str, Tensor], Tensor, Tensor]:
         "w2_weight_scale": second[1],
         "w2_weight_shape": torch.empty(EXPERTS, 2),
     }
-    return settings, held, dense(*first), dense(*second)
+    return settings, weights_by_name, dense(*first), dense(*second)
 
 
 def gptq_form() -> tuple[dict[str, Any], dict[str, Tensor], Tensor, Tensor]:
@@ -236,8 +238,8 @@ def awq_form() -> tuple[dict[str, Any], dict[str, Tensor], Tensor, Tensor]:
         codes, scales = codes_of(len(held), *shape)
         zeros = torch.randint(0, 16, scales.shape, generator=torch.Generator().manual_seed(5))
         in_order = [
-            each.transpose(1, 2).unflatten(2, (-1, 8))[..., order].flatten(2)
-            for each in (codes, zeros)
+            packed.transpose(1, 2).unflatten(2, (-1, 8))[..., order].flatten(2)
+            for packed in (codes, zeros)
         ]
         held |= {
             f"{side}_qweight": words(in_order[0], 2),
@@ -295,14 +297,14 @@ def test_quantized_experts_agree_with_the_dequantized_checkpoint(
     session: Session, form: str
 ) -> None:
     stored, error = FORMS[form]
-    settings, held, first, second = stored()
+    settings, weights_by_name, first, second = stored()
     session.scheme(settings)
-    layer = Routed(held)
+    layer = Routed(weights_by_name)
     adoption = ExpertsAdoption(session, layer)
     adoption.finalize(layer)
     found, wanted = adoption(*routing(), None), expected(first, second)
     assert float((found - wanted).norm() / wanted.norm()) < error
-    assert all(not held.numel() for held in layer.parameters())
+    assert all(not parameter.numel() for parameter in layer.parameters())
 
 
 def test_quantized_experts_that_vllm_holds_unquantized_are_refused(session: Session) -> None:

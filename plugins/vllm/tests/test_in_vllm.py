@@ -43,8 +43,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600), pytest.mark.xdist_gro
 def trained(texts: Sequence[str] = TEXTS, **options: object) -> dict[str, Any]:
     tokenizer = Tokenizer.from_file(str(TRAINED / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids for text in texts]
-    asked = {"dtype": "float32", **options}
-    return {"model": str(TRAINED), "options": asked, "prompts": prompts, "tokens": 256}
+    engine_options = {"dtype": "float32", **options}
+    return {"model": str(TRAINED), "options": engine_options, "prompts": prompts, "tokens": 256}
 
 
 def paged() -> Runs:

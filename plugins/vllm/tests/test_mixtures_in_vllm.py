@@ -115,8 +115,8 @@ def test_experts_are_taken_over_and_explained(bridged: Runs, number: int) -> Non
     assert set(places) <= set(report["taken"])
     assert not [place for place in report["kept"] if "experts" in place]
     choices = report["explanation"]["choices"]
-    chosen = [each for each in choices if set(places) & set(each["places"])]
-    assert any(each["name"] == "fused_experts" and each["why"] for each in chosen)
+    chosen = [choice for choice in choices if set(places) & set(choice["places"])]
+    assert any(choice["name"] == "fused_experts" and choice["why"] for choice in chosen)
 
 
 def test_norms_and_activations_are_taken_over_in_eager_mode(bridged: Runs) -> None:

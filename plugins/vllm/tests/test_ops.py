@@ -153,8 +153,8 @@ def request_of(kernel: Kernel, dtype: str, dims: Any) -> Request:
 
 def first(**schemas: str) -> dict[str, str]:
     """Return one schema of each op, the first known one or the given one."""
-    given = {f"_C::{name}": schema for name, schema in schemas.items()}
-    return {name: given.get(name, known[0]) for name, known in SCHEMAS.items()}
+    schema_by_op = {f"_C::{name}": schema for name, schema in schemas.items()}
+    return {name: schema_by_op.get(name, known[0]) for name, known in SCHEMAS.items()}
 
 
 def plain_request(kernel: Kernel) -> Request:

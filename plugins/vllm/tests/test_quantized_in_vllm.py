@@ -255,25 +255,25 @@ def own(folders: dict[str, Path], run_in_vllm: Callable[..., Runs]) -> dict[str,
 def test_a_quantized_model_generates_the_same_tokens_as_without_vllm(
     folders: dict[str, Path], bridged: dict[str, Any], name: str
 ) -> None:
-    found = bridged[name]
-    assert "error" not in found, found["error"]
-    assert found["report"]["kept"] == {}
+    run = bridged[name]
+    assert "error" not in run, run["error"]
+    assert run["report"]["kept"] == {}
     lm = load(folders[name], dtype="float32", cache_tokens=512)
     expected = [
         list(completion.token_ids)
         for completion in lm.generate(PROMPTS, max_new_tokens=TOKENS, ignore_eos=True)
     ]
-    assert found["alone"] == found["batch"] == expected
+    assert run["alone"] == run["batch"] == expected
 
 
 @pytest.mark.parametrize("name", [*ROUNDED, *PACKED, *(f"{n}, compiled" for n in COMPILED)])
 def test_tokens_are_the_likeliest_up_to_rounding(
     folders: dict[str, Path], bridged: dict[str, Any], name: str
 ) -> None:
-    found = bridged[name]
-    assert "error" not in found, found["error"]
-    assert found["report"]["kept"] == {}
-    check_likely(folders[name.removesuffix(", compiled")], found)
+    run = bridged[name]
+    assert "error" not in run, run["error"]
+    assert run["report"]["kept"] == {}
+    check_likely(folders[name.removesuffix(", compiled")], run)
 
 
 def check_likely(folder: Path, found: dict[str, Any]) -> None:
@@ -285,10 +285,10 @@ def check_likely(folder: Path, found: dict[str, Any]) -> None:
         for prompt, said in zip(PROMPTS, found[way], strict=True)
     ]
     read = lm.generate(texts, max_new_tokens=1, ignore_eos=True, prompt_logprobs=1)
-    told = [token for completion in read for token in completion.prompt_logprobs[-TOKENS:]]
-    lacking = [token.top_logprobs[0][1] - token.logprob for token in told]
+    prompt_tokens = [token for completion in read for token in completion.prompt_logprobs[-TOKENS:]]
+    lacking = [token.top_logprobs[0][1] - token.logprob for token in prompt_tokens]
     assert sum(lacking) < NEAR * len(lacking)
-    assert sum(token.rank == 1 for token in told) > SHARE * len(told)
+    assert sum(token.rank == 1 for token in prompt_tokens) > SHARE * len(prompt_tokens)
 
 
 @pytest.mark.parametrize("name", OWN_FLOAT32)
@@ -311,10 +311,10 @@ def test_weights_that_neither_supports_raise_with_both_reasons(
     own: dict[str, Any], bridged: dict[str, Any], name: str
 ) -> None:
     assert "uint8b128" in own[BROKEN[name]]["error"]
-    found = bridged[name]["error"]
-    assert "uint8b128" in found
-    assert "did not take the layer over" in found
-    assert "scale" in found
+    error = bridged[name]["error"]
+    assert "uint8b128" in error
+    assert "did not take the layer over" in error
+    assert "scale" in error
 
 
 @pytest.mark.parametrize("name", HELD)
@@ -324,5 +324,5 @@ def test_weights_are_stored_once_and_packed(bridged: dict[str, Any], name: str) 
     numbers = LAYERS * (rows * HIDDEN + HIDDEN * INNER)
     # The table and the head are plain. A scale takes four bytes at most, and norms next to nothing.
     plain, codes = 2 * VOCABULARY * HIDDEN * 2, numbers * bits // 8
-    held = bridged[f"{name}, compiled"]["held_bytes"]
-    assert plain + codes <= held < 1.05 * (plain + codes + numbers // group_size * 4)
+    num_bytes = bridged[f"{name}, compiled"]["held_bytes"]
+    assert plain + codes <= num_bytes < 1.05 * (plain + codes + numbers // group_size * 4)

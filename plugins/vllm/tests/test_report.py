@@ -20,13 +20,15 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture
 def session(no_policy: None) -> Session:
-    made = Session("cpu", Config(kernels={"linear": "reference"}))
-    site = made.site("model.layers.0.mlp.down_proj", torch.float32)
+    new_session = Session("cpu", Config(kernels={"linear": "reference"}))
+    site = new_session.site("model.layers.0.mlp.down_proj", torch.float32)
     site.bind_kernel(linear, in_features=8, out_features=4, biased=False)
-    made.taken.append("model.layers.0.mlp.down_proj")
+    new_session.taken.append("model.layers.0.mlp.down_proj")
     for number in range(5):
-        made.kept[f"model.layers.{number}.self_attn.kv_b_proj"] = "vLLM reads its weight itself"
-    return made
+        new_session.kept[f"model.layers.{number}.self_attn.kv_b_proj"] = (
+            "vLLM reads its weight itself"
+        )
+    return new_session
 
 
 def test_a_written_report_reads_back_equal(session: Session) -> None:

@@ -197,9 +197,9 @@ def test_tensors_of_the_right_layout_are_not_copied() -> None:
     _, holder = created(GPTQ)
     loaded = gptq_weights()
     fill(holder, loaded)
-    held = loaded["qweight"]
-    assert held is not None
-    assert holder.get_parameter("qweight").data_ptr() == held.data_ptr()
+    weight = loaded["qweight"]
+    assert weight is not None
+    assert holder.get_parameter("qweight").data_ptr() == weight.data_ptr()
 
 
 @pytest.mark.parametrize(

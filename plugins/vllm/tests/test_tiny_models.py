@@ -49,8 +49,8 @@ def asked(llama: Path, **more: Any) -> dict[str, Any]:
     """Return a run; what is not an option of vLLM's is ``adapter``."""
     options = {"dtype": "float32", "enforce_eager": True, "max_num_batched_tokens": 64, **more}
     adapter = options.pop("adapter", None)
-    found = {"model": str(llama), "options": options, "prompts": PROMPTS, "tokens": TOKENS}
-    return found if adapter is None else {**found, "adapter": str(adapter)}
+    run = {"model": str(llama), "options": options, "prompts": PROMPTS, "tokens": TOKENS}
+    return run if adapter is None else {**run, "adapter": str(adapter)}
 
 
 def with_adapter(llama: Path, adapter: Path) -> dict[str, Any]:
@@ -126,12 +126,12 @@ def test_each_set_of_choices_has_its_own_compiled_model(
     cache: Path,
 ) -> None:
     assert bridged[1]["batch"] == own[1]["batch"]
-    kept = {
+    compiled_models = {
         name: {path.parents[1].name for path in (cache / name).rglob("rank_0_0/model")}
         for name in ("own", "bridged", "others")
     }
-    assert all(len(found) == 1 for found in kept.values()), kept
-    assert len(set.union(*kept.values())) == len(kept)
+    assert all(len(found) == 1 for found in compiled_models.values()), compiled_models
+    assert len(set.union(*compiled_models.values())) == len(compiled_models)
 
 
 def test_two_workers_generate_the_same_tokens_and_report(
