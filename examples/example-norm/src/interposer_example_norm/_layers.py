@@ -1,4 +1,4 @@
-"""A replacement of the standard RMS norm layer that shows its kernels in ``print(model)``."""
+"""A replacement of the standard RMS norm layer that shows the kernels in ``print(model)``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from interposer_ops.layers.norm import RMSNorm
 
 
 class ExampleNorm(RMSNorm):
-    """The standard ``RMSNorm`` layer, with its size and its kernels in the printed form.
+    """The standard ``RMSNorm`` layer, with size and kernels in the printed form.
 
     The constructor is that of ``RMSNorm``: model code builds ``RMSNorm`` and gets this class.
     """

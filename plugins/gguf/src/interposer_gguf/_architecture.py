@@ -1,4 +1,4 @@
-"""The description of one model architecture: its family, tensor names and conversions."""
+"""The description of one model architecture: family, tensor names and conversions."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Join = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Architecture:
-    """The model family that one value of ``general.architecture`` stands for, and its conversion.
+    """The model family that one value of ``general.architecture`` stands for, and the conversion.
 
     Attributes:
         family: name of the architecture in config.json.
-        block_modules: Hugging Face names of the modules in a block, by names in the file, if they
-            differ from Llama's. A name with ``{}`` is the module of one expert: the file has the
+        block_modules: Hugging Face names of the modules in a block, by names in the file, if
+            different from Llama's. A name with ``{}`` is the module of one expert: the file has the
             matrices of all experts as one tensor. A name such as ``attn_sinks.weight`` or ``ssm_a``
             stands for a tensor, not for a module.
         outer_modules: the same for modules outside of blocks.

@@ -65,7 +65,7 @@ def _olmo(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _mistral(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Refuse queries that are scaled by their position, as in Ministral 3; no field is special.
+    """Refuse queries that are scaled by position, as in Ministral 3; no field is special.
 
     Raises: UnsupportedModelError: the file has such a scale.
     """

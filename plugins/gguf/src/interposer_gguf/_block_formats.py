@@ -1,4 +1,4 @@
-"""Block formats of quantized GGUF tensors, and their dequantization.
+"""Block formats of quantized GGUF tensors, and dequantization.
 
 Shapes: O rows, B blocks of a row, C bytes of a block, N values of a block, G groups of a block
     (each
@@ -24,7 +24,7 @@ Scales = Callable[[torch.Tensor, torch.dtype], tuple[torch.Tensor, torch.Tensor 
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """The layout of a block: value = quantized value * scale + offset, with those of its group.
+    """The layout of a block: value = quantized value * scale + offset of the group.
 
     Attributes:
         name: ggml's name in lower case.
@@ -182,7 +182,7 @@ def _scale_and_offset(
 def _k_scales(blocks: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scales and offsets of eight groups, from 6-bit factors of two float16 fields.
 
-    Four bytes hold the scale factors of groups 0 to 3, four the offset factors of these groups.
+    Four bytes hold the scale factors of groups 0 to 3, four the offset factors of groups 0 to 3.
     Four more hold the low nibbles of both for groups 4 to 7, whose high bits are the top two bits
     of the first eight bytes.
     """

@@ -29,7 +29,7 @@ from interposer_ops.quantized_linear import w4a16_linear, w8a16_linear
 
 
 class BlocksEmbedding(EmbeddingMethod):
-    """An embedding in blocks ``[V, row]`` uint8 under the name of its format.
+    """An embedding in blocks ``[V, row]`` uint8, registered under the name of the format.
 
     Rows are looked up in the stored blocks. If the embedding is tied to a head and ops on grouped
     integers represent the blocks exactly, lookup and head share the converted weight of these ops.
@@ -55,6 +55,7 @@ class BlocksEmbedding(EmbeddingMethod):
         # Three calls, because each pair of ops has its own types.
         self.lookup: Any
         self.head_kernel: Any
+        # Without a head, rows are looked up in the blocks as stored.
         if head is not None and is_grouped(layout):
             matmul_class, groups = GroupedMatmul, group_dims(layout, hidden_size)
             dims, sizes = {**dims, **groups}, {**sizes, **groups}

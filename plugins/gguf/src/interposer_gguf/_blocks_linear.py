@@ -19,7 +19,7 @@ from interposer_gguf._matmuls import Matmul, Operands, bind_matmul, not_finite_e
 
 
 class BlocksLinear(LinearMethod):
-    """Weights in blocks ``[O, row]`` uint8 under the name of their format, or a float ``weight``.
+    """Weights in blocks ``[O, row]`` uint8 named after the block format, or a float ``weight``.
 
     Files of mixed quantization may store fused layers in different formats. Then each format has
     one parameter and one matmul, and the outputs are concatenated.
@@ -43,6 +43,7 @@ class BlocksLinear(LinearMethod):
             next(iter(self.formats)): out_features
         }
         self.matmuls: list[Matmul] = []
+        # One matmul per format, in the order of first use.
         for stored_as in dict.fromkeys(self.formats[part] for part in self.sizes):
             parts = tuple(part for part in self.sizes if self.formats[part] is stored_as)
             rows = sum(self.sizes[part] for part in parts)
@@ -63,7 +64,7 @@ class BlocksLinear(LinearMethod):
         return torch.cat([values_by_part[part] for part in self.sizes])
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], Operands]:
-        """Return the bound kernel with its operands, or a function that joins several kernels.
+        """Return the bound kernel with operands, or a function that joins several kernels.
 
         Raises: CheckpointError: a scale or an offset is infinite or not a number.
         """
@@ -75,6 +76,7 @@ class BlocksLinear(LinearMethod):
             stored = layer.get_parameter(matmul.name)
             self._check(matmul, stored)
             matmul_bias: torch.Tensor | None = bias
+            # With several matmuls, the layers of one matmul need not be adjacent in the bias.
             if by_part is not None and len(self.matmuls) > 1:
                 matmul_bias = torch.cat([by_part[part] for part in matmul.parts])
             # Release the stored weight before the kernel prepares its own, to save peak memory.
@@ -96,7 +98,7 @@ class BlocksLinear(LinearMethod):
         return zip(self.sizes, bias.split(list(self.sizes.values())), strict=True)
 
     def _order(self) -> tuple[tuple[int, int, int], ...]:
-        """Return for each fused layer the index of its matmul, and its range of outputs there."""
+        """Return for each fused layer the index of the matmul, and the range of outputs in it."""
         ranges_by_part = {}
         for index, matmul in enumerate(self.matmuls):
             ends = list(accumulate(self.sizes[part] for part in matmul.parts))

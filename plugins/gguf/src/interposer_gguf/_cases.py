@@ -41,6 +41,7 @@ def random_rows(
         size: approximate magnitude of the dequantized values.
     """
     shape = (num_rows, in_features // layout.size)
+    # Any bytes are valid quantized values. The float16 scales are overwritten below.
     blocks = torch.randint(
         0, 256, (*shape, layout.num_bytes), dtype=torch.uint8, generator=generator
     )
@@ -83,7 +84,7 @@ def _case(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
 
 
 def _partial_sum_bound(x: torch.Tensor, layout: BlockFormat, weight: torch.Tensor) -> float:
-    """Return a bound of the sums of products with scales and with offsets, before they are added.
+    """Return a bound of the two partial sums of a row: with scales, and with offsets.
 
     A kernel may accumulate the two sums separately, and each may be larger than the result.
     """

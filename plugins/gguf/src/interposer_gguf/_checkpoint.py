@@ -35,6 +35,7 @@ class GGUFCheckpoint(CheckpointFile):
             for entry in self.entries
             for layer, stored_as in entry.formats_by_layer.items()
         }
+        # A file of floats only is loaded without a quantization scheme.
         if in_blocks:
             config["quantization_config"] = {"quant_method": "gguf", "tensors": in_blocks}
         config["eos_token_id"] = end_tokens(self.metadata)
@@ -57,7 +58,7 @@ class GGUFCheckpoint(CheckpointFile):
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor in the order of the file; experts are yielded one by one.
 
-        The name of a tensor that stays in blocks ends with its block format instead of ``weight``.
+        The name of a tensor that stays in blocks ends with the block format instead of ``weight``.
 
         Raises: CheckpointError: the file became shorter since it was opened.
         """

@@ -1,8 +1,8 @@
-"""Conversions of tensors in a GGUF file to those of a Hugging Face checkpoint.
+"""Conversions of tensors from a GGUF file to a Hugging Face checkpoint.
 
 Shapes: N heads, D head size, G key heads, R value heads per key head, C channels, W window.
 
-Source: the conversions of llama.cpp; the functions here are their inverse.
+Source: the conversions of llama.cpp, inverted.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _grouped_rows(values: torch.Tensor, config: Config) -> torch.Tensor:
 
 
 def _grouped_last(values: torch.Tensor, config: Config) -> torch.Tensor:
-    """Sort the value heads by key head; the rows of queries and keys before them stay."""
+    """Sort the value heads by key head; the rows of queries and keys come first and stay."""
     query_key_rows = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
     return torch.cat((values[:query_key_rows], _grouped_rows(values[query_key_rows:], config)))
 

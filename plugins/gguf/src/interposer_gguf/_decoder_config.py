@@ -24,7 +24,7 @@ def decoder_config(file: GGUFFile, metadata: MetadataReader) -> dict[str, Any]:
 
     Raises:
         CheckpointError: metadata is missing, has a wrong type or contradicts the tensors.
-        UnsupportedModelError: the architecture or one of its options is not supported.
+        UnsupportedModelError: the architecture or an option is not supported.
     """
     name = metadata.architecture
     if name not in ARCHITECTURES:
@@ -33,6 +33,7 @@ def decoder_config(file: GGUFFile, metadata: MetadataReader) -> dict[str, Any]:
             file.path, f"holds the architecture {name[:100]!r}; read are {supported}"
         )
     architecture = architecture_of(metadata)
+    # Some dense architectures have MoE variants under the same name.
     for key in _EXPERT_KEYS:
         if not architecture.has_experts and metadata.integer(key, 0):
             raise UnsupportedModelError(
@@ -99,7 +100,8 @@ def _layers(file: GGUFFile, metadata: MetadataReader, architecture: Architecture
 def _num_blocks(file: GGUFFile, metadata: MetadataReader) -> int:
     """Return the number of decoder blocks, without the MTP blocks.
 
-    ``block_count`` includes the MTP blocks, which come last. Their tensors may be missing.
+    ``block_count`` includes the MTP blocks, which come last. A file may lack the tensors of MTP
+    blocks.
     """
     count = metadata.integer("block_count")
     num_mtp_blocks = metadata.integer("nextn_predict_layers", 0)

@@ -1,11 +1,11 @@
 """The architectures of Qwen with gated delta rules, and attention in every fourth layer.
 
-In files of Qwen3.5 the value heads are in another order than in checkpoints: the key heads that
-they belong to alternate.
+In files of Qwen3.5 the value heads are in another order than in checkpoints: adjacent value heads
+belong to different key heads.
 
 Shapes: G key heads, R value heads per key head.
 
-Source: the conversions of llama.cpp, and its graphs for values that the metadata lacks.
+Source: conversions of llama.cpp, and graphs of llama.cpp for values that the metadata lacks.
 """
 
 from __future__ import annotations

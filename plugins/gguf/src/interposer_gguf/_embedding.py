@@ -23,7 +23,7 @@ from interposer_gguf._embedding_cases import gguf_embedding_cases, gguf_embeddin
 def gguf_embedding(
     token_ids: torch.Tensor, weight: torch.Tensor, stored_as: str, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Look up rows in GGUF blocks, and dequantize only these rows.
+    """Look up rows in GGUF blocks, and dequantize no other rows.
 
     value = quantized value * scale + offset with the scale and offset of each group, in float32 or
     wider.

@@ -23,6 +23,7 @@ def _case(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
     rows, width = point["table"]
     layout: BlockFormat = point["format"]
     token_ids = point["tokens"](rows, generator)
+    # Rows that no token uses are NaN, so that a kernel which reads a wrong row is detected.
     weight = torch.full((rows, layout.row_bytes(width)), _ALL_ONES, dtype=torch.uint8)
     used_ids = token_ids.unique()
     weight[used_ids] = random_rows(layout, len(used_ids), width, generator)
@@ -45,8 +46,8 @@ def _case_of(
 ) -> Case:
     """Return the case of a lookup, in which only the sum with an offset rounds.
 
-    A quantized value times its scale fits the 24 bits of float32: 11 bits of the float16, plus 6 or
-    8 of its factor and 5 of the value, or 8 of a value without a factor.
+    A quantized value times the scale fits the 24 bits of float32: 11 bits of the float16, plus 6 or
+    8 of the factor and 5 of the value, or 8 of a value without a factor.
     """
     arguments = {
         "token_ids": token_ids,

@@ -1,7 +1,7 @@
 """The tokens that end a generation, from the metadata of a GGUF file and from token texts.
 
-Most converters write one end token, such as end-of-text, while a chat model ends its answers by
-another, such as end-of-turn. Therefore llama.cpp also recognizes end tokens by their texts.
+Most converters write one end token, such as end-of-text, while a chat model ends answers by
+another, such as end-of-turn. Therefore llama.cpp also recognizes the texts of end tokens.
 
 Source: llama.cpp, src/llama-vocab.cpp (``special_eog_ids``).
 """
@@ -42,7 +42,7 @@ _NO_ENDS = (
 
 
 def ends_by_text(ids: Mapping[str, int], named_keys: Sequence[str] = ()) -> dict[str, int]:
-    """Return the ids of end tokens that are recognized by their texts.
+    """Return the ids of tokens with the text of a known end token.
 
     Args:
         ids: token ids by text.
@@ -76,5 +76,5 @@ def end_tokens(metadata: MetadataReader) -> list[int] | None:
 
 
 def _no_ends(ids: Mapping[str, int]) -> set[str]:
-    """Return the texts of tokens that end no answer, even if the metadata names them."""
+    """Return the texts of tokens that end no answer, even if named in the metadata."""
     return {text for text, other_tokens in _NO_ENDS if other_tokens <= ids.keys()}

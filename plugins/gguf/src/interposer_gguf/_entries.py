@@ -22,7 +22,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Entry(ABC):
-    """One or more tensors of a file, with the checkpoint tensors that they are converted to.
+    """One or more tensors of a file, and the conversion to checkpoint tensors.
 
     Attributes:
         name: name of the checkpoint tensor. A weight that stays in blocks ends with the name of the
@@ -50,7 +50,7 @@ class Entry(ABC):
 
     @abstractmethod
     def tensors(self) -> NamedTensors:
-        """Yield the checkpoint tensors with their names.
+        """Yield the name and value of each checkpoint tensor.
 
         Raises: CheckpointError: the file became shorter, or a tensor has a wrong shape.
         """
@@ -63,6 +63,7 @@ class Entry(ABC):
         try:
             return function(*values)
         except (RuntimeError, ValueError, IndexError) as error:
+            # Torch's own error would not name the tensor.
             raise CheckpointError(
                 self.file.path,
                 f"stores {self.stored.name!r} with the shape {self.stored.shape}, which the "

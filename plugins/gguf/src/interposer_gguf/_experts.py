@@ -61,7 +61,7 @@ class BlocksExperts(ExpertsMethod):
 class DequantizedExperts(ExpertsMethod):
     """Experts in blocks ``[E, outputs, row]`` uint8 that ``finalize`` dequantizes.
 
-    A file stores one kind of matrix of all experts as one tensor, so these share a format.
+    A file stores one kind of matrix of all experts as one tensor in one format.
     """
 
     def __init__(self, formats: Mapping[str, BlockFormat]) -> None:
@@ -105,7 +105,7 @@ class DequantizedExperts(ExpertsMethod):
         return torch.cat((gate, up), 1), down
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Dequantize the matrices and return the kernel of unquantized experts with its operands.
+        """Dequantize the matrices and return the kernel of unquantized experts.
 
         Raises: CheckpointError: a scale or an offset is infinite or not a number.
         """

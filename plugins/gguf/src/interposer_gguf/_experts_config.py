@@ -71,7 +71,7 @@ def scores_by_sigmoid(
 ) -> bool:
     """Return whether the router uses sigmoid, not the function ``alternative``.
 
-    Raises: UnsupportedModelError: the router uses another function than these two.
+    Raises: UnsupportedModelError: the router uses a third function.
     """
     number = metadata.integer("expert_gating_func", default) or default
     if number not in (SIGMOID, alternative):

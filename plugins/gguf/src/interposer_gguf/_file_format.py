@@ -60,7 +60,7 @@ _COPY_AGAIN = "copy the file again"
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The location of a tensor in its file.
+    """The location of a tensor in a file.
 
     Attributes:
         stored_as: ``f32``, ``f16``, ``bf16`` or the name of a block format.
@@ -110,7 +110,7 @@ class GGUFFile:
             raise CheckpointError(path, f"cannot be read: {error}") from error
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
-        """Read a tensor: floats in its shape, or rows of blocks ``[..., row]`` uint8.
+        """Read a tensor: floats ``[...]``, or rows of blocks ``[..., row]`` uint8.
 
         Raises: CheckpointError: the file became shorter since it was opened.
         """
@@ -134,7 +134,7 @@ class GGUFFile:
 
 
 class _Reader:
-    """Reads the structure of a file from its start, checking each read against the file size."""
+    """Reads the structure of a file front to back, checking each read against the file size."""
 
     def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
         self.path = path

@@ -1,6 +1,6 @@
 """The architectures of Gemma.
 
-Source: the conversions of llama.cpp, and its graphs for values that the metadata lacks.
+Source: conversions of llama.cpp, and graphs of llama.cpp for values that the metadata lacks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PER_LAYER_TABLE = "per_layer_token_embd.weight"
 
 
 def _gemma2(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of Gemma 2, with softcaps if the file has them.
+    """Return the fields of Gemma 2, with softcaps if the file has some.
 
     The largest models scale attention scores by the width per head, not by the head size.
     """
@@ -52,7 +52,7 @@ def _gemma3(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _gemma4(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of Gemma 4; heads and MLPs differ between its layers."""
+    """Return the fields of Gemma 4; heads and MLPs differ between layers."""
     count = metadata.integer("block_count")
     kinds = layer_types_of(metadata).get("layer_types", [])
     is_sliding = [kind == "sliding_attention" for kind in kinds]

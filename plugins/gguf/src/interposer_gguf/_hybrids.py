@@ -1,6 +1,6 @@
 """The architectures with recurrent layers: state spaces and convolutions, some with attention.
 
-Source: the tables of gguf-py (gguf/constants.py), the conversions of llama.cpp, and its graphs for
+Source: tables of gguf-py (gguf/constants.py), conversions of llama.cpp, and graphs of llama.cpp for
 values that the metadata lacks.
 """
 
@@ -36,7 +36,7 @@ def _has_tensor(file: GGUFFile, name: str) -> bool:
 
 
 def _has_attention(metadata: MetadataReader) -> list[bool]:
-    """Return for each layer whether it has attention, that is, kv heads."""
+    """Return a list of booleans: layer i has attention, that is, kv heads."""
     count = metadata.integer("block_count") - metadata.integer("nextn_predict_layers", 0)
     return [heads > 0 for heads in metadata.per_layer("attention.head_count_kv", int, count)]
 
@@ -84,7 +84,7 @@ def _granite_hybrid(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, An
 
 
 def _falcon(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of Falcon-H1 without its multipliers, which the file's matrices contain."""
+    """Return the fields of Falcon-H1 without the multipliers, which the file's matrices contain."""
     return {
         **_bamba(metadata, file),
         "mamba_d_ssm": metadata.integer("ssm.inner_size"),

@@ -34,6 +34,7 @@ def in_halves(weight: torch.Tensor, bias: torch.Tensor | None, stored_as: str) -
     """
     layout = format_named(stored_as)
     in_features = layout.row_numbers(weight.shape[1])
+    # Only formats of unsigned nibbles (q4_1, q4_k), and only if no group spans both halves.
     if (layout.lowest, layout.highest) == (0, 15) and in_features % (2 * layout.group_size) == 0:
         low, high = layout.quantized(weight).view(torch.uint8).chunk(2, -1)
         blocks = weight.unflatten(-1, (in_features // layout.size, layout.num_bytes))
@@ -103,7 +104,7 @@ def _linear_by_halves(
 ) -> torch.Tensor:
     """Multiply by a weight that ``in_halves`` repacked.
 
-    All inputs of a group share one offset, so the offset is multiplied by their sum.
+    All inputs of a group share one offset, so the offset is multiplied by the sum of inputs.
     """
     out_features, width = packed_weight.shape
     columns = x.reshape(-1, 2 * width).float().T
@@ -127,7 +128,7 @@ def _linear_by_halves(
 
 
 def _scaled(grouped: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Scale grouped values ``[R, G, I / G]`` in place, and return them as ``[R, I]``."""
+    """Scale grouped values ``[R, G, I / G]`` in place, and return a view ``[R, I]``."""
     result: torch.Tensor = grouped.mul_(scale.float().unsqueeze(-1)).flatten(1)
     return result
 
@@ -137,6 +138,7 @@ def matmul_by_rows(
 ) -> torch.Tensor:
     """Multiply ``x`` by the transpose of a weight, of which ``rows`` returns a slice."""
     in_features = x.shape[-1]
+    # Outputs are computed as [O, T], because each step then writes contiguous rows.
     columns = x.reshape(-1, in_features).float().T
     result = torch.empty(out_features, columns.shape[1], dtype=torch.float32, device=x.device)
     step = max(1, STEP_NUMEL // in_features)

@@ -1,4 +1,4 @@
-"""The weights of linear layers and heads in one block format, each with its matmul kernel.
+"""The weights of linear layers and heads in one block format, with the matmul kernel.
 
 Shapes: I input features, O output features, G groups of inputs.
 """
@@ -51,11 +51,11 @@ def not_finite_tensor_error(tensor: str) -> CheckpointError:
 
 
 class Matmul(ABC):
-    """The weight of one or more fused layers in one format, and the kernel that multiplies by it.
+    """The weight of one or more fused layers in one format, with the matmul kernel.
 
     Attributes:
         name: name of the parameter.
-        parts: names of the fused layers, in the order of their rows.
+        parts: names of the fused layers, in the order of rows.
         kernel: the kernel kernel; None for an embedding without a head.
     """
 

@@ -1,9 +1,9 @@
-"""MXFP4 in GGUF files: blocks of 32 four-bit floats with a power of two as their scale.
+"""MXFP4 in GGUF files: blocks of 32 four-bit floats with a power of two as scale.
 
 Shapes: E experts, O rows, G blocks of a row, C bytes of a block.
 
 Source: OCP Microscaling Formats 1.0 for values and scales; ggml (ggml-common.h) for the layout of a
-block: the scale, then 16 bytes; their low halves are the first 16 values.
+block: the scale, then 16 bytes with the first 16 values in the low halves.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LAYOUTS: Mapping[str, BlockFormat] = {**FORMATS, MXFP4.name: MXFP4}
 def unpacked(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return blocks ``[E, O, G, 16]`` and scales ``[E, O, G]``, uint8, in the layout of gpt-oss.
 
-    In the layout of gpt-oss, a byte holds two adjacent values, the first in its low half.
+    In the layout of gpt-oss, a byte holds two adjacent values, the first in the low half.
 
     Args:
         rows: ``[E, O, G * C]`` uint8.

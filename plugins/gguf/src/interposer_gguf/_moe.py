@@ -2,7 +2,7 @@
 
 In a file, the matrices of a layer's experts are three tensors ``[E, outputs, inputs]``.
 
-Source: the tables of gguf-py (gguf/constants.py), the conversions of llama.cpp, and its graphs for
+Source: tables of gguf-py (gguf/constants.py), conversions of llama.cpp, and graphs of llama.cpp for
 values that the metadata lacks.
 """
 
@@ -51,7 +51,7 @@ def _ernie(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _hunyuan(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of Hunyuan; its shared expert has the size of the routed experts."""
+    """Return the fields of Hunyuan; the shared expert has the size of the routed experts."""
     return {
         **experts_of(metadata),
         "intermediate_size": metadata.integer("expert_feed_forward_length"),

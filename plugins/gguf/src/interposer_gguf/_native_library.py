@@ -1,10 +1,9 @@
 """Loader of the native kernel library.
 
-The library is C++ without torch and Python, called through ctypes. It contains each kernel for
-every instruction level and reports the highest level that this processor supports. Its threads are
-those of
-torch: this module passes it the OpenMP function of torch's own library, so that no second OpenMP
-runtime is loaded.
+The library is C++ without torch and Python, called through ctypes. The library contains each kernel
+for every instruction level, and reports the highest level that this processor supports. Kernels run
+on torch's threads: this module passes torch's OpenMP function to the library, so that no second
+OpenMP runtime is loaded.
 """
 
 from __future__ import annotations

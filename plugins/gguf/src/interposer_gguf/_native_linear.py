@@ -85,6 +85,7 @@ def _linear(
     stored_as: str,
 ) -> torch.Tensor:
     out_features, in_features = len(weight), x.shape[-1]
+    # Rows may be strided, but the bytes of a row must be contiguous.
     if weight.stride(1) != 1:
         weight = weight.contiguous()
     num_tokens = x.numel() // in_features

@@ -56,7 +56,7 @@ def entries_of(
     """Return the conversions of all tensors of a file, in the order of the file.
 
     Raises:
-        CheckpointError: a tensor lacks its counterpart, or has a shape that its name does not
+        CheckpointError: a tensor lacks the counterpart, or has a shape that its name does not
             allow.
         UnsupportedModelError: no supported model has a tensor of this name.
     """
@@ -88,6 +88,7 @@ class _CheckpointEntries:
                 continue
             name_in_checkpoint = self._checkpoint_name(name)
             if self._is_mxfp4(name):
+                # The gate's entry includes the up projection.
                 if part != _UP:
                     yield self._microscaled(name)
             elif part in self.architecture.joins:
@@ -96,6 +97,7 @@ class _CheckpointEntries:
                     self.file, tensor, name_in_checkpoint, self._companion(name, second), join
                 )
             elif part in seconds:
+                # The other tensor's entry includes this one. Only check that the other exists.
                 self._companion(
                     name, next(f for f, j in self.architecture.joins.items() if j[0] == part)
                 )
@@ -128,7 +130,7 @@ class _CheckpointEntries:
         return self.tensors[name]
 
     def _is_mxfp4(self, stored: str) -> bool:
-        """Return whether all matrices of the experts are in MXFP4, so that they stay in it."""
+        """Return whether all matrices of the experts are in MXFP4, and so stay in MXFP4."""
         if not self.architecture.interleaved_experts or part_of(stored) not in (_GATE, _UP, _DOWN):
             return False
         block = stored.removesuffix(part_of(stored))

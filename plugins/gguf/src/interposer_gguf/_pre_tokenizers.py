@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """The options of a byte-level tokenizer other than its merges.
+    """The options of a byte-level tokenizer other than merges.
 
     Attributes:
         steps: steps of ``pre_tokenizer`` in tokenizer.json.

@@ -1,4 +1,4 @@
-"""The quantization scheme of GGUF files: each linear layer and embedding has its own block format.
+"""The quantization scheme of GGUF files: one block format per linear layer and embedding.
 
 Shapes: I input features, O output features.
 """
@@ -51,12 +51,13 @@ class GGUF(QuantizationScheme):
                 f"quantization_config.tensors is {tensors!r:.100}, must map names of layers to "
                 f"block formats. Try: {{{_PREFIX!r}: 'q8_0'}}"
             )
+        # MXFP4 has a method of its own, because no kernel of this plugin computes with it.
         mxfp4_layers = frozenset(n for n, stored_as in tensors.items() if stored_as == MXFP4.name)
         formats = {n: format_named(as_) for n, as_ in tensors.items() if n not in mxfp4_layers}
         return cls(formats, mxfp4_layers)
 
     def linear_method(self, prefix: str, parts: tuple[str, ...]) -> LinearMethod | None:
-        """Return the method for the layer at ``prefix``, or None if none of its parts is quantized.
+        """Return the method for the layer at ``prefix``, or None if no part is quantized.
 
         The parts of a fused layer may have different formats.
         """

@@ -2,7 +2,7 @@
 
 In a file, gate and up projections are separate tensors.
 
-Source: the conversions of llama.cpp, and its graphs for values that the metadata lacks.
+Source: conversions of llama.cpp, and graphs of llama.cpp for values that the metadata lacks.
 
 Shapes: E experts, I intermediate size, H hidden size.
 """
@@ -33,7 +33,7 @@ def _granite(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _gpt_oss(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of gpt-oss; its YaRN correction range is not rounded, as published."""
+    """Return the fields of gpt-oss; the YaRN correction range is not rounded, as published."""
     rope = rope_of(file, metadata, rotated_of(metadata))
     return {
         **experts_of(metadata),

@@ -74,6 +74,6 @@ def block_of(name: str) -> int | None:
 
 
 def part_of(name: str) -> str:
-    """Return the name of a tensor in a GGUF file without the prefix of its block."""
+    """Return the name of a tensor in a GGUF file without the prefix of the block."""
     match = _BLOCK.fullmatch(name)
     return match[2] if match else name

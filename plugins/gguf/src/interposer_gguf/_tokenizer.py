@@ -34,7 +34,7 @@ def tokenizer_json(metadata: MetadataReader, vocab_size: int) -> str:
         vocab_size: rows of the embedding; the file may have fewer tokens.
     Raises:
         CheckpointError: the file has no tokenizer, or one that contradicts itself.
-        UnsupportedModelError: the kind of tokenizer or its pre-tokenizer is not supported.
+        UnsupportedModelError: the kind of tokenizer or the pre-tokenizer is not supported.
     """
     if _KEY + "tokens" not in metadata:
         raise CheckpointError(metadata.path, "holds no tokenizer", "convert the model again")
@@ -153,6 +153,7 @@ def _byte_level(metadata: MetadataReader, vocabulary: _Vocabulary) -> dict[str, 
         },
         "model": {
             **_model(vocabulary, merges),
+            # A byte-level vocabulary contains every byte, so no text is unknown.
             "unk_token": None,
             "fuse_unk": False,
             "byte_fallback": False,

@@ -1,4 +1,4 @@
-"""The records of this distribution, which name its code by import string and import none of it."""
+"""The records of this distribution, which name code by import string and import none."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KERNELS: tuple[tuple[str, Mapping[str, Dim], float], ...] = (
 
 @hookimpl
 def interposer_records() -> list[Record]:
-    """Declare the file format, the scheme of its weights, two ops and their CPU kernels."""
+    """Declare the GGUF file format, the quantization scheme, two ops and CPU kernels."""
     return [
         CheckpointEntry(".gguf", "gguf", "interposer_gguf._checkpoint:GGUFCheckpoint"),
         SchemeEntry(

@@ -1,4 +1,4 @@
-"""Spans and events of one OpenTelemetry tracer; they cost little without a tracer provider."""
+"""Spans and events of one OpenTelemetry tracer, cheap without a tracer provider."""
 
 from __future__ import annotations
 

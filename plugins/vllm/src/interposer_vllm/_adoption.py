@@ -91,7 +91,7 @@ class Adoption:
         self._widened = widen(layer, self._created)
 
     def finalize(self, layer: Any) -> None:
-        """Prepare the loaded weights for the kernel, and free the weights that it does not read.
+        """Prepare the loaded weights for the kernel, and free all weights without use.
 
         vLLM calls this again after it loads other weights into the layer.
 

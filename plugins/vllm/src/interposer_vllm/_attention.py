@@ -43,7 +43,7 @@ class Metadata(CPUAttentionMetadata):  # type: ignore[misc]
 
     Attributes:
         batch: None if vLLM's kernels compute all layers of the group.
-        plans: the plan of each backend, by its id; the first layer that needs a plan makes it.
+        plans: plans of the step by ``id(backend)``; the first layer of a backend makes the plan.
     """
 
     batch: AttentionBatch | None = None
@@ -193,7 +193,7 @@ class Builder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
     ) -> Any:
         """Build the metadata of one step.
 
-        Raises: ConfigError: the step is not causal, but its layers were described as causal.
+        Raises: ConfigError: the step is not causal, but the layers were described as causal.
         """
         step = common_attn_metadata
         if not self._has_any_backend:

@@ -52,6 +52,7 @@ def spec_of(name: str, layer: Any, page_size: int, config: Any) -> AttentionSpec
         cache_dtype=cache_dtype,
         page_size=page_size,
         scale=impl.scale,
+        # vLLM states -1 for no window, and 0 for no softcap.
         window_tokens=None if impl.sliding_window == -1 else impl.sliding_window,
         softcap=impl.logits_soft_cap or None,
         sinks=impl.sinks is not None,

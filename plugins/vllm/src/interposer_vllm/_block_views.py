@@ -25,7 +25,7 @@ def view_for(backend: AttentionBackend) -> View:
     not state whether its backend supports arbitrary strides. So the backend attends to a few tokens
     in both a view and a cache of its own layout, and the results must be equal.
 
-    Raises: ConfigError: the backend's pages have other axes, or its results differ.
+    Raises: ConfigError: the backend's pages have other axes, or the results differ.
     """
     spec, layout = backend.spec, backend.kv_layout()
     heads, size, width = spec.num_kv_heads, spec.page_size, spec.head_size

@@ -1,8 +1,8 @@
 """Norms and activations of vLLM on CPUs that call selected kernels in eager mode.
 
-vLLM's own versions are sequences of torch ops; with one token, the overhead of each op exceeds its
-arithmetic. These layers have no prefix, so all layers of one class and width share one request.
-Their weights stay vLLM's.
+vLLM's own versions are sequences of torch ops; with one token, the overhead of each op exceeds the
+arithmetic. Norms and activations have no prefix, so all layers of one class and width share one
+request. Their weights stay vLLM's.
 
 Shapes: H hidden size, I intermediate size.
 """
@@ -59,7 +59,7 @@ class Norm:
 
 
 class Activation:
-    """Mixin of a ``SiluAndMul`` that binds a kernel whenever its input's width or dtype changes."""
+    """Mixin of a ``SiluAndMul`` that binds a kernel for each new width or dtype of inputs."""
 
     _bound_for: tuple[int, torch.dtype] | None = None
     _gate: Callable[[Tensor], Tensor]
@@ -100,12 +100,13 @@ def _gate(width: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
 def _bound_norms(worker_session: Session, layer_name: str, width: int, dtype: torch.dtype) -> Norms:
     """Bind the kernels for all norms of one width.
 
-    Raises: ConfigError: a kernel needs prepared weights. vLLM does not report when it loads other
+    Raises: ConfigError: a kernel needs prepared weights. vLLM does not report loading other
         weights into a norm, so prepared weights would become stale.
     """
     site, name = worker_session.site(layer_name, dtype), str(dtype).removeprefix("torch.")
     norm = site.bind_kernel(rms_norm, hidden_size=width)
     add_norm = site.bind_kernel(fused_add_rms_norm, hidden_size=width, residual_dtype=name)
+    # A kernel that returns this weight unchanged reads weights as vLLM stores them.
     weight = torch.ones(width, dtype=dtype, device="cpu")
     for kernel in (norm, add_norm):
         if kernel.prepared(weight=weight)["weight"] is not weight:

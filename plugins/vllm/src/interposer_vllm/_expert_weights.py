@@ -59,7 +59,7 @@ def fill_experts(experts: Experts, loaded: Mapping[str, Tensor | None]) -> None:
 
 
 def finalize_experts(experts: Experts) -> list[Tensor]:
-    """Prepare the filled experts, and return all tensors that their kernels read.
+    """Prepare the filled experts, and return all tensors that kernels read.
 
     Raises: CheckpointError: a parameter has invalid values.
     """
@@ -78,7 +78,7 @@ def _tensors(operands: Any) -> Iterator[Tensor]:
 
 
 def _layers(experts: Experts) -> Iterator[tuple[int, Linear]]:
-    """Yield each expert's linear layers with its number; kernels for all experts have none."""
+    """Yield (number of the expert, linear layer); kernels for all experts have no layers."""
     for name, pair in experts.named_children():
         assert isinstance(pair, nn.ModuleList)  # as ``LinearExperts`` adds them
         for layer in pair:
@@ -89,13 +89,14 @@ def _layers(experts: Experts) -> Iterator[tuple[int, Linear]]:
 def _projection_of(layer: Linear, experts: Experts) -> str:
     last_part = layer.prefix.rpartition(".")[2]
     gate, up, down = experts.spec.projections or ("", "", "")
+    # A method with separate gate and up layers cannot take vLLM's fused w13.
     if last_part in (gate, up):
         raise ConfigError(f"its {gate} and {up} have numbers of their own, which vLLM holds as one")
     return _SECOND if last_part == down else _FIRST
 
 
 def _fill_at_once(experts: Experts, projection: str, loaded: Mapping[str, Tensor]) -> None:
-    """Fill the parameters ``[E, ...]`` of one projection, as those of one linear layer."""
+    """Fill the parameters ``[E, ...]`` of one projection, as if of one linear layer."""
     is_second = projection == _SECOND
     names = [
         name
@@ -123,7 +124,7 @@ def _tensor_name(name: str, experts: Experts) -> str:
 def _stack_matrices(declared: Tensor | None, loaded: Tensor) -> Tensor:
     """Return ``loaded`` with the P matrices of an expert stacked along rows, as in ``declared``.
 
-    vLLM may concatenate them along columns, ``[E, R, P C]``; ``declared`` has ``[E, P R, C]``.
+    vLLM may concatenate matrices along columns, ``[E, R, P C]``; ``declared`` has ``[E, P R, C]``.
     """
     parts = len(getattr(declared, "expert_parts", ()))
     if declared is None or parts < 2 or declared.ndim != 3:

@@ -47,13 +47,14 @@ class ExpertsAdoption:
         self.experts = self._empty_experts()
 
     def finalize(self, layer: Any) -> None:
-        """Prepare the loaded weights for the kernel, and free the weights that it does not read.
+        """Prepare the loaded weights for the kernel, and free all weights without use.
 
         vLLM calls this again after it loads other weights into the layer.
 
         Raises: InterposerError: the weights have another layout than the kernel expects, or invalid
             values. The layer is unchanged then.
         """
+        # New experts for reloaded weights: the old ones stay in use if preparation fails.
         experts = self._empty_experts() if self.experts.kernel else self.experts
         fill_experts(experts, _loaded(layer, self._spec.biased))
         operands = finalize_experts(experts)
@@ -64,7 +65,7 @@ class ExpertsAdoption:
     def __call__(
         self, x: Tensor, weights: Tensor, expert_ids: Tensor, local_ids: Tensor | None
     ) -> Tensor:
-        """Compute the chosen experts of each token, and return their weighted sum ``[T, H]``.
+        """Compute the chosen experts of each token, and return the weighted sum ``[T, H]``.
 
         Args:
             x: ``[T, H]``.
@@ -111,7 +112,7 @@ def adopt_experts(layer: Any) -> None:
 
 
 def _choose_scheme(worker_session: Session, settings: Mapping[str, Any]) -> None:
-    """Choose the checkpoint's scheme now, because ``Experts`` takes it from the resolver."""
+    """Choose the checkpoint's scheme now, because ``Experts`` reads the resolver's scheme."""
     try:
         worker_session.scheme(settings)
     except UnknownNameError as error:

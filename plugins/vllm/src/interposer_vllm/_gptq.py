@@ -1,6 +1,6 @@
-"""GPTQ checkpoints in vLLM, including those for which vLLM has no CPU kernel.
+"""GPTQ checkpoints in vLLM, also without a CPU kernel of vLLM.
 
-Before it builds a layer, vLLM 0.32 refuses checkpoints with zero points, with group sizes that its
+Before building a layer, vLLM 0.32 refuses checkpoints with zero points, with group sizes that its
 kernels lack and, on CPUs, with 8 bits.
 """
 
@@ -41,7 +41,7 @@ class AutoGPTQLinearMethod(auto_gptq.AutoGPTQLinearMethod):  # type: ignore[misc
     """vLLM's GPTQ method, which raises vLLM's refusal only if interposer refuses the layer too.
 
     Attributes:
-        refusal: the reason why vLLM cannot compute with such weights; None if it can.
+        refusal: the reason why vLLM cannot compute with such weights; None if vLLM can.
     """
 
     def __init__(self, quant_config: GPTQConfig) -> None:

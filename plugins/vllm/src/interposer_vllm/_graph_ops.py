@@ -1,10 +1,10 @@
 """Calls of bound kernels from graphs that torch's compiler traces.
 
-A traceable kernel is traced: the graph contains its ops and takes its operands as inputs. For an
-opaque kernel the graph contains one op of this module with a slot, a number that identifies the
-kernel and its operands in a table of this process. Eager code calls the kernel directly.
+A traceable kernel is traced: the graph contains the kernel's ops and takes operands as inputs. For
+an opaque kernel the graph contains one op of this module with a slot, a number that identifies the
+kernel and the operands in a table of this process. Eager code calls the kernel directly.
 
-A slot is a tensor, so that a graph takes it as an input and all layers of a model share one
+A slot is a tensor, so that a graph takes the slot as an input and all layers of a model share one
 compiled graph. A string would be a constant of the graph, and each layer would be compiled
 separately.
 """
@@ -21,6 +21,7 @@ from torch import Tensor
 __all__ = ["SlotKernel", "look_up", "mix", "multiply", "new_slot", "register_call"]
 
 _numbers = itertools.count()
+# The kernel and the operands of each slot.
 _CALLS: dict[int, tuple[Callable[..., Tensor], tuple[Any, ...]]] = {}
 _NAMESPACE = "interposer_vllm"
 
@@ -48,7 +49,7 @@ def look_up(token_ids: Tensor, slot: Tensor, hidden_size: int, dtype: torch.dtyp
 
 
 def mix(x: Tensor, slot: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
-    """Compute the experts at ``slot`` and their weighted sum, as an op that returns ``[T, H]``."""
+    """Compute the weighted sum of the experts at ``slot``, as an op that returns ``[T, H]``."""
     output: Tensor = torch.ops.interposer_vllm.mix(x, slot, weights, expert_ids)
     return output
 

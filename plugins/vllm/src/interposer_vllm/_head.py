@@ -71,7 +71,7 @@ class _QuantizedHead(AdoptedLinear):
 
 
 class _AdoptedTable:
-    """Mixin of a method that looks rows up by ``lookup``, once a head has bound it."""
+    """Mixin of a method that looks rows up by ``lookup``, once a head has bound the lookup."""
 
     lookup: SlotKernel
     is_tied: bool

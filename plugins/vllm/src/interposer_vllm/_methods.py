@@ -72,7 +72,7 @@ def adopt_matmul(layer: Any, shape: Callable[[], LinearShape], mixin: type) -> N
 
 
 def with_method(layer: Any, mixin: type, **attributes: object) -> None:
-    """Replace the method of ``layer`` by a subclass of its class, with ``mixin`` first."""
+    """Replace the method of ``layer`` by one with ``mixin`` before the class of the old method."""
     vllm_method = layer.quant_method
     vllm_class: Any = type(vllm_method)
     subclass: Any = _subclass(mixin, vllm_class)

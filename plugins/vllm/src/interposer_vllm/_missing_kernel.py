@@ -1,7 +1,7 @@
 """A placeholder for the packed-integer kernels that vLLM lacks on CPUs.
 
-vLLM chooses a kernel when it builds a layer, before interposer can take the layer over. vLLM tries
-this placeholder last, after all of its own kernels refused, so that the layer is built and loaded.
+vLLM chooses a kernel when building a layer, before interposer can take the layer over. vLLM tries
+this placeholder last, after all kernels of vLLM refused, so that the layer is built and loaded.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ __all__ = ["Member", "Patch", "parameters"]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A function or class of vLLM that a patch calls or overrides, with its expected parameters.
+    """A function or class of vLLM that a patch calls or overrides, with the expected parameters.
 
     Attributes:
         target: ``module:name`` or ``module:class.name``.

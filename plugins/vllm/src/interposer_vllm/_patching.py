@@ -28,9 +28,9 @@ _log = logging.getLogger("vllm.interposer")
 def apply_patches(
     patches: Iterable[Patch], version: str, verdicts: dict[str, Verdict] = VERDICTS
 ) -> None:
-    """Apply those of ``patches`` that were not tried before, and log each refusal once.
+    """Apply all ``patches`` that were not tried before, and log each refusal once.
 
-    No error is raised: a patch that fails is refused, and the engine runs without it.
+    No error is raised: a patch that fails is refused, and the engine runs without the patch.
 
     Args:
         version: version of vLLM.

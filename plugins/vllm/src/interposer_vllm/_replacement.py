@@ -1,4 +1,4 @@
-"""Registration of subclasses that vLLM builds instead of its own layers."""
+"""Registration of subclasses that vLLM builds instead of vLLM's own layers."""
 
 from __future__ import annotations
 

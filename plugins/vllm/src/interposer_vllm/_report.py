@@ -26,7 +26,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One worker: its patches, its layers and the explanation of every choice.
+    """One worker: patches, layers and the explanation of every choice.
 
     Attributes:
         process: id of the worker's process.
@@ -48,7 +48,7 @@ class Report:
 
     @classmethod
     def of(cls, session: Session) -> Report:
-        """Build the report of a session in its present state."""
+        """Build the report of a session in the present state."""
         seams = {name: "" if verdict else verdict.reason for name, verdict in VERDICTS.items()}
         notes = {name: v.reason for name, v in VERDICTS.items() if v and v.reason}
         explanation = explain(session).to_dict()

@@ -1,4 +1,4 @@
-"""The session of one vLLM worker: the resolver that selects kernels for all of its layers."""
+"""The session of one vLLM worker: the resolver that selects kernels for all layers."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _cached_session() -> Session | InterposerError:
 
 
 def session() -> Session:
-    """Return the session of this process; the first layer opens it.
+    """Return the session of this process, opened for the first layer.
 
     Raises: PlatformUnavailableError, ConfigError: see ``Session``; logged once per process.
     """

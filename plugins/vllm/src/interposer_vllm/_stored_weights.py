@@ -106,7 +106,7 @@ def _is_wider(declared: torch.dtype, actual: torch.dtype) -> bool:
 
 
 def _converted(name: str, declared: nn.Parameter, loaded: Tensor | None, num_parts: int) -> Tensor:
-    """Return ``loaded`` in the shape and dtype of ``declared``, or its default if None."""
+    """Return ``loaded`` in the shape and dtype of ``declared``, or the default for None."""
     attributes: dict[str, Any] = vars(declared)
     if name == _SIZES:
         sizes: Tensor = attributes["sample"](torch.Generator())
@@ -125,8 +125,10 @@ def _converted(name: str, declared: nn.Parameter, loaded: Tensor | None, num_par
     ):
         raise ConfigError(f"vLLM holds {name} as {loaded.dtype}, not {declared.dtype}")
     data = loaded.detach()
+    # vLLM has one value for all fused layers, the method expects one per layer.
     if attributes.get("per_part") and data.numel() * num_parts == declared.numel():
         data = data.reshape(-1).repeat(num_parts)
+    # Only dimensions of size 1 may differ, such as [O] and [O, 1].
     if data.numel() != declared.numel() or _without_ones(data) != _without_ones(declared):
         raise ConfigError(f"vLLM holds {name} as {list(data.shape)}, not {list(declared.shape)}")
     return data.reshape(declared.shape).to(declared.dtype)

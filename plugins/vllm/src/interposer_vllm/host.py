@@ -32,7 +32,7 @@ _numbers = itertools.count()
 
 
 class VLLM(Host):
-    """Builds single vLLM layers without an engine around them."""
+    """Builds single vLLM layers without an engine."""
 
     def __init__(self) -> None:
         """Apply all patches, as each process of vLLM does.
@@ -60,7 +60,7 @@ class VLLM(Host):
         return layers if VERDICTS.get(patch) else ()
 
     def compute(self, layer: str, op: str, arguments: Mapping[str, Any]) -> Any:
-        """Build a vLLM layer, load its weights as from a checkpoint, and return its output.
+        """Build a vLLM layer, load weights as from a checkpoint, and return the output.
 
         Raises: ConfigError: vLLM's own kernel would compute the layer; the text has the reason.
         """

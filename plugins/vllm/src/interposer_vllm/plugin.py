@@ -1,4 +1,4 @@
-"""Records that declare vLLM's ops as kernels; importing them needs neither torch nor vLLM."""
+"""Records that declare vLLM's ops as kernels, without importing torch or vLLM."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _GPUS = ("cuda", "rocm")
 
 @hookimpl
 def interposer_records() -> list[Record]:
-    """Declare vLLM's ops as kernels: those for CPUs, proven against the references, then GPUs."""
+    """Declare vLLM's ops as kernels: for CPUs, proven against the references, and for GPUs."""
     return [*_cpu_kernels(), *_gpu_kernels()]
 
 

@@ -1,4 +1,4 @@
-"""The entry point in ``vllm.general_plugins``: vLLM calls ``register`` in each of its processes."""
+"""The entry point in ``vllm.general_plugins``: vLLM calls ``register`` in each process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activations and norms by vLLM's ops, which write their results into given tensors.
+"""Activations and norms by vLLM's ops, which write results into given tensors.
 
 Shapes: T tokens, H hidden size, I intermediate size.
 """
@@ -35,7 +35,7 @@ def fused_add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add ``residual`` to ``x`` and normalise the sum; returns both the norm and the sum.
 
-    The op overwrites both of its operands, so it gets copies.
+    The op overwrites both operands, so copies are passed.
     """
     y = x.clone(memory_format=torch.contiguous_format)
     total = residual.clone(memory_format=torch.contiguous_format)
@@ -55,7 +55,7 @@ def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
 
 
 def gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
-    """Apply GELU in its tanh approximation, the only one that the predicate accepts."""
+    """Apply the tanh approximation of GELU, the only one that the predicate accepts."""
     return _single("_C::gelu_tanh", x)
 
 

@@ -1,8 +1,8 @@
 """Access to vLLM's ops, and the check whether an op can be called on this machine.
 
-The Python package vllm is never imported. Its libraries register their ops in torch when they are
-loaded, and ``check_op`` loads them. Before this process calls ``check_op``, the core has called it
-in a separate process, so a library built for another torch costs a refusal and not a crash.
+The Python package vllm is never imported. vLLM's libraries register ops in torch when loaded, and
+``check_op`` loads the libraries. Before this process calls ``check_op``, the core has called it in
+a separate process, so a library built for another torch costs a refusal and not a crash.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All patches, one module each with the name ``PATCH``; importing them does not import vLLM."""
+"""All patches, one module each with the name ``PATCH``; no import of vLLM at module level."""
 
 from __future__ import annotations
 

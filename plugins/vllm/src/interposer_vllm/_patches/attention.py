@@ -1,4 +1,4 @@
-"""The patch for attention on CPUs: a backend that replaces vLLM's and shares its KV cache."""
+"""The patch for attention on CPUs: a backend that replaces vLLM's, with vLLM's KV cache."""
 
 from __future__ import annotations
 

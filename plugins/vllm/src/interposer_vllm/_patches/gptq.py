@@ -1,4 +1,4 @@
-"""The patch for GPTQ checkpoints that vLLM refuses although interposer has kernels for them."""
+"""The patch for GPTQ checkpoints that vLLM refuses but interposer has kernels for."""
 
 from __future__ import annotations
 

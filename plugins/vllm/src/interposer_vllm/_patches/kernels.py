@@ -1,4 +1,4 @@
-"""The patch that lets vLLM build layers of packed integers for which it has no CPU kernel."""
+"""The patch that lets vLLM build layers of packed integers without a CPU kernel of vLLM."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def _apply() -> Verdict:
 
 
 def _report_choices() -> None:
-    """Write the report of this worker, and log its path."""
+    """Write the report of this worker, and log the path."""
     try:
         report = Report.of(session())
         path = report.write()
