@@ -273,12 +273,16 @@ def test_every_combination_of_scaling_keys_is_read_by_the_rule_of_llama_cpp(
 @pytest.mark.parametrize(
     ("changes", "kind", "reason"),
     [
-        ({"architecture": "mamba"}, UnsupportedModelError, "the architecture 'mamba'; read are"),
+        (
+            {"architecture": "mamba"},
+            UnsupportedModelError,
+            "the architecture 'mamba'; supported are",
+        ),
         ({"llama.expert_count": 8}, CheckpointError, "lacks .*'llama.expert_used_count'"),
         (
             {"architecture": "qwen2", "qwen2.expert_count": 8},
             UnsupportedModelError,
-            "has 'expert_count', but 'qwen2' is read without experts",
+            "has 'expert_count', but 'qwen2' is supported without experts only",
         ),
         ({"split.count": 3}, UnsupportedModelError, "is one of 3 parts of a model"),
         ({"llama.context_length": None}, CheckpointError, "lacks .*'llama.context_length'"),
@@ -291,9 +295,13 @@ def test_every_combination_of_scaling_keys_is_read_by_the_rule_of_llama_cpp(
         ({"llama.block_count": 2**31}, CheckpointError, "it has 2,147,483,648 blocks"),
         ({"llama.attention.value_length": 8}, UnsupportedModelError, "keys and values of diff"),
         ({"llama.rope.freq_base": float("nan")}, CheckpointError, "= nan, must be a number"),
-        ({"llama.rope.scaling.type": "longrope"}, UnsupportedModelError, "'longrope'; read are"),
+        (
+            {"llama.rope.scaling.type": "longrope"},
+            UnsupportedModelError,
+            "'longrope'; supported are",
+        ),
         ({"tensors": {"token_embd.weight": None}}, CheckpointError, "lacks the tensor 'token_emb"),
-        ({"tensors": {"ssm.weight": (2, 2)}}, UnsupportedModelError, "'ssm.weight', which no mod"),
+        ({"tensors": {"ssm.weight": (2, 2)}}, UnsupportedModelError, "'ssm.weight', which no sup"),
         ({"tensors": {"blk.0.attn_q.bias": (32,)}}, UnsupportedModelError, "without 'blk.0.attn_o"),
         ({"tensors": {"rope_freqs.weight": (9,)}}, CheckpointError, "'rope_freqs.weight' as f32"),
         ({"tensors": {"blk.0.ffn_up.weight": (32, 32)}}, CheckpointError, "has shape"),

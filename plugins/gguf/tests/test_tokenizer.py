@@ -221,9 +221,9 @@ def test_contradicting_metadata_is_refused(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model": "bert"}, "has the tokenizer 'bert'; read are"),
-        ({"pre": "kimi-k2"}, "as 'kimi-k2' does, which is not known"),
-        ({"pre": None}, "as 'default' does, which is not known"),
+        ({"model": "bert"}, "has the tokenizer 'bert'; supported are"),
+        ({"pre": "kimi-k2"}, "unknown pre-tokenizer 'kimi-k2'"),
+        ({"pre": None}, "unknown pre-tokenizer 'default'"),
     ],
 )
 def test_an_unknown_kind_is_unsupported(

@@ -38,8 +38,8 @@ def test_a_patch_with_expected_members_is_applied_once() -> None:
     ("target", "expected", "reason"),
     [
         ("textwrap:indent", "(text)", "takes (text, prefix, predicate=None), not (text)"),
-        ("textwrap:outdent", "(text)", "textwrap:outdent is not there"),
-        ("textwrapping:indent", "(text)", "textwrapping:indent is not there"),
+        ("textwrap:outdent", "(text)", "textwrap:outdent is missing"),
+        ("textwrapping:indent", "(text)", "textwrapping:indent is missing"),
         ("textwrap:TextWrapper.wrap", "(self)", "takes (self, text), not (self)"),
     ],
 )

@@ -26,7 +26,7 @@ def session(no_policy: None) -> Session:
     new_session.taken.append("model.layers.0.mlp.down_proj")
     for number in range(5):
         new_session.kept[f"model.layers.{number}.self_attn.kv_b_proj"] = (
-            "vLLM reads its weight itself"
+            "vLLM reads its weight outside of its method"
         )
     return new_session
 
@@ -45,7 +45,7 @@ def test_the_text_names_choices_and_reasons(session: Session) -> None:
         "layers on kernels of interposer: 1",
         "layers that stay vLLM's own: 5",
         "model.layers.0.self_attn.kv_b_proj",
-        "and 2 more: vLLM reads its weight itself",
+        "and 2 more: vLLM reads its weight outside of its method",
         "kernel linear float32",
         "reference (interposer-ops): pinned",
     ):

@@ -71,7 +71,7 @@ def _mistral(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
     """
     key = "attention.temperature_scale"
     if metadata.number(key, 0.0):
-        raise UnsupportedModelError(metadata.path, f"has {key}, which is not computed")
+        raise UnsupportedModelError(metadata.path, f"has {key}, which is not supported")
     return {}
 
 

@@ -30,14 +30,14 @@ def decoder_config(file: GGUFFile, metadata: MetadataReader) -> dict[str, Any]:
     if name not in ARCHITECTURES:
         supported = ", ".join(nearest_first(name, ARCHITECTURES))
         raise UnsupportedModelError(
-            file.path, f"holds the architecture {name[:100]!r}; read are {supported}"
+            file.path, f"has the architecture {name[:100]!r}; supported are {supported}"
         )
     architecture = architecture_of(metadata)
     # Some dense architectures have MoE variants under the same name.
     for key in _EXPERT_KEYS:
         if not architecture.has_experts and metadata.integer(key, 0):
             raise UnsupportedModelError(
-                file.path, f"has {key!r}, but {name!r} is read without experts"
+                file.path, f"has {key!r}, but {name!r} is supported without experts only"
             )
     num_parts = metadata.integer("split.count", 1)
     if num_parts > 1:

@@ -38,7 +38,7 @@ def experts_of(metadata: MetadataReader, scaled: bool = False) -> dict[str, Any]
     # Some converters write 0 for a model without a scale.
     if not scaled and scale not in (0.0, 1.0):
         raise UnsupportedModelError(
-            metadata.path, f"has expert_weights_scale {scale}, which its family has not"
+            metadata.path, f"has expert_weights_scale {scale}, which its family does not support"
         )
     return {
         "num_local_experts": metadata.integer("expert_count"),
@@ -76,6 +76,6 @@ def scores_by_sigmoid(
     number = metadata.integer("expert_gating_func", default) or default
     if number not in (SIGMOID, alternative):
         raise UnsupportedModelError(
-            metadata.path, f"has expert_gating_func {number}, which its family has not"
+            metadata.path, f"has expert_gating_func {number}, which its family does not support"
         )
     return number == SIGMOID

@@ -328,8 +328,8 @@ def _version_problem(version: int) -> tuple[str, str]:
     # The version of a big-endian file, read as little-endian, has its bytes reversed.
     swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
     if swapped in _VERSIONS:
-        return "is big-endian, which is not read", "convert the model to a little-endian file"
-    return f"is of version {version}, read are {_VERSIONS}", "convert the model again"
+        return "is big-endian, which is not supported", "convert the model to a little-endian file"
+    return f"is of version {version}, supported are {_VERSIONS}", "convert the model again"
 
 
 def _type_problem(name: str, kind: int) -> str:
@@ -338,8 +338,8 @@ def _type_problem(name: str, kind: int) -> str:
         + [name.upper() for name in LAYOUTS]
     )
     type_text = (
-        f"{_UNSUPPORTED[kind]}, which is not read"
+        f"{_UNSUPPORTED[kind]}, which is not supported"
         if kind in _UNSUPPORTED
         else f"the unknown type {kind}"
     )
-    return f"stores the tensor {name!r} as {type_text}; read are {supported}"
+    return f"stores the tensor {name!r} as {type_text}; supported are {supported}"

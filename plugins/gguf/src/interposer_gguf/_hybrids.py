@@ -73,7 +73,7 @@ def _granite_hybrid(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, An
     """Return the fields of Bamba; hybrid Granite models, which have no RoPE, are refused."""
     if not metadata.flag("rope.scaling.finetuned", True):
         raise UnsupportedModelError(
-            metadata.path, "is a hybrid Granite: of 'granitehybrid', Bamba is read alone"
+            metadata.path, "is a hybrid Granite model: of 'granitehybrid', only Bamba is supported"
         )
     has_attention = _has_attention(metadata)
     return {
@@ -97,7 +97,7 @@ def _falcon(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 def _lfm2(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
     if metadata.integer("attention.sliding_window", 0):
         raise UnsupportedModelError(
-            metadata.path, "has attention.sliding_window, which LFM2 is read without"
+            metadata.path, "has attention.sliding_window, which is not supported for LFM2"
         )
     kinds = ("conv", "full_attention")
     return {

@@ -111,7 +111,7 @@ class _CheckpointEntries:
         if name is None:
             raise UnsupportedModelError(
                 self.file.path,
-                f"holds the tensor {stored[:100]!r}, which no model that is read has",
+                f"holds the tensor {stored[:100]!r}, which no supported model has",
             )
         return name
 
@@ -124,8 +124,8 @@ class _CheckpointEntries:
         if len(first) != len(second) or len(first) < 2 or first[0] != second[0]:
             raise CheckpointError(
                 self.file.path,
-                f"stores {stored!r} and {name!r} with the shapes {first} and {second}, must be as "
-                "many matrices",
+                f"stores {stored!r} and {name!r} with the shapes {first} and {second}, must have "
+                "equally many matrices",
             )
         return self.tensors[name]
 

@@ -44,7 +44,7 @@ def rope_of(file: GGUFFile, metadata: MetadataReader, rotated: int) -> dict[str,
     if ROPE_FACTORS in file.tensors:
         if kind not in ("none", "llama3"):
             raise UnsupportedModelError(
-                file.path, f"has factors of wavelengths besides rope.scaling.type {kind[:50]!r}"
+                file.path, f"has factors of wavelengths and also rope.scaling.type {kind[:50]!r}"
             )
         factors = _factors(file, ROPE_FACTORS, rotated)
         return {
@@ -64,7 +64,7 @@ def rope_of(file: GGUFFile, metadata: MetadataReader, rotated: int) -> dict[str,
         return {"rope_type": "default"}
     if kind not in ("linear", "yarn"):
         raise UnsupportedModelError(
-            file.path, f"has rope.scaling.type {kind[:50]!r}; read are none, linear and yarn"
+            file.path, f"has rope.scaling.type {kind[:50]!r}; supported are none, linear and yarn"
         )
     if metadata.number("rope.scaling.attn_factor", 1.0) != 1.0:
         raise UnsupportedModelError(file.path, "has rope.scaling.attn_factor other than 1")

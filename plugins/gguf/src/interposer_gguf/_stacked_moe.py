@@ -47,7 +47,7 @@ def _llama4(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
     """Return the fields of Llama 4; only the model of 128 experts has no QK norm."""
     if "attention.sliding_window" in metadata:
         raise UnsupportedModelError(
-            metadata.path, "has attention.sliding_window, which Llama 4 has not: it has chunks"
+            metadata.path, "has attention.sliding_window, but Llama 4 has attention chunks instead"
         )
     return {
         **experts_of(metadata),

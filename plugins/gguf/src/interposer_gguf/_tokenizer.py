@@ -46,7 +46,7 @@ def tokenizer_json(metadata: MetadataReader, vocab_size: int) -> str:
         parts = _sentence_piece(metadata, vocabulary)
     else:
         raise UnsupportedModelError(
-            metadata.path, f"has the tokenizer {model[:50]!r}; read are 'gpt2' and 'llama'"
+            metadata.path, f"has the tokenizer {model[:50]!r}; supported are 'gpt2' and 'llama'"
         )
     contents = {
         "version": "1.0",
@@ -137,7 +137,7 @@ def _byte_level(metadata: MetadataReader, vocabulary: _Vocabulary) -> dict[str, 
         nearest = ", ".join(nearest_first(name[:50], PRE_TOKENIZERS))
         raise UnsupportedModelError(
             metadata.path,
-            f"cuts texts as {name[:50]!r} does, which is not known; known are {nearest}",
+            f"has the unknown pre-tokenizer {name[:50]!r}; known are {nearest}",
         )
     pre_tokenizer = PRE_TOKENIZERS[name]
     merges = [_pair(vocabulary, merge) for merge in metadata.list_of(_KEY + "merges", str)]
@@ -236,7 +236,8 @@ def _merges_by_score(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple
         if len(token) > _MAX_TOKEN_LENGTH:
             raise CheckpointError(
                 vocabulary.path,
-                f"has a token of {len(token):,} characters, most are {_MAX_TOKEN_LENGTH}",
+                f"has a token of {len(token):,} characters, at most {_MAX_TOKEN_LENGTH} are "
+                "supported",
             )
         for split in range(1, len(token)):
             left_token, right_token = token[:split], token[split:]

@@ -51,7 +51,7 @@ def linear_shape(layer: Any, fused: Mapping[str, list[str]]) -> LinearShape:
     Raises: ConfigError: vLLM reads the layer's weight outside of the layer's method.
     """
     if getattr(layer, "_cpu_skip_gemm_dispatch", False):
-        raise ConfigError("vLLM reads its weight itself")
+        raise ConfigError("vLLM reads its weight outside of its method")
     sizes = list(getattr(layer, "output_partition_sizes", [layer.output_size]))
     in_features = int(getattr(layer, "input_size_per_partition", layer.input_size))
     return LinearShape(outputs_by_layer(layer.prefix, sizes, fused), in_features, _adds_bias(layer))
@@ -131,7 +131,7 @@ def _linear_method(
         raise ConfigError(str(error)) from error
     method = scheme.linear_method(prefix, tuple(parts))
     if method is None:
-        raise ConfigError("is quantized in vLLM, and plain by quantization_config")
+        raise ConfigError("is quantized in vLLM, but not by quantization_config")
     return method
 
 

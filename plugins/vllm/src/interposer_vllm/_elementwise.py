@@ -110,7 +110,9 @@ def _bound_norms(worker_session: Session, layer_name: str, width: int, dtype: to
     weight = torch.ones(width, dtype=dtype, device="cpu")
     for kernel in (norm, add_norm):
         if kernel.prepared(weight=weight)["weight"] is not weight:
-            raise ConfigError(f"{kernel.choice.chosen.name} prepares weights, which vLLM exchanges")
+            raise ConfigError(
+                f"{kernel.choice.chosen.name} prepares weights, but vLLM may replace them"
+            )
     worker_session.taken.append(layer_name)
     return Norms(norm.function, add_norm.function)
 

@@ -91,7 +91,7 @@ def _projection_of(layer: Linear, experts: Experts) -> str:
     gate, up, down = experts.spec.projections or ("", "", "")
     # A method with separate gate and up layers cannot take vLLM's fused w13.
     if last_part in (gate, up):
-        raise ConfigError(f"its {gate} and {up} have numbers of their own, which vLLM holds as one")
+        raise ConfigError(f"its {gate} and {up} are separate layers, but vLLM fuses them")
     return _SECOND if last_part == down else _FIRST
 
 

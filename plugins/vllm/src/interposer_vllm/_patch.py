@@ -42,7 +42,7 @@ class Member:
         try:
             signature = parameters(self.load())
         except foreign_errors() as error:
-            return Verdict.refuse(f"{self.target} is not there: {described(error)}")
+            return Verdict.refuse(f"{self.target} is missing: {described(error)}")
         if signature != self.expected:
             return Verdict.refuse(f"{self.target} takes {signature}, not {self.expected}")
         return Verdict.accept()
