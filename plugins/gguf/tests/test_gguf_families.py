@@ -86,7 +86,13 @@ HELD = {
 }
 BAD: list[tuple[str, dict[str, Any], str, type[Exception], str]] = [
     ("mistral3", {"attention.temperature_scale": 0.1}, "", UnsupportedModelError, "temperature_sc"),
-    ("llama4_text", {"attention.sliding_window": 9}, "", UnsupportedModelError, "has attention chunks"),
+    (
+        "llama4_text",
+        {"attention.sliding_window": 9},
+        "",
+        UnsupportedModelError,
+        "has attention chunks",
+    ),
     ("lfm2", {"attention.sliding_window": 9}, "", UnsupportedModelError, "not supported for LFM2"),
     ("lfm2", {"attention.head_count_kv": [0, 2]}, "", CheckpointError, "= 2 values, must be 3"),
     ("lfm2", {"shortconv.l_cache": None}, "", CheckpointError, "lacks .*'lfm2.shortconv.l_cache'"),

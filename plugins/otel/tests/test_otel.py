@@ -138,7 +138,7 @@ def run(program: str, *arguments: str, options: tuple[str, ...] = (), **variable
 
 
 @pytest.mark.parametrize("activity", ["discovery", "probe", "selection", "load", "tune"])
-def test_an_activity_is_a_span_with_its_own_times(
+def test_an_activity_becomes_a_span_with_start_and_end(
     plugins: Plugins, exporter: InMemorySpanExporter, activity: Activity
 ) -> None:
     plugins.observe(
@@ -178,7 +178,7 @@ def test_every_fact_arrives_unchanged(
     }
 
 
-def test_a_span_stands_below_that_of_the_caller(
+def test_a_span_is_a_child_of_the_callers_span(
     plugins: Plugins, exporter: InMemorySpanExporter
 ) -> None:
     with trace.get_tracer("test").start_as_current_span(CALLER) as caller:
@@ -191,7 +191,7 @@ def test_a_span_stands_below_that_of_the_caller(
     assert load.parent.span_id == caller.get_span_context().span_id
 
 
-def test_the_choices_of_a_model_are_events_of_the_callers_span(
+def test_choices_become_events_of_the_callers_span(
     exporter: InMemorySpanExporter,
 ) -> None:
     with trace.get_tracer("test").start_as_current_span(CALLER):
@@ -218,7 +218,7 @@ def test_the_choices_of_a_model_are_events_of_the_callers_span(
     assert "reference" in {facts(event.attributes)["chosen"] for event in events}
 
 
-def test_without_a_callers_span_a_choice_is_a_span_of_no_length(
+def test_without_a_current_span_a_choice_becomes_a_span_of_zero_length(
     exporter: InMemorySpanExporter,
 ) -> None:
     before = time.time_ns()
@@ -236,7 +236,7 @@ def test_without_a_callers_span_a_choice_is_a_span_of_no_length(
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["inside a span", "outside"])
-def test_a_refusal_says_what_every_candidate_said(
+def test_a_refusal_event_has_the_reason_of_every_candidate(
     exporter: InMemorySpanExporter, inside: bool
 ) -> None:
     config = Config(kernels={"rms_norm": "rms_norm_vector_norm"})
@@ -261,7 +261,7 @@ def test_a_refusal_says_what_every_candidate_said(
     assert raised.value.refusals
 
 
-def test_a_plugin_that_fails_is_an_error(exporter: InMemorySpanExporter) -> None:
+def test_a_failing_plugin_becomes_an_error_event(exporter: InMemorySpanExporter) -> None:
     # Plugins are added in the order of their names.
     broken = ModuleType("other_plugin")
     vars(broken)["interposer_records"] = hookimpl(lambda: ["rms_norm"])
@@ -277,7 +277,7 @@ def test_a_plugin_that_fails_is_an_error(exporter: InMemorySpanExporter) -> None
     }
 
 
-def test_the_status_of_the_caller_is_left_alone(
+def test_the_status_of_the_callers_span_does_not_change(
     plugins: Plugins, exporter: InMemorySpanExporter
 ) -> None:
     with trace.get_tracer("test").start_as_current_span(CALLER):
@@ -288,7 +288,7 @@ def test_the_status_of_the_caller_is_left_alone(
 
 
 @pytest.mark.process
-def test_plugin_module_is_light() -> None:
+def test_importing_the_plugin_does_not_import_opentelemetry() -> None:
     assert check_lightness("interposer_otel.plugin") == []
     program = "import json, sys, interposer_otel.plugin; print(json.dumps(sorted(sys.modules)))"
     assert not any(name.startswith("opentelemetry") for name in run(program))
@@ -317,7 +317,7 @@ def test_a_real_model_leaves_a_span_for_each_activity(
 
 
 @pytest.mark.slow
-def test_a_real_load_takes_as_long_as_what_it_is_made_of(report: dict[str, Any]) -> None:
+def test_the_load_span_covers_its_parts(report: dict[str, Any]) -> None:
     load = next(span for span in report["spans"] if span["name"] == "interposer.load")
     assert load["subject"] == str(MODEL)
     inside = [
@@ -330,7 +330,7 @@ def test_a_real_load_takes_as_long_as_what_it_is_made_of(report: dict[str, Any])
 
 
 @pytest.mark.slow
-def test_a_real_model_tells_its_choices(report: dict[str, Any]) -> None:
+def test_a_real_model_reports_its_choices(report: dict[str, Any]) -> None:
     caller = next(span for span in report["spans"] if span["name"] == CALLER)
     assert caller["events"].count("interposer.selected") >= report["choices"] - 2
 
