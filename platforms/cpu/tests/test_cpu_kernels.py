@@ -66,7 +66,7 @@ def test_packed_by_rows_is_right_on_both_sides_of_its_limit(tokens: int) -> None
         "bias": torch.randn(128),
     }
     case = Case("limit", arguments, reduction=129, magnitude=300.0, rounded=60.0)
-    function, prepare = linear.linear_packed_by_rows, linear.pack_beside
+    function, prepare = linear.linear_packed_by_rows, linear.pack_both
     assert check_kernel(linear_op, function, case, prepare=prepare) == []
 
 

@@ -1,4 +1,4 @@
-"""The CPU as a platform: what it can do, and kernels for it."""
+"""CPU platform plugin of interposer: device description, native kernels and collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoder attention through torch's fused kernel for scaled dot products.
+"""Decoder attention with torch's fused ``scaled_dot_product_attention`` (SDPA).
 
 Dimensions: T tokens, N heads, K kv heads, G = N / K, D head size, B sequences, P pages,
 S page size, L cached tokens that are read.
@@ -24,13 +24,13 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class SdpaBackend(AttentionBackend):
-    """Attend to views of the cache where pages follow each other, to gathered pages elsewhere."""
+    """SDPA over a paged cache: reads consecutive pages as views and gathers all others."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
         self._group = spec.num_heads // spec.num_kv_heads
-        # With one query row per kv head, torch's kernel multiplies matrices by vectors, which
-        # takes twice as long in 16 bits as the same product for two rows.
+        # With one query row per kv head, torch's kernel computes GEMVs, which in 16 bits take
+        # twice as long as a GEMM of two rows. So the row is computed twice.
         self._doubled = self._group == 1 and spec.dtype.itemsize == 2
 
     @classmethod
@@ -43,13 +43,13 @@ class SdpaBackend(AttentionBackend):
         return spec.judge_plain_decoder()
 
     def kv_layout(self) -> KVCacheLayout:
-        """Return ``[2, K, P, S, D]``: what one kv head reads lies together."""
+        """Define the layout ``[2, K, P, S, D]``: all keys of one kv head are adjacent."""
         spec = self.spec
         page_shape = (2, spec.num_kv_heads, spec.page_size, spec.head_size)
         return KVCacheLayout(page_shape, 2, (0, 1, 2, 3, 4), spec.cache_dtype)
 
     def plan(self, batch: AttentionBatch) -> Plan:
-        """Return slices, masks and page lists, on the host."""
+        """Compute slices, masks and page lists of a step, on the host."""
         return make_plan(batch, self.spec)
 
     def forward(
@@ -60,7 +60,7 @@ class SdpaBackend(AttentionBackend):
         cache: torch.Tensor,
         plan: Plan,
     ) -> torch.Tensor:
-        """Write, then attend; see ``AttentionBackend.forward``."""
+        """Write keys and values, then attend; see ``AttentionBackend.forward``."""
         _write(cache, key, value, plan)
         if len(plan.parts) == 1:
             return self._attend(query, key, value, cache, plan.parts[0])
@@ -88,7 +88,7 @@ class SdpaBackend(AttentionBackend):
         else:
             keys, values = _read(cache, part.span)
         if part.folded is not None:
-            return self._products(query, keys, values, part.folded)
+            return self._attend_by_gemms(query, keys, values, part.folded)
         out = functional.scaled_dot_product_attention(
             query.transpose(0, 1)[None],
             keys,
@@ -98,12 +98,12 @@ class SdpaBackend(AttentionBackend):
             scale=self.spec.scale,
             enable_gqa=True,
         )
-        return out[0].transpose(0, 1)  # contiguous: the kernel returns tokens before heads
+        return out[0].transpose(0, 1)  # contiguous, as the kernel returns tokens before heads
 
-    def _products(
+    def _attend_by_gemms(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """Return attention of ``[B T, N, D]`` over ``[B, K, L, D]`` with scores in float32."""
+        """Attend with ``[B T, N, D]`` to ``[B, K, L, D]`` by two GEMMs and float32 scores."""
         rows = query.unflatten(0, (keys.shape[0], -1)).transpose(1, 2)  # [B, N, T, D]
         wide = keys.float().flatten(0, 1).transpose(1, 2)  # [B K, D, L]
         folded = rows.float().reshape(len(wide), -1, query.shape[-1])  # [B K, G T, D]
@@ -118,12 +118,12 @@ class SdpaBackend(AttentionBackend):
         values: torch.Tensor,
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return attention of one query ``[B, N, D]`` each over ``[B, K, L, D]``.
+        """Attend with one query token per sequence, ``[B, N, D]``, to ``[B, K, L, D]``.
 
-        The heads of a group are rows of one product, so that its keys are read once.
+        The query heads of a group are rows of one GEMM, so that keys are read once per group.
         """
         folded = query.reshape(-1, self.spec.num_kv_heads, self._group, self.spec.head_size)
-        if self._doubled:
+        if self._doubled:  # see __init__
             folded = folded.expand(-1, -1, 2, -1)
         out = functional.scaled_dot_product_attention(
             folded, keys, values, attn_mask=mask, scale=self.spec.scale
@@ -135,6 +135,7 @@ class SdpaBackend(AttentionBackend):
 
 def _write(cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Plan) -> None:
     slots = cache.flatten(2, 3)  # [2, K, P S, D]
+    # Consecutive slots are written in place, without an index and, for one token, without a copy.
     if plan.first_slot is None:
         pair = key.transpose(0, 1), value.transpose(0, 1)  # each [K, T, D]
         slots.index_copy_(2, plan.slots, torch.stack(pair))
@@ -146,18 +147,18 @@ def _write(cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Pl
 
 
 def _read(cache: torch.Tensor, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and values of ``span``, each ``[1, K, L, D]``."""
+    """Read the keys and values of ``span``, ``[1, K, L, D]`` each."""
     if span.pages is not None:
         cache = cache.index_select(2, span.pages)
-    read = cache.flatten(2, 3).narrow(2, span.start, span.num_tokens)
-    keys, values = read.unsqueeze(1).unbind(0)
+    tokens = cache.flatten(2, 3).narrow(2, span.start, span.num_tokens)
+    keys, values = tokens.unsqueeze(1).unbind(0)
     return keys, values
 
 
 def _gather(cache: torch.Tensor, part: Decodes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and values of all sequences, each ``[B, K, P S, D]``."""
+    """Gather the keys and values of all sequences, ``[B, K, P S, D]`` each."""
     gathered = cache.index_select(2, part.pages).flatten(2, 3)
-    if part.hidden is not None:  # a weight of zero does not silence a NaN
+    if part.hidden is not None:  # an attention weight of zero times NaN is still NaN
         gathered.index_fill_(2, part.hidden, 0)
     keys, values = gathered.unflatten(2, (part.num_sequences, -1)).transpose(1, 2).unbind(0)
     return keys, values

@@ -1,4 +1,4 @@
-"""Plans of a step: everything that can be decided once for all layers.
+"""Attention plan of a step for ``SdpaBackend``: computed once and used by all layers.
 
 Dimensions: T tokens, N heads, K kv heads, G = N / K, D head size, B sequences, P pages,
 S page size, L cached tokens that are read.
@@ -13,19 +13,22 @@ import torch
 
 from interposer import AttentionBatch, AttentionSpec
 
-# In 16 bits, plain products win from so many rows on, up to so many bytes of float32 scores: larger
-# ones are new memory in every call, whose first touch costs more than the products save.
-_PRODUCT_ROWS, _PRODUCT_BYTES = 64, 1 << 20
-# Bytes of keys and values per sequence up to which one gathered call beats one call each.
+# In 16 bits, two plain GEMMs are faster than fused attention if a prompt has at least this many
+# rows and at most this many bytes of float32 scores. A larger score buffer is newly mapped in every
+# call, and the page faults cost more than the GEMMs save.
+_GEMM_ROWS, _GEMM_SCORE_BYTES = 64, 1 << 20
+# Up to this many bytes of keys and values per sequence, gathering several sequences for one call is
+# faster than one call per sequence.
 _GATHERED_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens of one sequence: ``num_tokens`` from ``start``, a slot or an offset in ``pages``.
+    """Consecutive cached tokens of one sequence.
 
     Attributes:
-        pages: ``[P]`` int64 to gather first; None where the slots follow each other.
+        start: first slot of the cache, or offset in the gathered ``pages``.
+        pages: ``[P]`` int64, pages to gather first; None if the slots are consecutive.
     """
 
     start: int
@@ -35,15 +38,15 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Several tokens of one sequence, or whole prompts of one length, in consecutive rows.
+    """Prefill rows of one sequence, or several complete prompts of equal length.
 
     Attributes:
-        num_sequences: more than one only where ``causal`` and ``folded`` are set.
-        mask: ``[T, L]`` float32 to add to the scores, or None.
-        causal: row i sees the first i + 1 tokens of the span; then the step's own keys and
-            values are all there is to read.
-        folded: ``[G T, L]`` float32 to add to the scores of a group's heads, one below the other;
-            set where plain products of matrices are faster than torch's fused attention.
+        num_sequences: more than 1 only if ``causal`` and ``folded`` are set.
+        mask: ``[T, L]`` float32, added to the scores, or None.
+        causal: row i attends to the first i + 1 tokens of the span. No token was cached before
+            this step, so attention reads the step's keys and values and not the cache.
+        folded: ``[G T, L]`` float32, added to the scores of a group's stacked heads; set if plain
+            GEMMs are faster than torch's fused attention.
     """
 
     rows: slice
@@ -56,7 +59,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """One token of one sequence, which sees all of the span."""
+    """Decode row of one sequence: one token that attends to the whole span."""
 
     rows: slice
     span: Span
@@ -64,13 +67,13 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """One token each of several sequences, padded to one length.
+    """Decode rows of several sequences, padded to the same number of pages.
 
     Attributes:
         rows: ``[B]`` int64.
         pages: ``[B * P]`` int64.
-        mask: ``[B, 1, 1, P * S]`` float32 to add to the scores, or None.
-        hidden: int64 indices of the gathered tokens that nobody may see, or None.
+        mask: ``[B, 1, 1, P * S]`` float32, added to the scores, or None.
+        hidden: int64 indices of the gathered tokens that are masked, or None.
     """
 
     rows: torch.Tensor
@@ -82,7 +85,7 @@ class Decodes:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Slots to write and groups to compute; ``first_slot`` is set where slots follow each other."""
+    """Slots to write and parts to compute; ``first_slot`` is set if the slots are consecutive."""
 
     slots: torch.Tensor
     first_slot: int | None
@@ -90,7 +93,7 @@ class Plan:
 
 
 def make_plan(batch: AttentionBatch, spec: AttentionSpec) -> Plan:
-    """Return the plan for ``batch``."""
+    """Divide the rows of ``batch`` into prompts and decodes, each computed by one call."""
     slots = batch.slots.tolist()
     first = slots[0] if slots and _consecutive(slots) else None
     starts, lengths = batch.query_starts.tolist(), batch.seq_lens.tolist()
@@ -98,15 +101,16 @@ def make_plan(batch: AttentionBatch, spec: AttentionSpec) -> Plan:
     parts: list[Prompt | Decode | Decodes] = []
     gathered = []
     for index, ((start, end), length) in enumerate(zip(pairwise(starts), lengths, strict=True)):
-        num_seen = min(length, spec.window_tokens or length)
+        num_visible = min(length, spec.window_tokens or length)
         if end - start > 1:
             prompt = _prompt(batch, spec, index, slice(start, end), length)
             joined = _join(parts[-1], prompt, spec) if parts else None
             parts[-1:] = [joined] if joined else [*parts[-1:], prompt]
-        elif end > start and num_seen * token_bytes > _GATHERED_BYTES:
+        elif end > start and num_visible * token_bytes > _GATHERED_BYTES:
             parts.append(_decode(batch, spec, start, index, length))
         elif end > start:
             gathered.append((start, index, length))
+    # A single sequence needs no padding and no mask.
     if len(gathered) == 1:
         parts.append(_decode(batch, spec, *gathered[0]))
     elif gathered:
@@ -118,28 +122,28 @@ def _prompt(
     batch: AttentionBatch, spec: AttentionSpec, index: int, rows: slice, length: int
 ) -> Prompt:
     window = spec.window_tokens or length
-    before = length - (rows.stop - rows.start)  # tokens in the cache before this step
-    first = max(before - window + 1, 0)
-    causal = before == 0 and window >= length
+    num_cached = length - (rows.stop - rows.start)  # tokens in the cache before this step
+    first = max(num_cached - window + 1, 0)
+    causal = num_cached == 0 and window >= length
     num_rows, num_tokens = rows.stop - rows.start, length - first
-    fits = _score_bytes(spec, num_rows, num_tokens) <= _PRODUCT_BYTES
-    products = fits and num_rows >= _PRODUCT_ROWS and spec.dtype.itemsize == 2
+    fits = _score_bytes(spec, num_rows, num_tokens) <= _GEMM_SCORE_BYTES
+    uses_gemms = fits and num_rows >= _GEMM_ROWS and spec.dtype.itemsize == 2
     mask = folded = None
-    if products or not causal:
-        distance = torch.arange(before, length)[:, None] - torch.arange(first, length)
+    if uses_gemms or not causal:
+        distance = torch.arange(num_cached, length)[:, None] - torch.arange(first, length)
         mask = _additive((distance >= 0) & (distance < window))
-    if mask is not None and products:
+    if mask is not None and uses_gemms:
         folded = mask.repeat(spec.num_heads // spec.num_kv_heads, 1)
     span = _span(batch.page_table[index], spec.page_size, first, length)
     return Prompt(rows, span, None if causal else mask, causal, folded)
 
 
 def _join(last: Prompt | Decode | Decodes, new: Prompt, spec: AttentionSpec) -> Prompt | None:
-    """Return both as one part if both are whole prompts of one length and small enough."""
+    """Join two parts if both are complete prompts of equal length and small; else None."""
     if not (isinstance(last, Prompt) and last.causal and new.causal and new.folded is not None):
         return None
     length, count = new.span.num_tokens, last.num_sequences + 1
-    fits = count * _score_bytes(spec, length, length) <= _PRODUCT_BYTES
+    fits = count * _score_bytes(spec, length, length) <= _GEMM_SCORE_BYTES
     if last.span.num_tokens != length or last.rows.stop != new.rows.start or not fits:
         return None
     rows = slice(last.rows.start, new.rows.stop)
@@ -159,7 +163,7 @@ def _decode(
 
 
 def _span(pages: torch.Tensor, page_size: int, first: int, last: int) -> Span:
-    """Return tokens ``first`` to ``last`` (exclusive) of a sequence."""
+    """Locate the tokens ``first`` to ``last`` (exclusive) of a sequence in its pages."""
     pages = pages[first // page_size : -(-last // page_size)]
     numbers = pages.tolist()
     offset = first % page_size
@@ -176,20 +180,21 @@ def _decodes(
     first = (lengths - (spec.window_tokens or batch.max_seq_tokens)).clamp(min=0)
     first_page = first // size
     num_pages = int((-(-lengths // size) - first_page).max())
-    # Pages beyond a sequence's own repeat its last one: nothing foreign is read.
+    # Padding repeats the last page of a sequence, so that pages of other sequences, which may
+    # contain NaN, are never read.
     last_page = (lengths - 1) // size
     columns = (first_page[:, None] + torch.arange(num_pages)).minimum(last_page[:, None])
     pages = batch.page_table[indices[:, None], columns].flatten()
     positions = first_page[:, None] * size + torch.arange(num_pages * size)
-    seen = (positions >= first[:, None]) & (positions < lengths[:, None])
-    if bool(seen.all()):
+    visible = (positions >= first[:, None]) & (positions < lengths[:, None])
+    if bool(visible.all()):
         return Decodes(rows, len(members), pages, None, None)
-    hidden = (~seen).flatten().nonzero().flatten()
-    return Decodes(rows, len(members), pages, _additive(seen)[:, None, None], hidden)
+    hidden = (~visible).flatten().nonzero().flatten()
+    return Decodes(rows, len(members), pages, _additive(visible)[:, None, None], hidden)
 
 
-def _additive(seen: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+def _additive(visible: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
 
 
 def _consecutive(numbers: list[int]) -> bool:

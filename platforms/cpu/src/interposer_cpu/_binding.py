@@ -11,26 +11,26 @@ from interposer import Verdict
 
 
 def bind_process(processors: Iterable[int]) -> Verdict:
-    """Bind every thread of this process, or refuse and leave all as it was.
+    """Bind every thread of this process to ``processors``; on refusal, change no binding.
 
-    Threads that start later inherit the binding from the one that starts them.
+    Threads that start later inherit the binding of the thread that starts them.
     """
-    wanted = set(processors)
-    if not wanted:
+    requested = set(processors)
+    if not requested:
         return Verdict.refuse("no processors were given")
     if not hasattr(os, "sched_setaffinity"):
         return Verdict.refuse("this operating system cannot bind threads to processors")
     before = os.sched_getaffinity(0)
     try:
-        os.sched_setaffinity(0, wanted)
+        os.sched_setaffinity(0, requested)
     except (OSError, ValueError, OverflowError) as error:
-        return Verdict.refuse(f"the system denies processors {sorted(wanted)}: {error}")
+        return Verdict.refuse(f"the system denies processors {sorted(requested)}: {error}")
     granted = os.sched_getaffinity(0)
-    if granted != wanted:  # the kernel drops processors outside the process's cpuset silently
+    if granted != requested:  # the kernel silently drops processors outside the process's cpuset
         os.sched_setaffinity(0, before)
-        denied = sorted(wanted - granted)
+        denied = sorted(requested - granted)
         return Verdict.refuse(f"processors {denied} do not exist or are denied to this process")
     for thread in Path("/proc/self/task").glob("*"):
-        with suppress(ProcessLookupError):  # it ended since it was listed
-            os.sched_setaffinity(int(thread.name), wanted)
-    return Verdict.accept(f"bound to processors {sorted(wanted)}")
+        with suppress(ProcessLookupError):  # the thread ended after it was listed
+            os.sched_setaffinity(int(thread.name), requested)
+    return Verdict.accept(f"bound to processors {sorted(requested)}")

@@ -1,4 +1,4 @@
-"""Limits that a control group puts on this process, in version 2 and in version 1."""
+"""CPU and memory limits of this process's control groups (cgroups), version 1 and 2."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """The limit of one group, and what it uses that cannot be reclaimed."""
+    """Memory limit of one control group, and its used memory without reclaimable file pages."""
 
     limit_bytes: int
     used_bytes: int
 
 
 def cpu_limit(root: Path = Path("/")) -> int | None:
-    """Return the processors' worth of time that all groups allow, rounded up; None for no limit."""
+    """Return the smallest CPU quota of all groups in processors, rounded up; None for no limit."""
     quotas = []
     for folder in _folders(root, "cpu"):
-        words = _text(folder / "cpu.max").split()
-        if not words:
-            words = [_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
-        quota, period = words
+        fields = _text(folder / "cpu.max").split()
+        if not fields:
+            fields = [_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+        quota, period = fields
         if quota.isdecimal() and period.isdecimal() and int(quota):
             quotas.append(math.ceil(int(quota) / int(period)))
     return min(quotas, default=None)
 
 
 def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
-    """Return the limit of every group around this process that has one."""
+    """List the memory limits of this process's group and of its ancestors that have one."""
     limits = []
     for folder in _folders(root, "memory"):
         limit = _text(folder / "memory.max") or _text(folder / "memory.limit_in_bytes")
-        used = _text(folder / "memory.current") or _text(folder / "memory.usage_in_bytes")
-        # Version 1 says "no limit" with the largest multiple of the page size.
-        if limit.isdecimal() and used.isdecimal() and int(limit) < 1 << 60:
-            used_bytes = max(int(used) - _reclaimable_bytes(folder), 0)
+        usage = _text(folder / "memory.current") or _text(folder / "memory.usage_in_bytes")
+        # Version 1 expresses "no limit" as the largest multiple of the page size.
+        if limit.isdecimal() and usage.isdecimal() and int(limit) < 1 << 60:
+            used_bytes = max(int(usage) - _reclaimable_bytes(folder), 0)
             limits.append(MemoryLimit(int(limit), used_bytes))
     return limits
 
@@ -45,8 +45,8 @@ def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
 def _folders(root: Path, controller: str) -> Iterator[Path]:
     """Yield the folders of this process's group and its ancestors, innermost first.
 
-    Inside a container the path may be that of the host, which is not mounted; what is mounted
-    then is the container's own group.
+    Inside a container, the path can be the host's, which is not mounted there. Then the mounted
+    root folder is the container's own group, and is the only folder yielded.
     """
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -63,7 +63,7 @@ def _folders(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _reclaimable_bytes(folder: Path) -> int:
-    """Return the bytes of file pages that the group gives up under pressure."""
+    """Read the bytes of inactive file pages, which the group gives up under memory pressure."""
     counts = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
     return int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
 

@@ -1,7 +1,8 @@
-"""Collectives as ops of torch, which its compiler calls without looking into them.
+"""Collectives as opaque torch ops, for models compiled by torch.compile.
 
-A graph holds the number of a communicator. Its ops are called in Python, about three microseconds
-each, so that what is raised where a rank is lost ends a compiled model as it ends others.
+A compiled graph names a communicator by its number, as ops take no Python objects. The ops run in
+Python, at about three microseconds per call, so that a lost rank raises the same RankError in a
+compiled model as in any other.
 """
 
 from __future__ import annotations
@@ -26,39 +27,40 @@ __all__ = [
 
 
 class Collectives(Protocol):
-    """The communicators that ops call by number."""
+    """Interface of the communicators that ops call by number."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum in ``x``."""
+        """Sum ``x`` over the ranks in place and return ``x``."""
         ...
 
 
 _LIBRARY = torch.library.Library("interposer_cpu", "FRAGMENT")
 _NUMBERS = count()
-_KNOWN: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+# Weak: a graph does not keep a communicator alive.
+_COMMUNICATORS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def number_of(communicator: Collectives) -> int:
-    """Return a new number by which graphs name a communicator as long as it is there."""
+    """Register a communicator under a new number, which is valid while the communicator lives."""
     number = next(_NUMBERS)
-    _KNOWN[number] = communicator
+    _COMMUNICATORS[number] = communicator
     return number
 
 
 def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Define an op whose last argument is a number; the others go to ``run``."""
+    """Define an op that calls ``run`` with the communicator numbered by the op's last argument."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(
         name,
-        lambda *arguments: run(_KNOWN[arguments[-1]], *arguments[:-1]),
+        lambda *arguments: run(_COMMUNICATORS[arguments[-1]], *arguments[:-1]),
         "CPU",
     )
     torch.library.register_fake(f"interposer_cpu::{name}", fake)
     return getattr(torch.ops.interposer_cpu, name)  # type: ignore[no-any-return]
 
 
-def _nothing(*arguments: Any) -> None:
+def _fake_in_place(*arguments: Any) -> None:
     return None
 
 
@@ -80,17 +82,19 @@ def _fake_norm(
     return torch.empty_like(x), torch.empty_like(residual)
 
 
-def _norm(ranks: Any, x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    # The op does not say that x is written.
-    return ranks.all_reduce_add_rms_norm(x.clone(), *others)  # type: ignore[no-any-return]
+def _norm(ranks: Any, x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    # The communicator overwrites x, but the op's schema promises not to.
+    return ranks.all_reduce_add_rms_norm(x.clone(), *arguments)  # type: ignore[no-any-return]
 
 
 def _fake_rows(x: Tensor, sizes: Sequence[int], number: int) -> Tensor:
     return _rows_like(x, sum(sizes))
 
 
-all_reduce_ = _define("all_reduce_(Tensor(a!) x, int number) -> ()", _reduce, _nothing)
-broadcast_ = _define("broadcast_(Tensor(a!) x, int source, int number) -> ()", _broadcast, _nothing)
+all_reduce_ = _define("all_reduce_(Tensor(a!) x, int number) -> ()", _reduce, _fake_in_place)
+broadcast_ = _define(
+    "broadcast_(Tensor(a!) x, int source, int number) -> ()", _broadcast, _fake_in_place
+)
 all_gather = _define(
     "all_gather(Tensor x, int[] sizes, int number) -> Tensor",
     lambda ranks, x, sizes: ranks.all_gather(x, sizes),

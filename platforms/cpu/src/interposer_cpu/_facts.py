@@ -1,4 +1,4 @@
-"""Facts on this machine for a person, in sentences."""
+"""Facts about this machine in sentences, for the output of command-line tools."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _GIB = 2**30
 
 
 def facts(root: Path = _ROOT) -> Mapping[str, str]:
-    """Return which instructions, threads, memory and pages are in use, and why.
+    """Describe the instructions, threads, memory and pages in use, in sentences by topic.
 
     Args:
-        root: the folder in which ``proc`` and ``sys`` lie.
+        root: the folder that contains ``proc`` and ``sys``.
     """
     return {
         "native kernels": _native_kernels(),
@@ -34,12 +34,12 @@ def facts(root: Path = _ROOT) -> Mapping[str, str]:
 
 
 def start_method(root: Path = _ROOT) -> str:
-    """Return how processes are started beside this one.
+    """Choose the multiprocessing start method for worker processes.
 
-    The system's own way, except in WSL: there a fork does not have the devices of its parent, so
-    that it is ``"spawn"``.
+    The system's default, except ``"spawn"`` in WSL, where a forked process cannot use the devices
+    of its parent.
     """
-    methods = multiprocessing.get_all_start_methods()  # the system's own comes first
+    methods = multiprocessing.get_all_start_methods()  # the system's default comes first
     return "spawn" if host.wsl(root) else methods[0]
 
 
@@ -52,11 +52,11 @@ def _native_kernels() -> str:
 
 def _processors(root: Path) -> str:
     allowed, cores = host.allowed_processors(), host.cores(root)
-    nodes = [node for node, own in host.numa_nodes(root).items() if {*own} & {*allowed}]
-    text = f"{host.listed(allowed)}: {_counted(len(cores), 'core')}"
+    nodes = [n for n, processors in host.numa_nodes(root).items() if {*processors} & {*allowed}]
+    text = f"{host.listed(allowed)}: {_count_text(len(cores), 'core')}"
     if len(allowed) > len(cores):
         text += f" of {len(allowed)} logical processors"
-    return f"{text}, {_counted(len(nodes), 'NUMA node')}"
+    return f"{text}, {_count_text(len(nodes), 'NUMA node')}"
 
 
 def _threads(root: Path) -> str:
@@ -90,5 +90,5 @@ def _processes(root: Path) -> str:
     return f"are started by {method}, as this is WSL {version}, where forks lack devices"
 
 
-def _counted(count: int, noun: str) -> str:
+def _count_text(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

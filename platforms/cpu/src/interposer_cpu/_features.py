@@ -1,6 +1,6 @@
-"""Names of instruction sets, one per feature whichever source reports it.
+"""Instruction-set features of the processor, under one name whether Linux or torch reports them.
 
-The names are those of Linux, except where Linux keeps a historic one (``pni`` is ``sse3``).
+The names are those of Linux, except for historic ones (``pni`` is called ``sse3``).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 
 _ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}
 _OTHER_NAMES = {
-    # x86, as Linux says it
+    # x86, names in Linux
     "pni": "sse3",
     "abm": "lzcnt",
     "sha_ni": "sha",
-    # x86, as torch says it
+    # x86, names in torch
     "fma3": "fma",
     "bmi": "bmi1",
     "avx512_f": "avx512f",
@@ -27,7 +27,7 @@ _OTHER_NAMES = {
     "avx512_vl": "avx512vl",
     "avx512_ifma": "avx512ifma",
     "avx512_vbmi": "avx512vbmi",
-    # ARM, as Linux says it
+    # ARM, names in Linux
     "asimd": "neon",
     "asimddp": "dotprod",
     "asimdhp": "fp16",
@@ -35,7 +35,7 @@ _OTHER_NAMES = {
     "asimdrdm": "rdm",
     "svebf16": "sve_bf16",
     "svei8mm": "sve_i8mm",
-    # ARM, as torch says it
+    # ARM, names in torch
     "dot": "dotprod",
     "fp16_arith": "fp16",
 }
@@ -58,7 +58,8 @@ _ARM = (
 _Z = ("nnpa", "vx", "vxd", "vxe", "vxe2", "vxe3", "vxp", "vxp2")
 _EXACT = frozenset({*_X86, *_ARM, *_Z})
 _FAMILIES = ("amx_", "avx", "sse")
-# Versions, which torch counts as features and Linux does not; what they hold is told by itself.
+# Torch reports AVX10 versions as features, Linux does not. Dropped: the instruction sets in a
+# version are also reported one by one.
 _VERSIONS = ("avx10_",)
 _FORMATS = {
     "bfloat16": {"avx512_bf16", "amx_bf16", "bf16"},
@@ -68,39 +69,39 @@ _FORMATS = {
 
 
 def architecture() -> str:
-    """Return the architecture by its Linux name, such as ``"x86_64"`` or ``"s390x"``."""
+    """Name the architecture as Linux does, such as ``"x86_64"`` or ``"s390x"``."""
     machine = platform.machine().lower()
     return _ARCHITECTURES.get(machine, machine)
 
 
 def features(root: Path = Path("/")) -> frozenset[str]:
-    """Return what the system or torch reports; ``root`` is where ``proc`` lies."""
+    """List all features that the system or torch reports; ``root`` contains ``proc``."""
     return reported_by_os(root) | reported_by_torch(torch.cpu.get_capabilities())
 
 
 def reported_by_os(root: Path = Path("/")) -> frozenset[str]:
-    """Return the features of ``/proc/cpuinfo``; none where there is no such file."""
+    """List the features in ``/proc/cpuinfo``; empty without that file."""
     try:
         lines = (root / "proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return frozenset()
     for line in lines:
-        key, _, words = line.partition(":")
+        key, _, names = line.partition(":")
         if key.strip().lower() in ("flags", "features"):
-            return _known(words.lower().split())
+            return _standardize(names.lower().split())
     return frozenset()
 
 
 def reported_by_torch(capabilities: Mapping[str, object]) -> frozenset[str]:
-    """Return the features of ``torch.cpu.get_capabilities()``."""
-    return _known([name.lower() for name, value in capabilities.items() if value is True])
+    """List the features in the result of ``torch.cpu.get_capabilities()``."""
+    return _standardize([name.lower() for name, value in capabilities.items() if value is True])
 
 
-def formats(found: frozenset[str]) -> frozenset[str]:
-    """Return the number formats in which the features ``found`` compute."""
-    return frozenset({"float32"} | {name for name, any_of in _FORMATS.items() if any_of & found})
+def formats(features: frozenset[str]) -> frozenset[str]:
+    """List the number formats for which ``features`` include arithmetic instructions."""
+    return frozenset({"float32"} | {name for name, any_of in _FORMATS.items() if any_of & features})
 
 
-def _known(names: list[str]) -> frozenset[str]:
+def _standardize(names: list[str]) -> frozenset[str]:
     standard = (_OTHER_NAMES.get(n, n) for n in names if not n.startswith(_VERSIONS))
     return frozenset(n for n in standard if n in _EXACT or n.startswith(_FAMILIES))

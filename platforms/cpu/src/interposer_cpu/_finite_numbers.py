@@ -1,4 +1,4 @@
-"""The search for NaN and infinity in weights, by the compiled library."""
+"""Search for NaN and infinity in weights with the compiled library."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 
 from interposer_cpu import native
 
-# The bits that are all set in NaN and infinity, by dtype: the exponent, and in float8_e4m3fn, which
+# A number is NaN or infinite if all of these bits are set: the exponent; in float8_e4m3fn, which
 # has no infinity, all bits but the sign.
-_BITS = {
+_NONFINITE_BITS = {
     torch.float64: 0x7FF0 << 48,
     torch.float32: 0x7F80 << 16,
     torch.float16: 0x7C00,
@@ -18,40 +18,42 @@ _BITS = {
 }
 
 
-def _in_words(bits: int, itemsize: int) -> int:
-    """Return the bits of each number in a word of 64 bits, as a signed number."""
-    word = sum(bits << 8 * at for at in range(0, 8, itemsize))
+def _repeat_in_int64(bits: int, itemsize: int) -> int:
+    """Repeat the bits of one number over 64 bits, as a signed integer."""
+    word = sum(bits << 8 * byte for byte in range(0, 8, itemsize))
     return word - (1 << 64 if word >> 63 else 0)
 
 
-_SEARCHES = {
+# Masks of the library's test: all bits, the lowest bit, and the sign bit. Adding the lowest bit to
+# the masked bits carries into the sign exactly if all of the bits are set.
+_MASKS = {
     dtype: tuple(
-        _in_words(part, dtype.itemsize)
-        for part in (bits, bits & -bits, 1 << 8 * dtype.itemsize - 1)
+        _repeat_in_int64(mask, dtype.itemsize)
+        for mask in (bits, bits & -bits, 1 << 8 * dtype.itemsize - 1)
     )
-    for dtype, bits in _BITS.items()
+    for dtype, bits in _NONFINITE_BITS.items()
 }
 
 
 def are_finite(tensor: torch.Tensor) -> bool | None:
-    """Say whether a tensor holds neither NaN nor infinity; None where the library cannot."""
-    search = _SEARCHES.get(tensor.dtype)
-    if search is None or not tensor.is_contiguous() or native.why_absent():
+    """Check that a tensor has no NaN and no infinity; None if the library cannot check it."""
+    masks = _MASKS.get(tensor.dtype)
+    if masks is None or not tensor.is_contiguous() or native.why_absent():
         return None
-    found: bool = native.library().are_finite(tensor.data_ptr(), 0, tensor.nbytes, *search)
-    return found
+    is_finite: bool = native.library().are_finite(tensor.data_ptr(), 0, tensor.nbytes, *masks)
+    return is_finite
 
 
 def copy_finite(target: torch.Tensor, source: torch.Tensor) -> bool | None:
-    """Copy a tensor and say whether it holds neither NaN nor infinity.
+    """Copy a tensor and check that the tensor has no NaN and no infinity.
 
-    Returns: None where the library cannot, and nothing was copied.
+    Returns: None if the library cannot do it; then nothing was copied.
     """
-    search = _SEARCHES.get(source.dtype)
-    alike = (target.dtype, target.shape) == (source.dtype, source.shape)
-    is_plain = alike and target.is_contiguous() and source.is_contiguous()
-    if search is None or not is_plain or source.device.type != "cpu" or native.why_absent():
+    masks = _MASKS.get(source.dtype)
+    is_same_form = (target.dtype, target.shape) == (source.dtype, source.shape)
+    is_plain = is_same_form and target.is_contiguous() and source.is_contiguous()
+    if masks is None or not is_plain or source.device.type != "cpu" or native.why_absent():
         return None
     addresses = source.data_ptr(), target.data_ptr()
-    found: bool = native.library().are_finite(*addresses, source.nbytes, *search)
-    return found
+    is_finite: bool = native.library().are_finite(*addresses, source.nbytes, *masks)
+    return is_finite

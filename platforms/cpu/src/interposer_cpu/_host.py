@@ -1,6 +1,6 @@
 """Processors, caches, NUMA nodes and memory, as the operating system reports them.
 
-Where files are read, ``root`` is the folder in which ``proc`` and ``sys`` lie.
+``root`` is the folder that contains ``proc`` and ``sys``; tests pass a folder with copies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ROOT = Path("/")
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
-# Numbers by which ARM's processors say who designed them, and which of the designer's they are.
+# Implementer and part numbers of ARM processors.
 # Source: Linux, arch/arm64/include/asm/cputype.h.
 _ARM_DESIGNERS = {
     0x41: "ARM",
@@ -60,7 +60,7 @@ _Z_MACHINES = {
 
 
 def processor_name(root: Path = _ROOT) -> str:
-    """Return the model of the first processor, or its architecture where none is named."""
+    """Name the model of the first processor, or the architecture if no model is reported."""
     facts: dict[str, str] = {}
     for line in _lines(root / "proc/cpuinfo"):
         key, _, value = line.partition(":")
@@ -68,12 +68,12 @@ def processor_name(root: Path = _ROOT) -> str:
     for key in ("model name", "cpu model", "Model"):
         if facts.get(key):
             return facts[key]
-    named = _arm_name(facts) or _z_name(facts)
-    return named or platform.processor() or platform.machine()
+    name = _arm_name(facts) or _z_name(facts)
+    return name or platform.processor() or platform.machine()
 
 
 def _arm_name(facts: Mapping[str, str]) -> str:
-    """Return the name of an ARM processor by its numbers, empty where there are none."""
+    """Name an ARM processor by its implementer and part numbers; "" without these numbers."""
     try:
         designer, part = int(facts["CPU implementer"], 16), int(facts["CPU part"], 16)
     except (KeyError, ValueError):
@@ -83,7 +83,7 @@ def _arm_name(facts: Mapping[str, str]) -> str:
 
 
 def _z_name(facts: Mapping[str, str]) -> str:
-    """Return the machine of s390x, whose line of a processor ends in ``machine = 8561``."""
+    """Name an s390x machine by its number, from a line that ends in ``machine = 8561``."""
     number = re.search(r"machine = (\w+)", facts.get("processor 0", ""))
     if number is None:
         return ""
@@ -91,34 +91,35 @@ def _z_name(facts: Mapping[str, str]) -> str:
 
 
 def allowed_processors() -> list[int]:
-    """Return the logical processors that this process may run on."""
+    """List the logical processors that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def cores(root: Path = _ROOT) -> list[list[int]]:
-    """Return the logical processors that this process may run on, grouped by core, in order.
+    """List the logical processors that this process may run on, grouped by core, in order.
 
-    What shares a core shares its arithmetic units. Where the system does not say it, each is a
-    core of its own.
+    Processors of one core share its arithmetic units. Without information about cores, every
+    processor counts as a core.
     """
     allowed = allowed_processors()
-    found: dict[int, list[int]] = {}
+    processors_by_core: dict[int, list[int]] = {}
     for processor in allowed:
         folder = root / f"sys/devices/system/cpu/cpu{processor}/topology"
-        # The second name is the one before Linux 5.3.
+        # Before Linux 5.3, core_cpus_list was called thread_siblings_list.
         texts = ("".join(_lines(folder / n)) for n in ("core_cpus_list", "thread_siblings_list"))
-        together = _expanded(next(filter(None, texts), ""))
-        found.setdefault(min(together, default=processor), []).append(processor)
-    return sorted(found.values())
+        siblings = _expand_ranges(next(filter(None, texts), ""))
+        core = min(siblings, default=processor)
+        processors_by_core.setdefault(core, []).append(processor)
+    return sorted(processors_by_core.values())
 
 
 def wsl(root: Path = _ROOT) -> int:
-    """Return the version of the Windows Subsystem for Linux that this runs in, 0 for none.
+    """Detect the version of the Windows Subsystem for Linux (WSL) around this process; 0 for none.
 
-    Version 1 has no Linux kernel and says ``4.4.0-19041-Microsoft``; the kernel of version 2 is
-    built by Microsoft, as ``5.15.90.1-microsoft-standard-WSL2``.
+    WSL 1 has no Linux kernel and reports ``4.4.0-19041-Microsoft``. WSL 2 runs a kernel built by
+    Microsoft, which reports ``5.15.90.1-microsoft-standard-WSL2``.
     """
     text = "".join(_lines(root / "proc/sys/kernel/osrelease") or _lines(root / "proc/version"))
     if "microsoft" not in text.lower():
@@ -127,13 +128,13 @@ def wsl(root: Path = _ROOT) -> int:
 
 
 def usable_cores(root: Path = _ROOT) -> int:
-    """Return how many processors' worth of time this process can use."""
+    """Count the processors that this process can keep busy: its affinity and its CPU quota."""
     allowed = len(allowed_processors())
     return min(allowed, cpu_limit(root) or allowed)
 
 
 def memory(root: Path = _ROOT) -> Memory:
-    """Return total and free memory within the limits of control groups, 0 where unknown."""
+    """Measure total and free memory within the limits of control groups; 0 if unknown."""
     total, free = _host_memory(root)
     for group in memory_limits(root):
         total = min(total, group.limit_bytes)
@@ -142,7 +143,7 @@ def memory(root: Path = _ROOT) -> Memory:
 
 
 def caches_bytes(root: Path = _ROOT) -> dict[str, int]:
-    """Return the sizes of the data caches that one processor sees, by level."""
+    """Map the data caches of one processor, such as ``"l1d"`` and ``"l2"``, to their bytes."""
     processor = allowed_processors()[0]
     sizes = {}
     for folder in sorted((root / f"sys/devices/system/cpu/cpu{processor}/cache").glob("index*")):
@@ -154,10 +155,10 @@ def caches_bytes(root: Path = _ROOT) -> dict[str, int]:
 
 
 def numa_nodes(root: Path = _ROOT) -> dict[int, Sequence[int]]:
-    """Return the logical processors of every node that has any; one node where unknown."""
+    """Map NUMA nodes to their logical processors; one node 0 with all processors if unknown."""
     nodes = {}
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
-        processors = _expanded("".join(_lines(folder / "cpulist")))
+        processors = _expand_ranges("".join(_lines(folder / "cpulist")))
         if processors:
             nodes[int(folder.name.removeprefix("node"))] = processors
     return dict(sorted(nodes.items())) or {0: allowed_processors()}
@@ -175,14 +176,14 @@ def _host_memory(root: Path) -> tuple[int, int]:
 
 
 def _pages_bytes(name: str) -> int:
-    """Return a count of pages in bytes, 0 where the system does not keep it."""
+    """Convert a page count of sysconf to bytes; 0 if the system does not report the count."""
     if name not in getattr(os, "sysconf_names", {}):
         return 0
     return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
 
 
 def listed(numbers: Sequence[int]) -> str:
-    """Return numbers in order as a list such as ``"0-3,8"``."""
+    """Format numbers, sorted, as ranges such as ``"0-3,8"``."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][-1] + 1:
@@ -192,8 +193,8 @@ def listed(numbers: Sequence[int]) -> str:
     return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
 
 
-def _expanded(ranges: str) -> list[int]:
-    """Return the numbers of a list such as ``"0-3,8"``."""
+def _expand_ranges(ranges: str) -> list[int]:
+    """Parse ranges such as ``"0-3,8"`` into numbers."""
     numbers: list[int] = []
     for part in filter(None, ranges.strip().split(",")):
         first, _, last = part.partition("-")

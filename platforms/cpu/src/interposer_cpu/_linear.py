@@ -1,6 +1,6 @@
-"""Projections by oneDNN, most of them with weights in its blocked layout.
+"""Linear layers computed by oneDNN, most of them with weights in oneDNN's blocked layout.
 
-I input features, O output features.
+Dimensions: I input features, O output features.
 """
 
 from __future__ import annotations
@@ -12,53 +12,53 @@ from torch.nn import functional
 
 from interposer import Request, Verdict
 
-# Up to this many products in float32, oneDNN's call costs more than it saves.
-_FEW_PRODUCTS = 1 << 18
+# Up to this many multiplications in float32, the overhead of a oneDNN call exceeds its gain.
+_SMALL_MATMUL = 1 << 18
 
 
 def linear_packed(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return the op ``linear`` for a ``weight`` of ``pack``."""
+    """Compute the op ``linear`` with a ``weight`` packed by ``pack``."""
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
 def linear_packed_by_rows(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return the op ``linear`` for a ``weight`` of ``pack_beside``: plain for few rows."""
+    """Compute the op ``linear`` with a ``weight`` of ``pack_both``; few rows use the plain one."""
     plain, packed = weight
-    if x.numel() * plain.shape[0] <= _FEW_PRODUCTS:
+    if x.numel() * plain.shape[0] <= _SMALL_MATMUL:
         return functional.linear(x, plain, bias)
     return linear_packed(x, packed, bias)
 
 
 def batched_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the op ``batched_linear`` by torch's product, which does not widen bfloat16."""
+    """Compute the op ``batched_linear`` with torch.bmm, which does not widen bfloat16."""
     return torch.bmm(x, weight)
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, Any]:
-    """Return the constants with ``weight`` ``[O, I]`` reordered into blocks."""
+    """Reorder the ``weight`` ``[O, I]`` into oneDNN's blocks; the bias stays as it is."""
     return {"weight": torch.ops.mkldnn._reorder_linear_weight.default(weight), "bias": bias}
 
 
-def pack_beside(weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, Any]:
-    """Return the constants with both the plain and the reordered ``weight``."""
+def pack_both(weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, Any]:
+    """Keep both the plain and the reordered ``weight``."""
     return {"weight": (weight, pack(weight, bias)["weight"]), "bias": bias}
 
 
 def judge_packed(request: Request) -> Verdict:
-    """Accept all of bfloat16, and float32 weights for which packing pays at one row."""
-    if request.dtype == "float32" and _elements(request) <= _FEW_PRODUCTS:
-        return Verdict.refuse(f"{_elements(request)} weights are too few to gain at one row")
+    """Accept bfloat16 weights, and float32 weights so large that packing pays at one row."""
+    if request.dtype == "float32" and _num_weights(request) <= _SMALL_MATMUL:
+        return Verdict.refuse(f"{_num_weights(request)} weights are too few to gain at one row")
     return _judge_build()
 
 
 def judge_packed_by_rows(request: Request) -> Verdict:
-    """Accept the small float32 weights, which may be held twice."""
-    if _elements(request) > _FEW_PRODUCTS:
-        return Verdict.refuse(f"{_elements(request)} weights are too many to hold twice")
+    """Accept only small float32 weights, for which two copies take little memory."""
+    if _num_weights(request) > _SMALL_MATMUL:
+        return Verdict.refuse(f"{_num_weights(request)} weights are too many to hold twice")
     return _judge_build()
 
 
-def _elements(request: Request) -> int:
+def _num_weights(request: Request) -> int:
     return int(request.dims["in_features"]) * int(request.dims["out_features"])
 
 

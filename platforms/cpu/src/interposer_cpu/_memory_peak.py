@@ -1,7 +1,7 @@
-"""The memory of this process at one moment and at its peak, as Linux counts it.
+"""Current and peak resident memory of this process, as Linux counts it.
 
-Source: proc_pid_status(5), VmRSS and VmHWM, in units of 1024 bytes; proc_pid_clear_refs(5), where
-5 resets the peak to what is resident now.
+Source: proc_pid_status(5), VmRSS and VmHWM, in units of 1024 bytes; proc_pid_clear_refs(5): writing
+5 resets the peak to the current resident size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _RESET = Path("/proc/self/clear_refs")
 
 
 def judge_peak(status: Path = _STATUS, reset: Path = _RESET) -> Verdict:
-    """Say whether the peak of a block can be told from that of all before it."""
+    """Check whether the system counts peak memory and lets this process reset the peak."""
     if "VmHWM" not in _sizes(status):
         return Verdict.refuse("this system does not count the peak of a process's memory")
     try:
@@ -29,7 +29,7 @@ def judge_peak(status: Path = _STATUS, reset: Path = _RESET) -> Verdict:
 
 
 def memory_snapshot(_device: str) -> MemorySnapshot:
-    """Return the host's memory, and what of it this process has resident and had at its peak."""
+    """Measure the host's free and total memory and this process's resident and peak memory."""
     sizes, memory = _sizes(_STATUS), host.memory()
     return MemorySnapshot(
         memory.free_bytes, memory.total_bytes, sizes.get("VmRSS", 0), sizes.get("VmHWM", 0)
@@ -37,7 +37,7 @@ def memory_snapshot(_device: str) -> MemorySnapshot:
 
 
 def reset_peak(_device: str = "cpu", file: Path = _RESET) -> None:
-    """Forget the peak."""
+    """Reset the peak resident size to the current size."""
     file.write_text("5", encoding="ascii")
 
 

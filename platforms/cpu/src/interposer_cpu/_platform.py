@@ -20,38 +20,42 @@ from interposer_ops.devices.memory_profile import MemoryProfile, memory_profile
 
 
 class CPUPlatform(Platform):
-    """All processors that this process may use, as one device."""
+    """Platform with one device: all processors that this process may use."""
 
     name = "cpu"
     device_type = "cpu"
 
     @classmethod
     def probe(cls) -> Verdict:
-        """Accept: whatever runs Python is one."""
+        """Accept always: every machine that runs Python has a CPU."""
         return Verdict.accept(f"{host.processor_name()} ({features.architecture()})")
 
     def devices(self) -> Sequence[Device]:
-        """Return the one device."""
+        """List the only device, ``cpu``."""
         return [Device(self.name, "cpu", host.processor_name(), self.capability("cpu"))]
 
     def capability(self, device: str) -> Capability:
-        """Return what the processors can do, within the limits of this process."""
-        found = features.features()
+        """Describe the processors: features, number formats, cores, memory and caches.
+
+        Cores and memory are within the limits of this process.
+        """
+        names = features.features()
         return Capability(
             features.architecture(),
-            found,
-            features.formats(found),
+            names,
+            features.formats(names),
             host.usable_cores(),
             host.memory().total_bytes,
             host.caches_bytes(),
         )
 
     def dtypes(self, device: str) -> Sequence[torch.dtype]:
-        """Return the dtypes of models: bfloat16 first where the hardware computes in it.
+        """List the dtypes for models, best first.
 
-        Elsewhere native kernels widen it as they read it, which halves memory but not arithmetic,
-        so it stands behind float32; without them torch would widen whole weights. float16 is
-        offered only with hardware arithmetic: emulated it is unusably slow.
+        bfloat16 comes first if the hardware computes in bfloat16. Otherwise bfloat16 comes after
+        float32, and only with native kernels: these widen bfloat16 as they read it, which saves
+        memory but not arithmetic, whereas torch would widen whole weights. float16 needs hardware
+        arithmetic: emulated float16 is unusably slow.
         """
         capability = self.capability(device)
         offered = [torch.float32]
@@ -62,28 +66,28 @@ class CPUPlatform(Platform):
         return [*offered, torch.float16] if "float16" in capability.formats else offered
 
     def memory(self, device: str) -> Memory:
-        """Return total and available memory within the limits of control groups."""
+        """Measure total and available memory within the limits of control groups."""
         return host.memory()
 
     def synchronize(self, device: str) -> None:
-        """Return at once: work is done when its call returns."""
+        """Do nothing: CPU kernels have finished when their call returns."""
 
     def all_finite(self, tensor: torch.Tensor) -> bool:
-        """Search by the compiled library, at the speed of memory, where there is one."""
-        found = are_finite(tensor)
-        return super().all_finite(tensor) if found is None else found
+        """Check for NaN and infinity with the compiled library if possible, else with torch."""
+        is_finite = are_finite(tensor)
+        return super().all_finite(tensor) if is_finite is None else is_finite
 
     def copy_finite(self, target: torch.Tensor, source: torch.Tensor) -> bool:
-        """Copy and search in one pass of the compiled library, where there is one."""
-        found = copy_finite(target, source)
-        if found is None and target.itemsize > source.itemsize and source.device.type == "cpu":
-            # A wider dtype makes nothing infinite, and the narrow one is fewer bytes.
-            found = self.all_finite(source)
+        """Copy and check for NaN and infinity, in one native pass if possible."""
+        is_finite = copy_finite(target, source)
+        if is_finite is None and target.itemsize > source.itemsize and source.device.type == "cpu":
+            # Widening cannot create infinities, and the narrow source has fewer bytes to check.
+            is_finite = self.all_finite(source)
             target.copy_(source)
-        return super().copy_finite(target, source) if found is None else found
+        return super().copy_finite(target, source) if is_finite is None else is_finite
 
     def peak_memory_bytes(self, device: str) -> int:
-        """Return the largest resident size of this process so far."""
+        """Measure the largest resident set size of this process so far, in bytes."""
         if sys.platform == "win32":
             raise self._missing("peak_memory_bytes")
         import resource
@@ -92,45 +96,45 @@ class CPUPlatform(Platform):
         return peak if sys.platform == "darwin" else peak * 1024
 
     def memory_profile(self, device: str) -> contextlib.AbstractContextManager[MemoryProfile]:
-        """Return a block that measures what this process takes of the host's memory."""
+        """Measure the host memory that this process takes during a ``with`` block."""
         return memory_profile(device, memory_snapshot, reset_peak)
 
     @classmethod
     def provides(cls, member: str) -> Verdict:
-        """Say whether there is an optional member here; not every system tells a peak."""
+        """Check whether an optional member works here; not every system reports peak memory."""
         return judge_peak() if member == "memory_profile" else super().provides(member)
 
     def numa_nodes(self) -> Mapping[int, Sequence[int]]:
-        """Return the logical processors of every NUMA node."""
+        """Map every NUMA node to its logical processors."""
         return host.numa_nodes()
 
     def cores(self) -> Sequence[Sequence[int]]:
-        """Return the logical processors that this process may use, core by core."""
+        """List the logical processors that this process may use, grouped by core."""
         return host.cores()
 
     def bind_threads(self, processors: Sequence[int]) -> Verdict:
-        """Bind all threads, and compute with no more of them than there are processors."""
+        """Bind all threads, and limit torch's thread count to the number of processors."""
         verdict = bind_process(processors)
         if verdict and torch.get_num_threads() > len(set(processors)):
             torch.set_num_threads(len(set(processors)))
         return verdict
 
     def num_threads(self) -> int:
-        """Return how many threads compute one operator."""
+        """Count the threads that compute one operator."""
         return torch.get_num_threads()
 
     def start_method(self) -> str:
-        """Return ``"spawn"`` inside WSL, where forks of a process with devices fail; see there."""
+        """Return ``"spawn"`` inside WSL, else the system's default; see ``_facts.start_method``."""
         return facts.start_method()
 
     def facts(self) -> Mapping[str, str]:
-        """Return which instructions, threads, memory and pages are in use, and why."""
+        """Describe the instructions, threads, memory and pages in use, in sentences."""
         return facts.facts()
 
     def distributed_backend(self) -> str:
-        """Return ``"gloo"``."""
+        """Return the backend of torch.distributed: ``"gloo"``."""
         return "gloo"
 
     def compile_backend(self) -> str:
-        """Return ``"inductor"``."""
+        """Return the backend of torch.compile: ``"inductor"``."""
         return "inductor"

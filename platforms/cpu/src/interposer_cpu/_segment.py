@@ -1,4 +1,4 @@
-"""The memory that the ranks of one host share: a file that has no name once all have mapped it."""
+"""Shared memory of the ranks on one host: a mapped file, unlinked once every rank has mapped it."""
 
 from __future__ import annotations
 
@@ -20,67 +20,70 @@ _SHARED = Path("/dev/shm")
 _TOKEN_BITS = 62
 
 File = tuple[int, str, bool]
-"""A descriptor, the path by which other processes open it, and whether that has to be deleted."""
+"""Descriptor, path by which other processes open the file, and whether to delete the path."""
 
 
 def join_ranks(ranks: Ranks) -> int:
-    """Map memory that all ranks share, and return the address of what the library keeps of it.
+    """Map memory shared by all ranks, and return the address of the library's communicator.
 
-    Every rank calls this at the same time. Rank 0 makes the file, and deletes its name when all
-    have mapped it. The first of the places is taken that every rank can map.
+    A collective call: every rank makes it at the same time. Rank 0 creates the file and deletes
+    its name after all ranks have mapped the file. The first place that every rank can map is used.
 
     Raises:
-        ConfigError: there is no such place.
-        RankError: a rank was lost meanwhile.
+        ConfigError: the ranks can share memory in none of the places.
+        RankError: a rank was lost.
     """
     native = library()
     num_bytes = native.shared_bytes(ranks.size)
-    refused = list[str]()
-    for where, make in _PLACES.items():
-        with _offered(ranks, make, num_bytes) as (path, token, reason):
+    failures = list[str]()
+    for place, create in _PLACES.items():
+        with _offer_file(ranks, create, num_bytes) as (path, token, reason):
             address = 0
             if path and not reason:
                 try:
-                    address = _mapped(ranks, path, token)
+                    address = _map_file(ranks, path, token)
                 except OSError as error:
                     reason = f"rank {ranks.rank}: {error}"
-            reasons = [said for said in _told(ranks, reason) if said]
+            reasons = [text for text in _gather_reasons(ranks, reason) if text]
         if not reasons:
             native.ranks_joined(address)
             return address
         if address:
             native.leave_ranks(address)
-        refused.append(f"  {where}: {reasons[0]}")
+        failures.append(f"  {place}: {reasons[0]}")
     raise ConfigError(
         f"The {ranks.size} ranks of this host share no memory of {num_bytes >> 20} MiB.\n"
-        + "\n".join(refused)
+        + "\n".join(failures)
         + "\nTry: a larger /dev/shm (docker run --shm-size=1g), or "
         'Config(communicators={"*": "torch"})'
     )
 
 
 @contextmanager
-def _offered(
-    ranks: Ranks, make: Callable[[int], File], num_bytes: int
+def _offer_file(
+    ranks: Ranks, create: Callable[[int], File], num_bytes: int
 ) -> Iterator[tuple[str, int, str]]:
-    """Tell all ranks of a new file, which has its name for the time of a ``with`` block.
+    """Create a file on rank 0 and send its path to all ranks; unlink it after a ``with`` block.
 
-    Yields: path, token, and why there is none.
+    The file begins with a random token, by which a rank recognizes the file if the path means
+    another file in its container.
+
+    Yields: path, token, and the reason if rank 0 could not create the file.
     """
     offer = ("", 0, "")
     file: File | None = None
     if ranks.rank == 0:
         try:
-            file = make(num_bytes)
+            file = create(num_bytes)
             token = secrets.randbits(_TOKEN_BITS)
             os.pwrite(file[0], token.to_bytes(8, sys.byteorder), 0)
             offer = (file[1], token, "")
         except OSError as error:
             offer = ("", 0, str(error))
     try:
-        with _missing(ranks):
-            path, number, reason = ranks.gather(offer)[0]
-        yield path, number, reason
+        with _missing_rank_raises(ranks):
+            path, token, reason = ranks.gather(offer)[0]
+        yield path, token, reason
     finally:
         if file is not None:
             os.close(file[0])
@@ -89,7 +92,7 @@ def _offered(
                     Path(file[1]).unlink()
 
 
-def _mapped(ranks: Ranks, path: str, token: int) -> int:
+def _map_file(ranks: Ranks, path: str, token: int) -> int:
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         milliseconds = int(ranks.timeout_seconds * 1000)
@@ -98,44 +101,44 @@ def _mapped(ranks: Ranks, path: str, token: int) -> int:
         os.close(file)
 
 
-def _told(ranks: Ranks, reason: str) -> list[str]:
-    """Return the reasons of all ranks, once each has tried to map the file."""
-    with _missing(ranks):
+def _gather_reasons(ranks: Ranks, reason: str) -> list[str]:
+    """Gather why ranks could not map the file; also waits until every rank has tried."""
+    with _missing_rank_raises(ranks):
         return ranks.gather(reason)
 
 
 @contextmanager
-def _missing(ranks: Ranks) -> Iterator[None]:
+def _missing_rank_raises(ranks: Ranks) -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:  # that of the backend
-        said = str(error).partition("\n")[0]
+    except RuntimeError as error:  # raised by the backend of torch.distributed
+        message = str(error).partition("\n")[0]
         reason = (
-            f"a rank did not come to the start of shared memory. torch.distributed says: {said}"
+            f"a rank did not come to the start of shared memory. torch.distributed says: {message}"
         )
         raise RankError(ranks.rank, reason) from error
 
 
-def _anonymous(num_bytes: int) -> File:
-    """Make a file that never has a name: nothing is left of it, whenever its processes end."""
+def _create_anonymous(num_bytes: int) -> File:
+    """Create a file without a name, which vanishes with its processes even if they crash."""
     if not hasattr(os, "memfd_create"):
         raise OSError("this system has no memfd_create")
     file = os.memfd_create("interposer-ranks")
-    return _reserved(file, f"/proc/{os.getpid()}/fd/{file}", num_bytes, named=False)
+    return _reserve(file, f"/proc/{os.getpid()}/fd/{file}", num_bytes, has_name=False)
 
 
-def _in_shared_memory(num_bytes: int) -> File:
+def _create_in_shared_memory(num_bytes: int) -> File:
     file, path = tempfile.mkstemp(prefix="interposer-", dir=_SHARED)
-    return _reserved(file, path, num_bytes, named=True)
+    return _reserve(file, path, num_bytes, has_name=True)
 
 
-def _in_temporary_folder(num_bytes: int) -> File:
+def _create_in_temporary_folder(num_bytes: int) -> File:
     file, path = tempfile.mkstemp(prefix="interposer-")
-    return _reserved(file, path, num_bytes, named=True)
+    return _reserve(file, path, num_bytes, has_name=True)
 
 
-def _reserved(file: int, path: str, num_bytes: int, *, named: bool) -> File:
-    """Reserve memory for a file: where there is too little, a process that writes is killed."""
+def _reserve(file: int, path: str, num_bytes: int, *, has_name: bool) -> File:
+    """Reserve memory for a file; without it, a write would kill the process if memory is short."""
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file, 0, num_bytes)
@@ -143,14 +146,14 @@ def _reserved(file: int, path: str, num_bytes: int, *, named: bool) -> File:
             os.truncate(file, num_bytes)
     except OSError:
         os.close(file)
-        if named:
+        if has_name:
             Path(path).unlink()
         raise
-    return file, path, named
+    return file, path, has_name
 
 
 _PLACES: dict[str, Callable[[int], File]] = {
-    "a file without a name": _anonymous,
-    "/dev/shm": _in_shared_memory,
-    "the temporary folder": _in_temporary_folder,
+    "a file without a name": _create_anonymous,
+    "/dev/shm": _create_in_shared_memory,
+    "the temporary folder": _create_in_temporary_folder,
 }

@@ -1,7 +1,7 @@
-"""The compiled library of this platform: its presence, and the instructions that it uses.
+"""The compiled library of the CPU platform: loading, and choice of the instruction level.
 
-It holds every kernel once for each level of instructions of its architecture, and uses those of
-the highest level that the processor has.
+The library holds every kernel once per instruction level of its architecture. By default, kernels
+of the highest level that the processor supports are used.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LEVELS = {
     32: "z14",
     33: "z15",
 }
-"""Names of the levels by the library's numbers, ascending on each architecture."""
+"""Level names by the library's level numbers, ascending on each architecture."""
 
 NEEDS = {
     "x86_64": {
@@ -56,14 +56,14 @@ NEEDS = {
     "aarch64": {"neon": {"neon"}, "dotprod": {"dotprod"}, "bf16_i8mm": {"bf16", "i8mm"}},
     "s390x": {"z14": {"vx", "vxe"}, "z15": {"vxe2"}},
 }
-"""Levels of each architecture, ascending, and the features that each needs besides those of the
-levels before it."""
+"""Levels of each architecture, ascending, with the features that a level needs in addition to the
+features of all lower levels."""
 
 BESIDE = frozenset({"avx2_vnni"})
-"""Levels that a processor may lack though it has one above."""
+"""Levels that a processor can lack although it supports a higher level."""
 
-# Ops of the library that write to their arguments and return nothing.
-_WRITERS = (
+# Torch ops of the library that write results to arguments and return nothing.
+_OUT_OPS = (
     "attention_out",
     "ragged_attention_out",
     "latent_attention_out",
@@ -91,7 +91,7 @@ _WRITERS = (
 
 @cache
 def _load() -> tuple[ModuleType | None, str]:
-    """Return the library, ready for use, or why there is none."""
+    """Import and initialize the library; return (None, reason) if that fails."""
     try:
         import interposer_cpu._native as _native
     except ModuleNotFoundError:
@@ -101,6 +101,7 @@ def _load() -> tuple[ModuleType | None, str]:
         )
     except ImportError as error:
         return None, f"the native kernels cannot be loaded: {error}"
+    # The library links to no torch: attach() looks up the few symbols it needs at run time.
     libraries = Path(torch.__file__).parent / "lib"
     paths = [*libraries.glob("libtorch_cpu.*"), *libraries.glob("libtorch.so")]
     missing = _native.attach(str(paths[0])) if paths else "libtorch_cpu"
@@ -109,15 +110,15 @@ def _load() -> tuple[ModuleType | None, str]:
     if not _native.levels():
         return None, "the native kernels need newer instructions than this processor has"
     torch.library.register_fake("interposer_cpu::linear_out", lambda out, x, packed, scale: None)
-    for name in _WRITERS:
+    for name in _OUT_OPS:
         torch.library.register_fake(f"interposer_cpu::{name}", lambda *arguments: None)
     return _native, ""
 
 
 def library() -> ModuleType:
-    """Return the compiled module.
+    """Load the compiled module.
 
-    Raises: ConfigError: this installation has none, or not for this processor.
+    Raises: ConfigError: the installation has no compiled module, or none for this processor.
     """
     module, reason = _load()
     if module is None:
@@ -126,63 +127,68 @@ def library() -> ModuleType:
 
 
 def why_absent() -> str:
-    """Return why native kernels cannot be used here; empty where they can."""
+    """Explain why native kernels are unavailable on this machine; "" if they are available."""
     return _load()[1]
 
 
 def levels() -> tuple[str, ...]:
-    """Return the levels that the processor has, ascending; none without native kernels."""
+    """List the levels that this processor supports, ascending; empty without native kernels."""
     module = _load()[0]
     return tuple(LEVELS[number] for number in module.levels()) if module else ()
 
 
 def level() -> str:
-    """Return the level in use, empty without native kernels."""
+    """Name the level in use; "" without native kernels."""
     module = _load()[0]
     return LEVELS[module.level()] if module else ""
 
 
 def levels_of(capability: Capability) -> tuple[str, ...]:
-    """Return the levels that the features of a device are enough for, ascending.
+    """List the levels that a device's features allow, ascending.
 
-    A library that an old compiler made, and a system that keeps large registers to itself, have
-    fewer.
+    The actual levels can be fewer: an old compiler cannot build all levels, and some operating
+    systems do not enable large registers.
     """
-    found = list[str]()
-    for name, needed in NEEDS.get(capability.architecture, {}).items():
-        if needed <= capability.features:
-            found.append(name)
+    names = list[str]()
+    for name, features in NEEDS.get(capability.architecture, {}).items():
+        if features <= capability.features:
+            names.append(name)
         elif name not in BESIDE:
             break
-    return tuple(found)
+    return tuple(names)
 
 
 def force_level(name: str | None) -> None:
-    """Use the instructions of the level ``name`` from now on; None for the best.
+    """Use the kernels of the level ``name`` from now on; None selects the highest level.
 
-    Raises: ConfigError: the processor or the library lacks it.
+    Raises: ConfigError: the processor or the library does not support the level.
     """
-    wanted = 0 if name is None else {v: k for k, v in LEVELS.items()}.get(name, -1)
-    if not library().force_level(wanted):
-        has = ", ".join(nearest_first(str(name), levels()))
-        raise ConfigError(f"there is no level {name!r} here. This processor has: {has}")
+    number = 0 if name is None else {v: k for k, v in LEVELS.items()}.get(name, -1)
+    if not library().force_level(number):
+        supported = ", ".join(nearest_first(str(name), levels()))
+        raise ConfigError(f"there is no level {name!r} here. This processor has: {supported}")
 
 
 def judge(request: Request) -> Verdict:
-    """Accept devices that the library has kernels for, and this machine if it holds it."""
+    """Accept a request if the library has kernels for its device; see ``judge_device``."""
     return judge_device(request.capability)
 
 
 def judge_device(capability: Capability) -> Verdict:
-    """Accept devices that the library has kernels for, and this machine if it holds it."""
-    known = NEEDS.get(capability.architecture)
-    if known is None:
-        written = ", ".join(NEEDS)
-        return Verdict.refuse(f"is written for {written}, the device is {capability.architecture}")
-    lowest = next(iter(known.values()))
+    """Accept a device if the library has kernels for its architecture and features.
+
+    For the architecture of this machine, the library must also be installed and load.
+    """
+    features_by_level = NEEDS.get(capability.architecture)
+    if features_by_level is None:
+        supported = ", ".join(NEEDS)
+        return Verdict.refuse(
+            f"is written for {supported}, the device is {capability.architecture}"
+        )
+    lowest = next(iter(features_by_level.values()))
     missing = sorted(lowest - capability.features)
     if missing:
         return Verdict.refuse(f"needs {', '.join(missing)}, which the device lacks")
-    # Other architectures are only described, and have an installation of their own.
+    # A device of another architecture is a description, for which this installation says nothing.
     reason = why_absent() if capability.architecture == architecture() else ""
     return Verdict.refuse(reason) if reason else Verdict.accept()

@@ -1,4 +1,7 @@
-"""The records of the CPU platform. Neither this module nor what it imports needs torch."""
+"""Records of the CPU platform: kernels, attention backends, layers, collectives and devices.
+
+The module and its imports must work without torch, so that records are listed quickly.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ _AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
 _X86 = frozenset({"x86_64"})
 _DETERMINISTIC = frozenset({"deterministic", "traceable"})
 _INVARIANT = _DETERMINISTIC | {"batch_invariant"}
-# Matmuls and lookups share what was packed from the same tensors.
+# Kernels with the same form share one packed copy: a matmul and the lookup in its tied weight.
 _FORM = "packed for vectors of sixteen outputs"
-# Of ``interposer_packed`` in native/linear/packed.h, and of constants without gaps.
+# Version of ``interposer_packed`` in native/linear/packed.h and of the contiguous constants.
 _LAYOUT = 1
 
-# Processors that are described for planning, each in its file of ``devices``.
+# Processors that are described for planning. ``devices`` has one file for each.
 _DESCRIBED = (
     "ampere-altra",
     "apple-m4",
@@ -43,15 +46,15 @@ _DESCRIBED = (
 
 @hookimpl
 def interposer_records() -> list[Record]:
-    """Return the platform, its kernels, its attention backends and described processors."""
+    """List the records of the platform, its kernels, backends and described processors."""
     return [
         PlatformEntry("cpu", "interposer_cpu._platform:CPUPlatform", score=0.0),
         *_attention(),
-        *_of_torch(),
+        *_torch_kernels(),
         *_linear(),
         *_experts(),
         *_embedding(),
-        *_by_rows(),
+        *_row_kernels(),
         *_weight_quantizers(),
         *_dense_attention(),
         *_recurrences(),
@@ -87,8 +90,8 @@ def _attention() -> list[AttentionEntry]:
     ]
 
 
-def _of_torch() -> list[Kernel]:
-    """Return kernels of what torch has for processors alone."""
+def _torch_kernels() -> list[Kernel]:
+    """List kernels that call functions of torch which exist only for CPUs."""
 
     def packed(technique: str, needs: Requires, function: str, judge: str, prepare: str) -> Kernel:
         module = "interposer_cpu._linear"
@@ -103,7 +106,7 @@ def _of_torch() -> list[Kernel]:
             properties=frozenset({"deterministic", "opaque"}),
         )
 
-    # Where each was seen to win.
+    # Each kernel is restricted to the instructions and dtypes for which it was measured fastest.
     float32 = Requires(_AVX512, _X86, ("float32",))
     bfloat16 = Requires(_AVX512 | {"avx512_bf16"}, _X86, ("bfloat16",))
     by_heads = Kernel(
@@ -123,7 +126,7 @@ def _of_torch() -> list[Kernel]:
             float32,
             "linear_packed_by_rows",
             "judge_packed_by_rows",
-            "pack_beside",
+            "pack_both",
         ),
     ]
 
@@ -140,29 +143,30 @@ def _native(
     form: str = "",
     restore: str = "",
 ) -> Kernel:
-    """Return a kernel of the compiled library.
+    """Build the record of a kernel of the compiled library.
 
     Args:
-        module: in ``_kernels``, holds the function, which is called as the op is.
-        judge: the predicate in ``module``, or in ``MODULE:NAME``; by default that of the library.
-        prepare: in ``module``, as ``restore``.
+        module: module of ``_kernels`` with a function named like the op.
+        judge: predicate in ``module``, or ``MODULE:NAME``; default: ``native.judge``.
+        prepare: function in ``module`` that packs the constants.
+        restore: function in ``module`` that unpacks the constants.
     """
-    place = f"interposer_cpu._kernels.{module}"
-    chosen = f"{place}:{judge}" if judge else "interposer_cpu.native:judge"
+    module_path = f"interposer_cpu._kernels.{module}"
+    predicate = f"{module_path}:{judge}" if judge else "interposer_cpu.native:judge"
     if ":" in judge:
-        chosen = f"interposer_cpu._kernels.{judge}"
+        predicate = f"interposer_cpu._kernels.{judge}"
     return Kernel(
         op,
         f"{op}_native",
-        f"{place}:{op}",
+        f"{module_path}:{op}",
         "cpu",
         Requires(dtypes=dtypes),
-        chosen,
-        f"{place}:{prepare}" if prepare else "",
+        predicate,
+        f"{module_path}:{prepare}" if prepare else "",
         score=score,
         properties=properties,
         form=form,
-        restore=f"{place}:{restore}" if restore else "",
+        restore=f"{module_path}:{restore}" if restore else "",
         layout=_LAYOUT if prepare else 0,
     )
 
@@ -222,8 +226,8 @@ def _embedding() -> list[Kernel]:
     ]
 
 
-def _by_rows() -> list[Kernel]:
-    """Return kernels that take rows one by one."""
+def _row_kernels() -> list[Kernel]:
+    """List kernels that compute each row independently of the other rows."""
     return [
         _native("rms_norm", "norms", prepare="prepare"),
         _native("fused_add_rms_norm", "norms", prepare="prepare"),
@@ -256,7 +260,7 @@ def _weight_quantizers() -> list[Kernel]:
 
 
 def _dense_attention() -> list[Kernel]:
-    """Return attention without a cache, and to latent vectors."""
+    """List the kernels of cacheless (ragged) attention and of latent attention (MLA)."""
     return [
         _native("ragged_attention", "dense"),
         _native("ragged_attention_with_lse", "dense"),
@@ -265,13 +269,13 @@ def _dense_attention() -> list[Kernel]:
 
 
 def _recurrences() -> list[Kernel]:
-    """Return what keeps a state of one size for each sequence."""
+    """List kernels whose state per sequence has a fixed size: convolutions, SSMs, delta rule."""
     ops = ("causal_convolution", "state_space_scan", "gated_delta_rule")
     return [_native(op, "recurrence") for op in ops]
 
 
 def _adapters() -> list[Kernel]:
-    """Return both products of low-rank adapters."""
+    """List the two LoRA kernels."""
     return [
         _native("lora_shrink", "lora", prepare="prepare_shrink"),
         _native("lora_expand", "lora", prepare="prepare_expand"),
@@ -279,14 +283,16 @@ def _adapters() -> list[Kernel]:
 
 
 def _fused_layers() -> list[LayerEntry]:
-    """Return layers that compute several of their parts at once."""
-    anywhere, block = "interposer_cpu.native:judge", "interposer_cpu._kernels.block_sums:judge"
+    """List layers that fuse several of their parts into one native call."""
+    library = "interposer_cpu.native:judge"
+    all_reduce = "interposer_cpu._kernels.block_sums:judge"
     rows = (
-        ("gated_mlp", "blocks:NativeGatedMLP", 15.0, anywhere),
-        ("self_attention", "blocks:NativeSelfAttention", 15.0, anywhere),
-        ("decoder_block", "decoder_block:NativeDecoderBlock", 15.0, block),
-        # Below the usual score: who replaces experts brings a dispatcher, and reaches all models.
-        ("experts", "expert_layers:NativeExperts", 5.0, anywhere),
+        ("gated_mlp", "blocks:NativeGatedMLP", 15.0, library),
+        ("self_attention", "blocks:NativeSelfAttention", 15.0, library),
+        ("decoder_block", "decoder_block:NativeDecoderBlock", 15.0, all_reduce),
+        # Below the default score: a plugin that replaces the experts layer brings a dispatcher,
+        # and must win without having to state a score.
+        ("experts", "expert_layers:NativeExperts", 5.0, library),
     )
     return [
         LayerEntry(
@@ -303,8 +309,8 @@ def _fused_layers() -> list[LayerEntry]:
 
 
 def _shared_memory() -> CommunicatorEntry:
-    """Return the collectives of ranks that share this host's memory."""
-    one = Dim(at_most=1)
+    """Build the record of the collectives for ranks that share the memory of one host."""
+    single = Dim(at_most=1)
     return CommunicatorEntry(
         "shared_memory",
         "interposer_cpu._communicator:SharedMemoryCommunicator",
@@ -317,7 +323,7 @@ def _shared_memory() -> CommunicatorEntry:
             "all_reduce_add_rms_norm",
         ),
         platform="cpu",
-        requires=Requires(dims={"ranks": Dim(at_most=32), "hosts": one, "platforms": one}),
+        requires=Requires(dims={"ranks": Dim(at_most=32), "hosts": single, "platforms": single}),
         predicate="interposer_cpu._communicator:judge",
         score=20.0,
         properties=frozenset({"batch_invariant", "deterministic", "opaque"}),
