@@ -32,7 +32,7 @@ from interposer_cpu._kernels import linear as native_linear
 from interposer_cpu._kernels import lora, quantizers
 from interposer_cpu._kernels.attention import NativeBackend
 from interposer_cpu._kernels.decoder_block import NativeDecoderBlock
-from interposer_cpu._kernels.fusion import coding_words, is_fused
+from interposer_cpu._kernels.fusion import is_fused, quantization_fields
 from interposer_ops.layers.decoder_block import DecoderBlock
 from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.mlp import GatedMLP
@@ -547,7 +547,9 @@ def test_a_quantizer_of_others_is_fused_if_it_declares_that_it_may_be(declared: 
             theirs.kernel, theirs.operands = mine.kernel, mine.operands
     quantize = wrapped(quantizers.quantize_int8_per_token)
     if declared:
-        declare = interposer_cpu.fused("quantizer", "int8", read=lambda: coding_words(torch.int8))
+        declare = interposer_cpu.fused(
+            "quantizer", "int8", read=lambda: quantization_fields(torch.int8)
+        )
         quantize = declare(quantize)
     block.self_attn.o_proj.kernel = replace(block.self_attn.o_proj.kernel, quantize=quantize)
     steps = Steps(form, ((40, 1),))

@@ -1,4 +1,4 @@
-"""Gated activations by the compiled library. T tokens, I intermediate size."""
+"""Gated activations of the compiled library. T tokens, I intermediate size."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from torch.compiler import is_compiling
 
 from interposer_cpu._kernels.fusion import fused
 from interposer_cpu._kernels.interface import GELU, SILU, TYPES
-from interposer_cpu._kernels.rows import distances
+from interposer_cpu._kernels.rows import row_layout
 from interposer_cpu.native import library
 
 
 @fused("activation", read=lambda: SILU)
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """Return the op ``silu_and_mul``: ``[..., 2 I]`` to ``[..., I]``."""
+    """Compute the op ``silu_and_mul``: ``[..., 2 I]`` to ``[..., I]``."""
     return _gated(x, SILU)
 
 
 @fused("activation", read=lambda approximate: GELU[approximate])
 def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
-    """Return the op ``gelu_and_mul``: ``[..., 2 I]`` to ``[..., I]``."""
+    """Compute the op ``gelu_and_mul``: ``[..., 2 I]`` to ``[..., I]``."""
     return _gated(x, GELU[approximate])
 
 
 def _gated(x: torch.Tensor, activation: int) -> torch.Tensor:
     dtype, ndim = x.dtype, x.ndim
+    # The most frequent case first: at decode, Python overhead is a large share of the call.
     if ndim == 2 and x.is_contiguous() and not is_compiling():
         count, columns = x.shape
         width = columns >> 1
@@ -34,11 +35,11 @@ def _gated(x: torch.Tensor, activation: int) -> torch.Tensor:
         kind = TYPES[dtype]
         library().gate(start, up, out.data_ptr(), kind, activation, count, width, columns)
         return out
-    form = distances(x)
-    if form is None or form[1] > 1:
+    layout = row_layout(x)
+    if layout is None or layout[1] > 1:
         dense = _gated(x.contiguous(), activation)
         return torch.empty_like(x[..., : x.shape[-1] // 2]).copy_(dense)
-    count, _, columns, step, _ = form
+    count, _, columns, step, _ = layout
     width = columns // 2
     out = torch.empty((*x.shape[:-1], width), dtype=dtype)
     if is_compiling():

@@ -1,7 +1,8 @@
-"""Adapters in fused calls: what forward hooks add to the results of projections.
+"""LoRA in fused calls: forward hooks that add a low-rank product to a projection's result.
 
-A hook on a projection has to run where the projection does, so that layers that have one do their
-parts one by one. One that states its sum, as ``AddsLowRank`` says, is computed in the fused call.
+A forward hook must run right after its projection. So a layer with an unknown hook calls its parts
+one by one. A hook that declares its LoRA kernels, see ``AddsLowRank``, is computed in the fused
+call instead.
 
 Dimensions: T tokens, I inputs, O outputs of a part, A adapters, R rank, P parts.
 """
@@ -18,17 +19,17 @@ from torch import nn
 from interposer_cpu._kernels.fusion import ForwardHooks, is_declared
 from interposer_cpu._kernels.interface import TYPES
 
-_MOST_PARTS = 8  # as kMostParts
+_MOST_PARTS = 8  # same as kMostParts in native code
 
 
 class LowRankSum(Protocol):
-    """Kernels of a sum with their operands.
+    """Kernels and matrices of the LoRA of one projection, which can have several parts (q, k, v).
 
     Attributes:
-        shrink: of the op ``lora_shrink``.
-        first: its prepared matrices, ``[A, P R, I]``.
-        expansions: of each part the kernel of ``lora_expand``, its prepared matrices
-            ``[A, R, O]``, and the first column that it adds to.
+        shrink: kernel of the op ``lora_shrink``.
+        first: prepared matrices of ``shrink``, ``[A, P R, I]``.
+        expansions: for each part, the kernel of ``lora_expand``, its prepared matrices
+            ``[A, R, O]``, and the first output column of the part.
     """
 
     shrink: Callable[..., Any]
@@ -37,101 +38,116 @@ class LowRankSum(Protocol):
 
 
 class AddsLowRank(Protocol):
-    """A forward hook that only adds a sum to the result of its layer, as its input says.
+    """Interface of a forward hook that only adds a low-rank product to the result of its layer.
 
     Attributes:
-        low_rank: the sum; None where there is more to it.
+        low_rank: the kernels and matrices; None if the hook does anything else.
     """
 
     low_rank: LowRankSum | None
 
     def adapter_ids(self, num_rows: int) -> torch.Tensor:
-        """Return the adapter of each row that the layer computes, ``[num_rows]`` int64."""
+        """Return the adapter of each row of the layer's input, ``[num_rows]`` int64."""
         ...
 
 
-class Added(NamedTuple):
-    """Addresses of interposer_low_rank by projection, 0 without, and a hook that knows rows."""
+class LoraArguments(NamedTuple):
+    """Addresses of interposer_low_rank by projection, 0 without LoRA, and one of the hooks.
+
+    Any of the hooks will do: all hooks of a model agree on the adapter of a row.
+    """
 
     addresses: tuple[int, ...]
     hook: AddsLowRank | None
 
     def ids(self, num_rows: int) -> int:
-        """Return the address of the adapters of rows, 0 where nothing is added."""
+        """Return the address of the adapter ids of the rows; 0 without LoRA."""
         return 0 if self.hook is None else self.hook.adapter_ids(num_rows).data_ptr()
 
 
-class ProductHooks:
-    """The hooks of a fused call: of its projections, which may add, and of all else in it."""
+class ProjectionHooks:
+    """Forward hooks of the modules in a fused call, with the LoRA that hooks declare.
 
-    __slots__ = ("_known", "_nothing", "_others", "_own", "projections")
+    Hooks of projections can be LoRA. A hook of any other module prevents the fused call.
+    """
 
-    def __init__(self, projections: Iterable[nn.Module], others: Iterable[nn.Module]) -> None:
+    __slots__ = ("_by_projection", "_cache", "_others", "_without_lora", "projections")
+
+    def __init__(
+        self, projections: Iterable[nn.Module], other_modules: Iterable[nn.Module]
+    ) -> None:
         self.projections = tuple(projections)
-        self._others = ForwardHooks(others, before=self.projections)
-        self._own: tuple[Any, ...] = tuple(m._forward_hooks for m in self.projections)
-        self._nothing = Added((0,) * len(self._own), None)
-        # References to hooks with their places, and what was read of them.
-        self._known: tuple[tuple[Any, ...], Any] = ((), None)
+        self._others = ForwardHooks(other_modules, before=self.projections)
+        self._by_projection: tuple[Any, ...] = tuple(m._forward_hooks for m in self.projections)
+        self._without_lora = LoraArguments((0,) * len(self._by_projection), None)
+        # Weak references to the hooks with their projections' indices, and the result of _read().
+        self._cache: tuple[tuple[Any, ...], Any] = ((), None)
 
-    def __reduce__(self) -> tuple[type[ProductHooks], tuple[Any, ...]]:
-        """Let a copy look at the copies of the modules."""
-        return ProductHooks, (self.projections, self._others.modules)
+    def __reduce__(self) -> tuple[type[ProjectionHooks], tuple[Any, ...]]:
+        """Rebuild the object from the copied modules when a layer is copied."""
+        return ProjectionHooks, (self.projections, self._others.modules)
 
     @property
     def dicts(self) -> tuple[Any, ...]:
-        """All hooks; none is true where there is no hook."""
-        return *self._others.dicts, *self._own
+        """All hook dictionaries; all are empty if there is no hook."""
+        return *self._others.dicts, *self._by_projection
 
-    def added(self) -> Added | None:
-        """Return what is added to each projection; None where a hook does something else."""
+    def lora(self) -> LoraArguments | None:
+        """Return the LoRA of each projection; None if a hook does anything else."""
         if any(self._others.dicts):
             return None
-        if not any(self._own):
-            return self._nothing
-        hooks = [(place, hook) for place, own in enumerate(self._own) for hook in own.values()]
-        known, held = self._known
-        if len(known) != len(hooks) or not all(map(_is_known, known, hooks)):
-            held = self._read()
-            self._known = tuple((place, _reference(hook)) for place, hook in hooks), held
-        return None if held is None else Added(held[0], hooks[0][1])
+        if not any(self._by_projection):
+            return self._without_lora
+        hooks = [
+            (index, hook)
+            for index, projection_hooks in enumerate(self._by_projection)
+            for hook in projection_hooks.values()
+        ]
+        cached_hooks, cached = self._cache
+        if len(cached_hooks) != len(hooks) or not all(map(_is_same, cached_hooks, hooks)):
+            cached = self._read()
+            self._cache = tuple((index, _reference(hook)) for index, hook in hooks), cached
+        return None if cached is None else LoraArguments(cached[0], hooks[0][1])
 
     def _read(self) -> tuple[tuple[int, ...], list[torch.Tensor]] | None:
-        """Return addresses, and the memory that they are of; None where a hook does more."""
+        """Build the structs of all projections; None if a hook is not plain LoRA.
+
+        Returns: addresses of the structs, and the tensors that own them.
+        """
         addresses, memory = [], []
-        for hooks in self._own:
-            words = [_words_of(hook) for hook in hooks.values()]
-            if len(words) > 1 or any(one is None for one in words):
+        for hooks in self._by_projection:
+            structs = [_low_rank_struct(hook) for hook in hooks.values()]
+            if len(structs) > 1 or any(struct is None for struct in structs):
                 return None
-            memory += words
-            addresses.append(words[0].data_ptr() if words else 0)  # type: ignore[union-attr]
+            memory += structs
+            addresses.append(structs[0].data_ptr() if structs else 0)  # type: ignore[union-attr]
         return tuple(addresses), memory  # type: ignore[return-value]
 
 
 def _reference(hook: Any) -> Callable[[], Any]:
-    """Return a call that returns a hook as long as it is there."""
+    """Reference a hook weakly; a hook without weak references is never recognized again."""
     try:
         return ref(hook)
-    except TypeError:  # such as a function that is built in
+    except TypeError:  # for example a built-in function
         return lambda: None
 
 
-def _is_known(known: tuple[int, Callable[[], Any]], found: tuple[int, Any]) -> bool:
-    return known[0] == found[0] and known[1]() is found[1]
+def _is_same(cached: tuple[int, Callable[[], Any]], current: tuple[int, Any]) -> bool:
+    return cached[0] == current[0] and cached[1]() is current[1]
 
 
-def _words_of(hook: Any) -> torch.Tensor | None:
-    """Return an interposer_low_rank, None where a hook states none of the library's kernels."""
+def _low_rank_struct(hook: Any) -> torch.Tensor | None:
+    """Build the interposer_low_rank of a hook; None if the hook uses other LoRA kernels."""
     low_rank: LowRankSum | None = getattr(hook, "low_rank", None)
     if low_rank is None or not is_declared(low_rank.shrink, "lora_shrink"):
         return None
     first, parts = low_rank.first, low_rank.expansions
     if len(parts) > _MOST_PARTS:
         return None
-    words = [first.data_ptr(), TYPES[first.dtype], first.shape[1] // len(parts), first.shape[2]]
-    words.append(len(parts))
+    fields = [first.data_ptr(), TYPES[first.dtype], first.shape[1] // len(parts), first.shape[2]]
+    fields.append(len(parts))
     for expand, second, offset in parts:
         if not is_declared(expand, "lora_expand"):
             return None
-        words += [second.data_ptr(), second.shape[2], offset]
-    return torch.tensor(words, dtype=torch.int64)
+        fields += [second.data_ptr(), second.shape[2], offset]
+    return torch.tensor(fields, dtype=torch.int64)

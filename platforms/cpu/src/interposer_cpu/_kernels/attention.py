@@ -1,4 +1,4 @@
-"""Attention over a paged cache by the compiled library.
+"""Paged attention of the compiled library, over pages of tiles.
 
 Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, P pages, S page size.
 """
@@ -22,11 +22,12 @@ _MOST_HEAD_SIZE = 1024
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The blocks of queries and keys of one step.
+    """Division of a step into blocks of queries and keys.
 
     Attributes:
-        blocks: int64, what the library reads; it points to tensors of ``batch``.
-        address: of ``blocks``.
+        blocks: int64, the library's plan; it contains addresses of tensors of ``batch``.
+        address: address of ``blocks``.
+        batch: kept alive for ``blocks``.
     """
 
     blocks: torch.Tensor
@@ -36,9 +37,10 @@ class Plan:
 
 @final
 class NativeBackend(NativePagedBackend):
-    """Blocks of queries over tiles of 16 keys, long contexts in parts of 512.
+    """Native paged attention: blocks of queries over tiles of 16 keys.
 
-    Pages hold tiles: see native/attention/cache.h.
+    Long contexts are split into parts of 512 keys. For the layout of tiles in a page, see
+    native/attention/cache.h.
     """
 
     rounded_dtypes: ClassVar[tuple[torch.dtype, ...]] = (
@@ -54,7 +56,7 @@ class NativeBackend(NativePagedBackend):
 
     @classmethod
     def _judge_sizes(cls, spec: AttentionSpec) -> Verdict:
-        """Accept pages and heads that are made of sixteens."""
+        """Accept head sizes and page sizes that are multiples of 16."""
         if spec.head_size % _LANES or spec.head_size > _MOST_HEAD_SIZE:
             return Verdict.refuse(
                 f"takes head sizes of multiples of {_LANES} up to {_MOST_HEAD_SIZE}, "
@@ -72,7 +74,7 @@ class NativeBackend(NativePagedBackend):
         return Verdict.accept()
 
     def kv_layout(self) -> KVCacheLayout:
-        """Return ``[K, P, 2, S, D]``, or bytes ``[K, P, 2, S, 5 D / 8]`` of numbers of 4 bits."""
+        """Define the layout ``[K, P, 2, S, D]``; for uint4, bytes ``[K, P, 2, S, 5 D / 8]``."""
         spec = self.spec
         if spec.cache_dtype != UINT4:
             return super().kv_layout()
@@ -80,12 +82,12 @@ class NativeBackend(NativePagedBackend):
         return KVCacheLayout(page_shape, 1, (0, 1, 2, 3, 4), torch.uint8)
 
     def plan(self, batch: AttentionBatch) -> Plan:
-        """Return blocks of queries and of keys, shared by all layers."""
+        """Divide a step into blocks of queries and keys, once for all layers."""
         pages = batch.page_table
         if pages.stride(-1) != 1:
             pages = pages.contiguous()
             batch = replace(batch, page_table=pages)
-        step = (
+        arguments = (
             *self._facts,
             batch.seq_lens.shape[0],
             batch.query_starts.data_ptr(),
@@ -94,9 +96,10 @@ class NativeBackend(NativePagedBackend):
             pages.stride(0),
             batch.slots.data_ptr(),
         )
-        blocks = torch.empty(self._plan(*step, 0) // 8, dtype=torch.int64)
+        num_bytes = self._plan(*arguments, 0)  # with address 0, only the size is computed
+        blocks = torch.empty(num_bytes // 8, dtype=torch.int64)
         address = blocks.data_ptr()
-        self._plan(*step, address)
+        self._plan(*arguments, address)
         return Plan(blocks, address, batch)
 
     def _forward(
@@ -111,20 +114,21 @@ class NativeBackend(NativePagedBackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
-        rest = self._rest
-        if query_strides[1:] != rest:
+        dense_strides = self._head_strides
+        if query_strides[1:] != dense_strides:
             query, query_strides = _contiguous(query)
-        if key_strides[1:] != rest:
+        if key_strides[1:] != dense_strides:
             key, key_strides = _contiguous(key)
-        if value_strides[1:] != rest:
+        if value_strides[1:] != dense_strides:
             value, value_strides = _contiguous(value)
         head_stride, page_stride, *_ = cache.stride()
         if out is None:
             out = torch.empty_like(query, memory_format=torch.contiguous_format)
         if torch.compiler.is_compiling():
-            nothing = query.new_empty(0, dtype=torch.float32)
-            key_scale, value_scale = (nothing, nothing) if scales is None else scales.unbind(0)
-            sink = nothing if sinks is None else sinks
+            # The op's schema has no optional tensors: an empty one stands for None.
+            absent = query.new_empty(0, dtype=torch.float32)
+            key_scale, value_scale = (absent, absent) if scales is None else scales.unbind(0)
+            sink = absent if sinks is None else sinks
             torch.ops.interposer_cpu.attention_out(
                 out, cache, query, key, value, plan.blocks, sink, key_scale, value_scale
             )

@@ -1,4 +1,4 @@
-"""Sums over ranks inside of native blocks, through the memory that the ranks share."""
+"""All-reduce inside fused decoder blocks, through the shared memory of the ranks."""
 
 from __future__ import annotations
 
@@ -12,47 +12,59 @@ from interposer_cpu._communicator import SharedMemoryCommunicator
 from interposer_ops.layers.divided_linear import ColumnLinear, RowLinear
 from interposer_ops.layers.linear import Linear, MergedLinear
 
-__all__ = ["BlockSums", "are_shared", "is_first", "is_last", "judge", "product_of"]
+__all__ = [
+    "BlockAllReduce",
+    "hooked_module",
+    "is_first_projection",
+    "is_last_projection",
+    "judge",
+    "reduce_in_shared_memory",
+]
 
 _NAME = "shared_memory"
-_OUTPUT, _DOWN = 1, 2  # of interposer_summand
+_OUTPUT, _DOWN = 1, 2  # bits of interposer_summand
 
 
 def judge(request: Request) -> Verdict:
-    """Accept a block whose sums over ranks native code can take, where there are ranks."""
-    chosen = request.dims.get("all_reduce", _NAME)
-    if chosen != _NAME:
-        return Verdict.refuse(f"adds results of ranks up by {_NAME}, and {chosen} is chosen here")
+    """Accept a block on one rank, or on ranks whose all-reduce uses shared memory."""
+    communicator = request.dims.get("all_reduce", _NAME)
+    if communicator != _NAME:
+        return Verdict.refuse(
+            f"adds results of ranks up by {_NAME}, and {communicator} is chosen here"
+        )
     return native.judge(request)
 
 
-def is_first(projection: nn.Module) -> bool:
-    """Say whether fused calls may compute the first projection of a layer."""
+def is_first_projection(projection: nn.Module) -> bool:
+    """Check whether fused calls can compute a layer's first projection, such as gate_up or qkv."""
     return type(projection) in (MergedLinear, ColumnLinear)
 
 
-def is_last(projection: nn.Module) -> bool:
-    """Say whether fused calls may compute the last projection of a layer, up to its sum."""
+def is_last_projection(projection: nn.Module) -> bool:
+    """Check whether fused calls can compute a layer's last projection, before any all-reduce."""
     return type(projection) in (Linear, RowLinear)
 
 
-def product_of(projection: nn.Module) -> Any:
-    """Return what forward hooks on the product of a projection stand on."""
+def hooked_module(projection: nn.Module) -> Any:
+    """Return the module that runs the forward hooks of a projection's matmul.
+
+    In a ``RowLinear`` these hooks run on the part before the all-reduce.
+    """
     return projection.summand if type(projection) is RowLinear else projection
 
 
-class BlockSums:
-    """The sums of a block, and what takes them.
+class BlockAllReduce:
+    """The all-reduces of a decoder block, of its attention output and its MLP output.
 
     Attributes:
-        words: of interposer_block, which results are summands.
-        communicator: None where there are none.
+        summand_bits: bits of interposer_summand: the results that are summed over ranks.
+        communicator: None if no result is summed.
     """
 
-    __slots__ = ("communicator", "words")
+    __slots__ = ("communicator", "summand_bits")
 
     def __init__(self, output: nn.Module | None, down: nn.Module | None) -> None:
-        self.words = _OUTPUT * _sums(output) | _DOWN * _sums(down)
+        self.summand_bits = _OUTPUT * _is_summed(output) | _DOWN * _is_summed(down)
         self.communicator: SharedMemoryCommunicator | None = None
         for part in (output, down):
             if isinstance(part, RowLinear):
@@ -60,21 +72,21 @@ class BlockSums:
 
     @property
     def address(self) -> int:
-        """Of the interposer_communicator, 0 without."""
+        """Address of the interposer_communicator; 0 if no result is summed."""
         return 0 if self.communicator is None else self.communicator.address
 
     def check(self, lost: int) -> None:
-        """Raise RankError where a rank was lost in a fused call."""
+        """Raise RankError if a fused call returned that a rank was lost."""
         if lost and self.communicator is not None:
             self.communicator.check("decoder block", lost)
 
 
-def are_shared(*projections: nn.Module) -> bool:
-    """Say whether native code can add up what ``projections`` return, whatever its size."""
-    held = [p.reduce_alone.communicators for p in projections if isinstance(p, RowLinear)]
-    first = held[0][0] if held else None
-    return all(type(c) is SharedMemoryCommunicator and c is first for pair in held for c in pair)
+def reduce_in_shared_memory(*projections: nn.Module) -> bool:
+    """Check that one shared-memory communicator reduces all ``projections``, at every size."""
+    pairs = [p.reduce_alone.communicators for p in projections if isinstance(p, RowLinear)]
+    first = pairs[0][0] if pairs else None
+    return all(type(c) is SharedMemoryCommunicator and c is first for pair in pairs for c in pair)
 
 
-def _sums(projection: nn.Module | None) -> bool:
+def _is_summed(projection: nn.Module | None) -> bool:
     return type(projection) is RowLinear

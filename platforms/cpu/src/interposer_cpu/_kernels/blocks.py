@@ -1,8 +1,8 @@
-"""Layers that compute several of their parts by one call of the compiled library.
+"""MLP and self-attention layers that compute several parts by one fused native call.
 
-Where a part is of another class than the standard one, or holds a kernel that is not declared in
-``fusion``, or has hooks that ``additions`` does not know, they do what the standard layers do. So
-they do under torch's compiler, which then sees the parts.
+A layer calls its parts one by one, as the standard layer does, if a part has a non-standard class,
+a kernel that is not declared in ``fusion``, or a hook that is not LoRA, see ``additions``; and
+under torch.compile, which then optimizes across the parts.
 
 Dimensions: T tokens, H hidden size, N heads, K kv heads, D head size, R rotated size.
 """
@@ -15,13 +15,17 @@ import torch
 from torch.compiler import is_compiling
 
 from interposer import AttentionSpec, Site
-from interposer_cpu._kernels.additions import ProductHooks
-from interposer_cpu._kernels.block_sums import is_first, is_last, product_of
+from interposer_cpu._kernels.additions import ProjectionHooks
+from interposer_cpu._kernels.block_sums import (
+    hooked_module,
+    is_first_projection,
+    is_last_projection,
+)
 from interposer_cpu._kernels.fusion import (
-    InputCodings,
+    InputQuantizations,
     activation_number,
     is_fused,
-    weight_words,
+    weight_arguments,
 )
 from interposer_cpu._kernels.interface import FLOAT32, TYPES
 from interposer_cpu.native import library
@@ -34,7 +38,7 @@ from interposer_ops.layers.self_attention import SelfAttention
 
 @final
 class NativeGatedMLP(GatedMLP):
-    """Both products and the activation in one call, and float32 between them."""
+    """Gated MLP: both matmuls and the activation in one call, with float32 between them."""
 
     reduces = True
     ends_in_projection = True
@@ -53,26 +57,28 @@ class NativeGatedMLP(GatedMLP):
         self.is_fusable = (
             number is not None
             and type(self.activation) is GatedActivation
-            and is_first(self.gate_up_proj)
-            and is_last(self.down_proj)
+            and is_first_projection(self.gate_up_proj)
+            and is_last_projection(self.down_proj)
         )
-        # Found faster than submodules are, and with what they hold after weights were exchanged.
+        # A tuple attribute is read faster than submodules of nn.Module, and is not registered as
+        # submodules a second time. Kernels and operands are
+        # read from the modules at every call, so that exchanged weights are used.
         self._parts: Any = (self.gate_up_proj, self.down_proj)
-        self._codings = InputCodings()
-        # Whatever watches a sum over ranks is called, as this layer takes it by the projection.
-        product = product_of(self.down_proj)
-        self._is_summed = product is not self.down_proj
+        self._quantizations = InputQuantizations()
+        # With an all-reduce, LoRA is added before it, and hooks on down_proj itself run after it.
+        down_matmul = hooked_module(self.down_proj)
+        self._is_summed = down_matmul is not self.down_proj
         watched = (self.activation, self.down_proj) if self._is_summed else (self.activation,)
-        self._hooks = ProductHooks((self.gate_up_proj, product), watched)
+        self._hooks = ProjectionHooks((self.gate_up_proj, down_matmul), watched)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``[T, H]`` of ``x`` ``[T, H]``."""
+        """Compute the MLP of ``x`` ``[T, H]``."""
         gate_up, down = self._parts
         if (
             not self.is_fusable
             or is_compiling()
-            or (added := self._hooks.added()) is None
-            or None in (codings := self._codings.of(gate_up.kernel, down.kernel))
+            or (lora := self._hooks.lora()) is None
+            or None in (quantizations := self._quantizations.of(gate_up.kernel, down.kernel))
             or x.ndim != 2
             or not x.is_contiguous()
         ):
@@ -81,23 +87,23 @@ class NativeGatedMLP(GatedMLP):
         count, length = x.shape
         out = torch.empty(count, down.operands[0][1], dtype=dtype)
         library().mlp(
-            *weight_words(codings[0], gate_up.operands),
-            *weight_words(codings[1], down.operands),
+            *weight_arguments(quantizations[0], gate_up.operands),
+            *weight_arguments(quantizations[1], down.operands),
             x.data_ptr(),
             out.data_ptr(),
             TYPES[dtype],
             self.activation_number,
             count,
             length,
-            *added.addresses,
-            added.ids(count),
+            *lora.addresses,
+            lora.ids(count),
         )
         return down.reduce(out) if self._is_summed else out
 
 
 @final
 class NativeSelfAttention(SelfAttention):
-    """Projection, norms of heads and rotation in one call."""
+    """Self-attention: QKV projection, norms of heads and rotary embedding in one call."""
 
     reduces = True
     ends_in_projection = True
@@ -118,24 +124,24 @@ class NativeSelfAttention(SelfAttention):
         rotary, norms = self.rotary, (self.q_norm, self.k_norm)
         self.eps = 0.0 if norm_eps is None else norm_eps
         self.is_fusable = (
-            is_first(self.qkv_proj)
+            is_first_projection(self.qkv_proj)
             and is_fused(rotary, RotaryEmbedding, rotary.rotate, "rotary_embedding")
             and all(is_fused(n, RMSNorm, n.norm, "rms_norm") for n in norms if n is not None)
         )
         self._parts: Any = (self.qkv_proj, *norms)
-        self._codings = InputCodings()
-        self._hooks = ProductHooks((self.qkv_proj,), (rotary, *filter(None, norms)))
+        self._quantizations = InputQuantizations()
+        self._hooks = ProjectionHooks((self.qkv_proj,), (rotary, *filter(None, norms)))
 
     def heads(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return query ``[T, N, D]``, key and value ``[T, K, D]``, ready for the attention."""
+        """Compute query ``[T, N, D]``, key and value ``[T, K, D]``, normalized and rotated."""
         projection, query_norm, key_norm = self._parts
         if (
             not self.is_fusable
             or is_compiling()
-            or (added := self._hooks.added()) is None
-            or None in (codings := self._codings.of(projection.kernel))
+            or (lora := self._hooks.lora()) is None
+            or None in (quantizations := self._quantizations.of(projection.kernel))
             or cos.dtype is not FLOAT32
             or not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous())
         ):
@@ -144,9 +150,10 @@ class NativeSelfAttention(SelfAttention):
         count, length = x.shape
         heads, kv_heads, _ = self.counts
         size = self.head_size
+        # The call writes query, key and value into one tensor; the results are views of it.
         out = torch.empty(count, heads + 2 * kv_heads, size, dtype=dtype)
         library().project_heads(
-            *weight_words(codings[0], projection.operands),
+            *weight_arguments(quantizations[0], projection.operands),
             x.data_ptr(),
             out.data_ptr(),
             0 if query_norm is None else query_norm.constants[0].data_ptr(),
@@ -160,8 +167,8 @@ class NativeSelfAttention(SelfAttention):
             cos.shape[1],
             count,
             length,
-            *added.addresses,
-            added.ids(count),
+            *lora.addresses,
+            lora.ids(count),
             self.eps,
         )
         query, key, value = out.split(self.counts, 1)

@@ -1,6 +1,6 @@
-"""A decoder block by one call of the compiled library.
+"""A whole decoder block in one call of the compiled library.
 
-Dimensions: T tokens, R tokens that matter, H hidden size, N heads, K kv heads, D head size.
+Dimensions: T tokens, R tokens with an output, H hidden size, N heads, K kv heads, D head size.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from interposer import Site
-from interposer_cpu._kernels.additions import Added, ProductHooks
+from interposer_cpu._kernels.additions import LoraArguments, ProjectionHooks
 from interposer_cpu._kernels.attention import NativeBackend, Plan
-from interposer_cpu._kernels.block_sums import BlockSums, are_shared, is_last, product_of
-from interposer_cpu._kernels.block_words import BoundBlock, attention_words
+from interposer_cpu._kernels.block_sums import (
+    BlockAllReduce,
+    hooked_module,
+    is_last_projection,
+    reduce_in_shared_memory,
+)
 from interposer_cpu._kernels.blocks import NativeGatedMLP, NativeSelfAttention
+from interposer_cpu._kernels.bound_block import BoundBlock, attention_arguments
 from interposer_cpu._kernels.decoder_run import DecoderRun
-from interposer_cpu._kernels.fusion import FLOATS, input_coding, is_fused
+from interposer_cpu._kernels.fusion import UNQUANTIZED, input_quantization, is_fused
 from interposer_cpu._kernels.interface import FLOAT32, TYPES
 from interposer_cpu.native import library
 from interposer_ops.layers.attention import Attention
@@ -29,17 +34,18 @@ from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.self_attention import SelfAttention
 
 _INT64 = torch.int64
-# What the library reads of a block: see interposer_block.
-_FACTS = struct.Struct("=23q3dq")
-_NOTHING = Added((0, 0), None)
+# Memory layout of interposer_block in native/blocks/blocks.h.
+_BLOCK_STRUCT = struct.Struct("=23q3dq")
+_NO_LORA = LoraArguments((0, 0), None)
 
 
 @final
 class NativeDecoderBlock(DecoderBlock):
-    """All of a block in one call; all but its MLP where this is a mixture or holds other kernels.
+    """Decoder block in one fused call; the MLP is called separately if it cannot be fused.
 
-    Weights are looked up at every call, so that exchanged ones are seen and none is kept. Sums over
-    ranks are taken in the call, where the ranks share memory.
+    An MoE layer or an MLP with undeclared kernels cannot be fused. Weights are looked up at every
+    call, so that exchanged weights are used and old ones are freed. With tensor parallelism, the
+    call includes the all-reduces through shared memory.
     """
 
     reduces = True
@@ -54,7 +60,7 @@ class NativeDecoderBlock(DecoderBlock):
     ) -> None:
         super().__init__(site, hidden_size, norm_eps, attention, mlp)
         mixer: Any = self.self_attn
-        last: Any = self.mlp
+        mlp_layer: Any = self.mlp
         self.hidden_size = hidden_size
         self.dtype = site.dtype
         self.is_fusable = (
@@ -63,32 +69,37 @@ class NativeDecoderBlock(DecoderBlock):
             and _is_fused_norm(self.post_attention_layernorm)
             and isinstance(mixer, NativeSelfAttention)
             and mixer.is_fusable
-            and is_last(mixer.o_proj)
-            and are_shared(mixer.o_proj)
+            and is_last_projection(mixer.o_proj)
+            and reduce_in_shared_memory(mixer.o_proj)
             and type(mixer.attn) is Attention
             and isinstance(mixer.attn.backend, NativeBackend)
         )
         self.takes_mlp = (
             self.is_fusable
-            and isinstance(last, NativeGatedMLP)
-            and last.is_fusable
-            and are_shared(mixer.o_proj, last.down_proj)
+            and isinstance(mlp_layer, NativeGatedMLP)
+            and mlp_layer.is_fusable
+            and reduce_in_shared_memory(mixer.o_proj, mlp_layer.down_proj)
         )
-        # Found faster than submodules are, and with what they hold after weights were exchanged.
+        # A tuple attribute is read faster than submodules of nn.Module.
         self._parts: Any = ()
         mixers: tuple[Any, ...] = ()
-        if self.is_fusable:  # another attention may have other parts
-            before, behind = self.input_layernorm, self.post_attention_layernorm
-            norms = (before, mixer.q_norm, mixer.k_norm, behind)
+        if self.is_fusable:  # another attention class can have other parts
+            norms = (
+                self.input_layernorm,
+                mixer.q_norm,
+                mixer.k_norm,
+                self.post_attention_layernorm,
+            )
             self._parts = (mixer.qkv_proj, mixer.o_proj, *norms, mixer.attn)
             mixers = (*norms, mixer.attn, mixer, mixer.rotary)
-        up_and_down = (last.gate_up_proj, last.down_proj) if self.takes_mlp else ()
-        self._last: Any = up_and_down
-        after = (last, last.activation) if self.takes_mlp else ()
+        projections = (mlp_layer.gate_up_proj, mlp_layer.down_proj) if self.takes_mlp else ()
+        self._mlp_parts: Any = projections
+        mlp_others = (mlp_layer, mlp_layer.activation) if self.takes_mlp else ()
         self._hooks = _hooks(self._parts[:2], mixers)
-        self._mlp_hooks = _hooks(up_and_down, after)
+        self._mlp_hooks = _hooks(projections, mlp_others)
         output = mixer.o_proj if self.is_fusable else None
-        self.sums = BlockSums(output, last.down_proj if self.takes_mlp else None)
+        down_proj = mlp_layer.down_proj if self.takes_mlp else None
+        self.all_reduce = BlockAllReduce(output, down_proj)
         self._bound = BoundBlock((), False, None)
 
     def forward(
@@ -101,20 +112,20 @@ class NativeDecoderBlock(DecoderBlock):
         plan: object,
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what ``DecoderBlock.forward`` does."""
-        if not self.is_fusable or is_compiling() or (added := self._hooks.added()) is None:
+        """Compute the block; same arguments and results as ``DecoderBlock.forward``."""
+        if not self.is_fusable or is_compiling() or (lora := self._hooks.lora()) is None:
             return super().forward(x, residual, cos, sin, cache, plan, rows)
         projection, output, norm, query_norm, key_norm, post_norm, attn = self._parts
         kernels: tuple[Any, ...]
         if self.takes_mlp:
-            up, down = self._last
+            up, down = self._mlp_parts
             kernels = (projection.kernel, output.kernel, up.kernel, down.kernel)
         else:
             up = down = None
             kernels = (projection.kernel, output.kernel)
-        bound = self.bound(kernels, cos)
+        fused_call = self.bound(kernels, cos)
         if (
-            bound.address is None
+            fused_call.address is None
             or x.dtype is not self.dtype
             or cos.dtype is not FLOAT32
             or type(plan) is not Plan
@@ -122,6 +133,7 @@ class NativeDecoderBlock(DecoderBlock):
             or not (rows is None or (rows.is_contiguous() and rows.dtype is _INT64))
         ):
             return super().forward(x, residual, cos, sin, cache, plan, rows)
+        # The library keeps the residual in float32; the first block of a model gets none.
         if residual is None:
             is_added, residual = 0, x.to(FLOAT32)
         elif residual.dtype is FLOAT32 and residual.is_contiguous():
@@ -129,24 +141,25 @@ class NativeDecoderBlock(DecoderBlock):
         else:
             return super().forward(x, residual, cos, sin, cache, plan, rows)
         count = x.shape[0]
-        chosen = count if rows is None else rows.shape[0]
+        num_outputs = count if rows is None else rows.shape[0]
         hidden_size = self.hidden_size
-        out = torch.empty(chosen, hidden_size, dtype=x.dtype)
-        total = torch.empty(chosen, hidden_size, dtype=FLOAT32)
-        added_last = self._mlp_hooks.added() if bound.is_whole else None
-        is_whole = added_last is not None
-        if added_last is None:
-            added_last = _NOTHING  # the MLP sees to it
-        user = added if added.hook is not None else added_last
+        out = torch.empty(num_outputs, hidden_size, dtype=x.dtype)
+        total = torch.empty(num_outputs, hidden_size, dtype=FLOAT32)
+        mlp_lora = self._mlp_hooks.lora() if fused_call.is_whole else None
+        is_whole = mlp_lora is not None
+        if mlp_lora is None:
+            mlp_lora = _NO_LORA  # self.mlp is called below and runs its own hooks
+        adapter_source = lora if lora.hook is not None else mlp_lora
         head_stride, page_stride, *_ = cache.stride()
-        size = cache.itemsize
+        size = cache.itemsize  # the library takes the strides of the cache in bytes
         lost = library().decoder_block(
-            bound.address,
+            fused_call.address,
             projection.operands[0][0].data_ptr(),
             output.operands[0][0].data_ptr(),
             up.operands[0][0].data_ptr() if is_whole else 0,
             down.operands[0][0].data_ptr() if is_whole else 0,
-            *bound.input_scales((projection, output, up, down)),
+            *fused_call.input_scales((projection, output, up, down)),
+            # constants[0] belongs to rms_norm, constants[1] to fused_add_rms_norm
             norm.constants[1 if is_added else 0].data_ptr(),
             0 if query_norm is None else query_norm.constants[0].data_ptr(),
             0 if key_norm is None else key_norm.constants[0].data_ptr(),
@@ -157,84 +170,86 @@ class NativeDecoderBlock(DecoderBlock):
             cache.data_ptr(),
             head_stride * size,
             page_stride * size,
-            *attention_words(attn),
+            *attention_arguments(attn),
             x.data_ptr(),
             residual.data_ptr(),
             is_added,
             count,
             0 if rows is None else rows.data_ptr(),
-            -1 if rows is None else chosen,
+            -1 if rows is None else num_outputs,
             out.data_ptr(),
             total.data_ptr(),
-            *added.addresses,
-            *added_last.addresses,
-            user.ids(count),
-            user.ids(chosen),
-            self.sums.address,
+            *lora.addresses,
+            *mlp_lora.addresses,
+            adapter_source.ids(count),
+            adapter_source.ids(num_outputs),
+            self.all_reduce.address,
         )
-        self.sums.check(lost)
+        self.all_reduce.check(lost)
         return (out if is_whole else self.mlp(out)), total
 
     @classmethod
     def joined(cls, blocks: Sequence[nn.Module]) -> DecoderRun | None:
-        """Return a call of blocks that follow each other; None where one is not in one call."""
-        own = [block for block in blocks if isinstance(block, cls) and block.takes_mlp]
-        return DecoderRun(own) if len(own) == len(blocks) else None
+        """Join consecutive blocks into one call; None if a block cannot be fused completely."""
+        fusable = [block for block in blocks if isinstance(block, cls) and block.takes_mlp]
+        return DecoderRun(fusable) if len(fusable) == len(blocks) else None
 
     def parts(self) -> tuple[Any, ...]:
-        """Return what a whole call reads: four projections, four norms or None, the attention."""
+        """List the parts: four projections, four norms (a norm can be None), the attention."""
         projection, output, *norms, attn = self._parts
-        return projection, output, *self._last, *norms, attn
+        return projection, output, *self._mlp_parts, *norms, attn
 
     def hooks(self) -> tuple[Any, ...]:
-        """Return the hooks of all parts; none is true where there is no hook."""
+        """List the hook dictionaries of all parts; all are empty if there is no hook."""
         return *self._hooks.dicts, *self._mlp_hooks.dicts
 
     def bound(self, kernels: tuple[Any, ...], cos: torch.Tensor) -> BoundBlock:
-        """Return the fused call for the kernels that the projections hold now."""
-        # Weights are exchanged, and kernels with them, without a word to this layer.
+        """Return the fused call for the current kernels of the projections."""
+        # Exchanging weights can exchange kernels too, without any notice to this layer.
         if kernels != self._bound.kernels:
             self._bound = self._bind(kernels, cos)
         return self._bound
 
     def _bind(self, kernels: tuple[Any, ...], cos: torch.Tensor) -> BoundBlock:
-        """Return the fused call for these kernels, read from what they declare."""
-        found = [input_coding(kernel) for kernel in kernels]
-        if None in found[:2]:
+        """Build the fused call from the declarations of the kernels."""
+        declared = [input_quantization(kernel) for kernel in kernels]
+        if None in declared[:2]:
             return BoundBlock(kernels, False, None)
-        is_whole = self.takes_mlp and None not in found
-        # An MLP that is called by itself leaves both of its places empty.
-        codings = [coding or FLOATS for coding in (*found, None, None)][:4]
-        words = [word for coding in codings for word in coding.words]
-        statics = tuple(coding.is_static for coding in codings)
+        is_whole = self.takes_mlp and None not in declared
+        # The struct always has four quantizations; a separate MLP leaves the last two unused.
+        quantizations = [q or UNQUANTIZED for q in (*declared, None, None)][:4]
+        fields = [field for quantization in quantizations for field in quantization.fields]
+        statics = tuple(quantization.is_static for quantization in quantizations)
         mixer: Any = self.self_attn
-        last: Any = self.mlp
+        mlp: Any = self.mlp
         heads, kv_heads, _ = mixer.counts
-        facts = _FACTS.pack(
+        facts = _BLOCK_STRUCT.pack(
             TYPES[self.dtype],
-            last.activation_number if is_whole else 0,
+            mlp.activation_number if is_whole else 0,
             self.hidden_size,
             heads,
             kv_heads,
             mixer.head_size,
             cos.shape[1],
-            *words,
+            *fields,
             self.input_layernorm.eps,
             mixer.eps,
             self.post_attention_layernorm.eps,
-            self.sums.words,
+            self.all_reduce.summand_bits,
         )
         return BoundBlock(kernels, is_whole, facts, statics if any(statics) else ())
 
 
-def _hooks(products: Sequence[nn.Module], others: Sequence[nn.Module | None]) -> ProductHooks:
-    """Return the hooks on products, and on all else, such as on sums over ranks."""
-    own = [product_of(product) for product in products]
-    sums = [p for p, product in zip(products, own, strict=True) if p is not product]
-    return ProductHooks(own, [m for m in (*others, *sums) if m is not None])
+def _hooks(
+    projections: Sequence[nn.Module], other_modules: Sequence[nn.Module | None]
+) -> ProjectionHooks:
+    """Watch the hooks of projections before their all-reduce, and of all other modules."""
+    matmuls = [hooked_module(projection) for projection in projections]
+    reduced = [p for p, matmul in zip(projections, matmuls, strict=True) if p is not matmul]
+    return ProjectionHooks(matmuls, [m for m in (*other_modules, *reduced) if m is not None])
 
 
 def _is_fused_norm(norm: RMSNorm) -> bool:
-    """Say whether fused calls compute a norm, alone and with the residual stream."""
+    """Check whether fused calls can compute a norm, both with and without residual addition."""
     kernels = {"rms_norm": norm.norm, "fused_add_rms_norm": norm.add_norm}
     return all(is_fused(norm, RMSNorm, kernel, op) for op, kernel in kernels.items())

@@ -1,10 +1,10 @@
-"""Decoder blocks that follow each other, by one call of the compiled library.
+"""Consecutive decoder blocks in one call of the compiled library.
 
-What a block looks up at every call, it looks up for all blocks at once here: the Python between two
-calls takes as long as a twentieth to a tenth of a decode step, as weights drive its data out of the
-caches.
+With one call per block, the Python between two calls takes 5 to 10 % of a decode step, because
+the weights evict Python's data from the CPU caches. Here the arguments of all blocks are gathered
+at once.
 
-Dimensions: L blocks, T tokens, R tokens that matter, H hidden size.
+Dimensions: L blocks, T tokens, R tokens with an output, H hidden size.
 """
 
 from __future__ import annotations
@@ -17,40 +17,48 @@ import torch
 from torch.compiler import is_compiling
 
 from interposer_cpu._kernels.attention import Plan
-from interposer_cpu._kernels.block_words import BoundBlock, attention_words
+from interposer_cpu._kernels.bound_block import BoundBlock, attention_arguments
 from interposer_cpu._kernels.fusion import ForwardHooks
 from interposer_cpu._kernels.interface import FLOAT32
 from interposer_cpu.native import library
 
-_WORDS = 38  # of a block, in the order that decoder_block takes them
-_PRODUCTS, _NORMS = 4, 4
+# Number of arguments of the library's decoder_block. The table has one row of arguments per block,
+# and the indices below follow the order of arguments in NativeDecoderBlock.forward.
+_NUM_ARGUMENTS = 38
+_NUM_PROJECTIONS, _NUM_NORMS = 4, 4
 
-# Kernels of projections, what their blocks hold for them, and the words that stay the same.
+# Kernels of all projections, fused calls of the blocks, and a table of the constant arguments.
 _Bound = tuple[list[Any], list[BoundBlock], "array[int]"]
 
 
 class DecoderRun:
-    """The blocks as one call, unless something has to happen between two of them.
+    """Call of several blocks at once, used unless Python code must run between two blocks.
 
-    Weights are looked up at every call, as by the block.
+    Weights are looked up at every call, as in ``NativeDecoderBlock``.
     """
 
     def __init__(self, blocks: Sequence[Any]) -> None:
         self.blocks = tuple(blocks)
         parts = [block.parts() for block in blocks]
-        self.products = [part for own in parts for part in own[:_PRODUCTS]]
-        self.norms = [own[_PRODUCTS : _PRODUCTS + _NORMS] for own in parts]
-        self.attentions = [own[-1] for own in parts]
+        self.projections = [
+            part for block_parts in parts for part in block_parts[:_NUM_PROJECTIONS]
+        ]
+        self.norms = [
+            block_parts[_NUM_PROJECTIONS : _NUM_PROJECTIONS + _NUM_NORMS] for block_parts in parts
+        ]
+        self.attentions = [block_parts[-1] for block_parts in parts]
         hooks = [ForwardHooks(blocks).dicts, *(block.hooks() for block in blocks)]
-        self.hooks = tuple({id(own): own for some in hooks for own in some}.values())
-        # Whoever watches a layer sets its own forward.
+        # Deduplicated: the global hooks of torch are in every list.
+        self.hooks = tuple({id(d): d for dicts in hooks for d in dicts}.values())
+        # Tools that watch a layer set ``forward`` on the instance.
         self.instances = [vars(block) for block in blocks]
-        self.sums = [block.sums for block in blocks]
-        self.ranks = max(self.sums, key=lambda sums: sums.words)
+        self.all_reduces = [block.all_reduce for block in blocks]
+        # One communicator serves all blocks: take a block that has one, if any.
+        self.all_reduce = max(self.all_reduces, key=lambda reduce: reduce.summand_bits)
         self._bound: _Bound = ([], [], array("q"))
 
     def __reduce__(self) -> tuple[type[DecoderRun], tuple[tuple[Any, ...]]]:
-        """Let a copy look at the copies of the blocks."""
+        """Rebuild the object from the copied blocks when a model is copied."""
         return DecoderRun, (self.blocks,)
 
     def __call__(
@@ -61,16 +69,17 @@ class DecoderRun:
         plans: Sequence[object],
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return what the last block does; None where blocks have to be called one by one.
+        """Compute all blocks; None if the blocks must be called one by one.
 
         Args:
-            x: ``[T, H]``, of the first block, which has no residual stream before it.
-            angles, caches, plans: of each block.
-            rows: of the last block.
+            x: ``[T, H]``, input of the first block, which gets no residual.
+            angles, caches, plans: one per block.
+            rows: rows of the last block with an output; None for all.
+        Returns: output and residual of the last block, ``[R, H]`` each.
         """
-        if is_compiling() or any(self.hooks) or any("forward" in own for own in self.instances):
+        if is_compiling() or any(self.hooks) or any("forward" in d for d in self.instances):
             return None
-        kernels = [product.kernel for product in self.products]
+        kernels = [projection.kernel for projection in self.projections]
         if kernels != self._bound[0]:
             self._bound = self._bind(kernels, angles)
         _, bounds, template = self._bound
@@ -85,76 +94,83 @@ class DecoderRun:
         ):
             return None
         length = len(self.blocks)
-        chosen = count if rows is None else rows.shape[0]
+        num_outputs = count if rows is None else rows.shape[0]
         residual = x.to(FLOAT32)
-        # In turn: what a block reads lies in one of both, what it writes in the other.
+        # Double buffers: a block reads from one half and writes to the other.
         hidden = torch.empty(2, count, first.hidden_size, dtype=x.dtype)
         stream = torch.empty(2, count, first.hidden_size, dtype=FLOAT32)
-        out = torch.empty(chosen, first.hidden_size, dtype=x.dtype)
-        total = torch.empty(chosen, first.hidden_size, dtype=FLOAT32)
+        out = torch.empty(num_outputs, first.hidden_size, dtype=x.dtype)
+        total = torch.empty(num_outputs, first.hidden_size, dtype=FLOAT32)
         outs = [half.data_ptr() for half in hidden] * length
         totals = [half.data_ptr() for half in stream] * length
+        # A copy, so that concurrent calls of one model do not share a table.
         table = template[:]
         self._write_weights(table, bounds)
         tables = [(cos.data_ptr(), sin.data_ptr()) for cos, sin in angles]  # type: ignore[union-attr]
         strides = [cache.stride() for cache in caches]
         sizes = [cache.itemsize for cache in caches]
-        for place, words in (
+        for index, column in (
             (13, [cos for cos, _ in tables]),
             (14, [sin for _, sin in tables]),
             (15, [plan.address for plan in plans]),  # type: ignore[attr-defined]
             (16, [cache.data_ptr() for cache in caches]),
-            (17, [own[0] * size for own, size in zip(strides, sizes, strict=True)]),
-            (18, [own[1] * size for own, size in zip(strides, sizes, strict=True)]),
+            (17, [stride[0] * size for stride, size in zip(strides, sizes, strict=True)]),
+            (18, [stride[1] * size for stride, size in zip(strides, sizes, strict=True)]),
             (23, [x.data_ptr(), *outs[: length - 1]]),
             (24, [residual.data_ptr(), *totals[: length - 1]]),
             (26, [count] * length),
             (29, [*outs[: length - 1], out.data_ptr()]),
             (30, [*totals[: length - 1], total.data_ptr()]),
         ):
-            table[place::_WORDS] = array("q", words)
-        if rows is not None:
-            table[27 - _WORDS], table[28 - _WORDS] = rows.data_ptr(), chosen
-        table[37::_WORDS] = array("q", [sums.address for sums in self.sums])
-        self.ranks.check(library().decoder_blocks(table.buffer_info()[0], length))
+            table[index::_NUM_ARGUMENTS] = array("q", column)
+        if rows is not None:  # the last block
+            table[27 - _NUM_ARGUMENTS], table[28 - _NUM_ARGUMENTS] = rows.data_ptr(), num_outputs
+        table[37::_NUM_ARGUMENTS] = array("q", [reduce.address for reduce in self.all_reduces])
+        self.all_reduce.check(library().decoder_blocks(table.buffer_info()[0], length))
         return out, total
 
     def _write_weights(self, table: array[int], bounds: list[BoundBlock]) -> None:
-        """Write addresses of weights and of their scales."""
-        packed = [product.operands[0][0].data_ptr() for product in self.products]
-        for place in range(_PRODUCTS):
-            table[1 + place :: _WORDS] = array("q", packed[place::_PRODUCTS])
-        added = 0  # by the first norm, which does not add
-        before, behind, queries, keys = [], [], [], []
+        """Write the addresses of weights, norms and scales to the table."""
+        packed = [projection.operands[0][0].data_ptr() for projection in self.projections]
+        for index in range(_NUM_PROJECTIONS):
+            table[1 + index :: _NUM_ARGUMENTS] = array("q", packed[index::_NUM_PROJECTIONS])
+        # A norm has two constants: for rms_norm and for fused_add_rms_norm. Only the first norm of
+        # the first block has no residual to add.
+        constant = 0
+        input_norms, post_norms, query_norms, key_norms = [], [], [], []
         for norm, query, key, post in self.norms:
-            before.append(norm.constants[added].data_ptr())
-            queries.append(0 if query is None else query.constants[0].data_ptr())
-            keys.append(0 if key is None else key.constants[0].data_ptr())
-            behind.append(post.constants[1].data_ptr())
-            added = 1
-        for place, words in ((9, before), (10, queries), (11, keys), (12, behind)):
-            table[place::_WORDS] = array("q", words)
+            input_norms.append(norm.constants[constant].data_ptr())
+            query_norms.append(0 if query is None else query.constants[0].data_ptr())
+            key_norms.append(0 if key is None else key.constants[0].data_ptr())
+            post_norms.append(post.constants[1].data_ptr())
+            constant = 1
+        columns = ((9, input_norms), (10, query_norms), (11, key_norms), (12, post_norms))
+        for index, column in columns:
+            table[index::_NUM_ARGUMENTS] = array("q", column)
         for index, attn in enumerate(self.attentions):
             if attn.scales is not None or attn.spec.sinks:
-                start = index * _WORDS + 19
-                table[start : start + 4] = array("q", attention_words(attn))
-        for index, bound in enumerate(bounds):
-            if bound.statics:
-                own, start = self.products[index * _PRODUCTS :][:_PRODUCTS], index * _WORDS + 5
-                table[start : start + 4] = array("q", bound.input_scales(own))
+                start = index * _NUM_ARGUMENTS + 19
+                table[start : start + 4] = array("q", attention_arguments(attn))
+        for index, fused_call in enumerate(bounds):
+            if fused_call.statics:
+                projections = self.projections[index * _NUM_PROJECTIONS :][:_NUM_PROJECTIONS]
+                start = index * _NUM_ARGUMENTS + 5
+                table[start : start + 4] = array("q", fused_call.input_scales(projections))
 
     def _bind(self, kernels: list[Any], angles: Sequence[Any]) -> _Bound:
-        """Return the words of all blocks that stay the same; none where a block is not whole."""
-        bounds, table = [], array("q", bytes(8 * _WORDS * len(self.blocks)))
+        """Fill a table with the constant arguments; empty if a block cannot be fused completely."""
+        bounds, table = [], array("q", bytes(8 * _NUM_ARGUMENTS * len(self.blocks)))
         for index, block in enumerate(self.blocks):
-            own = tuple(kernels[index * _PRODUCTS :][:_PRODUCTS])
-            bound = block.bound(own, angles[index][0])
-            if bound.address is None or not bound.is_whole:
+            block_kernels = tuple(kernels[index * _NUM_PROJECTIONS :][:_NUM_PROJECTIONS])
+            fused_call = block.bound(block_kernels, angles[index][0])
+            if fused_call.address is None or not fused_call.is_whole:
                 return kernels, [], array("q")
-            bounds.append(bound)
-            table[index * _WORDS] = bound.address
-            table[index * _WORDS + 25] = 1 if index else 0  # whether x is added to the stream
-            table[index * _WORDS + 28] = -1  # all rows
+            bounds.append(fused_call)
+            table[index * _NUM_ARGUMENTS] = fused_call.address
+            table[index * _NUM_ARGUMENTS + 25] = (
+                1 if index else 0
+            )  # whether x is added to the residual
+            table[index * _NUM_ARGUMENTS + 28] = -1  # all rows
         return kernels, bounds, table
 
 

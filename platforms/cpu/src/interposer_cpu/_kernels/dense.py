@@ -1,4 +1,4 @@
-"""Attention to keys in rows by the compiled library: without a cache, and to latent vectors.
+"""Ragged attention without a cache, and latent attention (MLA), by the compiled library.
 
 Dimensions: T query tokens, U key tokens, N heads, K kv heads, D size of a query and key, E size of
 a value, B sequences, C latent size, R rotary size, P pages, S page size, M pages of the longest
@@ -30,7 +30,7 @@ def ragged_attention(
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the op ``ragged_attention``."""
+    """Compute the op ``ragged_attention``."""
     return _ragged(
         query, key, value, query_starts, key_starts, scale, causal, window_tokens, softcap, sinks,
         alibi_slopes, None,
@@ -52,7 +52,7 @@ def ragged_attention_with_lse(
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the op ``ragged_attention_with_lse``."""
+    """Compute the op ``ragged_attention_with_lse``."""
     lse = query.new_empty(query.shape[:2], dtype=torch.float32)
     out = _ragged(
         query, key, value, query_starts, key_starts, scale, causal, window_tokens, softcap, sinks,
@@ -83,17 +83,18 @@ def _ragged(
     slopes = None if slopes is None else slopes.contiguous()
     out = query.new_empty(query.shape[0], num_heads, value_size)
     if is_compiling():
-        nothing = query.new_empty(0, dtype=torch.float32)
+        # The op's schema has no optional tensors: an empty one stands for None.
+        absent = query.new_empty(0, dtype=torch.float32)
         torch.ops.interposer_cpu.ragged_attention_out(
             out,
-            nothing if lse is None else lse,
+            absent if lse is None else lse,
             query,
             key,
             value,
             query_starts,
             key_starts,
-            nothing if sinks is None else sinks,
-            nothing if slopes is None else slopes,
+            absent if sinks is None else sinks,
+            absent if slopes is None else slopes,
             scale,
             softcap or 0.0,
             window_tokens or 0,
@@ -128,10 +129,10 @@ def _ragged(
 
 
 def judge_latent(request: Request) -> Verdict:
-    """Accept caches of the dtype of the query, or of 8-bit floats."""
-    stored = str(request.dims.get("cache_dtype", request.dtype))
-    if stored not in (request.dtype, "float8_e4m3fn", "float8_e5m2"):
-        return Verdict.refuse(f"reads caches of {request.dtype} or 8-bit floats, got {stored}")
+    """Accept caches with the dtype of the query or an 8-bit float dtype."""
+    cache_dtype = str(request.dims.get("cache_dtype", request.dtype))
+    if cache_dtype not in (request.dtype, "float8_e4m3fn", "float8_e5m2"):
+        return Verdict.refuse(f"reads caches of {request.dtype} or 8-bit floats, got {cache_dtype}")
     return native.judge(request)
 
 
@@ -146,7 +147,7 @@ def latent_attention_decode(
     scale: float,
     cache_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the op ``latent_attention_decode``: all heads in one pass over the cache."""
+    """Compute the op ``latent_attention_decode``: all heads in one pass over the cache."""
     num_tokens, num_heads, width = query.shape
     query = _with_rows(query)
     if cache.stride(-1) != 1:
@@ -157,7 +158,7 @@ def latent_attention_decode(
     out = query.new_empty(num_tokens, num_heads, latent_size)
     cache_type = CACHE_TYPES[cache.dtype]
     if is_compiling():
-        nothing = query.new_empty(0, dtype=torch.float32)
+        absent = query.new_empty(0, dtype=torch.float32)
         torch.ops.interposer_cpu.latent_attention_out(
             out,
             query,
@@ -165,7 +166,7 @@ def latent_attention_decode(
             page_table,
             query_starts,
             seq_lens,
-            nothing if cache_scale is None else cache_scale,
+            absent if cache_scale is None else cache_scale,
             cache_type,
             scale,
         )
@@ -195,5 +196,5 @@ def latent_attention_decode(
 
 
 def _with_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` with tokens whose heads follow each other."""
+    """Return ``x`` with adjacent heads in every token; copy only if necessary."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

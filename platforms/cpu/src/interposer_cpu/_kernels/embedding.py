@@ -1,4 +1,4 @@
-"""Embedding lookups in packed weights, so that a tied lm_head multiplies by the same memory.
+"""Embedding lookups in packed weights, which a tied lm_head shares.
 
 Dimensions: T tokens, V vocabulary, H hidden size.
 """
@@ -16,11 +16,11 @@ from interposer_cpu._kernels.linear import pack, pack_w4a16, pack_w8a16
 from interposer_cpu._kernels.packed_copies import Packed
 
 PackedEmbedding = tuple[Packed, int, torch.dtype]
-"""The packed weight, H, and the dtype of the rows that an unquantized one has."""
+"""Packed weight, H, and the dtype of the rows of an unquantized weight."""
 
 
 def embedding(token_ids: torch.Tensor, weight: PackedEmbedding) -> torch.Tensor:
-    """Return the op ``embedding`` for a ``weight`` of ``pack_embedding``."""
+    """Compute the op ``embedding`` with a ``weight`` packed by ``pack_embedding``."""
     return _rows(token_ids, weight, weight[2])
 
 
@@ -31,7 +31,7 @@ def w4a16_embedding(
     zero_points: None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the op ``w4a16_embedding`` for a ``weight`` of ``pack_w4a16_embedding``."""
+    """Compute the op ``w4a16_embedding`` with a ``weight`` packed by ``pack_w4a16_embedding``."""
     return _rows(token_ids, weight, out_dtype)
 
 
@@ -42,32 +42,32 @@ def w8a16_embedding(
     zero_points: None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the op ``w8a16_embedding`` for a ``weight`` of ``pack_w8a16_embedding``."""
+    """Compute the op ``w8a16_embedding`` with a ``weight`` packed by ``pack_w8a16_embedding``."""
     return _rows(token_ids, weight, out_dtype)
 
 
 def pack_embedding(weight: torch.Tensor) -> dict[str, Any]:
-    """Return the constants of ``embedding``, ``weight`` ``[V, H]`` packed as for ``linear``."""
+    """Pack the ``weight`` ``[V, H]`` of ``embedding`` in the format of ``linear``."""
     return {"weight": (pack(weight, None)["weight"], weight.shape[1], weight.dtype)}
 
 
 def pack_w4a16_embedding(
     weight: torch.Tensor, scale: torch.Tensor, zero_points: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Return the constants of ``w4a16_embedding``, all in the packed weight."""
+    """Pack all constants of ``w4a16_embedding`` into one weight."""
     packed = pack_w4a16(weight, scale, None, zero_points)["weight"]
-    return _constants(packed, 2 * weight.shape[1])
+    return _constants(packed, 2 * weight.shape[1])  # a byte has two values
 
 
 def pack_w8a16_embedding(
     weight: torch.Tensor, scale: torch.Tensor, zero_points: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Return the constants of ``w8a16_embedding``, all in the packed weight."""
+    """Pack all constants of ``w8a16_embedding`` into one weight."""
     return _constants(pack_w8a16(weight, scale, None, zero_points)["weight"], weight.shape[1])
 
 
 def judge_tied(request: Request) -> Verdict:
-    """Accept weights that are tied to an lm_head: rows of others are read faster unpacked."""
+    """Accept only weights tied to an lm_head: lookups in unpacked weights are faster."""
     if not request.dims["tied"]:
         return Verdict.refuse("packs weights that are tied to an lm_head, this one is not")
     return native.judge(request)

@@ -1,4 +1,4 @@
-"""Experts that are linear layers, of which one call of the compiled library computes all.
+"""MoE layers whose experts are separate linear layers, fused into one native call.
 
 Dimensions: T tokens, H hidden size, K chosen experts, E experts.
 """
@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 
 from interposer import ExpertsSpec, Site
 from interposer_cpu._kernels.experts import routed_rows
-from interposer_cpu._kernels.fusion import ForwardHooks, activation_number, input_coding
+from interposer_cpu._kernels.fusion import ForwardHooks, activation_number, input_quantization
 from interposer_cpu._kernels.interface import FLOAT32, TYPES
 from interposer_cpu.native import library
 from interposer_ops.layers.expert_loop import ExpertLoop
@@ -27,11 +27,10 @@ _LAYERS = (Linear, MergedLinear)
 
 @final
 class NativeExperts(Experts):
-    """The experts of an ``ExpertLoop`` in one call, and float32 between their projections.
+    """Experts that compute an ``ExpertLoop`` in one call, with float32 between the projections.
 
-    Experts that one kernel computes are left to it, and so are those whose layers are of other
-    classes, hold kernels that are not declared in ``fusion``, or have hooks, and those of a
-    dispatcher.
+    Falls back to the standard layer for a fused-experts kernel, a dispatcher, hooks, projections
+    of other classes, and kernels that are not declared in ``fusion``.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class NativeExperts(Experts):
         self._fused: _FusedExperts | None = None
 
     def finalize(self) -> None:
-        """Find out whether one call can compute what the method wants called."""
+        """Finish the weights, then check whether one call can compute the experts."""
         super().finalize()
         self._fused = None
         if self.dispatcher is None and type(self.kernel) is ExpertLoop:
@@ -50,7 +49,13 @@ class NativeExperts(Experts):
     def forward(
         self, x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor
     ) -> torch.Tensor:
-        """Return what the chosen experts make of ``x`` ``[T, H]``, added up by ``weights``."""
+        """Sum the outputs of each token's top K experts, scaled by ``weights``.
+
+        Args:
+            x: ``[T, H]``.
+            weights: ``[T, K]``.
+            expert_ids: ``[T, K]``.
+        """
         fused = self._fused
         if (
             fused is None
@@ -66,7 +71,7 @@ class NativeExperts(Experts):
         out = torch.empty(count, width, dtype=x.dtype)
         library().expert_layers(
             table.data_ptr(),
-            *fused.words,
+            *fused.fields,
             x.data_ptr(),
             out.data_ptr(),
             weights.data_ptr(),
@@ -84,22 +89,22 @@ class NativeExperts(Experts):
 
 
 class _FusedExperts:
-    """The linear layers of all experts, and the addresses of what they hold.
+    """The linear layers of all experts and a table of their packed weights' addresses.
 
     Attributes:
-        words: of both input codings.
+        fields: fields of the input quantizations of the first and the second projection.
     """
 
     def __init__(self, layers: list[Any], activation: int) -> None:
         self.layers, self.activation = layers, activation
         self.hooks = ForwardHooks(layers)
-        self.words: tuple[int, ...] = ()
-        self._held: list[Any] = []
+        self.fields: tuple[int, ...] = ()
+        self._operands: list[Any] = []
         self._table: torch.Tensor | None = None
 
     @classmethod
     def of(cls, loop: ExpertLoop, pairs: tuple[Any, ...]) -> _FusedExperts | None:
-        """Return those of a loop's pairs, None where they are not what one call computes."""
+        """Fuse the (gate_up, down) ``pairs`` of a loop; None if one call cannot compute them."""
         activate: Any = loop.activate
         layers = list(chain.from_iterable(pairs))
         if type(activate) is not GatedActivation or not all(type(x) in _LAYERS for x in layers):
@@ -108,23 +113,29 @@ class _FusedExperts:
         return None if number is None else cls(layers, number)
 
     def table(self) -> torch.Tensor | None:
-        """Return int64 ``[E, 2]`` addresses of packed weights, None where a kernel has none.
+        """Return addresses of packed weights, int64 ``[E, 2]``; None if a kernel is not fusable.
 
-        Weights are exchanged, and kernels with them, without a word to the layer around them.
+        The operands are compared at every call, as weights can be exchanged without any notice to
+        the layer around them.
         """
-        held = [layer.operands for layer in self.layers]
-        if len(held) != len(self._held) or not all(map(operator.is_, held, self._held)):
-            self._held = held
+        operands = [layer.operands for layer in self.layers]
+        is_current = len(operands) == len(self._operands)
+        if not is_current or not all(map(operator.is_, operands, self._operands)):
+            self._operands = operands
             self._table = self._read()
         return self._table
 
     def _read(self) -> torch.Tensor | None:
-        found = [{input_coding(layer.kernel) for layer in self.layers[half::2]} for half in (0, 1)]
-        if any(len(codings) > 1 or None in codings for codings in found):
+        # layers alternates between first and second projections. One call has one quantization
+        # for all first projections and one for all second projections.
+        by_half = [
+            {input_quantization(layer.kernel) for layer in self.layers[half::2]} for half in (0, 1)
+        ]
+        if any(len(distinct) > 1 or None in distinct for distinct in by_half):
             return None
-        codings: list[Any] = [*found[0], *found[1]]
-        if any(coding.is_static for coding in codings):
+        quantizations: list[Any] = [*by_half[0], *by_half[1]]
+        if any(quantization.is_static for quantization in quantizations):
             return None
-        self.words = (*codings[0].words, *codings[1].words)
+        self.fields = (*quantizations[0].fields, *quantizations[1].fields)
         addresses = [layer.operands[0][0].data_ptr() for layer in self.layers]
         return torch.tensor(addresses, dtype=torch.int64).view(-1, 2)

@@ -1,10 +1,10 @@
-"""Mixtures of experts whose weights are packed for vectors of sixteen outputs.
+"""Fused MoE kernels of the compiled library, with weights packed in panels of sixteen outputs.
 
-Dimensions: T tokens, K chosen experts, E experts, H hidden size, I intermediate size, R rows and
+Dimensions: T tokens, K experts per token, E experts, H hidden size, I intermediate size, R rows and
 C columns of scales.
 
-An expert is packed as three weights, gates, what they act on, and the second projection, so that
-the first two can be multiplied block by block beside each other.
+An expert is packed as three weights: gate, up and down. The kernel computes gate and up block by
+block side by side, so that the activation is applied while both results are in the cache.
 """
 
 from __future__ import annotations
@@ -19,15 +19,20 @@ from interposer import Request, Verdict
 from interposer.errors import RequestError
 from interposer_cpu import native
 from interposer_cpu._kernels.interface import TYPES
-from interposer_cpu._kernels.packing import PLAIN_FORMATS, Description, PackedFormat, described
+from interposer_cpu._kernels.packing import (
+    PLAIN_FORMATS,
+    Description,
+    PackedFormat,
+    describe_weight,
+)
 from interposer_ops.devices import host_memory
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "swiglu_oai": 2}
 _INT32 = torch.int32
 
-# What a mixture begins with, in bytes.
+# Bytes of the header that precedes the packed experts.
 _HEADER = 64
-# A scale that inputs share belongs to whole words of all formats.
+# Inputs that every packed format stores as one unit; a unit cannot have two scales.
 _WORD = 8
 
 
@@ -41,8 +46,8 @@ def fused_experts(
     expert_ids: torch.Tensor,
     activation: str,
 ) -> torch.Tensor:
-    """Return the op ``fused_experts`` for a ``gate_up`` that holds all constants."""
-    return _mixture(x, gate_up, weights, expert_ids, activation)
+    """Compute the op ``fused_experts`` for a ``gate_up`` that holds all constants."""
+    return _run_experts(x, gate_up, weights, expert_ids, activation)
 
 
 def fused_experts_w4a16(
@@ -55,8 +60,8 @@ def fused_experts_w4a16(
     expert_ids: torch.Tensor,
     activation: str,
 ) -> torch.Tensor:
-    """Return the op ``fused_experts_w4a16`` for a ``gate_up`` that holds all constants."""
-    return _mixture(x, gate_up, weights, expert_ids, activation)
+    """Compute the op ``fused_experts_w4a16`` for a ``gate_up`` that holds all constants."""
+    return _run_experts(x, gate_up, weights, expert_ids, activation)
 
 
 def fused_experts_mxfp4(
@@ -71,8 +76,8 @@ def fused_experts_mxfp4(
     expert_ids: torch.Tensor,
     activation: str,
 ) -> torch.Tensor:
-    """Return the op ``fused_experts_mxfp4`` for a ``gate_up`` that holds all constants."""
-    return _mixture(x, gate_up, weights, expert_ids, activation)
+    """Compute the op ``fused_experts_mxfp4`` for a ``gate_up`` that holds all constants."""
+    return _run_experts(x, gate_up, weights, expert_ids, activation)
 
 
 def fused_experts_fp8(
@@ -85,8 +90,8 @@ def fused_experts_fp8(
     expert_ids: torch.Tensor,
     activation: str,
 ) -> torch.Tensor:
-    """Return the op ``fused_experts_fp8`` for a ``gate_up`` that holds all constants."""
-    return _mixture(x, gate_up, weights, expert_ids, activation)
+    """Compute the op ``fused_experts_fp8`` for a ``gate_up`` that holds all constants."""
+    return _run_experts(x, gate_up, weights, expert_ids, activation)
 
 
 def pack_fused_experts(
@@ -95,10 +100,10 @@ def pack_fused_experts(
     down: torch.Tensor,
     down_bias: torch.Tensor | None,
 ) -> dict[str, Any]:
-    """Return the constants of ``fused_experts``, all in the packed ``gate_up``."""
+    """Pack all constants of ``fused_experts`` into ``gate_up``."""
     form = PLAIN_FORMATS[gate_up.dtype]
     packed = _pack(
-        _Matrices(form, gate_up, bias=gate_up_bias), _Matrices(form, down, bias=down_bias)
+        _ExpertWeights(form, gate_up, bias=gate_up_bias), _ExpertWeights(form, down, bias=down_bias)
     )
     return {"gate_up": packed, "gate_up_bias": None, "down": None, "down_bias": None}
 
@@ -110,30 +115,32 @@ def unpack_fused_experts(
     down_bias: None,
     into: Mapping[str, torch.Tensor],
 ) -> None:
-    """Fill ``gate_up`` and ``down`` of ``into``, dense and both of them, from the packed memory."""
+    """Unpack the weights into ``into["gate_up"]`` and ``into["down"]``, both dense."""
     first, second = into["gate_up"], into["down"]
     count, dtype = first.shape[0], first.dtype
     form, library = PLAIN_FORMATS[dtype], native.library()
-    share = (gate_up.numel() - _HEADER) // count
-    for biased in (False, True):
-        # Only where there are biases is there room for them.
-        offsets = (each.new_zeros(each.shape[:2]) if biased else None for each in (first, second))
-        wide, narrow = (
-            _Matrices(form, each, bias=bias)
-            for each, bias in zip((first, second), offsets, strict=True)
+    expert_bytes = (gate_up.numel() - _HEADER) // count
+    for has_bias in (False, True):
+        # The packed weight does not say whether it has biases; its size does.
+        biases = (
+            weight.new_zeros(weight.shape[:2]) if has_bias else None for weight in (first, second)
         )
-        parts = (wide.half(True), wide.half(False), narrow)
-        sizes = [library.packed_bytes(*part.described(0)[0]) for part in parts]
-        if sum(sizes) == share:
+        gate_up_weights, down_weights = (
+            _ExpertWeights(form, weight, bias=bias)
+            for weight, bias in zip((first, second), biases, strict=True)
+        )
+        parts = (gate_up_weights.half(True), gate_up_weights.half(False), down_weights)
+        sizes = [library.packed_bytes(*part.describe(0)[0]) for part in parts]
+        if sum(sizes) == expert_bytes:
             break
     inner = first.shape[1] // 2
     rows = torch.arange(max(inner, second.shape[1]))
     address = gate_up.data_ptr() + _HEADER
     for expert in range(count):
-        filled = (first[expert, :inner], first[expert, inner:], second[expert])
-        for part, size in zip(filled, sizes, strict=True):
-            words = rows.data_ptr(), len(part), part.data_ptr(), TYPES[dtype]
-            library.rows(address, *words)
+        targets = (first[expert, :inner], first[expert, inner:], second[expert])
+        for target, size in zip(targets, sizes, strict=True):
+            arguments = rows.data_ptr(), len(target), target.data_ptr(), TYPES[dtype]
+            library.rows(address, *arguments)
             address += size
 
 
@@ -143,10 +150,10 @@ def pack_fused_experts_w4a16(
     down: torch.Tensor,
     down_scale: torch.Tensor,
 ) -> dict[str, Any]:
-    """Return the constants of ``fused_experts_w4a16``, all in the packed ``gate_up``."""
+    """Pack all constants of ``fused_experts_w4a16`` into ``gate_up``."""
     packed = _pack(
-        _Matrices(PackedFormat.INT4, gate_up, gate_up_scale),
-        _Matrices(PackedFormat.INT4, down, down_scale),
+        _ExpertWeights(PackedFormat.INT4, gate_up, gate_up_scale),
+        _ExpertWeights(PackedFormat.INT4, down, down_scale),
     )
     return {"gate_up": packed, "gate_up_scale": None, "down": None, "down_scale": None}
 
@@ -159,10 +166,10 @@ def pack_fused_experts_mxfp4(
     down_scale: torch.Tensor,
     down_bias: torch.Tensor | None,
 ) -> dict[str, Any]:
-    """Return the constants of ``fused_experts_mxfp4``, all in the packed ``gate_up``."""
+    """Pack all constants of ``fused_experts_mxfp4`` into ``gate_up``."""
     packed = _pack(
-        _Matrices(PackedFormat.E2M1, gate_up, gate_up_scale, gate_up_bias),
-        _Matrices(PackedFormat.E2M1, down, down_scale, down_bias),
+        _ExpertWeights(PackedFormat.E2M1, gate_up, gate_up_scale, gate_up_bias),
+        _ExpertWeights(PackedFormat.E2M1, down, down_scale, down_bias),
     )
     names = ("gate_up_scale", "gate_up_bias", "down", "down_scale", "down_bias")
     return {"gate_up": packed, **dict.fromkeys(names)}
@@ -174,17 +181,18 @@ def pack_fused_experts_fp8(
     down: torch.Tensor,
     down_scale: torch.Tensor,
 ) -> dict[str, Any]:
-    """Return the constants of ``fused_experts_fp8``, all in the packed ``gate_up``.
+    """Pack all constants of ``fused_experts_fp8`` into ``gate_up``.
 
-    The library decodes e4m3. Weights of e5m2 are held as bfloat16, which has every number of
-    theirs, and those with scales of blocks that cut words are held as float32, with their scales.
+    The library decodes e4m3 only. Weights in e5m2 are packed as bfloat16, which represents every
+    e5m2 number. Weights whose scale blocks are no multiple of 8 inputs are multiplied by the scales
+    and packed as float32.
     """
-    packed = _pack(_of_floats(gate_up, gate_up_scale), _of_floats(down, down_scale))
+    packed = _pack(_float_weights(gate_up, gate_up_scale), _float_weights(down, down_scale))
     return {"gate_up": packed, "gate_up_scale": None, "down": None, "down_scale": None}
 
 
 def judge_groups(request: Request) -> Verdict:
-    """Accept groups of whole words of eight codes, or one for all inputs of both projections."""
+    """Accept groups of multiples of 8 inputs, or one group for all inputs of both projections."""
     group_size = int(request.dims["group_size"])
     sizes = {int(request.dims["hidden_size"]), int(request.dims["intermediate_size"])}
     if group_size % _WORD and sizes != {group_size}:
@@ -195,7 +203,7 @@ def judge_groups(request: Request) -> Verdict:
 def routed_rows(
     x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return ``x`` ``[T, H]``, weights and ids ``[T, K]`` with rows without gaps, int32 ids."""
+    """Make the rows of ``x`` ``[T, H]``, weights and ids ``[T, K]`` contiguous, and ids int32."""
     if x.stride(1) != 1:
         x = x.contiguous()
     if weights.stride(1) != 1:
@@ -205,7 +213,7 @@ def routed_rows(
     return x, weights, expert_ids
 
 
-def _mixture(
+def _run_experts(
     x: torch.Tensor,
     packed: torch.Tensor,
     weights: torch.Tensor,
@@ -214,12 +222,13 @@ def _mixture(
 ) -> torch.Tensor:
     number = _ACTIVATIONS.get(activation)
     if number is None:
-        known = "'silu', 'gelu' or 'swiglu_oai'"
-        raise RequestError(f"No activation {activation!r} of experts; try {known}")
+        choices = "'silu', 'gelu' or 'swiglu_oai'"
+        raise RequestError(f"No activation {activation!r} of experts; try {choices}")
     x, weights, expert_ids = routed_rows(x, weights, expert_ids)
     dtype = x.dtype
     count, width = x.shape
     out = torch.empty(count, width, dtype=dtype)
+    # A traced graph has no addresses: it calls an op that takes tensors.
     if torch.compiler.is_compiling():
         torch.ops.interposer_cpu.experts_out(out, x, packed, weights, expert_ids, number)
         return out
@@ -241,15 +250,15 @@ def _mixture(
 
 
 @dataclass(frozen=True, slots=True)
-class _Matrices:
-    """Matrices of all experts, and what belongs to them.
+class _ExpertWeights:
+    """One projection of all experts, before packing.
 
     Attributes:
-        form: that they are packed in.
-        weight: ``[E, outputs, inputs]``, or two inputs in a byte.
-        scales: ``[E, R, C]``, each for an equal share of a matrix.
+        form: packed format.
+        weight: ``[E, outputs, inputs]``, or two 4-bit inputs per byte.
+        scales: ``[E, R, C]``, each for a block of ``outputs / R`` by ``inputs / C`` weights.
         bias: ``[E, outputs]``.
-        is_scaled: scales become part of the weights.
+        is_scaled: the weights are multiplied by their scales when they are packed.
     """
 
     form: PackedFormat
@@ -258,25 +267,26 @@ class _Matrices:
     bias: torch.Tensor | None = None
     is_scaled: bool = False
 
-    def half(self, first: bool) -> _Matrices:
-        """Return the first or the second half of all outputs."""
+    def half(self, first: bool) -> _ExpertWeights:
+        """Return the first or second half of all outputs: gate or up of a gate_up projection."""
 
-        def halved(tensor: torch.Tensor) -> torch.Tensor:
+        def half_outputs(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.chunk(2, 1)[0 if first else 1]
 
         scales = self.scales
         if scales is not None:
-            # A share of rows may lie in both halves.
-            scales = halved(_by_output(scales, self.weight.shape[1]))
-        bias = None if self.bias is None else halved(self.bias)
-        return replace(self, weight=halved(self.weight), scales=scales, bias=bias)
+            # A block of scaled rows can span both halves.
+            scales = half_outputs(_scales_by_output(scales, self.weight.shape[1]))
+        bias = None if self.bias is None else half_outputs(self.bias)
+        return replace(self, weight=half_outputs(self.weight), scales=scales, bias=bias)
 
-    def described(self, expert: int) -> tuple[Description, list[torch.Tensor]]:
-        """Return the description of one expert, and the tensors whose addresses are in it."""
+    def describe(self, expert: int) -> tuple[Description, list[torch.Tensor]]:
+        """Describe one expert's weight to the library; see ``describe_weight``."""
         weight, scales, bias = self.weight[expert], None, None
         outputs, columns = weight.shape
         if self.scales is not None:
-            scales = _by_output(self.scales[expert : expert + 1], outputs)[0]
+            scales = _scales_by_output(self.scales[expert : expert + 1], outputs)[0]
+        # Conversion happens for one expert at a time, so that no wide copy of all experts exists.
         if self.is_scaled and scales is not None:
             weight = weight.float() * scales.repeat_interleave(columns // scales.shape[1], 1)
             scales = None
@@ -284,11 +294,11 @@ class _Matrices:
             weight = weight.to(torch.bfloat16)
         if self.bias is not None:
             bias = self.bias[expert]
-        return described(self.form, weight, scales, bias=bias)
+        return describe_weight(self.form, weight, scales, bias=bias)
 
 
-def _by_output(scales: torch.Tensor, outputs: int) -> torch.Tensor:
-    """Return ``[E, R, C]`` as ``[E, outputs, C]``; a view where nothing is repeated."""
+def _scales_by_output(scales: torch.Tensor, outputs: int) -> torch.Tensor:
+    """Repeat scales ``[E, R, C]`` to ``[E, outputs, C]``; a view if R is 1 or ``outputs``."""
     rows = scales.shape[1]
     if rows == outputs:
         return scales
@@ -297,29 +307,29 @@ def _by_output(scales: torch.Tensor, outputs: int) -> torch.Tensor:
     return scales.repeat_interleave(outputs // rows, 1)
 
 
-def _of_floats(weight: torch.Tensor, scales: torch.Tensor) -> _Matrices:
+def _float_weights(weight: torch.Tensor, scales: torch.Tensor) -> _ExpertWeights:
     columns = scales.shape[2]
     if columns > 1 and weight.shape[2] // columns % _WORD:
-        return _Matrices(PackedFormat.FLOAT32, weight, scales, is_scaled=True)
-    return _Matrices(
+        return _ExpertWeights(PackedFormat.FLOAT32, weight, scales, is_scaled=True)
+    return _ExpertWeights(
         PackedFormat.E4M3 if weight.dtype == torch.float8_e4m3fn else PackedFormat.BFLOAT16,
         weight,
         scales,
     )
 
 
-def _pack(gate_up: _Matrices, down: _Matrices) -> torch.Tensor:
-    """Return all experts in one memory, uint8; besides it, one of them is copied at a time."""
+def _pack(gate_up: _ExpertWeights, down: _ExpertWeights) -> torch.Tensor:
+    """Pack all experts into one uint8 tensor; temporary copies are of one expert at a time."""
     library = native.library()
     parts = (gate_up.half(True), gate_up.half(False), down)
     count = down.weight.shape[0]
-    sizes = [library.packed_bytes(*part.described(0)[0]) for part in parts]
+    sizes = [library.packed_bytes(*part.describe(0)[0]) for part in parts]
     packed = host_memory.empty([_HEADER + count * sum(sizes)], torch.uint8, lasting=True)
     library.begin_mixture(count, sum(sizes), packed.data_ptr())
     address = packed.data_ptr() + _HEADER
     for expert in range(count):
         for part, size in zip(parts, sizes, strict=True):
-            description, _held = part.described(expert)
+            description, _tensors = part.describe(expert)
             library.pack(*description, address)
             address += size
     return packed

@@ -1,8 +1,8 @@
-"""Declarations of kernels that calls of the compiled library may fuse, beside each of them.
+"""Declarations of the kernels that fused native calls can replace.
 
-A fused call computes what several kernels would one after the other. So a layer that makes one asks
-the kernels that its parts hold what they declare. A kernel that declares nothing is called by
-itself. A kernel of another distribution may declare the same, by ``interposer_cpu.fused``.
+A fused call computes several kernels at once, such as a norm, a matmul and an activation. Before a
+layer makes a fused call, it checks that every kernel bound to its parts is declared by ``@fused``.
+Undeclared kernels are called one by one. Kernels of other distributions can be declared too.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from interposer_cpu._kernels.interface import CODE_TYPES, float64_bits
 from interposer_ops.quantized_linear import CodedProduct, StaticProduct
 
 K = TypeVar("K", bound=Callable[..., Any])
-Words = tuple[int, int, int, int]
+CodingFields = tuple[int, int, int, int]
 
 
-class InputCoding(NamedTuple):
-    """The numbers that inputs become before they are multiplied by a weight.
+class InputQuantization(NamedTuple):
+    """Quantization of a matmul's inputs (activations).
 
     Attributes:
-        words: of an interposer_coding: type of the codes, bits of the largest scale as a float64,
-            inputs that share a scale, kind of the scales.
-        is_static: the last operand is one scale for all tokens.
+        fields: fields of an interposer_coding: dtype of the quantized values, bits of the largest
+            scale as a float64, inputs per scale, kind of the scales.
+        is_static: the last operand of the matmul is a static scale for all tokens.
     """
 
-    words: Words
+    fields: CodingFields
     is_static: bool = False
 
 
-FLOATS = InputCoding((-1, 0, 0, 0))
-"""Inputs are multiplied as they are."""
+UNQUANTIZED = InputQuantization((-1, 0, 0, 0))
+"""Inputs are not quantized."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fused:
-    """The place of a kernel in fused calls.
+class FusedKernel:
+    """Declaration of a kernel that fused calls can replace.
 
     Attributes:
-        op: that it computes; ``"linear"`` for every matmul, ``"quantizer"``, ``"activation"``.
-        inputs: kinds of codes: of a matmul, what it multiplies; of a quantizer, what it makes.
-        read: returns what the library takes for the options that the kernel is called with; None
-            where it has nothing for them.
-        is_static: of a quantizer: it is given one scale for all tokens.
+        op: computed op; ``"linear"`` for every matmul, ``"quantizer"``, ``"activation"``.
+        inputs: kinds of quantized inputs that a matmul takes or a quantizer returns.
+        read: converts the options of the kernel to the library's arguments; returns None if the
+            library does not support the options.
+        is_static: the kernel is a quantizer with one static scale for all tokens.
     """
 
     op: str
@@ -57,9 +57,10 @@ class Fused:
     is_static: bool = False
 
 
-# Not attributes of the functions, which a wrapper of one of them would take over.
-_FUSED: dict[object, Fused] = {}
-_ALONE = Fused("")
+# A registry, not attributes of the functions: functools.wraps would copy an attribute to a wrapper,
+# which may compute something else.
+_DECLARATIONS: dict[object, FusedKernel] = {}
+_UNDECLARED = FusedKernel("")
 
 
 def fused(
@@ -68,120 +69,135 @@ def fused(
     read: Callable[..., Any] | None = None,
     is_static: bool = False,
 ) -> Callable[[K], K]:
-    """Declare that fused calls may compute in place of a kernel; see ``Fused``.
+    """Declare that fused native calls can replace a kernel.
 
-    A matmul takes the packed weight that this distribution's kernel of the same kind takes.
+    A declared matmul must take the same packed weight as this distribution's kernel of that op.
+
+    Args:
+        op: computed op; ``"linear"`` for every matmul, ``"quantizer"``, ``"activation"``.
+        inputs: kinds of quantized inputs that a matmul takes or a quantizer returns.
+        read: converts the options of the kernel to the library's arguments; returns None if the
+            library does not support the options.
+        is_static: the kernel is a quantizer with one static scale for all tokens.
     """
 
     def declare(kernel: K) -> K:
-        _FUSED[kernel] = Fused(op, frozenset(inputs), read, is_static)
+        _DECLARATIONS[kernel] = FusedKernel(op, frozenset(inputs), read, is_static)
         return kernel
 
     return declare
 
 
 def is_declared(kernel: object, op: str) -> bool:
-    """Say whether ``kernel`` declares to be fused as ``op``."""
-    return _FUSED.get(kernel, _ALONE).op == op
+    """Check whether ``kernel`` is declared as ``op``."""
+    return _DECLARATIONS.get(kernel, _UNDECLARED).op == op
 
 
 def is_fused(layer: nn.Module, standard: type[nn.Module], kernel: object, op: str) -> bool:
-    """Say whether a layer only calls ``kernel``, and this declares to be fused as ``op``.
+    """Check whether fused calls can replace a layer that only calls ``kernel``.
 
     Args:
-        standard: the layer's own class, which others may replace. A replacement does not declare
-            what it computes, so that its parts have to be called.
+        standard: the class of the layer in ``interposer_ops``. A class from another plugin can
+            compute anything, so that it must be called itself.
     """
     return type(layer) is standard and is_declared(kernel, op)
 
 
-def coding_words(
+def quantization_fields(
     dtype: torch.dtype, limit: float | None = None, block_size: int = 0, scales: int = 0
-) -> Words | None:
-    """Return words of an ``InputCoding``, None where the library has no such codes.
+) -> CodingFields | None:
+    """Build the fields of an ``InputQuantization``; None if the library lacks the ``dtype``.
 
     Args:
-        limit: the largest scale.
-        scales: 0 for any numbers, 1 for powers of two, or ``SHARED_EXPONENTS``.
+        dtype: dtype of the quantized values.
+        limit: largest scale; None for no limit.
+        block_size: inputs per scale; 0 for one scale per token.
+        scales: 0 for any scales, 1 for powers of two, or ``SHARED_EXPONENTS``.
     """
     if dtype not in CODE_TYPES:
         return None
     return CODE_TYPES[dtype], float64_bits(limit or 0.0), block_size, scales
 
 
-def input_coding(kernel: Callable[..., Any] | None) -> InputCoding | None:
-    """Return what a projection's kernel does with inputs; None where fused calls cannot."""
+def input_quantization(kernel: Callable[..., Any] | None) -> InputQuantization | None:
+    """Return how a projection's kernel quantizes its inputs; None if fused calls cannot do so."""
     if not isinstance(kernel, CodedProduct):
-        declared = _FUSED.get(kernel, _ALONE)
-        return FLOATS if declared.op == "linear" and not declared.inputs else None
-    # A subclass may compute something else.
+        declared = _DECLARATIONS.get(kernel, _UNDECLARED)
+        return UNQUANTIZED if declared.op == "linear" and not declared.inputs else None
+    # Exact types only: a subclass can override the computation.
     if type(kernel) not in (CodedProduct, StaticProduct):
         return None
-    quantizer, matmul = (_FUSED.get(part, _ALONE) for part in (kernel.quantize, kernel.product))
+    quantizer, matmul = (
+        _DECLARATIONS.get(part, _UNDECLARED) for part in (kernel.quantize, kernel.product)
+    )
+    # The matmul must take a kind of quantized inputs that the quantizer returns.
     if not quantizer.inputs & matmul.inputs or quantizer.read is None:
         return None
     if quantizer.is_static != isinstance(kernel, StaticProduct):
         return None
-    words = quantizer.read(*kernel.options)
-    return None if words is None else InputCoding(words, quantizer.is_static)
+    fields = quantizer.read(*kernel.options)
+    return None if fields is None else InputQuantization(fields, quantizer.is_static)
 
 
 def activation_number(kernel: Callable[..., Any], options: tuple[str, ...]) -> int | None:
-    """Return the library's number of an activation that it computes, else None."""
-    declared = _FUSED.get(kernel, _ALONE)
+    """Return the library's number of an activation kernel; None if the library lacks it."""
+    declared = _DECLARATIONS.get(kernel, _UNDECLARED)
     if declared.op != "activation" or declared.read is None:
         return None
     number: int = declared.read(*options)
     return number
 
 
-def weight_words(coding: InputCoding, operands: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return what fused calls take of a projection with these operands."""
+def weight_arguments(coding: InputQuantization, operands: tuple[Any, ...]) -> tuple[int, ...]:
+    """List the arguments of a projection in a fused call: weight, static scale, quantization."""
     scale = operands[-1].data_ptr() if coding.is_static else 0
-    return operands[0][0].data_ptr(), scale, *coding.words
+    return operands[0][0].data_ptr(), scale, *coding.fields
 
 
-class InputCodings:
-    """Input codings of projections, read anew where one of them holds another kernel.
+class InputQuantizations:
+    """Cached ``input_quantization`` of several projections' kernels.
 
-    Kernels are exchanged with weights, of which a layer around the projections is not told.
+    Exchanging the weights of a projection can also exchange its kernel, without any notice to the
+    layer around it. So the cache is checked at every call.
     """
 
-    __slots__ = ("found", "kernels")
+    __slots__ = ("kernels", "quantizations")
 
     def __init__(self) -> None:
         self.kernels: tuple[object, ...] = ()
-        self.found: tuple[Any, ...] = ()
+        self.quantizations: tuple[Any, ...] = ()
 
     def of(self, *kernels: Callable[..., Any] | None) -> tuple[Any, ...]:
-        """Return ``input_coding`` of each of the kernels that projections hold now."""
+        """Return ``input_quantization`` of each kernel; cached for unchanged kernels."""
         if kernels != self.kernels:
-            self.found = tuple(map(input_coding, kernels))
+            self.quantizations = tuple(map(input_quantization, kernels))
             self.kernels = kernels
-        return self.found
+        return self.quantizations
 
 
 class ForwardHooks:
-    """The forward hooks of some modules, and those of all modules there are.
+    """Forward hooks of some modules, and torch's global forward hooks.
+
+    The dictionaries are live: hooks that are added later appear in them. They are kept in an object
+    of this class because a deep copy of a layer must refer to the hooks of the copied modules.
 
     Attributes:
-        dicts: none is true where there is no hook. In an object, as a copy of a layer's containers
-            would hold the hooks of another module.
+        dicts: hook dictionaries; all are empty if there is no hook.
     """
 
     __slots__ = ("before", "dicts", "modules")
 
     def __init__(self, modules: Iterable[nn.Module], before: Iterable[nn.Module] = ()) -> None:
-        """Look at the hooks of ``modules``, and at those that run before ``before``."""
+        """Watch all forward hooks of ``modules`` and the pre-hooks of the modules ``before``."""
         self.modules, self.before = tuple(modules), tuple(before)
-        own = [h for m in self.modules for h in (m._forward_hooks, m._forward_pre_hooks)]
-        own += [m._forward_pre_hooks for m in self.before]
+        hooks = [h for m in self.modules for h in (m._forward_hooks, m._forward_pre_hooks)]
+        hooks += [m._forward_pre_hooks for m in self.before]
         self.dicts: tuple[Any, ...] = (
             every_module._global_forward_hooks,
             every_module._global_forward_pre_hooks,
-            *own,
+            *hooks,
         )
 
     def __reduce__(self) -> tuple[type[ForwardHooks], tuple[tuple[nn.Module, ...], ...]]:
-        """Let a copy look at the copies of the modules, and at what is common to all."""
+        """Rebuild the object from the copied modules when a layer is copied."""
         return ForwardHooks, (self.modules, self.before)

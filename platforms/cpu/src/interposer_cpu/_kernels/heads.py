@@ -1,4 +1,4 @@
-"""Norms and rotations of heads by the compiled library.
+"""QK norms and rotary embeddings of the compiled library.
 
 Dimensions: T tokens, N heads, K kv heads, D head size, R rotated size.
 """
@@ -16,6 +16,7 @@ from interposer_cpu.native import library
 from interposer_ops.rotary import rotary_embedding as rotary_embedding_op
 from interposer_ops.rotary import rotary_embedding_interleaved as interleaved_op
 
+# Bits of the library's op: has a norm weight, rotates, rotates neighbouring pairs (interleaved).
 _WEIGHTED, _TURNED, _NEIGHBOURS = 1, 8, 16
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -25,33 +26,35 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def rotary_embedding(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> Pair:
-    """Return the op ``rotary_embedding``."""
-    if cos.dtype is not FLOAT32:
+    """Compute the op ``rotary_embedding``."""
+    if cos.dtype is not FLOAT32:  # the library reads float32 tables only
         return rotary_embedding_op.reference(query, key, cos, sin)
-    return _rotated(query, key, cos, sin, 0)
+    return _rotate(query, key, cos, sin, 0)
 
 
 def rotary_embedding_interleaved(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> Pair:
-    """Return the op ``rotary_embedding_interleaved``."""
+    """Compute the op ``rotary_embedding_interleaved``."""
     if cos.dtype is not FLOAT32:
         return interleaved_op.reference(query, key, cos, sin)
-    return _rotated(query, key, cos, sin, _NEIGHBOURS)
+    return _rotate(query, key, cos, sin, _NEIGHBOURS)
 
 
-def _rotated(
+def _rotate(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, order: int
 ) -> Pair:
-    """Return both rotated; ``order`` is ``_NEIGHBOURS`` or 0 for halves."""
+    """Rotate query and key; ``order`` is ``_NEIGHBOURS`` (interleaved) or 0 (halves)."""
     if not (cos.is_contiguous() and sin.is_contiguous()):
         cos, sin = cos.contiguous(), sin.contiguous()
     if is_compiling():
-        both = [_turned(x, x, cos, sin, _TURNED | order, 0.0) for x in (query, key)]
+        both = [_heads_traced(x, x, cos, sin, _TURNED | order, 0.0) for x in (query, key)]
         return both[0], both[1]
     tables = cos.data_ptr(), sin.data_ptr()
     turn = cos.shape[1], order
-    return _heads(query, 0, tables, turn, 0.0), _heads(key, 0, tables, turn, 0.0)
+    return _normalize_and_rotate(query, 0, tables, turn, 0.0), _normalize_and_rotate(
+        key, 0, tables, turn, 0.0
+    )
 
 
 def qk_norm(
@@ -61,31 +64,31 @@ def qk_norm(
     key_weight: torch.Tensor,
     eps: float,
 ) -> Pair:
-    """Return the op ``qk_norm``."""
+    """Compute the op ``qk_norm``."""
     if is_compiling():
         weighted = ((query, query_weight), (key, key_weight))
-        both = [_turned(x, weight, x, x, _WEIGHTED, eps) for x, weight in weighted]
+        both = [_heads_traced(x, weight, x, x, _WEIGHTED, eps) for x, weight in weighted]
         return both[0], both[1]
     return (
-        _heads(query, query_weight.data_ptr(), (0, 0), (0, 0), eps),
-        _heads(key, key_weight.data_ptr(), (0, 0), (0, 0), eps),
+        _normalize_and_rotate(query, query_weight.data_ptr(), (0, 0), (0, 0), eps),
+        _normalize_and_rotate(key, key_weight.data_ptr(), (0, 0), (0, 0), eps),
     )
 
 
 def prepare_qk_norm(query_weight: torch.Tensor, key_weight: torch.Tensor) -> dict[str, Any]:
-    """Return the constants of ``qk_norm`` without gaps."""
+    """Make the weights of ``qk_norm`` contiguous."""
     return {"query_weight": query_weight.contiguous(), "key_weight": key_weight.contiguous()}
 
 
-def _heads(
+def _normalize_and_rotate(
     x: torch.Tensor, weight: int, tables: tuple[int, int], turn: tuple[int, int], eps: float
 ) -> torch.Tensor:
-    """Return ``x`` ``[T, N, D]`` normalised and rotated.
+    """Normalize and rotate the heads of ``x`` ``[T, N, D]``.
 
     Args:
         weight: address of ``[D]``, 0 for no norm.
         tables: addresses of cosines and sines, 0 for no rotation.
-        turn: half of the rotated size, and whether neighbours are rotated.
+        turn: half of the rotated size, and ``_NEIGHBOURS`` or 0.
     """
     count, heads, size = x.shape
     steps = x.stride()
@@ -110,7 +113,7 @@ def _heads(
     return out
 
 
-def _turned(
+def _heads_traced(
     x: torch.Tensor,
     weight: torch.Tensor,
     cos: torch.Tensor,

@@ -1,4 +1,4 @@
-"""Numbers of the compiled library's C interface."""
+"""Constants of the compiled library's C interface, such as its numbers of dtypes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from interposer.tooling import UINT4
 FLOAT32 = torch.float32
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Inputs and results."""
+"""Dtypes of inputs and results."""
 
 SCALE_TYPES = {**TYPES, torch.uint8: 4}
-"""Scales of weights; bytes are exponents."""
+"""Dtypes of weight scales; uint8 are exponents (e8m0)."""
 
 CODE_TYPES = {torch.int8: 3, torch.float8_e4m3fn: 5}
-"""Codes that inputs are quantized to."""
+"""Dtypes of quantized inputs."""
 
 CACHE_TYPES = {
     **TYPES,
@@ -26,16 +26,16 @@ CACHE_TYPES = {
     torch.int8: 5,
     UINT4: 6,
 }
-"""Keys and values of a cache."""
+"""Dtypes of cached keys and values."""
 
 GELU = {"none": 1, "tanh": 2}
 SILU = 0
 
 SHARED_EXPONENTS = 2
-"""Scales as the microscaling formats have them."""
+"""Kind of scales in the microscaling (MX) formats: shared exponents."""
 
 
 def float64_bits(number: float) -> int:
-    """Return the bits of a float64, as an int64."""
+    """Return the bits of a float64 as an int64: the library's calls take integers only."""
     (bits,) = struct.unpack("=q", struct.pack("=d", number))
     return int(bits)

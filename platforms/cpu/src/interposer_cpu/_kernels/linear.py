@@ -1,4 +1,4 @@
-"""Projections by weights that are packed for vectors of sixteen outputs.
+"""Linear layers of the compiled library, with weights packed in panels of sixteen outputs.
 
 Dimensions: T tokens, I input features, O output features, G inputs per scale.
 """
@@ -15,25 +15,25 @@ from interposer_cpu import native
 from interposer_cpu._kernels.fusion import fused
 from interposer_cpu._kernels.interface import TYPES
 from interposer_cpu._kernels.packed_copies import Packed, shared_copy
-from interposer_cpu._kernels.packing import PLAIN_FORMATS, PackedFormat, described
+from interposer_cpu._kernels.packing import PLAIN_FORMATS, PackedFormat, describe_weight
 from interposer_ops.devices import host_memory
 from interposer_ops.quantizers import decode_e8m0
 
-# Inputs are floats, or codes that were quantized before.
+# Inputs are floats, or int8 values quantized by another kernel.
 _INPUT_TYPES = {**TYPES, torch.int8: 3}
 
-# Sums of products of bytes are held in 32 bits.
+# More inputs could overflow the 32-bit sum of int8 products.
 _MOST_CODES = 1 << 15
 
 
 @fused("linear")
 def linear(x: torch.Tensor, weight: Packed, bias: None) -> torch.Tensor:
-    """Return the op ``linear`` for a ``weight`` of ``pack``, which holds the bias."""
-    return _product(x, weight, x.dtype, None)
+    """Compute the op ``linear``; ``pack`` has packed the bias into ``weight``."""
+    return _matmul(x, weight, x.dtype, None)
 
 
 def batched_linear(x: torch.Tensor, weight: Packed) -> torch.Tensor:
-    """Return the op ``batched_linear`` for a ``weight`` of ``pack_batched``."""
+    """Compute the op ``batched_linear`` with a ``weight`` packed by ``pack_batched``."""
     packed, out_features = weight
     heads, rows, _ = x.shape
     steps = x.stride()
@@ -55,22 +55,22 @@ def batched_linear(x: torch.Tensor, weight: Packed) -> torch.Tensor:
 def w4a16_linear(
     x: torch.Tensor, weight: Packed, scale: None, bias: None, zero_points: None = None
 ) -> torch.Tensor:
-    """Return the op ``w4a16_linear`` for a ``weight`` of ``pack_w4a16``, which holds the rest."""
-    return _product(x, weight, x.dtype, None)
+    """Compute the op ``w4a16_linear``; ``pack_w4a16`` has packed all constants in ``weight``."""
+    return _matmul(x, weight, x.dtype, None)
 
 
 @fused("linear")
 def w8a16_linear(
     x: torch.Tensor, weight: Packed, scale: None, bias: None, zero_points: None = None
 ) -> torch.Tensor:
-    """Return the op ``w8a16_linear`` for a ``weight`` of ``pack_w8a16``, which holds the rest."""
-    return _product(x, weight, x.dtype, None)
+    """Compute the op ``w8a16_linear``; ``pack_w8a16`` has packed all constants in ``weight``."""
+    return _matmul(x, weight, x.dtype, None)
 
 
 @fused("linear")
 def mxfp4_linear(x: torch.Tensor, weight: Packed, weight_scales: None, bias: None) -> torch.Tensor:
-    """Return the op ``mxfp4_linear`` for a ``weight`` of ``pack_mxfp4``, which holds the rest."""
-    return _product(x, weight, x.dtype, None)
+    """Compute the op ``mxfp4_linear``; ``pack_mxfp4`` has packed all constants in ``weight``."""
+    return _matmul(x, weight, x.dtype, None)
 
 
 @fused("linear", "int8")
@@ -83,8 +83,8 @@ def int8_linear(
     bias: None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the op ``int8_linear`` for a ``weight`` of ``pack_int8``, which holds the rest."""
-    return _product(x, weight, out_dtype, x_scale)
+    """Compute the op ``int8_linear``; ``pack_int8`` has packed all constants in ``weight``."""
+    return _matmul(x, weight, out_dtype, x_scale)
 
 
 @fused("linear", "int8")
@@ -98,8 +98,8 @@ def w4a8_linear(
     bias: None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the op ``w4a8_linear`` for a ``weight`` of ``pack_w4a8``, which holds the rest."""
-    return _product(x, weight, out_dtype, x_scale)
+    """Compute the op ``w4a8_linear``; ``pack_w4a8`` has packed all constants in ``weight``."""
+    return _matmul(x, weight, out_dtype, x_scale)
 
 
 @fused("linear", "fp8")
@@ -111,11 +111,11 @@ def fp8_linear(
     bias: None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the op ``fp8_linear`` for a ``weight`` of ``pack_fp8``, which holds the rest.
+    """Compute the op ``fp8_linear``; ``pack_fp8`` has packed all constants in ``weight``.
 
-    bfloat16 holds every 8-bit float, so nothing is lost on the way.
+    Inputs are converted to bfloat16, which represents every 8-bit float exactly.
     """
-    return _product(x.to(torch.bfloat16), weight, out_dtype, x_scale)
+    return _matmul(x.to(torch.bfloat16), weight, out_dtype, x_scale)
 
 
 @fused("linear", "fp8 blocks")
@@ -129,8 +129,8 @@ def fp8_block_linear(
     bias: None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the op ``fp8_block_linear`` for a ``weight`` of ``pack_fp8_blocks``."""
-    return _product(x.to(torch.bfloat16), weight, out_dtype, x_scales.contiguous())
+    """Compute the op ``fp8_block_linear`` with a ``weight`` packed by ``pack_fp8_blocks``."""
+    return _matmul(x.to(torch.bfloat16), weight, out_dtype, x_scales.contiguous())
 
 
 @fused("linear", "mxfp8")
@@ -142,31 +142,32 @@ def mxfp8_linear(
     bias: None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the op ``mxfp8_linear`` for a ``weight`` of ``pack_mxfp8``, which holds the rest."""
+    """Compute the op ``mxfp8_linear``; ``pack_mxfp8`` has packed all constants in ``weight``."""
     scales = decode_e8m0(x_scales, torch.float32).contiguous()
-    return _product(x.to(torch.bfloat16), weight, out_dtype, scales)
+    return _matmul(x.to(torch.bfloat16), weight, out_dtype, scales)
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, Any]:
-    """Return the constants of ``linear`` with ``weight`` ``[O, I]`` packed."""
+    """Pack the ``weight`` ``[O, I]`` and bias of ``linear`` into one weight."""
     form = PLAIN_FORMATS[weight.dtype]
     packed = shared_copy(form, (weight, bias), lambda: _pack(form, weight, bias=bias))
     return {"weight": packed, "bias": None}
 
 
 def pack_batched(weight: torch.Tensor) -> dict[str, Any]:
-    """Return the constant of ``batched_linear`` with ``weight`` ``[N, I, O]`` packed."""
+    """Pack the ``weight`` ``[N, I, O]`` of ``batched_linear``, one packed weight per head."""
     form, library = PLAIN_FORMATS[weight.dtype], native.library()
-    heads = [described(form, head.T) for head in weight]
+    heads = [describe_weight(form, head.T) for head in weight]
     size = library.packed_bytes(*heads[0][0])
     packed = host_memory.empty([len(heads) * size], torch.uint8, lasting=True)
-    for number, (description, _held) in enumerate(heads):
+    # All heads have the same shape and format, so the same packed size.
+    for number, (description, _tensors) in enumerate(heads):
         library.pack(*description, packed.data_ptr() + number * size)
     return {"weight": (packed, weight.shape[2])}
 
 
 def unpack(weight: Packed, bias: None, into: Mapping[str, torch.Tensor]) -> None:
-    """Fill ``into["weight"]``, dense ``[O, I]``, with what ``pack`` packed."""
+    """Unpack a weight of ``pack`` into ``into["weight"]``, dense ``[O, I]``."""
     (packed, count), out = weight, into["weight"]
     ids = torch.arange(count)
     native.library().rows(
@@ -180,11 +181,11 @@ def pack_w4a16(
     bias: torch.Tensor | None,
     zero_points: torch.Tensor | None = None,
 ) -> dict[str, Any]:
-    """Return the constants of ``w4a16_linear``, all in the packed weight."""
+    """Pack all constants of ``w4a16_linear`` into one weight."""
     packed = shared_copy(
         PackedFormat.INT4,
         (weight, scale, zero_points, bias),
-        lambda: _pack(PackedFormat.INT4, weight, _narrowed(scale), zero_points, bias),
+        lambda: _pack(PackedFormat.INT4, weight, _narrow_exactly(scale), zero_points, bias),
     )
     return {"weight": packed, "scale": None, "bias": None, "zero_points": None}
 
@@ -195,12 +196,18 @@ def pack_w8a16(
     bias: torch.Tensor | None,
     zero_points: torch.Tensor | None = None,
 ) -> dict[str, Any]:
-    """Return the constants of ``w8a16_linear``, all in the packed weight."""
+    """Pack all constants of ``w8a16_linear`` into one weight."""
     scales = scale if scale.ndim == 2 else scale.unsqueeze(1)
     packed = shared_copy(
         PackedFormat.INT8,
         (weight, scale, zero_points, bias),
-        lambda: _pack(PackedFormat.INT8, weight, _narrowed(scales), _raised(zero_points), bias),
+        lambda: _pack(
+            PackedFormat.INT8,
+            weight,
+            _narrow_exactly(scales),
+            _shift_zero_points(zero_points),
+            bias,
+        ),
     )
     return {"weight": packed, "scale": None, "bias": None, "zero_points": None}
 
@@ -208,7 +215,7 @@ def pack_w8a16(
 def pack_mxfp4(
     weight: torch.Tensor, weight_scales: torch.Tensor, bias: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Return the constants of ``mxfp4_linear``, all in the packed weight."""
+    """Pack all constants of ``mxfp4_linear`` into one weight."""
     packed = _pack(PackedFormat.E2M1, weight, weight_scales, bias=bias)
     return {"weight": packed, "weight_scales": None, "bias": None}
 
@@ -216,7 +223,7 @@ def pack_mxfp4(
 def pack_int8(
     weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Return the constants of ``int8_linear``, all in the packed weight."""
+    """Pack all constants of ``int8_linear`` into one weight."""
     packed = pack_w8a16(weight, weight_scale, bias)["weight"]
     return {"weight": packed, "weight_scale": None, "bias": None}
 
@@ -227,7 +234,7 @@ def pack_w4a8(
     weight_zero_points: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> dict[str, Any]:
-    """Return the constants of ``w4a8_linear``, all in the packed weight."""
+    """Pack all constants of ``w4a8_linear`` into one weight."""
     packed = pack_w4a16(weight, weight_scales, bias, weight_zero_points)["weight"]
     return {"weight": packed, "weight_scales": None, "weight_zero_points": None, "bias": None}
 
@@ -235,7 +242,7 @@ def pack_w4a8(
 def pack_fp8(
     weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Return the constants of ``fp8_linear``, all in the packed weight."""
+    """Pack all constants of ``fp8_linear`` into one weight."""
     packed = _pack(PackedFormat.E4M3, weight, weight_scale.unsqueeze(1), bias=bias)
     return {"weight": packed, "weight_scale": None, "bias": None}
 
@@ -243,26 +250,27 @@ def pack_fp8(
 def pack_fp8_blocks(
     weight: torch.Tensor, weight_scales: torch.Tensor, bias: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Return the constants of ``fp8_block_linear``, all in the packed weight.
+    """Pack all constants of ``fp8_block_linear`` into one weight.
 
-    Its blocks are whole, so that their number says how large they are.
+    Blocks divide the weight evenly, see ``judge_fp8_blocks``, so that the shape of the scales
+    determines the block size.
     """
     out_features, num_rows = weight.shape[0], weight_scales.shape[0]
     scales = weight_scales.repeat_interleave(max(out_features // max(num_rows, 1), 1), 0)
-    packed = _pack(PackedFormat.E4M3, weight, _narrowed(scales), bias=bias)
+    packed = _pack(PackedFormat.E4M3, weight, _narrow_exactly(scales), bias=bias)
     return {"weight": packed, "weight_scales": None, "bias": None}
 
 
 def pack_mxfp8(
     weight: torch.Tensor, weight_scales: torch.Tensor, bias: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Return the constants of ``mxfp8_linear``, all in the packed weight."""
+    """Pack all constants of ``mxfp8_linear`` into one weight."""
     packed = _pack(PackedFormat.E4M3, weight, weight_scales, bias=bias)
     return {"weight": packed, "weight_scales": None, "bias": None}
 
 
 def judge_groups(request: Request) -> Verdict:
-    """Accept one scale for all inputs, or groups of whole words of eight codes."""
+    """Accept one scale for all inputs, or groups of multiples of 8 inputs."""
     group_size = int(request.dims["group_size"])
     if int(request.dims["num_groups"]) > 1 and group_size % 8:
         return Verdict.refuse(f"takes groups of multiples of 8 inputs, got {group_size}")
@@ -270,7 +278,7 @@ def judge_groups(request: Request) -> Verdict:
 
 
 def judge_codes(request: Request) -> Verdict:
-    """Accept groups as ``judge_groups`` does, and inputs that are symmetric around zero."""
+    """Accept symmetric inputs, in groups that ``judge_groups`` accepts."""
     if request.dims["asymmetric_inputs"]:
         return Verdict.refuse("takes inputs that are symmetric around zero")
     verdict = judge_groups(request)
@@ -278,22 +286,25 @@ def judge_codes(request: Request) -> Verdict:
 
 
 def judge_symmetric(request: Request) -> Verdict:
-    """Accept inputs that are symmetric around zero."""
+    """Accept only symmetric quantization of the inputs, without a zero point."""
     if request.dims["asymmetric"]:
         return Verdict.refuse("takes inputs that are symmetric around zero")
     return _judge_length(request)
 
 
 def judge_fp8(request: Request) -> Verdict:
-    """Accept weights of the one 8-bit float that has a decoder."""
-    found = request.dims["weight_dtype"]
-    if found != "float8_e4m3fn":
-        return Verdict.refuse(f"takes weights of float8_e4m3fn, got {found}")
+    """Accept weights of float8_e4m3fn, the only 8-bit float that the library decodes."""
+    weight_dtype = request.dims["weight_dtype"]
+    if weight_dtype != "float8_e4m3fn":
+        return Verdict.refuse(f"takes weights of float8_e4m3fn, got {weight_dtype}")
     return native.judge(request)
 
 
 def judge_fp8_blocks(request: Request) -> Verdict:
-    """Accept what ``judge_fp8`` does, in whole blocks of multiples of 8 inputs."""
+    """Accept weights that ``judge_fp8`` accepts, in blocks that divide the weight evenly.
+
+    A block must have a multiple of 8 inputs, or all inputs.
+    """
     for features, block in (("out_features", "block_rows"), ("in_features", "block_columns")):
         size, length = int(request.dims[block]), int(request.dims[features])
         if size > length or length % size:
@@ -311,7 +322,7 @@ def _judge_length(request: Request) -> Verdict:
     return native.judge(request)
 
 
-def _product(
+def _matmul(
     x: torch.Tensor, weight: Packed, out_dtype: torch.dtype, x_scale: torch.Tensor | None
 ) -> torch.Tensor:
     packed, out_features = weight
@@ -321,6 +332,7 @@ def _product(
     num_rows = rows.shape[0]
     out = torch.empty(num_rows, out_features, dtype=out_dtype)  # a tuple would cost more
     if torch.compiler.is_compiling():
+        # The op's schema has no optional tensors: the packed weight stands for None.
         scale = packed if x_scale is None else x_scale.reshape(-1)
         torch.ops.interposer_cpu.linear_out(out, rows, packed, scale)
     else:
@@ -346,8 +358,9 @@ def _pack(
     zero_points: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> Packed:
-    """Return ``weight`` ``[O, I]``, or ``[O, I / 2]`` of pairs, with all that belongs to it."""
-    description, _held = described(form, weight, scales, zero_points, bias)
+    """Pack a weight ``[O, I]``, or ``[O, I / 2]`` of 4-bit pairs, with its scales and bias."""
+    # _tensors stay alive until the library has read their addresses.
+    description, _tensors = describe_weight(form, weight, scales, zero_points, bias)
     library = native.library()
     num_bytes = library.packed_bytes(*description)
     packed = host_memory.empty([num_bytes], torch.uint8, lasting=True)
@@ -355,8 +368,8 @@ def _pack(
     return packed, weight.shape[0]
 
 
-def _narrowed(scales: torch.Tensor) -> torch.Tensor:
-    """Return float32 ``scales`` in 16 bits if these hold the same numbers."""
+def _narrow_exactly(scales: torch.Tensor) -> torch.Tensor:
+    """Convert float32 ``scales`` to a 16-bit dtype that represents them exactly, if one does."""
     if scales.dtype == torch.float32:
         for dtype in (torch.bfloat16, torch.float16):
             narrow = scales.to(dtype)
@@ -365,6 +378,6 @@ def _narrowed(scales: torch.Tensor) -> torch.Tensor:
     return scales
 
 
-def _raised(zero_points: torch.Tensor | None) -> torch.Tensor | None:
-    """Return int8 zero points as uint8, raised by 128 as the codes are."""
+def _shift_zero_points(zero_points: torch.Tensor | None) -> torch.Tensor | None:
+    """Shift int8 zero points by 128 to uint8, as packing shifts the weights."""
     return None if zero_points is None else zero_points.view(torch.uint8) ^ 0x80

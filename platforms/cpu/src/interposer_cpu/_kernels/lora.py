@@ -1,4 +1,4 @@
-"""Low-rank adapters by the compiled library, each row by the matrices of its own.
+"""Multi-LoRA of the compiled library: every row uses the matrices of its adapter.
 
 Dimensions: T tokens, I inputs, O outputs of the adapters, A adapters, R rank.
 """
@@ -14,7 +14,7 @@ from interposer_cpu import native
 from interposer_cpu._kernels.fusion import fused
 from interposer_cpu._kernels.interface import FLOAT32, TYPES, float64_bits
 
-# As kLoraRanks, kLoraInputs and kLoraPanel.
+# The same as kLoraRanks, kLoraInputs and kLoraPanel in native/lora/lora.h.
 _RANKS, _INPUTS, _PANEL = 4, 32, 64
 
 
@@ -22,7 +22,7 @@ _RANKS, _INPUTS, _PANEL = 4, 32, 64
 def lora_shrink(
     x: torch.Tensor, lora_a: torch.Tensor, adapter_ids: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Return the op ``lora_shrink``."""
+    """Compute the op ``lora_shrink``."""
     count, rank, inputs = x.shape[0], lora_a.shape[1], lora_a.shape[2]
     out = torch.empty(count, rank, dtype=FLOAT32)
     if is_compiling():
@@ -51,7 +51,7 @@ def lora_expand(
     y: torch.Tensor,
     offset: int,
 ) -> None:
-    """Compute the op ``lora_expand`` for ``lora_b`` of ``prepare_expand``."""
+    """Compute the op ``lora_expand`` with ``lora_b`` ordered by ``prepare_expand``."""
     rank, outputs = lora_b.shape[1:]
     columns = y[:, offset : offset + outputs]
     if is_compiling():
@@ -72,9 +72,10 @@ def lora_expand(
 
 
 def prepare_shrink(lora_a: torch.Tensor) -> dict[str, Any]:
-    """Return the constants of ``lora_shrink``, ``[A, R, I]`` in the order of a call's reads.
+    """Reorder the matrices ``[A, R, I]`` of ``lora_shrink`` so that a call reads sequentially.
 
-    Blocks of 4 ranks stand behind each other, and in a block 32 inputs of each rank.
+    Blocks of 4 ranks follow each other. In a block, chunks of 32 inputs follow each other, each
+    with the 32 inputs of rank 0, then of rank 1, and so on.
     """
     count, rank, inputs = lora_a.shape
     even = inputs // _INPUTS * _INPUTS
@@ -86,20 +87,20 @@ def prepare_shrink(lora_a: torch.Tensor) -> dict[str, Any]:
 
 
 def prepare_expand(lora_b: torch.Tensor) -> dict[str, Any]:
-    """Return the constants of ``lora_expand``, ``[A, R, O]`` in the order of a call's reads.
+    """Transpose and reorder the matrices of ``lora_expand``, ``[A, O, R]`` to ``[A, R, O]``.
 
-    All ranks of a panel of 64 outputs stand behind each other; of bfloat16 pairs of ranks, whose
-    numbers take turns.
+    So a call reads sequentially: panels of 64 outputs follow each other, and in a panel all ranks.
+    In bfloat16, two ranks are interleaved element by element, as dot-product instructions expect.
     """
     count, outputs, rank = lora_b.shape
     even = outputs // _PANEL * _PANEL
     panels = lora_b[:, :even].unflatten(1, (even // _PANEL, _PANEL)), lora_b[:, None, even:]
-    whole = torch.cat([_ranks_in_turn(panel).flatten(1) for panel in panels], 1)
-    return {"lora_b": whole.view(count, rank, outputs)}
+    ordered = torch.cat([_order_ranks(panel).flatten(1) for panel in panels], 1)
+    return {"lora_b": ordered.view(count, rank, outputs)}
 
 
-def _ranks_in_turn(panels: torch.Tensor) -> torch.Tensor:
-    """Return ``[A, panels, R * outputs]`` of ``[A, panels, outputs, R]``."""
+def _order_ranks(panels: torch.Tensor) -> torch.Tensor:
+    """Reorder panels ``[A, panels, outputs, R]`` to ``[A, panels, R * outputs]``."""
     paired = panels.shape[3] // 2 * 2 if panels.dtype is torch.bfloat16 else 0
     pairs = panels[..., :paired].unflatten(3, (paired // 2, 2)).transpose(2, 3)
     return torch.cat((pairs.flatten(2), panels[..., paired:].transpose(2, 3).flatten(2)), 2)

@@ -1,6 +1,7 @@
-"""Norms of rows by the compiled library. H is the hidden size.
+"""RMS norms and layer norm of the compiled library. H is the hidden size.
 
-The calls for one row cost more than its elements do, so the most frequent ones are written out.
+For one row, the Python call costs more than the arithmetic. So ``rms_norm``, the most frequent op,
+calls the library without helper functions.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from torch.compiler import is_compiling
 
 from interposer_cpu._kernels.fusion import fused
 from interposer_cpu._kernels.interface import TYPES
-from interposer_cpu._kernels.rows import distances
+from interposer_cpu._kernels.rows import row_layout
 from interposer_cpu.native import library
 
-# Bits that tell the library's ops which parts there are.
+# Bits of the library's op: has a weight, has a bias, subtracts the mean.
 _WEIGHTED, _BIASED, _CENTRED = 1, 2, 4
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -24,7 +25,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @fused("rms_norm")
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return the op ``rms_norm``."""
+    """Compute the op ``rms_norm``."""
     if x.is_contiguous() and not is_compiling():
         out = empty_like(x)
         library().rms_norm(
@@ -37,53 +38,54 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
             eps,
         )
         return out
-    return _normalised(x, weight, None, eps, 0.0, centred=False)
+    return _normalize(x, weight, None, eps, 0.0, centred=False)
 
 
 def gemma_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return the op ``gemma_rms_norm``."""
-    return _normalised(x, weight, None, eps, 1.0, centred=False)
+    """Compute the op ``gemma_rms_norm``."""
+    return _normalize(x, weight, None, eps, 1.0, centred=False)
 
 
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    """Return the op ``layer_norm``."""
-    return _normalised(x, weight, bias, eps, 0.0, centred=True)
+    """Compute the op ``layer_norm``."""
+    return _normalize(x, weight, bias, eps, 0.0, centred=True)
 
 
 @fused("fused_add_rms_norm")
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> Pair:
-    """Return the op ``fused_add_rms_norm``."""
-    return _added(x, residual, weight, eps, 0.0)
+    """Compute the op ``fused_add_rms_norm``."""
+    return _add_and_normalize(x, residual, weight, eps, 0.0)
 
 
 def fused_add_gemma_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> Pair:
-    """Return the op ``fused_add_gemma_rms_norm``."""
-    return _added(x, residual, weight, eps, 1.0)
+    """Compute the op ``fused_add_gemma_rms_norm``."""
+    return _add_and_normalize(x, residual, weight, eps, 1.0)
 
 
 def prepare(weight: torch.Tensor) -> dict[str, Any]:
-    """Return the constant of the RMS norms without gaps."""
+    """Make the weight of an RMS norm contiguous."""
     return {"weight": weight.contiguous()}
 
 
 def prepare_affine(weight: torch.Tensor | None, bias: torch.Tensor | None) -> dict[str, Any]:
-    """Return the constants of ``layer_norm`` without gaps."""
+    """Make weight and bias of ``layer_norm`` contiguous."""
     parts = {"weight": weight, "bias": bias}
     return {name: None if part is None else part.contiguous() for name, part in parts.items()}
 
 
-def _added(
+def _add_and_normalize(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, shift: float
 ) -> Pair:
     kind = residual.dtype
     if not (x.is_contiguous() and residual.is_contiguous()):
-        dense = _added(x.contiguous(), residual.contiguous(), weight, eps, shift)
+        # empty_like keeps the strides of x, as the reference does.
+        dense = _add_and_normalize(x.contiguous(), residual.contiguous(), weight, eps, shift)
         return empty_like(x).copy_(dense[0]), empty_like(x, dtype=kind).copy_(dense[1])
     out, total = empty_like(x), empty_like(residual)
     if is_compiling():
@@ -107,7 +109,7 @@ def _added(
     return out, total
 
 
-def _normalised(
+def _normalize(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -116,13 +118,13 @@ def _normalised(
     *,
     centred: bool,
 ) -> torch.Tensor:
-    form = distances(x)
-    if form is None:
-        dense = _normalised(x.contiguous(), weight, bias, eps, shift, centred=centred)
+    layout = row_layout(x)
+    if layout is None:
+        dense = _normalize(x.contiguous(), weight, bias, eps, shift, centred=centred)
         return empty_like(x).copy_(dense)
     out = empty_like(x, memory_format=torch.contiguous_format)
     if is_compiling():
-        rows, results = x.reshape(-1, form[2]), out.view(-1, form[2])
+        rows, results = x.reshape(-1, layout[2]), out.view(-1, layout[2])
         parts = _WEIGHTED * (weight is not None) + _BIASED * (bias is not None)
         torch.ops.interposer_cpu.normalise_out(
             results,
@@ -141,7 +143,7 @@ def _normalised(
         out.data_ptr(),
         TYPES[x.dtype],
         centred,
-        *form,
+        *layout,
         eps,
         shift,
     )

@@ -1,4 +1,4 @@
-"""One packed copy for several kernels, such as those of an embedding and a tied lm_head."""
+"""Packed weights shared by several kernels, such as an embedding and a tied lm_head."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 Packed = tuple[torch.Tensor, int]
-"""Bytes that the library reads, uint8, and the number of rows that they hold."""
+"""Packed weight, uint8, and its number of rows (output features)."""
 
 Parts = tuple[torch.Tensor | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A packed copy with the tensors that it was made of; it keeps none of them.
+    """A packed copy and weak references to the tensors that it was packed from.
 
     Attributes:
-        versions: of the tensors, which change when they are written; None for one that is none.
+        versions: version counters of the tensors, which change with every write; None for an absent
+            tensor.
     """
 
     packed: weakref.ref[torch.Tensor]
@@ -30,29 +31,29 @@ class _Copy:
     versions: tuple[int | None, ...]
 
 
-# By the weight. A copy goes when no kernel holds it any more.
+# Copies by weight. The copy itself is referenced weakly: it is freed with the last kernel using it.
 _COPIES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def shared_copy(form: int, parts: Parts, pack: Callable[[], Packed]) -> Packed:
-    """Return what ``pack`` returned for the same unchanged tensors, if it is held, or now returns.
+    """Return a live copy packed from the same unchanged tensors, or call ``pack`` and remember it.
 
     Args:
-        form: what else ``pack`` depends on.
-        parts: the weight and what belongs to it.
+        form: the packed format.
+        parts: the weight, then its scales, zero points and bias.
     """
     weight = parts[0]
-    # Tensors of inference mode do not count how often they were written.
+    # Inference tensors have no version counter, so that a write would go unnoticed.
     if weight is None or any(part is not None and part.is_inference() for part in parts):
         return pack()
     versions = tuple(None if part is None else part._version for part in parts)
-    found: _Copy | None = _COPIES.get(weight)
-    if found is not None and (found.form, found.versions) == (form, versions):
-        packed = found.packed()
-        known = (None if ref is None else ref() for ref in found.parts)
-        if packed is not None and all(map(operator.is_, known, parts)):
+    copy: _Copy | None = _COPIES.get(weight)
+    if copy is not None and (copy.form, copy.versions) == (form, versions):
+        packed = copy.packed()
+        copy_parts = (None if ref is None else ref() for ref in copy.parts)
+        if packed is not None and all(map(operator.is_, copy_parts, parts)):
             return packed, len(weight)
-    made = pack()
+    new_packed = pack()
     refs = tuple(None if part is None else weakref.ref(part) for part in parts)
-    _COPIES[weight] = _Copy(weakref.ref(made[0]), form, refs, versions)
-    return made
+    _COPIES[weight] = _Copy(weakref.ref(new_packed[0]), form, refs, versions)
+    return new_packed

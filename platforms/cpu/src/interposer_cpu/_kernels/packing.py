@@ -1,4 +1,4 @@
-"""Weights as the compiled library packs them: for vectors of sixteen outputs.
+"""Descriptions of weights to be packed by the compiled library in panels of sixteen outputs.
 
 Dimensions: I input features, O output features, G groups of inputs.
 """
@@ -12,11 +12,11 @@ import torch
 from interposer_cpu._kernels.interface import SCALE_TYPES
 
 Description = tuple[int, ...]
-"""Arguments of the library's ``packed_bytes``, and of its ``pack``."""
+"""Arguments of the library's ``packed_bytes`` and ``pack``."""
 
 
 class PackedFormat(IntEnum):
-    """The library's numbers of the formats that it holds weights in."""
+    """Number formats of packed weights, with the library's numbers."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -27,38 +27,42 @@ class PackedFormat(IntEnum):
 
     @property
     def codes_per_element(self) -> int:
-        """Return how many codes an element of the unpacked weight holds."""
+        """Count the quantized values in one element of the unpacked weight."""
         return 2 if self in (PackedFormat.INT4, PackedFormat.E2M1) else 1
 
 
 PLAIN_FORMATS = {torch.float32: PackedFormat.FLOAT32, torch.bfloat16: PackedFormat.BFLOAT16}
 
 
-def described(
+def describe_weight(
     form: PackedFormat,
     weight: torch.Tensor,
     scales: torch.Tensor | None = None,
     zero_points: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> tuple[Description, list[torch.Tensor]]:
-    """Return the description of a weight to pack, and the tensors whose addresses are in it.
+    """Describe a weight to the library for packing.
 
     Args:
-        weight: ``[O, I]``, or ``[O, I / 2]`` of pairs.
+        weight: ``[O, I]``, or ``[O, I / 2]`` with two 4-bit values per byte.
         scales: ``[O, G]`` or ``[1, G]``.
         zero_points: ``[O, G]``.
-        bias: ``[O]``, held in float32.
+        bias: ``[O]``, converted to float32.
+    Returns: the description, and the tensors whose addresses are in it: the caller must keep the
+        tensors alive until the weight is packed.
     """
     out_features, columns = weight.shape
     in_features = columns * form.codes_per_element
-    offsets = None if bias is None else bias.float()
-    given = (weight, scales, zero_points, offsets)
-    parts = [None if part is None else part.contiguous() for part in given]
+    wide_bias = None if bias is None else bias.float()
+    parts = [
+        None if part is None else part.contiguous()
+        for part in (weight, scales, zero_points, wide_bias)
+    ]
     scale_type, group, stride = -1, 0, 0
     if scales is not None:
         rows, num_groups = scales.shape
         scale_type, group = SCALE_TYPES[scales.dtype], in_features // num_groups
-        stride = num_groups if rows > 1 or out_features == 1 else 0
+        stride = num_groups if rows > 1 or out_features == 1 else 0  # 0: all rows share the scales
     addresses = (0 if part is None else part.data_ptr() for part in parts)
     description = (form, scale_type, out_features, in_features, group, *addresses, stride)
     return description, [part for part in parts if part is not None]

@@ -1,4 +1,4 @@
-"""The base of attention over a paged cache by the compiled library.
+"""Base class of the compiled library's paged attention backends.
 
 Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, P pages, S page size.
 """
@@ -24,11 +24,11 @@ from interposer_cpu._kernels.interface import CACHE_TYPES, TYPES, float64_bits
 
 
 class NativePagedBackend(AttentionBackend):
-    """Writes, then attends, by one method for caches with and without sinks and scales.
+    """Paged attention that implements all variants (sinks, quantized cache) by one ``_forward``.
 
     Attributes:
-        reads_stored: it has a ``forward_stored``.
-        rounded_dtypes: of caches that it takes besides those of the spec's dtype.
+        reads_stored: the subclass has ``forward_stored``.
+        rounded_dtypes: cache dtypes that are accepted in addition to the dtype of the spec.
     """
 
     takes_out: ClassVar[bool] = True
@@ -41,8 +41,8 @@ class NativePagedBackend(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
-        # Strides of a query, key or value whose heads follow each other.
-        self._rest = (spec.head_size, 1)
+        # Strides of a query, key or value whose heads are adjacent; tokens may have gaps.
+        self._head_strides = (spec.head_size, 1)
         self._facts = (
             TYPES[spec.dtype],
             CACHE_TYPES[spec.cache_dtype],
@@ -57,9 +57,9 @@ class NativePagedBackend(AttentionBackend):
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept decoders over a cache of their dtype or of 8 bits, of sizes that are taken.
+        """Accept decoders with supported sizes and a cache of their dtype or ``rounded_dtypes``.
 
-        Sources are accepted where ``reads_stored``, in a cache of their dtype.
+        Cross-attention to an encoder input is accepted if ``reads_stored``.
         """
         if spec.dtype not in TYPES:
             return Verdict.refuse(f"computes in 32 or 16 bit floats, got {spec.dtype}")
@@ -84,13 +84,14 @@ class NativePagedBackend(AttentionBackend):
     @classmethod
     @abstractmethod
     def _judge_sizes(cls, spec: AttentionSpec) -> Verdict:
-        """Accept or refuse the sizes of heads and pages."""
+        """Accept or refuse head size and page size."""
 
     def kv_layout(self) -> KVCacheLayout:
-        """Return ``[K, P, 2, S, D]``, in memory ``[P, L, K, 2, S, D]``: a page of all layers L.
+        """Define the layout ``[K, P, 2, S, D]``, in memory ``[P, L, K, 2, S, D]`` for L layers.
 
-        What one kv head reads of a page lies together. Pages are given out in order, so that a
-        cache takes memory as far as tokens are stored: a huge page holds few of them.
+        The keys of one kv head in a page are adjacent. A page of all layers is one block of memory,
+        and pages are allocated in order. So the cache takes physical memory only as far as tokens
+        are stored, even with huge pages, each of which holds few cache pages.
         """
         spec = self.spec
         page_shape = (spec.num_kv_heads, 2, spec.page_size, spec.head_size)
@@ -105,7 +106,7 @@ class NativePagedBackend(AttentionBackend):
         plan: Any,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write, then attend; see ``AttentionBackend.forward``."""
+        """Write keys and values, then attend; see ``AttentionBackend.forward``."""
         return self._forward(query, key, value, cache, plan, out=out)
 
     def forward_with_sinks(
@@ -118,11 +119,11 @@ class NativePagedBackend(AttentionBackend):
         sinks: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write, then attend; see ``AttentionBackend.forward_with_sinks``."""
+        """Write, then attend with sinks; see ``AttentionBackend.forward_with_sinks``."""
         return self._forward(query, key, value, cache, plan, sinks=sinks, out=out)
 
     def prepare_scales(self, key_scale: torch.Tensor, value_scale: torch.Tensor) -> Any:
-        """Return the scales as one block of memory ``[2, 1]`` or ``[2, K]``."""
+        """Stack the scales in one tensor ``[2, 1]`` or ``[2, K]``, float32."""
         return torch.stack((key_scale, value_scale)).float()
 
     def forward_quantized(
@@ -135,7 +136,7 @@ class NativePagedBackend(AttentionBackend):
         scales: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Round and write, then attend; see ``AttentionBackend.forward_quantized``."""
+        """Quantize and write, then attend; see ``AttentionBackend.forward_quantized``."""
         return self._forward(query, key, value, cache, plan, scales=scales, out=out)
 
     def forward_quantized_with_sinks(
@@ -149,7 +150,7 @@ class NativePagedBackend(AttentionBackend):
         sinks: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Do both; see ``AttentionBackend.forward_quantized_with_sinks``."""
+        """Quantize, write, attend with sinks; see the method of ``AttentionBackend``."""
         return self._forward(query, key, value, cache, plan, sinks=sinks, scales=scales, out=out)
 
     @abstractmethod
@@ -164,10 +165,10 @@ class NativePagedBackend(AttentionBackend):
         scales: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return ``[T, N, D]`` after key and value were stored.
+        """Store keys and values, then compute attention ``[T, N, D]``.
 
         Args:
             sinks: ``[N]``.
-            scales: ``[2, 1]`` or ``[2, K]``, as ``prepare_scales`` returns them.
-            out: contiguous ``[T, N, D]``, to write to; None allocates it.
+            scales: ``[2, 1]`` or ``[2, K]``, from ``prepare_scales``.
+            out: contiguous ``[T, N, D]`` for the result; None allocates a new tensor.
         """

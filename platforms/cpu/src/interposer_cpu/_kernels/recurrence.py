@@ -1,4 +1,4 @@
-"""Convolutions, state spaces and linear attention by the compiled library.
+"""Causal convolution, state-space scan and gated delta rule of the compiled library.
 
 Dimensions: T tokens, C channels, W taps, N heads, P head size, G groups, S state size, H heads of
 keys, V heads of values, K key size, D value size, B sequences, R rows of states.
@@ -23,20 +23,22 @@ def causal_convolution(
     num_cached: torch.Tensor,
     silu: bool,
 ) -> torch.Tensor:
-    """Return the op ``causal_convolution``: sixteen channels at a time."""
+    """Compute the op ``causal_convolution``: sixteen channels at a time."""
     if x.stride(1) != 1:
         x = x.contiguous()
     weight = weight.contiguous()
     bias = None if bias is None else bias.contiguous()
-    places = query_starts.contiguous(), slots.contiguous(), num_cached.contiguous()
+    sequences = query_starts.contiguous(), slots.contiguous(), num_cached.contiguous()
     channels, taps = weight.shape
     out = x.new_empty(x.shape[0], channels)
     if is_compiling():
-        given = x.new_empty(0) if bias is None else bias
-        torch.ops.interposer_cpu.convolve_out(out, windows, x, weight, given, *places, silu)
+        bias_or_empty = x.new_empty(0) if bias is None else bias
+        torch.ops.interposer_cpu.convolve_out(
+            out, windows, x, weight, bias_or_empty, *sequences, silu
+        )
     elif out.numel():
         native.library().convolve(
-            *_sequences(*places),
+            *_sequences(*sequences),
             x.data_ptr(),
             weight.data_ptr(),
             0 if bias is None else bias.data_ptr(),
@@ -64,18 +66,20 @@ def state_space_scan(
     slots: torch.Tensor,
     num_cached: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the op ``state_space_scan``: token after token of each head, whose state is cached."""
+    """Compute the op ``state_space_scan``: head by head, so that a state stays in the CPU cache."""
     x, b, c, steps = _with_heads(x), _with_heads(b), _with_heads(c), _with_rows(steps)
     decay = decay.contiguous()
     skip = None if skip is None else skip.contiguous()
-    places = query_starts.contiguous(), slots.contiguous(), num_cached.contiguous()
+    sequences = query_starts.contiguous(), slots.contiguous(), num_cached.contiguous()
     out = x.new_empty(x.shape)
     if is_compiling():
-        given = decay.new_empty(0) if skip is None else skip
-        torch.ops.interposer_cpu.scan_states_out(out, states, x, steps, decay, b, c, given, *places)
+        skip_or_empty = decay.new_empty(0) if skip is None else skip
+        torch.ops.interposer_cpu.scan_states_out(
+            out, states, x, steps, decay, b, c, skip_or_empty, *sequences
+        )
     elif out.numel():
         native.library().scan_states(
-            *_sequences(*places),
+            *_sequences(*sequences),
             x.data_ptr(),
             b.data_ptr(),
             c.data_ptr(),
@@ -110,18 +114,18 @@ def gated_delta_rule(
     num_cached: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Return the op ``gated_delta_rule``: token after token of columns, which do not meet."""
+    """Compute the op ``gated_delta_rule``: threads share the columns, which are independent."""
     query, key, value = _with_heads(query), _with_heads(key), _with_heads(value)
     decay, beta = _with_rows(decay), _with_rows(beta)
-    places = query_starts.contiguous(), slots.contiguous(), num_cached.contiguous()
+    sequences = query_starts.contiguous(), slots.contiguous(), num_cached.contiguous()
     out = value.new_empty(value.shape)
     if is_compiling():
         torch.ops.interposer_cpu.apply_delta_out(
-            out, states, query, key, value, decay, beta, *places, scale
+            out, states, query, key, value, decay, beta, *sequences, scale
         )
     elif out.numel():
         native.library().apply_delta(
-            *_sequences(*places),
+            *_sequences(*sequences),
             query.data_ptr(),
             key.data_ptr(),
             value.data_ptr(),
@@ -152,10 +156,10 @@ def _sequences(
 
 
 def _with_heads(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` with tokens whose heads follow each other."""
+    """Return ``x`` with adjacent heads in every token; copy only if necessary."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
 def _with_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` with rows whose elements follow each other."""
+    """Return ``x`` with contiguous rows; copy only if necessary."""
     return x if x.stride(1) == 1 else x.contiguous()

@@ -1,4 +1,4 @@
-"""Choice of experts by the compiled library. T tokens, E experts, K chosen experts, G groups."""
+"""MoE routing of the compiled library. T tokens, E experts, K experts per token, G groups."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from interposer_cpu._kernels.interface import FLOAT32, TYPES
 from interposer_cpu.native import library
 
 _SCORINGS = {"softmax": 0, "sigmoid": 1}
+# Bits of the library's op: has a bias, scores are sigmoids, weights sum to 1.
 _BIASED, _SIGMOIDS, _RENORMALISED = 1, 2, 4
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def topk_softmax(logits: torch.Tensor, top_k: int, renormalize: bool) -> Pair:
-    """Return the op ``topk_softmax``."""
-    return _routed(logits, None, 1, 1, top_k, 0, renormalize, 1.0)
+    """Compute the op ``topk_softmax``."""
+    return _route(logits, None, 1, 1, top_k, 0, renormalize, 1.0)
 
 
 def topk_sigmoid(
     logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, renormalize: bool, scale: float
 ) -> Pair:
-    """Return the op ``topk_sigmoid``."""
-    return _routed(logits, bias, 1, 1, top_k, 1, renormalize, scale)
+    """Compute the op ``topk_sigmoid``."""
+    return _route(logits, bias, 1, 1, top_k, 1, renormalize, scale)
 
 
 def grouped_topk(
@@ -39,19 +40,19 @@ def grouped_topk(
     renormalize: bool,
     scale: float,
 ) -> Pair:
-    """Return the op ``grouped_topk``."""
+    """Compute the op ``grouped_topk``."""
     number = _SCORINGS.get(scoring)
     if number is None:
         raise RequestError(f"No scoring {scoring!r} of experts; try 'softmax' or 'sigmoid'")
-    return _routed(logits, bias, num_groups, top_groups, top_k, number, renormalize, scale)
+    return _route(logits, bias, num_groups, top_groups, top_k, number, renormalize, scale)
 
 
 def prepare(bias: torch.Tensor | None) -> dict[str, Any]:
-    """Return the constants of ``topk_sigmoid`` and ``grouped_topk``, the bias in float32."""
+    """Convert the bias of ``topk_sigmoid`` and ``grouped_topk`` to contiguous float32."""
     return {"bias": None if bias is None else bias.to(FLOAT32).contiguous()}
 
 
-def _routed(
+def _route(
     logits: torch.Tensor,
     bias: torch.Tensor | None,
     groups: int,
@@ -61,7 +62,7 @@ def _routed(
     renormalize: bool,
     scale: float,
 ) -> Pair:
-    """Return weights and ids, ``[T, K]``; ``bias`` is ``[E]`` float32 without gaps."""
+    """Select experts: weights and ids, ``[T, K]``; ``bias`` is ``[E]``, contiguous float32."""
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     count, width = logits.shape

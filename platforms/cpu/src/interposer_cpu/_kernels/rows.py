@@ -1,16 +1,18 @@
-"""Tensors as rows in memory. H elements of a row."""
+"""Memory layout of tensors as rows."""
 
 from __future__ import annotations
 
 import torch
 
 
-def distances(x: torch.Tensor) -> tuple[int, int, int, int, int] | None:
-    """Return sizes and strides of ``x`` as rows in two dimensions, None where it is none.
+def row_layout(x: torch.Tensor) -> tuple[int, int, int, int, int] | None:
+    """View ``x`` as rows in two dimensions, outer and inner; None if that needs a copy.
 
-    Returns: how many outer and inner ones there are, the elements of each, and those between the
-        outer and between the inner ones. Their order is that of their memory, so that a result
-        without gaps lies as torch would lay it.
+    Only tensors whose dimensions are in the order of memory are viewed, so that a contiguous result
+    has the strides that torch would choose.
+
+    Returns: number of outer rows, number of inner rows, elements of a row, outer stride, inner
+        stride; strides in elements.
     """
     sizes, steps = x.shape, x.stride()
     width = sizes[-1]

@@ -1,4 +1,4 @@
-"""Attention over a paged cache of rows by the compiled library: pages and heads of any size.
+"""Paged attention of the compiled library over pages of rows, for any page size and head size.
 
 Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, P pages, S page size.
 """
@@ -17,7 +17,7 @@ from interposer_ops.attention import lone_queries
 
 
 class NativeRowsBackend(NativePagedBackend):
-    """Blocks of queries over rows of keys, transposed where they are used."""
+    """Native paged attention over rows of keys, which are transposed at every use."""
 
     reads_stored = True
 
@@ -27,14 +27,14 @@ class NativeRowsBackend(NativePagedBackend):
 
     @classmethod
     def _judge_sizes(cls, spec: AttentionSpec) -> Verdict:
-        """Accept pages of any size, and heads in whole groups."""
+        """Accept all sizes if the kv heads divide the heads."""
         if spec.num_heads % spec.num_kv_heads:
             heads = f"{spec.num_heads} heads, {spec.num_kv_heads} kv heads"
             return Verdict.refuse(f"needs heads in groups of one size, got {heads}")
         return Verdict.accept()
 
     def plan(self, batch: AttentionBatch) -> AttentionBatch:
-        """Return the batch, in memory without gaps; for sources, with its queries one by one."""
+        """Make the page table contiguous; for an encoder input, split queries into single ones."""
         if self.spec.type == "encoder_decoder":
             batch = lone_queries(batch)
         pages = batch.page_table
@@ -48,11 +48,11 @@ class NativeRowsBackend(NativePagedBackend):
         scales: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend to what is stored; see ``AttentionBackend.forward_stored``."""
-        # Without slots, no key and no value is read: they give the number of heads alone.
-        unread = query[:, : self.spec.num_kv_heads]
-        unwritten = replace(plan, slots=plan.slots[:0])
-        return self._forward(query, unread, unread, cache, unwritten, sinks, scales)
+        """Attend to the stored keys and values; see ``AttentionBackend.forward_stored``."""
+        # Without slots absent is stored: only the shape of the keys and values is used.
+        placeholder = query[:, : self.spec.num_kv_heads]
+        read_only_plan = replace(plan, slots=plan.slots[:0])
+        return self._forward(query, placeholder, placeholder, cache, read_only_plan, sinks, scales)
 
     def _forward(
         self,
@@ -66,13 +66,14 @@ class NativeRowsBackend(NativePagedBackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         query, key, value = (
-            x if x.stride()[1:] == self._rest else x.contiguous() for x in (query, key, value)
+            x if x.stride()[1:] == self._head_strides else x.contiguous()
+            for x in (query, key, value)
         )
         sinks = None if sinks is None else sinks.float()
         if out is None:
             out = torch.empty_like(query, memory_format=torch.contiguous_format)
         if torch.compiler.is_compiling():
-            nothing = query.new_empty(0, dtype=torch.float32)
+            absent = query.new_empty(0, dtype=torch.float32)
             torch.ops.interposer_cpu.page_attention_out(
                 out,
                 cache,
@@ -83,8 +84,8 @@ class NativeRowsBackend(NativePagedBackend):
                 plan.query_starts,
                 plan.seq_lens,
                 plan.slots,
-                nothing if sinks is None else sinks,
-                nothing if scales is None else scales,
+                absent if sinks is None else sinks,
+                absent if scales is None else scales,
                 CACHE_TYPES[self.spec.cache_dtype],
                 self.spec.scale,
                 self.spec.softcap or 0.0,

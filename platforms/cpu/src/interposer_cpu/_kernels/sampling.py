@@ -1,4 +1,4 @@
-"""Penalties and sampling by the compiled library. B sequences, V vocabulary."""
+"""Penalties and sampling of the compiled library. B sequences, V vocabulary."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from interposer_cpu._kernels.interface import FLOAT32, TYPES
 from interposer_cpu.native import library
 
 _INT64 = torch.int64
+# Bits of the library's ops: sample_out also writes logprobs; output counts are int64.
 _LOGPROBS = 16
 _LONG_COUNTS = 1
 
@@ -24,10 +25,11 @@ def sample_tokens(
     seeds: torch.Tensor,
     steps: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the op ``sample_tokens``."""
+    """Compute the op ``sample_tokens``."""
     count = logits.shape[0]
     tokens = torch.empty(count, dtype=_INT64)
     logprobs = torch.empty(count, dtype=FLOAT32)
+    # Without a temperature, sampling is an argmax, which needs no other column and no seeds.
     if temperature is not None or is_compiling():
         _sample(tokens, logprobs, logits, (temperature, top_k, top_p, min_p), seeds, steps)
         return tokens, logprobs
@@ -43,7 +45,7 @@ def sample_tokens(
 def gumbel_argmax(
     logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, steps: torch.Tensor
 ) -> torch.Tensor:
-    """Return the op ``gumbel_argmax``."""
+    """Compute the op ``gumbel_argmax``."""
     tokens = torch.empty(logits.shape[0], dtype=_INT64)
     _sample(tokens, None, logits, (temperature, None, None, None), seeds, steps)
     return tokens
@@ -57,7 +59,7 @@ def apply_penalties(
     presence: torch.Tensor,
     frequency: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the op ``apply_penalties``."""
+    """Compute the op ``apply_penalties``."""
     count, width = logits.shape
     logits, prompt_mask, output_counts = map(_with_rows, (logits, prompt_mask, output_counts))
     columns = repetition.contiguous(), presence.contiguous(), frequency.contiguous()
@@ -94,7 +96,7 @@ def _sample(
     seeds: torch.Tensor,
     steps: torch.Tensor,
 ) -> None:
-    """Write ``tokens``, and ``logprobs`` where they are given; ``optional`` is ``[B]`` each."""
+    """Sample ``tokens``, and ``logprobs`` unless None; the ``optional`` columns are ``[B]``."""
     logits, seeds, steps = _with_rows(logits), seeds.contiguous(), steps.contiguous()
     columns = [None if column is None else column.contiguous() for column in optional]
     if is_compiling():
@@ -124,5 +126,5 @@ def _sample(
 
 
 def _with_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` ``[B, V]`` with the elements of a row one after the other."""
+    """Return ``x`` ``[B, V]`` with contiguous rows; copy only if necessary."""
     return x if x.stride(1) == 1 else x.contiguous()

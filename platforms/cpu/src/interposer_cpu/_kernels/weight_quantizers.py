@@ -1,6 +1,6 @@
-"""Quantizers of weights by the compiled library.
+"""Weight quantizers of the compiled library.
 
-Dimensions: O output features, I input features, G inputs that share a scale.
+Dimensions: O output features, I input features, G inputs per scale.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from interposer_ops.devices import host_memory
 def quantize_weight_int8(
     weight: torch.Tensor, group_size: int, scale_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the op ``quantize_weight_int8``."""
+    """Compute the op ``quantize_weight_int8``."""
     codes = _empty(tuple(weight.shape), torch.int8)
     return codes, _quantize(weight, codes, None, group_size, scale_dtype, 8)
 
@@ -24,7 +24,7 @@ def quantize_weight_int8(
 def quantize_weight_int4(
     weight: torch.Tensor, group_size: int, scale_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the op ``quantize_weight_int4``."""
+    """Compute the op ``quantize_weight_int4``."""
     codes = _empty((weight.shape[0], weight.shape[1] // 2), torch.uint8)
     return codes, _quantize(weight, codes, None, group_size, scale_dtype, 4)
 
@@ -32,14 +32,15 @@ def quantize_weight_int4(
 def quantize_weight_int4_asymmetric(
     weight: torch.Tensor, group_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the op ``quantize_weight_int4_asymmetric``."""
+    """Compute the op ``quantize_weight_int4_asymmetric``."""
     codes = _empty((weight.shape[0], weight.shape[1] // 2), torch.uint8)
     zeros = torch.empty(weight.shape[0], weight.shape[1] // group_size, dtype=torch.uint8)
     return codes, _quantize(weight, codes, zeros, group_size, torch.float32, 4), zeros
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    # Codes are large and freed as soon as they are packed, which would leave holes in the heap.
+    # Quantized values are large and freed as soon as they are packed. In the heap, that would leave
+    # holes; host_memory maps them separately.
     return torch.empty(shape, dtype=dtype) if is_compiling() else host_memory.empty(shape, dtype)
 
 
@@ -51,7 +52,7 @@ def _quantize(
     scale_dtype: torch.dtype,
     bits: int,
 ) -> torch.Tensor:
-    """Fill codes and zeros, and return the scales ``[O, I / G]``."""
+    """Quantize ``weight`` into ``codes`` and ``zeros``, and return the scales ``[O, I / G]``."""
     rows = weight if weight.stride(1) == 1 else weight.contiguous()
     outputs, inputs = rows.shape
     scales = torch.empty(outputs, inputs // group_size, dtype=torch.float32)

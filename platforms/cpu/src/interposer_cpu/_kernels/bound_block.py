@@ -1,4 +1,4 @@
-"""The numbers that the compiled library takes of a decoder block."""
+"""Constant arguments of a fused decoder block: struct interposer_block of the library."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ _NO_SCALES: tuple[int, ...] = (0, 0, 0, 0)
 
 
 class BoundBlock:
-    """The fused call for the kernels that the projections hold, as long as they hold them.
+    """Fused call of a decoder block, valid while its projections keep the same kernels.
 
     Attributes:
-        kernels: of the projections.
-        is_whole: the MLP is computed too.
-        statics: of each projection, whether its last operand is a scale; empty where none is.
-        address: of the interposer_block that the library reads, None where there is no such call.
+        kernels: kernels of the projections.
+        is_whole: the call also computes the MLP.
+        statics: for each projection, whether its last operand is a static input scale; empty if no
+            projection has one.
+        address: address of the interposer_block; None if the block cannot be fused.
     """
 
     __slots__ = ("address", "is_whole", "kernels", "memory", "statics")
@@ -37,22 +38,22 @@ class BoundBlock:
         )
         self.address = None if self.memory is None else self.memory.data_ptr()
 
-    def input_scales(self, products: Sequence[Any]) -> Sequence[int]:
-        """Return addresses of one scale for all tokens, for each of four projections, or 0."""
+    def input_scales(self, projections: Sequence[Any]) -> Sequence[int]:
+        """List the addresses of the four projections' static input scales; 0 without a scale."""
         if not self.statics:
             return _NO_SCALES
         return [
-            product.operands[-1].data_ptr() if is_static else 0
-            for product, is_static in zip(products, self.statics, strict=True)
+            projection.operands[-1].data_ptr() if is_static else 0
+            for projection, is_static in zip(projections, self.statics, strict=True)
         ]
 
     def __reduce__(self) -> tuple[type[BoundBlock], tuple[tuple[object, ...], bool, None]]:
-        """Leave a copy of a layer without an address, so that it binds memory of its own."""
+        """Copy without the address, so that a copied layer binds memory of its own."""
         return BoundBlock, ((), False, None)
 
 
-def attention_words(attn: Any) -> tuple[int, int, int, int]:
-    """Return addresses of sinks, of scales of keys and of values, and the stride of these."""
+def attention_arguments(attn: Any) -> tuple[int, int, int, int]:
+    """List the addresses of sinks, key scales and value scales, and the stride of the scales."""
     sinks = attn._parameters["sinks"].data_ptr() if attn.spec.sinks else 0
     if attn.scales is None:
         return sinks, 0, 0, 0
