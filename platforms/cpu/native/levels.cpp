@@ -16,18 +16,18 @@ namespace {
 
 #if defined(__x86_64__)
 
-// What a processor may lack though it has a level above.
+// Level that a processor can lack although it has a higher one.
 constexpr int32_t kBeside = kAVX2VNNI;
 
 struct Registers {
   unsigned a = 0, b = 0, c = 0, d = 0;
 };
 
-// Leaf 7 of CPUID, by its subleaf; zeros where there is none.
+// Leaf 7 of CPUID by subleaf; zeros if the subleaf does not exist.
 Registers extended_features(unsigned subleaf) {
   Registers found, first;
   if (!__get_cpuid_count(7, 0, &first.a, &first.b, &first.c, &first.d)) return {};
-  if (subleaf > first.a) return {};  // which is the highest
+  if (subleaf > first.a) return {};  // number of the highest subleaf
   __get_cpuid_count(7, subleaf, &found.a, &found.b, &found.c, &found.d);
   return found;
 }
@@ -40,13 +40,13 @@ bool has_tiles() { return true; }
 
 #elif defined(__linux__)
 
-// Linux gives a process the large registers once it asks. It refuses where a stack for signals is
-// too small to hold them, or where it is older than 5.16.
-// Source: https://docs.kernel.org/arch/x86/xstate.html
+// Linux enables the AMX registers for a process on request. It refuses if a signal stack is too
+// small to save them, or if Linux is older than 5.16. Source:
+// https://docs.kernel.org/arch/x86/xstate.html
 bool has_tiles() {
   constexpr unsigned kBF16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;
   constexpr unsigned kAllOfThem = kBF16 | kTile | kInt8;
-  constexpr unsigned kShapesAndData = 3u << 17;  // what the system saves
+  constexpr unsigned kShapesAndData = 3u << 17;  // state components that the system saves
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   if ((extended_features(0).d & kAllOfThem) != kAllOfThem) return false;
   unsigned low, high;
@@ -61,7 +61,8 @@ bool has_tiles() { return false; }
 
 #endif
 
-// The compiler's runtime asks XGETBV besides, so what the system does not save is not reported.
+// The compiler's runtime also checks XGETBV: registers that the system does not save are not
+// reported.
 bool has(int32_t level) {
   __builtin_cpu_init();
   switch (level) {
@@ -104,8 +105,8 @@ bool has(int32_t level) {
 
 constexpr int32_t kBeside = kNoLevel;
 
-// Facilities are asked for by number: 129 vectors, 135 enhancements 1, 148 enhancements 2. The
-// auxiliary vector of some emulators leaves the last one out.
+// Facility numbers: 129 vectors, 135 vector enhancements 1, 148 vector enhancements 2. Some
+// emulators omit the last one from the auxiliary vector.
 bool has(int32_t level) {
   unsigned long facilities[4] = {};
   register unsigned long count asm("0") = 3;
@@ -126,7 +127,7 @@ bool has(int32_t) { return false; }
 
 #define INTERPOSER_NUMBER(unused, name, level) level,
 
-// What was compiled, ascending, and an end.
+// Levels in this build, ascending, with an end marker.
 constexpr int32_t kAll[] = {INTERPOSER_LEVELS(INTERPOSER_NUMBER, ) kNoLevel};
 constexpr int kCount = sizeof kAll / sizeof kAll[0] - 1;
 

@@ -1,10 +1,10 @@
-// Instruction sets that kernels were compiled for, and which of them this processor has.
+// Instruction levels that kernels are compiled for, and the levels that this processor supports.
 #pragma once
 
 #include <cstdint>
 
-// In ascending order; each holds what those before it on its architecture hold, but for AVX2-VNNI,
-// whose instruction those of AVX-512 replace.
+// Ascending. A level includes all lower levels of its architecture, except that AVX-512 replaces
+// AVX2-VNNI.
 enum Level : int32_t {
   kNoLevel = 0,
   kAVX2 = 1,
@@ -21,27 +21,27 @@ enum Level : int32_t {
 };
 
 extern "C" {
-// The best level that processor and operating system support; kNoLevel if none.
+// Highest level that processor and operating system support; kNoLevel if none.
 int32_t interposer_best_level();
 
-// The level in use: the best, unless another one was forced.
+// Level in use: the highest one unless another level was forced.
 int32_t interposer_level();
 
-// Use `level` from now on. Returns 0 and changes nothing if the processor lacks it.
+// Use `level` from now on. Returns 0 and changes nothing if the processor lacks the level.
 int32_t interposer_force_level(int32_t level);
 
-// The levels that the processor supports, ascending, ended by kNoLevel.
+// Levels that the processor supports, ascending, terminated by kNoLevel.
 const int32_t* interposer_levels();
 
-// Whether words that are read once come fastest past the second level of caches: on processors of AMD.
-// Those of Intel take more than twice as long so, and read them fastest through it.
+// Whether packed weights are read fastest with non-temporal prefetch: true on AMD. On Intel,
+// non-temporal prefetch takes more than twice as long as prefetch to the second-level cache.
 bool interposer_reads_past_caches();
 
-// Answer that with `whether` from now on; below zero, with what the processor is.
+// Override interposer_reads_past_caches; a negative value restores detection of the processor.
 void interposer_force_reads_past_caches(int32_t whether);
 }
 
-// Levels that compilers of some age do not know.
+// Levels that old compilers do not support.
 #if defined(INTERPOSER_WITH_avx2_vnni)
 #define INTERPOSER_AVX2_VNNI(X, ...) X(__VA_ARGS__, avx2_vnni, kAVX2VNNI)
 #else
@@ -53,9 +53,9 @@ void interposer_force_reads_past_caches(int32_t whether);
 #define INTERPOSER_AMX(X, ...)
 #endif
 
-// Levels as X(arguments..., name of their files, number), ascending: every one of this architecture,
-// those that bring anything to code on float32, and those that do to code that reads and writes
-// bfloat16 too.
+// Levels as X(arguments..., name of their files, number), ascending. Three lists: all levels of
+// this architecture, those that speed up float32 code, and those that speed up code for float32 or
+// bfloat16.
 #if defined(__x86_64__)
 #define INTERPOSER_LEVELS(X, ...)          \
   X(__VA_ARGS__, avx2, kAVX2)              \
@@ -97,8 +97,8 @@ void interposer_force_reads_past_caches(int32_t whether);
 #define INTERPOSER_TAKE(family, name, level) \
   if (in_use >= level) found = &interposer_##family##_##name;
 
-// Define `kernels`, which returns a family's table of the best of its levels that the one in use
-// holds, or null.
+// Define `kernels`, which returns a family's kernel table for the highest of its levels that does
+// not exceed the level in use, or null.
 #define INTERPOSER_FAMILY(Kernels, family, Levels) \
   Levels(INTERPOSER_DECLARE, Kernels, family)      \
   static const Kernels* kernels() {                \

@@ -1,4 +1,4 @@
-// Operands of ARM's matrix instructions: two rows of eight bytes. Included once for every level.
+// Operands of ARM's matrix instructions, two rows of eight bytes. Included once for every level.
 #pragma once
 
 #include "vectors.h"
@@ -11,7 +11,8 @@ namespace {
 constexpr int kOperandBytes = 16, kOperandRowBytes = 8;
 constexpr int kQuarter = 4;  // lanes
 
-// Of two rows of four numbers the first and the second halves, or these rows of such halves.
+// Convert two rows of four numbers to the pair of their first halves and the pair of their second
+// halves, or back.
 template <class V>
 INTERPOSER_INLINE void exchange(V& a, V& b) {
   const float64x2_t first = (float64x2_t)a, second = (float64x2_t)b;
@@ -19,7 +20,7 @@ INTERPOSER_INLINE void exchange(V& a, V& b) {
   b = (V)vzip2q_f64(first, second);
 }
 
-// Two rows of words that follow each other, lane by lane beside each other: two lanes an operand.
+// Interleave two consecutive rows of packed words lane by lane: two lanes make one operand.
 struct LanePairs {
   uint32x4_t low, high;
 

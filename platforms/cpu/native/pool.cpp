@@ -7,7 +7,8 @@
 
 namespace {
 
-// libgomp's entry, which compilers call for a parallel region; LLVM's runtime has it too.
+// libgomp's entry point for a parallel region, which compilers call. LLVM's OpenMP runtime also has
+// it.
 typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
 typedef int (*Count)();
 
@@ -24,7 +25,7 @@ void run(void* pointer) {
   job->task(job->argument, thread_num(), num_threads());
 }
 
-// Looks so often before it lets others have the processor: some microseconds.
+// Number of polls, some microseconds, before a waiting thread yields the processor.
 constexpr int kLooks = 2000;
 
 inline void pause() {
@@ -46,21 +47,22 @@ void wait_until(const F& holds) {
   }
 }
 
-// Threads that wait for what the first of them has to do. Two that write keep their own lines.
+// Threads that wait for jobs from the first thread. Fields written by different threads are on
+// different cache lines.
 struct Team {
   void (*program)(void*);
   void* argument;
   int threads = 1;
   Job job = {};
-  // How many jobs there were, times kMost, plus how many threads are to do the last one.
+  // Number of jobs so far, times kMost, plus the number of threads for the last job.
   alignas(64) std::atomic<uint64_t> posted{0};
   alignas(64) std::atomic<int> unfinished{0};
 };
 
 constexpr uint64_t kMost = 1 << 16;
-constexpr uint64_t kEnd = kMost - 1;  // instead of a number of threads
+constexpr uint64_t kEnd = kMost - 1;  // in place of a number of threads
 
-// Of the thread that runs a program, while it runs no task itself.
+// Team of the thread that runs a program; null while that thread runs a task itself.
 thread_local Team* own_team = nullptr;
 
 void post(Team& team, uint64_t threads) {
@@ -76,7 +78,7 @@ void serve(Team& team, int thread) {
     seen = word;
     const int threads = int(word % kMost);
     if (threads == int(kEnd)) return;
-    if (thread >= threads) continue;  // the job may be another one by now
+    if (thread >= threads) continue;  // the posted job can already be a newer one
     team.job.task(team.job.argument, thread, threads);
     team.unfinished.fetch_sub(1, std::memory_order_release);
   }
@@ -129,7 +131,7 @@ void interposer_parallel(interposer_task task, void* argument, int threads) {
   team->job = job;
   team->unfinished.store(threads - 1, std::memory_order_relaxed);
   post(*team, uint64_t(threads));
-  own_team = nullptr;  // a task that shares out work does not get those who are at this one
+  own_team = nullptr;  // a nested task must not use threads that are busy with this one
   task(argument, 0, threads);
   own_team = team;
   wait_until([&] { return team->unfinished.load(std::memory_order_acquire) == 0; });

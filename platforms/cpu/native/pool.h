@@ -1,4 +1,4 @@
-// The threads that share out work: those of torch's own OpenMP runtime, once it was named.
+// Thread pool: the threads of torch's own OpenMP runtime, after the runtime was set.
 #pragma once
 
 #include <cstdint>
@@ -6,21 +6,22 @@
 extern "C" {
 typedef void (*interposer_task)(void* argument, int thread, int threads);
 
-// Use the OpenMP runtime whose functions these are; null pointers mean to work alone.
+// Use the OpenMP runtime with these functions; with null pointers, run everything on one thread.
 void interposer_set_pool(void* parallel, void* thread_num, void* num_threads, void* max_threads);
 
-// How many threads a task gets: what torch.set_num_threads said last.
+// Number of threads per task: the last value of torch.set_num_threads.
 int interposer_num_threads();
 
 // Call `task` once on each of at most `threads` threads, and wait for all of them.
 void interposer_parallel(interposer_task task, void* argument, int threads);
 
-// Call `program` once, on this thread, and keep the others at hand meanwhile: what it shares out by
-// `interposer_parallel` goes to them without waking them, so it pays for a row of short tasks.
+// Call `program` once on this thread while the other threads keep polling for work. Calls of
+// `interposer_parallel` inside `program` start without waking threads, which pays for a sequence of
+// short tasks.
 void interposer_together(void (*program)(void* argument), void* argument);
 
-// Memory of this thread that holds until it asks for `purpose` again; aligned to 64 bytes. Null if
-// there is none.
+// Scratch memory of this thread, aligned to 64 bytes, valid until the thread's next request for the
+// same `purpose`. Null if out of memory.
 enum Purpose {
   kForRows,
   kForWeights,

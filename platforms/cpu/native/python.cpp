@@ -1,4 +1,4 @@
-// The module `_native`: the library's state, and what each family of kernels adds.
+// The module `_native`: library state, and the functions of every kernel family.
 
 #include "python.h"
 

@@ -1,5 +1,5 @@
-// What the families of kernels share to be called from Python with numbers.
-// Python's limited API makes one file serve all versions from 3.11 on.
+// Helpers of the Python functions of all kernel families. Python passes numbers only, addresses
+// included. One binary serves all versions from 3.11 on, by Python's limited API.
 #pragma once
 
 #define Py_LIMITED_API 0x030b0000
@@ -7,7 +7,8 @@
 
 #include <cstdint>
 
-// Read `count` arguments as numbers; addresses are some. Returns false with an exception set.
+// Read `count` arguments as integers; addresses are integers too. Returns false with an exception
+// set.
 bool interposer_numbers(PyObject* const* arguments, Py_ssize_t given, Py_ssize_t count,
                         int64_t* values);
 
@@ -16,8 +17,8 @@ T* address(int64_t number) {
   return reinterpret_cast<T*>(static_cast<intptr_t>(number));
 }
 
-// Run a kernel while other threads of Python may run too. Returns None, or null with an exception set
-// that says of whom the failure is.
+// Run a kernel without the GIL. Returns None, or null with an exception that names the failing
+// function.
 template <class Call>
 PyObject* interposer_done(const char* who, int32_t (*run)(const Call*), const Call& call) {
   int32_t failure;

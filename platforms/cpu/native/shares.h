@@ -1,4 +1,4 @@
-// Tasks that threads share out, each of which takes long enough to be handed over.
+// Work stealing for tasks that are long enough to be handed to another thread.
 #pragma once
 
 #include <atomic>
@@ -6,14 +6,14 @@
 
 namespace {
 
-// As many equal shares as there are threads. Each thread takes its own from the front, as they follow
-// each other in memory. Whoever is done takes from the back of another's share, so that nobody waits
-// long for a thread whose core, or whose way to memory, is slower.
+// One equal share of the tasks per thread. A thread takes tasks from the front of its own share, in
+// memory order. A thread that has finished its share steals from the back of another thread's
+// share, so that no thread waits long for one on a slower core or with slower access to memory.
 class Shares {
  public:
   static constexpr int kMost = 64;  // threads
 
-  // Call `run(task)` for tasks of 0 to before `count`, until none is left.
+  // Call `run(task)` for tasks 0 to `count` - 1, until none is left.
   template <class F>
   void work(int64_t count, int thread, int threads, const F& run) {
     for (int behind = 0; behind < threads; ++behind) {
@@ -26,7 +26,7 @@ class Shares {
  private:
   static constexpr uint64_t kFront = 1, kBack = uint64_t(1) << 32;
 
-  // Returns the place within a share of `size`, or -1 where nothing is left of it.
+  // Returns the index within a share of `size` tasks, or -1 if the share is empty.
   static int64_t take(std::atomic<uint64_t>& taken, int64_t size, bool own) {
     uint64_t counts = taken.load(std::memory_order_relaxed);
     for (;;) {
@@ -39,8 +39,8 @@ class Shares {
     }
   }
 
-  // How many tasks were taken from the front, and times kBack how many from the back. Each on a line
-  // of its own: mostly one thread writes there.
+  // Number of tasks taken from the front, plus kBack times the number taken from the back. Each
+  // share is on its own cache line, because usually one thread writes it.
   struct alignas(64) Share {
     std::atomic<uint64_t> taken{0};
   };

@@ -1,9 +1,10 @@
-// The tiles of AMX: eight registers of at most 16 rows of 64 bytes, and what multiplies them.
+// AMX tiles: eight registers of at most 16 rows of 64 bytes, and the instructions that multiply
+// them.
 //
-// An instance of `TileRegisters` is what one thread has of them: it sets their shapes where these change,
-// and gives the registers back at its end, so that nobody else finds them in a state of theirs.
-// Nothing may keep numbers in tiles across `shape`. With INTERPOSER_EMULATED_TILES the registers
-// are memory and the instructions are loops, for processors that have none.
+// An instance of `TileRegisters` owns the registers of one thread: it sets their shapes when these
+// change, and releases the registers in its destructor, so that later code never finds them
+// configured. Tile contents do not survive `shape`. With INTERPOSER_EMULATED_TILES, the registers
+// are memory and the instructions are loops, for processors without AMX.
 //
 // Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, LDTILECFG and
 // TDPBF16PS.
@@ -25,7 +26,7 @@ namespace {  // a copy for each level
 
 constexpr int kTileRows = 16;
 
-// What the registers are set to: of palette 1, the bytes of a row and the rows of each.
+// Tile configuration, palette 1: bytes per row and number of rows of each register.
 struct alignas(64) TileShapes {
   uint8_t palette = 1, start_row = 0;
   uint8_t reserved[14] = {};
@@ -36,8 +37,9 @@ static_assert(sizeof(TileShapes) == 64, "this is read by the processor");
 
 #if !defined(INTERPOSER_EMULATED_TILES)
 
-// The registers are constants of the instructions. The compiler's own names for these say nothing
-// of the memory that they read, so that what was written there might not be in it yet.
+// Register numbers are constants in the instructions. The compiler's intrinsics do not declare the
+// memory that they read, so that a preceding store could be delayed past the load; hence inline
+// assembly.
 inline void load_tile_shapes(const TileShapes& shapes) {
   asm volatile("ldtilecfg %0" : : "m"(shapes) : "memory");
 }
@@ -53,7 +55,8 @@ inline __attribute__((always_inline)) void load_tile(const void* from, int64_t s
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(tile) : "memory");
 }
 
-// The same of what is not wanted again soon: the first cache keeps other things.
+// The same with a non-temporal hint: the data are not needed again soon and stay out of the
+// first-level cache.
 template <int tile>
 inline __attribute__((always_inline)) void load_tile_once(const void* from, int64_t stride) {
   asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(tile) : "memory");
@@ -64,19 +67,20 @@ inline __attribute__((always_inline)) void store_tile(void* to, int64_t stride) 
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(tile) : "memory");
 }
 
-// Add a's rows times b's columns to `sums`: of bfloat16, two in a word, to float32.
+// sums += a * b for bfloat16 pairs, accumulated in float32.
 template <int sums, int a, int b>
 inline __attribute__((always_inline)) void multiply_bfloat16_tiles() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(a), "i"(b));
 }
 
-// The same of codes, four in a word, to int32. The first is of a, the second of b.
+// sums += a * b for int8, four per word, accumulated in int32. The function's name states the signs
+// of a, then of b.
 template <int sums, int a, int b>
 inline __attribute__((always_inline)) void multiply_signed_unsigned_tiles() {
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(a), "i"(b));
 }
 
-// The same where both are signed.
+// The same for signed a and b.
 template <int sums, int a, int b>
 inline __attribute__((always_inline)) void multiply_signed_tiles() {
   asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(a), "i"(b));

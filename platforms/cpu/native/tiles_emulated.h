@@ -1,6 +1,6 @@
-// The instructions of AMX as loops, for tests on processors without it.
+// AMX instructions emulated as loops, for tests on processors without AMX.
 //
-// What would be an undefined instruction ends the program. All kinds of products are here, also
+// An undefined instruction aborts the program. All kinds of multiplication are emulated, including
 // those that no kernel uses.
 //
 // Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2: "Operation" of
@@ -99,7 +99,7 @@ void set_element(int tile, int row, int index, T value) {
   std::memcpy(registers().data[tile][row] + index * int(sizeof value), &value, sizeof value);
 }
 
-// What the instructions of floats take for a subnormal number, and make of one.
+// The float instructions read subnormal inputs as zero and flush subnormal results to zero.
 inline float without_subnormals(float value) {
   return __builtin_fabsf(value) < 0x1p-126f ? __builtin_copysignf(0.0f, value) : value;
 }
@@ -111,8 +111,8 @@ inline float bfloat16_element(int tile, int row, int index) {
   return without_subnormals(value);
 }
 
-// Sums of the first and of the second numbers of all pairs are separate, and begin at zero; each
-// product is added with one rounding, to the nearest, ties to even.
+// The first and the second elements of all pairs have separate sums, which begin at zero. Every
+// multiply-add rounds once, to nearest, ties to even.
 inline void multiply_bfloat16(int sums, int a, int b) {
   expect_product(sums, a, b);
   const Registers& all = registers();
@@ -133,7 +133,7 @@ inline void multiply_bfloat16(int sums, int a, int b) {
   }
 }
 
-// Sums wrap around. A is the type of a's codes, B that of b's.
+// Sums wrap around. A is the element type of a, B of b.
 template <class A, class B>
 void multiply_codes(int sums, int a, int b) {
   expect_product(sums, a, b);

@@ -92,7 +92,8 @@ const char* interposer_attach(const char* path) {
   if (library == nullptr) library = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
   missing = nullptr;
   if (library == nullptr) return missing = "its library loaded";
-  // A handle also finds what its library depends on, so this is the runtime that torch uses.
+  // dlsym on the handle also searches the library's dependencies, so this finds the OpenMP runtime
+  // that torch uses.
   interposer_set_pool(dlsym(library, "GOMP_parallel"), dlsym(library, "omp_get_thread_num"),
                       dlsym(library, "omp_get_num_threads"), dlsym(library, "omp_get_max_threads"));
   find(torch.library_fragment, "aoti_torch_library_init_fragment");
@@ -115,7 +116,7 @@ const char* interposer_attach(const char* path) {
 const char* interposer_register_ops() {
   static bool done = false;
   if (missing || done) return missing;
-  // The libraries live as long as the process: deleting one takes its ops back.
+  // Never deleted: deleting a library unregisters its ops.
   Library definitions = nullptr, implementations = nullptr;
   if (torch.library_fragment("interposer_cpu", __FILE__, __LINE__, &definitions) ||
       torch.library_impl("interposer_cpu", "CPU", __FILE__, __LINE__, &implementations)) {

@@ -1,4 +1,4 @@
-// Sixteen numbers at a time, whatever the processor's vectors hold: the compiler splits them.
+// Vectors of sixteen numbers on every processor: the compiler splits them into registers.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,14 @@
 #include <arm_neon.h>
 #endif
 
-// The name of what each level has of its own.
+// Name of a per-level symbol.
 #define INTERPOSER_PASTE(name, level) name##_##level
 #define INTERPOSER_PASTE_VALUES(name, level) INTERPOSER_PASTE(name, level)
 #define INTERPOSER_OF_LEVEL(name) INTERPOSER_PASTE_VALUES(name, INTERPOSER_LEVEL)
 
 #define INTERPOSER_INLINE inline __attribute__((always_inline))
 
-// The numeric formats that cross the C interface.
+// Number formats in the C interface.
 enum Type : int32_t {
   kFloat32 = 0,
   kBFloat16 = 1,
@@ -27,7 +27,7 @@ enum Type : int32_t {
   kNone = -1,
 };
 
-namespace {  // a copy for each level: none may be shared between files of different flags
+namespace {  // per level: the linker must not merge code of different flags
 
 constexpr int kLanes = 16;
 
@@ -57,8 +57,8 @@ INTERPOSER_INLINE Words splat(uint32_t s) { return Words INTERPOSER_SPLAT(s); }
 
 INTERPOSER_INLINE Floats as_floats(Words bits) { return (Floats)bits; }
 
-// All ones where `a` is less than `b`; both are below 2^31. Where no vector has sixteen lanes,
-// compilers compare them one by one, but subtract several at once.
+// All bits set in lanes where `a` < `b`; both are below 2^31. Without 16-lane vectors, compilers
+// emit scalar comparisons, but vector subtractions; hence the subtraction.
 INTERPOSER_INLINE Words less(Words a, Words b) { return -((a - b) >> 31); }
 
 INTERPOSER_INLINE float float_of_bits(uint32_t bits) {
@@ -71,7 +71,7 @@ INTERPOSER_INLINE float float_of_bfloat16(uint16_t half) {
   return float_of_bits(uint32_t(half) << 16);
 }
 
-// Rounded to nearest, ties to even; a NaN stays one.
+// Round to nearest, ties to even; NaN stays NaN.
 INTERPOSER_INLINE uint16_t bfloat16_of_float(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
@@ -81,7 +81,7 @@ INTERPOSER_INLINE uint16_t bfloat16_of_float(float value) {
 
 INTERPOSER_INLINE Floats floats_of_bfloat16(Halves halves) {
 #if defined(__AVX512F__)
-  // Compilers convert halves of the vector by themselves, and join them again.
+  // Without this intrinsic, compilers convert each half of the vector and join the halves again.
   return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)halves), 16);
 #else
   return as_floats(__builtin_convertvector(halves, Words) << 16);
@@ -90,7 +90,7 @@ INTERPOSER_INLINE Floats floats_of_bfloat16(Halves halves) {
 
 INTERPOSER_INLINE Halves bfloat16_of_floats(Floats values) {
 #if defined(__AVX512BF16__)
-  // The instruction treats denormals as zero, which is within half a unit of float32's smallest.
+  // The instruction treats subnormals as zero, an error below the smallest normal number.
   return (Halves)_mm512_cvtneps_pbh((__m512)values);
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
   Halves halves;
@@ -108,10 +108,10 @@ INTERPOSER_INLINE Halves bfloat16_of_floats(Floats values) {
 #endif
 }
 
-// The lowest byte of each. Before a shuffle, GCC takes vectors of sixteen lanes apart, lane by lane.
+// Lowest byte of each lane. GCC would split 16-lane vectors lane by lane before a shuffle.
 INTERPOSER_INLINE Bytes low_bytes(Ints numbers) {
 #if defined(__AVX512F__)
-  constexpr __mmask16 kAll = 0xffff;  // compilers warn of what the shorter form leaves undefined
+  constexpr __mmask16 kAll = 0xffff;  // the unmasked form: warning about undefined values
   return (Bytes)_mm512_maskz_cvtepi32_epi8(kAll, (__m512i)numbers);
 #else
   return __builtin_convertvector(numbers, Bytes);
@@ -136,7 +136,7 @@ INTERPOSER_INLINE Floats floats_of_float16(Halves halves) {
   }
   return values;
 #else
-  // Exponent and mantissa are shifted into place, and the bias is corrected by a product that is
+  // Shift exponent and mantissa into place, then correct the bias by a multiplication, which is
   // exact for subnormals too. Infinities and NaN keep the largest exponent.
   Words wide = __builtin_convertvector(halves, Words);
   Words magnitude = (wide & 0x7fff) << 13;
@@ -168,9 +168,9 @@ INTERPOSER_INLINE Halves float16_of_floats(Floats values) {
   Words bits = (Words)values;
   Words sign = bits >> 16 & 0x8000;
   Words magnitude = bits & 0x7fffffff;
-  // Normal numbers: rebias, then round the thirteen bits that are lost to nearest even.
+  // Normal numbers: rebias, then round away thirteen bits, to nearest even.
   Words normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
-  // Below 2^-14: adding 0.5 leaves the mantissa of a subnormal in the lowest bits, rounded.
+  // Below 2^-14: adding 0.5 leaves the rounded mantissa of a subnormal in the lowest bits.
   Words small = (Words)(as_floats(magnitude) + splat(0.5f)) - 0x3f000000;
   Words is_small = less(magnitude, splat(uint32_t(0x38800000)));
   Words is_large = less(splat(uint32_t(0x477fefff)), magnitude);
@@ -199,7 +199,8 @@ constexpr int size_of(int32_t type) {
   return type == kFloat32 ? 4 : type == kInt8 || type == kE8M0 || type == kE4M3 ? 1 : 2;
 }
 
-// The first `count` of the lanes, at most sixteen; the rest is zero or stays.
+// Load or store the first `count` lanes, at most sixteen. Other lanes load as zero and are not
+// stored.
 INTERPOSER_INLINE Floats load_some(const void* from, int32_t type, int count) {
   if (count >= kLanes) return load_floats(from, type);
   alignas(64) unsigned char bytes[64] = {};

@@ -1,4 +1,5 @@
-// Plans steps, chooses the level's kernels, and shares out blocks of queries and keys.
+// Plans steps, selects the level's kernels, and distributes blocks of queries and keys over
+// threads.
 
 #include "attention.h"
 
@@ -12,12 +13,12 @@ INTERPOSER_FAMILY(AttentionKernels, attention, INTERPOSER_LEVELS)
 
 namespace {
 
-// Rows of a block of queries: what they are and become fits the cache of a core beside the keys.
+// Rows of a query block: queries and results fit in a core's cache next to the keys.
 constexpr int64_t kBlockRows = 96;
-// Keys of a part. Where parts begin depends on nothing but the position, so that a sequence gets
-// the same bits with any number of threads and beside any others.
+// Keys per part (split-K). Parts begin at fixed positions, so that a sequence gets the same bits
+// with any number of threads and in any batch.
 constexpr int64_t kPartKeys = 512;
-// Tokens that are stored at a time: whole tiles, as their words are shared.
+// Tokens stored per task: whole tiles, because tokens share words.
 constexpr int64_t kWriteTokens = 4 * kTile;
 
 constexpr int64_t round_up(int64_t number, int64_t multiple) {
@@ -27,7 +28,7 @@ constexpr int64_t round_up(int64_t number, int64_t multiple) {
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Counts items, and writes them where there is memory.
+// Counts items, and also writes them if memory is given.
 struct Planner {
   const interposer_attention_step& step;
   AttentionItem* items;
@@ -78,7 +79,7 @@ struct Planner {
   void run() {
     const int64_t group = step.num_heads / step.num_kv_heads;
     const int64_t block = larger(kBlockRows / group, 1);
-    // Blocks of many keys first: the last to be begun are then short.
+    // Blocks with many keys first, so that the last ones to start are short.
     for (int pass = 0; pass < 2; ++pass) {
       for (int64_t sequence = 0; sequence < step.num_sequences; ++sequence) {
         const int64_t num_tokens = step.query_starts[sequence + 1] - step.query_starts[sequence];
@@ -110,7 +111,7 @@ const T* list_at(const interposer_attention_plan& plan, int64_t offset) {
   return reinterpret_cast<const T*>(reinterpret_cast<const char*>(&plan) + offset);
 }
 
-// Whoever is free takes the next one: what an item gives does not depend on who does it.
+// Dynamic scheduling: the result of an item does not depend on its thread.
 void store_some(void* argument, int, int) {
   Job& job = *static_cast<Job*>(argument);
   const interposer_attention_plan& plan = *job.call->plan;

@@ -1,4 +1,5 @@
-// What a block of queries works on, and where its keys and values are. Included once for every level.
+// Working memory of a query block, and the location of its keys and values. Included once for every
+// level.
 #pragma once
 
 #include "../operands.h"
@@ -9,14 +10,14 @@
 
 namespace {
 
-// Rows of queries whose products vectors sum at a time.
+// Query rows that vectors sum at a time.
 #if defined(__AVX512F__)
 constexpr int kMostRows = 6;
 #else
-constexpr int kMostRows = 4;  // as many sums of 64 bytes as sixteen or 32 registers hold
+constexpr int kMostRows = 4;  // as many 64-byte sums as fit in 16 or 32 registers
 #endif
 
-// Rows whose scores are at hand.
+// Rows whose scores are in memory at a time.
 #if defined(INTERPOSER_TILES)
 constexpr int kScoreRows = kTileRows;
 #elif defined(INTERPOSER_MATRICES)
@@ -32,36 +33,36 @@ constexpr int kMaskedRows = kTile / 2;
 constexpr int kMaskedRows = 1;
 #endif
 
-// Keys that are taken at a time.
+// Keys per iteration.
 constexpr int64_t kKeys = 512;
 constexpr int64_t kMostTiles = kKeys / kTile;
 
-// Fetched ahead to the second level, which has room for more that is under way than the first: a
-// third faster where keys come from memory.
+// Prefetched to the second-level cache, which allows more outstanding requests than the first
+// level: a third faster if keys come from memory.
 constexpr int kSecondLevel = 2;
-// How far ahead: what memory sends while it is asked for more, with some to spare.
+// Prefetch distance: latency times bandwidth of memory, with some reserve.
 constexpr int64_t kAheadBytes = 16384;
 constexpr int64_t kMostAhead = 8;  // tiles
 
-// What the planes of a row of x stand for: so much for each unit. What codes that are multiplied with
-// an offset have too much, in each plane.
+// Scale of the planes of a row of x, and in each plane the excess that the offset of stored values
+// causes.
 struct Planes {
   float unit;
   int32_t excess[2];
 };
 
-// What a block works on. Scores are those of the few rows at hand, and later their weights.
+// Working memory of a block. `scores` has the scores of the current few rows, later their weights.
 struct Block {
   int64_t rows, head_size;
-  char* x;         // [rows][D] as the format wants it
+  char* x;         // [rows][D] in the order of the format
   float* result;   // [rows][D]
   float* maximum;  // [rows]
   float* sum;      // [rows]
   float* scores;   // [kScoreRows][kKeys]
   char* words;     // [kMaskedRows][D]
-  Planes* planes;  // [rows], of x
+  Planes* planes;  // [rows], planes of x
   Planes* weight_planes;  // [kScoreRows]
-  char* widened;   // where there are many rows, keys and values as bfloat16
+  char* widened;   // with many rows: keys and values as bfloat16
 
   Block(char* scratch, int64_t most_rows, int64_t rows, int64_t head_size)
       : rows(rows), head_size(head_size) {
@@ -85,37 +86,36 @@ struct Block {
   }
 };
 
-// Where the tiles of the keys at hand are, and those that are taken next, to fetch ahead.
+// Addresses of the tiles of the current keys and of the next keys, for prefetching.
 struct Tiles {
   const char* keys[kMostTiles + kMostAhead];
   int64_t count;
   int64_t first_key;       // position
   int64_t value_distance;  // bytes
-  int64_t bytes;           // of a tile
-  int64_t ahead;           // tiles of values
+  int64_t bytes;           // size of a tile
+  int64_t ahead;           // prefetch distance in tiles of values
 };
 
-// What is fetched while a tile is multiplied, a line for each of its rows of words.
+// Addresses to prefetch while a tile is multiplied, one cache line per row of words.
 struct Ahead {
   const char* at;
   int64_t row_bytes;
 };
 
-// Of the keys in `tile`, or of the values that follow the last ones.
+// Prefetch address for the keys in `tile`, or for the values that follow the last keys.
 INTERPOSER_INLINE const char* key_ahead(const Tiles& tiles, int64_t tile) {
   return tile < tiles.count ? tiles.keys[tile]
                             : tiles.keys[tile - tiles.count] + tiles.value_distance;
 }
 
-// Columns of values whose sums registers hold at a time: `width` from `first` on. Groups of columns
-// may take turns, a few tiles each; this is the `turn`th of so many.
+// Columns of values that registers sum at a time: `width` columns from `first`. Groups of columns
+// can alternate every few tiles; this is group number `turn`.
 struct Columns {
   int64_t first, width;
   int64_t turn = 0, turns = 1;
 };
 
-// Of what follows `tile` of values, of which `columns` are multiplied, in so many rows of words of
-// `head_size`.
+// Prefetch address for the data after `tile` of values, while `columns` are multiplied.
 INTERPOSER_INLINE Ahead values_ahead(const Tiles& tiles, int64_t tile, int64_t head_size,
                                      const Columns& columns, int64_t rows) {
   const int64_t next = tile + tiles.ahead, line = columns.width * 4;
@@ -124,22 +124,23 @@ INTERPOSER_INLINE Ahead values_ahead(const Tiles& tiles, int64_t tile, int64_t h
   }
   const int64_t then = columns.first + columns.turns * columns.width;
   if (then - columns.turn * columns.width < head_size) {
-    // The columns that are taken next.
+    // The next columns.
     return {tiles.keys[next - tiles.count] + tiles.value_distance + then * 4, head_size * 4};
   }
-  // The keys that are taken next, one line after the other.
+  // The next keys, one cache line after the other.
   const int64_t at = ((next - tiles.count) * columns.turns + columns.turn) * rows * line;
   return {tiles.keys[tiles.count + at / tiles.bytes] + at % tiles.bytes, line};
 }
 
-// Fetch two lines that lie `bytes` apart.
+// Prefetch two cache lines that are `bytes` apart.
 INTERPOSER_INLINE void fetch_two(const char* at, int64_t bytes) {
   __builtin_prefetch(at, 0, kSecondLevel);
   __builtin_prefetch(at + bytes, 0, kSecondLevel);
 }
 
-// Of a last tile of values [8][D] of 16-bit words, sixteen dimensions of the tokens that may be read;
-// zeros in place of the others, to which nothing was written that a weight of zero silences.
+// Copy sixteen dimensions of the last, partly filled tile of values, [8][D] 16-bit words, with
+// zeros for missing tokens: unwritten memory can contain NaN, which a weight of zero would not
+// cancel.
 INTERPOSER_INLINE void mask_values(const char* from, int64_t row_bytes, int64_t tokens, char* to,
                                    int64_t to_bytes) {
   for (int row = 0; row < kTile / 2; ++row) {

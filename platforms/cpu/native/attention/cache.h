@@ -1,18 +1,18 @@
-// How keys and values lie in a paged cache, and how those of one token are put there.
+// Memory layout of keys and values in a paged cache, and storing of one token.
 //
-// A page holds, for one kv head, all keys and behind them all values. Both are taken 16 tokens at
-// a time, a tile, and are made of 32-bit words:
+// A page has, for one kv head, all keys followed by all values. Both are stored in tiles of 16
+// tokens, as 32-bit words:
 //
 //   keys    [tiles][D / E][16]   a word is E neighbouring dimensions of one token
 //   values  [tiles][16 / E][D]   a word is one dimension of E neighbouring tokens
 //
-// where E elements make a word: 1 of float32, 2 of 16 bits, 4 of 8 bits. Numbers of 4 bits are in
-// groups, see grouped.h. So a row of key words
-// times E dimensions of a query is part of the scores of 16 tokens, and a row of value words times
-// E weights is part of 16 dimensions of the result: no vector is ever summed across. The elements
-// of a word stand at the bits that `element_shift` says; words are numbers, not bytes.
+// where E elements make a word: 1 in float32, 2 in 16-bit types, 4 in 8-bit types. 4-bit values are
+// stored in groups, see grouped.h. So a row of key words times E dimensions of a query contributes
+// to the scores of 16 tokens, and a row of value words times E weights contributes to 16 dimensions
+// of the result: no vector is ever summed across its lanes. `element_shift` gives the bit position
+// of an element in a word; words are integers in the byte order of the machine.
 //
-// Heads and pages lie as far apart as the strides say.
+// Heads and pages are as far apart as the strides say.
 #pragma once
 
 #include <cstdint>
@@ -27,10 +27,10 @@ enum CacheType : int32_t {
   kCacheE4M3 = 3,
   kCacheE5M2 = 4,
   kCacheInt8 = 5,
-  kCacheUInt4 = 6,  // groups with a step and a base
+  kCacheUInt4 = 6,  // groups with a scale (step) and a minimum (base)
 };
 
-// Numbers of 4 bits that have one step and one base.
+// 4-bit values per step and base.
 constexpr int kGroup = 32;
 
 struct interposer_kv_cache {
@@ -50,8 +50,8 @@ constexpr int elements_per_word(int32_t type) {
                                                            : 4;
 }
 
-// The lowest bit of element `index` of a word. Every second byte of four makes a pair of halves; of
-// eight numbers, the later four are the upper halves of the bytes of the first four.
+// Lowest bit of element `index` of a word. Of four bytes, every second one forms a pair of halves;
+// of eight nibbles, the last four are the upper halves of the bytes of the first four.
 constexpr int element_shift(int elements, int index) {
   return elements == 8   ? ((index & 1) << 4 | (index & 2) << 2) + (index & 4)
          : elements == 4 ? (index & 1) << 4 | (index & 2) << 2
@@ -60,11 +60,11 @@ constexpr int element_shift(int elements, int index) {
 
 inline int64_t tile_bytes(const interposer_kv_cache& cache) {
   const int64_t words = int64_t(cache.head_size) * kTile * 4 / elements_per_word(cache.type);
-  // A word of each token and group.
+  // One word per token and group.
   return cache.type == kCacheUInt4 ? words + cache.head_size / kGroup * kTile * 4 : words;
 }
 
-// Where the tile of keys begins that holds `offset` of `page`; its values are `value_distance` on.
+// Start of the tile of keys at `offset` of `page`; the tile of values is `value_distance` further.
 inline char* tile_at(const interposer_kv_cache& cache, int64_t head, int64_t page, int64_t offset) {
   return cache.data + head * cache.head_stride + page * cache.page_stride +
          offset / kTile * tile_bytes(cache);
@@ -103,7 +103,7 @@ void put_elements(const interposer_kv_cache& cache, int64_t head, int64_t slot, 
     for (int e = 0; e < E; ++e) word |= uint32_t(from[i * E + e]) << element_shift(E, e);
     std::memcpy(keys + (i * kTile + token) * 4, &word, 4);
   }
-  // Other tokens' elements of the same words stay, so they must not be written meanwhile.
+  // Read-modify-write of words shared with other tokens: only one thread may write a tile.
   const uint32_t mask = uint32_t(Bits(~Bits(0))) << element_shift(E, token % E);
   const Bits* row = static_cast<const Bits*>(value);
   char* words = values + token / E * int64_t(size) * 4;
@@ -115,8 +115,8 @@ void put_elements(const interposer_kv_cache& cache, int64_t head, int64_t slot, 
   }
 }
 
-// Store one head's key and value of one token, both of `head_size` elements of the cache's type.
-// Tokens of one tile are stored by one thread.
+// Store one head's key and value of one token, `head_size` elements each, in the cache's type. All
+// tokens of a tile must be stored by one thread.
 inline void put_token(const interposer_kv_cache& cache, int64_t head, int64_t slot, const void* key,
                       const void* value) {
   switch (elements_per_word(cache.type)) {
@@ -129,12 +129,11 @@ inline void put_token(const interposer_kv_cache& cache, int64_t head, int64_t sl
   }
 }
 
-// The nearest number of a type of 8 bits, half to even; what is too large becomes the largest. No
-// number becomes the lowest of the integers.
+// Round to an 8-bit type, to nearest, ties to even, saturating. NaN becomes the lowest integer.
 inline uint8_t rounded_to_8_bits(float value, int32_t type) {
   if (type == kCacheInt8) {
     const float below = value < 127.0f ? value : value >= 127.0f ? 127.0f : -128.0f;
-    // Beside 1.5 * 2^23, the lowest bits are those of the whole number.
+    // After adding 1.5 * 2^23, the lowest bits are the rounded integer.
     const float shifted = (below > -128.0f ? below : -128.0f) + 12582912.0f;
     uint32_t code;
     std::memcpy(&code, &shifted, 4);
@@ -152,7 +151,7 @@ inline uint8_t rounded_to_8_bits(float value, int32_t type) {
   if (magnitude > largest) magnitude = largest;
   const float smallest_normal = type == kCacheE4M3 ? 0x1p-6f : 0x1p-14f;
   if (magnitude < smallest_normal) {
-    // Whole multiples of the smallest subnormal are the lowest bits of a number beyond 2^23.
+    // Adding 2^23 times the smallest subnormal leaves the multiple of it in the lowest bits.
     const float multiple = magnitude * (type == kCacheE4M3 ? 0x1p9f : 0x1p16f) + 0x1p23f;
     std::memcpy(&bits, &multiple, 4);
     return uint8_t(sign | (bits & 0x7f));

@@ -1,8 +1,8 @@
-// How the words of each cache are multiplied. Included once for every level.
+// Decoding and multiplication of every cache format. Included once for every level.
 //
-// A format decodes a row of words into kParts vectors, and adds each part times the elements of x
-// that belong to it, at `place`, to sums of sixteen lanes. A word holds kInputs elements, for which x
-// moves on by kStepBytes. Of each row of x there are kPlanes, whose sums are put together later.
+// A format decodes a row of words into kParts vectors, and adds each part times the matching
+// elements of x, at `place`, to sums of sixteen lanes. A word has kInputs elements, for which x
+// advances by kStepBytes. Each row of x has kPlanes planes, whose sums are combined later.
 #pragma once
 
 #include "../vectors.h"
@@ -10,7 +10,7 @@
 
 namespace {
 
-struct OnFloats {  // x as float32
+struct OnFloats {  // x in float32
   typedef Floats Part;
   typedef Floats Sum;
   static constexpr bool kPairs = false, kCodes = false, kGrouped = false;
@@ -50,7 +50,7 @@ struct Float16OnFloats : OnFloats {
   static constexpr int place(int part) { return part; }
 };
 
-// Floats of 8 bits. Exponent and mantissa are shifted to those of a float32, and the product
+// 8-bit floats. Exponent and mantissa are shifted to those of a float32; the multiplication
 // corrects the bias, of subnormals too.
 template <int Mantissa>
 struct Float8OnFloats : OnFloats {
@@ -81,7 +81,7 @@ struct Int8OnFloats : OnFloats {
   static constexpr int place(int part) { return part == 1 ? 2 : part == 2 ? 1 : part; }
 };
 
-// Numbers of 4 bits, whose groups are put together elsewhere.
+// 4-bit values; their groups are combined elsewhere.
 struct UInt4OnFloats : OnFloats {
   static constexpr bool kGrouped = true;
   static constexpr int kParts = 8, kInputs = 8;
@@ -98,9 +98,9 @@ struct UInt4OnFloats : OnFloats {
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
 #define INTERPOSER_CODES 1
 
-// x as whole numbers of 16 bits, 256 a + b with a and b of -128 to 127, times whole numbers of 8
-// bits: a plane of x holds a, the next one b. So x is exact to 2^-16 of its largest number, and no
-// code is widened. Codes are multiplied with kOffset added, which sums of x take away again.
+// x as 16-bit integers 256 a + b, with a and b from -128 to 127, times 8-bit integers: one plane of
+// x has a, the next b. So x is exact to 2^-16 of its largest number, and stored values are not
+// widened. They are multiplied with kOffset added, which is subtracted again by sums of x.
 struct Int8OnCodes {
   typedef Words Part;
   typedef Ints Sum;
@@ -108,7 +108,7 @@ struct Int8OnCodes {
   static constexpr int kInputBytes = 2, kPlanes = 2;
   static constexpr int kParts = 1, kInputs = 4;
 #if defined(__x86_64__)
-  static constexpr int kOffset = 128;  // instructions multiply numbers without and with a sign
+  static constexpr int kOffset = 128;  // the instructions multiply unsigned by signed bytes
 #else
   static constexpr int kOffset = 0;
 #endif
@@ -141,7 +141,7 @@ struct Int8OnCodes {
   static constexpr int place(int) { return 0; }
 };
 
-// Numbers of 4 bits times the same planes: without a sign, so that nothing is taken away again.
+// 4-bit values times the same planes: unsigned, so that no offset is needed.
 struct UInt4OnCodes {
   typedef Words Part;
   typedef Ints Sum;
@@ -164,7 +164,7 @@ struct UInt4OnCodes {
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define INTERPOSER_PAIRS 1
 
-struct OnPairs {  // x as bfloat16, two at a time
+struct OnPairs {  // x in bfloat16, two per word
   typedef Words Part;
   typedef Floats Sum;
   static constexpr bool kPairs = true, kCodes = false, kGrouped = false;
@@ -194,8 +194,8 @@ struct BFloat16OnPairs : OnPairs {
 #endif
 
 #if defined(__AVX512BF16__)
-// bfloat16 holds every 8-bit float. Shifted with its sign, a code is one of a smaller exponent, to
-// which the difference is added; the few that are subnormal come from a table.
+// bfloat16 represents every 8-bit float. A value shifted with its sign has a too small exponent, to
+// which the difference is added; the few subnormals come from a table.
 template <int Mantissa>
 struct Float8OnPairs : OnPairs {
   static constexpr int kParts = 2, kInputs = 4;
@@ -203,7 +203,7 @@ struct Float8OnPairs : OnPairs {
   static constexpr int kExponent = Mantissa == 3 ? 0x0780 : 0x0f80;
   static constexpr int kFraction = Mantissa == 3 ? 0x0070 : 0x0060;
 
-  // Of codes in the upper bytes of halves; `lower` has them in the lower bytes.
+  // Decode values in the upper bytes of halves; `lower` has them in the lower bytes.
   static INTERPOSER_INLINE Words decoded(__m512i upper, __m512i lower) {
     // Multiples of 2^-9 or of 2^-16.
     constexpr uint16_t kOne = (Mantissa == 3 ? 118 : 111) << 7;
@@ -220,20 +220,20 @@ struct Float8OnPairs : OnPairs {
     return (Words)_mm512_ternarylogic_epi32(bits, upper, sign, kFirstOrBoth);
   }
 
-  // Of codes in the lower bytes of halves whose upper bytes may be anything.
+  // Decode values in the lower bytes of halves; the upper bytes are ignored.
   static INTERPOSER_INLINE Words decoded(__m512i lower) {
     return decoded(_mm512_slli_epi16(lower, 8), lower);
   }
 
-  // Of codes in the upper bytes of halves, none of which is subnormal.
+  // Decode values in the upper bytes of halves if none is subnormal.
   static INTERPOSER_INLINE Words decoded_normal(__m512i upper) {
     const __m512i kept = _mm512_set1_epi16(short(0x8000 | kExponent | kFraction));
     const __m512i code = _mm512_and_si512(_mm512_srai_epi16(upper, kShift), kept);
     return (Words)_mm512_add_epi16(code, _mm512_set1_epi16(kBias));
   }
 
-  // Scales are such that hardly any code is subnormal, and 64 at once are rarely free of normal
-  // ones: processors guess right which way is taken. The short way takes half as long.
+  // Scales are chosen so that few values are subnormal. The short path, for 64 normal values, takes
+  // half the time, and the branch is predicted well.
   static INTERPOSER_INLINE void decode(Words words, Part (&parts)[kParts]) {
     const __m512i codes = (__m512i)words;
     constexpr int kExponents = kExponent >> (8 - kShift);
@@ -248,7 +248,7 @@ struct Float8OnPairs : OnPairs {
   static constexpr int place(int part) { return 2 * part; }
 };
 
-// A code beside the exponent of 128 is 128 + code: what is too much, the bases take away again.
+// A nibble in the mantissa of 128 is 128 + value; the bases subtract the excess.
 struct UInt4OnPairs {
   typedef Words Part;
   typedef Floats Sum;

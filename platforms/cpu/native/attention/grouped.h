@@ -1,14 +1,15 @@
-// Keys and values of 4 bits in groups of 32, each with a step and a base. Included once for every level.
+// 4-bit keys and values in groups of 32, each with a step and a base. Included once for every
+// level.
 //
-// A number is base + step * code, with codes of 0 to 15. Of each token, 32 dimensions that follow each
-// other are a group. Tiles of keys and of values are made of groups, 320 bytes each:
+// A number is base + step * q, with q from 0 to 15. 32 adjacent dimensions of a token form a group.
+// Tiles of keys and of values consist of groups of 320 bytes:
 //
 //   keys    [4][16]  words of 8 neighbouring dimensions of one token
 //   values  [2][32]  words of one dimension of 8 neighbouring tokens
 //   both    [16]     of each token the step, as bfloat16, above the base
 //
-// Base and step are rounded away from the numbers, the base down and the step up, so that no code has to
-// be clamped: a number is off by half a step at most.
+// The base is rounded down and the step up, so that no quantized value must be clamped: the error
+// of a number is at most half a step.
 #pragma once
 
 #include <type_traits>
@@ -20,7 +21,7 @@
 namespace {
 
 constexpr int64_t kWordsBytes = kGroup * kTile / 2, kGroupBytes = kWordsBytes + kTile * 4;
-// Tiles of values whose weights are made at a time.
+// Tiles of values whose weights are computed at a time.
 constexpr int64_t kTilesAtOnce = kMostAhead;
 constexpr int64_t kTokensAtOnce = kTilesAtOnce * kTile;
 
@@ -29,10 +30,10 @@ INTERPOSER_INLINE Floats bases_of(Words words) { return as_floats(words << 16); 
 
 inline float smallest_of(Floats values) { return -largest_of(-values); }
 
-// Round a group to codes. Returns its step and base as a word.
+// Quantize a group. Returns its step and base as one word.
 inline uint32_t round_group(const float* from, Ints (&codes)[2]) {
   const Floats first = load<Floats>(from), second = load<Floats>(from + kLanes);
-  // What is no number makes the base none.
+  // Infinity or NaN in the group makes the base NaN.
   const Floats wrong = first * splat(0.0f) + second * splat(0.0f);
   const float low = smallest_of(larger(-first, -second) * splat(-1.0f)) + sum_of(wrong);
   const float high = largest_of(larger(first, second));
@@ -52,8 +53,8 @@ inline uint32_t round_group(const float* from, Ints (&codes)[2]) {
   return step_bits | base_bits >> 16;
 }
 
-// Round one head's key and value of one token, both [D], and store them. Tokens of one tile are stored
-// by one thread.
+// Quantize and store one head's key and value of one token, [D] each. All tokens of a tile must be
+// stored by one thread.
 inline void put_groups(const interposer_kv_cache& cache, int64_t head, int64_t slot,
                        const float* key, const float* value) {
   const int64_t offset = slot % cache.page_tokens, token = offset % kTile;
@@ -82,7 +83,8 @@ inline void put_groups(const interposer_kv_cache& cache, int64_t head, int64_t s
   }
 }
 
-// How x is kept. Rows are as wide as floats; behind what is narrower follow the sums of groups.
+// Layout of x. Rows are as wide as floats; in narrower formats, the sums of groups follow the
+// values.
 struct GroupedX {
   int64_t head_size;
 
@@ -94,7 +96,7 @@ struct GroupedX {
 };
 
 #if defined(INTERPOSER_CODES)
-// Write both planes of sixteen whole numbers, of which each plane has `plane_bytes`.
+// Write both planes of sixteen integers; a plane has `plane_bytes`.
 INTERPOSER_INLINE void put_planes(Ints numbers, char* to, int64_t plane_bytes) {
   const Ints high = (numbers + splat(int32_t(128))) >> 8, low = numbers - (high << 8);
   const Bytes order = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
@@ -102,7 +104,7 @@ INTERPOSER_INLINE void put_planes(Ints numbers, char* to, int64_t plane_bytes) {
   store(to + plane_bytes, __builtin_shuffle(low_bytes(low), order));
 }
 
-// The nearest whole numbers, half to even, of less than 2^22.
+// Round to integers, ties to even; magnitudes below 2^22.
 INTERPOSER_INLINE Ints whole_numbers(Floats value) {
   return (Ints)(value + splat(12582912.0f)) - splat(int32_t(0x4b400000));
 }
@@ -110,7 +112,7 @@ INTERPOSER_INLINE Ints whole_numbers(Floats value) {
 constexpr float kMostUnits = float(Int8OnCodes::kLargest);
 #endif
 
-// Write a query [D] as the format takes it.
+// Write a query [D] in the layout of the format.
 template <class F>
 void prepare_grouped(const char* from, int32_t type, const GroupedX& x, const Block& block,
                      int64_t row) {
@@ -148,7 +150,7 @@ void prepare_grouped(const char* from, int32_t type, const GroupedX& x, const Bl
   }
 }
 
-// What the sums of a row of a group are, in units where there are planes.
+// Convert the sums of a row and group to float, with the scale of the planes if there are any.
 template <class F, int R, int T>
 INTERPOSER_INLINE Floats of_planes(const typename F::Sum (&sums)[R][T], int m, int t) {
   if constexpr (F::kPlanes == 1) {
@@ -162,7 +164,7 @@ template <class F, int M, int T>
 void score_groups_of(const Block& block, const Tiles& tiles, int64_t tile, int64_t row,
                      const float* x_sums) {
   constexpr int R = M * F::kPlanes;
-  constexpr int64_t kXBytes = F::kInputBytes / F::kPlanes;  // of a number of one plane
+  constexpr int64_t kXBytes = F::kInputBytes / F::kPlanes;  // of one number in one plane
   const GroupedX x = {block.head_size};
   const int64_t D = block.head_size;
   Floats totals[M][T] = {};
@@ -196,14 +198,14 @@ void score_groups_of(const Block& block, const Tiles& tiles, int64_t tile, int64
   }
 }
 
-// Write scores of M rows, of tiles from `tile` to before `end`.
+// Compute scores of M rows with the tiles from `tile` to `end` - 1.
 template <class F, int M>
 void score_groups(const Block& block, const Tiles& tiles, int64_t tile, int64_t end, int64_t row) {
   constexpr int R = M * F::kPlanes;
   constexpr int T = kMostRows < 6 ? 1 : R == 1 ? 8 : R <= 4 ? 4 : R <= 8 ? 2 : 1;
   const GroupedX x = {block.head_size};
   const int64_t groups = block.head_size / kGroup;
-  // What the bases are multiplied by, [M] of each group.
+  // Sums of x per group, which multiply the bases, [M] per group.
   float* sums = reinterpret_cast<float*>(block.words);
   for (int64_t i = 0; i < M * groups; ++i) {
     const char* from = x.row(block, row + i / groups) + i % groups * kGroup * 4;
@@ -219,13 +221,13 @@ void score_groups(const Block& block, const Tiles& tiles, int64_t tile, int64_t 
   }
 }
 
-// Weights of a group's steps: what its codes are multiplied by, and what the bases add up to.
+// Weights times steps, which multiply the quantized values, and the weighted sum of bases.
 struct GroupWeights {
   float unit, bias;
 };
 
-// Write weights of `count` tiles, of one row, times the steps of a group of values. Where a weight is
-// 0, nothing may have been written.
+// Write weights of one row and `count` tiles, times the steps of a group of values. Values with
+// weight 0 may be unwritten memory.
 template <class F>
 INTERPOSER_INLINE GroupWeights weights_of_group(const float* weights, const Tiles& tiles,
                                                 int64_t tile, int64_t count, int64_t at, char* to) {
@@ -253,7 +255,8 @@ INTERPOSER_INLINE GroupWeights weights_of_group(const float* weights, const Tile
   }
 }
 
-// Add sums of a group to results, which count or are multiplied by factors; else they hold nothing.
+// Add sums of a group to results, which are multiplied by factors first, or overwritten if there
+// are none.
 template <int M, int T>
 INTERPOSER_INLINE void add_to_results(const Block& block, int64_t row, int64_t group,
                                       const float* factors, bool counts,
@@ -269,7 +272,7 @@ INTERPOSER_INLINE void add_to_results(const Block& block, int64_t row, int64_t g
   }
 }
 
-// Where what follows the group at `at` of a tile of values is, which is fetched meanwhile.
+// Address to prefetch: the data after the group at `at` of a tile of values.
 INTERPOSER_INLINE const char* values_behind(const Tiles& tiles, int64_t tile, int64_t at) {
   const int64_t next = tile + kTilesAtOnce;
   if (next < tiles.count) return tiles.keys[next] + tiles.value_distance + at;
@@ -277,8 +280,9 @@ INTERPOSER_INLINE const char* values_behind(const Tiles& tiles, int64_t tile, in
 }
 
 #if defined(__AVX512BF16__)
-// Add weighted values of a group, of up to kTilesAtOnce tiles, to `sums` of M rows and 32 dimensions.
-// Weights times steps are rounded to bfloat16. What codes are too much is as often their sum.
+// Add weighted values of a group, of up to kTilesAtOnce tiles, to `sums` of M rows and 32
+// dimensions. Weights times steps are rounded to bfloat16. The offset of the values is subtracted
+// with the sum of these rounded weights.
 template <int M>
 INTERPOSER_INLINE void weigh_pairs(const Block& block, const Tiles& tiles, int64_t tile,
                                    int64_t count, int64_t at, Floats (&sums)[M][2]) {
@@ -307,7 +311,7 @@ INTERPOSER_INLINE void weigh_pairs(const Block& block, const Tiles& tiles, int64
       total[m] = (Floats)_mm512_dpbf16_ps((__m512)total[m], both, ones);
     }
   }
-  // As many sums as registers hold, so that none waits for the product before.
+  // As many sums as fit in registers, so that none waits for the previous multiplication.
   constexpr int kSums = M <= 2 ? 4 : M <= 4 ? 2 : 1;
   Floats sums_of[M][2][kSums] = {};
   for (int64_t i = 0; i < count; ++i) {
@@ -337,8 +341,8 @@ INTERPOSER_INLINE void weigh_pairs(const Block& block, const Tiles& tiles, int64
 }
 #endif
 
-// Add weighted values of `count` tiles at hand to results of M rows, which are multiplied by `factors`
-// before; they hold nothing where these are null.
+// Add weighted values of the current `count` tiles to results of M rows, which are multiplied by
+// `factors` first, or overwritten if `factors` is null.
 template <class F, int M>
 void weigh_groups(const Block& block, const Tiles& tiles, int64_t count, int64_t row,
                   const float* factors) {

@@ -1,7 +1,7 @@
-// Attention of one query block over keys in pages, compiled once for each level.
+// Attention of one query block over paged keys (flash attention), compiled once for each level.
 //
-// Scores are products of query rows and tiles of keys; their maxima and sums run along, in base 2,
-// from one block of keys to the next; weights times values are the same kind of product.
+// Scores are query rows times tiles of keys. Running maxima and sums, in base 2, go from one block
+// of keys to the next. Weights times values is the same kind of multiplication.
 //
 // Dimensions: rows are tokens times the heads of a group, D head size.
 
@@ -22,7 +22,7 @@
 namespace {
 
 #if defined(__AVX512F__)
-// Of rows of x, which are twice as many where these have two planes.
+// Tiles of scores per pass; `rows` counts planes.
 constexpr int score_tiles(int rows) { return rows > 6 ? 2 : 4; }
 constexpr int value_tiles(int rows) { return rows > 6 ? 2 : rows > 2 ? 4 : 8; }
 #else
@@ -30,7 +30,7 @@ constexpr int score_tiles(int rows) { return rows > 4 ? 1 : 4 / rows; }
 constexpr int value_tiles(int rows) { return rows > 4 ? 1 : 4 / rows; }
 #endif
 
-// Numbers of rows that are taken at a time.
+// Row counts that kernels are compiled for.
 template <class F>
 constexpr auto row_counts() {
   if constexpr (Matrices<F>::kKnown) {
@@ -49,7 +49,8 @@ constexpr int most_of(RowCounts<Most, Rest...>) {
   return Most;
 }
 
-// Call `act` with numbers of rows, as constants, and the first of them, until there are no more.
+// Divide rows into compiled row counts, and call `act` with each count, as a constant, and its
+// first row.
 template <int... M, class Act>
 INTERPOSER_INLINE void take_rows(RowCounts<M...>, int64_t row, int64_t rows, Act act) {
   const auto take = [&](auto count) {
@@ -65,7 +66,7 @@ void score_group(const Block& block, const Tiles& tiles, int64_t tile, int64_t r
   const char *words[T], *ahead[T];
   for (int t = 0; t < T; ++t) {
     words[t] = tiles.keys[tile + t];
-    // As far as values are, so that nothing between the two is left out.
+    // Same distance as for values, so that nothing between keys and values is skipped.
     ahead[t] = key_ahead(tiles, tile + t + (tiles.ahead > T ? tiles.ahead : T));
   }
   add_products<F, M * F::kPlanes, T>(sums, words, kLanes * 4, block.head_size / F::kInputs,
@@ -91,16 +92,16 @@ void score_rows(const Block& block, const Tiles& tiles, int64_t tile, int64_t en
   }
 }
 
-// Rows of values that are whole, and one more whose later elements nothing was written to.
+// Complete rows of value words, and one more row whose later elements are unwritten.
 struct Reach {
-  int64_t tiles, steps, rest;  // rest: elements of the last row's words
+  int64_t tiles, steps, rest;  // rest: valid elements in words of the last row
 };
 
 template <class F>
 Reach reach_of(const Tiles& tiles, int64_t end_key) {
   const int64_t tokens = end_key - tiles.first_key;
   const int64_t left = tokens % kTile;
-  // Whatever lies there, a weight of zero silences whole numbers.
+  // For integers, a weight of zero cancels any unwritten memory.
   if (F::kCodes) return {(tokens + kTile - 1) / kTile, 0, 0};
   return {tokens / kTile, left / F::kInputs, left % F::kInputs};
 }
@@ -151,8 +152,8 @@ void weigh_group(const Block& block, const Tiles& tiles, const Reach& reach, int
   }
 }
 
-// Groups of columns that take turns, a few tiles each, so that values are read in the order in which they
-// lie. Their sums are put aside meanwhile.
+// Groups of columns alternate every few tiles, so that values are read in memory order. The sums of
+// the other groups are stored meanwhile.
 #if defined(__AVX512F__)
 constexpr int kTurns = 2;
 #else
@@ -207,7 +208,7 @@ void weigh_rows(const Block& block, const Tiles& tiles, int64_t end_key, int64_t
   constexpr int T = value_tiles(M * F::kPlanes);
   const Reach reach = reach_of<F>(tiles, end_key);
   if (reach.rest) {
-    // What was never written may be no number, which a weight of zero does not silence.
+    // Unwritten memory can contain NaN, which a weight of zero does not cancel.
     uint32_t mask = 0;
     constexpr int kBits = 32 / F::kInputs;
     for (int e = 0; e < reach.rest; ++e) {
@@ -242,15 +243,15 @@ void weigh_rows(const Block& block, const Tiles& tiles, int64_t end_key, int64_t
   if constexpr (T > 1) weigh(std::integral_constant<int, 1>());
 }
 
-// Positions that a row sees: from `first` to before `end`.
+// Visible positions of a row: from `first` to `end` - 1.
 struct Seen {
   int64_t first, end;
 };
 
 struct Scoring {
-  float scale;    // from products to base 2
-  float cap;      // in base 2, or 0
-  float uncapped; // from products to what tanh takes
+  float scale;    // scale of scores, including the factor to base 2
+  float cap;      // softcap in base 2, or 0
+  float uncapped; // scale of scores before tanh
 };
 
 INTERPOSER_INLINE Floats scored(const Scoring& scoring, Floats product) {
@@ -259,8 +260,8 @@ INTERPOSER_INLINE Floats scored(const Scoring& scoring, Floats product) {
 }
 
 #if defined(INTERPOSER_CODES)
-// The bytes of both planes of sixteen whole numbers, in the order of the elements of words.
-// Processors that multiply such bytes are little-endian.
+// Bytes of both planes of sixteen integers, in the order of elements in words. Processors with
+// byte-multiply instructions are little-endian.
 struct PlaneBytes {
   Bytes high, low;
   Ints high_numbers, low_numbers;
@@ -274,8 +275,8 @@ struct PlaneBytes {
   }
 };
 
-// Write the planes of sixteen numbers of a row of x, of which each plane has `plane_bytes`, from number
-// `at` on.
+// Write the planes of sixteen numbers of a row of x, from number `at` on; a plane has
+// `plane_bytes`.
 INTERPOSER_INLINE void store_planes(PlaneBytes bytes, char* to, int64_t at, int64_t plane_bytes) {
 #if defined(INTERPOSER_MATRICES)
   (void)plane_bytes;
@@ -289,7 +290,7 @@ INTERPOSER_INLINE void store_planes(PlaneBytes bytes, char* to, int64_t at, int6
 #endif
 }
 
-// The nearest whole number, half to even, of less than 2^22.
+// Round to integers, ties to even; magnitudes below 2^22.
 INTERPOSER_INLINE Ints rounded(Floats value) {
   return (Ints)(value + splat(12582912.0f)) - splat(int32_t(0x4b400000));
 }
@@ -300,7 +301,7 @@ INTERPOSER_INLINE int32_t sum_of(Ints values) {
   return sum;
 }
 
-// Numbers of a row and their planes, summed up.
+// Sums of a row's numbers and of their planes.
 struct PlaneSums {
   Ints high = {}, low = {};
 
@@ -308,7 +309,7 @@ struct PlaneSums {
     high += bytes.high_numbers;
     low += bytes.low_numbers;
   }
-  // Returns the sum of the numbers.
+  // Returns the sum of the row's numbers.
   int32_t finish(float unit, Planes& to) const {
     const int32_t sums[2] = {sum_of(high), sum_of(low)};
     to = {unit, {sums[0] * Int8OnCodes::kOffset, sums[1] * Int8OnCodes::kOffset}};
@@ -316,10 +317,10 @@ struct PlaneSums {
   }
 };
 
-// Make planes of weights of the scores [kKeys] of row `row + m`: multiples of the largest of these
-// keys alone, so that no weight is lost beside one of other keys. Sums are of what they are rounded
-// to, so that errors of weights, half a unit each, are at most 2^-7 of the result with 512 keys, of
-// which all but one have weights of half a unit: two roundings of bfloat16.
+// Convert the scores [kKeys] of row `row + m` to planes of weights, in multiples of the largest
+// weight in this range of keys, so that no weight is lost because of other keys. The softmax sum is
+// over rounded weights. With 512 keys, all but one with weights of half a unit, rounding errors are
+// at most 2^-7 of the result: two roundings of bfloat16.
 inline float soften_codes(const Block& block, int64_t row, int m, float highest, Floats scale,
                           int64_t begin, int64_t last, int64_t count) {
   const float* scores = block.scores + m * kKeys;
@@ -336,7 +337,7 @@ inline float soften_codes(const Block& block, int64_t row, int m, float highest,
     store_planes(bytes, planes + tile * 2 * kTile, 0, kTile);
     sums.add(bytes);
   }
-  // A query that holds what is no number has no unit either.
+  // A query with NaN has no unit either.
   const float unit = exp2_of(highest - now) / float(Int8OnCodes::kLargest) +
                      0.0f * block.planes[row + m].unit;
   const int32_t sum = sums.finish(unit, block.weight_planes[m]);
@@ -346,7 +347,7 @@ inline float soften_codes(const Block& block, int64_t row, int m, float highest,
   return factor;
 }
 
-// Make planes of a query [D], whose largest number is as many units as there can be.
+// Convert a query [D] to planes; its largest number uses the full integer range.
 inline void prepare_codes(const char* from, int32_t type, int64_t head_size, char* to,
                           Planes& planes) {
   Floats largest = {}, wrong = {};
@@ -367,8 +368,9 @@ inline void prepare_codes(const char* from, int32_t type, int64_t head_size, cha
 }
 #endif
 
-// Make weights of the scores of row `row + m`, the `m`th at hand; beyond what it sees, up to
-// `count` tiles, they are 0. `M` rows are at hand. Returns the factor for what its result holds already.
+// Convert the scores of row `row + m`, the `m`th of `M` current rows, to weights; weights of
+// invisible keys are 0, up to `count` tiles. Returns the factor by which the row's earlier result
+// must be multiplied.
 template <class F, int M>
 float soften(const Block& block, const Scoring& scoring, int64_t row, int m, Seen seen,
              int64_t count) {
@@ -376,7 +378,7 @@ float soften(const Block& block, const Scoring& scoring, int64_t row, int m, See
   char* weights = reinterpret_cast<char*>(scores);
   const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   Floats maximum = splat(kLowest);
-  // Where nothing caps them, scores stay products, which are scaled when their power is taken.
+  // Without softcap, scores stay unscaled; the scale is applied in the exponent.
   const bool later = scoring.cap == 0 && scoring.scale > 0;
   const int64_t begin = seen.first / kTile, last = seen.end > 0 ? (seen.end - 1) / kTile + 1 : 0;
   for (int64_t tile = begin; tile < last; ++tile) {
@@ -408,7 +410,7 @@ float soften(const Block& block, const Scoring& scoring, int64_t row, int m, See
   };
 #if defined(__AVX512BF16__)
   if constexpr (F::kPairs) {
-    // Two tiles at a time; the sum is of what weights are rounded to.
+    // Two tiles at a time; the sum is over rounded weights.
     const __m512bh ones = (__m512bh)splat(0x3f803f80u);
     for (int64_t tile = 0; tile < count; tile += 2) {
       const Floats first = weight_of(tile), second = weight_of(tile + 1);
@@ -425,7 +427,7 @@ float soften(const Block& block, const Scoring& scoring, int64_t row, int m, See
       const Halves rounded = bfloat16_of_floats(weight);
 #if defined(INTERPOSER_MATRICES)
       if constexpr (Matrices<F>::kKnown && M > 1) {
-        // A second row's go between the first one's, whose scores nobody reads any more.
+        // Weights of a second row overwrite the first row's scores, which are no longer needed.
         char* pair = reinterpret_cast<char*>(block.scores + m / 2 * 2 * kKeys);
         store_operand_rows(pair + tile * kTile * 4 + m % 2 * kOperandRowBytes, rounded);
       } else
@@ -467,7 +469,7 @@ void prepare(const interposer_attention_call& call, const AttentionItem& item, c
 #endif
 #if defined(INTERPOSER_MATRICES)
     if constexpr (F::kPairs) {
-      // As `attend_block` takes them: a row alone is no half of a pair.
+      // Row counts as in `attend_block`: a single row is not half of a pair.
       constexpr int kMost = most_of(row_counts<F>());
       if (row % kMost || row + 1 < block.rows) {
         char* pair = block.x + row / 2 * 4 * D + row % 2 * kOperandRowBytes;
@@ -488,7 +490,7 @@ void prepare(const interposer_attention_call& call, const AttentionItem& item, c
   }
 }
 
-// Write results: weighted values over the sum of weights, in which a sink takes part.
+// Write results: weighted values divided by the sum of weights, including the sink.
 void finish(const interposer_attention_call& call, const AttentionItem& item, const Block& block) {
   const interposer_attention_step& step = call.plan->step;
   const int64_t group = step.num_heads / step.num_kv_heads, D = block.head_size;
@@ -515,7 +517,7 @@ void finish(const interposer_attention_call& call, const AttentionItem& item, co
   }
 }
 
-// Put the parts of a block together, in their order, and finish it.
+// Merge the parts of a block (split-K) in order, and write the result.
 void merge(const interposer_attention_call& call, const AttentionItem& item,
            const AttentionPartials& partials, const Block& block) {
   const int64_t rows = block.rows, D = block.head_size;
@@ -554,7 +556,7 @@ void round_row(const char* from, const interposer_attention_step& step, float sc
   }
 }
 
-// Store tokens of one sequence, numbered within this step, of one head.
+// Store tokens of one sequence and one head; token numbers are within this step.
 void store_tokens(const interposer_attention_call& call, int64_t sequence, int64_t first,
                   int64_t end, int64_t head, char* room) {
   const interposer_attention_step& step = call.plan->step;
@@ -586,10 +588,10 @@ void store_tokens(const interposer_attention_call& call, int64_t sequence, int64
 template <class F, int M>
 void attend_rows(const Block& block, const Tiles& tiles, const Scoring& scoring, const Seen* seen,
                  int64_t row, bool first) {
-  // The last row sees most, the first row furthest back.
+  // The last row has the latest visible key, the first row the earliest.
   const int64_t end = seen[M - 1].end;
   if (end <= 0) {
-    // Nothing is added, and what is there stays as it is.
+    // Nothing to add: the results stay unchanged.
     if (!first) return;
     for (int m = 0; m < M; ++m) {
       float* result = block.result + (row + m) * block.head_size;
@@ -635,8 +637,8 @@ void attend_rows(const Block& block, const Tiles& tiles, const Scoring& scoring,
   }
 }
 
-// Write the addresses of tiles from the one of `position` on, as numbers from `first` to before
-// `end`. Behind the item's are those of the next one; its own last one where there is none.
+// Write the addresses of tiles, from the tile of `position`, to entries `first` to `end` - 1. After
+// the item's tiles come those of the next item, or the last tile repeated.
 void find_tiles(const interposer_attention_call& call, const interposer_kv_cache& cache,
                 const AttentionItem& item, int64_t position, int64_t first, int64_t end,
                 const AttentionItem* next_item, Tiles& tiles) {
@@ -654,7 +656,7 @@ void find_tiles(const interposer_attention_call& call, const interposer_kv_cache
   for (; first < end; ++first) tiles.keys[first] = tiles.keys[first - 1];
 }
 
-// `kWidened`: keys and values are copied to bfloat16 first, once for all rows.
+// `kWidened`: keys and values are converted to bfloat16 first, once for all rows.
 template <class F, bool kWidened = false>
 void attend_block(const interposer_attention_call& call, const AttentionItem& item,
                   const AttentionItem* next_item, const AttentionPartials& partials,
@@ -665,7 +667,7 @@ void attend_block(const interposer_attention_call& call, const AttentionItem& it
   const Block block(scratch, call.plan->most_rows, item.num_tokens * group, D);
   const int64_t num_tokens = step.query_starts[item.sequence + 1] - step.query_starts[item.sequence];
   const int64_t before = step.seq_lens[item.sequence] - num_tokens;
-  if (item.num_tokens == num_tokens) {  // the only block of these keys, so it stores them
+  if (item.num_tokens == num_tokens) {  // the only block with these keys stores them
     const int64_t from = item.first_key - before;
     store_tokens(call, item.sequence, from > 0 ? from : 0, item.end_key - before, item.head,
                  scratch);
@@ -725,7 +727,7 @@ void attend_block(const interposer_attention_call& call, const AttentionItem& it
   std::memcpy(part, block.maximum, size_t(block.rows) * 4);
   std::memcpy(part + block.rows, block.sum, size_t(block.rows) * 4);
   std::memcpy(part + 2 * block.rows, block.result, size_t(block.rows * D) * 4);
-  // The last one to be done puts them together.
+  // The thread that finishes the last part merges the parts.
   if (partials.unfinished[item.split].fetch_sub(1, std::memory_order_acq_rel) == 1) {
     merge(call, item, partials, block);
   }
@@ -749,7 +751,7 @@ void attend(const interposer_attention_call& call, const AttentionItem& item,
   if (step.type == kBFloat16 && step.cache_type == kCacheUInt4) {
     return attend_block<UInt4OnCodes>(call, item, next, partials, scratch);
   }
-  // Queries of bfloat16 lose nothing beside what they are rounded to already.
+  // For bfloat16 queries, the rounding to planes is negligible.
   if (step.type == kBFloat16 && step.cache_type == kCacheInt8) {
     return attend_block<Int8OnCodes>(call, item, next, partials, scratch);
   }

@@ -1,12 +1,12 @@
-// Products of two rows of x by two lanes at once, which ARM's matrix instructions make. Included once
-// for every level.
+// 2x2 blocks of two rows of x and two lanes, by ARM's matrix instructions. Included once for every
+// level.
 //
-// An operand of theirs is two rows of eight bytes. Rows of words become operands when two that follow
-// each other are put beside each other, lane by lane. Of x they are written as operands: eight bytes
-// of a first row, eight of a second one. The two are rows of queries or of weights, or both planes of
-// one; a first row may be the last, so that there is no second one, whose sums nobody reads.
+// An operand is two rows of eight bytes. Two consecutive rows of words are interleaved lane by lane
+// to operands. x is stored as operands: eight bytes of a first row, eight of a second row. The two
+// are rows of queries or weights, or both planes of one row. If a first row has no second row, its
+// partner's sums are ignored.
 //
-// BFMMLA is two BFDOT, one after the other, so that a row of floats has the bits that vectors give it,
+// BFMMLA equals two consecutive BFDOT, so that a row of floats gets the same bits as from vectors,
 // and SMMLA is exact. Source: Arm Architecture Reference Manual, BFMMLA (vector).
 #pragma once
 
@@ -17,11 +17,11 @@
 
 namespace {
 
-// Numbers of rows that are taken at a time, descending.
+// Row counts that kernels are compiled for, descending.
 template <int... M>
 struct RowCounts {};
 
-// How a format is multiplied so; not at all unless it says otherwise.
+// Matrix-instruction kernel of a format; specialized for the formats that support it.
 template <class F>
 struct Matrices {
   static constexpr bool kKnown = false;
@@ -51,7 +51,7 @@ struct Matrices<Int8OnCodes> {
   }
 };
 
-// Numbers of `Q` quarters of sixteen lanes, of which more than four are of several groups of lanes.
+// `Q` quarters of sixteen lanes; more than four belong to several groups of lanes.
 template <int Q>
 struct Quarters {
   static constexpr int kGroups = Q > 4 ? Q / 4 : 1, kOfGroup = Q / kGroups;
@@ -59,18 +59,18 @@ struct Quarters {
   typedef const char* Addresses[kGroups];
 };
 
-// What all sums have: `x` is what they are multiplied by two rows of words at a time, `resume` begins
-// with results times factors, `add` goes on for so many twos of rows of words, and `each` calls `write`
-// with every row that there is, a quarter, and four numbers.
+// Common part of all sums. `x` multiplies two rows of words at a time, `resume` starts from results
+// times factors, `add` continues for a number of row pairs, and `each` calls `write` with every
+// existing row, a quarter, and four numbers.
 //
-// P pairs of rows, or of planes of one, by Q quarters.
+// P pairs of rows, or of planes of one row, by Q quarters.
 template <class F, int P, int Q>
 struct Squares : Quarters<Q> {
   using typename Quarters<Q>::Addresses;
   typedef typename Matrices<F>::Sum Sum;
   static constexpr int kXBytes = kOperandBytes;
 
-  Sum sums[P][Q][2] = {};  // a square is of two lanes: both of the first row, then of the second
+  Sum sums[P][Q][2] = {};  // 2x2 block: two lanes of the first row, then of the second
 
   INTERPOSER_INLINE void resume(const float* result, int64_t head_size, int rows,
                                 const float* factors) {
@@ -90,7 +90,7 @@ struct Squares : Quarters<Q> {
   INTERPOSER_INLINE void add(const Addresses& words, int64_t row_bytes, int64_t count,
                              const char* x, int64_t x_stride, const Addresses& ahead,
                              int64_t ahead_bytes) {
-// Unrolled, loads that come early leave no registers to the sums.
+// If unrolled, early loads would take registers from the sums.
 #pragma GCC unroll 1
     for (int64_t i = 0; i < count; ++i) {
       uint8x16_t rows[P];
@@ -128,8 +128,8 @@ struct Squares : Quarters<Q> {
   }
 };
 
-// One row of bfloat16, which would leave half of every operand of matrices empty: of four numbers of
-// sixteen lanes, this takes 17 instructions, where matrices take 25.
+// One row of bfloat16, which would waste half of every matrix operand: for four numbers of sixteen
+// lanes, this takes 17 instructions, and matrices take 25.
 template <int Q>
 struct Strip : Quarters<Q> {
   using typename Quarters<Q>::Addresses;
@@ -165,15 +165,15 @@ struct Strip : Quarters<Q> {
   }
 };
 
-// Sums of R rows, which are an even number or one where they have no planes. There are as many as
-// registers hold, and enough that none has to wait for the product before.
+// Sums of R rows; R is even or 1 in formats without planes. Their number fits in registers and is
+// large enough that no sum waits for the previous multiplication.
 template <class F, int R, int Q>
 using SumsOf =
     std::conditional_t<R * F::kPlanes == 1, Strip<Q>, Squares<F, R * F::kPlanes / 2, Q>>;
 
 constexpr int quarters_of(int rows) { return rows <= 2 ? 8 : rows <= 4 ? 4 : 2; }
 
-// What M rows are taken for.
+// Kernel for M rows.
 template <class F>
 constexpr int rows_of(int rows) {
   return F::kPlanes == 1 && rows > 1 ? rows + rows % 2 : rows;
@@ -202,7 +202,7 @@ INTERPOSER_INLINE void score_quarters(const Block& block, const Tiles& tiles, in
   if constexpr (Sums::kLanesOfGroup < kLanes) score(std::false_type(), Sums::kLanesOfGroup);
 }
 
-// Write scores of `rows` rows, of tiles from `tile` to before `end`.
+// Compute scores of `rows` rows with the tiles from `tile` to `end` - 1.
 template <class F, int R>
 void score_matrices(const Block& block, const Tiles& tiles, int64_t tile, int64_t end, int64_t row,
                     int rows) {
@@ -221,7 +221,7 @@ INTERPOSER_INLINE void weigh_quarters(const Block& block, const Tiles& tiles, in
   constexpr int64_t kCount = kTile / F::kInputs / 2, kTileX = kCount * Sums::kXBytes;
   constexpr int64_t kTokens = 2 * F::kInputs, kStride = kKeys * 4;
   const int64_t D = block.head_size, row_bytes = D * 4, columns = Sums::kGroups * kLanes;
-  // Whatever lies behind the last token, a weight of zero silences whole numbers.
+  // For integers, a weight of zero cancels any memory after the last token.
   const int64_t whole = (F::kCodes ? tokens + kTile - 1 : tokens) / kTile;
   const int64_t left = F::kCodes ? 0 : tokens % kTile;
   const char* x = reinterpret_cast<const char*>(block.scores);
@@ -250,8 +250,8 @@ INTERPOSER_INLINE void weigh_quarters(const Block& block, const Tiles& tiles, in
   });
 }
 
-// Add weighted values of the first `tokens` keys at hand to results of `rows` rows, which are
-// multiplied by `factors` before; they hold nothing where these are null.
+// Add weighted values of the first `tokens` current keys to results of `rows` rows, which are
+// multiplied by `factors` first, or overwritten if `factors` is null.
 template <class F, int R>
 void weigh_matrices(const Block& block, const Tiles& tiles, int64_t tokens, int64_t row, int rows,
                     const float* factors) {
@@ -281,7 +281,7 @@ void weigh_matrices(const Block& block, const Tiles& tiles, int64_t tokens, int6
   }
 }
 
-// Write sixteen numbers of 16 bits of a row of x to operands, of which they are one row.
+// Write sixteen 16-bit numbers of a row of x as one row of operands.
 INTERPOSER_INLINE void store_operand_rows(char* to, Halves numbers) {
   for (int i = 0; i < 4; ++i) {
     store(to + i * kOperandBytes, load<uint8x8_t>((const char*)&numbers + i * kOperandRowBytes));

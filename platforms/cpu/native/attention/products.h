@@ -1,4 +1,4 @@
-// Sums of products of rows of x and rows of words. Included once for every level.
+// Sums of rows of x times rows of words. Included once for every level.
 #pragma once
 
 #include "block.h"
@@ -6,17 +6,17 @@
 
 namespace {
 
-// What x moves on by for a word.
+// Bytes by which x advances per word.
 template <class F>
 constexpr int kStepBytes = F::kInputs * F::kInputBytes / F::kPlanes;
 
-// Where x of a row is, or of one of its planes.
+// Address of a row of x, or of one of its planes.
 template <class F>
 INTERPOSER_INLINE int64_t row_at(int row, int64_t x_stride, int64_t plane_bytes) {
   return row / F::kPlanes * x_stride + row % F::kPlanes * plane_bytes;
 }
 
-// What the sums of a row are, with all its planes.
+// Convert the sums of a row, with all planes, to float.
 template <class F, int R, int T>
 INTERPOSER_INLINE Floats joined(const typename F::Sum (&sums)[R][T], int m, int t,
                                 const Planes* planes) {
@@ -32,7 +32,7 @@ INTERPOSER_INLINE Floats joined(const typename F::Sum (&sums)[R][T], int m, int 
   }
 }
 
-// Sums are of `M` rows, planes counted.
+// `M` counts planes of rows.
 template <class F, int M, int T>
 INTERPOSER_INLINE void add_products(typename F::Sum (&sums)[M][T], const char* const (&words)[T],
                                     int64_t row_bytes, int64_t steps, const char* x,

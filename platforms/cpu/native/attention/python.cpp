@@ -1,4 +1,4 @@
-// Plans and attention, by addresses.
+// Python functions of plans and attention, which take addresses.
 
 #include "../python.h"
 
@@ -14,9 +14,9 @@ double number(int64_t bits) {
   return value;
 }
 
-// Types of x and of the cache, N, K, D, S, the bits of scale and softcap as float64, window; B,
-// addresses of query starts, lengths and pages, elements between rows of pages, address of slots;
-// the address to write to, or 0. Returns the bytes of the plan.
+// Arguments: types of x and of the cache, N, K, D, S, scale and softcap as float64 bits, window; B,
+// addresses of query starts, lengths and pages, row stride of pages, address of slots; destination,
+// or 0. Returns the size of the plan in bytes.
 PyObject* plan_attention(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[16];
   if (!interposer_numbers(arguments, given, 16, values)) return nullptr;
@@ -39,9 +39,9 @@ PyObject* plan_attention(PyObject*, PyObject* const* arguments, Py_ssize_t given
   return PyLong_FromLongLong(interposer_plan_attention(&step, address<void>(values[15])));
 }
 
-// Addresses of the plan, of query, key and value; elements between tokens of each of these;
-// address of the cache, bytes between its heads and pages; addresses of the result, of sinks, and
-// of scales of keys and values, or 0; elements between the scales of two heads.
+// Arguments: addresses of the plan, of query, key and value; their token strides; address of the
+// cache, its head and page strides in bytes; addresses of the result, of sinks, and of scales of
+// keys and values, or 0; stride of the scales.
 PyObject* attention(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[15];
   if (!interposer_numbers(arguments, given, 15, values)) return nullptr;

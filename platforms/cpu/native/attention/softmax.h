@@ -1,4 +1,4 @@
-// The functions that a softmax in base 2 is made of. Included once for every level.
+// Functions of a softmax in base 2. Included once for every level.
 #pragma once
 
 #include "../vectors.h"
@@ -6,14 +6,14 @@
 namespace {
 
 constexpr float kLog2E = 1.44269504f;
-// Below any score, but not so far that differences to it are infinite.
+// Below any score, but near enough that differences stay finite.
 constexpr float kLowest = -1e30f;
 
 #if defined(__AVX512F__)
-constexpr __mmask16 kAllLanes = 0xffff;  // compilers warn of what the shorter forms leave undefined
+constexpr __mmask16 kAllLanes = 0xffff;  // unmasked forms: warnings about undefined values
 #endif
 
-// `b` where either is no number.
+// Maximum; `b` if either is NaN.
 INTERPOSER_INLINE Floats larger(Floats a, Floats b) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_maskz_max_ps(kAllLanes, (__m512)a, (__m512)b);
@@ -26,16 +26,17 @@ INTERPOSER_INLINE Floats chosen(Ints mask, Floats a, Floats b) {
   return (Floats)(((Ints)a & mask) | ((Ints)b & ~mask));
 }
 
-// 2^x for x of at most 0, relative error below 2e-7 where that is a normal float; 0 far below them.
+// 2^x for x <= 0, relative error below 2e-7 for normal results; 0 far below.
 INTERPOSER_INLINE Floats exp2_of(Floats x) {
 #if defined(__AVX512F__)
-  // So low that it is 0, whose distance to the nearest whole number is a number.
+  // So low that the result is 0, but finite, so that the distance to the nearest integer is a
+  // number.
   const Floats reached = larger(splat(-160.0f), x);
   const Floats whole = (Floats)_mm512_maskz_roundscale_ps(kAllLanes, (__m512)reached,
                                                           _MM_FROUND_TO_NEAREST_INT);
   const Floats f = reached - whole;
 #else
-  const Floats magic = splat(12582912.0f);  // adding it rounds to a whole number
+  const Floats magic = splat(12582912.0f);  // adding it rounds to an integer
   const Floats shifted = x + magic;
   const Floats f = x - (shifted - magic);
 #endif
@@ -48,7 +49,7 @@ INTERPOSER_INLINE Floats exp2_of(Floats x) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_maskz_scalef_ps(kAllLanes, (__m512)power, (__m512)whole);
 #else
-  const Floats result = (Floats)((Words)power + ((Words)shifted << 23));  // may wrap where unused
+  const Floats result = (Floats)((Words)power + ((Words)shifted << 23));  // may wrap if unused
   return x < splat(-126.0f) ? splat(0.0f) : result;
 #endif
 }

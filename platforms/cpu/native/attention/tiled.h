@@ -1,10 +1,11 @@
-// Products of sixteen rows of queries or weights, by tiles. Included once for every level.
+// Sixteen rows of queries or weights at a time, by AMX tiles. Included once for every level.
 //
-// A tile of keys is a row of words for every two dimensions, of sixteen tokens; values are a row for
-// every two tokens. Both are what a tile register holds of them. Of values, two tiles that follow
-// each other in a page fill a register; one alone fills half of one.
+// A tile of keys has a row of words for every two dimensions, of sixteen tokens; a tile of values
+// has a row for every two tokens. Both are loaded to tile registers as stored. Two consecutive
+// tiles of values fill a register; one alone fills half of it.
 //
-// Registers 0 to 3 are sums. Of whole registers 4 is of x and 6 of the cache, of halves 5 and 7.
+// Registers 0 to 3 are sums. 4 and 5 are x, 6 and 7 the cache: 4 and 6 with full tiles, 5 and 7
+// with half tiles.
 #pragma once
 
 #include <type_traits>
@@ -15,7 +16,7 @@
 
 namespace {
 
-// Whether a format's rows are taken sixteen at a time.
+// Whether the format supports sixteen rows at a time.
 template <class F>
 constexpr bool kTiled = false;
 
@@ -40,13 +41,13 @@ inline TileShapes attention_shapes() {
   return shapes;
 }
 
-// The registers of halves or of whole ones.
+// Registers for half or full tiles.
 template <int Words>
 constexpr int kOfX = Words == kWholeWords ? 4 : 5;
 template <int Words>
 constexpr int kOfCache = Words == kWholeWords ? 6 : 7;
 
-// Call `act` with the constants from 0 to before T.
+// Call `act` with the constants 0 to T - 1.
 template <int T, class Act>
 INTERPOSER_INLINE void for_each_sum(Act act) {
   act(std::integral_constant<int, 0>());
@@ -82,7 +83,7 @@ void score_tiled(const char* x, int64_t head_size, const char* const* keys, int6
   }
 }
 
-// Write scores of sixteen rows of x [16][D], for tiles of keys from `tile` to before `end`.
+// Compute scores of sixteen rows of x [16][D] with the tiles of keys from `tile` to `end` - 1.
 inline void score_sixteen(const char* x, int64_t head_size, const char* const* keys, int64_t tile,
                           int64_t end, float* scores, int64_t score_bytes) {
   if (head_size / 2 % kWholeWords == 0) {
@@ -92,13 +93,13 @@ inline void score_sixteen(const char* x, int64_t head_size, const char* const* k
   }
 }
 
-// Weights [16] of rows that lie `weight_bytes` apart, and where the values of their tokens are.
+// Weights of sixteen rows, `weight_bytes` apart, and the address of the values of their tokens.
 struct TiledWeights {
   const char* weights;
   int64_t weight_bytes;
   const char* const* keys;
   int64_t value_distance;
-  int64_t tiles, rest;  // whole ones, and tokens of the one after these that may be read
+  int64_t tiles, rest;  // full tiles, and readable tokens of the tile after them
 };
 
 template <int T>
@@ -143,8 +144,8 @@ void weigh_tiled_columns(const TiledWeights& of, int64_t head_size, bool first, 
   for_each_sum<T>([&](auto t) { store_tile<t>(result + t * kLanes, row_bytes); });
 }
 
-// Multiply what sixteen rows of results [16][D] hold by `factors`, unless these are null, in which
-// case they hold nothing, and add weighted values.
+// Multiply sixteen rows of results [16][D] by `factors`, or overwrite them if `factors` is null,
+// and add weighted values.
 inline void weigh_sixteen(TiledWeights of, int64_t head_size, const float* factors,
                           float* result) {
   for (int row = 0; factors && row < kTileRows; ++row) {

@@ -1,4 +1,4 @@
-// Attention as an op of torch, which its compiler can call.
+// Attention as a torch op, for compiled models.
 
 #include "../torch_runtime.h"
 #include "../vectors.h"
@@ -7,14 +7,14 @@
 namespace {
 
 // query [T, N, D], key and value [T, K, D], cache [K, P, 2, S, D], out [T, N, D]. Empty tensors
-// stand for sinks and scales that there are none of.
+// mean no sinks or no scales.
 void attention_out(TorchValue* stack, uint64_t, uint64_t) {
   const TorchTensor out(stack[0]), cache(stack[1]), query(stack[2]), key(stack[3]), value(stack[4]),
       plan(stack[5]), sinks(stack[6]), key_scales(stack[7]), value_scales(stack[8]);
   interposer_attention_call call = {};
   call.plan = plan.data<const interposer_attention_plan>();
   const int32_t stored = call.plan->step.cache_type;
-  // Numbers of 4 bits are told in bytes.
+  // For 4-bit values, the tensor's elements are bytes.
   const int64_t cache_size = stored == kCacheUInt4 ? 1 : 4 / elements_per_word(stored);
   call.query = query.data<const void>();
   call.key = key.data<const void>();

@@ -1,4 +1,4 @@
-// Copies of keys and values as bfloat16, for blocks of so many rows that it pays to convert them once.
+// Conversion of keys and values to bfloat16, for blocks of so many rows that converting once pays.
 // Included once for every level.
 #pragma once
 
@@ -8,10 +8,10 @@
 
 namespace {
 
-// From so many rows on: the fewer are converted for each few of them.
+// Fewest rows for which conversion pays.
 constexpr int64_t kWidenedRows = 12;
 
-// Of keys and values that are taken at a time.
+// Size of the converted keys and values of one iteration.
 constexpr int64_t widened_bytes(int64_t head_size) { return kKeys * head_size * 4 + 64; }
 
 #if defined(INTERPOSER_PAIRS)
@@ -24,7 +24,8 @@ INTERPOSER_INLINE Words pair_of(Floats first, Floats second) {
   return upper_halves(first) >> 16 | upper_halves(second);
 }
 
-// Of words of four elements of 8 bits, all of which bfloat16 holds: the first two, and the others.
+// Convert words of four 8-bit elements, all of which bfloat16 represents: the first two, and the
+// last two.
 INTERPOSER_INLINE void widen_words(Words words, int32_t type, Words& first, Words& second) {
 #if defined(__AVX512BF16__)
   if (type != kCacheInt8) {
@@ -46,12 +47,12 @@ INTERPOSER_INLINE void widen_words(Words words, int32_t type, Words& first, Word
   } else {
     E5M2OnFloats::decode(words, parts);
   }
-  // Parts are in the order of their bytes.
+  // Parts are in byte order.
   first = (Words)parts[0] >> 16 | (Words)parts[2];
   second = (Words)parts[1] >> 16 | (Words)parts[3];
 }
 
-// Rows of words of a tile of keys or values: each becomes two, which lie `row_words` vectors apart.
+// Convert rows of words of a tile: each becomes two rows, `row_words` vectors apart.
 inline void widen_8_bits(const char* from, int32_t type, int64_t rows, int64_t row_words, char* to) {
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t i = 0; i < row_words; ++i) {
@@ -100,13 +101,13 @@ inline void widen_grouped_values(const char* from, int64_t head_size, char* to) 
   }
 }
 
-// Copy the tiles at hand, keys and then values of each, and let `tiles` be of the copies.
+// Convert the current tiles, keys then values of each, and make `tiles` refer to the copies.
 inline void widen_tiles(const interposer_kv_cache& cache, const Block& block, Tiles& tiles) {
   const int64_t D = block.head_size, bytes = D * kTile * 2;
   char* to = block.widened;
   for (int64_t tile = 0; tile < tiles.count; ++tile, to += 2 * bytes) {
     const char *keys = tiles.keys[tile], *values = keys + tiles.value_distance;
-    // What is taken next, as it would be fetched if nothing was copied.
+    // Prefetch the next tiles, as without conversion.
     for (int64_t at = 0; at < tile_bytes(cache); at += 64) {
       __builtin_prefetch(tiles.keys[tile + 1] + at, 0, kSecondLevel);
       __builtin_prefetch(tiles.keys[tile + 1] + tiles.value_distance + at, 0, kSecondLevel);

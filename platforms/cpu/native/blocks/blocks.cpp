@@ -8,10 +8,10 @@
 
 namespace {
 
-// Rows taken at a time, so that what lies between two products stays in a cache.
+// Rows per iteration, so that intermediate results stay in a cache.
 constexpr int64_t kMostRows = 256;
 
-// The order of codings and their scales.
+// Order of projections in `codings`, `scales` and `low_rank`.
 enum Place { kHeads, kOutput, kGateUp, kDown };
 
 char* moved(void* data, int32_t type, int64_t elements) {
@@ -22,7 +22,7 @@ const char* moved(const void* data, int32_t type, int64_t elements) {
   return static_cast<const char*>(data) + elements * size_of(type);
 }
 
-// Write the product without gaps.
+// Compute a matmul with a contiguous result.
 int32_t multiply(const interposer_factor& factor, const void* x, int32_t type, int64_t rows,
                  int64_t x_stride, void* out, int32_t out_type) {
   const int64_t inputs = factor.weight->inputs;
@@ -64,7 +64,7 @@ int32_t multiply(const interposer_factor& factor, const void* x, int32_t type, i
   return interposer_linear(&product);
 }
 
-// Multiply, and add what adapters say.
+// Compute a matmul and add the LoRA of the rows.
 int32_t multiply(const interposer_factor& factor, const interposer_addition& added, int64_t first,
                  const void* x, int32_t type, int64_t rows, int64_t x_stride, void* out,
                  int32_t out_type) {
@@ -145,8 +145,8 @@ int32_t mlp(const interposer_mlp_call& call) {
 
 int32_t lost(int32_t code) { return code ? kLost + code : int32_t(kDone); }
 
-// Normalise rows of the stream, to which x is added first where there is a total. Where it is a
-// summand of this rank, x becomes the sum over the ranks before.
+// Normalize rows of the residual, after adding x if `total` is given. If x is a summand of this
+// rank, x is first summed over the ranks in place.
 int32_t normalise(const interposer_block_call& call, const void* weight, double eps, const void* x,
                   bool is_summand, const float* residual, float* total, void* out, int64_t rows) {
   const interposer_block& block = *call.block;
@@ -163,7 +163,7 @@ int32_t normalise(const interposer_block_call& call, const void* weight, double 
   }
   norm.eps = static_cast<float>(eps);
   if (!is_summand) return interposer_normalise(&norm);
-  // It is memory that another block wrote, or this one.
+  // Not const in fact: the memory was written by another block or by this one.
   return lost(interposer_all_reduce_norm(call.ranks, const_cast<void*>(x), &norm));
 }
 
@@ -179,7 +179,8 @@ interposer_factor factor_of(const interposer_block_call& call, const interposer_
   return {weight, call.block->codings[place], call.scales[place]};
 }
 
-// Compute a block whose x is a summand where it `sums`, and that leaves one where it `leaves`.
+// Compute a block. `sums`: x is a summand, reduced first. `leaves`: the output stays a summand for
+// the next block.
 int32_t decoder_block(const interposer_block_call& call, bool sums, bool leaves) {
   const interposer_block& block = *call.block;
   const int32_t type = static_cast<int32_t>(block.type);
@@ -194,8 +195,8 @@ int32_t decoder_block(const interposer_block_call& call, bool sums, bool leaves)
     return kMismatch;
   }
   const bool some = call.num_chosen >= 0;
-  // In turn: what one step reads lies in one of both, what it writes in the other. Behind them, the
-  // stream of all rows where only some are chosen.
+  // Double buffers: a step reads from one half and writes to the other. After them comes the
+  // residual of all rows if only some rows are chosen.
   const int64_t first_bytes = round_up(call.rows * (hidden > width ? hidden : width) * size, 64);
   const int64_t second_bytes = round_up(call.rows * (merged > hidden ? merged : hidden) * size, 64);
   const int64_t stream_bytes = some && call.adds ? call.rows * hidden * 4 : 0;

@@ -1,5 +1,5 @@
-// Several kernels in one call, whose results in between stay in memory that is reused. For one
-// token a call, and memory for its result, cost about as much as the kernel itself.
+// Several kernels in one call, with intermediate results in reused memory. For one token, a call
+// and the allocation of its result cost about as much as the kernel itself.
 #pragma once
 
 #include <cstdint>
@@ -9,105 +9,106 @@
 #include "../linear/packed.h"
 #include "../lora/lora.h"
 
-// Of what a block calls, above the codes of its own failures: one of interposer_lost.
+// Error codes from here on are kLost plus an interposer_lost.
 constexpr int32_t kLost = 256;
 
-// Products of which each rank has a summand, as bits.
+// Bits of the matmuls whose results are summands of an all-reduce.
 enum interposer_summand : int64_t { kOutputSummand = 1, kDownSummand = 2 };
 
 extern "C" {
 
-// What rows become before they are multiplied, if anything: codes of interposer_coded, those of 8-bit
-// floats as bfloat16. In words of 64 bits.
+// Quantization of rows before a matmul, as in interposer_coded; 8-bit floats are stored as
+// bfloat16. All fields are 64-bit words.
 struct interposer_coding {
-  int64_t type;    // kInt8 or kE4M3; kNone leaves rows as they are
-  double limit;    // of the scales of rows; 0 for none
-  int64_t group;   // inputs that share a scale; 0 for all of a row
-  int64_t powers;  // of interposer_powers
+  int64_t type;    // kInt8 or kE4M3; kNone: no quantization
+  double limit;    // largest scale of a row; 0 for no limit
+  int64_t group;   // inputs per scale; 0 for a whole row
+  int64_t powers;  // an interposer_powers
 };
 
-// A weight, and what rows become before they are multiplied by it.
+// A weight, and the quantization of its inputs.
 struct interposer_factor {
   const interposer_packed* weight;
   interposer_coding coding;
-  const float* scale;  // one for all rows; null where each has its own
+  const float* scale;  // static scale for all rows; null for a scale per row
 };
 
-// What adapters add to the result of a product; nothing where low_rank is null.
+// LoRA of a matmul; none if low_rank is null.
 struct interposer_addition {
   const interposer_low_rank* low_rank;
-  const int64_t* ids;  // of the rows
+  const int64_t* ids;  // adapter of each row
 };
 
-// out = down(activation(gate) * up), where [gate, up] = gate_up(x). What lies between is float32.
+// out = down(activation(gate) * up), where [gate, up] = gate_up(x). Intermediate results are
+// float32.
 struct interposer_mlp_call {
   interposer_factor gate_up, down;
-  interposer_addition added[2];  // to the results of both
+  interposer_addition added[2];  // LoRA of both matmuls
   const void* x;  // [rows, inputs of gate_up]
-  void* out;      // [rows, outputs of down], without gaps
+  void* out;      // [rows, outputs of down], contiguous
   int32_t type, out_type;
   int32_t activation;
   int64_t rows, x_stride;  // elements
 };
 
-// out = [query, key, value] of x, heads of query and key normalised where there are weights, then
-// rotated where there are tables.
+// out = [query, key, value] of x. Heads of query and key are normalized if there are weights, then
+// rotated if there are tables.
 struct interposer_heads_call {
   interposer_factor weight;
   interposer_addition added;
   const void* x;  // [rows, inputs of weight]
-  void* out;      // [rows, heads + 2 kv_heads, size], without gaps
+  void* out;      // [rows, heads + 2 kv_heads, size], contiguous
   const void *query_weight, *key_weight;  // [size], or null
   const float *cos, *sin;                 // [rows, half], or null
-  int32_t type;  // of x, out and the weights of heads
+  int32_t type;  // of x, out and the norm weights
   float eps;
   int64_t rows, x_stride;  // elements
   int64_t heads, kv_heads, size, half;
 };
 
-// What stays the same of a decoder block, in words of 64 bits.
+// Constant parameters of a decoder block, in 64-bit words; filled by decoder_block.py.
 struct interposer_block {
-  int64_t type;  // of everything but the residual stream, which is float32
+  int64_t type;  // of everything except the residual, which is float32
   int64_t activation;
   int64_t hidden, heads, kv_heads, size, half;
-  interposer_coding codings[4];  // for the products to heads, of attention, to gate and up, and down
+  interposer_coding codings[4];  // qkv, attention output, gate_up, down
   double input_eps, head_eps, post_eps;
-  int64_t summands;  // of interposer_summand
+  int64_t summands;  // bits of interposer_summand
 };
 
-// A decoder block on a residual stream:
+// A decoder block with a residual:
 //
-//   stream = x + residual, or the residual alone, which x was widened to then
-//   total = stream + output(attention(heads(norm(stream)))), of `chosen` rows where there are some
-//   out = mlp(norm(total)), or norm(total) where there is no gate_up
+//   stream = x + residual, or the residual alone, which is then x in float32
+//   total = stream + output(attention(heads(norm(stream)))), of the `chosen` rows if given
+//   out = mlp(norm(total)), or norm(total) without gate_up
 //
-// What is a summand is added up over the ranks before it is added to the stream.
+// Summands are summed over the ranks before they are added to the residual.
 struct interposer_block_call {
   const interposer_block* block;
   const interposer_packed *heads, *output, *gate_up, *down;
-  const float* scales[4];  // of interposer_factor, in the order of codings
-  const interposer_low_rank* low_rank[4];  // what is added to each product, or null
-  const int64_t *ids, *chosen_ids;  // of the adapters of all rows, and of the chosen ones
+  const float* scales[4];  // static input scales, in the order of codings
+  const interposer_low_rank* low_rank[4];  // LoRA of each matmul, or null
+  const int64_t *ids, *chosen_ids;  // adapters of all rows, and of the chosen rows
   const void *input_weight, *query_weight, *key_weight, *post_weight;  // of the norms
   const float *cos, *sin;  // [rows, half]
-  interposer_attention_call attention;  // without query, key, value and out
+  interposer_attention_call attention;  // query, key, value and out are filled in by the call
   const void* x;          // [rows, hidden]
   const float* residual;  // [rows, hidden]
   bool adds;
   int64_t rows;
   const int64_t* chosen;  // [num_chosen] rows
-  int64_t num_chosen;     // negative for all rows in their order
+  int64_t num_chosen;     // negative: all rows in order
   void* out;     // [rows or num_chosen, hidden]
   float* total;  // of the same rows
-  interposer_communicator* ranks;  // null where they have left, or there are no summands
+  interposer_communicator* ranks;  // null after close, or without summands
 };
 
-// Each returns 0, or what went wrong: kLost and more where a rank is lost.
+// Each returns 0 or an error code: kLost or more if a rank was lost.
 int32_t interposer_mlp(const interposer_mlp_call* call);
 int32_t interposer_project_heads(const interposer_heads_call* call);
 int32_t interposer_decoder_block(const interposer_block_call* call);
 
-// Blocks that follow each other, each of which reads what the one before it wrote. All but the last
-// leave their last sum to the norm of the next one.
+// Consecutive blocks; each reads the results of the previous one. The last all-reduce of a block is
+// fused with the first norm of the next block.
 int32_t interposer_decoder_blocks(const interposer_block_call* calls, int64_t count);
 }

@@ -1,4 +1,4 @@
-// Several kernels in one call, by addresses.
+// Python functions of fused calls, which take addresses.
 
 #include "../python.h"
 
@@ -18,7 +18,7 @@ PyObject* done(int32_t failure) {
   Py_RETURN_NONE;
 }
 
-// Call blocks, which may wait for other ranks. Returns 0, or one of interposer_lost.
+// Call blocks, which can wait for other ranks. Returns 0 or an interposer_lost.
 template <class Run>
 PyObject* done_by_ranks(const Run& run) {
   int32_t failure;
@@ -26,12 +26,12 @@ PyObject* done_by_ranks(const Run& run) {
     Released released;
     failure = run();
   }
-  if (PyErr_Occurred()) return nullptr;  // a handler of signals raises its own exception
+  if (PyErr_Occurred()) return nullptr;  // a signal handler raised an exception
   return failure && failure < kLost ? done(failure) : PyLong_FromLong(failure ? failure - kLost : 0);
 }
 
-// Of six arguments: the address of a packed weight, that of a scale for all rows or 0, and the words
-// of a coding.
+// Read six arguments: addresses of a packed weight and of a static scale or 0, and the fields of a
+// coding.
 constexpr int kFactor = 6;
 interposer_factor factor(const int64_t* values) {
   interposer_factor found = {address<const interposer_packed>(values[0]), {},
@@ -41,9 +41,8 @@ interposer_factor factor(const int64_t* values) {
   return found;
 }
 
-// Gate and up, and down, as `factor` takes them; addresses of x and of the result; type,
-// activation, rows, elements between rows of x; addresses of what adapters add to both products, or
-// 0, and of the adapters of rows.
+// Arguments: gate_up and down as in `factor`; addresses of x and result; type, activation, rows,
+// row stride of x; LoRA addresses of both matmuls, or 0, and address of the adapter ids.
 PyObject* mlp(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t all[2 * kFactor + 9];
   if (!interposer_numbers(arguments, given, 2 * kFactor + 9, all)) return nullptr;
@@ -68,9 +67,9 @@ PyObject* mlp(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   return done(failure);
 }
 
-// The weight as `factor` takes it; addresses of x, of the result, of the weights of query and key, of
-// cosines and sines; type, heads, kv heads, size, half of the rotated size; rows, elements between
-// rows of x; addresses of what adapters add, or 0, and of the adapters of rows; eps.
+// Arguments: weight as in `factor`; addresses of x, result, weights of query and key norm, cosines
+// and sines; type, heads, kv heads, size, half of the rotated size; rows, row stride of x; LoRA
+// address or 0, and address of the adapter ids; eps.
 PyObject* project_heads(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   constexpr Py_ssize_t kNumbers = kFactor + 15;
   int64_t all[kNumbers];
@@ -107,14 +106,14 @@ PyObject* project_heads(PyObject*, PyObject* const* arguments, Py_ssize_t given)
   return done(failure);
 }
 
-// Addresses of what stays the same; of the packed weights to heads, of attention, to gate and up,
-// and down, the last two 0 without an MLP; of a scale for all rows of what each takes, or 0; of the
-// weights of the input's norm, of query and key, and of the second norm; of cosines and sines, the plan and the cache; bytes between its heads and
-// pages; addresses of sinks, of scales of keys and values, elements between the scales of two
-// heads; addresses of x and the residual, whether x is added; rows; address and number of the
-// chosen ones, -1 for all; addresses of the result and of the stream; addresses of what adapters add
-// to each of the four products, or 0, and of the adapters of all rows and of the chosen ones; that of
-// the communicator, or 0. Returns 0, or one of interposer_lost.
+// Arguments: addresses of the interposer_block; of the packed weights of qkv, attention output,
+// gate_up and down, the last two 0 without an MLP; of their static input scales, or 0; of the
+// weights of the input norm, query norm, key norm and second norm; of cosines and sines, the plan
+// and the cache; its head and page strides in bytes; addresses of sinks, of scales of keys and
+// values, stride of these scales; addresses of x and the residual, whether x is added; rows;
+// address and number of the chosen rows, -1 for all; addresses of the result and of the new
+// residual; LoRA addresses of the four matmuls, or 0, and addresses of the adapter ids of all rows
+// and of the chosen rows; address of the communicator, or 0. Returns 0 or an interposer_lost.
 constexpr Py_ssize_t kBlockWords = 38;
 interposer_block_call block_call(const int64_t* value) {
   interposer_block_call call = {};
@@ -162,8 +161,8 @@ PyObject* decoder_block(PyObject*, PyObject* const* arguments, Py_ssize_t given)
   return done_by_ranks([&] { return interposer_decoder_block(&call); });
 }
 
-// The address of words of blocks that follow each other, as `decoder_block` takes them, and how many
-// blocks there are. Returns 0, or one of interposer_lost.
+// Arguments: address of a table with the arguments of `decoder_block` for each of several
+// consecutive blocks, and the number of blocks. Returns 0 or an interposer_lost.
 PyObject* decoder_blocks(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[2];
   if (!interposer_numbers(arguments, given, 2, values)) return nullptr;

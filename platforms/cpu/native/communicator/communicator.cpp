@@ -1,4 +1,4 @@
-// Collectives as rows of steps.
+// Collectives, as sequences of steps.
 
 #include "communicator.h"
 
@@ -26,19 +26,19 @@ using segment::Segment;
 
 enum Collective : uint64_t { kAllReduce = 1, kAllGather, kReduceScatter, kAllToAll, kBroadcast };
 
-// Bytes that a rank receives up to which every rank sums all rows: a second step takes longer.
+// Up to this number of received bytes, every rank sums all rows: a second step would take longer.
 constexpr int64_t kOneStep = 64 << 10;
 
-// Bytes up to which the calling thread alone is faster than waking another.
+// Up to this number of bytes, the calling thread alone is faster than waking others.
 constexpr int64_t kFewBytes = 256 << 10;
 
-// Sums are cut at lines.
+// Parts of sums begin at cache lines.
 constexpr int64_t kLine = 64;
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// What every rank has to call at a step: the collective, the type or the source, and the sizes.
+// Signature of a call, which must be equal on all ranks: collective, type or source, and sizes.
 uint64_t call_word(Collective collective, int32_t type, uint64_t sizes) {
   return collective | uint64_t(type) << 8 | sizes << 24;
 }
@@ -53,7 +53,7 @@ uint64_t mixed(const int64_t* sizes, int count) {
   return all;
 }
 
-// Part of what several threads do, in bytes.
+// A byte range processed by several threads.
 template <class F>
 struct Job {
   const F* run;
@@ -69,7 +69,7 @@ void run_some(void* argument, int thread, int threads) {
   if (first < last) (*job.run)(first, last);
 }
 
-// Call `run(first, last)` for all of the bytes.
+// Call `run(first, last)` on parts that cover all bytes.
 template <class F>
 void shared_out(int64_t bytes, const F& run) {
   if (bytes <= 0) return;
@@ -86,7 +86,7 @@ void copy(void* to, const void* from, int64_t bytes) {
   });
 }
 
-// Sum what lies in the inputs of the ranks from `offset` on, of this one in `own`.
+// Sum the inputs of all ranks from `offset` on; this rank's input is in `own`.
 void sum_inputs(const Segment& ranks, const CommunicatorKernels* kernels, int32_t type,
                 const char* own, int64_t offset, char* out, char* second, int64_t bytes) {
   shared_out(bytes, [=, &ranks](int64_t first, int64_t last) {
@@ -99,7 +99,7 @@ void sum_inputs(const Segment& ranks, const CommunicatorKernels* kernels, int32_
   });
 }
 
-// All ranks sum all of it.
+// One-step all-reduce: every rank sums everything.
 int32_t reduce_at_once(Segment& ranks, const CommunicatorKernels* kernels, char* x, int32_t type,
                        int64_t bytes, uint64_t call) {
   for (int64_t at = 0; at < bytes; at += segment::kInput) {
@@ -112,14 +112,15 @@ int32_t reduce_at_once(Segment& ranks, const CommunicatorKernels* kernels, char*
   return kNothingLost;
 }
 
-// Each rank sums a part of every chunk, and takes those of the others in the step after.
+// Two-step all-reduce: every rank sums one part of every chunk, and reads the other ranks' parts in
+// the next step.
 int32_t reduce_in_parts(Segment& ranks, const CommunicatorKernels* kernels, char* x, int32_t type,
                         int64_t bytes, uint64_t call) {
   const int own = ranks.rank_, size = ranks.size_;
   const int64_t lines = kLine * size, most = segment::kInput / lines * lines;
   const int64_t chunk = divided_up(divided_up(bytes, divided_up(bytes, most)), lines) * lines;
   const int64_t part = chunk / size;
-  // Bytes of the part of `rank` that belong to the message.
+  // Bytes of the message in the part of `rank`.
   const auto in_part = [=](int64_t index, int rank) {
     const int64_t rest = bytes - index * chunk - rank * part;
     return rest < 0 ? int64_t(0) : least(rest, part);
@@ -134,7 +135,7 @@ int32_t reduce_in_parts(Segment& ranks, const CommunicatorKernels* kernels, char
     }
     if (const int32_t lost = ranks.pass(call)) return lost;
     for (int next = 1; index && next < size; ++next) {
-      const int rank = (own + next) % size;  // all ranks read of different ones
+      const int rank = (own + next) % size;  // ranks read from different ranks at the same time
       const int64_t some = in_part(index - 1, rank);
       if (some) copy(here - chunk + rank * part, ranks.result(rank), some);
     }
@@ -270,8 +271,8 @@ int32_t interposer_all_to_all(interposer_communicator* communicator, const void*
   const int own = ranks.rank_, size = ranks.size_;
   const char* from = static_cast<const char*>(x);
   const uint64_t call = call_word(kAllToAll, 0, 0);
-  // How much each rank has for each of them goes before the first parts, since nobody else knows how
-  // many steps there are.
+  // A table of sizes precedes the first parts, because a rank knows only its own sizes and
+  // therefore not the number of steps.
   constexpr int64_t kTable = kMostRanks * int64_t(sizeof(int64_t));
   const int64_t part = (segment::kInput - kTable) / size / kLine * kLine;
   int64_t longest = 1;

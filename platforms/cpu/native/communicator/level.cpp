@@ -1,11 +1,11 @@
-// Sums of rows of the ranks, compiled once for each level with its own flags.
+// Sums over ranks, compiled once per level with the level's flags.
 
 #include "../vectors.h"
 #include "communicator.h"
 
 namespace {
 
-// Numbers of 16 or 32 bits as floats, and numbers that are summed as they are.
+// 16-bit and 32-bit floats are summed in float32; other types are summed as they are.
 template <int32_t kType>
 struct Rounded {
   typedef Floats Lanes;
@@ -22,7 +22,7 @@ struct Exact {
   static INTERPOSER_INLINE void write(char* to, Lanes sum) { store(to, sum); }
 };
 
-// Four vectors from `offset` on, so that the loop over the parts counts little.
+// Four vectors from `offset` on, to reduce the overhead of the loop over parts.
 template <class Numbers, int kVectors>
 INTERPOSER_INLINE void sum_some(const void* const* parts, int count, char* out, char* copy,
                                 int64_t offset, int64_t bytes) {
@@ -59,7 +59,7 @@ void sum_rows(const void* const* parts, int count, void* out, void* copy, int64_
   typename Numbers::Lanes sum = {};
   for (int part = 0; part < count; ++part) {
     std::memcpy(some, static_cast<const char*>(parts[part]) + offset, rest);
-    // From the first part on: zero and a negative zero are a zero.
+    // Start with the first part, not with zero, so that the sum of negative zeros stays negative.
     sum = part ? sum + Numbers::read(some) : Numbers::read(some);
   }
   Numbers::write(some, sum);

@@ -1,4 +1,4 @@
-// Collectives by addresses. Each returns 0, or one of interposer_lost.
+// Python functions of collectives, which take addresses. Each returns 0 or an interposer_lost.
 
 #include "python.h"
 
@@ -17,7 +17,7 @@ PyObject* done(const Run& run) {
     Released released;
     lost = run();
   }
-  // A handler of signals raises its own exception.
+  // A signal handler can raise an exception.
   return PyErr_Occurred() ? nullptr : PyLong_FromLong(lost);
 }
 
@@ -25,7 +25,7 @@ interposer_communicator* communicator(int64_t number) {
   return address<interposer_communicator>(number);
 }
 
-// Read up to `most` numbers behind the first `fixed`, `times` for each rank.
+// Read the first `fixed` numbers, then `times` numbers per rank, at most `most`.
 constexpr Py_ssize_t kFixed = 8;
 bool numbers_of_ranks(PyObject* const* arguments, Py_ssize_t given, Py_ssize_t fixed, int times,
                       int64_t* values) {
@@ -43,7 +43,7 @@ PyObject* shared_bytes(PyObject*, PyObject* size) {
   return PyLong_FromLongLong(interposer_shared_bytes(int(number)));
 }
 
-// File, rank, how many there are, token, milliseconds. Returns an address.
+// Arguments: file, rank, number of ranks, token, milliseconds. Returns an address.
 PyObject* join_ranks(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[5];
   if (!interposer_numbers(arguments, given, 5, values)) return nullptr;
@@ -68,7 +68,7 @@ PyObject* leave_ranks(PyObject*, PyObject* number) {
   Py_RETURN_NONE;
 }
 
-// Returns one of interposer_lost, the rank that told, and a bit for each rank that it is about.
+// Returns an interposer_lost, the rank that reported it, and a bit for each rank that it concerns.
 PyObject* rank_failure(PyObject*, PyObject* number) {
   void* pointer = PyLong_AsVoidPtr(number);
   if (pointer == nullptr) return nullptr;
@@ -77,7 +77,7 @@ PyObject* rank_failure(PyObject*, PyObject* number) {
   return Py_BuildValue("iiI", int(found.kind), int(found.teller), unsigned(found.about));
 }
 
-// x, type, how many numbers.
+// Arguments: x, type, number of elements.
 PyObject* all_reduce(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[4];
   if (!interposer_numbers(arguments, given, 4, values)) return nullptr;
@@ -87,8 +87,8 @@ PyObject* all_reduce(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   });
 }
 
-// x, residual, weight, result and sum; type, type of the residual, elements, width; eps. Nothing has
-// gaps.
+// Arguments: x, residual, weight, result and sum; type, type of the residual, elements, width; eps.
+// All contiguous.
 PyObject* all_reduce_add_rms_norm(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[10];
   if (given != 11) {
@@ -114,7 +114,7 @@ PyObject* all_reduce_add_rms_norm(PyObject*, PyObject* const* arguments, Py_ssiz
   });
 }
 
-// x, result; bytes of each rank.
+// Arguments: x, result; bytes of each rank.
 PyObject* all_gather(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[kFixed + kMostRanks];
   if (!numbers_of_ranks(arguments, given, 3, 1, values)) return nullptr;
@@ -124,7 +124,7 @@ PyObject* all_gather(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   });
 }
 
-// x, result, type; numbers of each rank.
+// Arguments: x, result, type; elements of each rank.
 PyObject* reduce_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[kFixed + kMostRanks];
   if (!numbers_of_ranks(arguments, given, 4, 1, values)) return nullptr;
@@ -134,7 +134,7 @@ PyObject* reduce_scatter(PyObject*, PyObject* const* arguments, Py_ssize_t given
   });
 }
 
-// x, result; bytes for each rank, then bytes of each rank.
+// Arguments: x, result; bytes sent to each rank, then bytes received from each rank.
 PyObject* all_to_all(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[kFixed + 2 * kMostRanks];
   if (!numbers_of_ranks(arguments, given, 3, 2, values)) return nullptr;
@@ -145,7 +145,7 @@ PyObject* all_to_all(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   });
 }
 
-// x, bytes, source.
+// Arguments: x, bytes, source.
 PyObject* broadcast(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[4];
   if (!interposer_numbers(arguments, given, 4, values)) return nullptr;

@@ -1,10 +1,10 @@
-// Waiting for ranks in calls of Python.
+// Waiting for ranks in calls from Python.
 #pragma once
 
 #include "../python.h"
 #include "communicator.h"
 
-// Let other threads of Python run, and look for signals while a rank waits for long.
+// Releases the GIL, and checks for signals during long waits.
 class Released {
  public:
   Released() : thread_(PyEval_SaveThread()) { interposer_set_interrupt(interrupted, this); }

@@ -1,4 +1,4 @@
-// Steps, waiting, and what is told of ranks that do not come.
+// Steps, waiting, and reports of missing ranks.
 
 #include "segment.h"
 
@@ -22,10 +22,10 @@
 namespace segment {
 namespace {
 
-// A rank that is at the same step comes within microseconds. Then others may have the processor,
-// and at last it is given up: to wake who sleeps takes tens of microseconds.
+// A rank at the same step arrives within microseconds. After spinning, yield the processor, and
+// finally sleep: waking a sleeper takes tens of microseconds.
 constexpr int64_t kSpin = 20'000, kYield = 500'000, kSleep = 100'000'000;  // nanoseconds
-constexpr int kLooks = 32;                                                 // between two of the clock
+constexpr int kLooks = 32;                                                 // polls per clock read
 
 thread_local interposer_interrupt interrupt = nullptr;
 thread_local void* interrupt_argument = nullptr;
@@ -46,7 +46,7 @@ inline void pause() {
 
 #if defined(__linux__)
 
-// Processes of other groups of threads wait on it, so it is none of the private ones.
+// Not a private futex: other processes wait on it.
 void sleep_on(std::atomic<uint32_t>& word, uint32_t value, int64_t nanoseconds) {
   const timespec limit = {time_t(nanoseconds / 1'000'000'000), long(nanoseconds % 1'000'000'000)};
   syscall(SYS_futex, &word, FUTEX_WAIT, value, &limit, nullptr, 0);
@@ -56,7 +56,7 @@ void wake(std::atomic<uint32_t>& word) {
   syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-// When a process started; -1 where there is none, or only what its parent has not asked for.
+// Start time of a process; -1 if the process does not exist or is a zombie.
 int64_t started(int64_t process) {
   char path[64], text[1024];
   std::snprintf(path, sizeof path, "/proc/%lld/stat", static_cast<long long>(process));
@@ -65,7 +65,7 @@ int64_t started(int64_t process) {
   const size_t count = std::fread(text, 1, sizeof text - 1, file);
   std::fclose(file);
   text[count] = 0;
-  // The name before it may hold anything, parentheses too.
+  // The process name before the fields can contain anything, even parentheses.
   const char* at = std::strrchr(text, ')');
   if (at == nullptr || at[1] == 0 || at[2] == 'Z' || at[2] == 'X') return -1;
   ++at;
@@ -89,7 +89,7 @@ uint64_t packed(int32_t kind, int teller, uint32_t about) {
 
 Segment::Segment(char* memory, int rank, int size, double timeout_seconds)
     : rank_(rank), size_(size), memory_(memory), timeout_(int64_t(timeout_seconds * 1e9)) {
-  // Who spins keeps a processor from those who are waited for, where there are too few.
+  // With fewer processors than ranks, a spinning rank would block the ranks that it waits for.
   const long processors = sysconf(_SC_NPROCESSORS_ONLN);
   spin_ = size <= processors ? kSpin : 0;
   member(rank).process = getpid();
@@ -113,7 +113,7 @@ interposer_failure Segment::failure() const {
   return {int32_t(found & 255), int32_t(found >> 8 & 255), uint32_t(found >> 32)};
 }
 
-// Keep the first failure, and wake all who sleep.
+// Record the first failure, and wake all sleepers.
 int32_t Segment::fail(int32_t kind, uint32_t about) {
   uint64_t none = 0;
   header().failure.compare_exchange_strong(none, packed(kind, rank_, about));
@@ -129,7 +129,7 @@ uint32_t Segment::late() const {
   return found;
 }
 
-// The ranks whose process is not there.
+// Ranks among `among` whose process has ended.
 uint32_t Segment::dead(uint32_t among) const {
   uint32_t found = 0;
   const Member& own = member(rank_);
@@ -137,14 +137,14 @@ uint32_t Segment::dead(uint32_t among) const {
     const Member& other = member(rank);
     if (!(among >> rank & 1)) continue;
     const int64_t process = other.process.load(), began = other.started.load();
-    // A thread of this process. Emulators tell each thread another start of its process.
+    // A thread of this process. Some emulators report another start time of the process per thread.
     if (process == own.process.load() && began == own.started.load()) continue;
     if (started(process) != began) found |= 1u << rank;
   }
   return found;
 }
 
-// Systems may hide processes of other users or containers.
+// Systems can hide processes of other users or containers.
 void Segment::watch() { seen_ = ~dead(~0u); }
 
 int32_t Segment::wait_for(int rank) {
@@ -171,7 +171,7 @@ int32_t Segment::wait_for(int rank) {
     for (int who = 0; who < size_; ++who) {
       if ((missing >> who & 1) && member(who).left.load()) left |= 1u << who;
     }
-    if (left & ~late()) continue;  // it came, and left then
+    if (left & ~late()) continue;  // arrived, and left afterwards
     if (left) return fail(kRankLeft, left);
     const uint32_t gone = dead(missing & seen_) & late();
     if (gone) return fail(kRankDead, gone);
@@ -192,7 +192,7 @@ int32_t Segment::wait_for(int rank) {
 int32_t Segment::pass(uint64_t call) {
   Member& own = member(rank_);
   own.calls[step_ % 2].store(call, std::memory_order_relaxed);
-  // Sequentially consistent, as is what a sleeper does: one of both sees the other.
+  // Sequentially consistent, as in the sleeper: one of the two sees the other's write.
   own.arrived.store(step_);
   if (own.sleepers.load()) wake(own.arrived);
   for (int rank = 0; rank < size_; ++rank) {

@@ -1,4 +1,4 @@
-// The memory that ranks share: who came to which step, what each calls, and their slots.
+// Shared memory of the ranks: arrival at steps, signatures of calls, and slots.
 #pragma once
 
 #include <atomic>
@@ -8,54 +8,54 @@
 
 namespace segment {
 
-// What a rank may write in one step. Two slots of each rank stay in a core's own caches.
+// Bytes that a rank can write in one step. Two slots of a rank fit in a core's caches.
 constexpr int64_t kInput = 256 << 10;
-// Behind that, the part of a sum that the rank computed in the step before.
+// After the input: the part of a sum that the rank computed in the previous step.
 constexpr int64_t kResult = kInput / 2 + 4096;
 constexpr int64_t kSlot = kInput + kResult;
 
-// Of one rank, which alone writes it, except for the count of those who sleep until it comes. Two
-// lines, as processors fetch pairs of them.
+// State of one rank. Only that rank writes it, except for the count of sleepers. Two cache lines,
+// because processors prefetch pairs of lines.
 struct alignas(128) Member {
-  std::atomic<uint32_t> arrived;  // at how many steps, modulo 2^32; others sleep on it
+  std::atomic<uint32_t> arrived;  // number of steps, modulo 2^32; other ranks sleep on it
   std::atomic<uint32_t> sleepers;
   std::atomic<uint32_t> left;
-  std::atomic<int64_t> process, started;  // the latter in ticks since the system started
-  std::atomic<uint64_t> calls[2];  // what is called, of even and odd steps
+  std::atomic<int64_t> process, started;  // started: in ticks since boot
+  std::atomic<uint64_t> calls[2];  // signatures of the calls at even and odd steps
 };
 
 struct alignas(128) Header {
-  uint64_t token;  // written with the file
-  std::atomic<uint64_t> failure;  // the first one, as `packed` makes it; 0 for none
+  uint64_t token;  // written by rank 0 when it creates the file
+  std::atomic<uint64_t> failure;  // the first failure, encoded by `packed`; 0 for none
 };
 
-constexpr int64_t kSlots = 16384;  // where they begin
+constexpr int64_t kSlots = 16384;  // offset of the slots
 static_assert(sizeof(Header) + kMostRanks * sizeof(Member) <= kSlots, "more members than room");
 
-// One rank's view of it.
+// One rank's view of the shared memory.
 class Segment {
  public:
   Segment(char* memory, int rank, int size, double timeout_seconds);
   ~Segment();
 
-  // Note which of the others can be seen, once all have joined: of no other one is it told that its
-  // process ended.
+  // After all ranks have joined, note whose processes are visible: an invisible process is never
+  // reported as ended.
   void watch();
 
-  // Begin a call. Returns 0, or why none can be begun.
+  // Begin a call. Returns 0, or the reason why no call can begin.
   int32_t begin() const;
   char* input(int rank) const { return slot(rank, step_); }
   char* result(int rank) const { return slot(rank, step_) + kInput; }
-  // Of the step after the one that is being read.
+  // Slot of the step after the one that is being read.
   char* next_result() const { return slot(rank_, step_ + 1) + kInput; }
 
-  // Say that this rank has written its slots of the step, wait for the others, and compare what they
-  // call. What is read until the next `pass` belongs to this step.
+  // Announce that this rank has written its slot, wait for the other ranks, and compare signatures.
+  // Data that are read until the next `pass` belong to this step.
   int32_t pass(uint64_t call);
-  // The step that was passed is read.
+  // All data of the passed step have been read.
   void finish() { ++step_; }
 
-  // Say that the ranks whose bits are set call what does not fit to what this one calls.
+  // Report that the ranks in `others` make a call that does not match this rank's call.
   int32_t disagree(uint32_t others) { return fail(kRankDiffers, others); }
 
   interposer_failure failure() const;

@@ -1,8 +1,8 @@
-// A block of rows of queries over some keys: both products, and the softmax between them. Included
+// A block of query rows over a range of keys: both matmuls, with the softmax between them. Included
 // once for every level.
 //
-// Queries lie across lanes, sixteen rows a tile, so that keys are multiplied as they lie: each word
-// of a key times a row of words of queries. So are weights, which come out as [keys][rows].
+// Query rows are across lanes, sixteen rows per tile, so that keys are used in row order: each word
+// of a key times a row of words of queries. The weights have the same layout, [keys][rows].
 #pragma once
 
 #include <cmath>
@@ -15,52 +15,53 @@
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int kMostTiles = 4;  // whose products with a key are summed at a time
+constexpr int kMostTiles = 4;  // tiles summed at a time for a key
 constexpr int keys_of(int tiles) { return tiles == 1 ? 8 : 6; }
 constexpr int kMostRows = 6;
 #else
-constexpr int kMostTiles = 1;  // a tile takes two or four registers of sixteen or 32
+constexpr int kMostTiles = 1;  // a tile takes two or four registers of 16 or 32
 constexpr int keys_of(int) { return 6; }
 constexpr int kMostRows = 4;
 #endif
 
-// Fetched ahead to the second level, which has room for more that is under way than the first.
+// Prefetched to the second-level cache, which allows more outstanding requests than the first
+// level.
 constexpr int kSecondLevel = 2;
 
-// Rows whose scores are kept at a time.
+// Rows whose scores are in memory at a time.
 constexpr int64_t kGroupRows = 4 * kLanes;
 
-// Keys that are taken at a time: of as many bytes in either form.
+// Keys per iteration: the same number of bytes in either format.
 template <class F>
 constexpr int64_t kKeys = F::kPairs ? 144 : 72;
-// Products are made of this many keys more, whose scores nobody reads.
+// Scores are computed for this many extra keys, and ignored.
 constexpr int64_t kMoreKeys = 8;
 
 struct Scoring {
-  float scale;     // from products to base 2
-  float cap;       // in base 2, or 0
-  float uncapped;  // from products to what tanh takes
+  float scale;     // scale of scores, including the factor to base 2
+  float cap;       // softcap in base 2, or 0
+  float uncapped;  // scale of scores before tanh
 };
 
-// The memory of a block.
+// Working memory of a block.
 struct Block {
-  int64_t rows, padded_rows;  // padded to whole tiles
+  int64_t rows, padded_rows;  // padded_rows: rounded up to full tiles
   int64_t key_words, columns;
   char* queries;   // [tiles][key_words][16]
   char* keys;      // [kKeys + kMoreKeys][key_words]
   char* values;    // [kKeys / kInputs][columns]
-  char* room;      // two rows of values
+  char* room;      // buffer for two rows of values
   float* scores;   // [kKeys + kMoreKeys][kGroupRows], and weights [kKeys / kInputs][kGroupRows]
   float* result;   // [padded rows][columns]
-  float* maximum;  // each [padded rows]
+  float* maximum;  // [padded rows], like the following ones
   float* sum;
   float* factor;
   float* slope;       // in base 2
-  int32_t* position;  // of the query
-  int32_t* first;     // keys that it sees: from here,
-  int32_t* end;       // to before here
+  int32_t* position;  // position of the query
+  int32_t* first;     // first visible key
+  int32_t* end;       // end of the visible keys (exclusive)
 
-  // Returns the bytes that it takes. Words of a row are a multiple of `multiple`.
+  // Returns the size in bytes. The number of words of a row is a multiple of `multiple`.
   template <class F>
   int64_t lay(char* scratch, int64_t most_rows, const interposer_dense_call& call,
               int64_t multiple = 1) {
@@ -84,10 +85,10 @@ struct Block {
   }
 };
 
-// Rows that are taken next, fetched while those at hand are multiplied. They follow each other but
-// at the ends of pages, where something else is fetched.
+// Next rows, prefetched while the current ones are multiplied. They are assumed to be consecutive;
+// at the end of a page, the prefetch is useless but harmless.
 struct Ahead {
-  const Source* rows;  // null where they lie apart
+  const Source* rows;  // null if the rows are not consecutive
   int64_t begin, end;  // positions
   int64_t row_bytes;
 };
@@ -134,7 +135,7 @@ void score_tiles(const Block& block, int64_t tile, int64_t from, int64_t to, flo
   }
 }
 
-// Scores of some tiles with keys from `from` to `to`.
+// Compute scores of some tiles with the keys from `from` to `to`.
 template <class F>
 void score(const Block& block, int64_t tile, int64_t tiles, int64_t from, int64_t to,
            const Ahead& ahead) {
@@ -155,7 +156,7 @@ void score(const Block& block, int64_t tile, int64_t tiles, int64_t from, int64_
   }
 }
 
-// One word of each lane: the weights of one key, or of two, rounded.
+// One word per lane: the weight of one key, or the rounded weights of two keys.
 template <class F>
 INTERPOSER_INLINE Words weight_words(Floats first, Floats second) {
   if constexpr (!F::kPairs) {
@@ -174,8 +175,8 @@ INTERPOSER_INLINE Words weight_words(Floats first, Floats second) {
   }
 }
 
-// Make weights of the scores of the `number`th tile of a group; keys that a row does not see get
-// none. Positions of keys are `begin` and on. Leaves the factor for what the rows' results hold.
+// Convert the scores of tile `number` of a group to weights; invisible keys get zero. Key positions
+// start at `begin`. Stores the factor by which earlier results of the rows must be multiplied.
 template <class F>
 void soften(const Block& block, const Scoring& scoring, bool is_biased, int64_t tile,
             int64_t number, int64_t begin, int64_t from, int64_t to) {
@@ -223,22 +224,23 @@ void soften(const Block& block, const Scoring& scoring, bool is_biased, int64_t 
       other = exp2_of(load<Floats>(scores + (key + 1) * kGroupRows) - maximum);
     }
     const Words words = weight_words<F>(one, other);
-    // No row is written before it was read: there are as many rows of weights, or half as many.
+    // No score is overwritten before it is read: there are as many rows of weights as of scores, or
+    // half as many.
     store(scores + key / F::kInputs * kGroupRows, words);
-    sum += one + other;  // not rounded, as the logarithm of the sum is a result too
+    sum += one + other;  // not rounded, as the logarithm of the sum is also a result
   }
   store(block.maximum + row, maximum);
   store(block.sum + row, sum);
   store(block.factor + row, factor);
 }
 
-// Words of weights: those of rows, and those of keys that follow, so many bytes apart.
+// Words of weights, and the byte distances between rows and between keys.
 struct Weights {
   const char* data;
   int64_t row, step;
 };
 
-// Of weights from `from` on.
+// Weights from `from` on.
 template <class F, int M, int T>
 void weigh_rows(const Block& block, int64_t row, Weights weights, int64_t column, int64_t from,
                 int64_t to) {
@@ -255,14 +257,14 @@ void weigh_rows(const Block& block, int64_t row, Weights weights, int64_t column
   }
 #if defined(INTERPOSER_MATRICES)
   if constexpr (F::kPairs && M % 2 == 0) {
-    // Weights of one key for all rows follow each other, so two keys' are put beside each other too.
+    // Weights of one key for all rows are adjacent, so weights of two keys are interleaved too.
     const int64_t done = add_squares<M>(sums, words, row_bytes, to - from, [&](int m, int64_t at) {
       const char* pair = x + m * weights.row + at * weights.step;
       uint32x2_t first, second;
       if (weights.row == 4) {
         first = load<uint32x2_t>(pair), second = load<uint32x2_t>(pair + weights.step);
       } else {
-        // Of few rows, those of one row do.
+        // With few rows, the weights of one row are adjacent.
         return vcombine_u8(load<uint8x8_t>(pair), load<uint8x8_t>(pair + weights.row));
       }
       return vreinterpretq_u8_u32(vcombine_u32(vzip1_u32(first, second), vzip2_u32(first, second)));
@@ -298,13 +300,13 @@ void weigh_columns(const Block& block, int64_t row, int64_t rows, int64_t column
       weigh_rows<F, 4, T>(block, row + done, of(done), column, from, to), done += 4;
     }
   }
-  // A last row has one beside it where it is padded.
+  // An odd last row is paired with a padding row.
   for (; done < rows; done += 2) {
     weigh_rows<F, 2, T>(block, row + done, of(done), column, from, to);
   }
 }
 
-// Add weights times values of the group of `rows` rows that begins at `row`.
+// Add weights times values for the `rows` rows of a group that begins at `row`.
 template <class F>
 void weigh(const Block& block, int64_t row, int64_t rows, int64_t from, int64_t to) {
   const int64_t first = from / F::kInputs, last = (to + F::kInputs - 1) / F::kInputs;

@@ -1,4 +1,4 @@
-// Divides calls into blocks of queries and parts of keys, and shares them out.
+// Divides calls into blocks of queries and parts of keys, and distributes them over threads.
 
 #include "dense.h"
 
@@ -12,10 +12,11 @@ INTERPOSER_FAMILY(DenseKernels, dense, INTERPOSER_BFLOAT16_LEVELS)
 
 namespace {
 
-// Rows of a block: keys are brought into order once for all of them.
+// Rows per block: keys are reordered once for all of them.
 constexpr int64_t kBlockRows = 128;
-// Keys of a part, and tokens of a sequence whose keys are divided. Where parts begin depends on
-// nothing but the sequence, so that it gets the same bits with any threads and beside any others.
+// Keys per part (split-K), and the number of tokens from which the keys of a sequence are split.
+// Parts depend only on the sequence, so that it gets the same bits with any number of threads and
+// in any batch.
 constexpr int64_t kPartKeys = 512;
 constexpr int64_t kSplitTokens = 16;
 
@@ -26,7 +27,7 @@ constexpr int64_t round_up(int64_t number, int64_t multiple) {
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Counts items, and writes them where there is memory.
+// Counts items, and also writes them if memory is given.
 struct Planner {
   const interposer_dense_call& call;
   AttentionItem* items;
@@ -69,7 +70,7 @@ struct Planner {
     const int64_t block = larger(kBlockRows * call.num_kv_heads / call.num_heads, 1);
     for (int64_t sequence = 0; sequence < call.num_sequences; ++sequence) {
       const int64_t tokens = call.query_starts[sequence + 1] - call.query_starts[sequence];
-      // Blocks that see most come first: the last to be begun are then short.
+      // Blocks with most visible keys first, so that the last ones to start are short.
       for (int64_t first = (tokens - 1) / block * block; tokens && first >= 0; first -= block) {
         add_block(sequence, first, smaller(block, tokens - first), tokens <= kSplitTokens);
       }
@@ -86,7 +87,7 @@ struct Job {
   std::atomic<bool> failed{false};
 };
 
-// Whoever is free takes the next one: what an item gives does not depend on who does it.
+// Dynamic scheduling: the result of an item does not depend on its thread.
 void attend_some(void* argument, int, int) {
   Job& job = *static_cast<Job*>(argument);
   const int64_t most = job.plan->most_rows;
@@ -125,7 +126,7 @@ extern "C" int32_t interposer_dense_write(const interposer_dense_call* call,
                                           const interposer_dense_store* store) {
   const DenseKernels* chosen = kernels();
   if (chosen == nullptr) return kNoAttention;
-  // A thread is worth its start for some tokens only.
+  // Tokens for which waking another thread pays.
   constexpr int64_t kThreadTokens = 16;
   StoreJob job{call, store, chosen};
   const int64_t wanted = larger(store->num_tokens / kThreadTokens, 1);

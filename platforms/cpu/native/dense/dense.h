@@ -1,5 +1,5 @@
-// Attention to keys that lie in rows: of sequences without a cache, of pages of any size, and of
-// latent vectors, which are keys and values at once.
+// Attention to keys stored as rows: of sequences without a cache, of pages of any size, and of
+// latent vectors (MLA), which are keys and values at once.
 #pragma once
 
 #include <cstdint>
@@ -8,51 +8,52 @@
 
 extern "C" {
 
-// Where rows of keys or of values lie: `token` bytes apart, those of each head `head` bytes, and
-// those of each page `page` bytes.
+// Strides in bytes of keys or values: `token` between rows, `head` between heads, `page` between
+// pages.
 struct interposer_dense_rows {
   const char* data;
   int64_t head, page, token;
 };
 
-// One call. The last query of a sequence stands where its last key does.
+// One call. The last query of a sequence has the position of its last key.
 struct interposer_dense_call {
-  int32_t type;         // of queries and of the result: of Type
-  int32_t stored_type;  // of keys and values: of CacheType
+  int32_t type;         // Type of queries and result
+  int32_t stored_type;  // CacheType of keys and values
   int32_t num_heads, num_kv_heads, head_size, value_size;
   double scale, softcap;  // no cap where it is 0
-  int64_t window_tokens;  // none where it is 0; on either side
+  int64_t window_tokens;  // 0: no window; tokens on either side
   int32_t causal;
-  int32_t page_tokens;  // 0: keys of a sequence follow each other
+  int32_t page_tokens;  // 0: keys of a sequence are consecutive
   int64_t num_sequences;
   const int64_t* query_starts;  // [B + 1]
-  const int64_t* key_starts;    // [B + 1], or null where there are pages
-  const int64_t* seq_lens;      // [B] keys of each, of pages
+  const int64_t* key_starts;    // [B + 1], or null with pages
+  const int64_t* seq_lens;      // [B] numbers of keys, with pages
   const int64_t* page_table;    // [B, pages]
   int64_t table_stride;         // elements
   const void* query;
-  int64_t query_stride;  // elements between tokens; heads follow each other
-  interposer_dense_rows keys, values;  // values at the address of keys are their first elements
-  void* out;                           // [T, N, E] without gaps
+  int64_t query_stride;  // elements between tokens; heads are adjacent
+  interposer_dense_rows keys, values;  // at equal addresses, values are the start of keys
+  void* out;                           // [T, N, E], contiguous
   float* lse;                          // [T, N], or null
   const float *sinks, *slopes;         // [N], or null
-  const float *key_scales, *value_scales;  // what stored elements are multiplied by, or null
-  int64_t scale_stride;                    // 0 where one is for all heads
+  const float *key_scales, *value_scales;  // scales of stored elements, or null
+  int64_t scale_stride;                    // 0: one scale for all heads
 };
 
-// Keys and values that are to be stored in pages: [T, K, D] and [T, K, E].
+// Keys and values to store in pages: [T, K, D] and [T, K, E].
 struct interposer_dense_store {
   int64_t num_tokens;
   const int64_t* slots;  // [T] page * page_tokens + offset
   const void *key, *value;
-  int64_t key_stride, value_stride;  // elements between tokens; heads follow each other
+  int64_t key_stride, value_stride;  // elements between tokens; heads are adjacent
 };
 
-// Store rows where the pages of `call` are, divided by its scales. Returns as the next does.
+// Store rows in the pages of `call`, divided by its scales. Returns an error code as the next
+// function does.
 int32_t interposer_dense_write(const interposer_dense_call* call,
                                const interposer_dense_store* store);
 
-// Returns 0, or what went wrong: of AttentionFailure.
+// Returns 0 or an AttentionFailure.
 int32_t interposer_dense_attention(const interposer_dense_call* call);
 }
 
@@ -62,7 +63,7 @@ inline int64_t dense_keys(const interposer_dense_call& call, int64_t sequence) {
 }
 
 struct DenseKernels {
-  // Bytes that `attend` wants for itself where blocks have at most `most_rows`.
+  // Size of the scratch memory of `attend` for blocks of at most `most_rows`.
   int64_t (*scratch_bytes)(const interposer_dense_call&, int64_t most_rows);
   void (*attend)(const interposer_dense_call&, int64_t most_rows, const AttentionItem&,
                  const AttentionPartials&, char* scratch);

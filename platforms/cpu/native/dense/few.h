@@ -1,7 +1,7 @@
-// A block of few rows of queries, as of one token that is decoded. Included once for every level.
+// A block of few query rows, as in decoding. Included once for every level.
 //
-// Rows across lanes would leave most of these empty. Here elements lie across lanes, and keys are
-// multiplied where they lie if they are of the form that is multiplied; of the softmax, keys do.
+// Rows across lanes would waste most lanes. Here the elements of a vector are across lanes, and
+// keys are used in place if stored in the computed format; in the softmax, keys are across lanes.
 #pragma once
 
 #include "block.h"
@@ -13,7 +13,7 @@ constexpr int64_t kFewRows = 8;
 template <class F>
 constexpr int64_t kFewStride = (kKeys<F> + kLanes - 1) / kLanes * kLanes;
 
-// Fetch a row that is taken next, while one at hand is multiplied.
+// Prefetch a next row while the current one is multiplied.
 INTERPOSER_INLINE void fetch(const char* row, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, kSecondLevel);
 }
@@ -44,7 +44,7 @@ INTERPOSER_INLINE Quarter quarters_of(const Floats& lanes) {
          (load<Quarter>(from + 32) + load<Quarter>(from + 48));
 }
 
-// In each lane the sum of all lanes of one of sixteen vectors.
+// Sum each of sixteen vectors over its lanes; lane i is the sum of vector i.
 INTERPOSER_INLINE Floats sums_of(const Floats* vectors) {
   const QuarterInts even = {0, 4, 2, 6}, odd = {1, 5, 3, 7}, low = {0, 1, 4, 5}, high = {2, 3, 6, 7};
   Floats sums;
@@ -58,7 +58,7 @@ INTERPOSER_INLINE Floats sums_of(const Floats* vectors) {
   return sums;
 }
 
-// Scores of R rows from `row` on. Fetches `next`, if there are any, of the size of keys.
+// Compute scores of R rows from `row` on. Prefetches `next`, if any, in the size of keys.
 template <class F, int R>
 void score_few_rows(const Block& block, int64_t row, const char* const* keys,
                     const char* const* next, int64_t count) {
@@ -106,7 +106,7 @@ void score_few(const Block& block, const char* const* keys, const char* const* n
   if (row < block.rows) score_few_rows<F, 1>(block, row, keys, next, count);
 }
 
-// What `soften` does, of one row.
+// `soften` for one row.
 template <class F>
 void soften_few(const Block& block, const Scoring& scoring, bool is_biased, int64_t row,
                 int64_t begin, int64_t count) {
@@ -142,7 +142,7 @@ void soften_few(const Block& block, const Scoring& scoring, bool is_biased, int6
   for (int64_t key = 0; key < count; key += kLanes) {
     const Floats weight = exp2_of(load<Floats>(scores + key) - splat(maximum));
     sum += weight;  // not rounded, as the logarithm of the sum is a result too
-    // No score is overwritten before it was read.
+    // No score is overwritten before it is read.
     if constexpr (F::kPairs) {
       store(reinterpret_cast<char*>(scores) + key * 2, bfloat16_of_floats(weight));
     } else {
@@ -170,7 +170,7 @@ void weigh_few_columns(const Block& block, int64_t column, int64_t steps) {
   }
 }
 
-// Add weights times values of `steps` rows of words.
+// Add weights times values for `steps` rows of words.
 template <class F>
 void weigh_few(const Block& block, int64_t steps) {
   int64_t column = 0;

@@ -1,4 +1,4 @@
-// Attention of one block of queries to keys in rows, compiled once for each level.
+// Attention of one query block to keys in rows, compiled once for each level.
 //
 // Dimensions: rows are tokens times the heads of a group, D size of a query and key, E of a value.
 
@@ -6,7 +6,7 @@
 
 namespace {
 
-// Which keys a row of the block sees.
+// Compute the visible keys of the block's rows.
 void look(const interposer_dense_call& call, const AttentionItem& item, const Block& block,
           int64_t row, int64_t real) {
   const int64_t group = call.num_heads / call.num_kv_heads;
@@ -37,8 +37,8 @@ const char* query_of(const interposer_dense_call& call, const AttentionItem& ite
          (token * call.query_stride + head * call.head_size) * size_of(call.type);
 }
 
-// Write the block's queries as words across lanes, and which keys each of them sees. Rows that pad
-// the last tile are like the last one.
+// Write the block's queries as words across lanes, and the visible keys of each. Rows that pad the
+// last tile copy the last row.
 template <class F>
 void prepare(const interposer_dense_call& call, const AttentionItem& item, const Block& block) {
   const int64_t tile_words = block.key_words * kLanes;
@@ -56,7 +56,7 @@ void prepare(const interposer_dense_call& call, const AttentionItem& item, const
   std::memset(block.result, 0, size_t(block.padded_rows * block.columns) * 4);
 }
 
-// Bring keys and values of positions from `begin` to `end` into order.
+// Reorder keys and values of the positions from `begin` to `end`.
 template <class F>
 void take_keys(const interposer_dense_call& call, const Source& keys, const Source& values,
                const Block& block, int64_t begin, int64_t end) {
@@ -84,7 +84,7 @@ void take_keys(const interposer_dense_call& call, const Source& keys, const Sour
   }
 }
 
-// Write results: weighted values over the sum of weights, in which a sink takes part.
+// Write results: weighted values divided by the sum of weights, including the sink.
 void finish(const interposer_dense_call& call, const AttentionItem& item, const Block& block) {
   const int64_t group = call.num_heads / call.num_kv_heads, E = call.value_size;
   const int64_t start = call.query_starts[item.sequence] + item.first_token;
@@ -103,7 +103,7 @@ void finish(const interposer_dense_call& call, const AttentionItem& item, const 
     if (call.lse) {
       call.lse[at] = sum == 0 ? -INFINITY : (maximum + __builtin_log2f(sum)) / kLog2E;
     }
-    // Where no key is seen, there are neither values nor weights.
+    // Without visible keys, there are no values and no weights.
     const Floats weight = splat(sum == 0 ? 0.0f : factor / sum);
     char* to = static_cast<char*>(call.out) + at * E * size_of(call.type);
     const float* result = block.result + row * block.columns;
@@ -114,7 +114,7 @@ void finish(const interposer_dense_call& call, const AttentionItem& item, const 
   }
 }
 
-// Put the parts of a block together, in their order, and finish it.
+// Merge the parts of a block (split-K) in order, and write the result.
 void merge(const interposer_dense_call& call, const AttentionItem& item,
            const AttentionPartials& partials, const Block& block) {
   const int64_t rows = block.rows;
@@ -142,7 +142,7 @@ void merge(const interposer_dense_call& call, const AttentionItem& item,
   finish(call, item, block);
 }
 
-// Write the results of a block, or put them aside until all of its parts are done.
+// Write the results of a block, or store them until all of its parts are done.
 void conclude(const interposer_dense_call& call, const AttentionItem& item,
               const AttentionPartials& partials, const Block& block) {
   if (item.num_parts == 1) return finish(call, item, block);
@@ -150,7 +150,7 @@ void conclude(const interposer_dense_call& call, const AttentionItem& item,
   std::memcpy(part, block.maximum, size_t(block.rows) * 4);
   std::memcpy(part + block.rows, block.sum, size_t(block.rows) * 4);
   std::memcpy(part + 2 * block.rows, block.result, size_t(block.rows * block.columns) * 4);
-  // The last one to be done puts them together.
+  // The thread that finishes the last part merges the parts.
   if (partials.unfinished[item.split].fetch_sub(1, std::memory_order_acq_rel) == 1) {
     merge(call, item, partials, block);
   }
@@ -181,7 +181,7 @@ void attend_few(const interposer_dense_call& call, const AttentionItem& item,
   }
   std::memset(block.result, 0, size_t(block.rows * block.columns) * 4);
   const bool is_held = call.stored_type == int32_t(kHeld<F>);
-  // Whole vectors are read of keys.
+  // Keys are read in full vectors.
   const bool are_direct = is_held && D % (kLanes * F::kInputs) == 0;
   if (!are_direct) std::memset(block.keys, 0, size_t(kKeys<F> * row_bytes));
   const bool is_shared = call.keys.data == call.values.data;
@@ -249,7 +249,7 @@ void attend_block(const interposer_dense_call& call, int64_t most_rows, const At
     ahead.begin = begin + count;
     for (int64_t row = 0; row < block.rows; row += kGroupRows) {
       const int64_t rows = block.rows - row < kGroupRows ? block.rows - row : kGroupRows;
-      // Later rows see what is later.
+      // Visible keys move on with the row.
       const int64_t first = block.first[row] - begin, end = block.end[row + rows - 1] - begin;
       const int64_t from = first > 0 ? first / F::kInputs * F::kInputs : 0;
       const int64_t to = end < count ? end : count;
@@ -282,7 +282,7 @@ void attend(const interposer_dense_call& call, int64_t most_rows, const Attentio
   attend_block<Float32OnFloats>(call, most_rows, item, partials, scratch);
 }
 
-// Blocks of few rows have room for what is behind the words of a row.
+// Blocks of few rows have padding after the words of a row.
 template <class F>
 int64_t bytes_of_blocks(const interposer_dense_call& call, int64_t most_rows) {
   Block block = {};
@@ -298,7 +298,7 @@ int64_t scratch_bytes(const interposer_dense_call& call, int64_t most_rows) {
   return bytes_of_blocks<Float32OnFloats>(call, most_rows);
 }
 
-// Store one row where it is of the type that is stored, or rounded to 8 bits.
+// Store one row, converted if necessary: copied in the stored type, or rounded to 8 bits.
 void store_row(const interposer_dense_call& call, const char* from, int64_t count, float scale,
                char* to) {
   const int64_t size = size_of(call.type);

@@ -1,6 +1,6 @@
-// Products by ARM's matrix instructions, where x lies as it was stored. Included once for every level.
+// Multiplication by ARM's matrix instructions, with x in place. Included once for every level.
 //
-// As in attention/matrices.h, sums have the bits that vectors give them.
+// As in attention/matrices.h, sums have the same bits as with vectors.
 #pragma once
 
 #include "../operands.h"
@@ -9,8 +9,8 @@
 
 namespace {
 
-// Go on with sums [M][16], of an even M, for as many twos of `steps` rows of words as there are.
-// `operand(m, step)` returns numbers of rows m and m + 1 of x for two steps. Returns the steps done.
+// Continue sums [M][16], M even, for all pairs of `steps` rows of words. `operand(m, step)` returns
+// the numbers of rows m and m + 1 of x for two steps. Returns the number of steps done.
 template <int M, class Operand>
 INTERPOSER_INLINE int64_t add_squares(Floats (&sums)[M][1], const char* words, int64_t row_bytes,
                                       int64_t steps, Operand operand) {

@@ -1,4 +1,4 @@
-// Attention to keys in rows, by addresses.
+// Python functions of attention to keys in rows, which take addresses.
 
 #include "../python.h"
 
@@ -26,9 +26,9 @@ PyObject* attend(const interposer_dense_call& call) {
   Py_RETURN_NONE;
 }
 
-// Type, N, K, D, E; the bits of scale and softcap as float64, window, causal; B, addresses of starts
-// of queries and of keys; addresses of query, key and value, elements between tokens of each; the
-// addresses of the result, of its logarithms, sinks and slopes, or 0.
+// Arguments: type, N, K, D, E; scale and softcap as float64 bits, window, causal; B, addresses of
+// query starts and key starts; addresses of query, key and value, their token strides; addresses of
+// the result, of its logarithms (lse), sinks and slopes, or 0.
 PyObject* ragged_attention(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[22];
   if (!interposer_numbers(arguments, given, 22, values)) return nullptr;
@@ -57,10 +57,10 @@ PyObject* ragged_attention(PyObject*, PyObject* const* arguments, Py_ssize_t giv
   return attend(call);
 }
 
-// Types of the query and of the cache, N, C + R, C, S, the bits of scale as float64; B, addresses
-// of query starts, lengths and pages, elements between rows of pages; addresses of query and cache,
-// elements between tokens of the query and between pages and tokens of the cache; addresses of the
-// result, and of what the cache is multiplied by, or 0.
+// Arguments: types of query and cache, N, C + R, C, S, scale as float64 bits; B, addresses of query
+// starts, lengths and pages, row stride of pages; addresses of query and cache, token stride of the
+// query, page and token strides of the cache; addresses of the result, and of the cache's scale, or
+// 0.
 PyObject* latent_attention(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[19];
   if (!interposer_numbers(arguments, given, 19, values)) return nullptr;
@@ -89,12 +89,11 @@ PyObject* latent_attention(PyObject*, PyObject* const* arguments, Py_ssize_t giv
   return attend(call);
 }
 
-// Types of the query and of the cache, N, K, D, S, the bits of scale and softcap as float64, window;
-// B, addresses of query starts, lengths and pages, elements between rows of pages; T, address of
-// slots; addresses of query, key and value, elements between tokens of each; addresses of cached
-// keys and values, bytes between heads, pages and tokens; addresses of the result, of sinks in
-// float32, and of scales of keys, behind which those of values are, or 0; elements between the
-// scales of two heads.
+// Arguments: types of query and cache, N, K, D, S, scale and softcap as float64 bits, window; B,
+// addresses of query starts, lengths and pages, row stride of pages; T, address of slots; addresses
+// of query, key and value, their token strides; addresses of cached keys and values, their head,
+// page and token strides in bytes; addresses of the result, of float32 sinks, and of scales of keys
+// followed by those of values, or 0; stride of the scales.
 PyObject* page_attention(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[31];
   if (!interposer_numbers(arguments, given, 31, values)) return nullptr;

@@ -1,8 +1,7 @@
-// Brings rows of queries, keys and values into the order in which they are multiplied. Included
-// once for every level.
+// Reorders rows of queries, keys and values for multiplication. Included once for every level.
 //
-// A word has 32 bits and holds kInputs elements: one float32, or two bfloat16 where the level
-// multiplies pairs of them.
+// A word has 32 bits and kInputs elements: one float32, or two bfloat16 if the level multiplies
+// bfloat16 pairs.
 #pragma once
 
 #include "../attention/formats.h"
@@ -14,7 +13,7 @@ namespace {
 template <class F>
 constexpr int32_t kHeld = F::kPairs ? kBFloat16 : kFloat32;
 
-// The first `count` of sixteen elements, the rest is zero.
+// Load the first `count` of sixteen elements; the other lanes are zero.
 INTERPOSER_INLINE Floats load_stored(const char* from, int32_t stored, int count) {
   if (stored < kCacheE4M3) return load_some(from, stored, count);
   Bytes codes = {};
@@ -31,7 +30,7 @@ INTERPOSER_INLINE Floats load_stored(const char* from, int32_t stored, int count
 }
 
 #if defined(__AVX512BF16__)
-// Two codes of 8 bits in each word, as bfloat16.
+// Two 8-bit floats per word, as bfloat16.
 template <int Mantissa>
 INTERPOSER_INLINE Words bfloat16_of_codes(const char* from) {
   return Float8OnPairs<Mantissa>::decoded(_mm512_cvtepu8_epi16(load<__m256i>(from)));
@@ -42,7 +41,7 @@ constexpr int64_t bytes_of_stored(int32_t stored) { return 4 / elements_per_word
 
 INTERPOSER_INLINE int lanes_left(int64_t count) { return count < kLanes ? int(count) : kLanes; }
 
-// Write `count` elements to whole words, with zeros behind them.
+// Write `count` elements to full words, padded with zeros.
 template <class F>
 void convert_row(const char* from, int32_t stored, int64_t count, char* to) {
   if (stored == int32_t(kHeld<F>)) {
@@ -51,7 +50,7 @@ void convert_row(const char* from, int32_t stored, int64_t count, char* to) {
     const int64_t size = bytes_of_stored(stored);
     int64_t i = 0;
 #if defined(__AVX512BF16__)
-    if constexpr (F::kPairs) {  // which of floats holds those of 8 bits only
+    if constexpr (F::kPairs) {  // of stored floats, exact in bfloat16 only for 8 bits
       for (; stored != kCacheInt8 && i + 2 * kLanes <= count; i += 2 * kLanes) {
         store(to + i * 2, stored == kCacheE4M3 ? bfloat16_of_codes<3>(from + i)
                                                : bfloat16_of_codes<2>(from + i));
@@ -73,7 +72,7 @@ INTERPOSER_INLINE Halves load_halves(const char* from, int count) {
   return halves;
 }
 
-// Write a row of value words: of one row, or of two that alternate; `second` may be null.
+// Write a row of value words: of one row, or of two interleaved rows; `second` can be null.
 template <class F>
 void interleave(const char* first, const char* second, int64_t count, char* to) {
   for (int64_t i = 0; i < count; i += kLanes) {
@@ -94,7 +93,7 @@ void interleave(const char* first, const char* second, int64_t count, char* to) 
 struct Source {
   const char* data;
   int64_t page, token;
-  const int64_t* table;  // null where rows follow each other
+  const int64_t* table;  // null if rows are consecutive
   int64_t page_tokens;
 
   Source(const interposer_dense_call& call, const interposer_dense_rows& rows,
@@ -110,7 +109,7 @@ struct Source {
     return data + table[position / page_tokens] * page + position % page_tokens * token;
   }
 
-  // Write where `count` rows from `position` on are; dividing for each takes longer than some rows.
+  // Write the addresses of `count` rows from `position` on; one division per row would take longer.
   void locate(int64_t position, int64_t count, const char** rows) const {
     for (int64_t i = 0; i < count;) {
       const char* from = row(position + i);

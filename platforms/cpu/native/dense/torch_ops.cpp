@@ -1,5 +1,4 @@
-// Attention to keys in rows as ops of torch, which its compiler can call. Empty tensors stand for
-// those that there are none of.
+// Attention to keys in rows as torch ops, for compiled models. Empty tensors mean absent arguments.
 
 #include <cstring>
 
@@ -45,7 +44,7 @@ void ragged_attention_out(TorchValue* stack, uint64_t, uint64_t) {
   interposer_dense_attention(&call);
 }
 
-// query [T, N, C + R], cache [P, S, C + R] of the cache type that a number says, out [T, N, C].
+// query [T, N, C + R], cache [P, S, C + R] with its CacheType as a number, out [T, N, C].
 void latent_attention_out(TorchValue* stack, uint64_t, uint64_t) {
   const TorchTensor out(stack[0]), query(stack[1]), cache(stack[2]), page_table(stack[3]),
       query_starts(stack[4]), seq_lens(stack[5]), cache_scale(stack[6]);
@@ -72,8 +71,8 @@ void latent_attention_out(TorchValue* stack, uint64_t, uint64_t) {
   interposer_dense_attention(&call);
 }
 
-// query [T, N, D], key and value [T, K, D], cache [K, P, 2, S, D] of the cache type that a number
-// says, out [T, N, D], scales [2, 1] or [2, K].
+// query [T, N, D], key and value [T, K, D], cache [K, P, 2, S, D] with its CacheType as a number,
+// out [T, N, D], scales [2, 1] or [2, K].
 void page_attention_out(TorchValue* stack, uint64_t, uint64_t) {
   const TorchTensor out(stack[0]), cache(stack[1]), query(stack[2]), key(stack[3]), value(stack[4]),
       page_table(stack[5]), query_starts(stack[6]), seq_lens(stack[7]), slots(stack[8]),

@@ -1,4 +1,4 @@
-// Chooses the level's kernels, and shares out rows among threads where that pays.
+// Selects the level's kernels, and distributes rows over threads if that pays.
 
 #include "elementwise.h"
 
@@ -11,7 +11,7 @@ INTERPOSER_FAMILY(ElementwiseKernels, elementwise, INTERPOSER_BFLOAT16_LEVELS)
 
 namespace {
 
-// Elements up to which the calling thread alone is faster than waking another.
+// Up to this number of elements, the calling thread alone is faster than waking others.
 constexpr int64_t kFewElements = 1 << 15;
 
 template <class Work>

@@ -1,9 +1,9 @@
-// Functions of single numbers, sixteen at a time. Included once for every level.
+// Functions of numbers, sixteen lanes at a time. Included once for every level.
 #pragma once
 
 #include "../vectors.h"
 
-// Lambdas are called once for sixteen numbers, and cost more than these if they are not inlined.
+// Lambdas are called once per sixteen numbers; if not inlined, the call costs more than the work.
 #define INTERPOSER_LAMBDA __attribute__((always_inline))
 
 namespace {
@@ -14,30 +14,30 @@ INTERPOSER_INLINE Floats chosen(Words mask, Floats yes, Floats no) {
 
 INTERPOSER_INLINE Floats magnitude(Floats x) { return as_floats((Words)x & 0x7fffffffu); }
 
-// x, or `limit` with the sign of x where that is closer to zero; NaN stays.
+// Clamp x to [-limit, limit]; NaN stays NaN.
 INTERPOSER_INLINE Floats limited(Floats x, float limit) {
   const Words size = (Words)magnitude(x), bound = (Words)splat(limit);
-  // Magnitudes are ordered as their bits are, and those of NaN come last.
+  // Magnitudes are ordered like their bits, with NaN last.
   const Words beyond = less(bound, size) & ~less(splat(uint32_t(0x7f800000)), size);
   return chosen(beyond, as_floats(((Words)x & 0x80000000u) | bound), x);
 }
 
-// 2^n for n from -252 to 254, as the product of two that have exponents of their own.
+// Multiply by 2^n, n from -252 to 254, as two factors that each have a valid exponent.
 INTERPOSER_INLINE Floats scaled(Floats x, Ints n) {
   const Ints half = n >> 1;
   return x * (Floats)((half + 127) << 23) * (Floats)((n - half + 127) << 23);
 }
 
-// Numbers that are larger by 1.5 * 2^23 have no bits left for fractions.
+// After adding 1.5 * 2^23, a float32 has no bits left for fractions.
 constexpr float kRound = 12582912.0f;
 
-// To two units of the last place, also where the result is subnormal or infinite.
+// exp(x), accurate to two units in the last place, also for subnormal or infinite results.
 INTERPOSER_INLINE Floats exponential(Floats x) {
   x = limited(x, 104.0f);
   const Floats rounded = x * 1.44269504f + kRound;
   const Ints n = (Ints)rounded - 0x4b400000;
   const Floats count = rounded - kRound;
-  // ln 2 in two parts, of which the first times a count is exact.
+  // ln 2 in two parts; the first times `count` is exact.
   const Floats r = x - count * 0.693359375f + count * 2.12194440e-4f;
   Floats sum = splat(1.0f / 5040);
   sum = sum * r + 1.0f / 720;
@@ -50,13 +50,14 @@ INTERPOSER_INLINE Floats exponential(Floats x) {
   return scaled(sum, n);
 }
 
-// x * sigmoid(slope), the sigmoid of minus infinity being 0.
+// x * sigmoid(slope); the sigmoid of minus infinity is 0.
 INTERPOSER_INLINE Floats sigmoid_weighted(Floats x, Floats slope) {
   return x / (1.0f + exponential(-slope));
 }
 
-// The probability that a normal variable is below x. The complementary error function of z is
-// exp(-z^2) t p(t) with t = 1 / (1 + 0.4 z); p was fitted to 2e-7 at Chebyshev nodes.
+// Normal cumulative distribution function Phi(x). The complementary error function of z is
+// exp(-z^2) t p(t) with t = 1 / (1 + 0.4 z); the polynomial p was fitted to 2e-7 at Chebyshev
+// nodes.
 INTERPOSER_INLINE Floats probability_below(Floats x) {
   const Floats z = magnitude(x) * 0.70710678f;
   const Floats t = 1.0f / (1.0f + 0.4f * z);
@@ -76,16 +77,16 @@ INTERPOSER_INLINE Floats probability_below(Floats x) {
 
 INTERPOSER_INLINE Floats gelu(Floats x) { return x * probability_below(x); }
 
-// x / 2 * (1 + tanh(u)) is x * sigmoid(2 u).
+// x / 2 * (1 + tanh(u)) equals x * sigmoid(2 u).
 INTERPOSER_INLINE Floats gelu_tanh(Floats x) {
   return sigmoid_weighted(x, 1.5957691216f * (x + 0.044715f * x * x * x));
 }
 
-// The nearest number of e4m3fn, ties to even; x is at most its largest, 448, or NaN.
+// Round to e4m3fn, ties to even; x is at most its largest number, 448, or NaN.
 INTERPOSER_INLINE Floats nearest_e4m3(Floats x) {
   const Words sign = (Words)x & 0x80000000u, size = (Words)magnitude(x);
   const Words normal = (size + 0x7ffffu + (size >> 20 & 1)) & 0xfff00000u;
-  // Below 2^-6 numbers are 2^-9 apart, as the float32 from 2^14 on are.
+  // Below 2^-6, e4m3fn numbers are 2^-9 apart, like float32 from 2^14 on.
   const Words small = (Words)((as_floats(size) + 16384.0f) - 16384.0f);
   const Words is_small = less(size, splat(uint32_t(0x3c800000)));
   const Words is_nan = less(splat(uint32_t(0x7f800000)), size);
@@ -93,7 +94,7 @@ INTERPOSER_INLINE Floats nearest_e4m3(Floats x) {
   return as_floats((nearest & ~is_nan) | (0x7fc00000u & is_nan) | sign);
 }
 
-// The codes of numbers of e4m3fn.
+// Bits of numbers that are representable in e4m3fn.
 INTERPOSER_INLINE Words codes_of_e4m3(Floats x) {
   const Words sign = (Words)x >> 24 & 0x80u, size = (Words)magnitude(x);
   const Words normal = (size >> 20) - (120 << 3);
@@ -110,7 +111,7 @@ INTERPOSER_INLINE float sum_of(Floats lanes) {
   return total;
 }
 
-// Of magnitudes, whose bits are ordered as they are; NaN is larger than all.
+// Largest lane of magnitudes, compared by their bits; NaN is larger than all.
 INTERPOSER_INLINE float largest_of(Floats lanes) {
   const Words bits = (Words)lanes;
   uint32_t largest = 0;

@@ -1,4 +1,4 @@
-// Rows one by one, compiled once for each level with its own flags.
+// Kernels of independent rows, compiled once per level with the level's flags.
 
 #include <cmath>
 #include <cstring>
@@ -20,12 +20,12 @@ INTERPOSER_INLINE char* element(void* to, int64_t index) {
 }
 
 INTERPOSER_INLINE int64_t start_of(const interposer_rows_of& rows, int64_t row) {
-  // A division takes as long as sixteen numbers do.
+  // A division takes as long as sixteen numbers.
   if (rows.inner == 1) return row * rows.outer_stride;
   return row / rows.inner * rows.outer_stride + row % rows.inner * rows.inner_stride;
 }
 
-// Call `take(index, count)` for every sixteen elements of a row; the last count may be smaller.
+// Call `take(index, count)` for every sixteen elements of a row; the last count can be smaller.
 template <class F>
 INTERPOSER_INLINE void in_vectors(int64_t width, const F& take) {
   int64_t i = 0;
@@ -33,7 +33,7 @@ INTERPOSER_INLINE void in_vectors(int64_t width, const F& take) {
   if (i < width) take(i, int(width - i));
 }
 
-// Sums of `term(index, count)` in four chains, which do not wait for each other.
+// Sum `term(index, count)` in four independent chains.
 template <class F>
 INTERPOSER_INLINE float summed(int64_t width, const F& term) {
   Floats sums[4] = {};
@@ -44,13 +44,13 @@ INTERPOSER_INLINE float summed(int64_t width, const F& term) {
   for (; i + kLanes <= width; i += kLanes) sums[0] += term(i, kLanes);
   if (i < width) sums[1] += term(i, int(width - i));
   Floats sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-  // By halves, as adding lanes one after another takes as long as a head's numbers do.
+  // Tree reduction: adding lanes one by one takes as long as all numbers of a head.
   sum += __builtin_shuffle(sum, Ints{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
   sum += __builtin_shuffle(sum, Ints{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// Rows of one type; residuals of another where `kAdding` is none.
+// Rows of one type; the residual has the type `kAdding`, kNone without a residual.
 template <int32_t kType, int32_t kAdding>
 void normalise_rows(const interposer_norm& norm, int64_t first, int64_t last) {
   const int64_t width = norm.rows.width;
@@ -81,7 +81,7 @@ void normalise_rows(const interposer_norm& norm, int64_t first, int64_t last) {
       Floats apart = value(i, count);
       if (norm.centred) {
         apart -= mean;
-        // What lies behind the row is no element of it.
+        // Lanes after the end of the row are not elements.
         for (int lane = count; lane < kLanes; ++lane) apart[lane] = 0;
       }
       return apart * apart;
@@ -151,7 +151,7 @@ void gate(const interposer_gated& gated, int64_t first, int64_t last) {
   return gate_type<kFloat16, kFloat16>(gated, first, last);
 }
 
-// Cosines or sines of pairs, one for each neighbour, with the sign that it takes.
+// Cosines or sines of pairs, repeated for both neighbours, with the sign for each.
 INTERPOSER_INLINE Floats for_neighbours(const float* halves, float even, float odd) {
   Floats result;
   for (int lane = 0; lane < kLanes; lane += 2) {
@@ -223,12 +223,12 @@ void turn_heads(const interposer_heads& heads, int64_t first, int64_t last) {
 
 constexpr float largest_code(int32_t type) { return type == kInt8 ? 127.0f : 448.0f; }
 
-// The nearest whole number; numbers are far from where that has no bits left.
+// Round to integers; numbers are small enough for the addition.
 INTERPOSER_INLINE Ints rounded(Floats x) { return (Ints)(x + kRound) - 0x4b400000; }
 
-// x / scale as a division rounds it, in less time: with `inverse` rounded from 1 / scale, the first
-// correction leaves less than a unit of the last place, the second nothing (Markstein's
-// theorem; its terms are fused, and tiny quotients, where they are not exact, round to 0 anyway).
+// x / scale, correctly rounded, faster than a division: with `inverse` = 1 / scale rounded, the
+// first correction leaves less than a unit in the last place, the second none (Markstein's theorem;
+// the corrections use FMA, and tiny quotients, which may be inexact, round to 0 anyway).
 INTERPOSER_INLINE Floats divided(Floats x, float scale, float inverse) {
   Floats quotient = x * inverse;
   quotient = quotient + (x - quotient * scale) * inverse;
@@ -238,7 +238,7 @@ INTERPOSER_INLINE Floats divided(Floats x, float scale, float inverse) {
 template <int32_t kCode>
 INTERPOSER_INLINE void store_codes(char* to, Floats quotient, int count) {
   if constexpr (kCode == kInt8) {
-    // A subnormal scale is inexact enough for quotients beyond 127. There is no code of 128.
+    // With a subnormal scale, a quotient can exceed 127. 128 is not a valid value.
     const Ints whole = rounded(limited(quotient, 128.0f));
     const Ints excess = (whole >> 7) & ~(whole >> 31);
     const Bytes sixteen = __builtin_convertvector(whole - excess, Bytes);
@@ -255,10 +255,10 @@ INTERPOSER_INLINE void store_codes(char* to, Floats quotient, int count) {
   }
 }
 
-// The scale with which the largest magnitude of a row becomes the largest code.
+// Scale that maps the largest magnitude of a row to the largest quantized value.
 template <int32_t kType, int32_t kCode>
 INTERPOSER_INLINE float fitting_scale(const interposer_coded& coded, const char* x) {
-  Ints peaks = {};  // bits of magnitudes, which are ordered as they are
+  Ints peaks = {};  // bits of magnitudes, ordered like the magnitudes
   in_vectors(coded.rows.width, [&](int64_t i, int count) INTERPOSER_LAMBDA {
     const Ints value = (Ints)magnitude(load_some(element<kType>(x, i), kType, count));
     peaks = value > peaks ? value : peaks;
@@ -275,7 +275,7 @@ INTERPOSER_INLINE float fitting_scale(const interposer_coded& coded, const char*
   float scale = peak > 0 ? peak / largest_code(kCode) : 1.0f;
   if (coded.powers) {
     int exponent;
-    const float fraction = __builtin_frexpf(scale, &exponent);  // 0.5 of a power of two
+    const float fraction = __builtin_frexpf(scale, &exponent);  // 0.5 for a power of two
     scale = __builtin_ldexpf(1.0f, fraction == 0.5f ? exponent - 1 : exponent);
   }
   return coded.limit > 0 && scale > coded.limit ? coded.limit : scale;
@@ -293,8 +293,8 @@ void code_rows(const interposer_coded& coded, int64_t first, int64_t last) {
     } else {
       scale = coded.scales[row] = fitting_scale<kType, kCode>(coded, x);
     }
-    // No step of `divided` ends here, and no quotient exceeds 127. A zero may lose its sign, which
-    // whole numbers don't have.
+    // Conditions under which no step of `divided` overflows or underflows, and no quotient exceeds
+    // 127. A zero can lose its sign, which integers do not have.
     const bool fits = kCode == kInt8 && !coded.given && scale != coded.limit;
     if (fits && scale >= 0x1p-100f && scale <= 0x1p100f) {
       const float inverse = 1.0f / scale;

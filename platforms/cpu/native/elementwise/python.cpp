@@ -1,4 +1,4 @@
-// Rows one by one, by addresses.
+// Python functions of kernels of independent rows, which take addresses.
 
 #include "../python.h"
 
@@ -6,10 +6,10 @@
 
 namespace {
 
-// Elements from which other threads of Python may run meanwhile: to let them takes time itself.
+// From this number of elements on, release the GIL: releasing it costs time itself.
 constexpr int64_t kMany = 1 << 14;
 
-// Read `count` numbers, and behind them `floats` that may have fractions.
+// Read `count` integers, followed by `floats` floating-point numbers.
 bool numbers(PyObject* const* arguments, Py_ssize_t given, Py_ssize_t count, int64_t* values,
              Py_ssize_t floats, float* fractions) {
   if (given != count + floats) {
@@ -46,7 +46,7 @@ interposer_rows_of dense(int64_t elements, int64_t width) {
   return {width ? elements / width : 0, 1, width, width, width};
 }
 
-// Addresses of x, weight and result; type, elements, width; eps. Nothing has gaps.
+// Arguments: addresses of x, weight and result; type, elements, width; eps. All contiguous.
 PyObject* rms_norm(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[6];
   float eps;
@@ -61,8 +61,8 @@ PyObject* rms_norm(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   return done(interposer_normalise, norm);
 }
 
-// Addresses of x, residual, weight, result and sum; type, type of the residual, elements, width;
-// eps, shift of the weight. Nothing has gaps.
+// Arguments: addresses of x, residual, weight, result and sum; type, type of the residual,
+// elements, width; eps, shift of the weight. All contiguous.
 PyObject* add_rms_norm(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[9];
   float fractions[2];
@@ -81,8 +81,8 @@ PyObject* add_rms_norm(PyObject*, PyObject* const* arguments, Py_ssize_t given) 
   return done(interposer_normalise, norm);
 }
 
-// Addresses of x, weight, bias and result; type, whether rows are centred; outer, inner, width, and
-// elements between the outer and the inner ones; eps, shift of the weight.
+// Arguments: addresses of x, weight, bias and result; type, whether rows are centred; outer, inner,
+// width, outer stride, inner stride; eps, shift of the weight.
 PyObject* normalise(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[11];
   float fractions[2];
@@ -100,8 +100,7 @@ PyObject* normalise(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   return done(interposer_normalise, norm);
 }
 
-// Addresses of gates, of what they gate and of the result; type, activation; rows, width, elements
-// between rows.
+// Arguments: addresses of gate, up and result; type, activation; rows, width, row stride.
 PyObject* gate(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[8];
   if (!interposer_numbers(arguments, given, 8, values)) return nullptr;
@@ -115,8 +114,8 @@ PyObject* gate(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   return done(interposer_gate, gated);
 }
 
-// Addresses of x, weight, cosines, sines and result; type; outer, inner, width, and elements
-// between the outer and the inner ones; half of the rotated size, whether neighbours are turned; eps.
+// Arguments: addresses of x, weight, cosines, sines and result; type; outer, inner, width, outer
+// stride, inner stride; half of the rotated size, whether neighbours are rotated; eps.
 PyObject* turn_heads(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[13];
   float eps;
@@ -136,9 +135,9 @@ PyObject* turn_heads(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   return done(interposer_turn_heads, heads);
 }
 
-// Addresses of x, codes, scales and of a scale that is given, of the last two one 0; types of x and
-// of codes; outer, inner, width, and elements between the outer and the inner ones; which
-// powers of two scales are; the largest one.
+// Arguments: addresses of x, quantized values, scales and static scale, one of the last two 0;
+// types of x and of quantized values; outer, inner, width, outer stride, inner stride; kind of
+// power-of-two scales; largest scale.
 PyObject* code(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[12];
   float limit;

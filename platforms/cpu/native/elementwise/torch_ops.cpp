@@ -1,5 +1,5 @@
-// Rows one by one, as ops of torch, which its compiler can call. Rows of x may lie apart; nothing
-// else has gaps.
+// Kernels of independent rows as torch ops, for compiled models. Rows of x can have gaps; all other
+// tensors are contiguous.
 
 #include <cstring>
 
@@ -9,7 +9,8 @@
 
 namespace {
 
-// Bits of `parts`: a tensor that is not there is named by another one.
+// Bits of `parts`: without its bit, an optional tensor is absent, and any other tensor is passed in
+// its place.
 constexpr uint64_t kWeighted = 1, kBiased = 2, kCentred = 4, kTurned = 8, kNeighbours = 16;
 
 float fraction(TorchValue value) {
@@ -38,7 +39,7 @@ void normalise_out(TorchValue* stack, uint64_t, uint64_t) {
   interposer_normalise(&norm);
 }
 
-// x and residual [T, H] without gaps, weight [H].
+// x and residual [T, H], contiguous, weight [H].
 void add_rms_norm_out(TorchValue* stack, uint64_t, uint64_t) {
   const TorchTensor out(stack[0]), total(stack[1]), x(stack[2]), residual(stack[3]);
   const TorchTensor weight(stack[4]);
@@ -56,7 +57,7 @@ void add_rms_norm_out(TorchValue* stack, uint64_t, uint64_t) {
   interposer_normalise(&norm);
 }
 
-// x [T, 2 I], gates in its first half.
+// x [T, 2 I], gates in the first half.
 void gate_out(TorchValue* stack, uint64_t, uint64_t) {
   const TorchTensor out(stack[0]), x(stack[1]);
   const int64_t width = out.size(1);

@@ -1,4 +1,4 @@
-// Puts tokens in the order of their experts, and shares out experts and blocks of outputs.
+// Groups tokens by expert, and distributes experts and blocks of outputs over threads.
 
 #include "experts.h"
 
@@ -18,20 +18,20 @@ INTERPOSER_FAMILY(LinearKernels, linear, INTERPOSER_LEVELS)
 
 namespace {
 
-// Up to so many slots are prepared, and so many elements added up, by the thread that calls.
+// Up to these numbers of slots and elements, the calling thread works alone.
 constexpr int64_t kFewSlots = 8, kFewElements = 1 << 15;
-// Rows of an expert that are multiplied by a block at a time: they stay in a cache meanwhile.
+// Rows of an expert that are multiplied by a block at a time, so that they stay in a cache.
 constexpr int64_t kSegmentRows = 128;
-// Reading a block takes about as long as multiplying so many rows by it.
+// Reading a block takes about as long as multiplying it by this number of rows.
 constexpr int64_t kRowsOfReading = 16;
-// Of what lies between the products; more tokens are taken in turns.
+// Largest size of intermediate results; larger batches are processed in chunks of tokens.
 constexpr int64_t kMostBytes = 128 << 20;
 
-// The rows of one expert.
+// Rows of one expert.
 struct Group {
-  interposer_product gate, up, down;  // of `rows`, the number that decides how they are prepared
-  int64_t first, count;               // of the slots in order of experts
-  int64_t x_bytes, h_bytes;           // of a prepared row, 0 for rows as they are
+  interposer_product gate, up, down;  // `rows` of a matmul decides how rows are prepared
+  int64_t first, count;               // range of slots in order of experts
+  int64_t x_bytes, h_bytes;           // bytes of a prepared row, 0 if rows are read in place
   char *x, *h;                        // prepared rows
 };
 
@@ -49,17 +49,17 @@ struct Job {
   Group* groups;
   Segment* segments;
   int64_t num_groups, num_segments, num_rows;
-  int32_t* tokens_of;  // [rows], the token of each row
-  int32_t* places;     // [tokens, K], the row of each slot, or -1
+  int32_t* tokens_of;  // [rows], token of each row
+  int32_t* places;     // [tokens, K], row of each slot, or -1
   char* h;             // [rows, I] in the type of x
   float* returned;     // [rows, H]
   std::atomic<bool> failed;
 };
 
-// Memory that is shared out from its beginning on, once it is there.
+// Bump allocator over a buffer; without a buffer, it only counts bytes.
 class Parts {
  public:
-  // Null to learn how many bytes are wanted.
+  // Null: only count the bytes.
   explicit Parts(char* memory) : start_(reinterpret_cast<uintptr_t>(memory)) {}
 
   template <class T>
@@ -85,7 +85,7 @@ const interposer_packed* behind(const interposer_packed* packed) {
   return at<interposer_packed>(packed, packed->bytes);
 }
 
-// Of the first expert, whose sizes and format all have.
+// Checks the first expert; all experts have its sizes and format.
 bool is_sound(const interposer_mixture& mixture) {
   const interposer_packed* gate = gate_of(mixture, 0);
   const interposer_packed* up = behind(gate);
@@ -95,8 +95,8 @@ bool is_sound(const interposer_mixture& mixture) {
          down->outputs == gate->inputs && up->inputs == gate->inputs;
 }
 
-// Every task of `blocks` per segment belongs to one thread. Of a segment these follow each other,
-// so that weights are read from their beginning to their end.
+// Each task, of `blocks` per segment, belongs to one thread. Tasks of a segment are consecutive, so
+// that weights are read sequentially.
 template <class Work>
 void share_out(const Job& job, int64_t blocks, int thread, int threads, Work work) {
   int64_t total = 0;
@@ -121,7 +121,7 @@ Prepared rows_of(const char* data, int64_t prepared_bytes, int64_t plain_bytes, 
   Prepared prepared = {};
   prepared.stride = prepared_bytes ? prepared_bytes : plain_bytes;
   prepared.data = data + first * prepared.stride;
-  prepared.num_groups = 1;  // of the sums of codes, which floats have none of
+  prepared.num_groups = 1;  // of int8 sums; floats have none
   return prepared;
 }
 
@@ -132,7 +132,7 @@ void prepare_one(const LinearKernels& linear, interposer_product product, const 
   linear.prepare_rows(product, to, prepared_bytes, nullptr, index, index + 1);
 }
 
-// Visit rows from `first` to `last` with their groups.
+// Visit rows `first` to `last` with their groups.
 template <class Work>
 void each_row(const Job& job, int64_t first, int64_t last, Work work) {
   for (int64_t i = 0; i < job.num_groups; ++i) {
@@ -159,7 +159,7 @@ void gather_some(void* argument, int thread, int threads) {
   each_row(job, job.num_rows * thread / threads, job.num_rows * (thread + 1) / threads, gather);
 }
 
-// Outputs from a block on are written to the beginning of `memory`.
+// Offset `memory` so that outputs of a block are written to its start.
 float* before(float* memory, int64_t block) {
   const uintptr_t skipped = static_cast<uintptr_t>(block * kBlock) * sizeof(float);
   return reinterpret_cast<float*>(reinterpret_cast<uintptr_t>(memory) - skipped);
@@ -180,7 +180,7 @@ void gate_some(void* argument, int thread, int threads) {
     const Prepared x =
         rows_of(group.x, group.x_bytes, job.hidden * size_of(type), segment.first);
     interposer_product gate = group.gate, up = group.up;
-    // As many blocks as there is memory for: weights of few rows are read in long streams.
+    // As many blocks as fit in memory: with few rows, weights are read in long streams.
     const int64_t most = kSegmentRows / segment.count;
     for (int64_t block = first; block < last; block += most) {
       const int64_t count = last - block < most ? last - block : most;
@@ -251,7 +251,7 @@ interposer_product product_by(const interposer_packed* weight, int32_t type, int
   return product;
 }
 
-// About as many bytes as each slot takes where there are many.
+// Approximate bytes per slot with many slots.
 int64_t slot_bytes(const Job& job) {
   const interposer_mixture_call& call = *job.call;
   const interposer_packed* gate = gate_of(*call.mixture, 0);
@@ -262,7 +262,7 @@ int64_t slot_bytes(const Job& job) {
   return plain + job.linear->prepared_row_bytes(first) + job.linear->prepared_row_bytes(second);
 }
 
-// Set the groups, and the row of each slot. Returns false where an expert is not there.
+// Compute the groups, and the row of each slot. Returns false for an expert id out of range.
 bool group_slots(Job& job, int64_t* starts) {
   const interposer_mixture_call& call = *job.call;
   const int64_t experts = call.mixture->experts;
@@ -310,7 +310,7 @@ bool group_slots(Job& job, int64_t* starts) {
   return true;
 }
 
-// The experts of the tokens from `first_token` on, of which there are `tokens`.
+// Compute `tokens` tokens from `first_token` on.
 int32_t run(Job& job) {
   const interposer_mixture_call& call = *job.call;
   const int64_t slots = job.tokens * call.top_k, experts = call.mixture->experts;

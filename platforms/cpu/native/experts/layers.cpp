@@ -1,4 +1,4 @@
-// Experts one after the other, each of them the two linear layers of an MLP in any format.
+// Experts one after the other, each as the two linear layers of an MLP in any format.
 
 #include <cstring>
 
@@ -13,7 +13,8 @@ INTERPOSER_FAMILY(ExpertsKernels, experts, INTERPOSER_BFLOAT16_LEVELS)
 
 namespace {
 
-// Of the rows that experts take and return; more tokens are taken in turns.
+// Largest size of the experts' inputs and results; larger batches are processed in chunks of
+// tokens.
 constexpr int64_t kMostBytes = 128 << 20;
 
 struct Job {
@@ -21,8 +22,8 @@ struct Job {
   const ExpertsKernels* kernels;
   int64_t hidden, first_token, tokens, num_rows;
   int32_t* tokens_of;  // [rows], in the order of experts
-  int32_t* places;     // [tokens, K], the row of each choice, or -1
-  char* x;             // [rows, H] in the type of x
+  int32_t* places;     // [tokens, K], row of each slot, or -1
+  char* x;             // [rows, H], type of x
   float* returned;     // [rows, H]
 };
 
@@ -50,8 +51,8 @@ void add_up_some(void* argument, int thread, int threads) {
   job.kernels->add_up(returned, job.tokens * thread / threads, job.tokens * (thread + 1) / threads);
 }
 
-// Set `ends` to where the rows of each expert end, and the row of each choice. Returns false where an
-// expert is not there.
+// Compute the end of each expert's rows in `ends`, and the row of each slot. Returns false for an
+// expert id out of range.
 bool sort(Job& job, int64_t* ends) {
   const interposer_expert_layers_call& call = *job.call;
   const auto expert_of = [&](int64_t token, int64_t k) {

@@ -1,4 +1,4 @@
-// What stands between and behind the products of experts, compiled once for each level.
+// Activation and weighted sum of experts, compiled once for each level.
 
 #include "../elementwise/functions.h"
 #include "experts.h"

@@ -1,4 +1,4 @@
-// Mixtures of experts, by addresses.
+// Python functions of MoE layers, which take addresses.
 
 #include "../python.h"
 
@@ -8,7 +8,7 @@
 
 namespace {
 
-// Experts, bytes of each, and the address of the memory.
+// Arguments: number of experts, bytes per expert, destination address.
 PyObject* begin_mixture(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[3];
   if (!interposer_numbers(arguments, given, 3, values)) return nullptr;
@@ -16,8 +16,8 @@ PyObject* begin_mixture(PyObject*, PyObject* const* arguments, Py_ssize_t given)
   Py_RETURN_NONE;
 }
 
-// Addresses of the packed experts, of x, of the result, of weights and int32 ids; type, activation,
-// tokens, chosen experts; elements between the tokens of x, of weights and of ids.
+// Arguments: addresses of packed experts, x, result, weights and int32 ids; type, activation,
+// tokens, experts per token; token strides of x, weights and ids.
 PyObject* experts(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[12];
   if (!interposer_numbers(arguments, given, 12, values)) return nullptr;
@@ -45,9 +45,9 @@ PyObject* experts(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   Py_RETURN_NONE;
 }
 
-// The address of the table of layers; words of both codings; addresses of x, of the result, of
-// weights and int32 ids; type, activation, experts, tokens, chosen experts; elements between the
-// tokens of x, of weights and of ids.
+// Arguments: address of the table of layers; fields of both codings; addresses of x, result,
+// weights and int32 ids; type, activation, experts, tokens, experts per token; token strides of x,
+// weights and ids.
 PyObject* expert_layers(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t all[21];
   if (!interposer_numbers(arguments, given, 21, all)) return nullptr;

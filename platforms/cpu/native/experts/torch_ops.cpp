@@ -1,4 +1,4 @@
-// Mixtures of experts as an op of torch, which its compiler can call.
+// MoE layers as a torch op, for compiled models.
 
 #include <stdexcept>
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace {
 
-// x and out [T, H], weights [T, K] float32, ids [T, K] int32; out without gaps.
+// x and out [T, H], weights [T, K] float32, ids [T, K] int32; out is contiguous.
 void experts_out(TorchValue* stack, uint64_t, uint64_t) {
   const TorchTensor out(stack[0]), x(stack[1]), mixture(stack[2]), weights(stack[3]), ids(stack[4]);
   interposer_mixture_call call = {};

@@ -1,4 +1,4 @@
-// Products of heads, each with a weight of its own.
+// Batched GEMM: one packed weight per head.
 
 #include <atomic>
 
@@ -34,7 +34,7 @@ interposer_product product_of(const interposer_batch& batch, int64_t head) {
   return product;
 }
 
-// Heads are short products: one is computed by one thread.
+// A head is a short GEMM, computed by one thread.
 void multiply_some(void* argument, int thread, int threads) {
   Job& job = *static_cast<Job*>(argument);
   const interposer_batch& batch = *job.batch;

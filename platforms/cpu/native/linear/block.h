@@ -1,5 +1,5 @@
-// One block of a packed weight, and what becomes of sums of its products. Included once for every
-// level.
+// One block of a packed weight, and conversion of its integer sums to outputs. Included once for
+// every level.
 #pragma once
 
 #include "../vectors.h"
@@ -13,7 +13,7 @@ struct Span {
   int64_t first_block, last_block, first_row, last_row;
 };
 
-// What the sums of one block share.
+// Parameters shared by all sums of one block.
 struct Block {
   const char* words;  // [steps][64]
   const char* scales;
@@ -21,8 +21,8 @@ struct Block {
   int64_t first_output;
 };
 
-// Neighbouring rows; behind the last one it comes again. To compute and write a row twice takes less
-// time than to read the weight once more for what is left.
+// Adjacent rows of x. After the last row, the last row is repeated: computing and writing a row
+// twice takes less time than reading the weight once more for the remaining rows.
 struct Rows {
   INTERPOSER_INLINE Rows(int64_t first, int64_t last = INT64_MAX) : first(first), last(last) {}
   INTERPOSER_INLINE int64_t operator[](int m) const { return first + m < last ? first + m : last; }
@@ -48,7 +48,8 @@ Block block_of(const interposer_packed& weight, int64_t index) {
 INTERPOSER_INLINE Floats load_scales(const char* scales, int32_t type) {
   if (type != kE8M0) return load_floats(scales, type);
   const Words exponents = __builtin_convertvector(load<Bytes>(scales), Words);
-  // The smallest is subnormal, and the largest is NaN; both have their highest mantissa bit set.
+  // The smallest exponent is subnormal and the largest is NaN; both need their highest mantissa bit
+  // set.
   const Words edge = less((exponents + 1) & 255, splat(uint32_t(2)));
   return as_floats(exponents << 23 | (edge & 0x400000));
 }
@@ -62,7 +63,7 @@ INTERPOSER_INLINE bool has_scales_of_groups(const interposer_product& product) {
   return product.x_scale_stride > 1;
 }
 
-// What sums of one row's inputs in one group stand for.
+// Convert the sum of one row's inputs in one group to float.
 template <class F>
 INTERPOSER_INLINE Floats scaled(const interposer_product& product, const Prepared& prepared,
                                 int64_t row, int64_t group, typename F::Sum sum, Ints zero,
@@ -105,8 +106,8 @@ INTERPOSER_INLINE void store_tiles(const interposer_product& product, Rows rows,
   }
 }
 
-// Write M rows of T tiles. What is the same for all of them is asked once: with 1024 inputs,
-// asking for each costs a twentieth of the product.
+// Write M rows of T tiles. Options that are the same for all of them are tested once: with 1024
+// inputs, one test per tile costs 5 % of the GEMM.
 template <int M, int T>
 INTERPOSER_INLINE void write_tiles(const interposer_product& product, Rows rows, int64_t output,
                                    const Floats (&sums)[M][T]) {

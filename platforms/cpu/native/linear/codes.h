@@ -1,5 +1,5 @@
-// Rows of int8 codes as products read them, and what their groups add up to. Included once for every
-// level.
+// Rows of int8 inputs in the order that kernels read them, and the sums of their groups. Included
+// once for every level.
 #pragma once
 
 #include "formats.h"
@@ -10,14 +10,14 @@ namespace {
 typedef int8_t Sixteen __attribute__((vector_size(16)));
 typedef int32_t Eight __attribute__((vector_size(32)));
 
-// Of sixteen neighbouring codes, which one each byte of four words in memory is.
+// For sixteen adjacent values, the source of each byte of four words in memory.
 struct CodePlaces {
   int8_t codes[16];
 };
 
 constexpr CodePlaces code_places(bool of_nibbles) {
 #if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-  constexpr int kFlip = 3;  // the lowest byte of a word lies last
+  constexpr int kFlip = 3;  // big-endian: the lowest byte of a word is last
 #else
   constexpr int kFlip = 0;
 #endif
@@ -29,7 +29,7 @@ constexpr CodePlaces code_places(bool of_nibbles) {
   return places;
 }
 
-// Of the four bytes of each word.
+// Sum of the four bytes of each word.
 INTERPOSER_INLINE Eight byte_sums(Eight words) {
   return (words << 24 >> 24) + (words << 16 >> 24) + (words << 8 >> 24) + (words >> 24);
 }
@@ -46,13 +46,14 @@ int32_t sum_of_codes(const char* words, int64_t count) {
   return sum;
 }
 
-// Where all codes of a weight are raised by the same, what that adds to sums is known in advance.
+// If all values of a weight are shifted by the same offset, its contribution to the sums is known
+// in advance.
 int32_t factor_of_sums(const interposer_packed& weight) {
   if (weight.zeros_at) return 1;
   return weight.format == kWeightInt4 ? -Int4OnCodes::kZero : -Int8OnCodes::kZero;
 }
 
-// Write one row, whose memory is a multiple of 64 bytes, and the sums of its groups.
+// Write one row, padded to a multiple of 64 bytes, and the sums of its groups.
 void prepare_codes(const interposer_product& product, char* to, int32_t* sums, int64_t row) {
   static constexpr CodePlaces kOfNibbles = code_places(true), kOfBytes = code_places(false);
   const interposer_packed& weight = *product.weight;

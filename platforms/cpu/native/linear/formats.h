@@ -1,8 +1,8 @@
-// How each format of words is multiplied by inputs. Included once for every level.
+// Decoding and multiplication of every packed weight format. Included once for every level.
 //
-// A format decodes a row of words into kParts vectors one by one, and adds each part times the inputs
-// that belong to it to sums of sixteen outputs. A step is one row of words; its inputs are kStep bytes
-// of what `prepare` made of a row of x.
+// A format decodes a row of packed words into kParts vectors, one at a time, and adds each part
+// times the matching inputs to sums of sixteen outputs. A step is one row of words; its inputs are
+// kStep bytes of a row of x after `prepare`.
 #pragma once
 
 #include "../vectors.h"
@@ -14,7 +14,7 @@ INTERPOSER_INLINE uint32_t load_word(const char* from) { return load<uint32_t>(f
 INTERPOSER_INLINE float load_float(const char* from) { return load<float>(from); }
 
 #if defined(__AVX512F__)
-// Sixteen entries, looked up by the low four bits of each lane.
+// Look up one of sixteen entries by the low four bits of each lane.
 INTERPOSER_INLINE Floats looked_up(Floats table, Words indices) {
   return (Floats)_mm512_permutexvar_ps((__m512i)indices, (__m512)table);
 }
@@ -22,7 +22,7 @@ INTERPOSER_INLINE Floats looked_up(Floats table, Words indices) {
 
 constexpr int kNibbleOrder[8] = {0, 2, 4, 6, 1, 3, 5, 7};
 
-struct OnFloats {  // x as float32
+struct OnFloats {  // inputs in float32
   typedef Floats Part;
   typedef Floats Sum;
   static constexpr bool kInteger = false;
@@ -75,7 +75,8 @@ struct Int4OnFloats : OnFloats {
   static constexpr int place(int part) { return kNibbleOrder[part]; }
 };
 
-// Codes without zero points. A table that holds what they stand for saves a subtraction for each.
+// Values without zero points. A table with the shift already subtracted saves one subtraction per
+// value.
 #if defined(__AVX512F__)
 struct CentredInt4OnFloats : Int4OnFloats {
   static INTERPOSER_INLINE Part part(Words words, Ints, int index) {
@@ -95,15 +96,15 @@ struct E2M1OnFloats : OnFloats {
     const Floats table = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
     return looked_up(table, words >> 4 * index);
 #elif defined(__x86_64__)
-    // What the codes stand for, doubled, is held by a word. Subnormal numbers would take a hundred
-    // cycles here.
+    // The table stores twice the represented value, which has no subnormals: these would take a
+    // hundred cycles here.
     const Words code = words >> 4 * index;
     const Words doubled = splat(0xc8643210u) >> ((code & 7) << 2) & 15;
     const Floats sizes = __builtin_convertvector((Ints)doubled, Floats) * splat(0.5f);
     return as_floats((Words)sizes | (code & 8) << 28);
 #else
-    // Two bits of exponent and one of mantissa, as those of a float32: the product corrects the
-    // bias, also of the one subnormal.
+    // Two exponent bits and one mantissa bit, moved to those of a float32. The multiplication
+    // corrects the bias, also of the one subnormal.
     const Words code = words >> 4 * index;
     return as_floats((code & 7) << 22 | (code & 8) << 28) * splat(0x1p126f);
 #endif
@@ -124,7 +125,7 @@ struct E4M3OnFloats : OnFloats {
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define INTERPOSER_PAIRS 1
 
-// x as it is, two bfloat16 at a time.
+// Inputs in bfloat16, two per word.
 struct OnPairs {
   typedef Words Part;
   typedef Floats Sum;
@@ -158,17 +159,18 @@ struct BFloat16OnPairs : OnPairs {
 #endif
 
 #if defined(__AVX512BF16__)
-// Entries of 16 bits, looked up by the low five of each half lane.
+// Table of 16-bit entries, looked up by the low five bits of each half lane.
 struct Table {
   uint16_t entries[32];
 };
 
-// bfloat16 of the integers from 0 to 15, and of those from -16 to -1.
+// bfloat16 of the integers 0 to 15, then of -16 to -1.
 constexpr Table kSigned = {{0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
                             0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
                             0xc180, 0xc170, 0xc160, 0xc150, 0xc140, 0xc130, 0xc120, 0xc110,
                             0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80}};
-// What four bits stand for, twice: the fifth belongs to the next code.
+// The represented values of four bits, stored twice because the fifth index bit belongs to the next
+// value.
 constexpr Table kCentred = {{0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
                              0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
                              0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
@@ -207,9 +209,9 @@ struct ShiftedInt4OnPairs : OnPairs {
 };
 #endif
 
-// x as int8 codes, four in a word in the order of the format.
+// Inputs in int8, four per word in the order of the format.
 struct OnCodes {
-  typedef Words Part;  // of bytes from 0 to 255
+  typedef Words Part;  // unsigned bytes
   typedef Ints Sum;
   static constexpr bool kInteger = true;
   static constexpr bool kSymmetric = false;
@@ -251,8 +253,8 @@ struct OnCodes {
       store((char*)&sum + 16 * i, vusdotq_s32(sums, bytes, codes));
     }
 #elif defined(__ARM_FEATURE_DOTPROD)
-    // Both operands of this instruction are signed. A byte with its highest bit flipped is less
-    // by 128, which is made up for by 64 times the codes, twice.
+    // Both operands of this instruction are signed. Flipping the highest bit subtracts 128 from a
+    // byte; adding 64 times the inputs twice makes up for it.
     const int8x16_t codes = vreinterpretq_s8_u32(vdupq_n_u32(four));
     const int8x16_t half = vdupq_n_s8(64);
     for (int i = 0; i < 4; ++i) {
@@ -292,13 +294,13 @@ INTERPOSER_INLINE void decode(Words words, Ints zero, typename F::Part (&parts)[
   for (int i = 0; i < F::kParts; ++i) parts[i] = F::part(words, zero, i);
 }
 
-// Codes that are all raised by the same.
+// Values that are all shifted by the same offset.
 template <class F>
 struct Symmetric : F {
   static constexpr bool kSymmetric = true;
 };
 
-// Of eight int8 codes, which one stands at each byte of what `Int4OnCodes` is multiplied by.
+// Order of eight int8 inputs in memory for `Int4OnCodes`.
 constexpr int kCodeOrder[8] = {0, 4, 1, 5, 2, 6, 3, 7};
 
 }  // namespace

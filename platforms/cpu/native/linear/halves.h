@@ -1,21 +1,21 @@
-// Sums of float32 in two halves of eight, where vectors hold no more.
+// float32 sums in two halves of eight lanes, for processors without 16-lane registers.
 //
-// Compilers keep a vector of sixteen in memory there, and store and load every sum at every step: a
-// product then takes ten times as long.
+// There, compilers keep 16-lane sums in memory, with a load and a store at every step, which makes
+// a GEMM ten times slower.
 #pragma once
 
 #include "formats.h"
 
 namespace {
 
-// How half of a row of words is decoded; not at all unless it says otherwise.
+// Decoder of half a row of words; specialized for the formats that support halves.
 template <class F>
 struct InHalves {
   static constexpr bool kKnown = false;
 };
 
-// Set the first `sums` of M rows and T tiles to those of `steps` rows of words. What lies `ahead` is
-// fetched, unless that is null.
+// Compute the first `sums` of M rows and T tiles over `steps` rows of words. Prefetches `ahead`
+// unless it is null.
 template <class F, int kFetch, int M, int T, int C>
 void multiply_halves(Floats (&sums)[M][T][C], const char* words, const char* const (&x)[M],
                      int64_t steps, const char*& ahead);

@@ -1,4 +1,4 @@
-// Products by packed weights, compiled once for each level with its own flags.
+// GEMM with packed weights, compiled once per level with the level's flags.
 
 #include <cstddef>
 
@@ -18,19 +18,19 @@ namespace {
 #if defined(__AVX512F__)
 constexpr int kMostRows = 6;
 #else
-constexpr int kMostRows = 4;  // as many sums of 64 bytes as sixteen or 32 registers hold
+constexpr int kMostRows = 4;  // as many 64-byte sums as fit in 16 or 32 registers
 #endif
-// What is fetched lies ahead of what is read by so many bytes.
+// Prefetch distance in bytes.
 constexpr int64_t kFetchedAhead = 16 * kBlock * 4;
-constexpr int64_t kGroupsAhead = 8;  // of whose scales
-constexpr int kToFirstLevel = 3, kToSecondLevel = 2;  // of caches, as the compiler counts them
-constexpr int kPastOthers = 0;  // to the first level, leaving the others to what else a step needs
+constexpr int64_t kGroupsAhead = 8;  // prefetch distance of scales
+constexpr int kToFirstLevel = 3, kToSecondLevel = 2;  // arguments of __builtin_prefetch
+constexpr int kPastOthers = 0;  // non-temporal: to the first level only
 
-// From so many rows on, words of few bits are decoded once for all of them; those of eight bits,
-// which have no table, sooner.
+// From this number of rows on, 4-bit weights are decoded once for all rows; 8-bit weights, whose
+// decoding has no table lookup, already from the smaller number.
 constexpr int64_t kManyRows = 16, kSeveralRows = 8;
 
-// How a block is read: once, where `kFetch` says into which cache, or again by rows that come later.
+// How a block is read: once, prefetched to the cache level `kFetch`, or again for later rows.
 template <int kTo>
 struct ReadOnce {
   static constexpr bool kOnce = true;
@@ -47,10 +47,10 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
                                       const Block& block, int tile, Rows rows,
                                       const char* ahead) {
   typedef typename F::Sum Sum;
-  constexpr int kChains = M == 1 ? 2 : 1;  // sums that do not wait for each other
+  constexpr int kChains = M == 1 ? 2 : 1;  // independent sums
   constexpr bool kByMatrices = M % 2 == 0 && Matrices<F>::kKnown;
   constexpr bool kIsRaised = kRaised<F> && !kByMatrices;
-  // Codes alone: words of bfloat16 are read no faster otherwise.
+  // Only quantized weights: bfloat16 is read no faster this way.
   constexpr int kWhole = F::kInteger ? Read::kFetch : kToFirstLevel;
   constexpr int kFetch = T == kTiles ? kWhole : kToSecondLevel;
   const interposer_packed& weight = *product.weight;
@@ -102,16 +102,17 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
   write_tiles(product, rows, block.first_output + tile * kLanes, totals);
 }
 
-// Multiply by all tiles of a block, T at a time. `from_memory` says that nobody read it yet: rows that
-// come later find it in a cache, where fetching takes 1 to 3 % of the time. Memory is fetched in its
-// order, evenly over all passes, although each of them reads only a part of every row of words: so it
-// is as far ahead of the first pass as the last one is behind.
+// Multiply by all tiles of a block, T at a time. `from_memory`: this is the first read of the
+// block. Later rows find the block in a cache, where prefetching costs 1 to 3 % of the time.
+// Prefetches follow the order of memory, spread evenly over all passes, although a pass reads only
+// a part of every row of words: so the prefetch is as far ahead of the first pass as of the last
+// one.
 template <class F, int M, int T, class Read>
 INTERPOSER_INLINE void multiply_by_tiles(const interposer_product& product,
                                          const Prepared& prepared, const Block& block, Rows rows,
                                          bool from_memory) {
   constexpr int64_t kPasses = kTiles / T;
-  // What is decoded takes longer to multiply than to read.
+  // Decoded formats are limited by arithmetic, not by memory.
   if constexpr (kRegisterTiles > 1 && kPasses > 1 && Read::kOnce && F::kParts == 1) {
     if (from_memory && num_groups(*product.weight) == 1) {
       return multiply_by_pieces<F, M, T, Read::kFetch>(product, prepared, block, rows);
@@ -129,8 +130,8 @@ INTERPOSER_INLINE void multiply_by_tiles(const interposer_product& product,
 template <class F, int M, class Read>
 void multiply_rows(const interposer_product& product, const Prepared& prepared, const Block& block,
                    Rows rows, bool from_memory) {
-  // With sums of groups beside the totals, half of the tiles fill the registers. Sums of integers
-  // leave them early enough for four rows of all tiles, which memory feeds best.
+  // With group sums in addition to totals, half of the tiles fill the registers. Integer sums are
+  // converted early enough for four rows of all tiles, the best shape for memory bandwidth.
   constexpr bool kMany = M > (F::kInteger ? 4 : 2);
   constexpr bool kHalf = M > kMostRows || (kMany && F::kInputs > 2);
   constexpr int T = kRegisterTiles == 1 ? (M == 1 ? 2 : 1) : kHalf ? 2 : 4;
@@ -142,7 +143,7 @@ void multiply_rows(const interposer_product& product, const Prepared& prepared, 
   multiply_by_tiles<F, M, T, Read>(product, prepared, block, rows, from_memory);
 }
 
-// The last rows all at once, so that memory is waited for beside all products.
+// All last rows at once, so that memory latency overlaps with all multiplications.
 constexpr int kLastRows = kRegisterTiles > 1 ? 8 : kMostRows;
 
 template <class F, class Read>
@@ -175,14 +176,14 @@ template <class F>
 void multiply_block(const interposer_product& product, const Prepared& prepared, const Block& block,
                     int64_t row, int64_t end) {
   bool first = true;
-  // Sums of integers leave room for more rows, and the more there are, the less often weights are read.
+  // Integer sums leave registers for more rows, and more rows per pass read the weights less often.
   constexpr int kChunk = F::kInteger ? kLastRows : kMostRows;
   for (; end - row > kLastRows; row += kChunk, first = false) {
     multiply_rows<F, kChunk, ReadAgain>(product, prepared, block, row, first);
   }
   const Rows rows = {row, end - 1};
 #if defined(__x86_64__)
-  // Words of other formats are fetched into the same cache either way.
+  // Other formats are prefetched to the same cache either way.
   if constexpr (F::kInteger || F::kParts == 1) {
     if (interposer_reads_past_caches()) {
       return multiply_last<F, ReadOnce<kPastOthers>>(product, prepared, block, rows, end - row, first);
@@ -204,7 +205,7 @@ bool multiply_span(const interposer_product& product, const Prepared& prepared, 
   return true;
 }
 
-// Write a block's words as those of bfloat16, which holds what the codes stand for exactly.
+// Unpack a block to bfloat16, which represents all its quantized values exactly.
 template <class F>
 void widen(const interposer_packed& weight, const Block& block, char* to,
            int64_t row_bytes = kBlock * 4, int64_t tile_bytes = 64) {
@@ -232,7 +233,7 @@ void widen(const interposer_packed& weight, const Block& block, char* to,
   }
 }
 
-// Returns false without memory for the widened words of one block.
+// Returns false if out of memory for the unpacked words of one block.
 template <class Codes, class Wide>
 bool multiply_widened(const interposer_product& product, const Prepared& prepared, Span span) {
   const interposer_packed& weight = *product.weight;
@@ -257,12 +258,12 @@ bool multiply_widened(const interposer_product& product, const Prepared& prepare
   return true;
 }
 
-// Codes by codes of x.
+// Quantized weights times quantized inputs.
 template <class Codes>
 bool multiply_by_codes(const interposer_product& product, const Prepared& prepared, Span span) {
   const interposer_packed& weight = *product.weight;
 #if defined(INTERPOSER_TILES)
-  // Less their zero points, codes of eight bits may take nine.
+  // Minus their zero points, 8-bit values can need nine bits.
   const bool few_bits = weight.format == kWeightInt4;
   if (takes_tiles<CentredOnCodes>(product, span) &&
       (few_bits || (!weight.zeros_at && num_groups(weight) > 1))) {
@@ -273,8 +274,9 @@ bool multiply_by_codes(const interposer_product& product, const Prepared& prepar
   return multiply_span<Symmetric<Codes>>(product, prepared, span);
 }
 
-// Whether rows of x are multiplied as they are. All threads must say the same, so it depends on the
-// number of all rows: few of them are multiplied by codes that have no product with pairs.
+// Whether rows of x are multiplied as bfloat16 pairs. All threads must decide alike, so the
+// decision depends on the total number of rows: few rows use integer kernels for formats without a
+// pair kernel.
 bool reads_pairs(const interposer_product& product) {
 #if defined(INTERPOSER_PAIRS)
   if (product.x_type != kBFloat16) return false;

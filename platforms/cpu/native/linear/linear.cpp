@@ -1,4 +1,4 @@
-// Chooses the level's kernels, and shares out blocks of outputs and rows among threads.
+// Selects the level's kernels, and distributes blocks of outputs and rows over threads.
 
 #include <atomic>
 
@@ -12,12 +12,12 @@ INTERPOSER_FAMILY(LinearKernels, linear, INTERPOSER_LEVELS)
 
 namespace {
 
-// Up to so many rows are prepared by the thread that calls: waking others takes longer.
+// Up to this number of rows, the calling thread prepares them alone: waking threads takes longer.
 constexpr int64_t kFewRows = 8;
-// Rows that a thread takes at a time where there are fewer blocks than threads need.
+// Rows per task if there are too few blocks for all threads.
 constexpr int64_t kRowShare = 48;
-// From so many rows on, a block is computed longer than it is read, so that whoever is free takes the
-// next one. Fewer are read as they follow each other.
+// From this number of rows on, computing a block takes longer than reading it, so that tasks are
+// claimed dynamically. With fewer rows, a thread reads consecutive blocks.
 constexpr int64_t kManyRows = 32;
 
 struct Job {
@@ -39,7 +39,7 @@ void prepare_some(void* argument, int thread, int threads) {
                             rows * (thread + 1) / threads);
 }
 
-// Whole blocks for every thread, unless that leaves some of them without work for long.
+// Whole blocks per thread, unless that would leave threads idle for long.
 struct Tasks {
   int64_t blocks, shares;
 
@@ -50,7 +50,7 @@ struct Tasks {
 
   int64_t count() const { return blocks * shares; }
 
-  // Those from `task` to before `end`.
+  // Run the tasks from `task` to `end` - 1.
   void run(Job& job, int64_t task, int64_t end) const {
     const int64_t rows = job.product->rows;
     while (task < end) {
@@ -91,7 +91,7 @@ extern "C" int32_t interposer_linear(const interposer_product* product) {
   const bool codes = product->x_type == kInt8;
   if (codes && weight.format != kWeightInt8 && weight.format != kWeightInt4) return kMismatch;
   const int64_t groups = (weight.inputs + weight.group - 1) / weight.group;
-  // Sums of integers may be those of whole rows.
+  // Integer sums can cover whole rows.
   const bool by_group = product->x_scale_stride > 1;
   if (by_group && (codes || product->x_scale_stride != groups)) return kMismatch;
   const LinearKernels* chosen = kernels();

@@ -1,21 +1,20 @@
-// Products of two rows of x by two outputs at once, which ARM's matrix instructions make.
+// 2x2 blocks of two rows of x and two outputs, by ARM's matrix instructions.
 //
-// An operand of theirs is two rows of eight bytes. Rows of x have these as they are; of weights they
-// arise when words of the same outputs, which belong to neighbouring inputs, are put beside each
-// other.
+// An operand is two rows of eight bytes. Rows of x have this form already. Operands of weights are
+// made by interleaving the words of the same outputs for adjacent inputs.
 #pragma once
 
 #include "formats.h"
 
 namespace {
 
-// How a format is multiplied so; not at all unless it says otherwise.
+// Matrix-instruction kernel of a format; specialized for the formats that support it.
 template <class F>
 struct Matrices {
   static constexpr bool kKnown = false;
 };
 
-// Set `sums` of sixteen outputs and M rows, an even number, to those of `steps` rows of words.
+// Compute `sums` of sixteen outputs and M rows, M even, over `steps` rows of words.
 template <class F, int M, int C>
 void multiply_matrices(typename F::Sum (&sums)[M][1][C], const char* words,
                        const char* const (&x)[M], int64_t steps);
@@ -37,7 +36,7 @@ struct MatricesOfCodes {
 
 template <>
 struct Matrices<Int8OnCodes> : MatricesOfCodes {
-  static constexpr int kSteps = 2;  // rows of words that eight bytes of x belong to
+  static constexpr int kSteps = 2;  // rows of words for eight bytes of x
 
   static INTERPOSER_INLINE void decode(const char* words, uint32x4_t& first, uint32x4_t& second) {
     first = load_four(words);
@@ -80,7 +79,7 @@ INTERPOSER_INLINE void multiply_matrices(typename F::Sum (&sums)[M][1][C], const
                                          const char* const (&x)[M], int64_t steps) {
   typedef Matrices<F> Way;
   static_assert(M % 2 == 0 && C == 1, "rows are taken by twos");
-  // Of two rows and two outputs: both rows' sums of the first output, then of the second.
+  // Sums of 2x2 blocks: both rows' sums of the first output, then of the second.
   typename Way::Sum squares[M / 2][8] = {};
   for (int64_t step = 0, at = 0; step < steps; step += Way::kSteps, at += 8) {
     uint8x16_t rows[M / 2];

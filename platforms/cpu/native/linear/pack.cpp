@@ -7,9 +7,9 @@
 
 namespace {
 
-// Of eight inputs, which one each nibble of a word holds, from the lowest. So the bytes of a word
-// hold, each for its low nibbles, inputs 0 4 1 5, and 2 6 3 7 for its high ones; and its two
-// halves are neighbours at every position.
+// Order of eight inputs in the nibbles of a word, from the lowest. So the low nibbles of its bytes
+// are inputs 0 4 1 5 and the high nibbles 2 6 3 7, and its two halves have adjacent inputs at every
+// position.
 constexpr int kOrder[8] = {0, 2, 4, 6, 1, 3, 5, 7};
 
 struct Packing {
@@ -57,10 +57,10 @@ uint32_t word_at(const interposer_plain& plain, int64_t output, int64_t step) {
   }
 }
 
-// Four neighbouring words of a row.
+// Four adjacent words of a row.
 typedef uint32_t Four __attribute__((vector_size(16)));
 
-// Nibbles in the order of kOrder, from those in the order of inputs.
+// Reorder nibbles from input order to kOrder.
 INTERPOSER_INLINE Four ordered(Four nibbles) {
   Four first = nibbles & 0x0f0f0f0f, second = nibbles >> 4 & 0x0f0f0f0f;
   first = (first | first >> 4) & 0x00ff00ff;
@@ -68,12 +68,12 @@ INTERPOSER_INLINE Four ordered(Four nibbles) {
   return ((first | first >> 8) & 0xffff) | (second | second >> 8) << 16;
 }
 
-// The words of four steps from `row`, which holds the bytes of one output from the first of them.
+// Words of four steps, from `row`, the bytes of one output.
 template <int32_t format>
 INTERPOSER_INLINE Four words_of(const char* row) {
   Four words = load<Four>(row);
 #if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-  // What comes first in memory belongs into the lowest part of a word.
+  // The first element in memory belongs in the lowest part of a word.
   if (format != kWeightFloat32) words = words << 16 | words >> 16;
   if (inputs_per_word(format) >= 4) words = (words & 0x00ff00ff) << 8 | (words >> 8 & 0x00ff00ff);
 #endif
@@ -81,7 +81,7 @@ INTERPOSER_INLINE Four words_of(const char* row) {
   return inputs_per_word(format) == 8 ? ordered(words) : words;
 }
 
-// Four steps of four outputs whose rows lie `pitch` bytes apart.
+// Four steps of four outputs with rows `pitch` bytes apart.
 template <int32_t format>
 INTERPOSER_INLINE void turn(const char* rows, int64_t pitch, uint32_t* words) {
   const Four a = words_of<format>(rows), b = words_of<format>(rows + pitch);
@@ -95,17 +95,17 @@ INTERPOSER_INLINE void turn(const char* rows, int64_t pitch, uint32_t* words) {
   store(words + 3 * kBlock, __builtin_shuffle(ac_high, bd_high, high));
 }
 
-// The words of a block, and how many of its 64 outputs there are.
+// Words of a block, and its number of outputs, at most 64.
 template <int32_t format>
 void pack_words(const interposer_plain& plain, int64_t first, int64_t count, uint32_t* words) {
   constexpr int kInputs = inputs_per_word(format);
   const int64_t steps = padded_inputs(plain.inputs) / kInputs;
-  // Words that lie in a row wholly.
+  // Words that do not cross the end of a row.
   const int64_t whole = plain.inputs / kInputs;
   const int64_t pitch = kInputs == 8 ? (plain.inputs + 1) / 2 : plain.inputs * 4 / kInputs;
   const char* rows = static_cast<const char*>(plain.weight) + first * pitch;
-  // Sixteen steps at a time: a cache line of each row is then read once, and written to lines
-  // that stay in the cache.
+  // Sixteen steps at a time, so that every cache line of a row is read once, and written lines stay
+  // in the cache.
   for (int64_t begin = 0; begin < steps; begin += 16) {
     const int64_t end = begin + 16 < steps ? begin + 16 : steps;
     for (int64_t output = 0; output < kBlock; output += 4) {
@@ -134,12 +134,13 @@ void pack_words(const interposer_plain& plain, int64_t first, int64_t count, uin
       return pack_words<kWeightInt8>(plain, first, count, words);
     case kWeightE4M3:
       return pack_words<kWeightE4M3>(plain, first, count, words);
-    default:  // both formats of four bits
+    default:  // both 4-bit formats
       return pack_words<kWeightInt4>(plain, first, count, words);
   }
 }
 
-// Whether a weight of this output and group is NaN, which of formats of eight bits or less e4m3fn has.
+// Whether a weight of this output and group is NaN. Of the formats with at most 8 bits, only e4m3fn
+// has NaN.
 bool holds_nan(const interposer_plain& plain, int64_t output, int64_t group) {
   if (plain.format != kWeightE4M3) return false;
   const int64_t begin = group * plain.group, left = plain.inputs - begin;
@@ -169,8 +170,8 @@ void pack_block(const interposer_plain& plain, interposer_packed* packed, int64_
       for (int64_t group = 0; group < groups; ++group) {
         char* scale = scales + (group * kBlock + output) * size;
         std::memcpy(scale, row + group * size, size_t(size));
-        // Products read NaN as a number, which costs less. Here it is NaN in every type of scales,
-        // and makes all that the weight is multiplied by NaN, as it has to be.
+        // Kernels decode NaN as a number, which is cheaper. Setting the scale to NaN, in any scale
+        // type, makes all results of the group NaN, as they must be.
         if (holds_nan(plain, first + output, group)) std::memset(scale, 0xff, size_t(size));
       }
     }
@@ -223,7 +224,7 @@ interposer_packed header(const interposer_plain& plain) {
   }
   if (plain.bias) {
     packed.bias_at = end;
-    end += rows * 4;  // a multiple of 64, as that of words is
+    end += rows * 4;  // a multiple of 64, like the size of words
   }
   packed.bytes = end;
   return packed;
@@ -240,7 +241,7 @@ int64_t interposer_packed_bytes(const interposer_plain* plain) {
 
 void interposer_pack(const interposer_plain* plain, void* memory) {
   const interposer_packed packed = header(*plain);
-  // Gaps between the parts are zero, so that equal weights are equal bytes.
+  // Padding is zeroed, so that equal weights have equal bytes.
   for (int64_t end : {packed.words_at, packed.zeros_at, packed.bias_at, packed.bytes}) {
     if (end) std::memset(static_cast<char*>(memory) + end - 64, 0, 64);
   }

@@ -1,21 +1,21 @@
-// Products of rows for which all tiles of a block have more sums than there are registers, by words
-// that come from memory. Included once for every level.
+// GEMM of more rows than registers can sum for all tiles of a block at once, with weights read from
+// memory. Included once for every level.
 //
-// A block is taken in pieces, which the first level of caches holds from one pass to the next. Memory
-// is fetched in its order, evenly over the passes. A pass over a whole block would multiply by words
-// that were fetched long before, or just now.
+// A block is divided into pieces that stay in the first-level cache between passes. Prefetches
+// follow the order of memory, spread evenly over the passes. Passes over a whole block would read
+// words that were prefetched long ago or only just now.
 #pragma once
 
 #include "steps.h"
 
 namespace {
 
-// Eight kilobytes of words. Behind them, what is fetched ahead takes another twelve.
+// Eight kilobytes of words, followed by another twelve of prefetched words.
 constexpr int64_t kPieceSteps = 32;
-// The first of two passes overtakes what is fetched beside it by half a piece.
+// During the first of two passes, reading gets half a piece closer to the prefetch position.
 constexpr int64_t kStepsAhead = 48;
 
-// Multiply by all tiles of a block, T at a time, of a weight whose inputs share one scale.
+// Multiply by all tiles of a block, T at a time; the inputs of the weight have one scale.
 template <class F, int M, int T, int kFetch>
 void multiply_by_pieces(const interposer_product& product, const Prepared& prepared,
                         const Block& block, Rows rows) {
@@ -28,7 +28,7 @@ void multiply_by_pieces(const interposer_product& product, const Prepared& prepa
     x[m] = static_cast<const char*>(prepared.data) + rows[m] * prepared.stride;
   }
   Ints zeros[kPasses][T];
-  Sum carried[kPasses][M][T][1];  // from each piece to the next
+  Sum carried[kPasses][M][T][1];  // from one piece to the next
   for (int pass = 0; pass < kPasses; ++pass) {
     for (int t = 0; t < T; ++t) {
       const int place = (pass * T + t) * kLanes;

@@ -1,4 +1,4 @@
-// Packing and products, by addresses.
+// Python functions of packing and GEMM, which take addresses.
 
 #include "../python.h"
 
@@ -6,8 +6,8 @@
 
 namespace {
 
-// Format, scale type, O, I, group; addresses of weight, scales, zeros and bias; elements between
-// the scales of two outputs.
+// Arguments: format, scale type, O, I, group; addresses of weight, scales, zeros and bias; elements
+// between the scales of two outputs.
 constexpr Py_ssize_t kDescription = 10;
 
 interposer_plain described(const int64_t* values) {
@@ -32,7 +32,7 @@ PyObject* packed_bytes(PyObject*, PyObject* const* arguments, Py_ssize_t given) 
   return PyLong_FromLongLong(interposer_packed_bytes(&plain));
 }
 
-// A description, and the address to pack to.
+// Arguments: a description, and the destination address.
 PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[kDescription + 1];
   if (!interposer_numbers(arguments, given, kDescription + 1, values)) return nullptr;
@@ -43,8 +43,8 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   Py_RETURN_NONE;
 }
 
-// Addresses of the packed weight and of x; type of x, rows, elements between rows; address of the
-// scales of x; address and type of the result, elements between its rows; elements between scales.
+// Arguments: addresses of packed weight and x; type of x, rows, row stride; address of the scales
+// of x; address, type and row stride of the result; stride of the scales.
 PyObject* linear(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[10];
   if (!interposer_numbers(arguments, given, 10, values)) return nullptr;
@@ -70,8 +70,8 @@ PyObject* linear(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   Py_RETURN_NONE;
 }
 
-// Addresses of the packed weights, of x and of the result; type; heads, rows, elements between heads
-// and between rows of x.
+// Arguments: addresses of packed weights, x and result; type; heads, rows, head stride and row
+// stride of x.
 PyObject* multiply_batch(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[8];
   if (!interposer_numbers(arguments, given, 8, values)) return nullptr;
@@ -87,8 +87,8 @@ PyObject* multiply_batch(PyObject*, PyObject* const* arguments, Py_ssize_t given
   return interposer_done("the native products", interposer_multiply_batch, batch);
 }
 
-// Addresses of a packed weight and of int64 row numbers, their count, and the address to write to
-// with the type of what is written.
+// Arguments: addresses of a packed weight and of int64 row numbers, their count, address and type
+// of the result.
 PyObject* rows(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[5];
   if (!interposer_numbers(arguments, given, 5, values)) return nullptr;

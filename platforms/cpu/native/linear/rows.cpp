@@ -1,7 +1,7 @@
-// Rows of packed weights, as an embedding looks them up: one word of each row of words.
+// Embedding lookups: unpacks rows of a packed weight, one word from each row of words.
 //
-// What this takes is waiting for memory, a line for each word, which no instruction changes; so it
-// is compiled once for all levels.
+// The time is memory latency, one cache line per word, which no instruction level changes. So this
+// file is compiled once for all levels.
 
 #include "../pool.h"
 #include "../vectors.h"
@@ -9,16 +9,16 @@
 
 namespace {
 
-// Below so many elements, waking other threads takes longer than writing them.
+// Up to this number of elements, the calling thread alone is faster than waking others.
 constexpr int64_t kFewElements = 1 << 15;
-// Numbers that are decoded before they are stored: whole words, and whole vectors.
+// Numbers decoded per chunk: whole words and whole vectors.
 constexpr int64_t kChunk = 64;
 
 float scale_at(const char* scales, int64_t index, int32_t type) {
   return load_some(scales + index * size_of(type), type, 1)[0];
 }
 
-// The words of one row, and what belongs to it. Each lies 64 behind the one before.
+// Words, scales and zero points of one row; consecutive entries are 64 elements apart.
 struct Row {
   const uint32_t* words;
   const char* scales;
@@ -57,7 +57,7 @@ struct Int8 {
   static int code(uint32_t word, int input) { return int(word >> 8 * input & 255); }
 };
 
-// Of eight inputs, those of even places are in the four lower nibbles.
+// Of eight inputs, the even ones are in the four lower nibbles.
 struct Int4 {
   static constexpr int kInputs = 8, kZero = 8;
   static int code(uint32_t word, int input) {
@@ -65,7 +65,7 @@ struct Int4 {
   }
 };
 
-// A word belongs to one group: groups are of whole words, or there is one.
+// A word has one group: groups consist of whole words, or there is only one.
 template <class F>
 void dequantise(const interposer_packed& weight, const Row& row, char* out, int32_t type) {
   int64_t group = -1, group_end = 0;

@@ -1,4 +1,5 @@
-// Products of a few rows of x by the words of some tiles of a block. Included once for every level.
+// Inner loop: a few rows of x times the words of some tiles of a block. Included once for every
+// level.
 #pragma once
 
 #include "block.h"
@@ -14,11 +15,11 @@ constexpr int kRegisterTiles = 4;
 constexpr int kRegisterTiles = 1;
 #endif
 
-// Whether sums begin with minus what all codes are raised by, which costs nothing.
+// Whether sums start at minus the shift of all values, which costs nothing.
 template <class F>
 constexpr bool kRaised = F::kInteger && F::kSymmetric;
 
-// Set the sums of a group to what they begin with.
+// Initialize the sums of a group.
 template <class F, bool kIsRaised, int M, int T, int C>
 INTERPOSER_INLINE void begin_sums(const Prepared& prepared, Rows rows, int64_t group,
                                   typename F::Sum (&sums)[M][T][C]) {
@@ -32,7 +33,7 @@ INTERPOSER_INLINE void begin_sums(const Prepared& prepared, Rows rows, int64_t g
   }
 }
 
-// Return what a sum of a row's inputs in one group stands for.
+// Convert the sum of a row's inputs in one group to float.
 template <class F, bool kIsRaised>
 INTERPOSER_INLINE Floats ended(const interposer_product& product, const Prepared& prepared,
                                int64_t row, int64_t group, typename F::Sum sum, Ints zero,
@@ -44,14 +45,14 @@ INTERPOSER_INLINE Floats ended(const interposer_product& product, const Prepared
   }
 }
 
-// Add what `steps` rows of words are multiplied by to the first `sums` of M rows and T tiles. Moves
-// `words` and `x` behind them. What lies `ahead` is fetched, unless that is null.
+// Add `steps` rows of words times x to the first `sums` of M rows and T tiles. Advances `words` and
+// `x`. Prefetches `ahead` unless it is null.
 template <class F, int kFetch, int M, int T, int C>
 INTERPOSER_INLINE void add_steps(typename F::Sum (&sums)[M][T][C], const char*& words,
                                  const char* (&x)[M], int64_t steps, const Ints (&zero)[T],
                                  const char*& ahead) {
-  // Of many rows, the sums fill the registers: one part at a time is held beside them, for all tiles,
-  // so that each number of x is read once.
+  // With many rows, sums fill the registers. Then one decoded part is kept next to them for all
+  // tiles, so that every number of x is read once.
   constexpr bool kByParts = M > 2 && (kRegisterTiles > 1 || F::kParts > 2);
   for (int64_t step = 0; step < steps; ++step) {
     if constexpr (kByParts) {

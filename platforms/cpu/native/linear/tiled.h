@@ -1,12 +1,12 @@
-// Products of many rows, by tiles. Included once for every level.
+// GEMM of many rows by AMX tiles. Included once for every level.
 //
-// A row of words of sixteen outputs is a row of what a tile holds of weights, so tiles are loaded
-// from packed weights as they lie; of x, they take as many inputs of up to sixteen rows. Groups of
-// inputs have a scale of their own, so their sums leave the tiles one after another.
+// A row of words of sixteen outputs is one row of a weight tile, so that tiles are loaded directly
+// from packed weights. A tile of x has the same inputs of up to sixteen rows. Groups of inputs have
+// separate scales, so that their sums leave the tiles group by group.
 //
-// Registers 0 to 3 are sums, 4 and 5 hold rows of x, 6 and 7 weights. A row of four tiles of sums
-// would be 64 vectors: where groups add up to totals, one tile is taken at a time, whose sixteen stay
-// in registers.
+// Tile registers 0 to 3 are sums, 4 and 5 rows of x, 6 and 7 weights. Four tiles of sums would need
+// 64 vectors: with scales per group, one tile is computed at a time, and its sixteen vectors of
+// totals stay in registers.
 #pragma once
 
 #include <type_traits>
@@ -19,13 +19,13 @@ namespace {
 
 #if defined(INTERPOSER_TILES)
 
-// Rows of words that are worth a tile.
+// Fewest rows of words for which a tile pays.
 constexpr int64_t kFewestTiledSteps = 8;
 constexpr int kSumBytes = kTileRows * 64;
-// What is fetched lies ahead of what is read by so many bytes.
+// Prefetch distance in bytes.
 constexpr int64_t kFetchedBeforeTiles = 16 * 1024;
 
-// How a format is multiplied so; not at all unless it says otherwise.
+// AMX kernel of a format; specialized for the formats that support it.
 template <class F>
 struct Tiled {
   static constexpr bool kKnown = false;
@@ -55,7 +55,7 @@ struct Tiled<Int8OnCodes> {
 template <>
 struct Tiled<Symmetric<Int8OnCodes>> : Tiled<Int8OnCodes> {};
 
-// Codes less their zero points, so that no sums of x correct the products.
+// Values minus their zero points, so that no sums of x are needed to correct the result.
 struct CentredOnCodes : Int8OnCodes {};
 
 template <>
@@ -66,7 +66,7 @@ struct Tiled<CentredOnCodes> : Tiled<Int8OnCodes> {
   }
 };
 
-// Where the words of a block's tiles are: rows of a tile lie `row_bytes` apart.
+// Location of the words of a block's tiles; rows of a tile are `row_bytes` apart.
 struct TiledWords {
   const char* words;
   int64_t row_bytes, tile_bytes;
@@ -74,9 +74,9 @@ struct TiledWords {
 
 inline TiledWords words_of(const Block& block) { return {block.words, kBlock * 4, kLanes * 4}; }
 
-// Write words of four signed bytes in place of each of eight nibbles, in the order that x has, or of
-// four codes whose zero is 128. Tiles follow each other, `tile_bytes` long: rows of one that lie
-// 256 bytes apart share a quarter of the first cache's sets.
+// Unpack words of eight nibbles, or of four values with zero 128, to words of four signed bytes in
+// the order of x. Tiles are consecutive, `tile_bytes` each: rows 256 bytes apart would use only a
+// quarter of the first-level cache's sets.
 template <class F>
 void spread_codes(const interposer_packed& weight, const Block& block, char* to,
                   int64_t tile_bytes) {
@@ -103,7 +103,7 @@ void spread_codes(const interposer_packed& weight, const Block& block, char* to,
   }
 }
 
-// Write the scales of a block's groups as float32 [tiles][groups][16].
+// Expand the scales of a block's groups to float32 [tiles][groups][16].
 inline void spread_scales(const interposer_packed& weight, const Block& block, float* to) {
   const int64_t groups = num_groups(weight);
   const int size = size_of(weight.scale_type);
@@ -115,10 +115,10 @@ inline void spread_scales(const interposer_packed& weight, const Block& block, f
   }
 }
 
-// Rows of words of a group, of which every tile takes the same number.
+// Rows of words per group and per tile; every tile has the same number.
 template <class F>
 struct GroupSteps {
-  int64_t all, of_tile;  // 0 where tiles would be too small
+  int64_t all, of_tile;  // 0 if tiles would be too small
 
   explicit GroupSteps(const interposer_packed& weight) : of_tile(0) {
     const int64_t inputs = num_groups(weight) > 1 ? weight.group : padded_inputs(weight.inputs);
@@ -129,7 +129,7 @@ struct GroupSteps {
   }
 };
 
-// Fewer rows read weights once with vectors, at least as fast.
+// With fewer rows, vector kernels read the weights once and are at least as fast.
 template <class F>
 bool takes_tiles(const interposer_product& product, Span span) {
   if constexpr (Tiled<F>::kKnown) {
@@ -143,7 +143,7 @@ bool takes_tiles(const interposer_product& product, Span span) {
   return false;
 }
 
-// R tiles of rows: sixteen in the first, `rest` in the last.
+// R tiles of rows: sixteen rows each, `rest` in the last one.
 template <int R>
 TileShapes shapes_of(int64_t rest, int64_t steps) {
   TileShapes shapes;
@@ -159,7 +159,7 @@ TileShapes shapes_of(int64_t rest, int64_t steps) {
   return shapes;
 }
 
-// Write what `steps` rows of words are multiplied by, as tiles of 16 R rows and 4 / R columns.
+// Compute 16 R rows by 4 / R tile columns over `steps` rows of words.
 template <class F, int R>
 void tile_products(const TiledWords& of, int tile, const char* x, int64_t x_stride,
                    const GroupSteps<F>& steps, bool from_memory, char* sums) {
@@ -196,7 +196,7 @@ void tile_products(const TiledWords& of, int tile, const char* x, int64_t x_stri
   store_tile<3>(sums + 3 * kSumBytes, 64);
 }
 
-// What belongs to sixteen outputs whose inputs share one scale.
+// Parameters of sixteen outputs whose inputs have one scale.
 struct Column {
   Ints zero;
   Floats scale;
@@ -211,7 +211,7 @@ Column column_of(const interposer_packed& weight, const Block& block, int tile) 
                        : splat(1.0f)};
 }
 
-// Of weights whose inputs share one scale, `rows` rows, at most 16 R, by 4 / R tiles of outputs.
+// For weights with one scale per output: `rows` rows, at most 16 R, by 4 / R tiles of outputs.
 template <class F, int R>
 void multiply_tiled_rows(const interposer_product& product, const Prepared& prepared,
                          const Block& block, const TiledWords& words, const GroupSteps<F>& steps,
@@ -248,7 +248,7 @@ void multiply_tiled_rows(const interposer_product& product, const Prepared& prep
   }
 }
 
-// Write what a group's rows of words are multiplied by to the tile `sums`, 0 or 1.
+// Multiply the rows of words of one group into the tile `sums`, 0 or 1.
 template <class F, int sums>
 INTERPOSER_INLINE void multiply_group(const char* words, const char* x, int64_t x_stride,
                                       const GroupSteps<F>& steps) {
@@ -260,15 +260,15 @@ INTERPOSER_INLINE void multiply_group(const char* words, const char* x, int64_t 
   }
 }
 
-// Of weights in groups, at most sixteen rows by one tile of outputs: their totals stay in registers while one
-// group after another leaves the tiles. A group is multiplied in one tile while the one before it
-// leaves the other, which takes a third of the time less than one after the other.
+// For weights with groups: at most sixteen rows by one tile of outputs, with totals in registers.
+// One group is multiplied in one tile while the sums of the previous group leave the other tile,
+// which saves a third of the time.
 template <class F, bool kScaledX>
 void multiply_tiled_groups(const interposer_product& product, const Prepared& prepared,
                            const char* words, const float* scales, const GroupSteps<F>& steps,
                            int64_t output, int64_t row, int64_t rows) {
   alignas(64) char sums[2 * kSumBytes];
-  if (rows < kTileRows) std::memset(sums, 0, sizeof sums);  // of rows that are not there
+  if (rows < kTileRows) std::memset(sums, 0, sizeof sums);  // for missing rows
   const int64_t groups = num_groups(*product.weight);
   const char* x = static_cast<const char*>(prepared.data) + row * prepared.stride;
   const float* x_scales = product.x_scales + row * product.x_scale_stride;
@@ -334,7 +334,7 @@ void multiply_all_rows(TileRegisters& tiles, const interposer_product& product,
   }
 }
 
-// The last tile of rows reaches back over some that were multiplied before.
+// The last tile of rows overlaps the one before it.
 template <class F>
 void multiply_all_groups(TileRegisters& tiles, const interposer_product& product,
                          const Prepared& prepared, const Block& block, const TiledWords& words,
@@ -356,7 +356,7 @@ void multiply_all_groups(TileRegisters& tiles, const interposer_product& product
   }
 }
 
-// Multiply by blocks whose words `spread` writes tile by tile. Returns false without memory for them.
+// Multiply by blocks that `spread` unpacks tile by tile. Returns false if out of memory.
 template <class F, class Spread>
 bool multiply_spread(const interposer_product& product, const Prepared& prepared, Span span,
                      const Spread& spread) {
@@ -383,8 +383,8 @@ bool multiply_spread(const interposer_product& product, const Prepared& prepared
 
 #endif
 
-// Multiply a block by the rows of `span`, if tiles take its words as they are. Returns whether they
-// do.
+// Multiply a block by the rows of `span` if tiles can load its words directly. Returns whether they
+// can.
 template <class F>
 bool multiply_tiled([[maybe_unused]] TileRegisters& tiles,
                     [[maybe_unused]] const interposer_product& product,

@@ -1,4 +1,4 @@
-// Products as ops of torch, which its compiler can call.
+// GEMM and lookups as torch ops, for compiled models.
 
 #include <stdexcept>
 #include <string>
@@ -22,7 +22,7 @@ void linear_out(TorchValue* stack, uint64_t, uint64_t) {
   product.x_stride = x.stride(0);
   product.out_stride = out.stride(0);
   product.x_scales = scale.type() == kFloat32 ? scale.data<const float>() : nullptr;
-  // One for all, or as many as there are for a row.
+  // One scale for all rows, or one or several per row.
   const bool one = product.x_scales == nullptr || scale.count() <= 1 || product.rows == 0;
   product.x_scale_stride = one ? 0 : scale.count() / product.rows;
   const int32_t failure = interposer_linear(&product);
@@ -31,7 +31,7 @@ void linear_out(TorchValue* stack, uint64_t, uint64_t) {
   }
 }
 
-// x [N, T, I], out [N, T, O] without gaps.
+// x [N, T, I], out [N, T, O], contiguous.
 void multiply_batch_out(TorchValue* stack, uint64_t, uint64_t) {
   const TorchTensor out(stack[0]), x(stack[1]), packed(stack[2]);
   interposer_batch batch = {};
@@ -49,7 +49,7 @@ void multiply_batch_out(TorchValue* stack, uint64_t, uint64_t) {
   }
 }
 
-// out [T, H], token_ids [T] without gaps.
+// out [T, H], token_ids [T], contiguous.
 void lookup_out(TorchValue* stack, uint64_t, uint64_t) {
   const TorchTensor out(stack[0]), token_ids(stack[1]), packed(stack[2]);
   interposer_lookup lookup = {};

@@ -1,17 +1,17 @@
-// Products of adapters, compiled once for each level with its own flags.
+// LoRA kernels, compiled once per level with the level's flags.
 
 #include "../elementwise/functions.h"
 #include "lora.h"
 
 namespace {
 
-// Tokens of one adapter that are taken together, as many as registers hold sums of.
+// Tokens of one adapter per pass: as many as registers have sums for.
 #if defined(__AVX512F__)
 constexpr int kMostTokens = 4;
 #else
 constexpr int kMostTokens = 2;
 #endif
-// Of outputs, so that sums need not wait for each other.
+// Vectors of outputs, enough that sums do not wait for each other.
 constexpr int kVectors = kLoraPanel / kLanes;
 
 INTERPOSER_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -32,8 +32,8 @@ struct Count {
   static constexpr int value = kTokens;
 };
 
-// Call `take(tokens, Count)` for tokens of a block that have one adapter, wherever they stand in it:
-// a batch has its requests in any order.
+// Call `take(tokens, Count)` for tokens of a block that have the same adapter, at any position: a
+// batch has its requests in any order.
 template <class F>
 INTERPOSER_INLINE void by_adapter(const int64_t* ids, int64_t first, int64_t last, const F& take) {
   const int count = int(last - first);
@@ -58,15 +58,15 @@ INTERPOSER_INLINE void by_adapter(const int64_t* ids, int64_t first, int64_t las
   }
 }
 
-// Blocks of one adapter before another one's turn, which begins to be read anew then: as many as
-// the second-level cache still has for further tokens.
+// Blocks of one adapter before the next adapter's turn, which starts a new read stream: as many as
+// stay in the second-level cache for further tokens.
 constexpr int64_t kOutputBlocks = 8, kRankNumbers = 1 << 15;
 INTERPOSER_INLINE int64_t blocks_in_turn(const interposer_lora_shrink& call) {
   const int64_t count = kRankNumbers / (kLoraRanks * (call.inputs + 1));
   return count < 1 ? 1 : count;
 }
 
-// How far ahead of a stream its lines are asked for, in bytes.
+// Prefetch distance in bytes.
 constexpr int64_t kAhead = 2048;
 
 template <int kBytes>
@@ -74,7 +74,7 @@ INTERPOSER_INLINE void ask_ahead(const char* stream) {
   for (int line = 0; line < kBytes; line += 64) __builtin_prefetch(stream + kAhead + line, 0, 3);
 }
 
-// `kTokens` tokens by `kRows` rows of a block of a that has `width` rows, from its row `row` on.
+// `kTokens` tokens by `kRows` rows, from row `row` on, of a block of a with `width` rows.
 template <int32_t kType, int kTokens, int kRows>
 INTERPOSER_INLINE void shrink_tile(const interposer_lora_shrink& call, const int64_t* tokens,
                                    const char* block, int64_t width, int64_t row,
@@ -83,7 +83,7 @@ INTERPOSER_INLINE void shrink_tile(const interposer_lora_shrink& call, const int
   const char* x[kTokens];
   for (int t = 0; t < kTokens; ++t) x[t] = element<kType>(call.x, tokens[t] * call.x_stride);
   Floats sums[kTokens][kRows] = {};
-  // `count` inputs from i on, of rows that lie `step` apart.
+  // `count` inputs from i on; rows are `step` apart.
   const auto take = [&](int64_t i, const char* a, int64_t step, int count) INTERPOSER_LAMBDA {
     Floats given[kTokens];
     for (int t = 0; t < kTokens; ++t) given[t] = load_some(element<kType>(x[t], i), kType, count);
@@ -97,7 +97,7 @@ INTERPOSER_INLINE void shrink_tile(const interposer_lora_shrink& call, const int
     const char* a = element<kType>(block, i * width + row * kLoraInputs);
     ask_ahead<kRows * kLoraInputs * size_of(kType)>(a);
 #if defined(__AVX512BF16__)
-    // Products of two halves are added without being widened first.
+    // bfloat16 pairs are multiplied and added without widening.
     if constexpr (kType == kBFloat16) {
       __m512bh given[kTokens];
       for (int t = 0; t < kTokens; ++t) given[t] = load<__m512bh>(element<kType>(x[t], i));
@@ -169,7 +169,7 @@ void shrink(const interposer_lora_shrink& call, int64_t first, int64_t last) {
   return shrink_type<kFloat16>(call, first, last);
 }
 
-// Sixteen pairs of halves, or the first `count` of them.
+// Load sixteen pairs of 16-bit numbers, or the first `count`.
 INTERPOSER_INLINE Words load_pairs(const char* from, int count) {
   if (count >= kLanes) return load<Words>(from);
   Words pairs = {};
@@ -177,13 +177,13 @@ INTERPOSER_INLINE Words load_pairs(const char* from, int count) {
   return pairs;
 }
 
-// Add the products with pairs of ranks of bfloat16, of which a row of b has `width` in turn.
+// Multiply by pairs of bfloat16 ranks, interleaved in rows of b with `width` outputs.
 template <int kTokens, int kVectors>
 INTERPOSER_INLINE void add_pairs(const interposer_lora_expand& call, const int64_t* tokens,
                                  const char* b, int64_t width, int count,
                                  Floats (&sums)[kTokens][kVectors]) {
 #if defined(__AVX512BF16__)
-  // A float32 is the sum of two halves, as far as sixteen bits go.
+  // A float32 is split into a sum of two bfloat16, exact to sixteen bits.
   constexpr int64_t kRanks = 64;
   Halves high[kTokens][kRanks / kLanes], low[kTokens][kRanks / kLanes];
 #endif
@@ -218,7 +218,7 @@ INTERPOSER_INLINE void add_pairs(const interposer_lora_expand& call, const int64
         times(low[t]);
 #else
         const float* x = call.x + tokens[t] * call.x_stride + r;
-        // Of a word, the half that comes first in memory is that of the first rank.
+        // The half of a word that is first in memory belongs to the first rank.
         constexpr int kHigh = __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__ ? 0 : 1;
         sums[t][v] += as_floats(weights << 16) * x[1 - kHigh];
         sums[t][v] += as_floats(weights & 0xffff0000u) * x[kHigh];
@@ -228,8 +228,8 @@ INTERPOSER_INLINE void add_pairs(const interposer_lora_expand& call, const int64
   }
 }
 
-// `kTokens` tokens by `kVectors` vectors of outputs, of which one alone may hold fewer, from output
-// `first` of a panel on.
+// `kTokens` tokens by `kVectors` vectors of outputs from output `first` of a panel on; a single
+// vector can be partly filled.
 template <int32_t kType, int32_t kOut, int kTokens, int kVectors>
 INTERPOSER_INLINE void expand_tile(const interposer_lora_expand& call, const int64_t* tokens,
                                    const char* panel, int64_t width, int64_t first, int64_t output,

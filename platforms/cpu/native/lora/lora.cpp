@@ -1,4 +1,4 @@
-// Chooses the level's kernels, and shares out tokens and outputs among threads where that pays.
+// Selects the level's kernels, and distributes tokens and outputs over threads if that pays.
 
 #include "lora.h"
 
@@ -11,7 +11,7 @@ INTERPOSER_FAMILY(LoraKernels, lora, INTERPOSER_BFLOAT16_LEVELS)
 
 namespace {
 
-// Products up to which the calling thread alone is faster than waking another.
+// Up to this number of multiplications, the calling thread alone is faster than waking others.
 constexpr int64_t kFewProducts = 1 << 17;
 
 template <class Call>
@@ -41,7 +41,7 @@ int32_t shared_out(const Call* call, void (*LoraKernels::*kernel)(const Call&, i
 
 constexpr int64_t kMostParts = 8;
 
-// The products of all parts by one call of each thread.
+// Expansion of all parts in one call per thread.
 struct Expansions {
   Job<interposer_lora_expand> jobs[kMostParts];
   interposer_lora_expand calls[kMostParts];

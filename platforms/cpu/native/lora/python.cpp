@@ -1,4 +1,4 @@
-// Adapters of low rank, by addresses.
+// Python functions of LoRA, which take addresses.
 
 #include "../python.h"
 
@@ -8,8 +8,8 @@
 
 namespace {
 
-// Addresses of x, a, ids and the result; type; tokens, rank, inputs; elements between tokens of x;
-// bits of the scale as a float64.
+// Arguments: addresses of x, a, ids and result; type; tokens, rank, inputs; token stride of x;
+// scale as float64 bits.
 PyObject* lora_shrink(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[10];
   if (!interposer_numbers(arguments, given, 10, values)) return nullptr;
@@ -29,7 +29,7 @@ PyObject* lora_shrink(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   return interposer_done("native adapters", interposer_lora_shrink_rows, call);
 }
 
-// Addresses of x, b, ids and y; type; tokens, rank, outputs; elements between tokens of x and y.
+// Arguments: addresses of x, b, ids and y; type; tokens, rank, outputs; token strides of x and y.
 PyObject* lora_expand(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[10];
   if (!interposer_numbers(arguments, given, 10, values)) return nullptr;

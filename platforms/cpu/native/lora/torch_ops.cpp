@@ -1,5 +1,5 @@
-// Adapters of low rank as ops of torch, which its compiler can call. Rows of x and y may lie apart;
-// nothing else has gaps.
+// LoRA as torch ops, for compiled models. Rows of x and y can have gaps; all other tensors are
+// contiguous.
 
 #include <cstring>
 
@@ -24,7 +24,7 @@ void lora_shrink_out(TorchValue* stack, uint64_t, uint64_t) {
   if (out.count()) interposer_lora_shrink_rows(&call);
 }
 
-// x [T, R] float32, b of A R O numbers as [A, R, O], ids [T]; y [T, O].
+// x [T, R] float32, b [A, R, O] reordered by prepare_expand, ids [T]; y [T, O].
 void lora_expand_out(TorchValue* stack, uint64_t, uint64_t) {
   const TorchTensor y(stack[0]), x(stack[1]), b(stack[2]), ids(stack[3]);
   interposer_lora_expand call = {};

@@ -1,4 +1,4 @@
-// Recurrences, compiled once for each level with its own flags.
+// Recurrences, compiled once per level with the level's flags.
 
 #include <cmath>
 
@@ -19,7 +19,7 @@ INTERPOSER_INLINE char* element(void* to, int64_t index) {
   return static_cast<char*>(to) + index * size_of(kType);
 }
 
-// Call `take(index, count)` for every sixteen of `width` numbers; the last count may be smaller.
+// Call `take(index, count)` for every sixteen of `width` numbers; the last count can be smaller.
 template <class F>
 INTERPOSER_INLINE void in_vectors(int64_t width, const F& take) {
   int64_t i = 0;
@@ -42,7 +42,7 @@ INTERPOSER_INLINE float halved_sum(Floats sum) {
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// Sixteen channels of all sequences.
+// Convolve sixteen channels of all sequences.
 template <int32_t kType, int kTaps>
 void convolve_channels(const interposer_convolution& call, int64_t channel, int count) {
   constexpr int kBefore = kTaps - 1;
@@ -90,7 +90,7 @@ void convolve_channels(const interposer_convolution& call, int64_t channel, int 
     }
     for (int i = 0; i < kBefore; ++i) {
       alignas(64) char stored[64];
-      store_floats(stored, before[i], kType);  // exact, as it was loaded from this type
+      store_floats(stored, before[i], kType);  // exact: loaded from this type
       for (int lane = 0; lane < count; ++lane) {
         std::memcpy(window + (lane * kBefore + i) * size_of(kType),
                     stored + lane * size_of(kType), size_of(kType));
@@ -130,7 +130,7 @@ bool convolve(const interposer_convolution& call, int64_t first, int64_t last) {
   return true;
 }
 
-// The state that a head of a sequence begins with, in its place: zeros where there was no token.
+// Initial state of a head and sequence, in place; zeros if no token precedes.
 float* begun(float* states, int64_t stride, int64_t head, int64_t size, int64_t slot,
              int64_t cached) {
   float* state = states + slot * stride + head * size;
@@ -206,7 +206,8 @@ bool scan(const interposer_scan& call, int64_t first, int64_t last) {
   return true;
 }
 
-// One token of some columns of a state. `kVectors` of them are whole; the last may hold `count`.
+// Update some columns of a state by one token. Columns form `kVectors` vectors; the last one can
+// have only `count` columns.
 template <int kVectors>
 INTERPOSER_INLINE void answer(float* state, int64_t stride, int64_t rows, int count, float kept,
                               float beta, float scale, const float* key, const float* query,

@@ -1,4 +1,4 @@
-// Recurrences, by addresses.
+// Python functions of recurrences, which take addresses.
 
 #include "../python.h"
 
@@ -13,9 +13,9 @@ interposer_sequences sequences_of(const int64_t* values) {
           address<const int64_t>(values[3])};
 }
 
-// Sequences: their number, and addresses of starts, rows and tokens before; then addresses of x,
-// weight, bias or 0, windows and the result; type, SiLU, channels, taps; elements between tokens of
-// x and between rows of the windows.
+// Arguments: sequences, that is their number and the addresses of starts, slots and numbers of
+// cached tokens; then addresses of x, weight, bias or 0, windows and result; type, SiLU, channels,
+// taps; token stride of x, row stride of windows.
 PyObject* convolve(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[15];
   if (!interposer_numbers(arguments, given, 15, values)) return nullptr;
@@ -35,9 +35,9 @@ PyObject* convolve(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   return interposer_done("a native recurrence", interposer_convolve, call);
 }
 
-// Sequences as above; addresses of x, b, c, steps, decay, skip or 0, states and the result; type,
-// heads, groups, head size, state size; elements between tokens of x, b, c and steps, and between
-// rows of the states.
+// Arguments: sequences as above; addresses of x, b, c, steps, decay, skip or 0, states and result;
+// type, heads, groups, head size, state size; token strides of x, b, c and steps; row stride of
+// states.
 PyObject* scan_states(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[22];
   if (!interposer_numbers(arguments, given, 22, values)) return nullptr;
@@ -64,9 +64,9 @@ PyObject* scan_states(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   return interposer_done("a native recurrence", interposer_scan_states, call);
 }
 
-// Sequences as above; addresses of query, key, value, decay, beta, states and the result; type,
-// heads of keys, heads of values, key size, value size; elements between tokens of query, key,
-// value, decay and beta, and between rows of the states; bits of the scale as a float64.
+// Arguments: sequences as above; addresses of query, key, value, decay, beta, states and result;
+// type, key heads, value heads, key size, value size; token strides of query, key, value, decay and
+// beta; row stride of states; scale as float64 bits.
 PyObject* apply_delta(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[23];
   if (!interposer_numbers(arguments, given, 23, values)) return nullptr;

@@ -1,4 +1,4 @@
-// Chooses the level's kernels, and shares out heads and channels among threads where that pays.
+// Selects the level's kernels, and distributes heads and channels over threads if that pays.
 
 #include "recurrence.h"
 
@@ -12,8 +12,8 @@ INTERPOSER_FAMILY(RecurrenceKernels, recurrence, INTERPOSER_BFLOAT16_LEVELS)
 
 namespace {
 
-// Numbers of states that pass by, up to which the calling thread alone is faster than waking
-// another.
+// Up to this number of processed state elements, the calling thread alone is faster than waking
+// others.
 constexpr int64_t kFewNumbers = 1 << 15;
 
 template <class Call>

@@ -1,5 +1,5 @@
-// Recurrences as ops of torch, which its compiler can call. Empty tensors stand for those that there
-// are none of. Tokens of inputs and rows of states may lie apart; nothing else has gaps.
+// Recurrences as torch ops, for compiled models. Empty tensors mean absent arguments. Tokens of
+// inputs and rows of states can have gaps; all other tensors are contiguous.
 
 #include <cstring>
 

@@ -1,4 +1,4 @@
-// Groups one by one, compiled once for each level with its own flags.
+// Quantization of weight groups, compiled once per level with the level's flags.
 
 #include <limits>
 
@@ -9,7 +9,7 @@
 
 namespace {
 
-// What the registers hold: compilers compare larger vectors number by number.
+// Vectors of register size: compilers compare larger vectors number by number.
 #if defined(__AVX512F__)
 constexpr int kRegister = 64;
 #elif defined(__AVX2__)
@@ -33,7 +33,7 @@ INTERPOSER_INLINE V smaller(V a, V b) {
   return a < b ? a : b;
 }
 
-// The largest of all lanes.
+// Largest lane.
 template <class N, int kBytes>
 INTERPOSER_INLINE N largest(typename Vector<N, kBytes>::Type lanes) {
   if constexpr (kBytes > 16) {
@@ -44,7 +44,7 @@ INTERPOSER_INLINE N largest(typename Vector<N, kBytes>::Type lanes) {
   } else {
     typedef typename Vector<N, 16>::Type Lanes;
 #if defined(__AVX2__)
-    if constexpr (sizeof(N) == 2) {  // one instruction finds the least of eight, and none is negative
+    if constexpr (sizeof(N) == 2) {  // one instruction finds the minimum of eight; none is negative
       const __m128i least = _mm_minpos_epu16((__m128i)~lanes);
       return N(~_mm_cvtsi128_si32(least));
     }
@@ -59,9 +59,9 @@ INTERPOSER_INLINE N largest(typename Vector<N, kBytes>::Type lanes) {
   }
 }
 
-// Magnitudes of the lowest and of the highest of some numbers, in each lane; 0 where that lies on the
-// other side of 0. They are bits of the type of numbers, which are in the order of the numbers; those
-// of infinities and NaN come last.
+// Magnitudes of the lowest and the highest of some numbers, per lane; 0 if that end is on the other
+// side of 0. Magnitudes are compared as bits of the number type, which have the same order;
+// infinities and NaN come last.
 template <class N>
 struct Ends {
   typename Vector<N, kRegister>::Type low, high;
@@ -82,7 +82,7 @@ INTERPOSER_INLINE Ends<N> ends_of(const char* x, int64_t count) {
   if (i < count) {
     alignas(kRegister) char some[kRegister] = {};
     std::memcpy(some, x + i * int64_t(sizeof(N)), size_t(count - i) * sizeof(N));
-    const Lanes bits = load<Lanes>(some);  // zeros change neither end
+    const Lanes bits = load<Lanes>(some);  // zeros change neither extreme
     high = larger(high, bits);
     low = larger(low, Lanes(bits ^ kSign));
   }
@@ -104,7 +104,8 @@ INTERPOSER_INLINE float number_of(int32_t bits) {
   }
 }
 
-// A scale as it is stored. No number but zero may be lost to one that is too small for the type.
+// Round a scale to its stored type. A scale that is too small for the type must not turn nonzero
+// numbers into zeros.
 INTERPOSER_INLINE float stored(float scale, int32_t type) {
   if (scale == 0) return 1;
   if (type == kBFloat16) {
@@ -142,7 +143,7 @@ INTERPOSER_INLINE Numbers load_numbers(const char* from) {
 #endif
   const Wide wide = __builtin_convertvector(halves, Wide);
   if constexpr (kType == kBFloat16) return (Numbers)(wide << 16);
-  // As `floats_of_float16` does it.
+  // As in `floats_of_float16`.
   const Wide magnitude = (wide & 0x7fff) << 13;
   const Wide special = (Wide)((wide & 0x7fff) > 0x7bff);
   const Wide scaled = (Wide)((Numbers)magnitude * 0x1p112f);
@@ -151,7 +152,7 @@ INTERPOSER_INLINE Numbers load_numbers(const char* from) {
 #endif
 }
 
-// Write the lowest bytes of some lanes, which hold all of them.
+// Write the lowest bytes of some lanes; the values fit in a byte.
 INTERPOSER_INLINE void store_bytes(uint8_t* to, Integers codes, int count) {
 #if defined(__AVX512F__)
   const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)codes);
@@ -172,8 +173,8 @@ INTERPOSER_INLINE void store_bytes(uint8_t* to, Integers codes, int count) {
 
 struct Grid {
   float scale, zero;  // the zero is signed
-  float least, most;  // of signed codes
-  int32_t raised;     // what codes are stored higher by
+  float least, most;  // range of signed quantized values
+  int32_t raised;     // offset of stored values
 };
 
 template <bool kAsymmetric>
@@ -199,7 +200,7 @@ INTERPOSER_INLINE void code_group(const char* x, int64_t count, const Grid& grid
   }
 }
 
-// Two codes a byte, the first in the low half.
+// Pack two 4-bit values per byte, the first in the low half.
 INTERPOSER_INLINE void write_pairs(const uint8_t* codes, int64_t count, uint8_t* pairs) {
   typedef Vector<uint16_t, kRegister>::Type Both;
   int64_t i = 0;

@@ -1,4 +1,4 @@
-// Weights to integers, by addresses.
+// Python function of weight quantization, which takes addresses.
 
 #include "../python.h"
 
@@ -6,9 +6,8 @@
 
 namespace {
 
-// Addresses of the weight, codes, scales and zeros, the last one 0 for none; type of the weight,
-// that scales are rounded to, and bits of a code; outputs, inputs, elements between outputs, inputs
-// of a group.
+// Arguments: addresses of weight, quantized values, scales, and zeros or 0; type of the weight,
+// type of scales, bits of a value; outputs, inputs, row stride of the weight, inputs per group.
 PyObject* round_weight(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[11];
   if (!interposer_numbers(arguments, given, 11, values)) return nullptr;

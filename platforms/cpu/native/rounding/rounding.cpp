@@ -1,4 +1,4 @@
-// Chooses the level's kernels, and shares out outputs among threads.
+// Selects the level's kernels, and distributes outputs over threads.
 
 #include "rounding.h"
 
@@ -12,7 +12,7 @@ INTERPOSER_FAMILY(RoundingKernels, rounding, INTERPOSER_FLOAT_LEVELS)
 
 namespace {
 
-// Numbers up to which the calling thread alone is faster than waking another.
+// Up to this number of weights, the calling thread alone is faster than waking others.
 constexpr int64_t kFewNumbers = 1 << 15;
 
 struct Job {

@@ -1,5 +1,5 @@
-// Weights to integers, as an op of torch, which its compiler can call. Outputs of the weight may lie
-// apart; nothing else has gaps.
+// Weight quantization as a torch op, for compiled models. Rows of the weight can have gaps; all
+// other tensors are contiguous.
 
 #include "../torch_runtime.h"
 #include "../vectors.h"
@@ -7,8 +7,8 @@
 
 namespace {
 
-// Codes [O, I] or [O, I / 2], scales and zeros [O, I / G], weight [O, I]. Without `asymmetric`,
-// zeros are not read.
+// Quantized values [O, I] or [O, I / 2], scales and zeros [O, I / G], weight [O, I]. Zeros are used
+// only if `asymmetric`.
 void round_out(TorchValue* stack, uint64_t, uint64_t) {
   const TorchTensor codes(stack[0]), scales(stack[1]), zeros(stack[2]), weight(stack[3]);
   interposer_rounded rounded = {};

@@ -16,10 +16,11 @@ INTERPOSER_INLINE const char* element(const void* from, int64_t index) {
   return static_cast<const char*>(from) + index * size_of(kType);
 }
 
-// The larger of each pair; b where one of them is NaN.
+// Maximum per lane; b if either is NaN.
 INTERPOSER_INLINE Floats larger(Floats a, Floats b) {
 #if defined(__AVX512F__)
-  // GCC 12 warns of the header of the form without a mask, which this one becomes.
+  // The masked form compiles to the same instruction; GCC 12 warns about the header of the unmasked
+  // form.
   return (Floats)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
 #elif defined(__AVX__)
   Floats result;
@@ -40,7 +41,7 @@ INTERPOSER_INLINE Floats larger(Floats a, Floats b) {
 #endif
 }
 
-// Bit i says that lane i of a is not less than that of b; no bit is for NaN.
+// Bit i is set if lane i of a is >= that of b; clear for NaN.
 INTERPOSER_INLINE uint32_t at_least(Floats a, Floats b) {
 #if defined(__AVX512F__)
   return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GE_OQ);
@@ -80,12 +81,13 @@ INTERPOSER_INLINE float highest_of(Floats lanes) {
   return found[0];
 }
 
-// exp(x) to two units of the last place for x up to 88; exp(-87), which is next to nothing, below.
+// exp(x) for x up to 88, accurate to two units in the last place; exp(-87), close to zero, for all
+// smaller x.
 INTERPOSER_INLINE Floats raised(Floats x) {
   x = larger(splat(-87.0f), x);
   const Floats rounded = x * 1.44269504f + kRound;
   const Floats count = rounded - kRound;
-  // ln 2 in two parts, of which the first times a count is exact.
+  // ln 2 in two parts; the first times `count` is exact.
   const Floats r = x - count * 0.693359375f + count * 2.12194440e-4f;
   Floats sum = splat(1.0f / 720);
   sum = sum * r + 1.0f / 120;
@@ -103,7 +105,7 @@ struct Logits {
   const char* row;
   int64_t first, last;
 
-  // Calls `take(lanes, index of the first, how many there are)`; lanes behind the last are -inf.
+  // Calls `take(lanes, index of the first, count)`; lanes after the last element are -inf.
   template <class F>
   INTERPOSER_INLINE void each(const F& take) const {
     int64_t i = first;
@@ -111,8 +113,7 @@ struct Logits {
     if (i < last) take(rest(i), i, int(last - i));
   }
 
-  // The same for results of `term(lanes)` that `join` puts together, in four chains, which do not
-  // wait for each other.
+  // The same for results of `term(lanes)`, combined by `join` in four independent chains.
   template <class Term, class Join>
   INTERPOSER_INLINE Floats joined(Floats start, const Term& term, const Join& join) const {
     Floats chains[4] = {start, start, start, start};

@@ -1,4 +1,4 @@
-// Rows of logits, compiled once for each level with its own flags.
+// Sampling kernels, compiled once per level with the level's flags.
 
 #include <cmath>
 
@@ -16,7 +16,7 @@ INTERPOSER_INLINE Logits<kType> part_of(const interposer_sample& sample, int64_t
   return {element<kType>(sample.logits, row * sample.stride), first, last};
 }
 
-// How often tokens were generated; lanes behind `count` are zero.
+// Output counts of tokens; lanes after `count` are zero.
 template <class Count>
 INTERPOSER_INLINE Floats floats_of_counts(const Count* counts, int count) {
   alignas(64) Count found[kLanes] = {};
@@ -45,7 +45,7 @@ struct Kernels {
     part_of<kType>(sample, row, first, last)
         .each([&](Floats x, int64_t i, int lanes) INTERPOSER_LAMBDA {
           if (found >= 0) return;
-          // Nothing is larger than the value.
+          // The value is the maximum, so >= means equal.
           uint32_t bits = is_nan ? ~at_least(x, splat(kNothing)) : at_least(x, wanted);
           bits &= (1u << lanes) - 1;
           if (bits) found = i + __builtin_ctz(bits);
@@ -85,8 +85,8 @@ struct Kernels {
         .each([&](Floats x, int64_t i, int lanes) INTERPOSER_LAMBDA {
           uint32_t bits = at_least(x, splat(bound));
           if (bits == 0) return;
-          // -log(-log1p(-u)) is at most -log(u), so that only a u of at most exp(scaled - best)
-          // can win; a thousandth more, for what was rounded.
+          // -log(-log1p(-u)) is at most -log(u), so that only a u of at most exp(scaled - best) can
+          // win; plus a thousandth for rounding.
           const Floats most = raised((x - draw.peak) * factor - best.value) * 1.001f;
           bits &= at_least(most, uniform_below(draw.key, i)) & ((1u << lanes) - 1);
           for (; bits; bits &= bits - 1) {
@@ -113,7 +113,8 @@ struct Kernels {
   }
 
  private:
-  // A logit that all reach whose scaled logits are at least `scaled`, and a few smaller ones.
+  // A bound such that every logit whose scaled logit is at least `scaled` reaches it, and few
+  // others.
   static float above(const Draw& draw, float scaled) {
     const double distance = double(scaled) * draw.temperature;
     const double slack = 1e-6 * (std::fabs(distance) + std::fabs(double(draw.peak)));
@@ -157,7 +158,7 @@ void route(const interposer_routes& routes, int64_t first, int64_t last, void* m
   return route_rows<kFloat16>(routes, first, last, memory);
 }
 
-// What takes a sample, by the type of its logits.
+// Dispatch by the type of logits.
 #define INTERPOSER_OF_TYPE(name, result, parameters, arguments)                   \
   result name parameters {                                                        \
     if (sample.type == kFloat32) return Kernels<kFloat32>::name arguments;        \

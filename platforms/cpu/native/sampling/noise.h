@@ -1,5 +1,5 @@
-// Gumbel noise that is a function of seed, step and token alone, as interposer_ops.noise has it.
-// Included once for every level.
+// Gumbel noise as a function of seed, step and token only, equal to interposer_ops.noise. Included
+// once for every level.
 #pragma once
 
 #include <cmath>
@@ -14,7 +14,7 @@ typedef uint32_t EightWords __attribute__((vector_size(32)));
 constexpr uint64_t kGamma = 0x9E3779B97F4A7C15u;
 constexpr uint64_t kFactors[2] = {0xBF58476D1CE4E5B9u, 0x94D049BB133111EBu};
 
-// The largest noise there is, rounded up: -log(-log1p(-2^-40)).
+// Largest possible noise, rounded up: -log(-log1p(-2^-40)).
 constexpr float kMostNoise = 27.75f;
 
 template <class V>
@@ -38,7 +38,7 @@ INTERPOSER_INLINE float gumbel_of(uint64_t hash) {
   return -logf(-log1pf(-(uniform < kMost ? uniform : kMost)));
 }
 
-// The uniform numbers of sixteen tokens from `first` on, rounded down to multiples of 2^-24.
+// Uniform random numbers of sixteen tokens from `first` on, rounded down to multiples of 2^-24.
 INTERPOSER_INLINE Floats uniform_below(uint64_t key, int64_t first) {
   const Longs steps = {0,          kGamma,     2 * kGamma, 3 * kGamma,
                        4 * kGamma, 5 * kGamma, 6 * kGamma, 7 * kGamma};

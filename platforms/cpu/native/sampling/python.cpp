@@ -1,4 +1,4 @@
-// Sampling, penalties and routing, by addresses.
+// Python functions of sampling, penalties and routing, which take addresses.
 
 #include "../python.h"
 
@@ -6,7 +6,7 @@
 
 namespace {
 
-// Elements from which other threads of Python may run meanwhile: to let them takes time itself.
+// From this number of elements on, release the GIL: releasing it costs time itself.
 constexpr int64_t kMany = 1 << 14;
 
 template <class Work>
@@ -26,8 +26,8 @@ PyObject* done(int32_t (*function)(const Work*), const Work& work) {
   Py_RETURN_NONE;
 }
 
-// Address and type of logits; rows, width, elements between rows; addresses of temperature, top_k,
-// top_p, min_p, seeds, steps, tokens and logprobs, 0 for what is not there.
+// Arguments: address and type of logits; rows, width, row stride; addresses of temperature, top_k,
+// top_p, min_p, seeds, steps, tokens and logprobs, 0 if absent.
 PyObject* sample_tokens(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[13];
   if (!interposer_numbers(arguments, given, 13, values)) return nullptr;
@@ -48,8 +48,9 @@ PyObject* sample_tokens(PyObject*, PyObject* const* arguments, Py_ssize_t given)
   return done(interposer_sample_tokens, sample);
 }
 
-// Address and type of logits; bytes of a count; rows, width; elements between rows of logits, of
-// the prompt and of counts; addresses of these two, repetition, presence, frequency and result.
+// Arguments: address and type of logits; bytes of a count; rows, width; row strides of logits,
+// prompt mask and counts; addresses of prompt mask, counts, repetition, presence, frequency and
+// result.
 PyObject* penalise(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[14];
   if (!interposer_numbers(arguments, given, 14, values)) return nullptr;
@@ -71,9 +72,9 @@ PyObject* penalise(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   return done(interposer_penalise, penalties);
 }
 
-// Address and type of logits; scoring, whether weights are divided by their sum; rows, width,
-// elements between rows; address of the bias or 0; groups, chosen groups, chosen experts; addresses
-// of weights and ids; scale.
+// Arguments: address and type of logits; scoring, whether weights are divided by their sum; rows,
+// width, row stride; address of the bias or 0; groups, top groups, top k; addresses of weights and
+// ids; scale.
 PyObject* route(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[13];
   if (given != 14) {

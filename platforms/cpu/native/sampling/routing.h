@@ -1,4 +1,4 @@
-// The best experts of rows. Included once for every level.
+// Top-k experts of rows. Included once for every level.
 #pragma once
 
 #include <climits>
@@ -8,7 +8,7 @@
 
 namespace {
 
-// Keys ascend as numbers do; NaN comes last, and both zeros are the same.
+// Sort keys in the order of the numbers; NaN is last, and both zeros are equal.
 INTERPOSER_INLINE Ints keys_of(Floats values) {
   const Ints bits = (Ints)(values + 0.0f);
   const Ints keys = bits ^ ((bits >> 31) & 0x7fffffff);
@@ -19,8 +19,8 @@ INTERPOSER_INLINE Ints keys_of(Floats values) {
 constexpr int32_t kTaken = INT_MIN;           // below the key of any number
 constexpr int32_t kRuledOut = ~0x7f800000;    // the key of minus infinity
 
-// The index of the largest key, the first of equals, which is then taken. `padded` keys, a multiple
-// of sixteen, those behind the last being kTaken.
+// Index of the largest key, the first one if several are equal; the key is then marked as taken.
+// `padded` is a multiple of sixteen; padding keys are kTaken.
 INTERPOSER_INLINE int64_t take_best(int32_t* keys, int64_t padded) {
   int32_t best = kTaken;
   for (int64_t i = 0; i < padded; ++i) best = keys[i] > best ? keys[i] : best;
@@ -32,7 +32,7 @@ INTERPOSER_INLINE int64_t take_best(int32_t* keys, int64_t padded) {
 
 constexpr int64_t padded_to_lanes(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
-// What a group counts as: its best, or with a bias the sum of its two best.
+// Score of a group: its best expert, or with a bias the sum of its two best.
 INTERPOSER_INLINE float strength_of(const float* compared, int64_t size, bool biased) {
   float best = kNothing, second = kNothing;
   for (int64_t i = 0; i < size; ++i) {
@@ -43,7 +43,7 @@ INTERPOSER_INLINE float strength_of(const float* compared, int64_t size, bool bi
   return biased ? best + second : best;
 }
 
-// Rules out the experts of all but the best groups.
+// Excludes the experts of all but the best groups.
 void choose_groups(const interposer_routes& routes, const float* compared, int32_t* keys,
                    int32_t* of_groups, bool* is_chosen) {
   const int64_t size = routes.width / routes.groups, padded = padded_to_lanes(routes.groups);

@@ -1,4 +1,4 @@
-// Chooses the level's kernels, and shares out rows and their parts among threads where that pays.
+// Selects the level's kernels, and distributes rows and parts of rows over threads if that pays.
 
 #include "sampling.h"
 
@@ -13,12 +13,12 @@ INTERPOSER_FAMILY(SamplingKernels, sampling, INTERPOSER_FLOAT_LEVELS)
 
 namespace {
 
-// Elements up to which the calling thread alone is faster than waking another.
+// Up to this number of elements, the calling thread alone is faster than waking others.
 constexpr int64_t kFewElements = 1 << 15;
 
 template <class Work>
 struct Job {
-  const Work& work;  // takes the numbers of its first and last piece
+  const Work& work;  // called with the first and the last piece
   int64_t pieces;
 };
 
@@ -50,12 +50,12 @@ void in_parts(int64_t width, int64_t from, int64_t to, const Take& take) {
 
 struct Row {
   Winner likeliest;
-  double log_sum;  // of exp(logit - peak)
+  double log_sum;  // log of the sum of exp(logit - peak)
   bool is_random;
   Draw draw;
 };
 
-// The largest logit of a row whose parts have these peaks; or the first that is NaN.
+// Largest logit of a row from the peaks of its parts; the first NaN if there is one.
 Winner summit(const SamplingKernels& kernels, const interposer_sample& sample, int64_t row,
               const Peak* peaks, double& log_sum) {
   const int64_t parts = parts_of(sample.width);
@@ -108,7 +108,7 @@ int32_t interposer_sample_tokens(const interposer_sample* given) {
     own.is_random = sample.temperature && sample.temperature[row] > 0 && is_finite;
     any_random |= own.is_random;
     sample.tokens[row] = own.likeliest.index;
-    // Zero less the logarithm, or NaN of a peak that is not finite.
+    // Minus the logarithm, or NaN if the peak is not finite.
     const double above = own.likeliest.value - own.likeliest.value;
     if (sample.logprobs) sample.logprobs[row] = float(above - own.log_sum);
   }
@@ -129,7 +129,7 @@ int32_t interposer_sample_tokens(const interposer_sample* given) {
     int64_t of = -1;
     in_parts(sample.width, from, to, [&](int64_t row, int64_t part, int64_t first, int64_t last) {
       if (!rows[row].is_random) return;
-      // What a thread found already rules out more of what follows.
+      // The thread's best token so far excludes more of the following ones.
       if (of != row) best = rows[row].draw.start;
       of = row;
       chosen->draw(sample, row, first, last, rows[row].draw, best);

@@ -1,5 +1,5 @@
-// Sampling, penalties and routing as ops of torch, which its compiler can call. Rows of logits, of
-// the prompt and of counts may lie apart; nothing else has gaps.
+// Sampling, penalties and routing as torch ops, for compiled models. Rows of logits, prompt mask
+// and counts can have gaps; all other tensors are contiguous.
 
 #include <cstring>
 
@@ -9,7 +9,8 @@
 
 namespace {
 
-// Bits of `parts`: a tensor that is not there is named by another one.
+// Bits of `parts`: without its bit, an optional tensor is absent, and any other tensor is passed in
+// its place.
 constexpr uint64_t kTemperature = 1, kTopK = 2, kTopP = 4, kMinP = 8, kLogprobs = 16;
 constexpr uint64_t kLongCounts = 1, kBiased = 1, kSigmoids = 2, kRenormalised = 4;
 
@@ -41,7 +42,7 @@ void sample_out(TorchValue* stack, uint64_t, uint64_t) {
   interposer_sample_tokens(&sample);
 }
 
-// logits, prompt and counts [B, V], penalties [B].
+// logits, prompt mask and counts [B, V], penalties [B].
 void penalise_out(TorchValue* stack, uint64_t, uint64_t) {
   const TorchTensor out(stack[0]), logits(stack[1]), prompt(stack[2]), counts(stack[3]);
   const TorchTensor repetition(stack[4]), presence(stack[5]), frequency(stack[6]);

@@ -1,5 +1,5 @@
-// The least of a row's scaled logits that top-k and top-p keep, without sorting the vocabulary.
-// Included once for every level.
+// Threshold of a row's scaled logits for top-k and top-p, without sorting the vocabulary. Included
+// once for every level.
 #pragma once
 
 #include <cmath>
@@ -9,7 +9,7 @@
 
 namespace {
 
-// Codes ascend where numbers descend; both zeros have the same.
+// Sort codes, ascending for descending numbers; both zeros are equal.
 INTERPOSER_INLINE uint32_t code_of(float value) {
   const float canonical = value + 0.0f;
   uint32_t bits;
@@ -24,9 +24,9 @@ INTERPOSER_INLINE float value_of(uint32_t code) {
   return value;
 }
 
-// The least of `count` numbers for which `keeps(sum of weights of larger ones)` holds, or the
-// largest if it holds for none; `all` says whether it holds for the sum of all. Codes are sorted
-// into bins by eight bits, then those of one bin by the next, and lose their order.
+// Smallest of `count` numbers for which `keeps(sum of weights of larger numbers)` holds, or the
+// largest number if it holds for none; `all` is the result for the sum of all. Radix selection:
+// codes are binned by eight bits, then the codes of one bin by the next eight. Reorders the codes.
 template <class Weigh, class Keeps>
 uint32_t least_kept(uint32_t* codes, int64_t count, const Weigh& weigh, const Keeps& keeps,
                     bool& all) {
@@ -59,7 +59,7 @@ uint32_t least_kept(uint32_t* codes, int64_t count, const Weigh& weigh, const Ke
   return codes[0];
 }
 
-// The `number` largest of a count of codes end with the returned one.
+// Returns the code at which the `number` largest numbers end.
 INTERPOSER_INLINE uint32_t code_at(uint32_t* codes, int64_t count, int64_t number) {
   bool all;
   return least_kept(
@@ -67,11 +67,11 @@ INTERPOSER_INLINE uint32_t code_at(uint32_t* codes, int64_t count, int64_t numbe
       [=](int64_t larger_ones) { return larger_ones < number; }, all);
 }
 
-// A number that at least `number` logits reach, and not many more; `memory` is written.
+// A bound that at least `number` logits reach, and few more; overwrites `memory`.
 template <int32_t kType>
 float reached_by(const Logits<kType>& logits, int64_t number, uint32_t* memory) {
   const int64_t vectors = logits.last / kLanes;
-  // The largest of each of several groups, of which there are four times as many.
+  // Maxima of groups; there are `number` / 4 groups or more.
   const int64_t groups = number / 4 < 16 ? 16 : (number + 3) / 4;
   if (groups * 4 > vectors) return kNothing;
   for (int64_t group = 0; group < groups; ++group) {
@@ -84,12 +84,12 @@ float reached_by(const Logits<kType>& logits, int64_t number, uint32_t* memory) 
   return value_of(code_at(memory, groups * kLanes, number));
 }
 
-// Writes the codes of scaled logits that are at least those of the `number` largest, and maybe
-// smaller ones. Returns how many these are.
+// Writes the codes of scaled logits that are at least the `number`th largest, and maybe of some
+// smaller ones. Returns their count.
 template <int32_t kType>
 int64_t gathered(const Logits<kType>& logits, int64_t number, const Draw& draw, uint32_t* memory) {
   const float reached = reached_by(logits, number, memory);
-  // Scaling rounds less than this apart.
+  // Margin larger than the rounding errors of scaling.
   const Floats bound = splat(reached - (draw.peak - reached) * 0x1p-20f);
   int64_t count = 0;
   logits.each([&](Floats x, int64_t, int lanes) INTERPOSER_LAMBDA {
@@ -102,18 +102,18 @@ int64_t gathered(const Logits<kType>& logits, int64_t number, const Draw& draw, 
   return count;
 }
 
-// Probabilities in units, as their sums shall not depend on an order.
+// Probabilities as integers, so that sums do not depend on the order.
 constexpr float kUnits = 0x1p52f;
 
 struct Mass {
-  float whole;  // of all that top-p chooses from
+  float whole;  // sum of all candidates of top-p
 
   INTERPOSER_INLINE int64_t operator()(uint32_t code) const {
     return int64_t(expf(value_of(code)) / whole * kUnits);
   }
 };
 
-// The threshold of scaled logits by top-k and top-p; -inf where all are kept.
+// Threshold of scaled logits for top-k and top-p; -inf if all are kept.
 template <int32_t kType>
 float truncated(const Logits<kType>& logits, int64_t top_k, float top_p, const Draw& draw,
                 uint32_t* memory) {
@@ -124,7 +124,7 @@ float truncated(const Logits<kType>& logits, int64_t top_k, float top_p, const D
     int64_t count = gathered(logits, top_k, draw, memory);
     const uint32_t last = code_at(memory, count, top_k);
     if (!by_mass) return value_of(last);
-    // They have lost their order, and some.
+    // The codes were reordered and partly overwritten.
     const int64_t found = gathered(logits, top_k, draw, memory);
     double whole = 0;
     count = 0;
@@ -141,7 +141,7 @@ float truncated(const Logits<kType>& logits, int64_t top_k, float top_p, const D
   const Floats sums = logits.joined(
       splat(0.0f),
       [&](Floats x) INTERPOSER_LAMBDA { return raised((x - draw.peak) * factor); }, plus);
-  // Few tokens hold most of the mass, as a rule.
+  // Usually few tokens have most of the probability mass.
   for (int64_t number = 256;; number *= 8) {
     const int64_t count = gathered(logits, number, draw, memory);
     const bool is_whole = count == logits.last;

@@ -38,7 +38,7 @@ double optional_number(const Case& golden, const std::string& name) {
   return found == golden.numbers.end() ? 0 : found->second;
 }
 
-// One scale for all heads or one for each; 1 where there is none.
+// One scale for all heads or one per head; 1 without a scale.
 std::vector<float> scales_of(const Array* given) {
   if (given == nullptr) return {1.0f};
   std::vector<float> scales;
@@ -48,8 +48,8 @@ std::vector<float> scales_of(const Array* given) {
   return scales;
 }
 
-// The cases' pages may be of any size. Here their tokens move to pages of the kernels' own, in
-// reverse order, and those of the step are stored by the kernels.
+// Pages of the cases can have any size. Here the cached tokens move to pages of the kernel's size,
+// in reverse order, and the kernel stores the tokens of the step.
 std::vector<Result> paged_attention(const Case& golden) {
   const Array &query = golden.array("query"), &keys = golden.array("key_cache"),
               &values = golden.array("value_cache"), &table = golden.array("page_table");
@@ -69,7 +69,7 @@ std::vector<Result> paged_attention(const Case& golden) {
     pages += count;
   }
   const int64_t size = 4 / elements_per_word(stored), page_bytes = 2 * kPageTokens * D * size;
-  std::vector<char> memory(size_t(K * pages * page_bytes), char(0xff));  // none of them a number
+  std::vector<char> memory(size_t(K * pages * page_bytes), char(0xff));  // filled with NaN
   interposer_kv_cache cache = {memory.data(), pages * page_bytes, page_bytes, kPageTokens,
                                int32_t(D),    stored};
   std::vector<int64_t> own_table(size_t(B * most), 0), slots(size_t(T), 0);

@@ -1,4 +1,4 @@
-// Decoder blocks in one call, called as native_decoder_block.py calls them.
+// Fused decoder blocks, called as native_decoder_block.py calls them.
 
 #include "../blocks/blocks.h"
 
@@ -26,7 +26,7 @@ Packed packed(const Case& golden, const std::string& name) {
 
 const void* data_of(const Array* array) { return array ? array->data<void>() : nullptr; }
 
-// Tokens that were there before lie in pages in reverse order; those of the step get the next slots.
+// Cached tokens are in pages in reverse order; tokens of the step get the following slots.
 class Past {
  public:
   Past(const Case& golden, int32_t type, interposer_attention_step& step) {
@@ -42,8 +42,8 @@ class Past {
       pages += count;
     }
     const int64_t page_bytes = 2 * kPageTokens * D * size_of(type);
-    memory_.assign(size_t(K * pages * page_bytes), char(0xff));  // none of them a number
-    // Their numbers are those of Type, for what is not rounded.
+    memory_.assign(size_t(K * pages * page_bytes), char(0xff));  // filled with NaN
+    // For unquantized caches, the numbers of CacheType and Type are equal.
     cache_ = {memory_.data(), pages * page_bytes, page_bytes, kPageTokens, int32_t(D), type};
     table_.assign(size_t(B * most), 0);
     slots_.assign(size_t(first[B]), 0);

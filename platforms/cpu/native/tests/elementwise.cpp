@@ -1,4 +1,5 @@
-// Norms, gated activations, rotations and codes, called as their Python modules call them.
+// Norms, gated activations, rotary embeddings and quantization, called as their Python modules call
+// them.
 
 #include "../elementwise/elementwise.h"
 
@@ -30,7 +31,7 @@ interposer_rows_of rows_of(const Array& x) {
 std::vector<Result> normalised(const Case& golden, float shift, bool centred) {
   const Array& x = golden.array("x");
   const Array* residual = golden.find("residual");
-  // Results have no gaps.
+  // Results are contiguous.
   Rows out(x.dtype, x.rows(), x.columns(), 0);
   Rows total(residual ? residual->dtype : x.dtype, residual ? x.rows() : 0, x.columns(), 0);
   interposer_norm norm = {};
@@ -139,7 +140,7 @@ std::vector<Result> quantised(const Case& golden, const std::string& dtype, doub
   std::vector<Result> results;
   results.push_back(codes.result());
   if (coded.code_type == kE4M3) {
-    // The same numbers as bfloat16, which products take.
+    // The same numbers in bfloat16, which the matmul reads.
     Rows wide("bfloat16", rows, columns, 0);
     coded.codes = wide.data();
     coded.code_type = kBFloat16;
@@ -160,7 +161,7 @@ std::vector<Result> to_int8(const Case& golden) { return quantised(golden, "int8
 
 std::vector<Result> to_fp8(const Case& golden) { return quantised(golden, "float8_e4m3fn"); }
 
-// Scales are stored as their exponents plus 127.
+// Scales are stored as exponents plus 127.
 std::vector<Result> to_mxfp8(const Case& golden) {
   std::vector<Result> results = quantised(golden, "float8_e4m3fn", 32);
   results[1].dtype = "uint8";

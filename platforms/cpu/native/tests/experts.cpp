@@ -1,4 +1,4 @@
-// Mixtures of experts, packed and called as native_experts.py does it.
+// MoE layers, packed and called as in native_experts.py.
 
 #include "../experts/experts.h"
 
@@ -23,7 +23,7 @@ int64_t codes_in_byte(int32_t format) {
   return format == kWeightInt4 || format == kWeightE2M1 ? 2 : 1;
 }
 
-// Some outputs of one expert's matrix, with scales for each of them.
+// Some outputs of one expert's weight, with a scale per output.
 struct Matrix {
   interposer_plain plain = {};
   std::vector<char> weight, scales;

@@ -21,7 +21,7 @@ constexpr size_t kMargin = 0;
 constexpr size_t kMargin = 64;
 #endif
 
-// The elements' bytes in the order of this machine.
+// Convert elements to the byte order of this machine.
 void swap_elements(char* data, size_t element_bytes, size_t count) {
 #if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
   for (size_t i = 0; i < count; ++i) {
@@ -182,7 +182,7 @@ double number_at(const void* data, const std::string& dtype, int64_t index) {
     const uint32_t bits = uint32_t(value_at<uint16_t>(data, index)) << 16;
     return value_at<float>(&bits, 0);
   }
-  // All numbers of this format, as halves have them: sign, five bits of exponent, two of mantissa.
+  // Every e5m2 number is the upper byte of a float16: sign, five exponent bits, two mantissa bits.
   if (dtype == "float8_e5m2") return number_of_half(uint16_t(value_at<uint8_t>(data, index) << 8));
   if (dtype == "float8_e4m3fn") {
     const uint8_t bits = value_at<uint8_t>(data, index);
@@ -202,7 +202,7 @@ int64_t Array::rows() const {
 }
 
 int64_t Array::row_stride() const {
-  // One row or none may have any stride: its own length is as good.
+  // A single row, or none, can have any stride: use the row length.
   for (size_t i = shape.size(); i-- > 1;) {
     if (shape[i - 1] > 1) return strides[i - 1];
   }

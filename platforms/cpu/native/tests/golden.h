@@ -1,7 +1,7 @@
-// Golden vectors: arguments of ops, and what the references of the ops made of them.
+// Golden vectors: arguments of ops, and the results of the ops' references.
 //
-// A file is little-endian everywhere, and read on machines of either order. A string is its length
-// in 32 bits and its bytes; a count has 32 bits.
+// Files are little-endian on every machine. A string is a 32-bit length and its bytes; a count has
+// 32 bits.
 //
 //   file    "interposer golden 1\n", count of cases, cases
 //   case    op, label, whether signs of zeros count (32 bits),
@@ -13,8 +13,8 @@
 //   array   dtype, count of dimensions, sizes and strides in 64 bits, elements from the first to
 //           the last in memory in 64 bits, these elements; those between rows are all ones
 //
-// Texts are names of dtypes and strings among the arguments, numbers the rest that are no tensors.
-// An argument that is None stands nowhere.
+// Texts are dtype names and string arguments, numbers are all other arguments that are no tensors.
+// Arguments that are None are omitted.
 #pragma once
 
 #include <cstddef>
@@ -24,8 +24,8 @@
 #include <string>
 #include <vector>
 
-// Memory that is aligned to one element and to nothing more. What lies after it is watched by the
-// address sanitizer, or consists of NaN.
+// Memory aligned to one element only. The bytes after it are guarded by the address sanitizer, or
+// filled with NaN.
 class Memory {
  public:
   Memory() = default;
@@ -54,10 +54,10 @@ struct Array {
   const T* data() const {
     return reinterpret_cast<const T*>(memory.data());
   }
-  // Elements of all dimensions but the last.
+  // Product of all dimensions but the last.
   int64_t rows() const;
   int64_t columns() const { return shape.empty() ? 1 : shape.back(); }
-  // Elements between rows; those of all dimensions but the last follow each other evenly.
+  // Elements between rows; all dimensions but the last must be evenly spaced.
   int64_t row_stride() const;
 };
 
@@ -74,21 +74,21 @@ struct Case {
   std::map<std::string, Array> arrays;
   std::vector<Expected> expected;
 
-  // The argument, or null where it is None.
+  // The argument, or null if it is None.
   const Array* find(const std::string& name) const;
   const Array& array(const std::string& name) const;
   const std::string& text(const std::string& name) const;
   double number(const std::string& name) const;
 };
 
-// What a kernel wrote, in the order of the file's results.
+// Result of a kernel, in the order of the file's results.
 struct Result {
   std::string dtype;
   std::vector<double> values;
-  bool strayed = false;  // it wrote beside its rows
+  bool strayed = false;  // the kernel wrote outside its rows
 };
 
-// Rows to write to, in memory that is watched before, after and between them.
+// Output rows, in memory that is checked before, after and between the rows.
 class Rows {
  public:
   Rows(const std::string& dtype, int64_t rows, int64_t columns, int64_t gap = 3);
@@ -103,19 +103,20 @@ class Rows {
   Memory memory_;
 };
 
-// Element `index` of those at `data`, as a number.
+// Element `index` of `data`, as a number.
 double number_at(const void* data, const std::string& dtype, int64_t index);
 
-// All cases of a file. Throws std::runtime_error where it is none.
+// All cases of a file. Throws std::runtime_error if the file is invalid.
 std::vector<Case> read_golden(const std::string& path);
 
-// What is wrong with `results`; empty where nothing is.
+// Description of the first error in `results`; empty if there is none.
 std::string compare(const Case& golden, const std::vector<Result>& results);
 
-// Calls the kernels of an op with the arguments of a case, as the Python of this platform does.
+// Calls the kernels of an op with the arguments of a case, as the Python code of this platform
+// does.
 typedef std::vector<Result> (*Runner)(const Case& golden);
 
-// Makes a runner known by the name of its op; for objects that live as long as the program.
+// Registers a runner by the name of its op; create static objects only.
 class Registration {
  public:
   Registration(const char* op, Runner runner);

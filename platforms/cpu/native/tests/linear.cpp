@@ -1,4 +1,4 @@
-// Products by packed weights, called as native_linear.py calls them.
+// GEMM with packed weights, called as native_linear.py calls it.
 
 #include "packed.h"
 
@@ -72,7 +72,7 @@ std::vector<Result> w4a8_linear(const Case& golden) {
   return product(golden, packed, golden.text("out_dtype"), golden.array("x"));
 }
 
-// x in bfloat16, which holds every number of eight bits.
+// x in bfloat16, which represents every 8-bit float.
 std::vector<Result> widened(const Case& golden, const Packed& packed) {
   const Array& given = golden.array("x");
   const std::vector<float> values = floats_of(given);
@@ -100,7 +100,7 @@ std::vector<Result> mxfp8_linear(const Case& golden) {
   return widened(golden, packed);
 }
 
-// The scales of a block stand for each of its rows.
+// Repeat the scales of a block for each of its rows.
 std::vector<Result> fp8_block_linear(const Case& golden) {
   const Array &weight = golden.array("weight"), &given = golden.array("weight_scales");
   const std::vector<float> blocks = floats_of(given);

@@ -1,4 +1,4 @@
-// Adapters of low rank, called as their Python module calls them.
+// LoRA, called as its Python module calls it.
 
 #include "../lora/lora.h"
 

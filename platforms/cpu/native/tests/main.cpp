@@ -2,8 +2,8 @@
 //
 //   kernel_tests [--best LEVEL] [--threads N] [--only OP] FILE
 //
-// --best states the level that has to be picked here, "none" where none may be found. One line is
-// printed for each level and case; the status is 1 if one of them failed, 2 if none could be run.
+// --best: the level that must be selected here, "none" if none may be. Prints one line per level
+// and case. The status is 1 if a case failed, 2 if none could run.
 
 #include <cstdio>
 #include <cstdlib>
@@ -46,7 +46,7 @@ const char* name_of(int32_t number) {
   return "unnamed";
 }
 
-// Threads that are made for each task, in the form of the runtime that torch brings.
+// Creates threads for each task, with the interface of the OpenMP runtime that torch uses.
 int wanted_threads = 1;
 thread_local int own_number = 0, own_count = 1;
 
@@ -73,7 +73,7 @@ std::string fault_of(const Case& golden) {
   if (run == nullptr) return "nothing here runs this op";
   try {
     std::string fault = compare(golden, run(golden));
-    // Words of weights are read in the way of the other vendor's processors, too.
+    // Also run with the prefetch strategy of the other vendor's processors.
     if (fault.empty() && golden.op.find("linear") != std::string::npos) {
       interposer_force_reads_past_caches(!interposer_reads_past_caches());
       fault = compare(golden, run(golden));

@@ -1,6 +1,7 @@
-// Compares the products of attention by matrix instructions with loops, bit for bit.
+// Compares attention by matrix instructions with loops, bit for bit.
 //
-// One line is printed for each check; the status is 1 if one failed, 2 on a processor without.
+// Prints one line per check. The status is 1 if a check failed, 2 on a processor without these
+// instructions.
 
 #include "../attention/matrices.h"
 
@@ -23,8 +24,8 @@ void report(const std::string& what, bool right) {
   failed += !right;
 }
 
-// The nearest float32 towards zero, with the lowest bit set where that is not `exact`. Terms are of
-// so similar sizes that their sums are exact in float64.
+// Round to odd: the nearest float32 towards zero, with the lowest bit set if inexact. Terms have
+// such similar sizes that their sums are exact in float64.
 float rounded_to_odd(double exact) {
   float value = float(exact);
   if (std::fabs(double(value)) > std::fabs(exact)) value = std::nextafterf(value, 0.0f);
@@ -34,14 +35,14 @@ float rounded_to_odd(double exact) {
   return float_of_bits(bits | 1);
 }
 
-// What BFDOT adds of one pair, as the manual has it.
+// Effect of BFDOT for one pair, as in the manual.
 float add_pair(float sum, const float* x, const float* y) {
   const double first = double(x[0]) * double(y[0]), second = double(x[1]) * double(y[1]);
   return rounded_to_odd(double(sum) + double(rounded_to_odd(first + second)));
 }
 
-// Rows of x times keys or values of some tokens, in memory as attention has it. What was never
-// written is no number.
+// Rows of x times keys or values of some tokens, with attention's memory layout. Unwritten memory
+// is NaN.
 struct Attention {
   int64_t rows, head_size, tokens, count, pages_bytes;
   std::mt19937 random{7};
@@ -59,7 +60,7 @@ struct Attention {
     tiles.ahead = 1;
     pages.assign(size_t(2 * tiles.value_distance), char(0xff));
     for (int64_t tile = 0; tile < kMostTiles + kMostAhead; ++tile) {
-      // In reverse, so that none is read in place of another.
+      // Tiles in reverse order, so that reading a wrong tile is noticed.
       const int64_t at = tile < count ? count - 1 - tile : count;
       tiles.keys[tile] = pages.data() + at * tiles.bytes;
     }
@@ -75,7 +76,7 @@ struct Attention {
   }
 };
 
-struct Floats16 {  // as bfloat16 in memory, and as float32
+struct Floats16 {  // bfloat16 in memory, and float32
   std::vector<float> values;
 
   Floats16(std::mt19937& random, int64_t size) : values(size_t(size)) {
@@ -89,7 +90,7 @@ struct Floats16 {  // as bfloat16 in memory, and as float32
 
 void put_half(char* to, uint16_t half) { std::memcpy(to, &half, 2); }
 
-// Element `index` of row `row` of x, of rows that lie `row_bytes` apart before they are paired.
+// Element `index` of row `row` of x; rows are `row_bytes` apart before pairing.
 char* operand(char* x, int64_t rows, int64_t row, int64_t index, int64_t row_bytes) {
   if (rows == 1) return x + index * 2;
   return x + row / 2 * 2 * row_bytes + index / 4 * 16 + row % 2 * 8 + index % 4 * 2;
@@ -180,7 +181,7 @@ void check_codes(int64_t head_size, int64_t tokens) {
       of.value_word(token / 4, d)[byte_at(token)] = char(values.values[size_t(token * D + d)]);
     }
   }
-  // Of eight bytes of both planes.
+  // Eight bytes of both planes.
   const auto put = [&](char* row, int64_t index, int8_t high, int8_t low) {
     char* to = row + index / 8 * 16 + index % 8 / 4 * 4 + byte_at(index);
     to[0] = char(high), to[8] = char(low);

@@ -1,4 +1,4 @@
-// A weight of a case and what belongs to it, packed as native_linear.py packs it.
+// A weight of a case with its scales and bias, packed as in native_linear.py.
 #pragma once
 
 #include <cstdlib>
@@ -34,7 +34,7 @@ inline std::vector<float> floats_of(const Array& array) {
   return values;
 }
 
-// The weight and what belongs to it, packed.
+// The packed weight.
 class Packed {
  public:
   Packed(int32_t format, const Array& weight, const Array* scales, const Array* zeros,
@@ -47,7 +47,7 @@ class Packed {
     plain.inputs = weight.shape[1] * codes;
     plain.weight = weight.data<void>();
     if (scales) {
-      // One scale for each output may come without a dimension of groups.
+      // Scales with one number per output can lack the group dimension.
       const int64_t groups = scales->shape.size() == 2 ? scales->shape[1] : 1;
       plain.scale_type = type_of(scales->dtype);
       plain.scales = scales->data<void>();
@@ -81,7 +81,7 @@ class Packed {
     void operator()(void* memory) const { std::free(memory); }
   };
 
-  // Scales in sixteen bits where these hold the same numbers.
+  // Convert scales to 16 bits if that is exact.
   void narrow(interposer_plain& plain, const Array& scales) {
     if (plain.scale_type != kFloat32) return;
     for (size_t i = 0; i < scales.memory.bytes() / 4; ++i) {

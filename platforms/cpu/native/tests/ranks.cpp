@@ -1,5 +1,5 @@
-// Collectives of threads, each of which is a rank, at every level that the processor has: all bits
-// of the results, and what is told of ranks that do not come. The status is 1 if something is wrong.
+// Collectives with threads as ranks, at every level of the processor: all bits of the results, and
+// the errors for missing ranks. The status is 1 if a check failed.
 
 #include <unistd.h>
 
@@ -24,7 +24,7 @@ void check(bool holds, const char* what, int size, int64_t count) {
   if (!holds) std::printf("FAILED: %s of %lld, %d ranks\n", what, (long long)count, size);
 }
 
-// Call `run(communicator, rank)` on a thread for each rank.
+// Call `run(communicator, rank)` on one thread per rank.
 template <class Run>
 void with_ranks(int size, double timeout, const Run& run) {
   std::FILE* file = std::tmpfile();
@@ -64,7 +64,7 @@ N get(const Memory& memory, int64_t index) {
   return number;
 }
 
-// Some number of a rank, whose sums have to be rounded; the first ones are negative zeros.
+// Input number of a rank; the sums need rounding. The first ones are negative zeros.
 float some(int rank, int64_t index) {
   if (index == 0) return -0.0f;
   const uint32_t mixed = (uint32_t(index) * 2654435761u) ^ (uint32_t(rank + 1) * 40503u * 65537u);
@@ -136,7 +136,7 @@ Memory part_of(const Memory& all, int64_t first, int64_t bytes) {
   return Memory(all.begin() + first, all.begin() + first + bytes);
 }
 
-// Of `count` things each rank gets these; some get none.
+// Distribute `count` items unevenly over ranks; some ranks get none.
 std::vector<int64_t> uneven(int size, int64_t count) {
   std::vector<int64_t> sizes(static_cast<size_t>(size));
   int64_t left = count;
@@ -158,7 +158,7 @@ void sums(int size, int32_t type, int64_t count) {
   const std::vector<int64_t> sizes = uneven(size, count);
   std::vector<Memory> all(static_cast<size_t>(size)), parts(static_cast<size_t>(size));
   with_ranks(size, 60, [&](interposer_communicator* ranks, int rank) {
-    // More than once, so that both slots are used.
+    // Repeated, so that both slots are used.
     for (int time = 0; time < 3; ++time) {
       Memory x = inputs(rank, type, count);
       if (interposer_all_reduce(ranks, x.data(), type, count)) x.assign(1, 0);
@@ -178,7 +178,7 @@ void sums(int size, int32_t type, int64_t count) {
   }
 }
 
-// What `from` has for `to`.
+// Message of rank `from` to rank `to`.
 Memory message(int from, int to, int64_t bytes) {
   Memory made(static_cast<size_t>(bytes));
   for (int64_t i = 0; i < bytes; ++i) made[size_t(i)] = char(i * 7 + i / 251 + from * 31 + to * 57);
@@ -219,7 +219,7 @@ void copies(int size, int64_t bytes) {
   for (size_t i = 0; i < right.size(); ++i) check(right[i], names[i % 3], size, bytes);
 }
 
-// What two ranks are told where `second` does what is no all_reduce of four numbers.
+// Errors of two ranks if `second` does not call the all_reduce of four numbers.
 template <class Second>
 void loses(const char* what, int32_t kind, uint32_t about, const Second& second) {
   int32_t told[2] = {}, later[2] = {};

@@ -32,7 +32,7 @@ const T* data_or_null(const Array* given) {
   return given ? given->data<T>() : nullptr;
 }
 
-// A copy of a pool without gaps, to be written to: cases serve for every level.
+// A contiguous, writable copy of a pool: cases are reused for every level.
 Rows pool_of(const Array& given) {
   const int64_t rows = given.shape[0];
   int64_t columns = 1;

@@ -1,4 +1,4 @@
-// Weights to integers, called as their Python module calls them.
+// Weight quantization, called as its Python module calls it.
 
 #include "../rounding/rounding.h"
 
@@ -21,7 +21,7 @@ std::vector<Result> rounded_to(const Case& golden, int32_t bits, bool asymmetric
   const int64_t outputs = weight.rows(), inputs = weight.columns();
   const int64_t group = int64_t(golden.number("group_size"));
   const int64_t columns = bits == 4 ? inputs / 2 : inputs;
-  // Results have no gaps.
+  // Results are contiguous.
   Rows codes(bits == 4 ? "uint8" : "int8", outputs, columns, 0);
   Rows scales("float32", outputs, inputs / group, 0);
   Rows zeros("uint8", asymmetric ? outputs : 0, inputs / group, 0);

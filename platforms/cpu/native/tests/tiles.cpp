@@ -1,6 +1,6 @@
-// Compares the instructions of tiles with loops: those of the processor, or their emulation.
+// Compares AMX instructions, of the processor or emulated, with loops.
 //
-// One line is printed for each check; the status is 1 if one failed, 2 on a processor without.
+// Prints one line per check. The status is 1 if a check failed, 2 on a processor without AMX.
 
 #include "../tiles.h"
 
@@ -28,7 +28,7 @@ void report(const char* what, bool right) {
   failed += !right;
 }
 
-// Sums [M][N], a [M][K], b [K][N] in words; rows lie further apart than they are long.
+// Sums [M][N], a [M][K], b [K][N] in words; rows have gaps.
 struct Product {
   int M, N, K;
   static constexpr int kStride = 72;
@@ -58,7 +58,7 @@ struct Product {
     return shapes;
   }
 
-  // Of registers 0, 1 and 2.
+  // Uses registers 0, 1 and 2.
   void run(const std::function<void()>& multiply) {
     TileRegisters tiles;
     tiles.shape(shapes());
@@ -70,7 +70,7 @@ struct Product {
     store_tile<0>(sums.data(), kStride);
   }
 
-  // Whether nothing but the sums was written.
+  // Whether only the sums were written.
   bool kept_to_itself() const {
     for (int row = 0; row < 16; ++row) {
       for (int byte = row < M ? 4 * N : 0; byte < kStride; ++byte) {
@@ -115,7 +115,7 @@ void check_codes(const char* what, const std::function<void()>& multiply) {
   report(what, right);
 }
 
-uint16_t bfloat16_of(float value) {  // of those that it holds
+uint16_t bfloat16_of(float value) {  // for representable numbers
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
   return uint16_t(bits >> 16);
@@ -185,7 +185,7 @@ void check_fractions() {
                               float_of(Product::get<uint16_t>(product.b, k / 2, 2 * n + k % 2));
           sum += term, size += std::fabs(term);
         }
-        // One rounding for each pair, and two to put the sums together.
+        // One rounding per pair, and two to add both sums.
         const double bound = size * (product.K + 2) * 0x1p-24;
         right &= std::fabs(Product::get<float>(product.sums, m, n) - sum) <= bound;
       }
@@ -198,7 +198,7 @@ struct Pair {
   float first, second;
 };
 
-// One sum of pairs of a times pairs of b.
+// Sum of pairs of a times pairs of b.
 float sum_of(float before, const std::vector<Pair>& a, const std::vector<Pair>& b) {
   Product product(1, 1, int(a.size()));
   Product::set(product.sums, 0, 0, before);
@@ -214,7 +214,7 @@ float sum_of(float before, const std::vector<Pair>& a, const std::vector<Pair>& 
 }
 
 void check_float_arithmetic() {
-  // In one sum, 1 would be lost beside 2^24.
+  // In a single sum, 1 would be lost next to 2^24.
   report("bfloat16: firsts and seconds have sums of their own",
          sum_of(0, {{0x1p24f, 1}, {-0x1p24f, 0}}, {{1, 1}, {1, 1}}) == 1);
   report("bfloat16: these are added before what was there",

@@ -1,4 +1,4 @@
-// Compiled once for all levels: memory and caches are slower than any of them.
+// Compiled once for all levels: memory and caches are slower than the instructions of any level.
 
 #include "finite.h"
 
@@ -12,9 +12,9 @@ namespace {
 typedef uint64_t Words __attribute__((vector_size(16)));
 
 constexpr int64_t kWords = int64_t(sizeof(Words));
-// Bytes up to which the calling thread alone is faster than waking another.
+// Up to this number of bytes, the calling thread alone is faster than waking others.
 constexpr int64_t kFewBytes = 1 << 18;
-// Threads get whole pieces of so many bytes, so that none begins within a number.
+// Threads get whole pieces of this size, so that no piece begins within a number.
 constexpr int64_t kPiece = 4096;
 
 struct Search {
@@ -33,7 +33,7 @@ bool holds_other(const interposer_numbers_searched& searched, int64_t begin, int
   const char* bytes = static_cast<const char*>(searched.numbers);
   char* copy = static_cast<char*>(searched.copy);
   const Words bits = Words{} + searched.bits, lowest = Words{} + searched.lowest;
-  // Four sums, which do not wait for each other.
+  // Four independent sums.
   Words sums[4] = {};
   int64_t at = begin;
   for (; at + 4 * kWords <= end; at += 4 * kWords) {

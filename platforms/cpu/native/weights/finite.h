@@ -1,10 +1,10 @@
-// A search of weights for NaN and infinities, in numbers of any type.
+// Search for NaN and infinity in weights of any float type.
 //
-// Every format here holds them where some bits of the magnitude are all set: the exponent, or in
-// e4m3fn, which has no infinity, the whole magnitude. To those bits, the lowest of them is added: the
-// sum reaches the sign bit, which was cleared, if and only if all of them were set. So one loop of
-// `and`, `add` and `or` serves every format, in words of 64 bits. Memory is slower than these, so that
-// numbers which are copied anyway are searched at no cost.
+// In every format here, a number is NaN or infinite if certain bits are all set: the exponent, or
+// in e4m3fn, which has no infinity, the whole magnitude. Adding the lowest of these bits to the
+// masked bits carries into the cleared sign bit if and only if all of them are set. So one loop of
+// `and`, `add` and `or` on 64-bit words serves every format. Memory is slower than this loop, so
+// that numbers that are copied anyway are checked at no cost.
 #pragma once
 
 #include <cstdint>
@@ -12,14 +12,14 @@
 extern "C" {
 
 struct interposer_numbers_searched {
-  const void* numbers;  // without gaps
-  void* copy;           // where they are copied to, or null
+  const void* numbers;  // contiguous
+  void* copy;           // destination of a copy, or null
   int64_t bytes;
-  uint64_t bits;    // those that are all set, in each number of a word of 64 bits
-  uint64_t lowest;  // the lowest of these
-  uint64_t sign;    // the sign of each number
+  uint64_t bits;    // bits that are all set if not finite, for each number in a 64-bit word
+  uint64_t lowest;  // lowest of these bits
+  uint64_t sign;    // sign bit of each number
 };
 
-// Copies the numbers, and returns whether all of them are finite.
+// Copies the numbers if requested, and returns whether all are finite.
 bool interposer_are_finite(const interposer_numbers_searched* searched);
 }

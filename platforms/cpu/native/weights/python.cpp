@@ -1,4 +1,4 @@
-// The copying and search of weights, by addresses.
+// Python function of the search for NaN and infinity, which takes addresses.
 
 #include "../python.h"
 
@@ -6,9 +6,9 @@
 
 namespace {
 
-// Addresses of the numbers and of their copy, 0 for none, and bytes; of each number in a word of 64
-// bits: the bits that are all set where it is not finite, the lowest of them, and the sign. These
-// three are given as signed numbers of the same bits.
+// Arguments: address of the numbers, destination of a copy or 0, bytes; masks for each number in a
+// 64-bit word: bits that are all set if not finite, the lowest of them, and the sign. The masks are
+// passed as signed integers.
 PyObject* are_finite(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[6];
   if (!interposer_numbers(arguments, given, 6, values)) return nullptr;
