@@ -1,10 +1,10 @@
-"""Measure what LoRA adapters cost a decode step, beside the same model without any.
+"""Measure how much LoRA adapters slow down a decode step.
 
     python benchmarks/cpu_adapters.py [--threads 1] [--rounds 12] [--quantization none int8]
 
-The model has random weights. Every round measures it before an adapter is loaded, with one that all
-requests use, with as many as were asked for that requests use in turn, and with these loaded and
-none used. Each figure is the median over rounds of a ratio of two speeds of the same round.
+The model has random weights. Every round measures four cases: no adapter loaded, one adapter used
+by all requests, several adapters used in turn by the requests, and several adapters loaded but
+unused. Results are medians over the rounds of ratios of speeds within a round.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def write_model(folder: Path) -> Path:
 
 
 def write_adapter(folder: Path, rank: int, seed: int) -> Path:
-    """Write matrices of PEFT's layout for every linear layer."""
+    """Write random LoRA matrices in PEFT's file format for every linear layer."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer in range(LAYERS):
@@ -72,7 +72,7 @@ def write_adapter(folder: Path, rank: int, seed: int) -> Path:
 
 
 def seconds_of(lm: LanguageModel, adapters: list[str | None], steps: int) -> float:
-    """Return the median seconds of a decode step, of the processor where there is one thread."""
+    """Measure the median seconds of a decode step; with one thread, in processor time."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     sequences = []
     for number in range(REQUESTS):
@@ -96,7 +96,7 @@ def seconds_of(lm: LanguageModel, adapters: list[str | None], steps: int) -> flo
 def rounds(
     lm: LanguageModel, folders: dict[str, Path], count: int, steps: int
 ) -> Iterator[dict[str, float]]:
-    """Yield the seconds of each case, by its name."""
+    """Measure all cases of a round, and yield their seconds by name."""
     names = list(folders)
     for _ in range(count):
         found = {"base": seconds_of(lm, [None], steps)}
@@ -133,7 +133,7 @@ def main() -> None:
             f"adapters of rank {options.rank} on all linear layers, "
             f"{options.threads} threads, {options.rounds} rounds"
         )
-        # The kernels of the example would win where they are installed, by their score.
+        # The example plugin's kernels have a high score and would be selected if installed.
         found = importlib.util.find_spec("interposer_example_norm") is not None
         config = Config(disable=("interposer-example-norm",) if found else ())
         for quantization in options.quantization:

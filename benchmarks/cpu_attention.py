@@ -1,4 +1,4 @@
-"""Attention over a paged cache as a decoder of the shape of Qwen3-0.6B asks for it.
+"""Time paged attention at the shapes of a Qwen3-0.6B decoder.
 
 N heads, K kv heads, D head size.
 """
@@ -45,14 +45,14 @@ CACHES = {
     "attention-int8": torch.int8,
     "attention-int4": UINT4,
 }
-# Of what a cache of 8 bits holds; its scales bring that to 1.
+# Largest value in an 8-bit cache; the scales map it to 1.
 _DEVIATION = {torch.bfloat16: 1.0, torch.float8_e4m3fn: 100.0, torch.int8: 40.0}
 Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """Calls by backend, with the bytes that a call reads and the products that it computes."""
+    """Calls of a workload by backend, with the bytes read and the operations computed per call."""
 
     name: str
     what: str
@@ -69,11 +69,11 @@ def attention_requests(
     prefill: int,
     room_bytes: int,
 ) -> Iterator[AttentionWork]:
-    """Yield decode steps at each context and batch, then a prompt of ``prefill`` tokens.
+    """Yield decode steps for every context and batch size, then a prompt of ``prefill`` tokens.
 
     Args:
-        name: of ``CACHES``.
-        room_bytes: what no cache of the processor holds.
+        name: a key of ``CACHES``.
+        room_bytes: total size of the KV caches, larger than any CPU cache.
     """
     spec = replace(SPEC, cache_dtype=CACHES[name])
     heads, size = spec.num_heads, spec.head_size
@@ -82,7 +82,7 @@ def attention_requests(
     per_token = layouts[0].page_bytes() // PAGE_SIZE
     for num_seqs, context in itertools.product(batches, contexts):
         read = num_seqs * context * per_token
-        # As many caches as a model has layers, or as few as are not held by any cache.
+        # One cache per layer, but at least so many that they exceed the CPU caches.
         copies = max(1, -(-room_bytes // read))
         calls = {
             kernel: attention_call(backend, spec, (num_seqs, 1, context), copies)
@@ -95,14 +95,14 @@ def attention_requests(
         kernel: attention_call(backend, spec, (1, prefill, prefill), 4)
         for kernel, backend in found.items()
     }
-    # Half of the scores are masked.
+    # The causal mask hides half of the scores.
     flops = 2.0 * heads * size * prefill**2
     read = prefill * (per_token + 2 * heads * size * spec.dtype.itemsize)
     yield AttentionWork(name, f"prefill, {prefill}", read, flops, calls)
 
 
 def backends(registry: Registry, spec: AttentionSpec) -> Iterator[tuple[str, Any]]:
-    """Yield the backends that take ``spec``; print the reason of each that cannot be built."""
+    """Yield the backends that accept ``spec``; print why a backend cannot be built."""
     device = CPUPlatform().devices()[0]
     resolver = Resolver(registry, device, Config())
     site = Site(resolver, "attention", spec.dtype)
@@ -126,7 +126,7 @@ def backends(registry: Registry, spec: AttentionSpec) -> Iterator[tuple[str, Any
 def attention_call(
     backend: Any, spec: AttentionSpec, sizes: tuple[int, int, int], copies: int
 ) -> Call:
-    """Return a call for so many sequences, tokens of each query and of each context."""
+    """Build a call for a number of sequences, query tokens and context tokens."""
     num_seqs, query_tokens, context = sizes
     batch = _batch(num_seqs, query_tokens, context)
     heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
@@ -136,7 +136,7 @@ def attention_call(
     caches = layout.allocate(copies, batch.page_table.numel(), "cpu", cache_memory)
     deviation = _DEVIATION.get(spec.cache_dtype, 1.0)
     for cache in caches:
-        # What nobody wrote to takes no memory, and would be read from a cache of the processor.
+        # Unwritten pages have no physical memory, and would be read from a CPU cache.
         shape = list(cache.shape)
         shape[layout.page_axis] = 1
         if layout.dtype == torch.uint8:  # codes beside steps and bases, which are numbers so
@@ -152,7 +152,7 @@ def attention_call(
 
 
 def _batch(num_seqs: int, query_tokens: int, context: int) -> AttentionBatch:
-    """Return sequences of equal length, each on pages that follow each other."""
+    """Build a batch of sequences of equal length, each on consecutive pages."""
     num_pages = -(-context // PAGE_SIZE)
     pages = torch.arange(num_seqs * num_pages).view(num_seqs, -1)
     positions = torch.arange(context - query_tokens, context)

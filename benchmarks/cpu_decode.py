@@ -1,13 +1,13 @@
-"""Decode, prefill and batches on a CPU beside every peer, on the same random weights.
+"""Compare decode, prefill and batches on a CPU with other engines, on the same random weights.
 
     python benchmarks/cpu_models.py qwen3-0.6b DIR
     python benchmarks/cpu_decode.py DIR [--peers NAME ...] [--threads 2,1] [--repeat 5]
 
-Contenders whose weights have as many bits are compared with each other. Each lives in a process of
-its own, all of a group at a time, and is stopped by a signal while another runs. In every round
-each row is run by all of them in a new order; figures are medians over the rounds, with the lowest
-and the highest in brackets; ratios are medians of the ratios within a round, to the peer that is
-best in the row. What cannot be run stands in the output with its reason.
+Engines are compared in groups of equal bits per weight. Every engine has its own process; all
+processes of a group exist at the same time, and are suspended by a signal while another one runs.
+In every round, each row is run by all engines in a new order. Results are medians over the rounds,
+with minimum and maximum in brackets. Ratios are medians of the ratios within a round, to the best
+other engine of the row. The output gives the reason for every row that cannot be run.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from interposer_engine import plan
 from interposer_engine.roofline import ModelWork
 
 ROOFS = Path(__file__).with_name("cpu_roofs.py")
-# What the largest contender takes while it loads a model of 0.6 billion parameters.
+# Peak memory of the largest engine while loading a model of 0.6 billion parameters.
 ROOM_MIB = 4096
 OURS = "interposer:"
-# Bytes of a weight as the formats store it, with 16 bits of scale for 32 codes of 4 bits.
+# Bytes per stored weight; 4-bit formats have a 16-bit scale per 32 values.
 MODEL_WEIGHTS = {16: 2.0, 8: 1.0, 4: 0.5625}
 
 
 @dataclass(frozen=True)
 class Row:
-    """``batch`` prompts of ``context`` tokens, then ``new_tokens`` steps; what of it is shown."""
+    """Measurement of ``batch`` prompts of ``context`` tokens and ``new_tokens`` decode steps."""
 
     batch: int
     context: int
@@ -55,7 +55,7 @@ class Row:
     shown: tuple[str, ...]
 
     def command(self, seed: int, vocab_size: int) -> dict[str, int]:
-        """Return what a worker is told."""
+        """Build the command of a worker."""
         sizes = {"batch": self.batch, "context": self.context, "new_tokens": self.new_tokens}
         return {**sizes, "seed": seed, "vocab_size": vocab_size}
 
@@ -67,7 +67,7 @@ class Row:
         return {"decode": f"batch {self.batch}, context {self.context}"}
 
     def rates(self, seconds: dict[str, float]) -> dict[str, float]:
-        """Return tokens per second of all requests together, by label."""
+        """Return tokens per second, summed over requests, by label."""
         tokens = {"prefill": self.context, "decode": self.new_tokens}
         return {
             self.labels[phase]: self.batch * tokens[phase] / seconds[f"{phase}_s"]
@@ -77,7 +77,7 @@ class Row:
 
 @dataclass
 class Group:
-    """The measurements of contenders of equal bits, with equal threads."""
+    """Measurements of engines with equal bits per weight and equal threads."""
 
     threads: int
     bits: int
@@ -105,7 +105,7 @@ def rows_of(options: argparse.Namespace) -> list[Row]:
 def measured_group(
     group: Group, contenders: list[Contender], rows: list[Row], options: argparse.Namespace
 ) -> None:
-    """Load all contenders, then measure them in rounds, the first of which warms up."""
+    """Load all engines, then measure them in rounds; the first round is a warm-up."""
     workers: dict[str, Worker] = {}
     try:
         for contender in contenders:
@@ -135,9 +135,9 @@ def loaded(
     folder: Path | None = None,
     settings: Settings | None = None,
 ) -> Worker:
-    """Return the process of a contender, with the model of ``options`` or another folder.
+    """Start the process of an engine, with the model of ``options`` or of another folder.
 
-    Raises: Unavailable: it cannot be installed or loaded, or no memory is left for it.
+    Raises: Unavailable: the engine cannot be installed or loaded, or memory is short.
     """
     python = environment_python(ENVIRONMENTS[contender.environment], options.environments)
     if available_mib() < options.room_mib:
@@ -168,12 +168,12 @@ def run_row(
 
 
 def decode_bytes(work: ModelWork, bits: int, batch: int, context: float) -> float:
-    """Return what a step reads: each asked weight once, and the cache of each request."""
+    """Count the bytes that a step reads: every used weight once, and the cache of every request."""
     return work.weights_read(batch) * MODEL_WEIGHTS[bits] + batch * work.context_bytes(context)
 
 
 def report(group: Group, rows: list[Row], work: ModelWork) -> Iterator[str]:
-    """Yield Markdown: a table of rates and ratios, one of memory, and what failed."""
+    """Yield Markdown: a table of rates and ratios, a table of memory, and the failures."""
     bandwidth, peak = group.roof("bytes_per_s"), group.roof("flops_per_s")
     span = [float(roof["bytes_per_s"]) / 1e9 for roof in group.roofs]
     yield (
@@ -211,18 +211,18 @@ def report(group: Group, rows: list[Row], work: ModelWork) -> Iterator[str]:
 
 
 def cell(name: str, rates: dict[str, list[float]], ceiling: float) -> str:
-    """Return the median with its spread, and for ours the ratio to the best peer."""
+    """Format the median with its spread, and for interposer the ratio to the best other engine."""
     share = statistics.median(rates[name]) / ceiling
     return f"{spread(rates[name])}, {share:.0%}{ratio_to_best(name, rates)}"
 
 
 def spread(values: list[float]) -> str:
-    """Return the median with the lowest and the highest."""
+    """Format the median with minimum and maximum."""
     return f"{statistics.median(values):.1f} ({min(values):.1f}-{max(values):.1f})"
 
 
 def ratio_to_best(name: str, rates: dict[str, list[float]]) -> str:
-    """Return the median of our ratios to the best peer, round by round; nothing for peers."""
+    """Return interposer's median ratio to the best other engine over rounds; "" for others."""
     peers = {peer: found for peer, found in rates.items() if not peer.startswith(OURS)}
     if not name.startswith(OURS) or not peers:
         return ""

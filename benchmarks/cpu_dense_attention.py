@@ -1,7 +1,7 @@
-"""Prints how fast the CPU platform attends to keys in rows: of encoders, prompts, latent caches.
+"""Time ragged and latent attention of the CPU platform: encoders, prompts, MLA decoding.
 
-Times are one thread's processor time, medians of several calls. Arithmetic is counted where a query
-sees the key.
+Times are one thread's processor time, medians of several calls. Operations are counted for visible
+keys only.
 
 N heads, K kv heads, D size of a query and key, E size of a value, C latent size, R rotary size.
 """
@@ -19,11 +19,11 @@ import torch
 from interposer_cpu._kernels.dense import latent_attention_decode, ragged_attention
 
 _LATENT, _ROTARY, _PAGE = 512, 64, 64
-_FAR_BYTES = 64_000_000  # more than any cache holds
+_FAR_BYTES = 64_000_000  # larger than any CPU cache
 
 
 def seconds(call: Callable[[], object], repeat: int) -> float:
-    """Return the median processor time of a call."""
+    """Measure the median processor seconds of a call."""
     call()
     times = []
     for _ in range(repeat):
@@ -56,7 +56,7 @@ def ragged(tokens: int, heads: tuple[int, int, int, int], causal: bool, repeat: 
 
 
 def latent(num_heads: int, context: int, cache_dtype: torch.dtype, repeat: int) -> None:
-    """Time one token of one sequence, over caches that no processor's cache holds together."""
+    """Time one token of one sequence; several caches in turn exceed the CPU caches."""
     width, pages = _LATENT + _ROTARY, -(-context // _PAGE)
     num_bytes = pages * _PAGE * width * cache_dtype.itemsize
     copies = -(-_FAR_BYTES // num_bytes)

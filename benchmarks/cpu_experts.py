@@ -1,16 +1,15 @@
-"""Time a mixture of experts on the CPU platform, beside other ways to compute it.
+"""Time MoE layers on the CPU platform and compare them with other implementations.
 
     python benchmarks/cpu_experts.py [--threads N] [--rounds N] [--clock thread|wall]
 
-The other ways are the kernel that any device has, and the products of the platform's own ``linear``
-one after the other, with tokens gathered before and added up behind them. ``one matrix`` is no
-mixture: it is a projection with as many numbers for each token, whose speed is the one to reach.
-All are called in turns, each time with other experts, so that weights come from memory and
-whatever else the machine does falls on all alike. Times are medians of the calling thread's
-processor time, which counts no waiting; with more threads, ask for the wall's. GB/s are those of
-the chosen experts' weights, each counted once.
+The other implementations are the portable kernel, and the platform's own ``linear`` called expert
+by expert, with tokens gathered before and summed after. ``one matrix`` is a dense projection with
+as many weights per token, whose speed is the target. All take turns, each time with other experts,
+so that weights come from memory and other load affects all alike. Times are medians of the calling
+thread's processor time, which excludes waiting; with several threads, use ``--clock wall``. GB/s
+count the weights of the chosen experts once each.
 
-T tokens, H hidden size, I intermediate size, E experts, K chosen experts.
+T tokens, H hidden size, I intermediate size, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ TOKENS = (1, 8, 512)
 HIDDEN, INNER, EXPERTS, TOP_K = 1024, 512, 32, 4
 DTYPE = torch.bfloat16
 GROUP = 32
-# For each number of tokens there are so many routings, taken in turn.
+# Number of different routings per token count, used in turn.
 ROUTINGS = 8
 
 Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # x, weights, ids
@@ -146,7 +145,7 @@ def _one_matrix(
     pack: Callable[[torch.Tensor], Any], product: Callable[[torch.Tensor, Any], object]
 ) -> Way:
     numbers = torch.randn(TOP_K * 3 * INNER, HIDDEN) * HIDDEN**-0.5
-    # As many as all experts hold, so that these come from memory too.
+    # As large as all experts together, so that these weights come from memory too.
     packed = [pack(numbers.to(DTYPE)) for _ in range(EXPERTS // TOP_K)]
     turn = iter(range(1 << 60))
     return lambda given: product(given[0], packed[next(turn) % len(packed)])
@@ -155,7 +154,7 @@ def _one_matrix(
 def measure(
     ways: dict[str, Way], given: Sequence[Routing], rounds: int, clock: Callable[[], float]
 ) -> dict[str, list[float]]:
-    """Return seconds of each call of each way."""
+    """Time all implementations; return the seconds of every call by implementation."""
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds):
         for name, way in ways.items():

@@ -1,12 +1,12 @@
-"""Compare decoders of several kinds with transformers, on random weights: decode and prefill.
+"""Compare decode and prefill of several model families with transformers, on random weights.
 
     python benchmarks/cpu_families.py DIR [--shapes qwen3.5-0.8b ...] [--threads 2] [--rounds 5]
 
-DIR gets the models, in bfloat16, and keeps them. Both run in this process and take turns, so that
-neither has the better part of the machine; figures are medians over the rounds, and ratios those
-within a round. `decode` are greedy steps behind 128 tokens, `prefill` is a first token behind 512.
-transformers runs eagerly with its own cache, as `generate` does, and with its own fallbacks where
-it knows kernels that are not installed, such as those of linear attention.
+The models are written to DIR in bfloat16 and kept. Both engines run in this process and take turns,
+so that changes of the machine's speed affect both. Results are medians over the rounds, and ratios
+are those within a round. `decode` is greedy steps after 128 tokens, `prefill` the first token after
+512. transformers runs eagerly with its own cache, as in `generate`, and with its own fallbacks for
+kernels that are not installed, such as those of linear attention.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Decode, batches and prefill of the CPU platform as fractions of their ceilings, row by row.
+"""Measure decode, batches and prefill of the CPU platform as fractions of the roofline.
 
     python benchmarks/cpu_models.py qwen3-0.6b DIR --formats hf
     python benchmarks/cpu_fractions.py DIR [--methods bf16 int8 w4a8-g32] [--threads 2,1]
 
-A ceiling is what `cpu_decode.py` counts, at a rate that is measured right before and right after
-each of its rounds: memory of a virtual machine changes its speed within minutes, and only such a
-pair says what was left. A fraction is the median of those of the rounds, with the quartiles.
-Prompts have two: by the product of large bfloat16 matrices, and by the instructions that products
-use, timed on registers, with those of attention in bfloat16.
+A limit is the bytes or operations that `cpu_decode.py` counts, at a rate measured immediately
+before and after each round: the memory speed of a virtual machine changes within minutes. A
+fraction is the median over the rounds, with the quartiles. Prompts have two limits: the speed of a
+large bfloat16 GEMM, and the throughput of the instructions of the matmuls, timed on registers, plus
+those of attention in bfloat16.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from interposer_engine.roofline import ModelWork, measured_roofs
 
 SOURCE = Path(__file__).with_name("instruction_rates.c")
 BITS = {"bf16": 16, "int8": 8, "w4a8": 4, "int4": 4}
-# The instructions of a method's products, and the operations of one time through their loop.
+# Matmul instructions of a method, and the operations of one loop iteration.
 LOOPS = {"bf16": ("pairs", 1024), "int8": ("bytes", 2048), "w4a8-g32": ("grouped_bytes", 2048)}
 GOALS = {
     "decode 128": {16: 0.95, 8: 0.90, 4: 0.85},
@@ -50,7 +50,7 @@ LIMIT_GOAL = 0.85
 
 @dataclass
 class Row:
-    """Rates of a row's rounds, in tokens per second, and the ceilings of each by their names."""
+    """Rates of a row per round, in tokens per second, and the limits of each round by name."""
 
     label: str
     method: str
@@ -64,7 +64,7 @@ class Row:
             self.ceilings.setdefault(name, []).append(ceiling)
 
     def fractions(self, name: str) -> tuple[float, float, float]:
-        """Return the median and the quartiles of a ceiling's fractions."""
+        """Compute the median and the quartiles of the fractions of a limit."""
         pairs = zip(self.rates, self.ceilings[name], strict=True)
         found = [rate / ceiling for rate, ceiling in pairs]
         low, middle, high = statistics.quantiles(found, n=4, method="inclusive")
@@ -72,7 +72,7 @@ class Row:
 
 
 class Rates:
-    """Measures what memory and the processor do at this moment, by calls that keep their data."""
+    """Measurement of the current speed of memory and processor; buffers are reused."""
 
     def __init__(self, read_bytes: int, side: int, loops: ctypes.CDLL | None) -> None:
         calls: list[Callable[[], object]] = []
@@ -84,7 +84,7 @@ class Rates:
         )
         *reads, self.product = calls
         self.read_bytes, self.operations, self.loops = read_bytes, 2.0 * side**3, loops
-        # The two fastest ways: which of both is faster changes with the number of threads.
+        # The two fastest methods: which one is faster depends on the number of threads.
         self.reads = sorted(reads, key=lambda call: min(self._seconds(call) for _ in range(4)))[:2]
 
     @staticmethod
@@ -94,15 +94,15 @@ class Rates:
         return time.perf_counter() - start
 
     def bandwidth(self) -> float:
-        """Return bytes per second of the faster way to read."""
+        """Measure the read bandwidth in bytes per second, by the fastest method."""
         return self.read_bytes / min(self._seconds(call) for call in self.reads)
 
     def products(self) -> float:
-        """Return operations per second of a product of matrices."""
+        """Measure the operations per second of a large GEMM."""
         return self.operations / self._seconds(self.product)
 
     def instructions(self, name: str, operations: int, times: int = 100_000) -> float:
-        """Return operations per second of a loop on all threads at once."""
+        """Measure the operations per second of an instruction loop on all threads at once."""
         assert self.loops is not None
         threads = torch.get_num_threads()
         loop = getattr(self.loops, name)
@@ -113,7 +113,7 @@ class Rates:
 
 
 def compiled_loops(folder: Path) -> ctypes.CDLL | None:
-    """Return the loops of this processor's instructions, or None without a compiler or any."""
+    """Compile loops of the processor's matmul instructions; None if not possible."""
     compiler, target = shutil.which("cc"), folder / "rates.so"
     if compiler is None:
         return None
@@ -124,7 +124,7 @@ def compiled_loops(folder: Path) -> ctypes.CDLL | None:
 
 
 def between(measure: Callable[[], float], run: Callable[[], float]) -> tuple[float, float]:
-    """Return what ``run`` returns, and the mean of the measures before and after it."""
+    """Return the result of ``run``, and the mean of the measurements before and after it."""
     before = measure()
     found = run()
     return found, (before + measure()) / 2
@@ -133,7 +133,7 @@ def between(measure: Callable[[], float], run: Callable[[], float]) -> tuple[flo
 def decode(
     row: Row, engine: Engine, work: ModelWork, rates: Rates, prompts: list[list[int]], rounds: int
 ) -> None:
-    """Measure rounds of eight steps, which follow one prefill."""
+    """Measure rounds of eight decode steps after one prefill."""
     steps, batch, context = 8, len(prompts), len(prompts[0])
     engine.prefill(prompts, (rounds + 1) * steps + 1)
     bits = BITS[row.method.partition("-")[0]]
@@ -156,7 +156,7 @@ def decode(
 def prefill(
     row: Row, engine: Engine, work: ModelWork, rates: Rates, prompt: list[int], rounds: int
 ) -> None:
-    """Measure whole prompts, one after another."""
+    """Measure the prefill of complete prompts, one after another."""
     tokens = len(prompt)
     whole = work.operations(tokens)
     mixed = 2.0 * sum(layer.mixed(tokens) for layer in work.layers)
@@ -169,7 +169,7 @@ def prefill(
         return tokens / seconds
 
     def instructions() -> float:
-        """Return tokens per second at the limits of the instructions."""
+        """Compute the tokens per second at the instruction throughput."""
         linear = rates.instructions(*LOOPS[row.method])
         attention = rates.instructions(*LOOPS["bf16"])
         return tokens / ((whole - mixed) / linear + mixed / attention)
@@ -184,7 +184,7 @@ def prefill(
 
 
 def measured(options: argparse.Namespace, loops: ctypes.CDLL | None) -> Iterator[Row]:
-    """Yield each row when it is measured."""
+    """Measure row by row, and yield every row."""
     generator = torch.Generator().manual_seed(0)
     for method in options.methods:
         engine = Engine(options.model_dir / "hf", method, max(options.threads), Settings())
@@ -213,7 +213,7 @@ def measured(options: argparse.Namespace, loops: ctypes.CDLL | None) -> Iterator
 
 
 def line(row: Row) -> str:
-    """Return a row of the table, with the goals of its fractions."""
+    """Format a row of the table, with the goals of its fractions."""
     bits = BITS[row.method.partition("-")[0]]
     goals = {"instructions": LIMIT_GOAL} | dict.fromkeys(
         ("memory", "products"), GOALS.get(row.label, {}).get(bits)

@@ -1,9 +1,8 @@
-"""Time the CPU's kernels beside their ops' references, and ``sdpa`` beside ``paged``.
+"""Time the CPU platform's kernels against their ops' references, and ``sdpa`` against ``paged``.
 
-Both are called in turns, so that whatever else the machine does falls on both alike. Look at the
-ratios: ``median`` is the ratio of medians, ``best`` that of minimums; above 1 the kernel wins.
-Products by quantized weights are measured by ``cpu_ops.py``, mixtures and samplers by benchmarks
-of their own.
+Both are called in turns, so that other load on the machine affects both alike. ``median`` is the
+ratio of medians, ``best`` the ratio of minimums; above 1 the kernel is faster. Matmuls with
+quantized weights are measured by ``cpu_ops.py``, MoE layers and samplers by their own benchmarks.
 
     python benchmarks/cpu_kernels.py [--threads N] [--rounds N] [NAME ...]
 """
@@ -42,12 +41,12 @@ HIDDEN = (256, 1024, 4096)
 DTYPES = (torch.float32, torch.bfloat16)
 HEAD_SIZE = 64
 PAGE_SIZE = 16
-# Short, so that many turns pass before the system runs something else.
+# Short, so that many turns pass before the system schedules something else.
 MEASURE_S = 5e-4
 # Larger than the last-level cache, so that weights come from memory as in a model.
 WEIGHTS_BYTES = 64 << 20
 
-# What `arguments` knows.
+# Names that `arguments` supports.
 OPS = (
     "embedding",
     "fused_add_rms_norm",
@@ -65,7 +64,7 @@ Row = tuple[str, Call, Call]
 
 
 def arguments(op: str, t: int, h: int, dtype: torch.dtype) -> tuple[Arguments, dict[str, int]]:
-    """Return random arguments by name and the dims of the request."""
+    """Draw random arguments by name, and return the dims of the request."""
     x = torch.randn(t, h).to(dtype)
     weight = torch.randn(h).to(dtype)
     if op == "rms_norm":
@@ -117,7 +116,7 @@ def kernel_rows(registry: Registry, device: Device, wanted: Sequence[str]) -> It
 
 
 def _is_ours(record: object) -> bool:
-    """Say whether a record is of this platform, or among those for any."""
+    """Check whether a record belongs to this platform or to all platforms."""
     ours = ("interposer_cpu.", "interposer_ops.")
     return isinstance(record, Kernel) and record.target.startswith(ours)
 
@@ -131,7 +130,7 @@ def _calls(op: Any, record: Any, given: list[Arguments]) -> tuple[Call, Call]:
 
 
 def _turns(function: Callable[..., object], given: list[Arguments]) -> Call:
-    """Return a call that takes the sets of arguments in turn."""
+    """Build a call that cycles through the sets of arguments."""
     turn = cycle([tuple(args.values()) for args in given])
     return lambda: function(*next(turn))
 
@@ -164,7 +163,7 @@ def attention_rows(registry: Registry, device: Device) -> Iterator[Row]:
 
 
 def _batch(num_seqs: int, query_tokens: int, context: int) -> AttentionBatch:
-    """Return sequences of equal length, each on pages that follow each other."""
+    """Build a batch of sequences of equal length, each on consecutive pages."""
     pages = torch.arange(num_seqs * context // PAGE_SIZE).view(num_seqs, -1)
     positions = torch.arange(context - query_tokens, context)
     slots = pages[:, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE

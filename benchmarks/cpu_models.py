@@ -1,13 +1,13 @@
-"""Write a model of random weights, and the same weights as each of the peers reads them.
+"""Write a model with random weights, and the same weights in the format of every other engine.
 
     python benchmarks/cpu_models.py qwen3-0.6b DIR [--formats hf gguf openvino onnx ...]
 
-DIR/hf is the model directory; beside it stand GGUF files and folders for OpenVINO and
-onnxruntime-genai, whose converters run in the peers' environments, which are made if need be.
-Asked for by name are "adapters", four of rank 16 for all products of blocks, as PEFT and as
-llama.cpp have them, and "compressed": checkpoints of compressed-tensors in DIR/int8, DIR/w8a16,
-DIR/w4a16 and DIR/w4a8. The shape stdlib-lm is the model that this repository ships. What is there
-already stays, and what cannot be made is reported with its reason.
+DIR/hf is the model directory; next to it are GGUF files and folders for OpenVINO and
+onnxruntime-genai. Their converters run in the engines' environments, which are created if needed.
+Only on request: "adapters", four LoRA adapters of rank 16 for all linear layers of blocks, for PEFT
+and for llama.cpp, and "compressed": compressed-tensors checkpoints in DIR/int8, DIR/w8a16,
+DIR/w4a16 and DIR/w4a8. The shape stdlib-lm is the model that this repository ships. Existing files
+are kept. If a format cannot be written, the reason is printed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from cpu_peers import ENVIRONMENTS, Unavailable, cache_folder, environment_pytho
 from interposer_engine import Checkpoint, quantize
 from random_model import SHAPES
 
-# Small enough for a smoke test; sizes are multiples of what each of the formats has for a block.
+# Small enough for a smoke test; sizes are multiples of every format's block size.
 TINY = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -47,10 +47,10 @@ TINY = {
 SHIPPED = Path(__file__).parents[1] / "examples" / "models" / "stdlib-lm"
 ADAPTERS, RANK = 4, 16
 
-# As enum llama_ftype of llama.h numbers them; "pure" is all tensors alike, the embedding too.
+# Numbers of enum llama_ftype in llama.h; "pure" quantizes all tensors alike, also the embedding.
 LLAMA_TYPES = {"f16": (1, False), "q8_0": (7, False), "q4_0": (2, True), "q4_k_m": (15, False)}
 
-# Options of optimum-cli. The embedding and the head stay in 8 bits unless all layers are meant.
+# Options of optimum-cli. Embedding and lm_head stay in 8 bits unless all layers are selected.
 OPENVINO = {
     "fp16": ["--weight-format", "fp16"],
     "int8": ["--weight-format", "int8"],
@@ -62,7 +62,7 @@ OPENVINO = {
 }
 ONNX = {"int4": ["-p", "int4", "--extra_options", "int4_accuracy_level=4", "int4_block_size=32"]}
 
-# Scheme, inputs and group size, by the name that vLLM has for such a checkpoint.
+# Scheme, input bits and group size, by vLLM's name for such a checkpoint.
 COMPRESSED: dict[str, tuple[str, str | None, int | None]] = {
     "int8": ("int8", None, None),
     "w8a16": ("int8", "none", None),
@@ -72,13 +72,13 @@ COMPRESSED: dict[str, tuple[str, str | None, int | None]] = {
 
 
 def write_hugging_face(config: Any, folder: Path) -> None:
-    """Write the directory in bfloat16; every token has a text, for those who need one."""
+    """Write the model directory in bfloat16; every token has a text, for engines that need one."""
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if "num_local_experts" in written:
-        # What a transformers of 2025 reads, which OpenVINO's exporter needs.
+        # Format of transformers of 2025, which OpenVINO's exporter needs.
         written["num_experts"] = written["num_local_experts"]
         written["head_dim"] = config.hidden_size // config.num_attention_heads
         (folder / "config.json").write_text(json.dumps(written, indent=2), encoding="utf-8")
@@ -94,7 +94,7 @@ def write_hugging_face(config: Any, folder: Path) -> None:
 
 
 def config_of(shape: str, **changes: Any) -> Any:
-    """Return the configuration of a shape, with some sizes changed."""
+    """Load the configuration of a shape, with some sizes changed."""
     config = SHAPES["qwen3-0.6b" if shape == "tiny" else shape]()
     sizes = {**(TINY if shape == "tiny" else {}), **changes}
     if hasattr(config, "layer_types") and "num_hidden_layers" in sizes:
@@ -105,13 +105,13 @@ def config_of(shape: str, **changes: Any) -> Any:
 
 
 def write_bf16_gguf(source: Path, target: Path, environments: Path) -> None:
-    """Let llama.cpp's own converter write the file, in the Python that has transformers."""
+    """Write the GGUF file by llama.cpp's converter, in the Python that has transformers."""
     tree = source_tree(ENVIRONMENTS["llama_cpp"], environments) / "vendor" / "llama.cpp"
     _run([sys.executable, Path(__file__).with_name("gguf_conversion.py"), tree, source, target])
 
 
 def write_adapters(source: Path, target: Path, environments: Path) -> None:
-    """Write adapters of random matrices in the files of PEFT, and let llama.cpp convert them."""
+    """Write random LoRA adapters in PEFT's format, and convert them for llama.cpp."""
     sizes = {
         name.removesuffix(".weight"): tensor.shape
         for name, tensor in Checkpoint.open(source).stream()
@@ -139,7 +139,7 @@ def write_adapters(source: Path, target: Path, environments: Path) -> None:
 
 
 def write_llama_cpp(source: Path, target: Path, kind: str, environments: Path) -> None:
-    """Let llama.cpp quantize a GGUF file."""
+    """Quantize a GGUF file by llama.cpp."""
     number, pure = LLAMA_TYPES[kind]
     script = (
         "import llama_cpp, sys\n"
@@ -171,7 +171,7 @@ def write_onnx(source: Path, target: Path, kind: str, environments: Path) -> Non
 
 
 def write_compressed(source: Path, target: Path, kind: str) -> None:
-    """Round the linear layers to nearest; the embedding and the head stay plain."""
+    """Quantize the linear layers by rounding to nearest; embedding and lm_head stay unquantized."""
     scheme, activations, group_size = COMPRESSED[kind]
     quantize(source, target, scheme, activations=activations, group_size=group_size)
 
@@ -188,7 +188,7 @@ def _run(command: list[Any]) -> None:
 
 
 def made(shape: str, folder: Path, formats: list[str], environments: Path) -> Iterator[str]:
-    """Make the missing models; yield a line for each part, with the reason of a failure."""
+    """Write the missing models; yield a line per format, with the reason of a failure."""
     plain = folder / "hf"
     write: Callable[[Path], object] = partial(shutil.copytree, SHIPPED)
     if shape != SHIPPED.name:

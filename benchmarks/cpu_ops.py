@@ -1,12 +1,13 @@
-"""Time every kernel that the selection accepts here, against the roofs of the processor.
+"""Time every kernel that the selection accepts on this machine, against the roofline.
 
     python benchmarks/cpu_ops.py [--threads 2,1] [--rounds 15] [--json FILE] [NAME ...]
 
-Products at the shapes of Qwen3-0.6B, by plain weights and by those of 8 and 4 bits, for 1 to 512
-rows; attention over a cache of 16 bits, of e4m3 or of int8, and prompts of 1024 tokens. Weights and
-caches take turns, so that they come from memory. All kernels for a request take turns as well;
-figures are medians, and shares those of the bandwidth and of the bf16 product measured before. The
-reference is the op's definition in torch; where it unpacks codes, it is left out of large shapes.
+Matmuls at the shapes of Qwen3-0.6B, with unquantized, 8-bit and 4-bit weights, for 1 to 512 rows;
+attention over a cache in 16 bits, e4m3 or int8; and prompts of 1024 tokens. Copies of weights and
+caches are used in turn, so that they come from memory. All kernels for a request take turns too.
+Results are medians; shares are fractions of the bandwidth and of the bf16 GEMM measured before.
+The reference is the op's definition in torch; where it unpacks quantized values, it is omitted for
+large shapes.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ SHAPES = {
     "head": (1024, 151936),
     "square": (4096, 4096),
 }
-# What all copies of a weight take together: more than the last-level cache holds.
+# Total bytes of all copies of a weight: larger than the last-level cache.
 OUT_OF_CACHE_BYTES = 96 << 20
-# Products of rows and weights up to which a reference that unpacks codes is called.
+# Up to this many multiplications, a reference that unpacks quantized values is called.
 REFERENCE_PRODUCTS = 8 << 20
-# Calls are repeated until a sample takes as long; of calls that take long, few are timed.
+# Calls are repeated until a sample takes this long; of slow calls, few are timed.
 SAMPLE_S = 2e-3
 LONG_S, FEW_ROUNDS = 0.25, 3
 
@@ -61,7 +62,7 @@ _TOKENS = {"x_scales": "token", "weight_scales": "channel"}
 
 @dataclass(frozen=True)
 class Format:
-    """Weights of one kind: the op, the inputs that share a scale if any, further dims."""
+    """Weight format: the op, the inputs per scale if any, and further dims."""
 
     op: str
     group_size: int | None = None
@@ -90,7 +91,7 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Measure:
-    """One kernel at one request; shares are of the processor's measured roofs."""
+    """Result of one kernel for one request; shares are fractions of the measured roofline."""
 
     name: str
     what: str
@@ -115,7 +116,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Work:
-    """One timed workload: calls by kernel, each on its copies in turn."""
+    """Timed workload: calls by kernel, each cycling through its copies."""
 
     name: str
     what: str
@@ -131,7 +132,7 @@ def linear_work(
     rows: list[int],
     room_bytes: int = OUT_OF_CACHE_BYTES,
 ) -> Iterator[Work | str]:
-    """Yield the work of a format at a shape, a sentence for a kernel that cannot be called."""
+    """Yield the workload of a format at a shape, or the reason why a kernel cannot be called."""
     form, device = FORMATS[name], CPUPlatform().devices()[0]
     op: CustomOp[..., Any] = load_target(registry.ops[form.op].target)
     assert op.sample is not None
@@ -183,13 +184,13 @@ def _cloned(value: Any) -> Any:
 
 
 def turns(function: Callable[..., object], sets: list[dict[str, Any]]) -> Call:
-    """Return a call that takes the sets of arguments in turn."""
+    """Build a call that cycles through the sets of arguments."""
     turn = itertools.cycle([tuple(given.values()) for given in sets])
     return lambda: function(*next(turn))
 
 
 def measured(work: Work, roofs: Roofs, rounds: int) -> Iterator[Measure | str]:
-    """Yield a measure for each kernel; they take turns in every round."""
+    """Measure all kernels, taking turns in every round, and yield a result for each."""
     repeats: dict[str, int] = {}
     wanted: dict[str, int] = {}
     for kernel, call in work.calls.items():

@@ -1,7 +1,7 @@
-"""The contenders of ``cpu_decode.py``, and the environments that hold them.
+"""The engines that ``cpu_decode.py`` compares, and their environments.
 
-A peer that the running Python has is used from there. Any other gets a virtual environment of its
-own in a cache folder, because what they require contradicts each other.
+An engine that the running Python has installed is used from there. Any other engine gets its own
+virtual environment in a cache folder, because the engines' requirements conflict.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ __all__ = [
     "source_tree",
 ]
 
-# Their builds in the registry are for CUDA: they don't find their own ops beside a torch for CPUs,
-# and fail when transformers imports them. No text model needs them.
+# Builds in the registry are for CUDA: with a CPU torch, they lack their own ops and fail when
+# transformers imports them. Text models do not need these packages.
 VISION = ("torchvision", "torchaudio", "torchcodec")
-# The same for all, so that no peer wins by a newer one, and installed before all else: what merely
-# requires torch may bring a build for another accelerator, of gigabytes.
+# The same torch for all, so that no engine has the advantage of a newer one. Installed first: a
+# package that merely requires torch could bring a build for another accelerator, of gigabytes.
 TORCH = "torch==2.13.0"
 
 
 class Unavailable(Exception):
-    """A peer cannot be installed or run, or a file of its not be made; the text says why."""
+    """An engine cannot be installed or run, or its model cannot be written; the text says why."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A library, the module that tells if it is there, and the packages to install.
+    """A library, the module that shows whether it is installed, and the packages to install.
 
     Attributes:
-        unwanted: what pip installs beside it and must not stay.
+        unwanted: packages that pip also installs and that are removed again.
     """
 
     name: str
@@ -57,13 +57,13 @@ class Environment:
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to run the model.
+    """An engine with an option.
 
     Attributes:
         name: library and option, as in ``llama_cpp:q4_0``.
-        bits: of a weight, as far as rows are compared: 16, 8 or 4.
-        module: of ``cpu_contenders``.
-        source: file or folder beside the others that ``cpu_models.py`` writes.
+        bits: bits per weight, by which engines are grouped: 16, 8 or 4.
+        module: module of ``cpu_contenders``.
+        source: file or folder that ``cpu_models.py`` writes.
     """
 
     name: str
@@ -83,9 +83,9 @@ ENVIRONMENTS = {
         Environment("ours", "interposer_engine", ()),
         Environment("transformers", "transformers", ("transformers==5.23.0",)),
         Environment("torchao", "torchao", ("torchao==0.18.0", "transformers==5.23.0")),
-        # Its source is compiled here, with the flags of this processor: a quarter of an hour.
+        # Compiled from source on this machine with this processor's flags: a quarter of an hour.
         Environment("llama_cpp", "llama_cpp", ("llama-cpp-python==0.3.36",), needs_torch=False),
-        # Its exporter of Gemma 3 and Qwen3-Next takes no newer transformers.
+        # The exporter of Gemma 3 and Qwen3-Next does not work with newer transformers.
         Environment(
             "openvino",
             "openvino_genai",
@@ -126,12 +126,12 @@ CONTENDERS = {contender.name: contender for contender in _contenders()}
 
 
 def chosen_contenders(names: Iterable[str]) -> list[Contender]:
-    """Return the contenders of these names; a library's name stands for all of its.
+    """Look up engines by name; a library's name selects all its options.
 
-    ``interposer:METHOD`` may name any method, with ``-gN`` for a group size and ``-a8`` or ``-a16``
-    for inputs behind it.
+    ``interposer:METHOD`` accepts any method, followed by ``-gN`` for a group size and ``-a8`` or
+    ``-a16`` for the inputs.
 
-    Raises: Unavailable: nothing is known by a name.
+    Raises: Unavailable: a name is unknown.
     """
     chosen: dict[str, Contender] = {}
     for name in names:
@@ -152,9 +152,9 @@ def cache_folder() -> Path:
 
 
 def environment_python(environment: Environment, folder: Path) -> Path:
-    """Return the Python that has the peer, in a new environment if need be.
+    """Find the Python that has the engine, or create an environment with it.
 
-    Raises: Unavailable: it cannot be installed.
+    Raises: Unavailable: the engine cannot be installed.
     """
     if importlib.util.find_spec(environment.module) is not None:
         return Path(sys.executable)
@@ -180,9 +180,9 @@ def environment_python(environment: Environment, folder: Path) -> Path:
 
 
 def source_tree(environment: Environment, folder: Path) -> Path:
-    """Return the unpacked sources of the first package of an environment.
+    """Download and unpack the sources of an environment's first package.
 
-    Raises: Unavailable: they cannot be had.
+    Raises: Unavailable: the sources cannot be downloaded.
     """
     requirement = environment.requirements[0]
     home = folder / f"{environment.name}-source"

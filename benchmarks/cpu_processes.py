@@ -1,4 +1,4 @@
-"""Contenders in processes of their own, of which one runs at a time."""
+"""Processes of the engines; only one runs at a time."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ WORKER = Path(__file__).with_name("cpu_worker.py")
 
 
 class Worker:
-    """A process that has loaded a model; it is stopped by a signal whenever it has nothing to do.
+    """A process with a loaded model, suspended by a signal whenever it is idle.
 
-    Threads that spin while they wait would otherwise cost the others their cores.
+    Otherwise, its spinning threads would take processor cores from the other engines.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
-            # A group of its own, so that what it starts is stopped and ended with it.
+            # Its own process group, so that child processes are suspended and ended with it.
             start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": number, "HF_HUB_OFFLINE": "1"},
         )
@@ -63,9 +63,9 @@ class Worker:
         self._signal(signal.SIGSTOP)
 
     def run(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the process measured.
+        """Run a measurement in the process and return its result.
 
-        Raises: Unavailable: it failed or took too long; it is ended then.
+        Raises: Unavailable: the process failed or took too long; it is then ended.
         """
         assert self.process.stdin is not None
         self._signal(signal.SIGCONT)
@@ -79,18 +79,18 @@ class Worker:
         return found
 
     def end(self) -> None:
-        """End the process and what it started."""
+        """End the process and its child processes."""
         self._signal(signal.SIGKILL)
         self.process.wait()
         self.reader.join()
         for stream in (self.process.stdin, self.process.stdout, self.log):
             if stream is not None:
-                # What was not read by the process cannot be delivered any more.
+                # Data that the process has not read can no longer be delivered.
                 with contextlib.suppress(BrokenPipeError):
                     stream.close()
 
     def _signal(self, number: signal.Signals) -> None:
-        # The number of a process that was waited for may be another's by now.
+        # After waiting for a process, its id can belong to another process.
         if self.process.poll() is None:
             os.killpg(self.process.pid, number)
 
@@ -113,7 +113,7 @@ class Worker:
         return json.loads(line)  # type: ignore[no-any-return]
 
     def _last_words(self) -> str:
-        """Return the last line that looks like an error, or the last one."""
+        """Return the last output line that looks like an error, or the last line."""
         status = self.process.wait()
         lines = Path(self.log.name).read_text(encoding="utf-8", errors="replace").splitlines()
         lines = [line.strip() for line in lines if line.strip()]
@@ -122,7 +122,7 @@ class Worker:
 
 
 def available_mib() -> int:
-    """Return what the system could give to another process."""
+    """Read the available memory of the system in MiB."""
     for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) // 1024

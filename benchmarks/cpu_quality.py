@@ -1,10 +1,10 @@
-"""Measure the cost of the CPU platform's formats, in bits per byte of held-out text.
+"""Measure the quality cost of the CPU platform's formats, in bits per byte of held-out text.
 
 python benchmarks/cpu_quality.py [--every N] [--only LABEL ...]
 
 Prints a Markdown table, row by row: the model as it is loaded and run on a CPU, with the kernels
-that are chosen there, beside the same weights in float32. What `quality.py` measures instead is
-what stored schemes lose when everything else is float32.
+selected there, compared with the same weights in float32. In contrast, `quality.py` measures the
+loss of stored schemes when everything else is float32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quality import MODEL, arguments_and_files, measured
 
 @dataclass(frozen=True)
 class Row:
-    """One way to run the model, and what it may cost in percent."""
+    """A way to run the model, and its largest acceptable cost in percent."""
 
     label: str
     goal: float
@@ -28,10 +28,10 @@ def quantized(method: str, **options: Any) -> dict[str, Any]:
     return {"quantization": {"quant_method": method, **options}}
 
 
-# 688 inputs of down_proj, which no group of 32 or 128 divides.
+# down_proj has 688 inputs, which are not divisible by groups of 32 or 128.
 DOWN_PLAIN = ["model.layers.*.mlp.down_proj"]
 
-# The head has 8 bits, and inputs as they are, unless it is said otherwise, as by default.
+# As by default, the lm_head has 8 bits and inputs are unquantized, unless stated otherwise.
 ROWS = (
     Row("bfloat16", 0.1),
     Row("int8", 0.3, quantized("int8")),

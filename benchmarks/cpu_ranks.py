@@ -1,13 +1,12 @@
-"""Decoding by several processes of one thread each, beside one process of as many threads.
+"""Compare tensor-parallel decoding by several one-thread processes with one multi-threaded process.
 
     python benchmarks/cpu_ranks.py MODEL_DIR [--ranks 2] [--rounds 9] [--new-tokens 48]
         [--quantization int8] [--communicator torch] [--times]
 
-Both load the model once, and take turns, either first, so that a machine that changes its speed
-changes it for both; who waits does so without a processor. Printed are medians of decoded tokens
-per second, without the first token, and the median of the ratios within a round. With ``--times``
-each rank tells as well how long a step took it by parts: in the model, in what draws tokens, in all
-the rest.
+Both load the model once and take turns in alternating order, so that changes of the machine's speed
+affect both; the waiting one uses no processor. Printed are medians of decoded tokens per second,
+without the first token, and the median of the ratios within a round. With ``--times``, every rank
+also reports the time of a step by parts: the model, sampling, and everything else.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def loaded(given: argparse.Namespace, num_ranks: int) -> Iterator[LanguageModel]
 
 
 def decoded(lm: LanguageModel, new_tokens: int) -> float:
-    """Return tokens per second behind the first one."""
+    """Decode and return tokens per second, without the first token."""
     params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, temperature=0)
     sequence = lm.engine.add(PROMPT, params)
     while not sequence.output:
@@ -60,7 +59,7 @@ def decoded(lm: LanguageModel, new_tokens: int) -> float:
 
 
 def timed(owner: Any, name: str, seconds: dict[str, float], key: str) -> None:
-    """Have calls of a method counted."""
+    """Record the times of a method's calls."""
     call: Callable[..., Any] = getattr(owner, name)
 
     def counted(*arguments: Any, **options: Any) -> Any:
@@ -74,7 +73,7 @@ def timed(owner: Any, name: str, seconds: dict[str, float], key: str) -> None:
 
 
 def parts(lm: LanguageModel, new_tokens: int) -> dict[str, float]:
-    """Return milliseconds of a step in the decoder, in the head, and in all of it."""
+    """Compute the milliseconds of a step in the decoder, in the lm_head, and in total."""
     seconds: dict[str, float] = {}
     model: Any = lm.engine.model
     watched = (model.model, "decoder"), (model.lm_head, "head"), (model.model.embed_tokens, "embed")
@@ -87,7 +86,7 @@ def parts(lm: LanguageModel, new_tokens: int) -> dict[str, float]:
 
 
 def work(given: argparse.Namespace) -> None:
-    """Answer each line of the input with what one turn found."""
+    """Run one turn per input line, and print its result."""
     with loaded(given, given.work) as lm:
         print(json.dumps(WAITING), flush=True)
         for line in sys.stdin:
@@ -96,7 +95,7 @@ def work(given: argparse.Namespace) -> None:
 
 
 class Contender:
-    """A process that has loaded the model, with those that it started."""
+    """A process with the loaded model, and the processes that it started."""
 
     def __init__(self, num_ranks: int, threads: int) -> None:
         self.process = subprocess.Popen(
@@ -109,7 +108,7 @@ class Contender:
         self._answer()
 
     def ask(self, what: str = "rate") -> Any:
-        """Return what one turn found."""
+        """Run one turn in the process and return its result."""
         assert self.process.stdin is not None
         print(what, file=self.process.stdin, flush=True)
         return self._answer()
@@ -122,7 +121,7 @@ class Contender:
         return json.loads(line)
 
     def end(self) -> None:
-        """Let it end."""
+        """End the process."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
@@ -143,7 +142,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, or work for who measures."""
+    """Run the benchmark, or one of its worker processes."""
     given = arguments()
     if given.work:
         torch.manual_seed(0)

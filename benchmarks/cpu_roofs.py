@@ -1,9 +1,9 @@
-"""Measure the roofs of the processor: read bandwidth of memory, and bfloat16 GEMM.
+"""Measure the processor's roofline: memory read bandwidth and bfloat16 GEMM throughput.
 
     python benchmarks/cpu_roofs.py [--threads N] [--rounds N]
 
-Prints JSON. Bandwidth is that of the fastest of several ways to read far more than the caches
-hold; each is the median of its rounds. `interposer_engine.roofline` measures.
+Prints JSON. The bandwidth is the best of several methods that read far more bytes than the caches
+hold; every method's result is the median of its rounds. `interposer_engine.roofline` measures.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ READ_BYTES = 512 << 20
 
 
 def roofs_of(threads: int, rounds: int, read_bytes: int = READ_BYTES) -> Roofs:
-    """Return the roofs of the host with so many threads; few bytes are for rehearsals."""
+    """Measure the roofline of the host with a number of threads; use few bytes for a rehearsal."""
     torch.set_num_threads(threads)
     side = 2048 if read_bytes == READ_BYTES else 256
     return measured_roofs(place(Config(platform="cpu")), rounds, read_bytes=read_bytes, side=side)

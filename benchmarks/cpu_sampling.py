@@ -1,6 +1,6 @@
-"""Time native sampling, penalties and routing on one thread, beside their references.
+"""Time native sampling, penalties and routing on one thread, against their references.
 
-Medians of processor time in microseconds, both called in turns.
+Results are medians of processor time in microseconds; both are called in turns.
 
     python benchmarks/cpu_sampling.py [--vocab 151936] [--rows 1] [--rounds 9]
 """
@@ -33,7 +33,7 @@ SETTINGS: dict[str, tuple[float | None, int | None, float | None, float | None]]
 
 
 def compare(name: str, rounds: int, native: Callable[[], Any], plain: Callable[[], Any]) -> None:
-    """Print the median times of both."""
+    """Print the median times of kernel and reference."""
     taken: dict[Callable[[], Any], list[float]] = {native: [], plain: []}
     for _ in range(rounds):
         for call, times in taken.items():

@@ -2,16 +2,17 @@
 
     python benchmarks/cpu_step.py DIR [--quantization int4-g32] [--context 128] [--threads 2,1]
 
-Three measures:
+Three measurements:
 
-- The same layers at the least widths, with the same kernels bound: what its step takes is what a
-  step costs beside the work of its kernels. Its share of the model's step is the overhead that is
-  printed. The steps of both take turns.
-- The layers that a step calls are timed as they run, those of several parts as one.
-- Every bound kernel is timed. For that, layers of several parts have to call them one by one, which
-  takes a longer step; its rest is what no kernel is in.
+- The same model with the smallest widths and the same kernels bound: the time of its step is the
+  overhead of a step besides its kernels' work. Printed is its fraction of the model's step. The
+  steps of both models take turns.
+- The layers that a step calls are timed as they run; a fused layer counts as one.
+- Every bound kernel is timed. For that, fused layers must call their parts one by one, which makes
+  the step longer; the remaining time is outside all kernels.
 
-What a wrapper costs is taken off. What a layer or a kernel does in Python counts as its own.
+The cost of the timing wrapper is subtracted. Python time inside a layer or kernel counts as its
+own.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from interposer import Config
 from interposer_engine import LanguageModel, SamplingParams, load
 from interposer_ops.quantized_linear import CodedProduct
 
-# Multiples of the groups that weights share scales in, and of what kernels are blocked by.
+# Multiples of the groups of scales and of the block sizes of kernels.
 NARROW = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 512}
 
 
@@ -52,7 +53,7 @@ def loaded(path: Path, quantization: str, context: int, steps: int) -> LanguageM
 
 
 class Decoding:
-    """A request, decoded step by step; a new one begins after the longest context."""
+    """A request that is decoded step by step; restarted after the longest context."""
 
     def __init__(self, lm: LanguageModel, context: int, steps: int) -> None:
         self.lm = lm
@@ -61,7 +62,7 @@ class Decoding:
         self.left = 0
 
     def step(self) -> float:
-        """Return the seconds of a step."""
+        """Decode one step and return its seconds."""
         if not self.left:
             params = SamplingParams(max_new_tokens=self.steps + 1, ignore_eos=True)
             self.prompt = [token % NARROW["vocab_size"] for token in self.prompt]
@@ -81,7 +82,7 @@ Bound = tuple[Any, str, str]
 
 
 class Timed:
-    """Times calls of functions that are bound in a model while it is open, by label."""
+    """Times calls of functions bound in a model, by label, during a ``with`` block."""
 
     def __init__(self, bound: Iterable[Bound]) -> None:
         self.bound = list(bound)
@@ -115,7 +116,7 @@ class Timed:
 
 
 def layers_of(lm: LanguageModel) -> Iterator[Bound]:
-    """Yield what a step calls of the model."""
+    """Yield the layers of the model that a step calls."""
     model, decoder = lm.engine.model, lm.engine.model.model
     for layer in (decoder.embed_tokens, *decoder.layers, model.lm_head, lm.engine.sampler):
         yield layer, "forward", f"{layer.layer_id}: {type(layer).__name__}"
@@ -123,7 +124,7 @@ def layers_of(lm: LanguageModel) -> Iterator[Bound]:
 
 
 def kernels_of(lm: LanguageModel) -> Iterator[Bound]:
-    """Yield the kernels that are bound in the model, and the attention's."""
+    """Yield the kernels bound in the model, including attention's."""
     engine = lm.engine
     for module in [*engine.model.modules(), *engine.sampler.modules()]:
         for name, value in vars(module).items():
@@ -137,7 +138,7 @@ def kernels_of(lm: LanguageModel) -> Iterator[Bound]:
 
 
 def kernel_modules(lm: LanguageModel) -> frozenset[str]:
-    """Return the modules of the kernels that were chosen, and of the references."""
+    """List the modules of the selected kernels and of the references."""
     names = set()
     for choice, _ in lm.resolver.choices.values():
         if choice.request.kind == "kernel":
@@ -147,7 +148,7 @@ def kernel_modules(lm: LanguageModel) -> frozenset[str]:
 
 
 def wrapper_seconds(calls: int = 20000) -> float:
-    """Return what a wrapper adds to a call."""
+    """Measure the seconds that a timing wrapper adds to a call."""
     holder = type("Holder", (), {})()
     holder.call = lambda: None
     plain = _timeit(holder, calls)
@@ -171,7 +172,7 @@ def chosen(lm: LanguageModel) -> set[str]:
 
 
 def write_narrow(source: Path, target: Path) -> None:
-    """Write the model at the least widths: as many layers, one head of as many numbers."""
+    """Write the model with the smallest widths: as many layers, one head of the same size."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     narrow = dict(NARROW, num_hidden_layers=config["num_hidden_layers"])
     head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -183,7 +184,7 @@ def write_narrow(source: Path, target: Path) -> None:
 def measured(
     models: dict[str, LanguageModel], context: int, steps: int, rounds: int
 ) -> dict[str, list[float]]:
-    """Return the median step of each round, in seconds; the models take turns in it."""
+    """Measure the median step of each round, in seconds; the models take turns."""
     runs = {name: Decoding(lm, context, steps) for name, lm in models.items()}
     medians: dict[str, list[float]] = {name: [] for name in models}
     for index in range(rounds + 1):
@@ -197,7 +198,7 @@ def measured(
 def print_table(
     title: str, lm: LanguageModel, bound: Iterable[Bound], context: int, steps: int
 ) -> None:
-    """Print the calls of a step by the time they take, and the rest of the step."""
+    """Print the calls of a step, sorted by time, and the remaining time of the step."""
     run, own = Decoding(lm, context, steps), wrapper_seconds()
     whole: list[float] = []
     taken: defaultdict[str, list[float]] = defaultdict(list)
@@ -208,7 +209,7 @@ def print_table(
             timed.calls.clear()
             whole.append(run.step() - own * sum(timed.calls.values()))
             for label, seconds in timed.seconds.items():
-                # About half of a wrapper lies between its two looks at the clock.
+                # About half of the wrapper's time is between its two clock reads.
                 taken[label].append(seconds - own / 2 * timed.calls[label])
     step = statistics.median(whole)
     parts = {label: statistics.median(seconds) for label, seconds in taken.items()}

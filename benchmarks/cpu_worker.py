@@ -1,12 +1,12 @@
-"""A contender of ``cpu_decode.py`` or ``batch_kinds.py`` in a process of its own.
+"""Worker process with one engine of ``cpu_decode.py`` or ``batch_kinds.py``.
 
     python cpu_worker.py MODULE PATH OPTION THREADS [SETTINGS]
 
-These scripts start it; SETTINGS is JSON of what ``cpu_contenders/contract.py`` calls so.
+Started by these scripts; SETTINGS is JSON of the class Settings in ``cpu_contenders/contract.py``.
 
-Loads the model, then runs what comes in on stdin, a line of JSON for each run, and answers each
-with one on what was stdout. Whatever the libraries print goes to stderr. It runs in the
-environments of the peers: standard library only.
+Loads the model, then runs one measurement per JSON line on stdin, and answers each with a JSON line
+on the original stdout. Output of the libraries is redirected to stderr. The worker runs in the
+engines' environments: standard library only.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MIB = 2**20
 
 
 class AnonymousPeak:
-    """The largest number of anonymous bytes of this process, sampled while it is open.
+    """Peak of this process's anonymous memory, sampled during a ``with`` block.
 
-    Pages of mapped files are not among them, because the system takes those back.
+    Pages of mapped files are excluded, because the system can reclaim them.
     """
 
     def __enter__(self) -> AnonymousPeak:
@@ -52,7 +52,7 @@ class AnonymousPeak:
 
 
 def memory(field: str) -> int:
-    """Return a number of bytes that the system states for this process, or 0."""
+    """Read a memory size of this process from the system, in bytes; 0 if unknown."""
     status = Path("/proc/self/status")
     text = status.read_text(encoding="utf-8") if status.exists() else ""
     found = re.search(rf"{field}:\s+(\d+) kB", text)
@@ -60,9 +60,9 @@ def memory(field: str) -> int:
 
 
 def run(contender: Contender, row: dict[str, int]) -> dict[str, float]:
-    """Return seconds of a prefill and of the decode steps that follow it.
+    """Measure the seconds of a prefill and of the following decode steps.
 
-    Prompts are random, so that no cache of prefixes can help.
+    Prompts are random, so that prefix caches have no effect.
     """
     generator = random.Random(row["seed"])
     batch, new_tokens = row["batch"], row["new_tokens"]
@@ -114,7 +114,7 @@ def main() -> None:
     )
     for line in sys.stdin:
         row = json.loads(line)
-        # A row without a kind is one of those that every contender runs.
+        # A row without a kind is one that every engine runs.
         answer(out, **(run_kind(contender, row) if "kind" in row else run(contender, row)))
 
 

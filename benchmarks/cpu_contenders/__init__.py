@@ -1,6 +1,6 @@
-"""The contenders of ``cpu_decode.py``, one module for each library.
+"""Adapters of the inference engines that ``cpu_decode.py`` compares, one module per engine.
 
 Each has ``open_contender(path, option, threads)``, which loads the model. The modules run in the
-environments of the peers, which hold neither interposer nor always torch: they import nothing
-but the standard library and their own peer.
+engines' own environments, which lack interposer and sometimes torch. So a module imports only the
+standard library and its engine.
 """

@@ -1,4 +1,4 @@
-"""The contract of a contender, and the room that it keeps in its cache."""
+"""Interface of an engine's adapter, and the capacity of its KV cache."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ __all__ = [
     "Unsupported",
 ]
 
-# Of one request, prompt and new tokens; of all requests at once.
+# Token limits: of one request (prompt and new tokens), and of all requests together.
 MAX_CONTEXT = 1280
 MAX_BATCH = 8
-# Prompts are computed in one step, whatever the library's default is.
+# Prefill runs in one step, overriding a library's default.
 MAX_STEP_TOKENS = 2048
 
 
 class Unsupported(Exception):
-    """The library does not do what a row asks for; the text says what it does instead."""
+    """The library does not support a measurement; the text says what the library does instead."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that a contender loads with beside its option.
+    """Settings for loading an engine, in addition to its option.
 
     Attributes:
-        context: tokens of one request at most; of all requests, MAX_STEP_TOKENS or as many times
-            that as half of the requests.
-        prefixes: what earlier prompts left in the cache is used again.
-        guesses: tokens are looked up in the prompt and verified, four at most.
-        adapters: folders of PEFT that requests may name; llama.cpp reads the ``.gguf`` beside each.
-        requests: that run at once at most.
+        context: maximum tokens of one request; the limit for all requests together is
+            MAX_STEP_TOKENS, or ``context`` times half of the requests.
+        prefixes: reuse cached prefixes of earlier prompts.
+        guesses: use prompt-lookup speculative decoding with at most four draft tokens.
+        adapters: PEFT folders that requests can name; llama.cpp reads the ``.gguf`` beside each.
+        requests: maximum number of concurrent requests.
     """
 
     context: int = MAX_CONTEXT
@@ -47,60 +47,60 @@ class Settings:
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Settings:
-        """Return the settings of JSON."""
+        """Parse settings from JSON."""
         return cls(**{**fields, "adapters": tuple(fields["adapters"])})
 
     @property
     def cache_tokens(self) -> int:
-        """The tokens of all requests, and of what is kept of earlier ones."""
+        """Capacity of the KV cache in tokens: for all requests, and for kept prefixes."""
         return MAX_STEP_TOKENS if self == Settings() else self.requests // 2 * self.context
 
 
 class Contender(Protocol):
-    """A loaded model that decodes greedily, without looking for an end."""
+    """A loaded model that decodes greedily and ignores end-of-sequence tokens."""
 
     def reserve(self, batch: int, tokens: int) -> None:
-        """Make room for ``batch`` requests of ``tokens`` in the end; this is not timed."""
+        """Reserve cache for ``batch`` requests of at most ``tokens`` tokens; not timed."""
 
     def prefill(self, prompts: list[list[int]], new_tokens: int) -> list[int]:
-        """Compute prompts of one length and return the first new token of each.
+        """Prefill prompts of equal length and return the first new token of each.
 
-        ``new_tokens`` is how many each will have in the end, this one included.
+        ``new_tokens`` is the final number of new tokens of each, including this one.
         """
 
     def step(self) -> list[int]:
-        """Return the next token of each."""
+        """Decode one step and return the next token of each request."""
 
     def end(self) -> None:
-        """Give back what the requests hold."""
+        """Release the cache of the requests."""
 
     def facts(self) -> dict[str, object]:
-        """Return what else is worth to be noted: versions, sizes, settings."""
+        """Report versions, sizes and settings."""
 
 
 class BatchContender(Contender, Protocol):
-    """A contender of ``batch_kinds.py``, which mixes requests in a step.
+    """Engine of ``batch_kinds.py``, with prefill and decode in the same step.
 
-    Whatever a library lacks raises Unsupported, before anything is timed.
+    A method that the library cannot support raises Unsupported before anything is timed.
     """
 
     def extend(self, prompt: list[int], known: int) -> list[int]:
-        """Compute a prompt whose first ``known`` tokens the request before it had.
+        """Prefill a prompt that shares its first ``known`` tokens with the previous request.
 
-        Returns: its first token. A contender without ``prefixes`` is not asked.
+        Returns: the first new token. Only called with ``prefixes``.
         """
 
     def join(self, prompt: list[int]) -> None:
-        """Let a request for one token join those that run, in the next ``step``."""
+        """Add a request for one token to the running ones in the next ``step``."""
 
     def several(self) -> list[list[int]]:
-        """Return the next tokens of each, of which a step with guesses may have several."""
+        """Decode one step and return the new tokens of each request; speculation can give several."""
 
     def draw(self, temperature: float, seed: int) -> None:
-        """Draw the tokens of later requests by a temperature, where 0 is greedy."""
+        """Set the sampling temperature of later requests; 0 is greedy."""
 
     def use_adapters(self, numbers: list[int | None]) -> None:
-        """Let the requests of the next ``prefill`` use these adapters; None is none.
+        """Use these adapters for the requests of the next ``prefill``; None means no adapter.
 
-        Without adapters at all, layers are as if none was loaded, where the library can do so.
+        If all are None, layers run as if no adapter was loaded, where the library supports that.
         """

@@ -1,4 +1,4 @@
-"""The engine of interposer, step by step."""
+"""Adapter of interposer's engine, called step by step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEADS = {"int4": "int4", "w4a8": "int4", "int8": "int8", "fp8": "int8"}
 
 
 class Engine:
-    """Requests of the engine that run as one batch."""
+    """Batch of requests in the engine."""
 
     def __init__(self, path: Path, option: str, threads: int, settings: Settings) -> None:
         import torch
@@ -22,7 +22,7 @@ class Engine:
         torch.set_num_threads(threads)
         models = importlib.import_module("interposer_engine")
         config: Any = importlib.import_module("interposer").Config
-        # The kernels of the example would win where they are installed, by their score.
+        # The example plugin's kernels have a high score and would be selected if installed.
         disabled = importlib.util.find_spec("interposer_example_norm") is not None
         without = ("interposer-example-norm",) if disabled else ()
         self.lm = models.load(
@@ -44,11 +44,11 @@ class Engine:
         self.drawing: dict[str, Any] = {"temperature": 0.0}
 
     def reserve(self, batch: int, tokens: int) -> None:
-        """Do nothing: the cache is made when the model loads."""
+        """Do nothing: the cache is allocated when the model loads."""
 
     def prefill(self, prompts: list[list[int]], new_tokens: int) -> list[int]:
         numbers = self.named or [None] * len(prompts)
-        # A token more than is asked for, so that the last step is like all others.
+        # One extra token, so that the last timed step is like all others.
         self.sequences = [
             self._add(prompt, new_tokens + 1, number)
             for prompt, number in zip(prompts, numbers, strict=True)
@@ -61,7 +61,7 @@ class Engine:
         return [tokens[-1] for tokens in self.several()]
 
     def extend(self, prompt: list[int], known: int) -> list[int]:
-        # The pages of the request before this one are found by their tokens.
+        # The engine finds the previous request's pages by their tokens.
         return self.prefill([prompt], 1)
 
     def join(self, prompt: list[int]) -> None:
@@ -117,12 +117,12 @@ class Engine:
 
 
 def settings_of(option: str) -> dict[str, Any] | None:
-    """Return how to quantize: int4-g32-a8 is int4 in groups of 32 with inputs of 8 bits.
+    """Translate an option to settings: int4-g32-a8 is int4, groups of 32, 8-bit inputs.
 
-    None is for bf16; inputs are left as they are by a16, and the method decides without either. The
-    head, with the embedding that is tied to it, has as many bits as the other layers, in the same
-    groups, and so have its inputs, where these are integers: so it is in the pure files of
-    llama.cpp, which rounds the inputs of every product.
+    None means bf16. a16 keeps inputs unquantized; without an a-suffix, the method decides. The
+    lm_head and its tied embedding get the same bits and groups as the other layers, and the same
+    quantized inputs if these are integers: as in llama.cpp's "pure" files, where all matmul inputs
+    are rounded.
     """
     method, *parts = option.split("-")
     settings: dict[str, Any] = {"quant_method": method, "head": _HEADS.get(method, "plain")}
@@ -138,5 +138,5 @@ def settings_of(option: str) -> dict[str, Any] | None:
 def open_contender(
     path: Path, option: str, threads: int, settings: Settings | None = None
 ) -> BatchContender:
-    """Load the model in bfloat16, or quantized by the method ``option``, such as int4-g32."""
+    """Load the model in bfloat16, or quantized by ``option``, for example int4-g32."""
     return Engine(path, option, threads, settings or Settings())

@@ -1,6 +1,6 @@
-"""The kinds of batch that contenders run, each of prompts that are drawn anew.
+"""Kinds of measured batches, with newly drawn random prompts.
 
-A kind takes a contender and a row, and returns seconds and tokens. Standard library only.
+A kind takes an engine and a row, and returns seconds and token counts. Standard library only.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ JOIN_STEPS = 8
 
 
 def drawn(row: Row, batch: int, length: int) -> list[list[int]]:
-    """Return random prompts, the same for every contender of a round."""
+    """Draw random prompts, the same for every engine of a round."""
     generator = random.Random(f"{row['seed']} {row['kind']} {length}")
     return [generator.choices(range(row["vocab_size"]), k=length) for _ in range(batch)]
 
 
 def decode(contender: BatchContender, row: Row) -> dict[str, float]:
-    """Decode requests behind prompts of ``context`` tokens, where ``adapters`` are theirs.
+    """Decode requests after prompts of ``context`` tokens, with ``adapters`` if given.
 
-    With ``mixed_lengths`` prompts have a quarter, a half, three quarters and all of it in turns.
+    With ``mixed_lengths``, prompt lengths alternate between 1/4, 1/2, 3/4 and all of it.
     """
     batch, new, adapters = row["batch"], row["new_tokens"], row.get("adapters")
-    # Those whose prompts are computed first decode while the others' are.
+    # Requests that are prefilled first already decode during the others' prefill.
     ahead = -(-batch * row["context"] // MAX_STEP_TOKENS)
     contender.reserve(batch, row["context"] + new + 1 + ahead)
     if adapters is not None:
@@ -59,12 +59,12 @@ def decode(contender: BatchContender, row: Row) -> dict[str, float]:
 
 
 def p95_ms(gaps: list[float]) -> float:
-    """Return within how many milliseconds 95 % of gaps of so many seconds lie."""
+    """Compute the 95th percentile of the gaps between tokens, in milliseconds."""
     return 1e3 * sorted(gaps)[int(0.95 * (len(gaps) - 1))]
 
 
 def extend(contender: BatchContender, row: Row) -> dict[str, float]:
-    """Compute a prompt of ``context`` tokens, then one of ``new_tokens`` more behind it."""
+    """Prefill ``context`` tokens, then a prompt that extends them by ``new_tokens``."""
     behind, more = row["context"], row["new_tokens"]
     contender.reserve(1, behind + more + 2)
     (prompt,) = drawn(row, 1, behind + more)
@@ -80,7 +80,7 @@ def extend(contender: BatchContender, row: Row) -> dict[str, float]:
 
 
 def shared(contender: BatchContender, row: Row) -> dict[str, float]:
-    """Ask for a first token behind a prefix that is new, then behind the same and another end."""
+    """Time the first token after a new prefix, then after the same prefix with another ending."""
     common = row["context"]
     contender.reserve(1, common + END_TOKENS + 2)
     (prompt,) = drawn(row, 1, common + 2 * END_TOKENS)
@@ -98,7 +98,7 @@ def shared(contender: BatchContender, row: Row) -> dict[str, float]:
 
 
 def mixed(contender: BatchContender, row: Row) -> dict[str, float]:
-    """Decode requests that prompts of ``joining`` tokens join, one every eighth step."""
+    """Decode requests while a prompt of ``joining`` tokens joins every eighth step."""
     batch, new, size = row["batch"], row["new_tokens"], row["joining"]
     ahead = -(-batch * row["context"] // MAX_STEP_TOKENS)
     contender.reserve(batch + 1, max(row["context"] + new + ahead, size) + 2)
@@ -118,7 +118,7 @@ def mixed(contender: BatchContender, row: Row) -> dict[str, float]:
 
 
 def guesses(contender: BatchContender, row: Row) -> dict[str, float]:
-    """Continue the prompt of the row, drawing at its temperature, one request at a time."""
+    """Continue the row's prompt with speculative decoding, one request at a time."""
     new, prompt = row["new_tokens"], row["prompt"]
     contender.reserve(1, len(prompt) + new + 8)
     contender.draw(row["temperature"], row["seed"])
@@ -141,7 +141,7 @@ KINDS: dict[str, Callable[[BatchContender, Row], dict[str, float]]] = {
 
 
 def run(contender: BatchContender, row: Row) -> dict[str, Any]:
-    """Return the figures of a row, or the reason that the library gives none."""
+    """Measure a row; return its results, or the reason why the library cannot run it."""
     try:
         return dict(KINDS[row["kind"]](contender, row))
     except Unsupported as error:

@@ -1,4 +1,4 @@
-"""llama.cpp through the C interface that llama-cpp-python exposes."""
+"""Adapter of llama.cpp through the C API of llama-cpp-python."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NGRAM = 3
 
 
 class Context:
-    """A context as large as the requests, made anew when they become larger or smaller."""
+    """A llama.cpp context of the required size, recreated when that size changes."""
 
     def __init__(self, path: Path, threads: int, settings: Settings) -> None:
         self.lib: Any = importlib.import_module("llama_cpp")
@@ -101,9 +101,9 @@ class Context:
         self.joining.append(prompt)
 
     def several(self) -> list[list[int]]:
-        """Verify what the library's own prompt lookup found, in one batch, as its ``Llama`` does.
+        """Verify draft tokens of the library's prompt lookup in one batch, as ``Llama`` does.
 
-        That class also copies the logits of every token; this takes those of guesses alone.
+        ``Llama`` also copies the logits of every token; this method copies those of drafts only.
         """
         if self.guess is None:
             return [[token] for token in self.step()]
@@ -124,7 +124,7 @@ class Context:
             raise Unsupported("guesses of llama-cpp-python are verified greedily here")
 
     def use_adapters(self, numbers: list[int | None]) -> None:
-        """Set the adapter of the context, which is that of all of its requests."""
+        """Set the adapter of the context, which applies to all its requests."""
         wanted = {*numbers}
         if len(wanted) > 1:
             raise Unsupported("a context of llama.cpp has one adapter for all requests")
@@ -152,7 +152,7 @@ class Context:
         return found
 
     def _decode(self, rows: list[tuple[int, int, int, bool]]) -> list[int]:
-        """Compute rows of a token, its place, its sequence and whether its logits are wanted."""
+        """Decode rows of (token, position, sequence, whether to compute logits)."""
         batch = self.batch
         drawn: list[int] = []
         for start in range(0, len(rows), MAX_STEP_TOKENS):
@@ -180,5 +180,5 @@ class Context:
 def open_contender(
     path: Path, option: str, threads: int, settings: Settings | None = None
 ) -> BatchContender:
-    """Load the GGUF file; ``option`` is in its name."""
+    """Load the GGUF file with ``option`` in its name."""
     return Context(path, threads, settings or Settings())

@@ -1,4 +1,4 @@
-"""onnxruntime-genai: a generator for all requests."""
+"""Adapter of onnxruntime-genai: one generator for all requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["open_contender"]
 
 
 class Generator:
-    """Requests of one length, whose cache is made for each set of them."""
+    """Batch of requests of equal length; every batch gets a new generator and cache."""
 
     def __init__(self, path: Path, threads: int) -> None:
         self.genai: Any = importlib.import_module("onnxruntime_genai")
@@ -48,5 +48,5 @@ class Generator:
 
 
 def open_contender(path: Path, option: str, threads: int) -> Contender:
-    """Load the folder that the model builder wrote; ``option`` is in its name."""
+    """Load the folder of the model builder with ``option`` in its name."""
     return Generator(path, threads)

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI: its pipeline of continuous batching, step by step."""
+"""Adapter of OpenVINO GenAI's continuous-batching pipeline, called step by step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["open_contender"]
 
 
 class Pipeline:
-    """Requests of the pipeline that run as one batch."""
+    """Batch of requests in the pipeline."""
 
     def __init__(self, path: Path, threads: int) -> None:
         self.genai: Any = importlib.import_module("openvino_genai")
@@ -23,7 +23,7 @@ class Pipeline:
         scheduler.max_num_batched_tokens = MAX_STEP_TOKENS
         scheduler.max_num_seqs = MAX_BATCH
         scheduler.enable_prefix_caching = False
-        # Precisions are left as the library chooses them: that of the cache is 8 bits.
+        # Precisions are the library's defaults; its KV cache has 8 bits.
         self.settings = {"INFERENCE_NUM_THREADS": threads}
         self.pipeline = self.genai.ContinuousBatchingPipeline(
             str(path), scheduler, "CPU", self.settings
@@ -32,7 +32,7 @@ class Pipeline:
         self.handles: list[Any] = []
 
     def reserve(self, batch: int, tokens: int) -> None:
-        """Do nothing: the cache is made when the model loads."""
+        """Do nothing: the cache is allocated when the model loads."""
 
     def prefill(self, prompts: list[list[int]], new_tokens: int) -> list[int]:
         config = self.genai.GenerationConfig()
@@ -62,5 +62,5 @@ class Pipeline:
 
 
 def open_contender(path: Path, option: str, threads: int) -> Contender:
-    """Load the folder of the intermediate representation; ``option`` is in its name."""
+    """Load the folder of the intermediate representation with ``option`` in its name."""
     return Pipeline(path, threads)

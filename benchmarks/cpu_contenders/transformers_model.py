@@ -1,4 +1,4 @@
-"""transformers: eager, with compiled decode steps, and with weights of torchao besides."""
+"""Adapter of transformers: eager, with compiled decode steps, and with torchao quantization."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ __all__ = ["open_contender"]
 
 
 class Model:
-    """A model whose decode steps are compiled for the shape of the cache, unless it is eager.
+    """A transformers model; its decode steps are compiled for the cache shape unless eager.
 
-    Prompts are computed by the eager model in either case: compiling them would have to be paid
-    for every length.
+    Prefill is always eager: compilation would be repeated for every prompt length.
     """
 
     def __init__(self, path: Path, option: str, threads: int) -> None:
@@ -35,7 +34,7 @@ class Model:
             _quantize(self.model, method, int(group_size))
         self.forward = self.model.forward
         if self.compiled:
-            # Packs plain weights for oneDNN, which only constants can be.
+            # Packs plain weights for oneDNN, which requires constants.
             config: Any = importlib.import_module("torch._inductor.config")
             config.freezing = True
             self.forward = torch.compile(self.model.forward, dynamic=False)
@@ -48,7 +47,7 @@ class Model:
         if not self.compiled:
             self.cache = self.transformers.DynamicCache(config=self.model.config)
             return
-        # Attention runs over the whole cache, so that it is no longer than a row needs.
+        # Attention covers the whole static cache, so the cache is no longer than a row needs.
         room = min(-(-tokens // 128) * 128, MAX_CONTEXT)
         if (batch, room) not in self.caches:
             static = self.transformers.StaticCache
@@ -95,13 +94,13 @@ class Model:
 
 
 def _quantize(model: Any, method: str, group_size: int) -> None:
-    """Quantize all products; the lm_head gets a weight of its own for it."""
+    """Quantize all linear layers; the lm_head is untied from the embedding for that."""
     import torch
 
     untied = model.lm_head.weight.detach().clone()
     model.lm_head.weight = torch.nn.Parameter(untied, requires_grad=False)
     quantization = importlib.import_module("torchao.quantization")
-    # Of torchao 0.18, whose layouts for CPUs are among its prototypes.
+    # From torchao 0.18, whose CPU layouts are prototypes.
     layouts = importlib.import_module("torchao.prototype.quantization.int4")
     make = {
         "int4": layouts.PrototypeInt4WeightOnlyConfig,
@@ -111,5 +110,5 @@ def _quantize(model: Any, method: str, group_size: int) -> None:
 
 
 def open_contender(path: Path, option: str, threads: int) -> Contender:
-    """Load the model; ``option`` is eager, compiled, or of torchao: int4-g128, w4a8-g32."""
+    """Load the model; ``option`` is eager, compiled, or a torchao scheme: int4-g128, w4a8-g32."""
     return Model(path, option, threads)

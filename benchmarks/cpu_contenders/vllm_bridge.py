@@ -1,4 +1,4 @@
-"""vLLM's build for CPUs, with and without the plugin that brings kernels of here."""
+"""Adapter of vLLM's CPU build with the plugin that brings interposer's kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLUGINS = {"plain": "", "bridge": "interposer"}
 def open_contender(
     path: Path, option: str, threads: int, settings: Settings | None = None
 ) -> BatchContender:
-    """Load the model in bfloat16, or as its checkpoint is quantized."""
+    """Load the model in bfloat16, or in its checkpoint's quantization."""
     os.environ["VLLM_PLUGINS"] = PLUGINS[option]
     engine = Engine(path, threads, settings or Settings())
     if option == "bridge":
@@ -26,7 +26,7 @@ def open_contender(
 
 
 def _check() -> None:
-    """Raise RuntimeError where nothing was taken over: it would measure vLLM beside itself."""
+    """Raise RuntimeError if no kernel was replaced: the result would measure plain vLLM."""
     from interposer_vllm._session import session
 
     if not session().taken:

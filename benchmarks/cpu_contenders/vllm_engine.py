@@ -1,4 +1,4 @@
-"""vLLM's build for CPUs: its engine in this process, step by step."""
+"""Adapter of vLLM's CPU build: its engine in this process, called step by step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["open_contender"]
 
 
 class Engine:
-    """Requests of the engine that run as one batch."""
+    """Batch of requests in the engine."""
 
     def __init__(self, path: Path, threads: int, settings: Settings) -> None:
         cores = sorted(os.sched_getaffinity(0))[:threads]
@@ -43,7 +43,7 @@ class Engine:
         self.drawing: dict[str, Any] = {"temperature": 0.0}
 
     def reserve(self, batch: int, tokens: int) -> None:
-        """Do nothing: the cache is made when the model loads."""
+        """Do nothing: the cache is allocated when the model loads."""
 
     def prefill(self, prompts: list[list[int]], new_tokens: int) -> list[int]:
         numbers = self.named or [None] * len(prompts)
@@ -58,14 +58,14 @@ class Engine:
         return [tokens[-1] for tokens in self.several()]
 
     def extend(self, prompt: list[int], known: int) -> list[int]:
-        # The blocks of the request before this one are found by their tokens.
+        # The engine finds the previous request's blocks by their tokens.
         return self.prefill([prompt], 1)
 
     def join(self, prompt: list[int]) -> None:
         self._add(prompt, 1, None)
 
     def several(self) -> list[list[int]]:
-        """Step until each request has a token more; results may come a step later."""
+        """Step until every request has a new token; results can arrive one step late."""
         found: dict[str, list[int]] = {name: [] for name in self.names}
         while not all(found.values()):
             if not self.engine.has_unfinished_requests():
@@ -81,7 +81,7 @@ class Engine:
         self.drawing = {"temperature": temperature, "seed": seed}
 
     def use_adapters(self, numbers: list[int | None]) -> None:
-        """Name them in the requests; an engine for adapters computes others by the same layers."""
+        """Name the adapters in the requests; without adapters, vLLM runs the same LoRA layers."""
         self.named = numbers
 
     def end(self) -> None:
