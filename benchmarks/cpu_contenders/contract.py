@@ -94,7 +94,7 @@ class BatchContender(Contender, Protocol):
         """Add a request for one token to the running ones in the next ``step``."""
 
     def several(self) -> list[list[int]]:
-        """Decode one step and return the new tokens of each request; speculation can give several."""
+        """Decode one step and return the new tokens of each request, several if speculated."""
 
     def draw(self, temperature: float, seed: int) -> None:
         """Set the sampling temperature of later requests; 0 is greedy."""

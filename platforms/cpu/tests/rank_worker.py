@@ -34,9 +34,9 @@ class Rank:
         self.ranks = Ranks.of(dist.group.WORLD, current_platform(), WAIT_SECONDS)
 
     def communicator(self) -> SharedMemoryCommunicator:
-        made = SharedMemoryCommunicator(self.ranks, "cpu")
-        made.open()
-        return made
+        new_communicator = SharedMemoryCommunicator(self.ranks, "cpu")
+        new_communicator.open()
+        return new_communicator
 
     def ready(self) -> None:
         (self.folder / f"ready{self.rank}").touch()
@@ -65,8 +65,8 @@ def norm(rank: Rank) -> Found:
                 x = torch.randn(rows, width).to(kind)
                 total = ranks.all_reduce(x.clone())
                 expected = fused_add_rms_norm(total, residual, weight, 1e-6)
-                found = ranks.all_reduce_add_rms_norm(x, residual, weight, 1e-6)
-                same += all(map(torch.equal, found, expected))
+                report = ranks.all_reduce_add_rms_norm(x, residual, weight, 1e-6)
+                same += all(map(torch.equal, report, expected))
 
     def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         gathered = ranks.all_gather(x, [3, 3])
@@ -123,8 +123,8 @@ def place(rank: Rank) -> Found:
     def none(num_bytes: int) -> Any:
         raise OSError("no room")
 
-    wanted = ["memfd", "shm", "temporary"]
-    for name, where in zip(wanted, list(_segment._PLACES), strict=True):
+    places = ["memfd", "shm", "temporary"]
+    for name, where in zip(places, list(_segment._PLACES), strict=True):
         if name != rank.options[0]:
             _segment._PLACES[where] = none
     try:
@@ -158,10 +158,10 @@ def million(rank: Rank) -> Found:
 def main() -> None:
     scene, number, size, folder, *options = sys.argv[1:]
     rank = Rank(int(number), int(size), Path(folder), options)
-    found = globals()[scene](rank)
+    report = globals()[scene](rank)
     # Or a thread of gloo that frees its last tensor while Python ends would end the process.
     dist.destroy_process_group()
-    print(json.dumps(found))
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ Loads = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def loads() -> Iterator[Loads]:
-    with launched(2, timeout_seconds=WAIT_SECONDS) as found:
-        yield found
+    with launched(2, timeout_seconds=WAIT_SECONDS) as report:
+        yield report
 
 
 def options(dtype: str, quantization: str = "", **rules: Any) -> dict[str, Any]:
@@ -64,22 +64,22 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, *names: str) -> Iterato
 def told(lm: LanguageModel) -> tuple[list[tuple[int, ...]], list[float]]:
     """Return the tokens of all prompts, and their log probabilities."""
     params = SamplingParams(max_new_tokens=12, temperature=0, ignore_eos=True)
-    found = lm.generate(PROMPTS, params)
-    return [tuple(one.token_ids) for one in found], [p for one in found for p in one.logprobs]
+    report = lm.generate(PROMPTS, params)
+    return [tuple(one.token_ids) for one in report], [p for one in report for p in one.logprobs]
 
 
 def chosen(lm: Any, name: str) -> list[dict[str, Any]]:
     """Return the choices for a name on each rank."""
-    found = [
+    report = [
         [choice for choice in rank["choices"] if choice["name"] == name]
         for rank in lm.explanations()
     ]
-    assert len(found) == 2
-    assert found[0] == found[1]
-    return found[0]
+    assert len(report) == 2
+    assert report[0] == report[1]
+    return report[0]
 
 
-def test_blocks_of_two_ranks_say_what_one_process_does(
+def test_blocks_on_two_ranks_give_the_results_of_one_process(
     loads: Loads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm, alone = loads(SHIPPED, **options("float32")), load(SHIPPED, **options("float32"))
@@ -102,19 +102,19 @@ def test_blocks_of_two_ranks_say_what_one_process_does(
 
 
 @pytest.mark.parametrize("method", landing_sample(["", "int8", "int4"], every=3))
-def test_fused_blocks_say_what_their_parts_do_in_16_bits(loads: Loads, method: str) -> None:
-    found = []
+def test_fused_blocks_give_the_results_of_their_parts_in_16_bits(loads: Loads, method: str) -> None:
+    report = []
     for layers in ({}, {"decoder_block": "standard", "gated_mlp": "standard"}):
         lm = loads(SHIPPED, **options("bfloat16", method, layers=layers))
-        found.append(lm.logits(lm.tokenizer.encode(PROMPTS[0])))
-    own, parts = found
+        report.append(lm.logits(lm.tokenizer.encode(PROMPTS[0])))
+    own, parts = report
     # Fused products keep the elements between gate and down in float32. What parts round there is
     # off by 2**-9 of itself in each of L blocks, and so is the stream at most.
     bound = own.abs().max() * 2**-9 * math.sqrt(len(lm.engine.model.model.layers)) * 4
     torch.testing.assert_close(own, parts, rtol=0, atol=float(bound))
 
 
-def test_standard_layers_leave_their_sums_to_norms(
+def test_standard_layers_fuse_all_reduce_and_rms_norm(
     loads: Loads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rules = options("float32", layers={"decoder_block": "standard"})
@@ -129,7 +129,7 @@ def test_standard_layers_leave_their_sums_to_norms(
     assert logprobs == pytest.approx(logs, abs=2e-4)
 
 
-def test_who_listens_to_a_projection_is_told_the_sum(loads: Loads) -> None:
+def test_a_hook_on_a_row_parallel_projection_gets_the_reduced_result(loads: Loads) -> None:
     rules = options("float32", layers={"decoder_block": "standard"})
     heard = []
     for lm in (loads(SHIPPED, **rules), load(SHIPPED, **rules)):
@@ -141,7 +141,7 @@ def test_who_listens_to_a_projection_is_told_the_sum(loads: Loads) -> None:
         torch.testing.assert_close(own, alone, rtol=0, atol=2e-4)
 
 
-def test_another_communicator_leaves_blocks_to_their_parts(loads: Loads) -> None:
+def test_blocks_call_their_parts_with_another_communicator(loads: Loads) -> None:
     rules = options("float32", communicators={"all_reduce": "torch"})
     lm, alone = loads(SHIPPED, **rules), load(SHIPPED, **rules)
     (block,) = chosen(lm, "decoder_block")

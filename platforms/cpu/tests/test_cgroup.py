@@ -47,7 +47,7 @@ def test_the_tightest_group_limits_processors_and_all_limit_memory(tmp_path: Pat
     assert memory_limits(root) == [MemoryLimit(2 * GIB, GIB)]
 
 
-def test_in_a_container_the_mounted_group_counts(tmp_path: Path) -> None:
+def test_the_mounted_group_is_used_inside_a_container(tmp_path: Path) -> None:
     files = {"proc/self/cgroup": "0::/host/only", "sys/fs/cgroup/cpu.max": "300000 100000"}
     assert cpu_limit(tree(tmp_path, files)) == 3
 
@@ -69,7 +69,7 @@ def test_version_1_limits_are_read(tmp_path: Path) -> None:
     assert memory_limits(root) == [MemoryLimit(GIB, 600)]
 
 
-def test_version_1_without_limits(tmp_path: Path) -> None:
+def test_version_1_groups_without_limits_give_none(tmp_path: Path) -> None:
     mount = "sys/fs/cgroup"
     root = tree(
         tmp_path,

@@ -92,7 +92,7 @@ needs_calls = pytest.mark.skipif("not shows_calls()", reason="needs Linux's /pro
 
 # All cases of the distribution are made for the few that are run.
 @pytest.mark.slow
-def test_the_kit_finds_nothing_in_two_and_four_processes() -> None:
+def test_the_conformance_kit_passes_with_two_and_four_ranks() -> None:
     platform = current_platform()
     registry = current_registry()
     trials = [
@@ -101,33 +101,33 @@ def test_the_kit_finds_nothing_in_two_and_four_processes() -> None:
         if trial.candidate.name == "shared_memory" and trial.verdict
     ]
     assert len(trials) > 15
-    faults = {trial.label: found for trial in trials if (found := trial.run())}
+    faults = {trial.label: report for trial in trials if (report := trial.run())}
     assert not faults
 
 
 @pytest.mark.slow
-def test_a_fused_norm_has_the_bits_of_its_parts_also_when_compiled(tmp_path: Path) -> None:
+def test_fused_all_reduce_norm_equals_its_parts_bit_for_bit_also_compiled(tmp_path: Path) -> None:
     with ranks("norm", 2, tmp_path) as processes:
         assert [told(process) for process in processes] == [{"same": 30, "compiled": 1}] * 2
 
 
-def test_ranks_are_told_of_one_that_was_killed(tmp_path: Path) -> None:
+def test_a_killed_rank_is_reported_to_the_other_ranks(tmp_path: Path) -> None:
     before = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").exists() else set()
     with ranks("killed", 3, tmp_path) as processes:
         for rank in range(3):
             wait_for(tmp_path / f"ready{rank}")
         processes[1].send_signal(signal.SIGKILL)
         for rank in (0, 2):
-            found = told(processes[rank])
-            assert found["lost"] == [1]
-            assert "rank 1 ended its process" in found["reason"]
-            assert found["again"] == found["reason"]
+            report = told(processes[rank])
+            assert report["lost"] == [1]
+            assert "rank 1 ended its process" in report["reason"]
+            assert report["again"] == report["reason"]
     left = set(Path("/dev/shm").glob("interposer-*"))
     assert not left - before
 
 
 @needs_calls
-def test_ctrl_c_ends_a_wait_and_the_others_are_told(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_wait_and_is_reported_to_the_other_ranks(tmp_path: Path) -> None:
     with ranks("interrupted", 2, tmp_path) as processes:
         wait_for(tmp_path / "ready0")
         wait_for_sleep(processes[0])
@@ -139,7 +139,7 @@ def test_ctrl_c_ends_a_wait_and_the_others_are_told(tmp_path: Path) -> None:
 
 
 @needs_calls
-def test_a_rank_that_waits_sleeps_until_the_others_come(tmp_path: Path) -> None:
+def test_a_waiting_rank_sleeps_until_the_others_arrive(tmp_path: Path) -> None:
     with ranks("idle", 2, tmp_path) as processes:
         wait_for(tmp_path / "ready0")
         wait_for_sleep(processes[0])
@@ -153,24 +153,26 @@ def test_a_rank_that_waits_sleeps_until_the_others_come(tmp_path: Path) -> None:
         [("memfd", False), ("shm", False), ("temporary", False), ("none", True)], every=3
     ),
 )
-def test_memory_is_shared_where_it_can_be(place: str, fails: bool, tmp_path: Path) -> None:
+def test_ranks_use_the_first_place_that_can_share_memory(
+    place: str, fails: bool, tmp_path: Path
+) -> None:
     with ranks("place", 2, tmp_path, place) as processes:
         for process in processes:
-            found = told(process)
+            report = told(process)
             if fails:
-                assert "--shm-size" in found["reason"]
-                assert "no room" in found["reason"]
+                assert "--shm-size" in report["reason"]
+                assert "no room" in report["reason"]
             else:
-                assert found == {"sum": 3.0, "left": []}
+                assert report == {"sum": 3.0, "left": []}
 
 
-def test_ranks_that_call_different_things_are_told(tmp_path: Path) -> None:
+def test_mismatched_collective_calls_are_reported(tmp_path: Path) -> None:
     with ranks("differ", 2, tmp_path) as processes:
         for process in processes:
             assert "calls another collective" in told(process)["reason"]
 
 
 @pytest.mark.slow
-def test_a_million_small_sums_are_right(tmp_path: Path) -> None:
+def test_a_million_small_all_reduces_are_correct(tmp_path: Path) -> None:
     with ranks("million", 2, tmp_path) as processes:
         assert [told(process) for process in processes] == [{"wrong": 0}] * 2

@@ -41,7 +41,7 @@ def test_features_agree_with_cpuinfo() -> None:
 
 
 @pytest.mark.skipif(not CPUINFO.exists(), reason="needs /proc/cpuinfo")
-def test_both_sources_use_the_same_names() -> None:
+def test_linux_and_torch_features_have_the_same_names() -> None:
     by_torch = reported_by_torch(torch.cpu.get_capabilities())
     assert by_torch <= reported_by_os()
 
@@ -52,16 +52,16 @@ def test_torch_names_become_standard_names() -> None:
     assert reported_by_torch(reported) == {"avx512f", "fma", "neon"}
 
 
-def test_arm_features_are_read(tmp_path: Path) -> None:
-    found = reported_by_os(cpuinfo(tmp_path, ARM))
-    assert {"neon", "bf16", "i8mm", "dotprod", "fp16", "sve", "sve_bf16", "sve_i8mm"} <= found
-    assert formats(found) == {"float32", "bfloat16", "float16", "int8"}
+def test_arm_features_are_read_from_cpuinfo(tmp_path: Path) -> None:
+    names = reported_by_os(cpuinfo(tmp_path, ARM))
+    assert {"neon", "bf16", "i8mm", "dotprod", "fp16", "sve", "sve_bf16", "sve_i8mm"} <= names
+    assert formats(names) == {"float32", "bfloat16", "float16", "int8"}
 
 
-def test_z_features_are_read(tmp_path: Path) -> None:
-    found = reported_by_os(cpuinfo(tmp_path, Z))
-    assert found == {"vx", "vxd", "vxe", "vxe2", "vxp", "nnpa"}
-    assert formats(found) == {"float32"}
+def test_s390x_features_are_read_from_cpuinfo(tmp_path: Path) -> None:
+    names = reported_by_os(cpuinfo(tmp_path, Z))
+    assert names == {"vx", "vxd", "vxe", "vxe2", "vxp", "nnpa"}
+    assert formats(names) == {"float32"}
 
 
 def test_a_system_without_cpuinfo_reports_what_torch_knows(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_all_records_conform() -> None:
 
 
 @pytest.mark.process
-def test_all_kernels_are_tried_and_all_records_declared_right() -> None:
+def test_conformance_tries_every_kernel_and_every_record_is_valid() -> None:
     """The trials of kernels, backends and layers are run in ops/tests/test_conformance.py."""
     ran = set()
     for trial in trials():
@@ -59,7 +59,7 @@ def test_all_kernels_are_tried_and_all_records_declared_right() -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 16, 17, 100])
-def test_packed_by_rows_is_right_on_both_sides_of_its_limit(tokens: int) -> None:
+def test_packed_by_rows_is_correct_below_and_above_its_limit(tokens: int) -> None:
     arguments = {
         "x": torch.randn(tokens, 128),
         "weight": torch.randn(128, 128),
@@ -95,7 +95,7 @@ def test_linear_is_chosen_by_dtype_and_size(dtype: torch.dtype, size: int, expec
         (described("avx512f", "avx512bw", "avx512dq", "avx512vl"), "avx512_bf16", "reference"),
     ],
 )
-def test_packing_where_it_was_not_measured_is_refused_with_a_reason(
+def test_packing_is_refused_on_unmeasured_processors(
     device: Device, reason: str, chosen: str
 ) -> None:
     resolver = Resolver(current_registry(), device, Config())

@@ -116,7 +116,7 @@ def test_probe_accepts_and_names_the_processor() -> None:
     assert host.processor_name() in verdict.reason
 
 
-def test_there_is_one_device_and_tensors_go_there() -> None:
+def test_the_platform_has_one_device_for_tensors() -> None:
     (device,) = CPUPlatform().devices()
     assert isinstance(device, Device)
     assert torch.ones(1, device=device.torch_device).device.type == CPUPlatform.device_type
@@ -132,7 +132,7 @@ def test_capability_is_within_what_this_process_may_use() -> None:
     assert all(feature == feature.lower() for feature in capability.features)
 
 
-def test_dtypes_have_arithmetic() -> None:
+def test_offered_dtypes_have_hardware_arithmetic() -> None:
     platform = CPUPlatform()
     names = [str(dtype).removeprefix("torch.") for dtype in platform.dtypes("cpu")]
     formats = platform.capability("cpu").formats
@@ -151,7 +151,7 @@ def test_bfloat16_needs_native_kernels_where_the_hardware_has_none(present: bool
     assert done.stdout.split() == ["torch.float32", *widened]
 
 
-def test_memory_figures_are_sane() -> None:
+def test_free_memory_is_at_most_total_memory() -> None:
     platform = CPUPlatform()
     memory = platform.memory("cpu")
     assert 0 < memory.free_bytes <= memory.total_bytes
@@ -178,7 +178,7 @@ def test_optional_members_are_the_declared_ones() -> None:
         CPUPlatform().pin_memory(torch.ones(1))
 
 
-def test_threads_numa_and_backends() -> None:
+def test_thread_count_numa_nodes_and_backends_are_reported() -> None:
     platform = CPUPlatform()
     assert platform.num_threads() == torch.get_num_threads()
     processors = {p for node in platform.numa_nodes().values() for p in node}
@@ -230,7 +230,7 @@ def test_cores_are_bound_but_for_those_reserved() -> None:
 
 @pytest.mark.process
 @linux
-def test_only_what_the_process_may_use_is_bound_to() -> None:
+def test_threads_are_bound_only_to_allowed_processors() -> None:
     last = host.allowed_processors()[-1]
     bound, (raised, reason, affinity) = bind_cores([last], {}, {"reserve": 1})
     assert bound[::2] == [True, [last]]

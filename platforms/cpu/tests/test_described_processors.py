@@ -94,7 +94,7 @@ def test_the_level_of_instructions_is_known(name: str, level: str) -> None:
         ("z16", "needs x86_64, the device is s390x"),
     ],
 )
-def test_what_would_run_there_is_known_here(name: str, reason: str) -> None:
+def test_kernels_can_be_planned_for_described_processors(name: str, reason: str) -> None:
     explanation = explain(device=name)
     options = {
         option.candidate.name: option.verdict

@@ -40,7 +40,7 @@ def test_processes_are_spawned_in_wsl(tmp_path: Path) -> None:
     assert "WSL 2" in facts.facts(tmp_path)["processes"]
 
 
-def test_more_threads_than_processors_are_told_of(
+def test_facts_warn_of_more_threads_than_processors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
@@ -56,7 +56,7 @@ def test_more_threads_than_processors_are_told_of(
     assert told.endswith("Try: OMP_NUM_THREADS=1")
 
 
-def test_a_limit_of_memory_is_told_of(tmp_path: Path) -> None:
+def test_facts_mention_a_memory_limit(tmp_path: Path) -> None:
     write(tmp_path / "proc/meminfo", f"MemTotal: {8 * GIB >> 10} kB\nMemAvailable: 4194304 kB")
     assert facts.facts(tmp_path)["memory"] == "4.0 GiB free of 8.0 GiB"
     write(tmp_path / "proc/self/cgroup", "0::/")

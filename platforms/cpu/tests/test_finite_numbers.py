@@ -22,7 +22,9 @@ VALUES = [float("nan"), float("inf"), -float("inf")]
 
 @pytest.mark.parametrize("platform", PLATFORMS, ids=lambda platform: platform.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_number_anywhere_is_found(platform: Platform, dtype: torch.dtype) -> None:
+def test_one_nonfinite_number_at_any_position_is_found(
+    platform: Platform, dtype: torch.dtype
+) -> None:
     for size in SIZES:
         # All numbers that there are, those without a fraction and the largest included.
         numbers = torch.linspace(-1, 1, size, dtype=torch.float64)
@@ -46,7 +48,7 @@ def check(platform: Platform, tensor: torch.Tensor) -> None:
     assert torch.equal(copy.view(torch.uint8), tensor.view(torch.uint8))
 
 
-def test_whole_numbers_views_and_other_dtypes_are_taken() -> None:
+def test_integers_views_and_other_dtypes_are_accepted() -> None:
     platform = CPUPlatform()
     assert platform.all_finite(torch.full((3,), 2**31 - 1, dtype=torch.int32))
     assert platform.all_finite(torch.empty(0))
@@ -65,7 +67,7 @@ def test_whole_numbers_views_and_other_dtypes_are_taken() -> None:
 
 
 @pytest.mark.parametrize("count", [3, 300_001])
-def test_the_compiled_library_searches_what_it_says(count: int) -> None:
+def test_the_compiled_library_checks_every_supported_dtype(count: int) -> None:
     for dtype in DTYPES[:-1]:
         tensor = torch.ones(count).to(dtype)
         assert are_finite(tensor) is True

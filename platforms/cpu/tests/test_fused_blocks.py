@@ -38,7 +38,7 @@ def loaded(scheme: dict[str, Any] | None, layers: dict[str, str]) -> LanguageMod
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-def test_tokens_are_those_of_the_layers_one_by_one(
+def test_fused_blocks_generate_the_tokens_of_separate_layers(
     scheme: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)

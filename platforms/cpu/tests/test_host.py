@@ -14,7 +14,7 @@ def write(path: Path, text: str) -> None:
     path.write_text(text + "\n")
 
 
-def test_memory_is_that_of_meminfo(tmp_path: Path) -> None:
+def test_memory_is_read_from_meminfo(tmp_path: Path) -> None:
     meminfo = f"MemTotal: {8 * GIB >> 10} kB\nMemFree: 1 kB\nMemAvailable: {6 * GIB >> 10} kB"
     write(tmp_path / "proc/meminfo", meminfo)
     assert host.memory(tmp_path) == Memory(total_bytes=8 * GIB, free_bytes=6 * GIB)
@@ -30,15 +30,13 @@ def test_memory_stays_within_the_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "sysconf"), reason="needs os.sysconf")
-def test_memory_without_proc_is_asked_of_the_system(tmp_path: Path) -> None:
+def test_memory_without_proc_is_read_by_sysconf(tmp_path: Path) -> None:
     found = host.memory(tmp_path)
     assert found.total_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < found.free_bytes <= found.total_bytes
 
 
-def test_memory_is_zero_where_nothing_says_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_zero_if_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sysconf_names", raising=False)
     assert host.memory(tmp_path) == Memory(total_bytes=0, free_bytes=0)
 
@@ -99,13 +97,15 @@ def test_processor_name_is_the_model(tmp_path: Path, key: str) -> None:
         ("processor 0: version = FF,  identification = 0,  machine = 1234", "IBM machine 1234"),
     ],
 )
-def test_processors_that_give_numbers_are_named(tmp_path: Path, lines: str, name: str) -> None:
+def test_arm_and_s390x_processors_are_named_by_their_numbers(
+    tmp_path: Path, lines: str, name: str
+) -> None:
     write(tmp_path / "proc/cpuinfo", lines)
     assert host.processor_name(tmp_path) == name
 
 
 @pytest.mark.parametrize("file", ["core_cpus_list", "thread_siblings_list"])
-def test_cores_are_processors_that_share_one(
+def test_processors_are_grouped_by_core(
     tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host, "allowed_processors", lambda: [0, 1, 2, 4, 5])

@@ -46,7 +46,7 @@ print(json.dumps({
 @linux
 @pytest.mark.process
 @pytest.mark.slow
-def test_what_is_given_back_counts_at_the_peak() -> None:
+def test_freed_memory_counts_at_the_peak() -> None:
     printed = subprocess.run([sys.executable, "-c", PROFILED], stdout=subprocess.PIPE, check=True)
     found = json.loads(printed.stdout)
     control = found["control"]
@@ -57,7 +57,7 @@ def test_what_is_given_back_counts_at_the_peak() -> None:
     assert found["free"] - control < found["room"] < found["free"]
 
 
-def test_without_a_count_there_is_no_profile(tmp_path: Path) -> None:
+def test_memory_profile_is_refused_if_the_system_counts_no_peak(tmp_path: Path) -> None:
     status = tmp_path / "status"
     expected = "this system does not count the peak of a process's memory"
     assert judge_peak(status).reason == expected

@@ -66,13 +66,17 @@ def site(dtype: torch.dtype = torch.float32) -> Site:
 class Layer:
     """A cache, with everything that was stored beside it in float64."""
 
-    def __init__(self, wanted: AttentionSpec, tables: list[list[int]], seed: int = 0) -> None:
-        self.spec = wanted
+    def __init__(
+        self, attention_spec: AttentionSpec, tables: list[list[int]], seed: int = 0
+    ) -> None:
+        self.spec = attention_spec
         self.tables = [torch.tensor(table) for table in tables]
-        self.backend = NativeBackend(wanted, site(wanted.dtype))
+        self.backend = NativeBackend(attention_spec, site(attention_spec.dtype))
         (self.cache,) = self.backend.kv_layout().allocate(1, 1 + max(map(max, tables)), "cpu")
         self.cache.view(torch.uint8).fill_(0xFF)  # no numbers, whatever the dtype
-        empty = torch.empty(0, wanted.num_kv_heads, wanted.head_size, dtype=torch.float64)
+        empty = torch.empty(
+            0, attention_spec.num_kv_heads, attention_spec.head_size, dtype=torch.float64
+        )
         self.keys, self.values = ([empty for _ in tables] for _ in range(2))
         self.generator = torch.Generator().manual_seed(seed)
 
@@ -85,103 +89,107 @@ class Layer:
         plan = self.backend.plan(self.batch(counts))
         given = random_projections(self.spec, sum(counts), self.generator, fused=True)
         query, key, value = given
-        found = self.backend.forward(query, key, value, self.cache, plan)
+        actual = self.backend.forward(query, key, value, self.cache, plan)
         parts = (tensor.double().split(counts) for tensor in given)
         expected = []
         for b, (query, key, value) in enumerate(zip(*parts, strict=True)):
             self.keys[b] = torch.cat((self.keys[b], key))
             self.values[b] = torch.cat((self.values[b], value))
             expected.append(self._exact(query, self.keys[b], self.values[b]))
-        return found, torch.cat(expected)
+        return actual, torch.cat(expected)
 
     def _exact(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        wanted, length = self.spec, len(keys)
-        group = wanted.num_heads // wanted.num_kv_heads
+        attention_spec, length = self.spec, len(keys)
+        group = attention_spec.num_heads // attention_spec.num_kv_heads
         keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
-        scores = torch.einsum("qnd,lnd->nql", query, keys) * wanted.scale
+        scores = torch.einsum("qnd,lnd->nql", query, keys) * attention_spec.scale
         distance = torch.arange(length - len(query), length)[:, None] - torch.arange(length)
-        seen = (distance >= 0) & (distance < (wanted.window_tokens or length))
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        visible = (distance >= 0) & (distance < (attention_spec.window_tokens or length))
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
         return torch.einsum("nql,lnd->qnd", weights, values)
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     # Values are between -1 and 1, and so is their mean: weights and result are rounded once each.
-    rounded = 2 * torch.finfo(found.dtype).eps
+    rounded = 2 * torch.finfo(actual.dtype).eps
     # Errors of float32 scores of at most 10 and of sums of some hundred terms.
-    torch.testing.assert_close(found.double(), expected, atol=rounded + 2e-5, rtol=0)
+    torch.testing.assert_close(actual.double(), expected, atol=rounded + 2e-5, rtol=0)
 
 
-def rounded_step(wanted: AttentionSpec, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rounded_step(attention_spec: AttentionSpec, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what the backend makes of one token after others, and the exact result.
 
     One early key outweighs each of the others by far, but not all of them together by far.
     """
     generator = torch.Generator().manual_seed(1)
-    table = [torch.arange(-(-length // wanted.page_size))]
-    backend = NativeBackend(wanted, site(wanted.dtype))
+    table = [torch.arange(-(-length // attention_spec.page_size))]
+    backend = NativeBackend(attention_spec, site(attention_spec.dtype))
     (cache,) = backend.kv_layout().allocate(1, len(table[0]), "cpu")
-    query, key, value = random_projections(wanted, length, generator, fused=True)
-    query[-1] = torch.tensor([1.0] + [2.0**-9] * (wanted.head_size - 1))
+    query, key, value = random_projections(attention_spec, length, generator, fused=True)
+    query[-1] = torch.tensor([1.0] + [2.0**-9] * (attention_spec.head_size - 1))
     key[..., 0], value[..., 0] = -0.5, 1.0
     key[3, :, 0], value[3] = 0.5, -0.25
     scales = torch.tensor([1 / 127]), torch.tensor([1 / 100])
     for start, count in ((0, length - 1), (length - 1, 1)):
-        batch = paged_batch(table, [start], [count], wanted.page_size)
+        batch = paged_batch(table, [start], [count], attention_spec.page_size)
         new = slice(start, start + count)
         plan, prepared = backend.plan(batch), backend.prepare_scales(*scales)
-        found = backend.forward_quantized(query[new], key[new], value[new], cache, plan, prepared)
+        actual = backend.forward_quantized(query[new], key[new], value[new], cache, plan, prepared)
     codes = ((x.float() / s).round() for x, s in zip((key, value), scales, strict=True))
     keys, values = (c.double() * s.double() for c, s in zip(codes, scales, strict=True))
-    group = wanted.num_heads // wanted.num_kv_heads
+    group = attention_spec.num_heads // attention_spec.num_kv_heads
     scores = torch.einsum("nd,lnd->nl", query[-1].double(), keys.repeat_interleave(group, 1))
-    weights = (scores * wanted.scale).softmax(-1)
+    weights = (scores * attention_spec.scale).softmax(-1)
     assert (weights[:, 3] > 500 * weights[:, 4]).all()
     assert (weights[:, 3] < 0.6).all()
-    return found[0], torch.einsum("nl,lnd->nd", weights, values.repeat_interleave(group, 1))
+    return actual[0], torch.einsum("nl,lnd->nd", weights, values.repeat_interleave(group, 1))
 
 
 @pytest.mark.parametrize("level", native.levels())
 @pytest.mark.parametrize("length", [600, 1401])
-def test_small_weights_are_not_lost_with_whole_numbers(level: str, length: int) -> None:
+def test_integer_attention_keeps_small_weights(level: str, length: int) -> None:
     native.force_level(level)
-    found, expected = rounded_step(
+    actual, expected = rounded_step(
         spec(dtype=torch.bfloat16, cache_dtype=torch.int8, scale=6.3), length
     )
     # Weights are rounded to 2^-15 of the largest of 512, and so is the query: each of 511 weights
     # of 1/540 is off by 2^-16 at most, as much together as 2^-7 of their sum; on average they are
     # off by a hundredth of that. The result is rounded to 2^-9 of it, values are at most 1.
-    torch.testing.assert_close(found.double(), expected, atol=2.0**-8, rtol=0)
+    torch.testing.assert_close(actual.double(), expected, atol=2.0**-8, rtol=0)
 
 
 @pytest.mark.parametrize("level", native.levels())
 @pytest.mark.parametrize(
-    ("label", "wanted"),
+    ("label", "attention_spec"),
     [
-        pytest.param(label, wanted, id=f"{label} {wanted.dtype}")
-        for label, wanted in attention_specs()
-        if wanted.page_size == 16 and wanted.head_size in (32, 80)
+        pytest.param(label, attention_spec, id=f"{label} {attention_spec.dtype}")
+        for label, attention_spec in attention_specs()
+        if attention_spec.page_size == 16 and attention_spec.head_size in (32, 80)
         if label.startswith(("GQA", "MQA window"))
     ],
 )
-def test_every_level_does_what_the_ops_say(level: str, label: str, wanted: AttentionSpec) -> None:
+def test_every_level_conforms_to_the_ops(
+    level: str, label: str, attention_spec: AttentionSpec
+) -> None:
     native.force_level(level)
-    assert not check_attention(NativeBackend, wanted, site(wanted.dtype))
+    assert not check_attention(NativeBackend, attention_spec, site(attention_spec.dtype))
 
 
 @pytest.mark.parametrize("change", [{}, {"window_tokens": 6}, {"sinks": True}, {"softcap": 2.0}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_it_keeps_its_promises(dtype: torch.dtype, change: dict[str, Any]) -> None:
-    wanted = spec(dtype=dtype, **change)
-    assert not check_attention_determinism(NativeBackend, wanted, site(dtype))
-    assert not check_attention_batches(NativeBackend, wanted, site(dtype))
+def test_the_backend_keeps_its_declared_properties(
+    dtype: torch.dtype, change: dict[str, Any]
+) -> None:
+    attention_spec = spec(dtype=dtype, **change)
+    assert not check_attention_determinism(NativeBackend, attention_spec, site(dtype))
+    assert not check_attention_batches(NativeBackend, attention_spec, site(dtype))
 
 
 @pytest.mark.parametrize("cache_dtype", [E4M3, torch.float8_e5m2, torch.int8])
 @pytest.mark.parametrize("head_scales", [False, True])
 def test_8_bit_caches_serve_float16(cache_dtype: torch.dtype, head_scales: bool) -> None:
-    wanted = spec(dtype=torch.float16, cache_dtype=cache_dtype, head_scales=head_scales)
-    assert not check_attention(NativeBackend, wanted, site(wanted.dtype))
+    attention_spec = spec(dtype=torch.float16, cache_dtype=cache_dtype, head_scales=head_scales)
+    assert not check_attention(NativeBackend, attention_spec, site(attention_spec.dtype))
 
 
 @settings(max_examples=num_examples(40), deadline=None)
@@ -212,7 +220,7 @@ def test_sequences_grow_over_parts_and_pages(
     steps: list[list[int]],
     data: st.DataObject,
 ) -> None:
-    wanted = spec(
+    attention_spec = spec(
         num_heads=heads[0],
         num_kv_heads=heads[1],
         head_size=head_size,
@@ -228,7 +236,7 @@ def test_sequences_grow_over_parts_and_pages(
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        layer = Layer(wanted, tables)
+        layer = Layer(attention_spec, tables)
         for step in steps:
             assert_close(*layer.step(step))
     finally:
@@ -237,20 +245,20 @@ def test_sequences_grow_over_parts_and_pages(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_long_contexts_have_the_same_bits_with_any_threads(dtype: torch.dtype) -> None:
-    before, found = torch.get_num_threads(), []
+    before, actual = torch.get_num_threads(), []
     try:
         for num_threads in (1, 2, 4):
             torch.set_num_threads(num_threads)
             layer = Layer(spec(dtype=dtype), [list(range(90)), list(range(90, 100))])
             layer.step([1400, 3])
-            found.append(layer.step([1, 1])[0])
+            actual.append(layer.step([1, 1])[0])
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    assert torch.equal(actual[0], actual[1])
+    assert torch.equal(actual[0], actual[2])
 
 
-def test_what_lies_apart_is_read_where_it_lies_or_copied() -> None:
+def test_noncontiguous_inputs_are_read_in_place_or_copied() -> None:
     layer = Layer(spec(), [[0, 1]])
     query, key, value = random_projections(layer.spec, 20, layer.generator, fused=True)
     expected = layer.backend.forward(
@@ -261,26 +269,26 @@ def test_what_lies_apart_is_read_where_it_lies_or_copied() -> None:
     )
     batch = layer.batch([20])
     transposed = replace(batch, page_table=batch.page_table.t().contiguous().t())
-    found = layer.backend.forward(query, key, value, layer.cache, layer.backend.plan(transposed))
-    assert torch.equal(found, expected)
+    actual = layer.backend.forward(query, key, value, layer.cache, layer.backend.plan(transposed))
+    assert torch.equal(actual, expected)
 
 
 def test_a_large_score_does_not_overflow() -> None:
     layer = Layer(spec(scale=1e4), [[0, 1, 2]])
-    found, expected = layer.step([40])
-    assert found.isfinite().all()
+    actual, expected = layer.step([40])
+    assert actual.isfinite().all()
     # One weight is 1 but where two scores are as near as float32 rounds them.
-    assert (found.double() - expected).abs().median() < 1e-5
+    assert (actual.double() - expected).abs().median() < 1e-5
 
 
-def test_a_nan_is_not_hidden() -> None:
+def test_a_nan_in_the_cache_reaches_the_result() -> None:
     layer = Layer(spec(), [[0]])
     query, key, value = random_projections(layer.spec, 5, layer.generator, fused=False)
     query[3, 1] = torch.nan
-    found = layer.backend.forward(
+    actual = layer.backend.forward(
         query, key, value, layer.cache, layer.backend.plan(layer.batch([5]))
     )
-    assert found.isnan().any(-1).nonzero().tolist() == [[3, 1]]
+    assert actual.isnan().any(-1).nonzero().tolist() == [[3, 1]]
 
 
 def test_a_compiled_layer_calls_the_op() -> None:
@@ -289,8 +297,8 @@ def test_a_compiled_layer_calls_the_op() -> None:
     plan, other_plan = layer.backend.plan(layer.batch([20])), other.backend.plan(other.batch([20]))
     expected = layer.backend.forward(query, key, value, layer.cache, plan)
     compiled = torch.compile(other.backend.forward, backend="aot_eager", fullgraph=True)
-    found = compiled(query, key, value, other.cache, other_plan)
-    assert torch.equal(found, expected)
+    actual = compiled(query, key, value, other.cache, other_plan)
+    assert torch.equal(actual, expected)
 
 
 def test_an_empty_batch_is_empty() -> None:
@@ -341,6 +349,8 @@ def test_other_processors_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("change", [{}, {"softcap": 30.0}, {"sinks": True}, {"window_tokens": 9}])
-def test_it_is_chosen_for_decoders(dtype: torch.dtype, change: dict[str, Any]) -> None:
+def test_the_native_backend_is_selected_for_decoders(
+    dtype: torch.dtype, change: dict[str, Any]
+) -> None:
     place = site(dtype)
     assert isinstance(place.resolver.attention(spec(dtype=dtype, **change), place), NativeBackend)

@@ -59,9 +59,9 @@ def built(
     return layer
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     largest = float(expected.abs().amax()) if expected.numel() else 0.0
-    torch.testing.assert_close(found, expected, rtol=0, atol=CLOSE[found.dtype] * largest)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=CLOSE[actual.dtype] * largest)
 
 
 def counted(part: Any) -> list[int]:
@@ -148,8 +148,8 @@ def test_heads_in_one_call_are_what_their_parts_compute(
     assert fused.is_fusable
     x, angles = torch.randn(tokens, 40).to(dtype), torch.rand(tokens, rotary_size // 2)
     tables = angles.cos(), angles.sin()
-    for found, expected in zip(fused.heads(x, *tables), parts.heads(x, *tables), strict=True):
-        assert_close(found, expected)
+    for actual, expected in zip(fused.heads(x, *tables), parts.heads(x, *tables), strict=True):
+        assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("op", ["silu_and_mul", "linear"])
@@ -164,7 +164,7 @@ def test_an_mlp_with_another_kernel_calls_its_parts(op: str) -> None:
 
 
 @pytest.mark.parametrize("declared", [False, True])
-def test_an_activation_of_others_is_fused_if_it_declares_that_it_may_be(declared: bool) -> None:
+def test_a_declared_foreign_activation_is_fused(declared: bool) -> None:
     def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         return activations.silu_and_mul(x)
 
@@ -224,7 +224,7 @@ def packings(weight: torch.Tensor) -> dict[str, Callable[[], dict[str, Any]]]:
 @DTYPES
 @pytest.mark.parametrize("op", ["linear", "w4a16_linear", "w8a16_linear", "mxfp4_linear"])
 @pytest.mark.parametrize("level", native.levels())
-def test_an_mlp_of_every_format(dtype: torch.dtype, op: str, level: str) -> None:
+def test_a_fused_mlp_is_correct_in_every_format(dtype: torch.dtype, op: str, level: str) -> None:
     hidden, inner = 64, 96
     torch.manual_seed(3)
     up = packings(0.1 * torch.randn(2 * inner, hidden, dtype=dtype))[op]()["weight"]

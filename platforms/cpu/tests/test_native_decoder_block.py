@@ -195,9 +195,9 @@ def counted(module: Any) -> list[int]:
     return calls
 
 
-def assert_same(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
+def assert_same(actual: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
     """Compare bits: one call runs the kernels that the parts run, one after another."""
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in zip(actual, expected, strict=True):
         assert mine.dtype == theirs.dtype
         assert torch.equal(mine, theirs)
         assert mine.isfinite().all()
@@ -260,7 +260,7 @@ def test_a_block_in_one_call_is_what_its_parts_compute(
     ],
     ids=lambda changes: " ".join(map(str, next(iter(changes.items())))),
 )
-def test_a_block_of_other_parts(dtype: torch.dtype, changes: dict[str, Any]) -> None:
+def test_fused_blocks_support_optional_parts(dtype: torch.dtype, changes: dict[str, Any]) -> None:
     form = replace(Form(dtype), **changes)
     fused, parts = both(form)
     steps = Steps(form, ((40, 1), (0, 25)))
@@ -272,18 +272,20 @@ def test_a_block_of_other_parts(dtype: torch.dtype, changes: dict[str, Any]) -> 
 @DTYPES
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("rows", [[0, 34], [34], [5, 5, 1], list(range(35)), []])
-def test_rows_that_matter(dtype: torch.dtype, first: bool, rows: list[int]) -> None:
+def test_a_fused_block_returns_only_the_requested_rows(
+    dtype: torch.dtype, first: bool, rows: list[int]
+) -> None:
     form = Form(dtype)
     fused, parts = both(form)
     steps, chosen = Steps(form, ((17, 1), (0, 34))), torch.tensor(rows, dtype=torch.int64)
     expected = steps.run(parts, chosen, first=first)
     with undivided(fused):
-        found = steps.run(fused, chosen, first=first)
-    assert found[0].shape == found[1].shape == (len(rows), HIDDEN)
-    assert_same(found, expected)
+        actual = steps.run(fused, chosen, first=first)
+    assert actual[0].shape == actual[1].shape == (len(rows), HIDDEN)
+    assert_same(actual, expected)
 
 
-def test_arguments_stay_as_they_are() -> None:
+def test_a_fused_block_does_not_change_its_arguments() -> None:
     form = Form(torch.float32)
     block, steps = built(form), Steps(form, ((17, 1), (0, 4)))
     before = steps.x.clone(), steps.residual.clone(), *(table.clone() for table in steps.tables)
@@ -295,7 +297,7 @@ def test_arguments_stay_as_they_are() -> None:
     assert_same((steps.x, steps.residual, *steps.tables), before)
 
 
-def test_no_tokens() -> None:
+def test_a_fused_block_accepts_an_empty_batch() -> None:
     form = Form()
     fused, parts = both(form)
     steps = Steps(form, ((5, 0),))
@@ -411,7 +413,7 @@ OPS = [*FLOATS, *CODED]
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("level", native.levels())
 @pytest.mark.parametrize("lengths", [((40, 1),), ((3, 1), (0, 25))])
-def test_every_format_at_every_level(
+def test_fused_blocks_are_correct_in_every_format_at_every_level(
     op: str, level: str, lengths: tuple[tuple[int, int], ...]
 ) -> None:
     takes_codes = op in CODED
@@ -430,10 +432,10 @@ def test_every_format_at_every_level(
     try:
         expected = steps.run(parts)
         with undivided(fused):
-            found = steps.run(fused)
+            actual = steps.run(fused)
     finally:
         native.force_level(None)
-    assert_same(found[1:], expected[1:])
+    assert_same(actual[1:], expected[1:])
     if takes_codes:
         # Gate and up are float32 in one call and bfloat16 between two, which moves some codes of
         # the last product's inputs by one. In int8 that is 1/127 of the largest. In 8-bit floats it
@@ -442,12 +444,12 @@ def test_every_format_at_every_level(
         # largest of its outputs. So six deviations are a twentieth.
         step = 0.06 if op.startswith(("fp8", "mxfp8")) else 0.02
         largest = float(expected[0].abs().max())
-        torch.testing.assert_close(found[0], expected[0], rtol=0, atol=step * largest)
+        torch.testing.assert_close(actual[0], expected[0], rtol=0, atol=step * largest)
     else:
-        assert_same(found[:1], expected[:1])
+        assert_same(actual[:1], expected[:1])
 
 
-def test_products_of_different_kinds() -> None:
+def test_projections_of_one_block_can_have_different_formats() -> None:
     form = Form()
     fused, parts = both(form)
     torch.manual_seed(4)
@@ -467,7 +469,7 @@ def test_products_of_different_kinds() -> None:
 
 
 @pytest.mark.parametrize("turn", range(len(CODED)))
-def test_an_mlp_and_heads_of_codes_alone(turn: int) -> None:
+def test_fused_mlp_and_attention_support_quantized_inputs(turn: int) -> None:
     """The halves by themselves are the block's: bits, as both hold float32 between products."""
     form = Form()
     fused, parts = both(form)
@@ -487,7 +489,7 @@ def test_an_mlp_and_heads_of_codes_alone(turn: int) -> None:
     assert_same(steps.run(fused), expected)
 
 
-def test_codes_that_the_library_does_not_make_are_left_to_the_parts() -> None:
+def test_unsupported_quantized_inputs_call_the_parts() -> None:
     form = Form()
     fused, parts = both(form)
     torch.manual_seed(4)
@@ -524,7 +526,7 @@ def wrapped(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("declared", [False, True])
-def test_a_matmul_of_others_is_fused_if_it_declares_that_it_may_be(declared: bool) -> None:
+def test_a_declared_foreign_matmul_is_fused(declared: bool) -> None:
     form = Form(torch.float32)
     block, parts = both(form)
     steps = Steps(form, ((17, 1),))
@@ -537,7 +539,7 @@ def test_a_matmul_of_others_is_fused_if_it_declares_that_it_may_be(declared: boo
 
 
 @pytest.mark.parametrize("declared", [False, True])
-def test_a_quantizer_of_others_is_fused_if_it_declares_that_it_may_be(declared: bool) -> None:
+def test_a_declared_foreign_quantizer_is_fused(declared: bool) -> None:
     form = Form()
     block, parts = both(form)
     torch.manual_seed(4)
@@ -560,7 +562,7 @@ def test_a_quantizer_of_others_is_fused_if_it_declares_that_it_may_be(declared: 
 
 
 @pytest.mark.parametrize("declared", [False, True])
-def test_a_norm_of_others_is_fused_if_it_declares_that_it_may_be(declared: bool) -> None:
+def test_a_declared_foreign_norm_is_fused(declared: bool) -> None:
     norm = built(Form(torch.float32)).input_layernorm
     kernel = wrapped(norm.norm)
     norm.norm = interposer_cpu.fused("rms_norm")(kernel) if declared else kernel
@@ -568,7 +570,7 @@ def test_a_norm_of_others_is_fused_if_it_declares_that_it_may_be(declared: bool)
     assert not is_fused(norm, type(norm), norm.norm, "fused_add_rms_norm")
 
 
-def test_another_number_of_threads_gives_the_same() -> None:
+def test_fused_blocks_do_not_depend_on_the_number_of_threads() -> None:
     form = Form()
     block, steps = built(form), Steps(form, STEPS["many"])
     before = torch.get_num_threads()
@@ -679,12 +681,12 @@ def test_exchanged_weights_are_used() -> None:
             linear.operands = (native_linear.pack(weight, None)["weight"], None)
         for norm in (block.input_layernorm, block.self_attn.q_norm):
             norm.constants = tuple(torch.full_like(held, 0.5) for held in norm.constants)
-    found = steps.run(fused)
-    assert not torch.equal(found[0], before[0])
-    assert_same(found, steps.run(parts))
+    actual = steps.run(fused)
+    assert not torch.equal(actual[0], before[0])
+    assert_same(actual, steps.run(parts))
 
 
-def test_a_copy_computes_for_itself() -> None:
+def test_a_copied_block_uses_its_own_weights() -> None:
     form = Form(torch.float32)
     block, steps = built(form), Steps(form, ((17, 1),))
     expected = steps.run(block)
@@ -701,7 +703,7 @@ def test_a_copy_computes_for_itself() -> None:
     assert calls == [1]
 
 
-def test_the_compiler_sees_the_parts() -> None:
+def test_compiled_blocks_call_their_parts() -> None:
     form = Form(torch.float32)
     block, steps = built(form), Steps(form, ((17, 1),))
     expected = steps.run(block)
@@ -788,17 +790,17 @@ def with_sums(
     return hooks
 
 
-def close(found: Any, expected: Any, dtype: torch.dtype = torch.float32) -> None:
+def close(actual: Any, expected: Any, dtype: torch.dtype = torch.float32) -> None:
     """Compare numbers: between gates and up, the fused call rounds nothing to ``dtype``."""
     limit = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=limit * float(theirs.abs().max()))
 
 
 @pytest.mark.parametrize("rows", [None, [1, 4, 6]])
 @pytest.mark.parametrize("parts", [PARTS, PARTS[:1], PARTS[1:3], PARTS[3:]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sums_of_hooks_are_computed_in_the_call(
+def test_lora_hooks_are_computed_in_the_fused_call(
     dtype: torch.dtype, parts: tuple[str, ...], rows: list[int] | None
 ) -> None:
     form = Form(dtype)
@@ -808,18 +810,18 @@ def test_sums_of_hooks_are_computed_in_the_call(
     plain = steps.run(fused, chosen)
     mine = with_sums(fused, parts, chosen, 7, dtype)
     theirs = with_sums(apart, parts, chosen, 7, dtype)
-    found = steps.run(fused, chosen)
+    actual = steps.run(fused, chosen)
     # A hook of another kind makes the layer call its parts.
     apart.self_attn.rotary.register_forward_hook(lambda *_: None)
     apart.mlp.activation.register_forward_hook(lambda *_: None)
     expected = steps.run(apart, chosen)
     assert [hook.calls for hook in mine] == [0] * len(parts)
     assert [hook.calls for hook in theirs] == [1] * len(parts)
-    close(found, expected, dtype)
-    assert not torch.equal(found[0], plain[0])
+    close(actual, expected, dtype)
+    assert not torch.equal(actual[0], plain[0])
 
 
-def test_a_hook_of_other_kernels_is_called() -> None:
+def test_a_hook_with_other_lora_kernels_is_called() -> None:
     form = Form(torch.float32)
     block, steps = built(form), Steps(form, ((17, 1),))
     (hook,) = with_sums(block, PARTS[:1], None, 1)
@@ -836,7 +838,7 @@ def test_a_hook_of_other_kernels_is_called() -> None:
     assert (hook.calls, other.calls, calls) == (0, 1, [1])
 
 
-def test_a_block_holds_no_hook_that_is_gone() -> None:
+def test_a_block_keeps_no_removed_hook_alive() -> None:
     form = Form(torch.float32)
     block, steps = built(form), Steps(form, ((17, 1),))
     plain = steps.run(block)
@@ -850,7 +852,7 @@ def test_a_block_holds_no_hook_that_is_gone() -> None:
     assert all(map(torch.equal, steps.run(block), plain))
 
 
-def test_an_mlp_and_heads_alone_add_as_well() -> None:
+def test_fused_mlp_and_attention_layers_also_add_lora() -> None:
     form = Form(torch.float32)
     layer, parts = (built(form).mlp for _ in range(2))
     x = torch.randn(5, 64)

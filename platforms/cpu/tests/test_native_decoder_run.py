@@ -45,7 +45,7 @@ def loaded(quantization: Any = None, dtype: str = "bfloat16") -> Any:
 
 
 def texts(lm: Any) -> list[str]:
-    return [found.text for found in lm.generate(PROMPTS, SamplingParams(max_new_tokens=12))]
+    return [actual.text for actual in lm.generate(PROMPTS, SamplingParams(max_new_tokens=12))]
 
 
 def by_blocks(lm: Any) -> list[str]:
@@ -59,7 +59,7 @@ def by_blocks(lm: Any) -> list[str]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("method", [None, "int8", "w4a8"])
-def test_a_run_computes_what_its_blocks_do(
+def test_a_run_gives_the_results_of_its_blocks(
     method: str | None, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm = loaded(method and {"quant_method": method}, dtype)
@@ -75,16 +75,16 @@ def test_a_run_computes_what_its_blocks_do(
 
 def states(decoder: Any, by: str, monkeypatch: pytest.MonkeyPatch, lm: Any) -> torch.Tensor:
     """Return the normalised states of a prompt, and check by which call."""
-    found: list[torch.Tensor] = []
-    handle = decoder.register_forward_hook(lambda _module, _given, out: found.append(out.clone()))
+    actual: list[torch.Tensor] = []
+    handle = decoder.register_forward_hook(lambda _module, _given, out: actual.append(out.clone()))
     with counted(monkeypatch) as calls:
         lm.generate(PROMPTS[:1], SamplingParams(max_new_tokens=2))
     handle.remove()
     assert calls[by] > 0
-    return torch.cat(found)
+    return torch.cat(actual)
 
 
-def test_states_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_writes_the_same_cache_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = loaded()
     decoder = lm.engine.model.model
     together = states(decoder, "decoder_blocks", monkeypatch, lm)
@@ -93,7 +93,7 @@ def test_states_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(together, single)
 
 
-def test_exchanged_weights_are_seen() -> None:
+def test_a_run_uses_exchanged_weights() -> None:
     lm = loaded()
     before = texts(lm)
     down = lm.engine.model.model.layers[0].mlp.down_proj
@@ -107,7 +107,7 @@ def test_exchanged_weights_are_seen() -> None:
     assert texts(lm) == before
 
 
-def test_another_kernel_of_one_block_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_calls_a_replaced_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = loaded()
     before = texts(lm)
     down = lm.engine.model.model.layers[1].mlp.down_proj
@@ -129,7 +129,7 @@ def test_another_kernel_of_one_block_is_called(monkeypatch: pytest.MonkeyPatch) 
     assert calls["decoder_block"] == 0
 
 
-def test_a_copy_reads_its_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copied_run_uses_its_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = loaded()
     texts(lm)
     decoder = lm.engine.model.model

@@ -129,18 +129,18 @@ def ragged_dims(**changes: Any) -> dict[str, Any]:
     "changes",
     [{}, {"causal": False}, {"windowed": True, "alibi": True}, {"causal": False, "windowed": True}],
 )
-def test_sequences_of_many_blocks(level: str, changes: dict[str, Any]) -> None:
+def test_sequences_of_many_query_blocks_are_correct(level: str, changes: dict[str, Any]) -> None:
     native.force_level(level)
     for dtype in (torch.float32, torch.bfloat16):
         case = sampled(ragged_attention, dtype, ragged_dims(**changes), 601, 0)
         assert check_kernel(ragged_attention, dense.ragged_attention, case) == []
 
 
-def test_the_logarithm_is_that_of_weights_before_they_are_rounded() -> None:
+def test_lse_is_computed_from_unrounded_weights() -> None:
     dims = ragged_dims(sinks=True, softcapped=True)
     case = sampled(ragged_attention_with_lse, torch.bfloat16, dims, 300, 0)
-    found = check_kernel(ragged_attention_with_lse, dense.ragged_attention_with_lse, case)
-    assert found == []
+    actual = check_kernel(ragged_attention_with_lse, dense.ragged_attention_with_lse, case)
+    assert actual == []
 
 
 def latent_step(dtype: torch.dtype, cache_dtype: torch.dtype) -> dict[str, Any]:
@@ -170,18 +170,18 @@ def latent_step(dtype: torch.dtype, cache_dtype: torch.dtype) -> dict[str, Any]:
 @pytest.mark.parametrize("level", native.levels())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cache_dtype", [None, E4M3, torch.float8_e5m2])
-def test_latent_contexts_of_several_parts(
+def test_latent_attention_is_correct_over_split_contexts(
     level: str, dtype: torch.dtype, cache_dtype: torch.dtype | None
 ) -> None:
     native.force_level(level)
     step = latent_step(dtype, cache_dtype or dtype)
     exact = {**step, "query": step["query"].double(), "cache": step["cache"].double()}
-    found = dense.latent_attention_decode(**step)
+    actual = dense.latent_attention_decode(**step)
     expected = latent_attention_decode.reference(**exact)
     # Values are between -1 and 1, and so is their mean: weights and result are rounded once each;
     # errors of float32 scores of at most 24 and of sums of a thousand terms.
     rounded = 2 * torch.finfo(dtype).eps
-    torch.testing.assert_close(found.double(), expected, atol=rounded + 5e-5, rtol=0)
+    torch.testing.assert_close(actual.double(), expected, atol=rounded + 5e-5, rtol=0)
 
 
 def test_results_do_not_depend_on_the_number_of_threads() -> None:
@@ -194,14 +194,14 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
             results.append((latent, dense.ragged_attention(**case.arguments)))
     finally:
         torch.set_num_threads(before)
-    for found in results[1:]:
-        assert all(map(torch.equal, results[0], found))
+    for actual in results[1:]:
+        assert all(map(torch.equal, results[0], actual))
 
 
 @pytest.mark.parametrize(
     ("stored", "is_read"), [("bfloat16", True), ("float8_e4m3fn", True), ("int8", False)]
 )
-def test_other_latent_caches_are_refused(stored: str, is_read: bool) -> None:
+def test_unsupported_latent_cache_dtypes_are_refused(stored: str, is_read: bool) -> None:
     dims = {"cache_dtype": stored}
     capability = DEVICE.capability
     request = Request("kernel", "latent_attention_decode", "cpu", capability, "bfloat16", dims)
@@ -212,35 +212,41 @@ def test_other_latent_caches_are_refused(stored: str, is_read: bool) -> None:
 
 @pytest.mark.parametrize("level", native.levels())
 @pytest.mark.parametrize(
-    ("label", "wanted"),
+    ("label", "attention_spec"),
     [
-        pytest.param(label, wanted, id=f"{label} {wanted.dtype}")
-        for label, wanted in attention_specs()
-        if wanted.page_size == 4 and wanted.head_size in (32, 80)
-        if not (wanted.alibi or wanted.prefix_lm or wanted.cache_dtype == UINT4)
-        if wanted.type == "decoder" or wanted.window_tokens is None
+        pytest.param(label, attention_spec, id=f"{label} {attention_spec.dtype}")
+        for label, attention_spec in attention_specs()
+        if attention_spec.page_size == 4 and attention_spec.head_size in (32, 80)
+        if not (
+            attention_spec.alibi or attention_spec.prefix_lm or attention_spec.cache_dtype == UINT4
+        )
+        if attention_spec.type == "decoder" or attention_spec.window_tokens is None
         if label.startswith(("GQA full", "MQA window"))
     ],
 )
-def test_pages_of_rows_do_what_the_ops_say(level: str, label: str, wanted: AttentionSpec) -> None:
+def test_the_rows_backend_conforms_to_the_ops(
+    level: str, label: str, attention_spec: AttentionSpec
+) -> None:
     native.force_level(level)
-    assert not check_attention(NativeRowsBackend, wanted, site(wanted.dtype))
+    assert not check_attention(NativeRowsBackend, attention_spec, site(attention_spec.dtype))
 
 
 @pytest.mark.parametrize("change", [{}, {"window_tokens": 6}, {"sinks": True}, {"softcap": 2.0}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_pages_of_rows_keep_promises(dtype: torch.dtype, change: dict[str, Any]) -> None:
-    wanted = spec(dtype=dtype, **change)
-    assert not check_attention(NativeRowsBackend, wanted, site(dtype))
-    assert not check_attention_determinism(NativeRowsBackend, wanted, site(dtype))
-    assert not check_attention_batches(NativeRowsBackend, wanted, site(dtype))
+def test_the_rows_backend_keeps_its_declared_properties(
+    dtype: torch.dtype, change: dict[str, Any]
+) -> None:
+    attention_spec = spec(dtype=dtype, **change)
+    assert not check_attention(NativeRowsBackend, attention_spec, site(dtype))
+    assert not check_attention_determinism(NativeRowsBackend, attention_spec, site(dtype))
+    assert not check_attention_batches(NativeRowsBackend, attention_spec, site(dtype))
 
 
-def test_pages_of_rows_are_chosen_where_tiles_do_not_fit() -> None:
+def test_the_rows_backend_is_selected_for_sizes_without_tiles() -> None:
     place = site(torch.bfloat16)
     for change in ({"page_size": 4}, {"page_size": 16}, {"cache_dtype": E4M3, "sinks": True}):
-        wanted = spec(dtype=torch.bfloat16, **change)
-        assert isinstance(place.resolver.attention(wanted, place), NativeRowsBackend)
+        attention_spec = spec(dtype=torch.bfloat16, **change)
+        assert isinstance(place.resolver.attention(attention_spec, place), NativeRowsBackend)
 
 
 @pytest.mark.parametrize(
@@ -261,11 +267,13 @@ def test_refusals_have_reasons(change: dict[str, Any], reason: str) -> None:
     assert "riscv64" in NativeRowsBackend.accepts(spec(), Capability("riscv64")).reason
 
 
-def test_compiled_pages_of_rows_call_the_op() -> None:
-    wanted = spec(cache_dtype=E4M3)
-    backend = NativeRowsBackend(wanted, site(wanted.dtype))
-    plan = backend.plan(paged_batch([torch.tensor([2, 0, 1])], [0], [12], wanted.page_size))
-    query, key, value = random_projections(wanted, 12, torch.Generator().manual_seed(0), fused=True)
+def test_the_compiled_rows_backend_calls_the_registered_op() -> None:
+    attention_spec = spec(cache_dtype=E4M3)
+    backend = NativeRowsBackend(attention_spec, site(attention_spec.dtype))
+    plan = backend.plan(paged_batch([torch.tensor([2, 0, 1])], [0], [12], attention_spec.page_size))
+    query, key, value = random_projections(
+        attention_spec, 12, torch.Generator().manual_seed(0), fused=True
+    )
     scales = backend.prepare_scales(torch.tensor([0.01]), torch.tensor([0.02]))
     compiled = torch.compile(backend.forward_quantized, backend="aot_eager", fullgraph=True)
     results = []

@@ -103,12 +103,12 @@ def test_results_do_not_depend_on_the_number_of_threads(
     for count in (1, 2, 3):
         threads(count)
         results.append(torch.utils._pytree.tree_leaves(CALLS[name]()))
-    for found in results[1:]:
-        assert all(map(torch.equal, results[0], found))
+    for actual in results[1:]:
+        assert all(map(torch.equal, results[0], actual))
 
 
 @DTYPES
-def test_rows_in_another_order_keep_it(dtype: torch.dtype) -> None:
+def test_results_keep_the_strides_of_reordered_rows(dtype: torch.dtype) -> None:
     x = WIDE[:24, :96].reshape(4, 6, 96).to(dtype).transpose(0, 1)
     weight = WEIGHT[:96].to(dtype)
     normed = {"x": x, "weight": weight, "eps": 1e-5}
@@ -136,22 +136,22 @@ def test_rows_in_another_order_keep_it(dtype: torch.dtype) -> None:
         (float("inf"), float("inf")),
     ],
 )
-def test_silu_far_from_zero(x: float, expected: float) -> None:
-    found = activations.silu_and_mul(torch.tensor([[x, 1.0]]))
-    assert found.item() == pytest.approx(expected, rel=5e-7, abs=1e-37)
+def test_silu_is_accurate_far_from_zero(x: float, expected: float) -> None:
+    actual = activations.silu_and_mul(torch.tensor([[x, 1.0]]))
+    assert actual.item() == pytest.approx(expected, rel=5e-7, abs=1e-37)
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_gelu_of_many_numbers(approximate: str) -> None:
+def test_gelu_is_accurate_for_many_numbers(approximate: str) -> None:
     gates = torch.linspace(-12, 12, 40_000)
     x = torch.stack((gates, torch.ones_like(gates)), 1).flatten(1)
-    found = activations.gelu_and_mul(x, approximate).squeeze(1).double()
+    actual = activations.gelu_and_mul(x, approximate).squeeze(1).double()
     exact = torch.nn.functional.gelu(gates.double(), approximate=approximate)
     # Three units of what float32 rounds at the gate's size.
-    assert bool(((found - exact).abs() <= 2e-7 + 1.8e-7 * gates.abs()).all())
+    assert bool(((actual - exact).abs() <= 2e-7 + 1.8e-7 * gates.abs()).all())
 
 
-def test_codes_are_ties_to_even_and_saturate() -> None:
+def test_quantized_values_round_ties_to_even_and_saturate() -> None:
     x = torch.tensor([[127.0, 0.5, 1.5, -2.5, -127.0], [0.0, -0.0, 0.0, 0.0, 0.0]])
     codes, scales = quantizers.quantize_int8_per_token(x)
     assert codes.tolist() == [[127, 0, 2, -2, -127], [0, 0, 0, 0, 0]]

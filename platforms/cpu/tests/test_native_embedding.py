@@ -45,7 +45,7 @@ PACKERS: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-def test_a_plain_table_and_the_head_that_shares_it_are_one_copy() -> None:
+def test_an_embedding_and_its_tied_head_share_one_packed_copy() -> None:
     weight = torch.randn(V, H)
     looked_up = pack_embedding(weight)["weight"][0][0]
     assert linear.pack(weight, None)["weight"][0] is looked_up
@@ -56,7 +56,9 @@ def test_a_plain_table_and_the_head_that_shares_it_are_one_copy() -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("asymmetric", [False, True])
-def test_a_quantized_table_and_its_head_are_one_copy(bits: int, asymmetric: bool) -> None:
+def test_a_quantized_embedding_and_its_tied_head_share_one_copy(
+    bits: int, asymmetric: bool
+) -> None:
     weight, scale, zeros = codes(bits)
     offsets = zeros if asymmetric else None
     pack_rows, pack_product = PACKERS[bits]
@@ -68,7 +70,7 @@ def test_a_quantized_table_and_its_head_are_one_copy(bits: int, asymmetric: bool
     assert pack_product(weight, scale, None, other)["weight"][0] is not looked_up
 
 
-def test_a_head_of_rounded_inputs_multiplies_by_the_same_copy() -> None:
+def test_a_head_with_quantized_inputs_shares_the_same_copy() -> None:
     weight, scale, zeros = codes(4)
     looked_up = pack_w4a16_embedding(weight, scale, zeros)["weight"][0][0]
     assert linear.pack_w4a8(weight, scale, zeros, None)["weight"][0] is looked_up
@@ -79,7 +81,7 @@ def test_a_head_of_rounded_inputs_multiplies_by_the_same_copy() -> None:
     assert linear.pack_int8(weight, of_rows.clone(), None)["weight"][0] is not looked_up
 
 
-def test_what_was_written_since_is_packed_anew() -> None:
+def test_a_weight_written_after_packing_is_packed_again() -> None:
     weight = torch.randn(V, H)
     table = pack_embedding(weight)["weight"]
     weight[3] += 1
@@ -97,7 +99,7 @@ def test_what_was_written_since_is_packed_anew() -> None:
         assert not torch.equal(native_embedding.embedding(torch.tensor([3]), first), rows)
 
 
-def test_a_copy_goes_with_those_that_hold_it_and_keeps_nothing() -> None:
+def test_a_packed_copy_is_freed_with_its_last_user() -> None:
     weight = torch.randn(V, H)
     table = pack_embedding(weight)["weight"]
     gone, source = weakref.ref(table[0][0]), weakref.ref(weight)
@@ -114,7 +116,7 @@ def test_a_copy_goes_with_those_that_hold_it_and_keeps_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_tied_head_holds_what_its_embedding_looks_up(dtype: torch.dtype) -> None:
+def test_a_tied_head_uses_the_memory_of_its_embedding(dtype: torch.dtype) -> None:
     config = Config(canary="off", tables=False)
     site = Site(Resolver(current_registry(), place().device, config), "", dtype)
     at = site.at("lm_head")
@@ -160,19 +162,19 @@ def tables() -> dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Ten
 
 @pytest.mark.parametrize("kind", ["plain", "int4", "int8"])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_rows_are_those_of_the_reference(kind: str, threads: int) -> None:
+def test_looked_up_rows_equal_the_reference(kind: str, threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     # Enough of them for several threads, in memory with gaps.
     ids = torch.randint(V, (2 * 1111,), generator=torch.Generator().manual_seed(1))[::2]
-    found, expected = tables()[kind](ids)
+    actual, expected = tables()[kind](ids)
     torch.set_num_threads(before)
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("kind", ["plain", "int4", "int8"])
 @pytest.mark.parametrize("wrong", [V, -1, 1 << 40])
-def test_rows_that_are_not_there_are_refused(kind: str, wrong: int) -> None:
+def test_token_ids_out_of_range_are_refused(kind: str, wrong: int) -> None:
     with pytest.raises(IndexError):
         tables()[kind](torch.tensor([0, wrong]))
 

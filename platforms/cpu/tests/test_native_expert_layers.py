@@ -88,29 +88,27 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> type[Counted]:
 @pytest.mark.parametrize("dtype", [*CLOSE])
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("tokens", [0, 1, 7, 300])
-def test_one_call_computes_what_the_loop_does(
+def test_fused_experts_give_the_results_of_the_loop(
     form: str, dtype: torch.dtype, tokens: int, calls: type[Counted]
 ) -> None:
     x, weights, ids = routing(tokens, dtype)
     one, loop = (built(name, FORMATS[form], dtype) for name in ("native", "standard"))
-    found, expected = one(x, weights, ids), loop(x, weights, ids)
+    actual, expected = one(x, weights, ids), loop(x, weights, ids)
     assert calls.calls == 1
-    assert found.dtype == dtype
+    assert actual.dtype == dtype
     if tokens:
         assert expected.abs().amax() > 0.1
         atol = CLOSE[dtype] * float(expected.abs().amax())
         # A number halfway between two codes may go either way, which moves few sums by one step.
-        assert ((found - expected).abs() <= atol).double().mean() > 0.98
-        assert ((found - expected).abs() <= 5e-2 * expected.abs().amax()).all()
+        assert ((actual - expected).abs() <= atol).double().mean() > 0.98
+        assert ((actual - expected).abs() <= 5e-2 * expected.abs().amax()).all()
     apart = x.repeat(1, 2)[:, ::2] if tokens else x
     wide = torch.stack((weights, weights), 2)[..., 0], ids.long()
     assert one(apart, *wide).shape == x.shape
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "swiglu_oai"])
-def test_activations_with_interleaved_gates_are_left_to_the_loop(
-    activation: str, calls: type[Counted]
-) -> None:
+def test_interleaved_gates_use_the_loop(activation: str, calls: type[Counted]) -> None:
     spec = replace(SPEC, activation=activation)
     given = routing(9, torch.float32)
     one, loop = (
@@ -148,7 +146,7 @@ def test_other_kernels_hooks_and_dispatchers_call_the_parts(calls: type[Counted]
     assert calls.calls == 1
 
 
-def test_weights_that_are_exchanged_are_seen(calls: type[Counted]) -> None:
+def test_fused_experts_use_exchanged_weights(calls: type[Counted]) -> None:
     given = routing(4, torch.float32)
     layer = built("native", FORMATS["int8"], torch.float32)
     before = layer(*given)
@@ -163,7 +161,7 @@ def test_weights_that_are_exchanged_are_seen(calls: type[Counted]) -> None:
     torch.testing.assert_close(after, alone)
 
 
-def test_an_expert_that_is_not_there_is_refused(calls: type[Counted]) -> None:
+def test_an_expert_id_out_of_range_is_refused(calls: type[Counted]) -> None:
     x, weights, ids = routing(2, torch.float32)
     layer = built("native", FORMATS["int8"], torch.float32)
     with pytest.raises(RuntimeError, match="the native experts failed"):

@@ -118,7 +118,7 @@ def test_kernels_conform_on_every_level_below_the_best(level: str, forced: None)
 
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_many_rows_of_an_expert_are_taken_in_turns(name: str, dtype: torch.dtype) -> None:
+def test_many_rows_of_one_expert_are_computed_in_segments(name: str, dtype: torch.dtype) -> None:
     # About 150 rows of each expert: more than are multiplied by a block at a time.
     case = sample(name, 300, dtype)
     assert check_kernel(OPS[name], kernel_of(name), case) == []
@@ -138,7 +138,7 @@ def test_results_do_not_depend_on_the_number_of_threads(
     assert torch.equal(results[0], results[2])
 
 
-def test_more_tokens_than_memory_is_taken_for_are_computed_in_turns() -> None:
+def test_large_batches_are_computed_in_chunks() -> None:
     # A slot takes 24 kB between the products, of which there are 128 MiB at most.
     tokens, hidden, inner, experts, top_k = 3200, 4096, 16, 2, 2
     generator = torch.Generator().manual_seed(0)
@@ -159,11 +159,11 @@ def test_more_tokens_than_memory_is_taken_for_are_computed_in_turns() -> None:
         routed = ("x", "weights", "expert_ids")
         some = {**arguments, **{part: arguments[part][rows] for part in routed}}
         # Other rows beside them may be another way through a product: h and y move by roundings.
-        found = native_experts.fused_experts(**some)
-        torch.testing.assert_close(found, whole[rows], rtol=2**-7, atol=2**-8)
+        actual = native_experts.fused_experts(**some)
+        torch.testing.assert_close(actual, whole[rows], rtol=2**-7, atol=2**-8)
 
 
-def test_all_that_was_packed_stands_in_one_memory_and_equal_weights_are_equal_bytes() -> None:
+def test_experts_are_packed_into_one_tensor_with_reproducible_bytes() -> None:
     case = sample("fused_experts_mxfp4", 3)
     made = []
     for filling in (0, 255):
@@ -179,7 +179,7 @@ def test_all_that_was_packed_stands_in_one_memory_and_equal_weights_are_equal_by
 
 @pytest.mark.parametrize("block", [12, 10, 32])
 @pytest.mark.parametrize("form", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_scales_of_any_blocks_are_taken(block: int, form: torch.dtype) -> None:
+def test_scales_of_any_block_size_are_accepted(block: int, form: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, inner, experts = 4 * block, 2 * block, 3
 
@@ -201,13 +201,13 @@ def test_scales_of_any_blocks_are_taken(block: int, form: torch.dtype) -> None:
         "activation": "gelu",
     }
     expected = fused_experts_fp8.reference(**arguments)
-    found = result_of("fused_experts_fp8", Case("", arguments))
+    actual = result_of("fused_experts_fp8", Case("", arguments))
     # Sums of at most 128 terms and 64 terms, in float32, of results that are below 10.
-    torch.testing.assert_close(found, expected, rtol=0, atol=200 * 2**-24 * 10)
-    assert bool((found[4] == 0).all())
+    torch.testing.assert_close(actual, expected, rtol=0, atol=200 * 2**-24 * 10)
+    assert bool((actual[4] == 0).all())
 
 
-def test_what_lies_apart_and_wider_ids_are_taken() -> None:
+def test_noncontiguous_inputs_and_int64_ids_are_accepted() -> None:
     case = sample("fused_experts", 6, torch.float32)
     arguments = packed("fused_experts", case)
     expected = native_experts.fused_experts(**arguments)
@@ -218,11 +218,11 @@ def test_what_lies_apart_and_wider_ids_are_taken() -> None:
         "expert_ids": given["expert_ids"].to(torch.int64).t().contiguous().t(),
     }
     for name, tensor in apart.items():
-        found = native_experts.fused_experts(**{**arguments, name: tensor})
-        assert torch.equal(found, expected), name
+        actual = native_experts.fused_experts(**{**arguments, name: tensor})
+        assert torch.equal(actual, expected), name
 
 
-def test_what_cannot_be_computed_is_refused() -> None:
+def test_unsupported_expert_calls_are_refused() -> None:
     arguments = packed("fused_experts", sample("fused_experts", 2))
     with pytest.raises(RequestError, match="'relu' of experts; try 'silu', 'gelu' or"):
         native_experts.fused_experts(**{**arguments, "activation": "relu"})
@@ -240,7 +240,7 @@ def test_what_cannot_be_computed_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("group", "sizes", "taken"), [(8, 64, True), (4, 64, False), (4, 4, True)])
-def test_groups_that_cut_words_are_refused(group: int, sizes: int, taken: bool) -> None:
+def test_groups_that_divide_packed_words_are_refused(group: int, sizes: int, taken: bool) -> None:
     dims = {"group_size": group, "hidden_size": sizes, "intermediate_size": sizes}
     device = CPUPlatform().devices()[0]
     request = Request("kernel", "fused_experts_w4a16", "cpu", device.capability, "float32", dims)

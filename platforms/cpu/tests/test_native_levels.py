@@ -189,7 +189,7 @@ class Built:
     def instructions(self, target: str) -> list[Instruction]:
         """Return the code of all objects of one target."""
         objdump = needed(f"{self.tools}objdump")
-        found = []
+        code_lines = []
         for file in sorted((self.folder / f"CMakeFiles/{target}.dir").rglob("*.o")):
             command = [objdump, "--disassemble", "--wide", str(file)]
             listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -197,9 +197,11 @@ class Built:
                 address, *parts = line.split("\t")
                 if parts[1:] and address.endswith(":"):
                     code = bytes.fromhex(parts[0].replace(" ", ""))
-                    found.append(Instruction(code, " ".join(" ".join(parts[1:]).split()) + " "))
-        assert found, f"{target} holds no code"
-        return found
+                    code_lines.append(
+                        Instruction(code, " ".join(" ".join(parts[1:]).split()) + " ")
+                    )
+        assert code_lines, f"{target} holds no code"
+        return code_lines
 
 
 Build = Callable[..., Built]
@@ -248,8 +250,8 @@ def _build(folder: Path, architecture: str, *options: str) -> Built:
 
 
 def _succeed(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]
 
 
 @pytest.fixture(scope="session")
@@ -259,21 +261,21 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def cases_by_level(done: subprocess.CompletedProcess[str]) -> dict[str, list[str]]:
+def cases_by_level(process: subprocess.CompletedProcess[str]) -> dict[str, list[str]]:
     """Return the cases that passed at each level.
 
     Raises: AssertionError: one of them did not, or none was run.
     """
-    lines = done.stdout.splitlines()
+    lines = process.stdout.splitlines()
     failures = [line for line in lines if line.startswith(("FAILED", "    "))]
-    assert done.returncode == 0, "\n".join([*failures[:20], done.stderr[-2000:]])
-    found = dict[str, list[str]]()
+    assert process.returncode == 0, "\n".join([*failures[:20], process.stderr[-2000:]])
+    cases_by_level = dict[str, list[str]]()
     for line in lines:
         state, _, rest = line.partition(" ")
         if state == "ok":
             level, _, case = rest.partition(" ")
-            found.setdefault(level, []).append(case)
-    return found
+            cases_by_level.setdefault(level, []).append(case)
+    return cases_by_level
 
 
 def levels_until(architecture: str, best: str) -> tuple[str, ...]:
@@ -302,25 +304,27 @@ def check_all_levels(built: Built, golden: Path, levels: tuple[str, ...], model:
         assert ops >= {"linear", "w4a16_linear", "int8_linear", "fp8_linear"}
 
 
-def test_levels_are_known_by_the_same_names() -> None:
+def test_python_and_the_library_name_the_same_levels() -> None:
     assert [name for names in LEVELS_OF.values() for name in names] == list(LEVELS.values())
 
 
 @pytest.mark.native
 @pytest.mark.slow
-def test_kernels_are_right_at_every_level_of_this_processor(build: Build, golden: Path) -> None:
+def test_kernels_are_correct_at_every_level_of_this_processor(build: Build, golden: Path) -> None:
     built = build()
     check_all_levels(built, golden, levels_here(built))
 
 
 @pytest.mark.native
 @pytest.mark.slow
-def test_wrong_results_and_levels_are_found(build: Build, golden: Path, tmp_path: Path) -> None:
+def test_the_test_program_detects_wrong_results_and_levels(
+    build: Build, golden: Path, tmp_path: Path
+) -> None:
     content = bytearray(golden.read_bytes())
     # Behind the dtype of a result stands how many numbers are expected, then these. Behind that of
     # an argument stands something else, which is no such number; the last results may be empty.
     name = b"\x08\x00\x00\x00bfloat16"
-    ends = [found.end() for found in re.finditer(name, content)]
+    ends = [hit.end() for hit in re.finditer(name, content)]
     counts = {end: struct.unpack_from("<q", content, end)[0] for end in ends}
     at = max(end for end, count in counts.items() if 0 < count < 2**20) + 8
     content[at : at + 8] = struct.pack("<d", 1e9)
@@ -328,17 +332,19 @@ def test_wrong_results_and_levels_are_found(build: Build, golden: Path, tmp_path
     changed.write_bytes(content)
     cut.write_bytes(content[:-1])
     built = build()
-    done = built.run("--only", "w8a16_embedding", str(changed))
-    num_levels = len(set(re.findall(r"^ok (\w+)", done.stdout, re.MULTILINE)))
-    assert done.returncode == 1
-    assert done.stdout.count("FAILED") == done.stdout.count("1e+09 expected") == num_levels > 0
+    process = built.run("--only", "w8a16_embedding", str(changed))
+    num_levels = len(set(re.findall(r"^ok (\w+)", process.stdout, re.MULTILINE)))
+    assert process.returncode == 1
+    assert (
+        process.stdout.count("FAILED") == process.stdout.count("1e+09 expected") == num_levels > 0
+    )
     assert built.run(str(cut)).returncode == 2
     assert built.run("--best", "another", str(golden)).returncode == 1
 
 
 @pytest.mark.foreign
 @pytest.mark.parametrize(("architecture", "model", "best"), EMULATED)
-def test_kernels_are_right_in_an_emulator(
+def test_kernels_are_correct_in_an_emulator(
     architecture: str, model: str, best: str, build: Build, golden: Path
 ) -> None:
     check_all_levels(build(architecture), golden, levels_until(architecture, best), model)
@@ -355,32 +361,32 @@ def check_instructions(built: Built, level: str) -> None:
         for pattern in USES.get((family, level), []):
             assert any(re.match(pattern, text) for text in texts), f"{family}: no {pattern}"
         refused = "|".join(LACKS[level])
-        found = sorted({text for text in texts if re.match(refused, text)})
+        offending = sorted({text for text in texts if re.match(refused, text)})
         if level in (
             "avx2",
             "avx2_vnni",
         ):  # this byte begins what AVX-512 brought, and nothing else
-            found += [i.text for i in instructions if i.code[0] == 0x62]
-        assert not found, f"{family} at {level}: {found[:5]}"
+            offending += [i.text for i in instructions if i.code[0] == 0x62]
+        assert not offending, f"{family} at {level}: {offending[:5]}"
 
 
 def check_baseline(built: Built) -> None:
     refused = "|".join(BASELINE[built.architecture])
     texts = {instruction.text for instruction in built.instructions("kernels")}
-    found = sorted(text for text in texts if re.match(refused, text))
-    assert not found, found[:5]
+    offending = sorted(text for text in texts if re.match(refused, text))
+    assert not offending, offending[:5]
 
 
 @pytest.mark.native
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS_OF.get(HERE, ()))
-def test_objects_hold_the_instructions_of_their_level(level: str, build: Build) -> None:
+def test_objects_contain_the_instructions_of_their_level(level: str, build: Build) -> None:
     check_instructions(build(), level)
 
 
 @pytest.mark.native
 @pytest.mark.slow
-def test_what_chooses_a_level_needs_none(build: Build) -> None:
+def test_code_that_selects_a_level_uses_baseline_instructions(build: Build) -> None:
     check_baseline(build())
 
 
@@ -390,7 +396,7 @@ def test_what_chooses_a_level_needs_none(build: Build) -> None:
     [(architecture, level) for architecture in ("aarch64", "s390x")
      for level in LEVELS_OF[architecture]],
 )  # fmt: skip
-def test_foreign_objects_hold_the_instructions_of_their_level(
+def test_cross_compiled_objects_contain_the_instructions_of_their_level(
     architecture: str, level: str, build: Build
 ) -> None:
     check_instructions(build(architecture), level)
@@ -398,13 +404,15 @@ def test_foreign_objects_hold_the_instructions_of_their_level(
 
 @pytest.mark.foreign
 @pytest.mark.parametrize("architecture", ["aarch64", "s390x"])
-def test_what_chooses_a_level_needs_none_elsewhere(architecture: str, build: Build) -> None:
+def test_cross_compiled_level_selection_uses_baseline_instructions(
+    architecture: str, build: Build
+) -> None:
     check_baseline(build(architecture))
 
 
 @pytest.mark.native
 @pytest.mark.slow
-def test_sanitizers_find_nothing_nor_in_emulated_tiles(build: Build, golden: Path) -> None:
+def test_sanitizers_find_no_error_also_with_emulated_tiles(build: Build, golden: Path) -> None:
     built = build(HERE, *SANITIZED)
     levels = levels_here(built)
     # What AMX adds is emulated, the rest of that level is not.
@@ -414,15 +422,15 @@ def test_sanitizers_find_nothing_nor_in_emulated_tiles(build: Build, golden: Pat
 
 
 def check_tiles(built: Built) -> None:
-    done = built.run(program="tile_tests")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("ok ") >= 10
+    process = built.run(program="tile_tests")
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout.count("ok ") >= 10
 
 
 def check_matrices(built: Built, model: str = "") -> None:
-    done = built.run(program="matrix_tests", model=model)
-    assert done.returncode == 0, done.stdout + done.stderr
-    of_dtypes = [done.stdout.count(f"ok {dtype}: ") for dtype in ("bfloat16", "int8")]
+    process = built.run(program="matrix_tests", model=model)
+    assert process.returncode == 0, process.stdout + process.stderr
+    of_dtypes = [process.stdout.count(f"ok {dtype}: ") for dtype in ("bfloat16", "int8")]
     # Of three head sizes and six numbers of tokens each, up to eight rows and up to four.
     assert of_dtypes == [8 * 18, 4 * 18]
 
@@ -430,19 +438,19 @@ def check_matrices(built: Built, model: str = "") -> None:
 @pytest.mark.native
 @pytest.mark.slow
 def test_ranks_get_the_same_bits(build: Build) -> None:
-    done = build().run(program="rank_tests")
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = build().run(program="rank_tests")
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 @pytest.mark.foreign
 @pytest.mark.parametrize("architecture", ["aarch64", "s390x"])
 def test_ranks_get_the_same_bits_in_an_emulator(architecture: str, build: Build) -> None:
-    done = build(architecture).run(program="rank_tests", model="max")
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = build(architecture).run(program="rank_tests", model="max")
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 @pytest.mark.foreign
-def test_matrices_have_the_bits_of_dot_products_in_an_emulator(build: Build) -> None:
+def test_matrix_instructions_equal_dot_products_in_an_emulator(build: Build) -> None:
     built = build("aarch64")
     check_matrices(built, "max")
     assert built.run(program="matrix_tests", model="neoverse-n1").returncode == 2
@@ -450,7 +458,7 @@ def test_matrices_have_the_bits_of_dot_products_in_an_emulator(build: Build) -> 
 
 @pytest.mark.native
 @pytest.mark.slow
-def test_matrices_have_the_bits_of_dot_products(build: Build) -> None:
+def test_matrix_instructions_equal_dot_products(build: Build) -> None:
     if "bf16_i8mm" not in native.levels():
         pytest.skip("needs a processor with the level bf16_i8mm")
     check_matrices(build())
@@ -458,7 +466,7 @@ def test_matrices_have_the_bits_of_dot_products(build: Build) -> None:
 
 @pytest.mark.native
 @pytest.mark.slow
-def test_emulated_tiles_do_what_is_documented(build: Build) -> None:
+def test_emulated_tiles_follow_the_documentation(build: Build) -> None:
     if "avx512_bf16" not in native.levels():
         pytest.skip("needs a processor with the level avx512_bf16")
     check_tiles(build(HERE, *SANITIZED))
@@ -466,7 +474,7 @@ def test_emulated_tiles_do_what_is_documented(build: Build) -> None:
 
 @pytest.mark.native
 @pytest.mark.slow
-def test_tiles_do_what_is_documented(build: Build) -> None:
+def test_tiles_follow_the_documentation(build: Build) -> None:
     if "amx" not in native.levels():
         pytest.skip("needs a processor with the level amx")
     check_tiles(build())

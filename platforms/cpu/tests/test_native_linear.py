@@ -66,7 +66,7 @@ def test_kernels_conform_on_every_level_below_the_best(level: str, forced: None)
     assert ran == set(OPS)
 
 
-def test_an_unknown_level_is_refused_with_those_that_are_there(forced: None) -> None:
+def test_an_unknown_level_is_refused_with_the_available_levels(forced: None) -> None:
     before = native.level()
     with pytest.raises(ConfigError, match=f"no level 'avx1024' here.*{LEVELS[0]}"):
         native.force_level("avx1024")
@@ -92,7 +92,7 @@ def test_results_do_not_depend_on_the_number_of_threads(rows: int) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("in_features", [8, 120, 136, 1032])
-def test_rows_of_a_batch_are_what_each_is_alone(in_features: int, level: str, forced: None) -> None:
+def test_a_row_gives_the_same_bits_in_any_batch(in_features: int, level: str, forced: None) -> None:
     # Pieces of a block hold 128 inputs: none is whole, one is, or several and a rest. Sums of
     # integers are exact, so that not a bit may differ.
     native.force_level(level)
@@ -114,7 +114,9 @@ def test_rows_of_a_batch_are_what_each_is_alone(in_features: int, level: str, fo
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_a_batch_are_exact_products(dtype: torch.dtype, level: str, forced: None) -> None:
+def test_batched_matmuls_are_exact_for_small_integers(
+    dtype: torch.dtype, level: str, forced: None
+) -> None:
     # Integers whose sums float32 holds exactly, in whatever order they are added.
     native.force_level(level)
     for in_features in (8, 56, 72, 1032):
@@ -126,7 +128,7 @@ def test_rows_of_a_batch_are_exact_products(dtype: torch.dtype, level: str, forc
             assert torch.equal(linear.linear(x[:rows], packed, None), expected[:rows])
 
 
-def test_threads_are_those_of_torch() -> None:
+def test_kernels_use_the_threads_of_torch() -> None:
     packed = linear.pack(torch.randn(256, 64), None)["weight"]
     linear.linear(torch.randn(2, 64), packed, None)
     lines = Path("/proc/self/maps").read_text().splitlines()
@@ -147,7 +149,7 @@ def test_equal_weights_are_packed_into_equal_bytes() -> None:
     assert torch.equal(*made)
 
 
-def test_scales_are_narrowed_only_where_nothing_is_lost() -> None:
+def test_scales_are_narrowed_only_if_exact() -> None:
     weight = torch.randint(0, 256, (64, 32), dtype=torch.uint8)
     fine = torch.rand(64, 2) + 1
     coarse = fine.bfloat16().float()
@@ -158,8 +160,8 @@ def test_scales_are_narrowed_only_where_nothing_is_lost() -> None:
     for scale in (fine, coarse):
         packed = linear.pack_w4a16(weight, scale, None)["weight"]
         expected = x.double() @ (codes * scale.double().unsqueeze(-1)).flatten(1).T
-        found = linear.w4a16_linear(x, packed, None, None)
-        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-3)
+        actual = linear.w4a16_linear(x, packed, None, None)
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-3)
 
 
 def test_a_device_without_the_instructions_is_refused_by_name() -> None:
@@ -180,7 +182,7 @@ def test_compiled_code_calls_the_registered_op() -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("rows", [1, 40])
-def test_what_a_weight_of_nan_multiplies_is_nan(level: str, rows: int, forced: None) -> None:
+def test_a_nan_weight_gives_nan_results(level: str, rows: int, forced: None) -> None:
     native.force_level(level)
     weight = torch.randn(70, 64).to(torch.float8_e4m3fn)
     codes = weight.view(torch.uint8)
@@ -195,7 +197,7 @@ def test_what_a_weight_of_nan_multiplies_is_nan(level: str, rows: int, forced: N
 
 @pytest.mark.parametrize("num_rows", [1, 8, 40])
 @pytest.mark.parametrize("num_threads", [2, 3, 5, 70])
-def test_every_output_is_written_once_whoever_takes_it(num_threads: int, num_rows: int) -> None:
+def test_every_output_is_written_once_under_work_stealing(num_threads: int, num_rows: int) -> None:
     # 3, and 9, blocks of 64 outputs: fewer than threads, and shares of unequal size.
     before = torch.get_num_threads()
     generator = torch.Generator().manual_seed(num_threads)

@@ -65,7 +65,7 @@ def test_kernels_conform_on_every_level_below_the_best(level: str) -> None:
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 9),
 )
-def test_any_sizes_are_right(
+def test_lora_is_correct_for_any_sizes(
     name: str, width: int, rank: int, num_tokens: int, dtype: torch.dtype, seed: int
 ) -> None:
     op, function, prepare = KERNELS[name]
@@ -77,7 +77,7 @@ def test_any_sizes_are_right(
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("num_tokens", [1, 300])
-def test_what_threads_share_is_right(name: str, num_tokens: int) -> None:
+def test_multithreaded_results_are_correct(name: str, num_tokens: int) -> None:
     """One token of a wide layer, and a prompt."""
     op, function, prepare = KERNELS[name]
     assert op.sample is not None

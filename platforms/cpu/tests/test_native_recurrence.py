@@ -73,7 +73,7 @@ def test_kernels_conform_on_every_level_below_the_best(level: str) -> None:
 @each_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("num_tokens", [5, 200])
-def test_what_threads_share_is_right(
+def test_multithreaded_results_are_correct(
     op: Op, function: Callable[..., torch.Tensor], dtype: torch.dtype, num_tokens: int
 ) -> None:
     """Several sequences that decode, and one prompt, of more numbers than one thread takes."""
@@ -81,7 +81,7 @@ def test_what_threads_share_is_right(
 
 
 @each_kernel
-def test_a_sequence_gives_the_same_bits_whatever_stands_beside_it(
+def test_a_sequence_gives_the_same_bits_in_any_batch(
     op: Op, function: Callable[..., torch.Tensor]
 ) -> None:
     pool = op.mutates[0]
@@ -99,7 +99,7 @@ def test_a_sequence_gives_the_same_bits_whatever_stands_beside_it(
 
 
 @each_kernel
-def test_chunks_give_the_bits_of_the_whole(op: Op, function: Callable[..., torch.Tensor]) -> None:
+def test_chunked_prefill_gives_the_same_bits(op: Op, function: Callable[..., torch.Tensor]) -> None:
     """Tokens pass one after the other, and a state is kept as it is, whatever the cut."""
     pool, length = op.mutates[0], 40
     arguments = sampled(op, torch.float32, length).arguments

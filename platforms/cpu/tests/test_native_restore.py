@@ -27,8 +27,8 @@ def any_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Ten
     return bits.to(width).view(dtype)
 
 
-def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.equal(found.view(WIDTHS[found.dtype]), expected.view(WIDTHS[found.dtype]))
+def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.equal(actual.view(WIDTHS[actual.dtype]), expected.view(WIDTHS[actual.dtype]))
 
 
 def site(dtype: torch.dtype) -> Site:
@@ -37,7 +37,7 @@ def site(dtype: torch.dtype) -> Site:
 
 @settings(max_examples=num_examples(25), deadline=None)
 @given(st.integers(1, 70), st.integers(1, 70), st.booleans(), DTYPES, st.integers(0, 99))
-def test_a_weight_of_any_size_and_bits(
+def test_a_packed_weight_is_restored_bit_for_bit(
     outputs: int, inputs: int, biased: bool, dtype: torch.dtype, seed: int
 ) -> None:
     sizes = {"in_features": inputs, "out_features": outputs}
@@ -59,7 +59,7 @@ def test_a_weight_of_any_size_and_bits(
     st.booleans(),
     DTYPES,
 )
-def test_matrices_of_experts(
+def test_packed_experts_are_restored_bit_for_bit(
     count: int, hidden: int, inner: int, biased: bool, dtype: torch.dtype
 ) -> None:
     bound = site(dtype).bind_kernel(
@@ -81,7 +81,7 @@ def test_matrices_of_experts(
     }
     into = {name: torch.empty_like(constants[name]) for name in ("gate_up", "down")}  # type: ignore[arg-type]
     bound.restore(**bound.prepared(**constants), into=into)
-    for name, found in into.items():
+    for name, actual in into.items():
         expected = constants[name]
         assert expected is not None
-        assert same_bits(found, expected)
+        assert same_bits(actual, expected)

@@ -110,7 +110,7 @@ def test_kernels_conform_on_every_level_below_the_best(level: str, forced: None)
 
 @DTYPES
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_tokens_of_a_wide_vocabulary_are_those_of_the_reference(
+def test_tokens_of_a_large_vocabulary_equal_the_reference(
     setting: Setting, dtype: torch.dtype
 ) -> None:
     # Rows that are drawn without regard to margins: two values within a rounding of each other
@@ -162,7 +162,7 @@ def test_draws_follow_the_softmax() -> None:
 
 
 @DTYPES
-def test_the_lowest_index_wins_wherever_parts_end(dtype: torch.dtype) -> None:
+def test_the_lowest_index_wins_ties_across_parts(dtype: torch.dtype) -> None:
     for width in (1, 15, 16, 17, 4095, 4096, 4097, 12_289):
         logits = torch.zeros(3, width, dtype=dtype)
         logits[1, width // 2 :] = 1
@@ -173,7 +173,7 @@ def test_the_lowest_index_wins_wherever_parts_end(dtype: torch.dtype) -> None:
         torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_rows_that_are_no_distributions_give_what_the_reference_gives() -> None:
+def test_invalid_distributions_give_the_reference_result() -> None:
     logits = torch.zeros(4, 5000)
     logits[0, 4711] = logits[0, 4999] = float("nan")
     logits[1, 17] = float("inf")
@@ -191,7 +191,7 @@ def test_rows_that_are_no_distributions_give_what_the_reference_gives() -> None:
 
 
 @pytest.mark.parametrize("counts", [torch.int32, torch.int64])
-def test_penalties_of_a_wide_vocabulary(
+def test_penalties_of_a_large_vocabulary_equal_the_reference(
     counts: torch.dtype, threads: Callable[[int], None]
 ) -> None:
     generator = torch.Generator().manual_seed(3)
@@ -204,20 +204,20 @@ def test_penalties_of_a_wide_vocabulary(
         torch.tensor([0.0, 0.25, -1.0]),
     )
     threads(2)
-    found = sampling.apply_penalties(*given)
-    torch.testing.assert_close(found, apply_penalties.reference(*given), rtol=1e-6, atol=1e-6)
-    assert torch.equal(found[0], given[0][0])
+    actual = sampling.apply_penalties(*given)
+    torch.testing.assert_close(actual, apply_penalties.reference(*given), rtol=1e-6, atol=1e-6)
+    assert torch.equal(actual[0], given[0][0])
 
 
 def test_gumbel_argmax_draws_the_tokens_of_sample_tokens() -> None:
     logits = torch.randn(64, 999, generator=torch.Generator().manual_seed(4))
     given = arguments(logits, (0.8, None, None, None))
-    found = sampling.gumbel_argmax(given[0], given[1], *given[5:])
-    assert torch.equal(found, sampling.sample_tokens(*given)[0])
-    assert torch.equal(found, gumbel_argmax.reference(given[0], given[1], *given[5:]))
+    actual = sampling.gumbel_argmax(given[0], given[1], *given[5:])
+    assert torch.equal(actual, sampling.sample_tokens(*given)[0])
+    assert torch.equal(actual, gumbel_argmax.reference(given[0], given[1], *given[5:]))
 
 
-def test_columns_and_rows_may_lie_apart() -> None:
+def test_noncontiguous_columns_and_rows_are_accepted() -> None:
     logits = torch.randn(50, 8, generator=torch.Generator().manual_seed(5)).T
     given = arguments(logits, (0.9, 7, 0.9, 0.01))
     apart = tuple(
@@ -229,7 +229,7 @@ def test_columns_and_rows_may_lie_apart() -> None:
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 40])
-def test_experts_that_are_equal_or_ruled_out_come_in_order(top_k: int) -> None:
+def test_equal_or_excluded_experts_come_in_index_order(top_k: int) -> None:
     logits = torch.tensor([0.0, -0.0, 1.0, NOTHING] * 10)[None].repeat(3, 1)
     logits[1] = NOTHING
     logits[1, 39] = -1e38
@@ -240,8 +240,8 @@ def test_experts_that_are_equal_or_ruled_out_come_in_order(top_k: int) -> None:
         (grouped_topk, routing.grouped_topk, (None, 5, 5, top_k, "sigmoid", True, 1.0)),
     ):
         expected, ids = op.reference(logits, *rest)
-        weights, found = function(logits, *rest)
-        assert torch.equal(found, ids), op.name
+        weights, actual = function(logits, *rest)
+        assert torch.equal(actual, ids), op.name
         torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-7)
 
 
@@ -255,7 +255,7 @@ def test_a_group_of_negative_scores_does_not_win_by_its_padding() -> None:
     torch.testing.assert_close(weights, grouped_topk.reference(*given)[0], rtol=1e-6, atol=0)
 
 
-def test_a_scoring_that_is_unknown_is_refused() -> None:
+def test_an_unknown_scoring_is_refused() -> None:
     with pytest.raises(RequestError, match="No scoring 'relu' of experts"):
         routing.grouped_topk(torch.zeros(1, 4), None, 2, 1, 1, "relu", False, 1.0)
 

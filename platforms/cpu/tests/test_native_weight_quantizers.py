@@ -49,8 +49,8 @@ def rounded(module: Any, weight: torch.Tensor, group: int) -> Iterator[Results]:
 
 
 def assert_equal(weight: torch.Tensor, group: int) -> None:
-    found = rounded(weight_quantizers, weight, group)
-    for ones, others in zip(found, rounded(quantizers, weight, group), strict=True):
+    actual = rounded(weight_quantizers, weight, group)
+    for ones, others in zip(actual, rounded(quantizers, weight, group), strict=True):
         for one, other in zip(ones, others, strict=True):
             assert one.dtype == other.dtype
             assert torch.equal(one, other)
@@ -84,7 +84,7 @@ def test_every_number_of_bfloat16_is_rounded_as_the_reference_does() -> None:
 
 @DTYPES
 @pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_has_no_finite_scale(dtype: torch.dtype, value: float) -> None:
+def test_nonfinite_weights_give_nonfinite_scales(dtype: torch.dtype, value: float) -> None:
     weight = torch.randn(6, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
     for place in (0, 31, 40, 95):
         wrong = weight.clone()
@@ -106,16 +106,16 @@ def test_results_do_not_depend_on_the_number_of_threads(threads: Callable[[int],
             assert all(map(torch.equal, ones, others))
 
 
-def test_outputs_may_lie_apart_and_inputs_too() -> None:
+def test_noncontiguous_weights_are_accepted() -> None:
     wide = torch.randn(40, 300, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     assert_equal(wide[:, 7:103], 32)
     assert_equal(wide[:, ::3], 50)
     assert_equal(wide.T[:96], 40)
 
 
-def test_large_weights_are_rounded_as_their_rows_are_alone() -> None:
+def test_large_weights_are_quantized_like_their_single_rows() -> None:
     weight = torch.randn(600, 2048, generator=torch.Generator().manual_seed(0))
     whole = quantizers.quantize_weight_int4(weight, 128, torch.float32)
     parts = [quantizers.quantize_weight_int4(rows, 128, torch.float32) for rows in weight.split(37)]
-    for found, each in zip(whole, zip(*parts, strict=True), strict=True):
-        assert torch.equal(found, torch.cat(each))
+    for actual, each in zip(whole, zip(*parts, strict=True), strict=True):
+        assert torch.equal(actual, torch.cat(each))

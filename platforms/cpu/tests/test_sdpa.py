@@ -89,9 +89,9 @@ class Sequences:
             max_seq_tokens=max(lengths),
         )
         self.plan = self.backend.plan(batch)
-        found = self.backend.forward(query, key, value, self.cache, self.plan)
-        assert found.dtype == spec.dtype
-        return found, torch.cat(expected)
+        actual = self.backend.forward(query, key, value, self.cache, self.plan)
+        assert actual.dtype == spec.dtype
+        return actual, torch.cat(expected)
 
     def _slot(self, name: int, position: int) -> int:
         pages = self.pages.setdefault(name, [])
@@ -108,14 +108,14 @@ class Sequences:
         length, count = len(keys), len(query)
         scores = torch.einsum("qnd,lnd->nql", query.double(), keys) * self.spec.scale
         distance = torch.arange(length - count, length)[:, None] - torch.arange(length)
-        seen = (distance >= 0) & (distance < (self.spec.window_tokens or length))
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        visible = (distance >= 0) & (distance < (self.spec.window_tokens or length))
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
         return torch.einsum("nql,lnd->qnd", weights, values)
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    tolerance = 4 * torch.finfo(found.dtype).eps * (1 + float(expected.abs().max()))
-    torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=0)
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = 4 * torch.finfo(actual.dtype).eps * (1 + float(expected.abs().max()))
+    torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=0)
 
 
 def page_orders() -> st.SearchStrategy[list[int]]:
@@ -159,12 +159,12 @@ def test_mixed_batches_are_exact(
 @pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-def test_a_sequence_is_prefilled_in_chunks_and_decoded(
+def test_a_sequence_is_correct_over_chunked_prefill_and_decoding(
     window: int | None, shuffled: bool, dtype: torch.dtype, num_kv_heads: int
 ) -> None:
     order = torch.randperm(NUM_PAGES).tolist() if shuffled else list(range(NUM_PAGES))
-    wanted = spec(4, num_kv_heads, dtype=dtype, window_tokens=window)
-    sequences = Sequences(wanted, order)
+    attention_spec = spec(4, num_kv_heads, dtype=dtype, window_tokens=window)
+    sequences = Sequences(attention_spec, order)
     for count in (9, 6, 1, 1, 13, 1):
         assert_close(*sequences.step({0: count}))
 
@@ -204,11 +204,11 @@ def test_consecutive_pages_are_read_in_place() -> None:
         ({0: 400, 1: 400}, [1, 1]),
     ],
 )
-def test_short_prompts_of_one_length_are_one_product(
+def test_short_prompts_of_equal_length_are_one_call(
     prompts: dict[int, int], num_sequences: list[int]
 ) -> None:
-    wanted = spec(dtype=torch.bfloat16, num_heads=4, num_kv_heads=2, head_size=32)
-    sequences = Sequences(wanted, list(range(4 * NUM_PAGES)))
+    attention_spec = spec(dtype=torch.bfloat16, num_heads=4, num_kv_heads=2, head_size=32)
+    sequences = Sequences(attention_spec, list(range(4 * NUM_PAGES)))
     sequences.step({3: 7})
     assert_close(*sequences.step(prompts))
     parts = [part for part in sequences.plan.parts if isinstance(part, Prompt)]
@@ -247,11 +247,11 @@ def test_an_empty_batch_is_empty() -> None:
 def test_bfloat16_is_as_accurate_as_torch_with_repeated_keys(
     num_kv_heads: int, prompt: int
 ) -> None:
-    wanted = spec(8, num_kv_heads, head_size=64, dtype=torch.bfloat16, page_size=16)
-    sequences = Sequences(wanted, list(range(NUM_PAGES)))
+    attention_spec = spec(8, num_kv_heads, head_size=64, dtype=torch.bfloat16, page_size=16)
+    sequences = Sequences(attention_spec, list(range(NUM_PAGES)))
     sequences.step({0: 200})
     state = sequences.generator.get_state()
-    found, exact = sequences.step({0: prompt})
+    actual, exact = sequences.step({0: prompt})
     sequences.generator.set_state(state)
     fused = torch.randn(prompt, 8 + 2 * num_kv_heads, 64, generator=sequences.generator)
     query = fused[:, :8].to(torch.bfloat16)
@@ -260,11 +260,11 @@ def test_bfloat16_is_as_accurate_as_torch_with_repeated_keys(
         for cached in (sequences.keys, sequences.values)
     )
     length = keys.shape[1]
-    seen = torch.ones(length, length, dtype=torch.bool).tril()[length - prompt :]
+    visible = torch.ones(length, length, dtype=torch.bool).tril()[length - prompt :]
     usual = scaled_dot_product_attention(
-        query.transpose(0, 1)[None], keys[None], values[None], attn_mask=seen
+        query.transpose(0, 1)[None], keys[None], values[None], attn_mask=visible
     )[0].transpose(0, 1)
-    error, usual_error = ((out.double() - exact).abs().mean() for out in (found, usual))
+    error, usual_error = ((out.double() - exact).abs().mean() for out in (actual, usual))
     # Plain products round the weights of the softmax once more than the fused kernel does: an
     # error as large as that of rounding the result, and independent of it.
     assert error <= 2**0.5 * usual_error
@@ -292,8 +292,8 @@ def test_refusals_have_reasons(change: dict[str, object], reason: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_it_serves_plain_decoders_that_ask_for_it(dtype: torch.dtype) -> None:
-    wanted = Config(attention={"decoder": "sdpa"})
+def test_sdpa_can_be_requested_for_plain_decoders(dtype: torch.dtype) -> None:
+    attention_spec = Config(attention={"decoder": "sdpa"})
     device = CPUPlatform().devices()[0]
-    site = Site(Resolver(current_registry(), device, wanted), "attention", dtype)
+    site = Site(Resolver(current_registry(), device, attention_spec), "attention", dtype)
     assert isinstance(site.resolver.attention(spec(dtype=dtype), site), SdpaBackend)

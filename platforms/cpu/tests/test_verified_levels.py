@@ -36,9 +36,9 @@ def needed(program: str) -> str:
 
 def succeed(*command: str | Path) -> str:
     """Return what a command printed."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]
+    return process.stdout
 
 
 def check(level: str, *options: str | Path) -> None:
@@ -61,11 +61,11 @@ def says_nothing_of_levels(reason: str) -> bool:
 
 
 @pytest.mark.parametrize("level", native.levels())
-def test_nothing_is_wrong_at_any_level(level: str) -> None:
+def test_the_conformance_kit_passes_at_every_level(level: str) -> None:
     check(level)
 
 
-def test_nothing_is_wrong_with_emulated_tiles(request: pytest.FixtureRequest) -> None:
+def test_the_conformance_kit_passes_with_emulated_tiles(request: pytest.FixtureRequest) -> None:
     if "avx512_bf16" not in native.levels():
         pytest.skip("needs a processor with the level avx512_bf16")
     cmake, cache = needed("cmake"), request.config.cache
