@@ -269,13 +269,13 @@ def cases_by_level(process: subprocess.CompletedProcess[str]) -> dict[str, list[
     lines = process.stdout.splitlines()
     failures = [line for line in lines if line.startswith(("FAILED", "    "))]
     assert process.returncode == 0, "\n".join([*failures[:20], process.stderr[-2000:]])
-    cases_by_level = dict[str, list[str]]()
+    grouped = dict[str, list[str]]()
     for line in lines:
         state, _, rest = line.partition(" ")
         if state == "ok":
             level, _, case = rest.partition(" ")
-            cases_by_level.setdefault(level, []).append(case)
-    return cases_by_level
+            grouped.setdefault(level, []).append(case)
+    return grouped
 
 
 def levels_until(architecture: str, best: str) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ def bind_process(processors: Iterable[int]) -> Verdict:
         os.sched_setaffinity(0, before)
         denied = sorted(requested - granted)
         return Verdict.refuse(f"processors {denied} do not exist or are denied to this process")
+    # sched_setaffinity(0) above has bound the calling thread only.
     for thread in Path("/proc/self/task").glob("*"):
         with suppress(ProcessLookupError):  # the thread ended after it was listed
             os.sched_setaffinity(int(thread.name), requested)

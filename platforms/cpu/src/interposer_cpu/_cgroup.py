@@ -50,6 +50,7 @@ def _folders(root: Path, controller: str) -> Iterator[Path]:
     """
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
+        # Version 2 has one hierarchy with an empty list of controllers.
         if not controllers:
             mount = root / "sys/fs/cgroup"
         elif controller in controllers.split(","):

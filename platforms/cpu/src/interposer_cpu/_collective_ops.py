@@ -91,6 +91,7 @@ def _fake_rows(x: Tensor, sizes: Sequence[int], number: int) -> Tensor:
     return _rows_like(x, sum(sizes))
 
 
+# ``(a!)`` in a schema: the op writes the tensor.
 all_reduce_ = _define("all_reduce_(Tensor(a!) x, int number) -> ()", _reduce, _fake_in_place)
 broadcast_ = _define(
     "broadcast_(Tensor(a!) x, int source, int number) -> ()", _broadcast, _fake_in_place

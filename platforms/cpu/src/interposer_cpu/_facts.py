@@ -63,6 +63,7 @@ def _threads(root: Path) -> str:
     threads, usable = torch.get_num_threads(), host.usable_cores(root)
     if threads <= usable:
         return str(threads)
+    # usable_cores is the smaller of quota and affinity: name the one that limits.
     limit = cgroup.cpu_limit(root)
     why = "a control group" if limit == usable else "the affinity of this process"
     return (

@@ -46,5 +46,6 @@ def _sizes(status: Path) -> Mapping[str, int]:
         lines = status.read_text(encoding="utf-8").splitlines()
     except OSError:
         return {}
+    # A line is, for example, "VmRSS:     1234 kB".
     pairs = (line.split() for line in lines if line.startswith(("VmRSS", "VmHWM")))
     return {name.rstrip(":"): int(size) * 1024 for name, size, *_ in pairs}

@@ -92,6 +92,7 @@ class CPUPlatform(Platform):
             raise self._missing("peak_memory_bytes")
         import resource
 
+        # ru_maxrss is in bytes on macOS, in units of 1024 bytes elsewhere.
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
 

@@ -45,6 +45,7 @@ def join_ranks(ranks: Ranks) -> int:
                 except OSError as error:
                     reason = f"rank {ranks.rank}: {error}"
             reasons = [text for text in _gather_reasons(ranks, reason) if text]
+        # All ranks have the same reasons, so that all of them take the same branch.
         if not reasons:
             native.ranks_joined(address)
             return address
@@ -75,6 +76,7 @@ def _offer_file(
     if ranks.rank == 0:
         try:
             file = create(num_bytes)
+            # The library checks the token after mapping.
             token = secrets.randbits(_TOKEN_BITS)
             os.pwrite(file[0], token.to_bytes(8, sys.byteorder), 0)
             offer = (file[1], token, "")
@@ -123,6 +125,7 @@ def _create_anonymous(num_bytes: int) -> File:
     """Create a file without a name, which vanishes with its processes even if they crash."""
     if not hasattr(os, "memfd_create"):
         raise OSError("this system has no memfd_create")
+    # Other processes of the same user open the descriptor through /proc.
     file = os.memfd_create("interposer-ranks")
     return _reserve(file, f"/proc/{os.getpid()}/fd/{file}", num_bytes, has_name=False)
 

@@ -114,6 +114,7 @@ class ProjectionHooks:
 
         Returns: addresses of the structs, and the tensors that own them.
         """
+        # One hook per projection at most: the call adds one low-rank product.
         addresses, memory = [], []
         for hooks in self._by_projection:
             structs = [_low_rank_struct(hook) for hook in hooks.values()]

@@ -115,6 +115,7 @@ class NativeBackend(NativePagedBackend):
     ) -> torch.Tensor:
         query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
         dense_strides = self._head_strides
+        # Query, key and value are usually views of one projection: only gaps inside a token copy.
         if query_strides[1:] != dense_strides:
             query, query_strides = _contiguous(query)
         if key_strides[1:] != dense_strides:

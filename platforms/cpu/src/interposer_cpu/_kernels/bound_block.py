@@ -33,6 +33,7 @@ class BoundBlock:
         self.kernels = kernels
         self.is_whole = is_whole
         self.statics = statics
+        # The tensor owns the memory of ``address``.
         self.memory = (
             None if facts is None else torch.frombuffer(bytearray(facts), dtype=torch.int64)
         )
@@ -57,5 +58,6 @@ def attention_arguments(attn: Any) -> tuple[int, int, int, int]:
     sinks = attn._parameters["sinks"].data_ptr() if attn.spec.sinks else 0
     if attn.scales is None:
         return sinks, 0, 0, 0
+    # scales is [2, 1] or [2, K] float32: key scales, then value scales.
     num_scales, keys = attn.scales.shape[1], attn.scales.data_ptr()
     return sinks, keys, keys + 4 * num_scales, 1 if num_scales > 1 else 0

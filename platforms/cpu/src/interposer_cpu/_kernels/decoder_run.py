@@ -103,7 +103,7 @@ class DecoderRun:
         total = torch.empty(num_outputs, first.hidden_size, dtype=FLOAT32)
         outs = [half.data_ptr() for half in hidden] * length
         totals = [half.data_ptr() for half in stream] * length
-        # A copy, so that concurrent calls of one model do not share a table.
+        # A copy: entries that a call does not set keep the values of the template.
         table = template[:]
         self._write_weights(table, bounds)
         tables = [(cos.data_ptr(), sin.data_ptr()) for cos, sin in angles]  # type: ignore[union-attr]

@@ -79,6 +79,7 @@ def _ragged(
     num_kv_heads, value_size = value.shape[1:]
     query, key, value = _with_rows(query), _with_rows(key), _with_rows(value)
     query_starts, key_starts = query_starts.contiguous(), key_starts.contiguous()
+    # Converted here: the library reads sinks as float32, whatever the query's dtype.
     sinks = None if sinks is None else sinks.float().contiguous()
     slopes = None if slopes is None else slopes.contiguous()
     out = query.new_empty(query.shape[0], num_heads, value_size)

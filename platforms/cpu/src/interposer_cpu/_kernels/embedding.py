@@ -78,6 +78,7 @@ def _constants(packed: Packed, width: int) -> dict[str, Any]:
 
 
 def _rows(token_ids: torch.Tensor, weight: PackedEmbedding, dtype: torch.dtype) -> torch.Tensor:
+    # A row number out of range is refused by the library.
     (packed, _), width, _ = weight
     ids = token_ids.contiguous()
     count = ids.shape[0]

@@ -47,7 +47,7 @@ def _rotate(
     """Rotate query and key; ``order`` is ``_NEIGHBOURS`` (interleaved) or 0 (halves)."""
     if not (cos.is_contiguous() and sin.is_contiguous()):
         cos, sin = cos.contiguous(), sin.contiguous()
-    if is_compiling():
+    if is_compiling():  # x stands for the absent norm weight
         both = [_heads_traced(x, x, cos, sin, _TURNED | order, 0.0) for x in (query, key)]
         return both[0], both[1]
     tables = cos.data_ptr(), sin.data_ptr()
@@ -65,6 +65,7 @@ def qk_norm(
     eps: float,
 ) -> Pair:
     """Compute the op ``qk_norm``."""
+    # The op needs a tensor for every argument: x stands for the absent tables.
     if is_compiling():
         weighted = ((query, query_weight), (key, key_weight))
         both = [_heads_traced(x, weight, x, x, _WEIGHTED, eps) for x, weight in weighted]

@@ -329,6 +329,7 @@ def _matmul(
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     if rows.stride(1) != 1:
         rows = rows.contiguous()
+    # Few Python operations: at decode, they are a visible part of the matmul's time.
     num_rows = rows.shape[0]
     out = torch.empty(num_rows, out_features, dtype=out_dtype)  # a tuple would cost more
     if torch.compiler.is_compiling():

@@ -93,6 +93,7 @@ def prepare_expand(lora_b: torch.Tensor) -> dict[str, Any]:
     In bfloat16, two ranks are interleaved element by element, as dot-product instructions expect.
     """
     count, outputs, rank = lora_b.shape
+    # The outputs after the last full panel form one narrower panel.
     even = outputs // _PANEL * _PANEL
     panels = lora_b[:, :even].unflatten(1, (even // _PANEL, _PANEL)), lora_b[:, None, even:]
     ordered = torch.cat([_order_ranks(panel).flatten(1) for panel in panels], 1)
@@ -101,6 +102,7 @@ def prepare_expand(lora_b: torch.Tensor) -> dict[str, Any]:
 
 def _order_ranks(panels: torch.Tensor) -> torch.Tensor:
     """Reorder panels ``[A, panels, outputs, R]`` to ``[A, panels, R * outputs]``."""
+    # An odd last rank of bfloat16 stays unpaired.
     paired = panels.shape[3] // 2 * 2 if panels.dtype is torch.bfloat16 else 0
     pairs = panels[..., :paired].unflatten(3, (paired // 2, 2)).transpose(2, 3)
     return torch.cat((pairs.flatten(2), panels[..., paired:].transpose(2, 3).flatten(2)), 2)

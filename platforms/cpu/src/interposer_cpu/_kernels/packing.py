@@ -58,11 +58,12 @@ def describe_weight(
         None if part is None else part.contiguous()
         for part in (weight, scales, zero_points, wide_bias)
     ]
-    scale_type, group, stride = -1, 0, 0
+    scale_type, group, stride = -1, 0, 0  # -1 is kNone
     if scales is not None:
         rows, num_groups = scales.shape
         scale_type, group = SCALE_TYPES[scales.dtype], in_features // num_groups
         stride = num_groups if rows > 1 or out_features == 1 else 0  # 0: all rows share the scales
+    # The order is that of interposer_plain in native/linear/packed.h.
     addresses = (0 if part is None else part.data_ptr() for part in parts)
     description = (form, scale_type, out_features, in_features, group, *addresses, stride)
     return description, [part for part in parts if part is not None]

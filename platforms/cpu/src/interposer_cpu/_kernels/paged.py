@@ -73,6 +73,7 @@ class NativePagedBackend(AttentionBackend):
                 f"asked for {spec.cache_dtype}"
             )
         shared = spec.shared and not cls.reads_stored
+        # Sinks and quantized caches are supported: check the rest of the spec without them.
         plain = replace(spec, cache_dtype=spec.dtype, sinks=False, shared=shared)
         if spec.type == "encoder_decoder" and cls.reads_stored:
             if spec.window_tokens is not None:

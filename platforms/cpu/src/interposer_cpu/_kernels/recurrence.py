@@ -31,12 +31,13 @@ def causal_convolution(
     sequences = query_starts.contiguous(), slots.contiguous(), num_cached.contiguous()
     channels, taps = weight.shape
     out = x.new_empty(x.shape[0], channels)
+    # Ops of compiled graphs take an empty tensor for None; direct calls take the address 0.
     if is_compiling():
         bias_or_empty = x.new_empty(0) if bias is None else bias
         torch.ops.interposer_cpu.convolve_out(
             out, windows, x, weight, bias_or_empty, *sequences, silu
         )
-    elif out.numel():
+    elif out.numel():  # the library needs at least one token and channel
         native.library().convolve(
             *_sequences(*sequences),
             x.data_ptr(),

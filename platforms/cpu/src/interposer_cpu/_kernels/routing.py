@@ -20,6 +20,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 def topk_softmax(logits: torch.Tensor, top_k: int, renormalize: bool) -> Pair:
     """Compute the op ``topk_softmax``."""
+    # Without groups: one group, which is selected.
     return _route(logits, None, 1, 1, top_k, 0, renormalize, 1.0)
 
 

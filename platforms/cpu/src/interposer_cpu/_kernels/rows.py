@@ -20,6 +20,7 @@ def row_layout(x: torch.Tensor) -> tuple[int, int, int, int, int] | None:
         return x.numel() // max(width, 1), 1, width, width, width
     if steps[-1] != 1:
         return None
+    # Larger strides than needed are gaps; smaller ones are a transposed or expanded tensor.
     if x.ndim == 2 and steps[0] >= width:
         return sizes[0], 1, width, steps[0], width
     if x.ndim == 3 and steps[1] >= width and steps[0] >= steps[1] * sizes[1]:
