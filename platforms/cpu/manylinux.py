@@ -1,10 +1,10 @@
-"""Build the wheel of this platform for old systems of every architecture, whatever runs this.
+"""Build manylinux wheels of this platform for every architecture, on any machine.
 
     python platforms/cpu/manylinux.py [FOLDER] [--architectures x86_64 aarch64 s390x]
 
-GCC compiles for the architecture, Zig links for the oldest C library that is served, and auditwheel
-says whether what came out keeps to that; docs/build-wheels.md has the packages that are needed. The
-wheels of earlier runs in the folder are replaced.
+GCC compiles for the architecture, Zig links for the oldest supported C library, and auditwheel
+checks the result. docs/build-wheels.md lists the required packages. Wheels of earlier runs in the
+folder are replaced.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class WheelError(Exception):
 def build(architecture: str, folder: Path, cache: Path) -> Path:
     """Build the wheel for an architecture into ``folder``, and return its path.
 
-    ``cache`` keeps objects, so that another build compiles what has changed.
+    ``cache`` keeps objects, so that a later build compiles only changed files.
 
-    Raises: WheelError: a program is missing, something does not compile, or the wheel needs more
-        than a system with the C library ``OLDEST`` has.
+    Raises: WheelError: a program is missing, compilation fails, or the wheel needs a C library
+        newer than ``OLDEST``.
     """
     require(architecture)
     with tempfile.TemporaryDirectory() as name:
@@ -84,7 +84,7 @@ def require(architecture: str) -> None:
 
 
 def _compiled(architecture: str, folder: Path, cache: Path) -> Path:
-    """Return the wheel as the compilers leave it, called after the architecture alone."""
+    """Compile the wheel, not yet repaired; its tag has only the architecture."""
     build, headers = (cache / architecture).absolute(), (cache / "headers").absolute()
     shutil.copytree(sysconfig.get_path("include"), headers, dirs_exist_ok=True)
     # Debian's file of this name includes that of the architecture, which is not there. Sizes are
@@ -114,7 +114,7 @@ def _compiled(architecture: str, folder: Path, cache: Path) -> Path:
 
 
 def _sizes() -> Path:
-    """Return the header of this Python that holds the sizes of types."""
+    """Locate the header of this Python that defines the sizes of types."""
     plain = Path(sysconfig.get_config_h_filename())
     multiarch = sysconfig.get_config_var("MULTIARCH") or ""
     own = plain.parents[1] / multiarch / plain.parent.name / plain.name
@@ -122,7 +122,7 @@ def _sizes() -> Path:
 
 
 def _run(*command: str, **variables: str) -> None:
-    """Run a command. Raises: WheelError: it failed."""
+    """Run a command. Raises: WheelError: the command failed."""
     done = subprocess.run(
         command,
         env={**os.environ, **variables},
@@ -136,7 +136,7 @@ def _run(*command: str, **variables: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Build what the command line asks for."""
+    """Build the wheels requested on the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, nargs="?", default=CPU / "dist")
     parser.add_argument("--architectures", nargs="+", default=ARCHITECTURES)

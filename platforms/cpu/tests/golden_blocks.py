@@ -1,8 +1,8 @@
-"""Results of whole decoder blocks, computed in float64, for the kernels without torch.
+"""Golden results of whole decoder blocks, computed in float64, for the kernel tests without torch.
 
-A block rounds wherever it keeps numbers, and each of these roundings may go the other way where a
-sum was added up in another order; of codes, a whole step. How much that matters to a result, no
-formula says as simply as trying: the bound is what noise of the size of the roundings does.
+Wherever a block rounds, a sum in another order can round the other way; with quantized values, by
+a whole step. The effect on the results is estimated by trial: the bound is the effect of noise of
+the size of the roundings.
 
 Dimensions: T tokens, H hidden size, N heads, K kv heads, D head size, I intermediate size, B
 sequences, O outputs, F inputs, G groups, P past tokens.
@@ -44,7 +44,7 @@ _SIZES = {
     "gate_up": (2 * INNER, HIDDEN),
     "down": (HIDDEN, INNER),
 }
-# Format of weights, what inputs become, dtypes.
+# Format of weights, quantization of inputs, dtypes.
 _FORMS = (
     ("float32", "none", (torch.float32,)),
     ("bfloat16", "none", (torch.bfloat16,)),
@@ -60,7 +60,8 @@ _FORMS = (
     ("e4m3", "e4m3 powers", (torch.bfloat16,)),
     ("e4m3", "e4m3 microscaled", (torch.bfloat16, torch.float16)),
 )
-# What has scales of blocks of inputs, and the library's number of what powers of two these are.
+# Quantizations with scales per block of inputs, and the library's numbers of their power-of-two
+# kinds.
 _BLOCKWISE = {"blocks": 0, "powers": 1, "microscaled": 2}
 # Tokens before and in the step, by sequence, and the rows that matter.
 _STEPS: tuple[tuple[tuple[tuple[int, int], ...], list[int] | None], ...] = (
@@ -87,7 +88,7 @@ class Block:
 
 
 class Rounding:
-    """Rounds to nearest; with a generator after noise of half a unit, and of what sums lose."""
+    """Rounding to nearest; with a generator, noise of half a unit and of sums is added first."""
 
     def __init__(self, generator: torch.Generator | None) -> None:
         self.generator = generator
@@ -179,7 +180,7 @@ def _drawn(
 def _weight(
     form: str, shape: tuple[int, int], in_groups: object, generator: torch.Generator
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return what is packed of a weight by the ends of names, and the numbers it stands for."""
+    """Draw a packed weight as arrays by suffix of their names, and its represented numbers."""
     outputs, inputs = shape
     if form in ("float32", "bfloat16"):
         plain = 0.1 * torch.randn(shape, generator=generator)
@@ -210,7 +211,7 @@ def _weight(
 def _microscaled(
     parts: dict[str, torch.Tensor], weight: torch.Tensor
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return the same with scales that are powers of two, stored as their exponents plus 127."""
+    """Round the scales to powers of two, stored as exponents plus 127."""
     exponents = parts["_scales"].log2().round()
     groups = weight.unflatten(1, (exponents.shape[1], -1))
     factors = 2.0 ** exponents.double() / parts["_scales"].double()
@@ -219,7 +220,7 @@ def _microscaled(
 
 
 def _computed(block: Block, rounded: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the block's output and the stream, of the rows that matter."""
+    """Compute the block's output and residual, of the requested rows."""
     held, dtype = block.arrays, block.dtype
     stream = rounded(held["x"].double() + held["residual"].double(), torch.float32)
     x = rounded(_norm(stream, held["input_norm"]), dtype)
@@ -256,7 +257,7 @@ def _attended(
     rounded: Rounding,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return ``[T, N * D]``; weights may be rounded to the dtype before they are multiplied."""
+    """Compute attention ``[T, N * D]``; softmax weights can be rounded to the dtype first."""
     outputs, past = [], 0
     starts = held["query_starts"].tolist()
     for row, before in enumerate(held["before"].tolist()):
@@ -280,7 +281,7 @@ def _product(block: Block, name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def _represented(block: Block, x: torch.Tensor) -> torch.Tensor:
-    """Return the numbers that the codes of ``x`` stand for."""
+    """Quantize and dequantize ``x``."""
     kind, scale = block.texts["codes"], block.arrays.get("input_scale")
     given: Any = x.to(block.dtype)
     if kind == "none":

@@ -1,9 +1,9 @@
-"""Writes what the references of ops say about many arguments, for kernels without torch.
+"""Write golden vectors: results of the ops' references for many arguments, for tests without torch.
 
     python golden_vectors.py FILE
 
-``native/tests/golden.h`` describes the file and reads it. An op is added by a line of ``OPS``, and
-a runner of the same name in ``native/tests``.
+``native/tests/golden.h`` describes and reads the file. To add an op, add a line to ``OPS`` and a
+runner of the same name in ``native/tests``.
 
 Dimensions: T tokens.
 """
@@ -83,14 +83,14 @@ Dims = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Covered:
-    """Cases of an op that native kernels take.
+    """Cases of an op for native kernels.
 
     Attributes:
-        takes: says whether they take a case.
-        dtypes: of the cases.
-        strided: arguments whose memory they take as it is where elements of a row follow each
-            other; all others are packed before, or made contiguous.
-        dims: of the samples that are drawn for every number of tokens.
+        takes: predicate: whether the kernels accept a case.
+        dtypes: dtypes of the cases.
+        strided: arguments that are read in place if the elements of a row are adjacent; all others
+            are packed or made contiguous first.
+        dims: dims of the samples that are drawn for every number of tokens.
     """
 
     op: CustomOp[..., Any]
@@ -120,7 +120,7 @@ def _to_e4m3(case: Case) -> bool:
 
 
 def _attends(case: Case) -> bool:
-    """Say what the backend does: no slopes, nothing of the future, whole vectors of a head."""
+    """Check whether the backend supports a case: no slopes, causal, head sizes of whole vectors."""
     given = case.arguments
     query, sinks = given["query"], given["sinks"]
     plain = given["alibi_slopes"] is None and given["prefix_lens"] is None and given["causal"]
@@ -130,7 +130,7 @@ def _attends(case: Case) -> bool:
 
 
 def _experts(hidden: int, inner: int, **others: object) -> tuple[Dims, ...]:
-    """Return dims whose samples give an expert up to twelve rows."""
+    """Choose dims whose samples give an expert up to twelve rows."""
     sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_experts": 3, "top_k": 2}
     return ({**sizes, "activation": "swiglu_oai", **others},)
 
@@ -241,7 +241,7 @@ OPS = (
 
 
 def write(path: Path) -> int:
-    """Write all cases to ``path``, and return how many there are."""
+    """Write all cases to ``path``, and return their number."""
     cases = [_block(block) for block in blocks()]
     cases += [_case(covered, case) for covered in OPS for case in _cases(covered)]
     path.write_bytes(_MAGIC + _count(len(cases)) + b"".join(cases))
@@ -266,7 +266,7 @@ def _cases(covered: Covered) -> Iterator[Case]:
 
 
 def _case(covered: Covered, case: Case) -> bytes:
-    """Return the case as golden.h has it."""
+    """Serialize a case in the format of golden.h."""
     op = covered.op
     exact = op.tolerance.roundings == 0 and case.reduction == 0
     texts, numbers, arrays = list[bytes](), list[bytes](), list[bytes]()
@@ -284,7 +284,7 @@ def _case(covered: Covered, case: Case) -> bytes:
 
 
 def _block(block: Block) -> bytes:
-    """Return a whole decoder block as golden.h has cases of ops."""
+    """Serialize a whole decoder block in the format of golden.h."""
     texts = [_text(name) + _text(value) for name, value in block.texts.items()]
     numbers = [_text(name) + struct.pack("<d", value) for name, value in block.numbers.items()]
     arrays = [_text(name) + _array(value.contiguous()) for name, value in block.arrays.items()]
@@ -294,7 +294,7 @@ def _block(block: Block) -> bytes:
 
 
 def _expected(op: CustomOp[..., Any], case: Case) -> Iterator[tuple[torch.dtype, torch.Tensor]]:
-    """Yield the dtype that each result has, and its values in float64 where it is a float."""
+    """Yield the dtype of each result, and the values of float results in float64."""
     given = Subject(op, op.reference).given(case)
     expectation = Expectation.of(op, case, given)
     forms = _forms(op, expectation.fake, case.arguments)
@@ -313,7 +313,7 @@ def _result(
 
 
 def _numbers(dtype: torch.dtype, expected: torch.Tensor, bound: torch.Tensor) -> bytes:
-    """Return a result with the largest errors that are allowed."""
+    """Serialize a result with the largest allowed errors."""
     head = _text(_name(dtype)) + struct.pack("<q", expected.numel())
     return head + _bytes(expected.double()) + _bytes(bound.double())
 
@@ -332,7 +332,7 @@ def _has_rows(tensor: torch.Tensor) -> bool:
 
 
 def _array(tensor: torch.Tensor) -> bytes:
-    """Return dtype, sizes, strides and all elements between the first and the last."""
+    """Serialize dtype, sizes, strides and all elements between the first and the last."""
     sizes, strides = tensor.shape, tensor.stride()
     steps = zip(sizes, strides, strict=True)
     extent = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0

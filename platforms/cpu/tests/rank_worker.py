@@ -1,4 +1,4 @@
-"""One rank of a scene of test_communicator.py; it prints what it found as JSON."""
+"""One rank of a scene of test_communicator.py; prints its result as JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Found = dict[str, Any]
 
 
 class Rank:
-    """What a scene has: its rank, the communicator, and a folder for signs to the test."""
+    """Environment of a scene: the rank, its communicator, and a folder for signals to the test."""
 
     def __init__(self, rank: int, size: int, folder: Path, options: list[str]) -> None:
         store = dist.FileStore(str(folder / "store"), size)  # type: ignore[attr-defined]
@@ -131,7 +131,7 @@ def place(rank: Rank) -> Found:
         ranks = rank.communicator()
     except ConfigError as error:
         return {"reason": str(error)}
-    # Once this is over, every rank has opened what lies there, and rank 0 has removed its name.
+    # After this call, every rank has mapped the file, and rank 0 has removed its name.
     total = ranks.all_reduce(torch.full((4,), rank.rank + 1.0))[0].item()
     paths = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
     names = {parts[5] for parts in paths if len(parts) == 6 and "interposer-" in parts[5]}

@@ -1,4 +1,4 @@
-"""Fused blocks that add results up over ranks, beside one process and beside other layers."""
+"""Fused blocks with all-reduce over ranks, compared with one process and with standard layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from interposer import Config
 from interposer_cpu import native
 from interposer_engine import LanguageModel, SamplingParams, launched, load
 
-# Without a compiler the plugin works too, but has none of what is tested here.
+# Installed without a C++ compiler, the plugin works but has no native kernels to test.
 pytestmark = [
     pytest.mark.process,
     pytest.mark.skipif(bool(native.why_absent()), reason=native.why_absent()),
@@ -62,14 +62,14 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, *names: str) -> Iterato
 
 
 def told(lm: LanguageModel) -> tuple[list[tuple[int, ...]], list[float]]:
-    """Return the tokens of all prompts, and their log probabilities."""
+    """Generate the tokens of all prompts, with their log probabilities."""
     params = SamplingParams(max_new_tokens=12, temperature=0, ignore_eos=True)
     report = lm.generate(PROMPTS, params)
     return [tuple(one.token_ids) for one in report], [p for one in report for p in one.logprobs]
 
 
 def chosen(lm: Any, name: str) -> list[dict[str, Any]]:
-    """Return the choices for a name on each rank."""
+    """Return the selected layer or communicator on each rank."""
     report = [
         [choice for choice in rank["choices"] if choice["name"] == name]
         for rank in lm.explanations()

@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.native, pytest.mark.process, pytest.mark.xdist_group("
 def ranks(
     scene: str, size: int, folder: Path, *options: str
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start the ranks of a scene of ``rank_worker``, and end what is left of them."""
+    """Start the ranks of a scene of ``rank_worker``, and end the remaining ones afterwards."""
     started = [
         subprocess.Popen(
             [sys.executable, "-m", WORKER, scene, str(rank), str(size), str(folder), *options],
@@ -62,9 +62,9 @@ def wait_for(path: Path) -> None:
 
 
 def wait_for_sleep(process: subprocess.Popen[str]) -> None:
-    """Wait until the main thread of a rank sleeps on memory that other processes share.
+    """Wait until the main thread of a rank sleeps on a futex that other processes share.
 
-    So the library sleeps; a lock of Python's is private to its process.
+    That is the library's futex; Python's locks are private to the process.
     """
     call = Path(f"/proc/{process.pid}/syscall")
 
@@ -77,7 +77,7 @@ def wait_for_sleep(process: subprocess.Popen[str]) -> None:
 
 
 def shows_calls() -> bool:
-    """Return whether the system shows in which system call a child process is."""
+    """Check whether the system shows the current system call of a child process."""
     if FUTEX is None or not Path("/proc/self/syscall").exists():
         return False
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:

@@ -37,7 +37,7 @@ def trials() -> Iterator[Trial]:
 
 @pytest.mark.slow
 def test_all_records_conform() -> None:
-    """Run what ops/tests/test_conformance.py runs among all that is installed, and the records."""
+    """Run the checks of ops/tests/test_conformance.py for this plugin's kernels and records."""
     assert [(str(trial), faults) for trial in trials() if (faults := trial.run())] == []
 
 

@@ -27,7 +27,7 @@ PROVIDED = {
     "distributed_backend",
     "compile_backend",
 }
-# What is refused comes first, so that one process shows that it changes nothing.
+# Refusals come first, so that one process shows that they change nothing.
 BIND = """
 import json, os, sys
 import torch
@@ -98,7 +98,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's thread
 
 
 def bind(*every: list[int]) -> list[tuple[bool, str, list[list[int]], int]]:
-    """Return of each binding: was it accepted, why, the affinities, and how many threads."""
+    """Return the result of each binding: acceptance, reason, affinities and thread count."""
     arguments = [sys.executable, "-c", BIND, json.dumps(every)]
     done = subprocess.run(arguments, check=True, capture_output=True, text=True)
     return [tuple(found) for found in json.loads(done.stdout)]
@@ -205,7 +205,7 @@ def test_binding_reaches_every_thread_and_a_refusal_none() -> None:
 
 
 def bind_cores(allowed: list[int], *settings: dict[str, object]) -> list[list[object]]:
-    """Return whether each was accepted, the reason, and the affinity after it."""
+    """Return the result of each binding: acceptance, reason, and the affinity after it."""
     arguments = [sys.executable, "-c", BIND_CORES, json.dumps([allowed, settings])]
     done = subprocess.run(arguments, check=True, capture_output=True, text=True)
     found: list[list[object]] = json.loads(done.stdout)

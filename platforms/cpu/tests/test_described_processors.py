@@ -1,4 +1,4 @@
-"""The described processors say what the platform itself would say on such a machine."""
+"""Descriptions of processors, compared with the platform's results on such machines."""
 
 from __future__ import annotations
 

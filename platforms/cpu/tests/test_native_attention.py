@@ -64,7 +64,7 @@ def site(dtype: torch.dtype = torch.float32) -> Site:
 
 
 class Layer:
-    """A cache, with everything that was stored beside it in float64."""
+    """A cache, with all stored keys and values kept in float64."""
 
     def __init__(
         self, attention_spec: AttentionSpec, tables: list[list[int]], seed: int = 0
@@ -85,7 +85,7 @@ class Layer:
         return paged_batch(self.tables, starts, counts, self.spec.page_size)
 
     def step(self, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the backend's result and the exact one for new tokens of each sequence."""
+        """Compute the backend's and the exact result for new tokens of each sequence."""
         plan = self.backend.plan(self.batch(counts))
         given = random_projections(self.spec, sum(counts), self.generator, fused=True)
         query, key, value = given
@@ -117,9 +117,9 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def rounded_step(attention_spec: AttentionSpec, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what the backend makes of one token after others, and the exact result.
+    """Compute attention of one token after others by the backend, and exactly.
 
-    One early key outweighs each of the others by far, but not all of them together by far.
+    One early key outweighs every other key by far, but not all of them together.
     """
     generator = torch.Generator().manual_seed(1)
     table = [torch.arange(-(-length // attention_spec.page_size))]

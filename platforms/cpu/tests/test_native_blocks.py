@@ -24,7 +24,7 @@ from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.self_attention import SelfAttention
 from interposer_testing import layer_trials
 
-# Without a compiler the plugin works too, but has none of what is tested here.
+# Installed without a C++ compiler, the plugin works but has no native kernels to test.
 pytestmark = pytest.mark.skipif(bool(native.why_absent()), reason=native.why_absent())
 
 L = TypeVar("L", bound=PluggableLayer)
@@ -45,7 +45,7 @@ def built(
     kernels: dict[str, str] | None = None,
     **options: Any,
 ) -> L:
-    """Return the layer of that name, whose weights are the same for each."""
+    """Build the layer of that name; all layers have the same weights."""
     layers = {**PARTS, **{layer_id: name for layer_id, standard in BOTH if standard is layer_class}}
     config = Config(layers=layers, kernels={**NATIVE, **(kernels or {})})
     site = Site(Resolver(current_registry(), place().device, config), "block", dtype)
@@ -65,7 +65,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def counted(part: Any) -> list[int]:
-    """Return a list that grows when ``part`` computes."""
+    """Return a list that gets an entry whenever ``part`` computes."""
     calls = []
     forward = part.forward
 
@@ -202,12 +202,12 @@ def test_new_weights_of_a_part_are_used() -> None:
     assert not layer(torch.randn(3, 40)).any()
 
 
-# Behind the address of a weight: what says that rows are multiplied as they are.
+# Arguments after the address of a weight: unquantized inputs.
 AS_THEY_ARE = (0, -1, 0, 0, 0)
 
 
 def packings(weight: torch.Tensor) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Return the packing function of each op; codes are random, of the weight's size."""
+    """Return the packing function of each op; the quantized weights are random."""
     outputs, inputs = weight.shape
     codes = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
     scales = 0.02 * torch.rand(outputs, inputs // 32)

@@ -39,7 +39,7 @@ from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.self_attention import SelfAttention
 from interposer_ops.quantized_linear import CodedProduct, StaticProduct
 
-# Without a compiler the plugin works too, but has none of what is tested here.
+# Installed without a C++ compiler, the plugin works but has no native kernels to test.
 pytestmark = pytest.mark.skipif(bool(native.why_absent()), reason=native.why_absent())
 
 HIDDEN, INNER, EPS = 64, 96, 1e-6
@@ -84,7 +84,7 @@ class Form:
 
 
 class Doubling(nn.Module):
-    """Stands where a mixture of experts does."""
+    """A stand-in for an MoE layer."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * x
@@ -96,7 +96,7 @@ def built(
     kernels: dict[str, str] | None = None,
     mlp: Callable[[Site], nn.Module] | None = None,
 ) -> Any:
-    """Return a block whose weights are the same whatever computes it."""
+    """Build a block; its weights are the same for every implementation."""
     layers = {**LAYERS, "decoder_block": name}
     if name == "standard":
         layers |= {"self_attention": "native", "gated_mlp": "native"}
@@ -170,7 +170,7 @@ class Steps:
     def run(
         self, block: Any, rows: torch.Tensor | None = None, *, first: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the block's output, the stream and the cache, whose numbers any test may have."""
+        """Return the block's output, the residual and the cache; the arguments are any test's."""
         backend = block.self_attn.attn.backend
         (cache,) = backend.kv_layout().allocate(1, self.num_pages, "cpu")
         generator = torch.Generator().manual_seed(3)
@@ -183,7 +183,7 @@ class Steps:
 
 
 def counted(module: Any) -> list[int]:
-    """Return a list that grows when ``module`` computes."""
+    """Return a list that gets an entry whenever ``module`` computes."""
     calls: list[int] = []
     forward = module.forward
 
@@ -204,7 +204,7 @@ def assert_same(actual: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, 
 
 
 def both(form: Form) -> tuple[Any, Any]:
-    """Return the block in one call, and one that calls the native halves."""
+    """Build the block in one call, and one that calls the native halves."""
     fused, parts = built(form), built(form, "standard")
     assert type(fused) is NativeDecoderBlock
     assert fused.is_fusable
@@ -334,7 +334,7 @@ def hold_coded(
     scales: torch.Tensor,
     exponents: torch.Tensor,
 ) -> None:
-    """Let a layer hold weights that inputs are multiplied by after they were quantized so."""
+    """Give a layer quantized weights and the quantization of its inputs."""
     dtype, outputs = torch.bfloat16, len(integers)
     scale = 0.002 * torch.rand(outputs)
     name, _, kind = form.partition(" ")
@@ -470,7 +470,7 @@ def test_projections_of_one_block_can_have_different_formats() -> None:
 
 @pytest.mark.parametrize("turn", range(len(CODED)))
 def test_fused_mlp_and_attention_support_quantized_inputs(turn: int) -> None:
-    """The halves by themselves are the block's: bits, as both hold float32 between products."""
+    """The halves alone give the bits of the block, as both keep float32 between the matmuls."""
     form = Form()
     fused, parts = both(form)
     torch.manual_seed(4)
@@ -516,7 +516,7 @@ def test_unsupported_quantized_inputs_call_the_parts() -> None:
 
 
 def wrapped(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel of somebody else that computes the same."""
+    """Return a copy of a kernel, as if from another distribution."""
 
     @functools.wraps(kernel)
     def call(*given: Any) -> Any:

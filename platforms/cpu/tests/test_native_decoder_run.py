@@ -16,7 +16,7 @@ from interposer import Config
 from interposer_cpu import native
 from interposer_engine import SamplingParams, load
 
-# Without a compiler the plugin works too, but has none of what is tested here.
+# Installed without a C++ compiler, the plugin works but has no native kernels to test.
 pytestmark = pytest.mark.skipif(bool(native.why_absent()), reason=native.why_absent())
 
 SHIPPED = Path(__file__).parents[3] / "examples" / "models" / "stdlib-lm"
@@ -49,7 +49,7 @@ def texts(lm: Any) -> list[str]:
 
 
 def by_blocks(lm: Any) -> list[str]:
-    """Return what the model writes while something listens to its first block."""
+    """Generate text with a hook on the first block."""
     handle = lm.engine.model.model.layers[0].register_forward_hook(lambda *_: None)
     try:
         return texts(lm)
@@ -74,7 +74,7 @@ def test_a_run_gives_the_results_of_its_blocks(
 
 
 def states(decoder: Any, by: str, monkeypatch: pytest.MonkeyPatch, lm: Any) -> torch.Tensor:
-    """Return the normalised states of a prompt, and check by which call."""
+    """Compute the normalized hidden states of a prompt, and check which call computed them."""
     actual: list[torch.Tensor] = []
     handle = decoder.register_forward_hook(lambda _module, _given, out: actual.append(out.clone()))
     with counted(monkeypatch) as calls:

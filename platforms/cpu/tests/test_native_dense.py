@@ -1,4 +1,4 @@
-"""Attention to keys in rows through Python; C++ tests beside the kernels know their levels.
+"""Attention to keys in rows, called from Python; the C++ tests check every level.
 
 Dimensions: T tokens, N heads, K kv heads, D head size, C latent size, R rotary size, B sequences,
 P pages, S page size.
@@ -41,7 +41,7 @@ from interposer_testing import (
 )
 from interposer_testing.workload import paged_batch, random_projections
 
-# Without a compiler the plugin works too, but has none of what is tested here.
+# Installed without a C++ compiler, the plugin works but has no native kernels to test.
 pytestmark = pytest.mark.skipif(
     bool(native.why_absent()), reason=f"needs native kernels: {native.why_absent()}"
 )
@@ -144,7 +144,7 @@ def test_lse_is_computed_from_unrounded_weights() -> None:
 
 
 def latent_step(dtype: torch.dtype, cache_dtype: torch.dtype) -> dict[str, Any]:
-    """Return arguments of a long context, over parts of keys, and a short one; 3 and 1 tokens."""
+    """Draw arguments of a long context with split keys, and a short one; 3 and 1 tokens."""
     generator = torch.Generator().manual_seed(0)
     lengths, page = [1300, 40], 24
     num_pages = [-(-length // page) for length in lengths]

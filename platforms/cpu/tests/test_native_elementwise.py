@@ -1,4 +1,4 @@
-"""Rows one by one through Python; C++ tests beside the kernels know their levels."""
+"""Kernels of independent rows, called from Python; the C++ tests check every level."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +14,7 @@ from interposer_ops.activations import gelu_and_mul, silu_and_mul
 from interposer_ops.norms import fused_add_rms_norm, layer_norm, rms_norm
 from interposer_testing import Trial, check_kernel, conformance
 
-# Without a compiler the plugin works too, but has none of what is tested here.
+# Installed without a C++ compiler, the plugin works but has no native kernels to test.
 pytestmark = pytest.mark.skipif(bool(native.why_absent()), reason=native.why_absent())
 
 OPS = {

@@ -22,14 +22,14 @@ from interposer_cpu._kernels.embedding import (
 from interposer_ops.embedding import w4a16_embedding, w8a16_embedding
 from interposer_ops.layers.embedding import Embedding, LMHead
 
-# Without a compiler the plugin works too, but has none of what is tested here.
+# Installed without a C++ compiler, the plugin works but has no native kernels to test.
 pytestmark = pytest.mark.skipif(bool(native.why_absent()), reason=native.why_absent())
 
 V, H = 150, 64
 
 
 def codes(bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a table, scales and zero points."""
+    """Draw a quantized embedding, its scales and zero points."""
     generator = torch.Generator().manual_seed(bits)
     scale = torch.rand(V, 2, generator=generator) + 0.5
     if bits == 4:
@@ -49,7 +49,7 @@ def test_an_embedding_and_its_tied_head_share_one_packed_copy() -> None:
     weight = torch.randn(V, H)
     looked_up = pack_embedding(weight)["weight"][0][0]
     assert linear.pack(weight, None)["weight"][0] is looked_up
-    # A product with a bias, or of equal numbers that lie elsewhere, is another one.
+    # A matmul with a bias, or with an equal weight at another address, needs another copy.
     assert linear.pack(weight, torch.zeros(V))["weight"][0] is not looked_up
     assert linear.pack(weight.clone(), None)["weight"][0] is not looked_up
 
@@ -64,7 +64,7 @@ def test_a_quantized_embedding_and_its_tied_head_share_one_copy(
     pack_rows, pack_product = PACKERS[bits]
     looked_up = pack_rows(weight, scale, offsets)["weight"][0][0]
     assert pack_product(weight, scale, None, offsets)["weight"][0] is looked_up
-    # Other scales, or zero points where there were none, are another copy of the same codes.
+    # Other scales, or additional zero points, need another copy of the same values.
     assert pack_product(weight, scale.clone(), None, offsets)["weight"][0] is not looked_up
     other = None if asymmetric else zeros
     assert pack_product(weight, scale, None, other)["weight"][0] is not looked_up
@@ -89,7 +89,7 @@ def test_a_weight_written_after_packing_is_packed_again() -> None:
     assert product[0] is not table[0][0]
     x = torch.randn(2, H)
     torch.testing.assert_close(linear.linear(x, product, None), x @ weight.T)
-    # Tensors of inference mode do not tell that they were written.
+    # Inference tensors have no version counter.
     with torch.inference_mode():
         unversioned = torch.randn(V, H)
         first = pack_embedding(unversioned)["weight"]
@@ -138,7 +138,7 @@ def test_a_tied_head_uses_the_memory_of_its_embedding(dtype: torch.dtype) -> Non
 
 
 def tables() -> dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
-    """Return functions that compute the found and the expected result."""
+    """Return functions that compute the actual and the expected result."""
     plain = torch.randn(V, H)
     packed = pack_embedding(plain)["weight"]
     (w4, s4, z4), (w8, s8, z8) = codes(4), codes(8)

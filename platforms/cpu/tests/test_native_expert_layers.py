@@ -17,7 +17,7 @@ from interposer_cpu._kernels import expert_layers
 from interposer_ops.layers.expert_stages import LocalDispatcher
 from interposer_ops.layers.experts import Experts
 
-# Without a compiler the plugin works too, but has none of what is tested here.
+# Installed without a C++ compiler, the plugin works but has no native kernels to test.
 pytestmark = pytest.mark.skipif(bool(native.why_absent()), reason=native.why_absent())
 
 SPEC = ExpertsSpec(
@@ -37,7 +37,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 def built(
     name: str, settings: dict[str, Any], dtype: torch.dtype, spec: ExpertsSpec = SPEC, **more: Any
 ) -> Experts:
-    """Return the layer of that name, whose weights are the same for each."""
+    """Build the layer of that name; all layers have the same weights."""
     config = Config(layers={"experts": name}, canary="off", tables=False, **more)
     resolver = Resolver(current_registry(), place().device, config)
     resolver.choose_scheme(settings)
@@ -60,7 +60,7 @@ def finalized(layer: Experts) -> Experts:
 
 
 def routing(tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return inputs, weights and ids, of which some are no expert, and one expert gets nothing."""
+    """Draw inputs, weights and ids; some ids are -1, and one expert gets no token."""
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(tokens, SPEC.hidden_size, generator=generator).to(dtype)
     weights = torch.rand(tokens, SPEC.top_k, generator=generator)
@@ -69,7 +69,7 @@ def routing(tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor
 
 
 class Counted:
-    """The library, and how often experts were computed by it."""
+    """A wrapper of the library that counts calls of the experts."""
 
     calls = 0
 

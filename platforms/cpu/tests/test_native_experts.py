@@ -1,6 +1,6 @@
-"""Mixtures of experts through Python; C++ tests beside the kernels know their levels.
+"""MoE kernels, called from Python; the C++ tests check every level.
 
-T tokens, H hidden size, E experts, I intermediate size, K chosen experts.
+T tokens, H hidden size, E experts, I intermediate size, K experts per token.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from interposer_ops.experts import (
 )
 from interposer_testing import Trial, check_kernel, conformance
 
-# Without a compiler the plugin works too, but has none of what is tested here.
+# Installed without a C++ compiler, the plugin works but has no native kernels to test.
 pytestmark = pytest.mark.skipif(bool(native.why_absent()), reason=native.why_absent())
 
 OPS: dict[str, CustomOp[..., Any]] = {
@@ -31,7 +31,7 @@ OPS: dict[str, CustomOp[..., Any]] = {
     "fused_experts_mxfp4": fused_experts_mxfp4,
     "fused_experts_w4a16": fused_experts_w4a16,
 }
-# What each op's samples want besides sizes.
+# Additional dims of each op's samples.
 FORMS: dict[str, dict[str, Any]] = {
     "fused_experts": {"biased": True},
     "fused_experts_fp8": {"granularity": "channel"},
@@ -54,7 +54,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 
 def sample(name: str, tokens: int, dtype: torch.dtype = torch.bfloat16, **dims: Any) -> Case:
-    """Return T tokens whose experts are a random half of them."""
+    """Draw T tokens that use a random half of the experts."""
     sizes = {"hidden_size": 96, "intermediate_size": 64, "num_experts": 4, "top_k": 2}
     op = OPS[name]
     assert op.sample is not None
@@ -69,7 +69,7 @@ def packed(name: str, case: Case) -> dict[str, Any]:
 
 
 def kernel_of(name: str) -> Callable[..., torch.Tensor]:
-    """Return the kernel as a function of what the op takes."""
+    """Wrap the kernel as a function with the op's arguments."""
     op = OPS[name]
 
     def kernel(*values: Any) -> torch.Tensor:
@@ -139,7 +139,7 @@ def test_results_do_not_depend_on_the_number_of_threads(
 
 
 def test_large_batches_are_computed_in_chunks() -> None:
-    # A slot takes 24 kB between the products, of which there are 128 MiB at most.
+    # A slot takes 24 kB of intermediate results, which are limited to 128 MiB.
     tokens, hidden, inner, experts, top_k = 3200, 4096, 16, 2, 2
     generator = torch.Generator().manual_seed(0)
     given = {
@@ -167,7 +167,8 @@ def test_experts_are_packed_into_one_tensor_with_reproducible_bytes() -> None:
     case = sample("fused_experts_mxfp4", 3)
     made = []
     for filling in (0, 255):
-        # What is freed here is likely to be what the packed weight is allocated from.
+        # Freed memory is likely to be reused for the packed weight: its padding must be
+        # overwritten.
         spoilt = torch.full((1 << 18,), filling, dtype=torch.uint8)
         del spoilt
         made.append(packed("fused_experts_mxfp4", case))
@@ -226,7 +227,7 @@ def test_unsupported_expert_calls_are_refused() -> None:
     arguments = packed("fused_experts", sample("fused_experts", 2))
     with pytest.raises(RequestError, match="'relu' of experts; try 'silu', 'gelu' or"):
         native_experts.fused_experts(**{**arguments, "activation": "relu"})
-    # Behind the last expert there is other memory.
+    # After the last expert is other memory.
     beyond = torch.full((2, 2), 4, dtype=torch.int32)
     with pytest.raises(RuntimeError, match="code 4"):
         native_experts.fused_experts(**{**arguments, "expert_ids": beyond})

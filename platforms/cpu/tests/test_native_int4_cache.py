@@ -63,7 +63,7 @@ def outputs(
     counts: list[int],
     tensors: tuple[torch.Tensor, ...],
 ) -> torch.Tensor:
-    """Return what a sequence gives whose tokens come in steps of so many."""
+    """Compute a sequence in steps of the given numbers of tokens."""
     backend, length = built(kind, attention_spec), sum(counts)
     pages = torch.arange(-(-length // PAGE)).flip(0)
     (cache,) = backend.kv_layout().allocate(1, len(pages), "cpu")

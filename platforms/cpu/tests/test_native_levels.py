@@ -187,7 +187,7 @@ class Built:
         return sorted(name for name in names if (NATIVE / name / "level.cpp").is_file())
 
     def instructions(self, target: str) -> list[Instruction]:
-        """Return the code of all objects of one target."""
+        """Disassemble all objects of one target."""
         objdump = needed(f"{self.tools}objdump")
         code_lines = []
         for file in sorted((self.folder / f"CMakeFiles/{target}.dir").rglob("*.o")):
@@ -216,7 +216,7 @@ def needed(program: str) -> str:
 
 @pytest.fixture(scope="session")
 def build(request: pytest.FixtureRequest) -> Build:
-    """Return a function that builds the program, and reuses the objects of earlier runs."""
+    """Return a function that builds the program and reuses objects of earlier runs."""
     cache = request.config.cache
     assert cache is not None
     known = dict[tuple[str, ...], Built]()
@@ -262,9 +262,9 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cases_by_level(process: subprocess.CompletedProcess[str]) -> dict[str, list[str]]:
-    """Return the cases that passed at each level.
+    """Collect the passed cases by level.
 
-    Raises: AssertionError: one of them did not, or none was run.
+    Raises: AssertionError: a case failed, or none was run.
     """
     lines = process.stdout.splitlines()
     failures = [line for line in lines if line.startswith(("FAILED", "    "))]
@@ -285,7 +285,7 @@ def levels_until(architecture: str, best: str) -> tuple[str, ...]:
 
 
 def levels_here(built: Built) -> tuple[str, ...]:
-    """Return the levels that both the compiler and this processor have."""
+    """List the levels that both the compiler and this processor support."""
     levels = levels_of(CPUPlatform().capability("cpu"))
     return tuple(level for level in levels if built.families(level))
 

@@ -1,4 +1,4 @@
-"""Products by packed weights through Python; C++ tests beside the kernels know their levels."""
+"""GEMM with packed weights, called from Python; the C++ tests check every level."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ from interposer_cpu._platform import CPUPlatform
 from interposer_ops.quantizers import unpack_nibbles
 from interposer_testing import Trial, conformance
 
-# Without a compiler the plugin works too, but has none of what is tested here.
+# Installed without a C++ compiler, the plugin works but has no native kernels to test.
 pytestmark = pytest.mark.skipif(bool(native.why_absent()), reason=native.why_absent())
 
 OPS = (
@@ -117,7 +117,7 @@ def test_a_row_gives_the_same_bits_in_any_batch(in_features: int, level: str, fo
 def test_batched_matmuls_are_exact_for_small_integers(
     dtype: torch.dtype, level: str, forced: None
 ) -> None:
-    # Integers whose sums float32 holds exactly, in whatever order they are added.
+    # Integers whose sums are exact in float32 in any order.
     native.force_level(level)
     for in_features in (8, 56, 72, 1032):
         weight = torch.randint(-8, 9, (150, in_features)).to(dtype)
@@ -142,7 +142,8 @@ def test_equal_weights_are_packed_into_equal_bytes() -> None:
     scale, zeros = torch.rand(70, 5), torch.randint(0, 16, (70, 5), dtype=torch.uint8)
     made = []
     for filling in (0, 255):
-        # What is freed here is likely to be what the packed weight is allocated from.
+        # Freed memory is likely to be reused for the packed weight: its padding must be
+        # overwritten.
         spoilt = torch.full((1 << 16,), filling, dtype=torch.uint8)
         del spoilt
         made.append(linear.pack_w4a16(weight, scale, torch.rand(70) * 0, zeros)["weight"][0])

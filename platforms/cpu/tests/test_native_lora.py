@@ -1,4 +1,4 @@
-"""Products of low-rank adapters of the compiled library, at every level of this processor."""
+"""LoRA kernels of the compiled library, at every level of this processor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from interposer_cpu._platform import CPUPlatform
 from interposer_ops.lora import lora_expand, lora_shrink
 from interposer_testing import check_kernel, conformance
 
-# Without a compiler the plugin works too, but has none of what is tested here.
+# Installed without a C++ compiler, the plugin works but has no native kernels to test.
 pytestmark = pytest.mark.skipif(
     bool(native.why_absent()), reason=f"needs native kernels: {native.why_absent()}"
 )

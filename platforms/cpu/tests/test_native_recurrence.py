@@ -15,7 +15,7 @@ from interposer_cpu._platform import CPUPlatform
 from interposer_ops.recurrence import causal_convolution, gated_delta_rule, state_space_scan
 from interposer_testing import check_kernel, conformance
 
-# Without a compiler the plugin works too, but has none of what is tested here.
+# Installed without a C++ compiler, the plugin works but has no native kernels to test.
 pytestmark = pytest.mark.skipif(
     bool(native.why_absent()), reason=f"needs native kernels: {native.why_absent()}"
 )

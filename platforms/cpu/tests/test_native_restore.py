@@ -19,7 +19,7 @@ WIDTHS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
 def any_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Return tensors of any bits, NaN and negative zeros among them."""
+    """Draw tensors of arbitrary bits, including NaN and negative zeros."""
     generator = torch.Generator().manual_seed(seed)
     width = WIDTHS[dtype]
     facts = torch.iinfo(width)

@@ -1,4 +1,4 @@
-"""Sampling and routing by the compiled library; C++ tests beside the kernels know their levels.
+"""Sampling and routing by the compiled library; the C++ tests check every level.
 
 Dimensions: B sequences, V vocabulary, T tokens, E experts.
 """
@@ -18,7 +18,7 @@ from interposer_ops.experts import grouped_topk, topk_sigmoid, topk_softmax
 from interposer_ops.sampling import apply_penalties, gumbel_argmax, sample_tokens
 from interposer_testing import Trial, conformance
 
-# Without a compiler the plugin works too, but has none of what is tested here.
+# Installed without a C++ compiler, the plugin works but has no native kernels to test.
 pytestmark = pytest.mark.skipif(bool(native.why_absent()), reason=native.why_absent())
 
 OPS = {

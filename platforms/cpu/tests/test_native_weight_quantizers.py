@@ -1,4 +1,4 @@
-"""Weights to integers: the library writes what the references do, bit for bit."""
+"""Weight quantization by the library equals the references, bit for bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from interposer_cpu import native
 from interposer_cpu._kernels import weight_quantizers
 from interposer_ops import quantizers
 
-# Without a compiler the plugin works too, but has none of what is tested here.
+# Installed without a C++ compiler, the plugin works but has no native kernels to test.
 pytestmark = pytest.mark.skipif(bool(native.why_absent()), reason=native.why_absent())
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -39,7 +39,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 
 def rounded(module: Any, weight: torch.Tensor, group: int) -> Iterator[Results]:
-    """Yield what every op of a module makes of a weight."""
+    """Yield the result of every op of a module for a weight."""
     for dtype in SCALES:
         yield module.quantize_weight_int8(weight, group, dtype)
         if weight.shape[1] % 2 == 0:

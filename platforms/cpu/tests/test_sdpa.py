@@ -63,7 +63,7 @@ class Sequences:
         self.plan = Plan(torch.empty(0), None, ())
 
     def step(self, new_tokens: dict[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the backend's result and the exact one for some new tokens per sequence."""
+        """Compute the backend's and the exact result for new tokens of each sequence."""
         spec, slots, starts, lengths, expected = self.spec, [], [0], [], []
         total = sum(new_tokens.values())
         heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)

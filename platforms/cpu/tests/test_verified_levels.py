@@ -35,7 +35,7 @@ def needed(program: str) -> str:
 
 
 def succeed(*command: str | Path) -> str:
-    """Return what a command printed."""
+    """Run a command and return its output."""
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]
     return process.stdout
@@ -51,10 +51,10 @@ def check(level: str, *options: str | Path) -> None:
 
 
 def says_nothing_of_levels(reason: str) -> bool:
-    """Return whether a trial is left out at every level, whatever the processor.
+    """Check whether a trial may be skipped at every level, on any processor.
 
-    The tag of a wheel is no matter of levels, and an editable installation has none. Tokens are
-    the second dimension of the one op that is named here, and the kit varies the first alone.
+    The wheel's tag does not depend on the level, and an editable installation has none. The one op
+    named here has tokens as its second dimension, and the kit varies only the first.
     """
     op, _, _ = reason.partition(" ")
     return ", wheel: " in reason or (op == "batched_linear" and reason.endswith(FIXED))
