@@ -1,15 +1,10 @@
-"""The self-attention of an encoder, and the cross-attention of a decoder to the encoder's output.
+"""Encoder-decoder models: an encoder, and a decoder with cross-attention to the encoder's output.
 
-Dimensions: T tokens of a step, E tokens of encoder inputs, B encoder inputs, N heads, K kv heads,
-D head size, H hidden size, R rotary size.
+``EncoderDecoderFamily`` holds the settings, ``EncoderDecoderLM`` is the model, ``CrossedBlock`` the
+decoder block.
 
-Decoder blocks with cross-attention.
-
-Dimensions: T tokens, R tokens to output, H hidden size.
-
-An encoder-decoder model: a decoder with an LM head, and an encoder.
-
-Dimensions: E tokens of encoder inputs, H hidden size of the encoder.
+Dimensions: T tokens of a step, R tokens to output, E tokens of encoder inputs, B encoder inputs, N
+heads, K kv heads, D head size, H hidden size, R rotary size where angles are meant.
 """
 
 from __future__ import annotations

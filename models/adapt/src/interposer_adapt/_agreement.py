@@ -1,4 +1,7 @@
-"""Rounding noise of a decoder: the effect of one rounding on logits, and the bound for many.
+"""Bounds of rounding error, by which trials accept or refuse a replacement.
+
+``check_agreement`` bounds the results of one op. ``error_bound`` bounds the logits of a decoder,
+from the measured effect of one rounding.
 
 Dimensions: T tokens of the prompt, V vocabulary.
 """

@@ -1,4 +1,7 @@
-"""The passes over a model's modules, and the kernel or layer proposed for each module."""
+"""The entry point ``adapt``, and its passes over a model's modules.
+
+Each pass proposes a kernel or a standard layer for the modules of one kind.
+"""
 
 from __future__ import annotations
 

@@ -1,17 +1,13 @@
-"""Attention of adapted models: a kernel for the mask patterns that kernels support, else sdpa.
+"""Attention of adapted models: a kernel if the call has a supported mask pattern, else sdpa.
+
+``AdaptedAttention`` chooses and checks the kernel of each call. ``plain_attention`` computes calls
+with a softcap on scores or with sinks, both unsupported by sdpa.
+
+In a graph of ``torch.compile`` the attention is one op. The graph stores the label of the module.
+At run time the op finds the attention by this label, and computes the call as without a compiler.
 
 Dimensions: B sequences, N heads, K kv heads, D size of a query and key, E size of a value, T query
 tokens, U key tokens.
-
-Attention with a softcap on scores and with sinks, both unsupported by sdpa.
-
-Dimensions: B sequences, N heads, K kv heads, D size of a query and key, E size of a value, T query
-tokens, U key tokens.
-
-The attention of adapted models as one op in graphs of ``torch.compile``.
-
-The graph stores the label of the module. At run time the op finds the attention by this label, and
-computes the call as without a compiler.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Registration of interposer's attention and masks with transformers, by name.
+"""Routes the attention of transformers models to interposer's attention, by name.
 
-Routing of models that support only eager attention, because of softcaps or sinks.
+interposer's attention and masks are registered with transformers under a name, which the
+configurations of a model then state. Models made from one configuration share the object, so that
+an adapted model gets private copies.
 
-sdpa supports neither, so these classes refuse it. A trial compares the model's own attention with
-the kernels' attention, so that no class must be known by name.
-
-Private copies of the configurations of an adapted model.
-
-Models made from one configuration share the object. Without copies, the attention's name written to
-the configuration would apply to all models.
+Some classes support only eager attention, because of softcaps or sinks that sdpa lacks. A trial
+compares such a model's own attention with the kernels' attention, so that no class must be known by
+name.
 """
 
 from __future__ import annotations

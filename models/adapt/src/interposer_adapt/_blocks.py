@@ -1,15 +1,9 @@
-"""Binding of transformer layers that match the standard decoder block.
+"""Transformer layers that run as one standard decoder block.
 
-Dimensions: B sequences, T tokens, H hidden size, D head size.
-
-The forward of a transformer layer that runs as one standard decoder block.
-
-The block runs over the pages of the engine or of a ``RowsCache``. All other calls run the forward
-of the layer's class, with the parts bound one by one.
-
-Dimensions: B sequences, T tokens, H hidden size, D head size.
-
-A numerical trial of a decoder block against the replaced layer.
+``bind_blocks`` finds layers that match the block, and accepts a block after a numerical trial
+against the replaced layer. ``BlockForward`` runs the block over the pages of the engine or of a
+``RowsCache``. All other calls run the forward of the layer's class, with the parts bound one by
+one.
 
 Dimensions: B sequences, T tokens, H hidden size, D head size.
 """

@@ -1,20 +1,12 @@
-"""A KV cache that grows in place and returns views.
+"""A KV cache for transformers models that grows in place and returns views.
 
-The cache layers of transformers copy all past tokens at every step. The layers here hold rows of
-tokens, the layout that ``ragged_attention`` reads, with spare capacity.
+The cache layers of transformers copy all past tokens at every step. ``RowsCache`` holds rows of
+tokens with spare capacity, the layout that ``ragged_attention`` reads. While only decoder blocks
+use the cache, a layer holds the pages of an attention backend instead. Other code gets rows of
+tokens: the position of each element in a page is found by storing numbers that encode an index.
 
-Dimensions: B sequences, K kv heads, U tokens, D head size, C capacity in tokens.
-
-Keys and values of one layer as rows of tokens, with spare capacity.
-
-Dimensions: B sequences, K kv heads, U tokens, D head size, C capacity in tokens.
-
-A KV cache in a backend's pages, for batches of sequences of equal length.
-
-A decoder block writes and reads the pages. Other code gets rows of tokens: the position of each
-element in a page is found by storing numbers that encode an index.
-
-Dimensions: B sequences, K kv heads, U tokens, D head size, P pages, S page size.
+Dimensions: B sequences, K kv heads, U tokens, D head size, C capacity in tokens, P pages, S page
+size.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Entry point ``load_encoder``: embed or classify texts by an adapted transformers model.
 
-Pooling of token vectors to one vector for each text, as configured in the checkpoint.
+The vectors of a text's tokens are pooled to one vector as the checkpoint's sentence-transformers
+files state: modules.json, and a config.json for each module.
 
-The files of sentence-transformers are modules.json, and a config.json for each module.
 Dimensions: B texts, T tokens, H hidden size.
 """
 

@@ -1,15 +1,17 @@
-"""The forward of a class on one instance, with parts of the class's code replaced.
+"""Replacement forwards of single module instances.
 
-Interception of a model's attention calls and masks during one forward pass.
+``ModuleForward`` runs the forward of a class on one instance, with parts of the class's code
+replaced.
 
-An interceptor applies to the current thread: to all models that the thread calls while the ``with``
-block is open.
+``intercepted_by`` sends a model's attention calls and masks to an interceptor. It applies to the
+current thread: to all models that the thread calls while the ``with`` block is open.
 
-Forwards that another library wrapped around the class's forward on an instance.
+``find_rewrap`` handles forwards that another library wrapped around the class's forward, as tensor
+parallelism of transformers and the hooks of accelerate do. The wrapper moves tensors between
+processes or devices, and calls the class's forward in between. A kernel replaces only that inner
+call.
 
-Tensor parallelism of transformers and the hooks of accelerate do so: the wrapper moves tensors
-between processes or devices, and calls the class's forward in between. A kernel replaces only that
-inner call.
+Dimensions: B sequences, N heads, T tokens, D size of a query and key, E size of a value.
 """
 
 from __future__ import annotations

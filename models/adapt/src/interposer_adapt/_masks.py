@@ -1,27 +1,18 @@
-"""The mask function that transformers calls for interposer's attention.
+"""Masks of adapted models: detection of patterns that kernels support, and the ragged layout.
 
-The function returns the mask that sdpa would get, so that every call can be delegated to sdpa. If
-kernels support the mask's pattern, the tensor carries ``MaskFacts`` as an attribute. A model that
-changes the mask makes a new tensor without the attribute, so that calls are delegated.
-
-Dimensions: B sequences, U key tokens.
-
-Detection of a mask's pattern by evaluating the mask function at a few pairs of positions.
+transformers calls the mask function of this module for interposer's attention. It returns the mask
+that sdpa would get, so that every call can be delegated to sdpa. If kernels support the mask's
+pattern, the tensor carries ``MaskFacts`` as an attribute. A model that changes the mask makes a new
+tensor without the attribute, so that calls are delegated.
 
 Kernels support four patterns: all keys, keys up to the query, and either within a window. Other
-masks, such as image blocks, packed sequences and chunks, have no pattern here.
+masks, such as image blocks, packed sequences and chunks, have no pattern here. ``find_pattern``
+evaluates a known mask function at a few pairs of positions. ``read_mask`` compares every element of
+a mask from an unknown function with each pattern; only masks in host memory are read, as reading
+would synchronize with an accelerator.
 
-Detection of a mask's pattern from its elements, for unknown mask functions.
-
-Each supported pattern is generated and compared with every element of the mask. Reading elements
-would synchronize with an accelerator, so only masks in host memory are read.
-
-Dimensions: B sequences, T query tokens, U key tokens.
-
-Conversion of padded batches to the ragged layout of ``ragged_attention``.
-
-No data is moved: padding, and unused memory between the rows of a cache, become sequences with
-ignored results.
+``ragged_layout`` describes a padded batch as ragged sequences without moving data: padding, and
+unused memory between the rows of a cache, become sequences with ignored results.
 
 Dimensions: B sequences, N heads, K kv heads, D head size, T query tokens, U key tokens.
 """

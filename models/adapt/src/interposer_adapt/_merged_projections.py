@@ -1,15 +1,14 @@
 """Projections of one input, computed as one matmul.
 
+A trace finds the projections that read the same input: children return meta tensors, so that
+nothing is computed. The trace ends where the class needs real values; the calls until then are
+used.
+
 The forward of the class stays. The first projection that the class calls computes the merged
 matmul; the other projections return slices of the result, while the forward runs and the input is
 the same tensor.
 
 Dimensions: I input features, O output features of all projections.
-
-A trace that finds projections of the same input; children are leaves.
-
-Children return meta tensors, so that a trace computes nothing. The trace ends where the class needs
-real values; the calls until then are used.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
-"""The norm ops that a leaf module may compute, and the search for the matching op.
+"""Binding of norms: nn.LayerNorm, and leaf modules that compute a norm.
 
-H is the hidden size.
-
-Binding of norms without a weight, for each possible row size of the inputs.
-
-Such a norm holds neither size nor dtype of the input. Both are taken from the parent's other
-modules: the input comes from a projection or a table, as a whole or split into heads.
-
-Binding of norms: nn.LayerNorm, and leaf modules that compute a norm.
+The norm op of a leaf is found by comparing results. A norm without a weight holds neither size nor
+dtype of its input. Both are taken from the parent's other modules: the input comes from a
+projection or a table, as a whole or split into heads.
 
 H is the hidden size.
 """

@@ -1,18 +1,15 @@
-"""A trial that compares a paged decoder's logits with the model's logits without a cache.
-
-A prompt is computed in chunks and token by token, together with a second sequence at the end of the
-context. State outside of pages, or mixing between tokens of a row, changes the logits. The
-unsupported layer is the first with different outputs for equal inputs.
-
-Dimensions: T tokens of the prompt, V vocabulary.
-
-A transformers decoder over paged KV caches, with the engine's interface.
+"""A transformers decoder over paged KV caches, with the engine's interface.
 
 The model's own forward runs without a cache, with the tokens of all sequences in one row. Each
 attention layer writes its keys and values to pages, and attends over the pages.
 
-Dimensions: N heads, K kv heads, D size of a query and key, E size of a value, T tokens of the step,
-V vocabulary.
+A trial compares the logits with the model's logits without a cache. A prompt is computed in chunks
+and token by token, together with a second sequence at the end of the context. State outside of
+pages, or mixing between tokens of a row, changes the logits. The unsupported layer is the first
+with different outputs for equal inputs.
+
+Dimensions: N heads, K kv heads, D size of a query and key, E size of a value, T tokens of the step
+or of the trial's prompt, V vocabulary.
 """
 
 from __future__ import annotations

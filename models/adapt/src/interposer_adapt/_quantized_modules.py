@@ -1,14 +1,8 @@
-"""Modules with quantized weights that replace torch's modules with plain weights.
+"""Quantization of a transformers model's modules, by the same rules as ``load(quantization=...)``.
 
-A packed weight is specific to the processor that it was packed on, so such modules are neither
-saved nor pickled.
-
-Dimensions: V vocabulary, H hidden size, I input features, O output features.
-
-Quantization of a model's modules, by the same rules as ``load(quantization=...)``.
-
-A module that the scheme excludes keeps its plain weight. Only torch's own classes are replaced:
-linear layers, and the embedding table that the head shares.
+Only torch's own classes are replaced: linear layers, and the embedding table that the head shares.
+A module that the scheme excludes keeps its plain weight. A packed weight is specific to the
+processor that it was packed on, so the replacing modules are neither saved nor pickled.
 
 Dimensions: V vocabulary, H hidden size, I input features, O output features.
 """

@@ -1,10 +1,9 @@
-"""The routing functions that ops support, and the search for the one that a router computes.
+"""Binding of routers: leaf modules that choose the experts of each token.
+
+The routing function of a router is found by comparing its results with those of every routing that
+an op supports.
 
 Dimensions: T tokens, H hidden size, E experts, K chosen experts, G groups.
-
-Binding of routers: leaf modules that choose the experts of each token.
-
-Dimensions: T tokens, H hidden size, E experts, K chosen experts.
 """
 
 from __future__ import annotations

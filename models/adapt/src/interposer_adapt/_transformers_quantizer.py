@@ -1,4 +1,4 @@
-"""The quantizer class for transformers, and the registration.
+"""The quantization method ``"interposer"`` of transformers: config, quantizer, and registration.
 
 Source: transformers 5.23, ``quantizers/base.py`` (the methods and the order of their calls),
     ``quantizers/auto.py`` (names can be registered once).

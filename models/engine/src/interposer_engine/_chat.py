@@ -1,11 +1,8 @@
 """Chat templates: render messages as the prompt format that a model was trained with.
 
-A template is a program of the model's publisher. transformers renders templates in a sandbox.
-
-Constraints on tool calls, derived from a model's response template.
-
-A response template defines how a call is parsed. A simple template also defines how a call must be
-written.
+A template is a program of the model's publisher. transformers renders templates in a sandbox. A
+response template is the reverse: it defines how an answer is parsed, and in simple cases also how a
+tool call must be written, so that a constraint can enforce a call.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Continuous batching: requests join one model, run step by step, and end.
+"""The engine: continuous batching of requests, which join one model, run step by step, and end.
 
-Log probabilities of prompt tokens, recorded while the prompt is computed in chunks.
-
-Dimensions: R rows of logits, V vocabulary.
+Dimensions: R rows of logits, B sequences, T tokens, V vocabulary.
 """
 
 from __future__ import annotations

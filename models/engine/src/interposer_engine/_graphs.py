@@ -1,4 +1,6 @@
-"""Fixed memory that a captured decode step reads: filled and padded before each replay.
+"""Captured graphs of decode steps: one graph per batch size, with inputs in fixed memory.
+
+A batch is copied into the memory of the smallest graph that fits, and padded, before each replay.
 
 Dimensions: B sequences of the bucket, each with one token, P pages of the longest sequence, S page
 size.

@@ -1,4 +1,7 @@
-"""Page pools that a model's attention layers need, and the sizes in bytes."""
+"""The KV cache of a model: groups of attention layers, their page pools, and the sizes in bytes.
+
+``PagedModel`` is the interface of a model with such a cache.
+"""
 
 from __future__ import annotations
 

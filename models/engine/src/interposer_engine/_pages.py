@@ -1,10 +1,7 @@
-"""Pools of cache pages and of state slots, which running sequences share.
+"""Memory that running sequences share: pools of cache pages and state slots, and copies of both.
 
-Copies between rows of recurrent state tensors.
-
-Dimensions: N slots.
-
-Pages and state rows as tensors, for copies within the device or to other memory.
+``PagePool`` hands out page and slot numbers. ``CacheContents`` addresses the tensors behind the
+numbers, and ``StateCheckpoints`` keeps copies of recurrent states.
 
 Dimensions: N slots.
 """

@@ -1,8 +1,7 @@
 """Prefix cache: sequences with equal prefixes share pages, and copies of recurrent states.
 
-Dimensions: S page size.
-
-Search for the cached prefix of a sequence.
+``PrefixSearch`` finds the longest cached prefix of a sequence; ``SharedPrefixes`` gives the pages
+and states to the sequence, and registers new ones.
 
 Dimensions: S page size.
 """

@@ -1,4 +1,8 @@
-"""Offloaded pages and states of the prefix cache, in host memory or in a file."""
+"""Storage of the prefix cache: pages registered by key, and evicted rows in other memory.
+
+``PrefixPool`` keeps the pages of ended sequences until the memory is needed. ``PrefixStore`` holds
+evicted pages and state checkpoints in host memory or in a file.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Parts of the engine for distributions that run models of their own in it.
+"""Parts of the engine for distributions that run their own models in it.
 
-Most programs need :func:`interposer_engine.load` only. Names are loaded on first use.
+Most programs need only :func:`interposer_engine.load`. Names are loaded on first use.
 """
 
 from __future__ import annotations

@@ -1,21 +1,18 @@
-"""Latent attention of long prompts, with keys and values of every head expanded from the cache.
+"""Variants of self-attention that several families share.
 
-With absorbed projections, a pair of tokens costs C + R multiplications per head for the score and C
-for the output. With expanded keys and values the pair costs D + R and V, about a third in
-DeepSeek's models. But the keys and values of all cached tokens must be computed first, which pays
-off only if many query tokens read the same cache.
+``ExpandedAttention`` computes latent attention of long prompts, with keys and values of every head
+expanded from the cache. With absorbed projections, a pair of tokens costs C + R multiplications per
+head for the score and C for the output. With expanded keys and values the pair costs D + R and V,
+about a third in DeepSeek's models. But the keys and values of all cached tokens must be computed
+first, which pays off only if many query tokens read the same cache.
 
-Dimensions: T tokens, U cached tokens that are read, B sequences, N heads, D size of a query and key
-head without its rotary part, R rotary size, C latent size, V size of a value head, P pages, S page
-size.
+``UnrotatedAttention`` and ``InterleavedAttention`` change the rotary embedding,
+``SharedCacheAttention`` reads the cache of an earlier layer, and ``FusedAttention`` has one stored
+tensor for the projections of queries, keys and values.
 
-Attention to the keys and values that an earlier layer cached.
-
-Dimensions: T tokens, N heads, D head size.
-
-Attention for checkpoints that store query, key and value projections as one tensor.
-
-Dimensions: T tokens, N heads, D head size.
+Dimensions: T tokens, U cached tokens that are read, B sequences, N heads, D head size (in latent
+attention without the rotary part), R rotary size, C latent size, V size of a value head, P pages, S
+page size.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""The decoder around the blocks: embedding, final norm and LM head; a family provides the blocks.
+"""The decoder: embedding, blocks, final norm and LM head; a family provides the blocks.
 
-Dimensions: T tokens of the step, R tokens that need logits, H hidden size, V vocabulary.
+``CausalLM`` is the complete model, ``Decoder`` the part without the LM head. ``NormedBlock`` and
+``OnePartBlock`` are blocks with norms in other positions than Llama's. ``HiddenStates`` records the
+states of a step for draft models.
 
-Hidden states of a step, for draft models that read hidden states.
-
-Dimensions: T tokens of the step, H hidden size, L layers.
-
-Decoder blocks with norms in other positions than Llama's.
-
-Dimensions: T tokens, R tokens to output, H hidden size.
+Dimensions: T tokens of the step, R tokens that need logits, H hidden size, V vocabulary, L recorded
+layers.
 """
 
 from __future__ import annotations

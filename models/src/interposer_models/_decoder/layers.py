@@ -1,10 +1,6 @@
-"""The MLP without a gate: up projection, activation, down projection.
+"""Layers of older decoders: the MLP without a gate, layer norm, and transposed linear layers.
 
-Dimensions: T tokens, H hidden size.
-
-Layer normalisation of the residual stream.
-
-Dimensions: T tokens, H hidden size.
+Dimensions: T tokens, H hidden size, I input features, O output features.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-"""MoE layers with group-limited routing and a shared expert.
+"""MoE layers of decoders: routers, experts with and without a gate, and shared experts.
 
-Dimensions: T tokens, H hidden size, E experts, K chosen experts.
+``MixtureFamily`` and ``SparseFamily`` route each token to the best of all experts.
+``GroupedFamily`` limits the choice to the best groups of experts, and may add a shared expert for
+all tokens. ``UngatedMoE`` has experts of two matrices instead of three.
 
-The MoE layer that some decoders have instead of a dense MLP.
-
-Dimensions: T tokens, H hidden size.
-
-Experts without a gate (two matrices each), and the MoE layer of such experts.
-
-Dimensions: T tokens, M rows, H hidden size, L size of the experts' input, I intermediate size,
-E experts.
+Dimensions: T tokens, M rows, H hidden size, L size of the experts' input, I intermediate size, E
+experts, K chosen experts.
 """
 
 from __future__ import annotations

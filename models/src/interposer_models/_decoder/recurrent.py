@@ -1,20 +1,13 @@
-"""The Gated DeltaNet mixer: linear attention with a key-value state that each token corrects.
+"""Recurrent layers of decoders: Gated DeltaNet and Mamba-2 mixers, which keep a fixed-size state.
 
-Dimensions: T tokens, H hidden size, G key heads of size K, N value heads of size D,
-R rows of the state cache, C = 2 G K + N D channels.
+A ``RecurrentLayer`` caches one state per sequence instead of pages of keys and values. Both mixers
+share a causal convolution and a gated norm.
 
-Source: arXiv:2412.06464.
+Dimensions: T tokens, H hidden size, C channels of the convolution, W window of the convolution, R
+rows of the state cache. Gated DeltaNet: G key heads of size K, N value heads of size D, C = 2 G K +
+N D. Mamba-2: N heads of size P, G groups, S state size, I = N P, C = I + 2 G S.
 
-Layers with a fixed-size state per sequence, and a convolution and a norm for such layers.
-
-Dimensions: T tokens, C channels, W window of the convolution, H hidden size.
-
-The Mamba-2 mixer: a state space model with token-dependent decay and input.
-
-Dimensions: T tokens, H hidden size, N heads, P head size, G groups, S state size, R rows of the
-state cache, I = N P.
-
-Source: arXiv:2405.21060.
+Source: arXiv:2412.06464 (Gated DeltaNet), arXiv:2405.21060 (Mamba-2).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The settings of a decoder, read from a checkpoint's config.json and validated.
 
-Merge the spellings of the rotary fields of config.json into one ``rope_parameters``.
-
-Old configs have ``rope_scaling`` and ``rope_theta``. transformers 5 writes both into
-``rope_parameters``, which some families nest by layer type. The rules of precedence are those of
-transformers. Where transformers would silently drop a stated value, the config is refused.
+The rotary fields have several spellings. Old configs have ``rope_scaling`` and ``rope_theta``;
+transformers 5 writes both into ``rope_parameters``, which some families nest by layer type. All
+spellings are merged into ``rope_parameters``, with the precedence of transformers. A config with a
+value that transformers would silently drop is refused.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
-"""Sparse latent attention on the standard ops: a backend that selects tokens, one that attends.
+"""Sparse latent attention: each token attends only to the tokens that an indexer selects.
 
-Dimensions: T tokens, N heads, I heads of an indexer, D size of such a head, C latent size, R rotary
-size, X selected tokens, P pages, S page size.
+``Indexer`` projects queries and keys, ``IndexerBackend`` caches the keys and selects the tokens
+with the best scores, and ``SparseLatentBackend`` attends to the selected tokens.
 
-The indexer of sparse attention, which selects the tokens that each token attends to.
-
-Dimensions: T tokens, H hidden size, Q latent size of queries, I heads, D head size, R rotary size,
-X selected tokens.
+Dimensions: T tokens, H hidden size, N heads, I heads of the indexer, D size of such a head, C
+latent size, Q latent size of queries, R rotary size, X selected tokens, P pages, S page size.
 
 Source: DeepSeek-V3.2-Exp technical report. The published program multiplies queries and keys by a
-Hadamard matrix, which does not change the dot products, and rounds both to 8 bits. This module
-does neither.
+Hadamard matrix, which does not change the dot products, and rounds both to 8 bits. This module does
+neither.
 """
 
 from __future__ import annotations

@@ -1,18 +1,11 @@
-"""BART: an encoder-decoder with learned positions and a layer norm after every residual sum.
+"""BART and mBART: encoder-decoders with learned positions and one shared embedding table.
 
-Source: arXiv:1910.13461.
+In BART a layer norm follows every residual sum. mBART has norms before each sublayer, and after the
+last block of encoder and decoder.
 
-The layers of BART: encoder attention, and blocks with a norm after every residual sum.
+Source: arXiv:1910.13461 (BART), arXiv:2001.08210 (mBART).
 
-Dimensions: T tokens, R tokens to output, H hidden size.
-
-BART's encoder, decoder and LM head, which share one embedding table.
-
-Dimensions: T tokens, R tokens that need logits, H hidden size, V vocabulary.
-
-mBART: BART with norms before each sublayer and after the last block of encoder and decoder.
-
-Source: arXiv:2001.08210.
+Dimensions: T tokens, R tokens to output, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations

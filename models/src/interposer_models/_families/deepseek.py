@@ -1,14 +1,10 @@
-"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention to the tokens that an indexer selects.
+"""DeepSeek-V2, V3 and V3.2: latent attention, and experts chosen group by group.
 
-Source: DeepSeek-V3.2-Exp technical report.
+V2 scores experts by a softmax. V3 (and Kimi K2, with more experts in one group) uses a sigmoid and
+a score correction bias that balances the experts. V3.2 adds sparse attention to the tokens that an
+indexer selects.
 
-DeepSeek-V3: latent attention, and grouped experts balanced by a score correction bias.
-
-Kimi K2 is the same architecture with more experts in one group. Source: arXiv:2412.19437.
-
-DeepSeek-V2: latent attention, and experts chosen by a softmax, group by group.
-
-Source: arXiv:2405.04434.
+Source: arXiv:2405.04434 (V2), arXiv:2412.19437 (V3), DeepSeek-V3.2-Exp technical report.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""ERNIE 4.5 MoE: ERNIE 4.5 with bias-balanced MoE layers after the first layers.
-
-Source: ERNIE 4.5 Technical Report, Baidu, 2025.
-
-ERNIE 4.5: Llama with interleaved rotary embedding.
+"""ERNIE 4.5: Llama with interleaved rotary embedding, dense or with bias-balanced MoE layers.
 
 Source: ERNIE 4.5 Technical Report, Baidu, 2025.
 """

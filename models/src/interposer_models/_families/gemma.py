@@ -1,14 +1,9 @@
-"""T5Gemma: an encoder-decoder of Gemma 2's blocks, with cross-attention in the decoder.
+"""Gemma 2, Gemma 3 and T5Gemma: norms before and after each sublayer, and windows in most layers.
 
-Source: arXiv:2504.06225.
+Gemma 2 caps scores and logits. Gemma 3 has per-head norms instead, and other rotary angles in
+windowed layers. T5Gemma is an encoder-decoder of Gemma 2's blocks.
 
-Gemma 2: norms before and after each sublayer, capped scores and logits, alternating windows.
-
-Source: arXiv:2408.00118.
-
-Gemma 3: Gemma 2 with per-head norms instead of soft caps; windowed layers rotate differently.
-
-Source: arXiv:2503.19786.
+Source: arXiv:2408.00118 (Gemma 2), arXiv:2503.19786 (Gemma 3), arXiv:2504.06225 (T5Gemma).
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """Gemma 4: per-layer embeddings, and layers that read an earlier layer's KV cache.
 
 The text model without experts. Full-attention layers have larger heads than windowed layers.
-Source: transformers 5.23, models/gemma4.
-
-Dimensions: T tokens, H hidden size, L layers, E size of a per-layer embedding.
-
-The layers of Gemma 4: attention with normed heads, and blocks with a per-layer embedding.
 
 Source: transformers 5.23, models/gemma4.
-Dimensions: T tokens, N heads, K kv heads, D head size, H hidden size, E size of a per-layer
-embedding.
+
+Dimensions: T tokens, N heads, K kv heads, D head size, H hidden size, L layers, E size of a
+per-layer embedding.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""GLM-4: norms before and after each sublayer; half of each head is rotated, interleaved.
+"""GLM-4 and GLM-4.5: half of each head is rotated.
 
-Source: arXiv:2406.12793; the norms came with GLM-4-0414.
+GLM-4-0414 has norms before and after each sublayer, and interleaved rotation. GLM-4.5 has
+bias-balanced experts and a shared expert in all layers but the first.
 
-GLM-4.5: bias-balanced experts and a shared expert in all layers but the first.
-
-Source: arXiv:2508.06471.
+Source: arXiv:2406.12793 (GLM-4; the norms came with GLM-4-0414), arXiv:2508.06471 (GLM-4.5).
 """
 
 from __future__ import annotations

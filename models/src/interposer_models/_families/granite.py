@@ -1,14 +1,10 @@
-"""Granite: Llama with multipliers of embeddings, scores, block outputs and logits.
+"""Granite and Bamba, of IBM: dense, with MoE layers, or with Mamba-2 mixers.
 
-Source: arXiv:2405.04324; the multipliers are those of arXiv:2203.03466.
+Granite is Llama with multipliers of embeddings, scores, block outputs and logits. Granite MoE has
+MoE layers instead of MLPs. Bamba has Mamba-2 mixers, and attention in a few layers.
 
-Bamba: Mamba-2 mixers and MLPs, with attention in a few layers.
-
-Source: huggingface.co/blog/bamba; arXiv:2405.21060 for the state space model.
-
-Granite MoE: Granite with MoE layers instead of MLPs.
-
-Source: huggingface.co/ibm-granite/granite-3.1-3b-a800m-instruct.
+Source: arXiv:2405.04324 (Granite; the multipliers are those of arXiv:2203.03466),
+huggingface.co/ibm-granite/granite-3.1-3b-a800m-instruct, huggingface.co/blog/bamba.
 """
 
 from __future__ import annotations

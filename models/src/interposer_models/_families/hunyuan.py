@@ -1,10 +1,7 @@
-"""Hunyuan: Llama with per-head norms of queries and keys after the rotation.
+"""Hunyuan: Llama with per-head norms after the rotation, dense or with experts.
 
-Source: huggingface.co/tencent/Hunyuan-7B-Instruct.
-
-Hunyuan MoE: Hunyuan with experts and a shared expert.
-
-Source: arXiv:2411.02265; huggingface.co/tencent/Hunyuan-A13B-Instruct.
+Source: huggingface.co/tencent/Hunyuan-7B-Instruct, huggingface.co/tencent/Hunyuan-A13B-Instruct,
+arXiv:2411.02265.
 """
 
 from __future__ import annotations

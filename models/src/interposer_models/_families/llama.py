@@ -1,22 +1,12 @@
-"""SmolLM3: Llama without rotary embedding in every fourth layer.
+"""Llama, and families that differ from Llama in few settings: Mistral, Mixtral, Ministral, SmolLM3.
 
-Source: arXiv:2501.18795 for such layers; huggingface.co/blog/smollm3.
+Llama has pre-norm RMSNorm, rotary embedding, grouped-query attention and a gated SiLU MLP. Mistral
+adds a sliding window, Ministral full attention in some layers, and Mixtral MoE layers. SmolLM3 has
+no rotary embedding in every fourth layer.
 
-Llama: pre-norm RMSNorm, rotary embedding, grouped-query attention, a gated SiLU MLP.
-
-Source: arXiv:2302.13971; grouped queries arXiv:2307.09288; long contexts arXiv:2407.21783.
-
-Mixtral: Mistral with experts, two of which compute each token.
-
-Source: arXiv:2401.04088.
-
-Mistral: Llama with sliding-window attention.
-
-Source: arXiv:2310.06825.
-
-Ministral: Mistral with full attention in some layers.
-
-Source: mistral.ai/news/ministraux.
+Source: arXiv:2302.13971, arXiv:2307.09288 and arXiv:2407.21783 (Llama 1 to 3), arXiv:2310.06825
+(Mistral), arXiv:2401.04088 (Mixtral), mistral.ai/news/ministraux, huggingface.co/blog/smollm3,
+arXiv:2501.18795 (layers without rotation).
 """
 
 from __future__ import annotations

@@ -1,22 +1,12 @@
-"""Nemotron-H: Mamba-2 mixers, MLPs or MoE layers, and some attention, one sublayer per block.
+"""Decoders with recurrent layers: Mamba-2, Nemotron-H, Falcon-H1 and LFM2.
 
-Source: arXiv:2504.03624; transformers' ``nemotron_h`` (experts).
+Mamba-2 has state space mixers only, without attention and without MLPs. Nemotron-H has one sublayer
+per block: a mixer, an MLP, an MoE layer or attention. Falcon-H1 runs attention and a mixer in
+parallel in every block, with many multipliers. LFM2 has gated short convolutions, and attention in
+some layers.
 
-Dimensions: T tokens, H hidden size.
-
-Mamba-2: state space mixers only, without attention and without MLPs.
-
-Source: arXiv:2405.21060.
-
-Falcon-H1: attention and a Mamba-2 mixer in parallel in every block, with many multipliers.
-
-Source: arXiv:2507.22448.
-
-Dimensions: T tokens, H hidden size.
-
-LFM2: gated short convolutions, and attention in some layers.
-
-Source: LFM2 Technical Report, arXiv:2511.23404.
+Source: arXiv:2405.21060 (Mamba-2), arXiv:2504.03624 and transformers' ``nemotron_h`` (Nemotron-H),
+arXiv:2507.22448 (Falcon-H1), arXiv:2511.23404 (LFM2).
 
 Dimensions: T tokens, H hidden size.
 """

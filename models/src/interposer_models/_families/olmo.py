@@ -1,10 +1,10 @@
-"""OLMo 2: norms after attention and MLP, and norms over all query heads and all key heads.
+"""OLMo 2 and 3: norms after attention and MLP, and norms over all query heads and all key heads.
 
-Source: arXiv:2501.00656. Dimensions: T tokens, N heads, K kv heads, D head size.
+OLMo 3 adds windows in three of four layers; only full layers have long-context angles.
 
-OLMo 3: OLMo 2 with windows in three of four layers; only full layers have long-context angles.
+Source: arXiv:2501.00656 (OLMo 2), arXiv:2512.13961 (OLMo 3).
 
-Source: arXiv:2512.13961.
+Dimensions: T tokens, N heads, K kv heads, D head size.
 """
 
 from __future__ import annotations

@@ -1,18 +1,10 @@
-"""Qwen2-MoE: Qwen2 with many small experts and a gated shared expert.
+"""Qwen2 and Qwen3, dense or with many small experts.
 
-Source: arXiv:2407.10671.
+Qwen2 is Llama with biases of queries, keys and values, and windows in the upper layers. Qwen2-MoE
+adds a gated shared expert. Qwen3 has per-head norms of queries and keys before the rotation instead
+of the biases. Qwen3-MoE has experts in all layers or some.
 
-Qwen2: Llama with biases of queries, keys and values, and windows in the upper layers.
-
-Source: arXiv:2407.10671.
-
-Qwen3: Llama with per-head norms of queries and keys before the rotation.
-
-Source: arXiv:2505.09388.
-
-Qwen3-MoE: Qwen3 with many small experts, in all layers or some.
-
-Source: arXiv:2505.09388.
+Source: arXiv:2407.10671 (Qwen2), arXiv:2505.09388 (Qwen3).
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
-"""Qwen3.5: Gated DeltaNet mixers, and gated attention in every fourth layer.
+"""Qwen3.5 and Qwen3-Next: Gated DeltaNet mixers, and gated attention in every fourth layer.
 
-Source: huggingface.co/Qwen/Qwen3.5-27B; arXiv:2412.06464 for Gated DeltaNet.
+Qwen3.5 is dense, or has many small experts and a gated shared expert; only its text model is built.
+Qwen3-Next has the same layers, with projections interleaved by key head.
+
+Source: huggingface.co/Qwen/Qwen3.5-27B, huggingface.co/Qwen/Qwen3.5-397B-A17B,
+huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct, arXiv:2412.06464 (Gated DeltaNet).
 
 Dimensions: T tokens, H hidden size, N heads, K kv heads, D head size.
-
-Qwen3.5 with many small experts and a gated shared expert; only the text model.
-
-Source: huggingface.co/Qwen/Qwen3.5-397B-A17B.
-
-Qwen3-Next: Gated DeltaNet and experts as in Qwen3.5, with projections interleaved by key head.
-
-Source: huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct.
 """
 
 from __future__ import annotations

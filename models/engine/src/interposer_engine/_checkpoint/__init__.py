@@ -1,1 +1,1 @@
-"""Checkpoint."""
+"""Checkpoints: reading files, placing tensors in layers, and updating loaded weights."""

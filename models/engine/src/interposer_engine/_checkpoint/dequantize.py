@@ -1,6 +1,7 @@
-"""Decides which layers dequantize weights once, while loading, instead of in every step.
+"""Layers that would dequantize their weights in every step dequantize once, while loading.
 
-Layer methods that dequantize stored weights once, to the model's dtype.
+``dequantize_once`` finds such layers in a planned model, and gives them methods that store the
+weights in the model's dtype, if memory allows.
 
 Dimensions: O output features, I input features, V vocabulary, H hidden size.
 """

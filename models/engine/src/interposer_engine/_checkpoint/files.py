@@ -1,9 +1,8 @@
-"""Reads a Hugging Face model directory: config, index and tensors, shard by shard.
+"""The files of a Hugging Face checkpoint: config, index and tensors, from a folder or a model hub.
 
-Models by name, downloaded from a model hub into the cache of the hub's own library.
-
-Endpoint, token, cache folder and offline mode are settings of that library, such as
-``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HOME`` and ``HF_HUB_OFFLINE``.
+A model by name is downloaded into the cache of the hub's own library. Endpoint, token, cache folder
+and offline mode are settings of that library, such as ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HOME``
+and ``HF_HUB_OFFLINE``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Places of a checkpoint's tensors: complete parameters, or rows of parameters of fused layers.
+"""Where each tensor of a checkpoint belongs in a model.
 
-Expert numbers in tensor names, under expert parallelism.
-
-A layer numbers the experts of its rank from 0, while checkpoints number all experts of the layer.
+A ``TensorPlace`` is a complete parameter, rows of the parameter of a fused layer, or an expert's
+matrix in a stacked parameter. ``ExpertNames`` translates names under expert parallelism: a layer
+numbers the experts of its rank from 0, while checkpoints number all experts of the layer.
 """
 
 from __future__ import annotations

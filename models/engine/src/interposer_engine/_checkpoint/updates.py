@@ -1,4 +1,8 @@
-"""Replaces a layer's tensors by new weights, in place if possible."""
+"""Updates of loaded layers: replace tensors by new weights, in place if possible.
+
+``Offer`` is a source of new weights, ``GroupUpdate`` the prepared update of one group of layers,
+and ``ExpertMove`` the update after a new placement of experts.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Commands."""
+"""The subcommands of ``interposer`` that run or rewrite a model."""

@@ -1,1 +1,1 @@
-"""Constrained decoding."""
+"""Constrained decoding: compile grammars, and mask the tokens that a grammar forbids."""

@@ -1,1 +1,1 @@
-"""Distributed."""
+"""Models on several ranks: start, coordinate and compare the processes."""

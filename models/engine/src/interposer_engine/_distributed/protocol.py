@@ -1,8 +1,8 @@
-"""Coordination of ranks: the engines of all ranks run the same steps in the same order.
+"""The protocol between ranks: the engines of all ranks run the same steps in the same order.
 
-Messages between rank 0 and follower ranks, over pairs of unnamed sockets.
-
-A follower inherits a socket from rank 0, so that no other process can connect.
+A ``Coordinator`` starts steps and calls on all ranks. If rank 0 has started the other ranks, it
+sends calls over a ``Channel``, a pair of unnamed sockets. A follower inherits its socket, so that
+no other process can connect.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Lora."""
+"""LoRA adapters: read files of PEFT, and add low-rank sums to layers."""

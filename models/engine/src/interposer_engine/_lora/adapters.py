@@ -1,6 +1,6 @@
-"""The adapters of a loaded model: hooks exist from the first adapter until the last is removed.
+"""The LoRA adapters of a loaded model: loading, replacing, removing, and the memory that they need.
 
-The memory that adapters need, computed before matrices are allocated.
+Layers have hooks from the first adapter until the last one is removed.
 
 Dimensions: A adapters, E experts, R the largest rank of a layer, P parts, I inputs, O outputs.
 """

@@ -1,10 +1,8 @@
-"""Reads adapters that PEFT saved: low-rank matrices by module.
+"""Reads LoRA adapters that PEFT saved: settings, target modules, and low-rank matrices.
 
-Dimensions: R rank, I inputs, O outputs, E experts.
+``AdapterPlaces`` finds the layers that adapters can be attached to, by the module names of PEFT.
 
-The layers that adapters can be attached to, by the module names of PEFT.
-
-Dimensions: I inputs, O outputs, V vocabulary, H hidden size, E experts.
+Dimensions: R rank, I inputs, O outputs, V vocabulary, H hidden size, E experts.
 """
 
 from __future__ import annotations

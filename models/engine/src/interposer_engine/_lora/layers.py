@@ -1,11 +1,11 @@
-"""The adapters of one layer, computed by two grouped matmuls for all tokens of a step.
+"""The LoRA adapters of one layer, computed by two grouped matmuls for all tokens of a step.
 
-Dimensions: T tokens, I inputs, O outputs of a part, A adapters, R the largest rank, P adapted parts
-of a merged layer, V vocabulary, E experts.
+``StepAdapters`` holds the adapter of each token of the current step, and ``LowRank`` adds the
+low-rank sums to the outputs of a layer.
 
-The LoRA adapter of each token of the current step, for layers with adapters.
-
-Dimensions: T tokens of the step, R tokens with logits.
+Dimensions: T tokens, I inputs, O outputs of a part, A adapters, R the largest rank (in
+``StepAdapters`` the tokens with logits), P adapted parts of a merged layer, V vocabulary, E
+experts.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Offload."""
+"""Weight offload: blocks whose weights are streamed from host memory or disk."""

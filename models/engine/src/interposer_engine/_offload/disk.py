@@ -1,10 +1,10 @@
-"""Reads weights of a packed file into buffers, bypassing the system's page cache.
+"""Reads offloaded weights from a packed file, bypassing the system's page cache.
 
-Reads the mapped experts that tokens are routed to, and no others.
-
-A page fault lets the system also read the neighbouring pages, up to ``read_ahead_kb`` of the disk.
-An advice reads only its range. Other data that kernels need, such as sizes in front of each matrix,
-is read page by page.
+``DiskReader`` reads streamed blocks into buffers, which a ``Ring`` assigns to blocks.
+``ExpertReads`` reads mapped experts that tokens are routed to, and no others: a page fault would
+let the system also read the neighbouring pages, up to ``read_ahead_kb`` of the disk, while an
+advice reads only its range. Other data that kernels need, such as sizes in front of each matrix, is
+read page by page.
 
 Dimensions: T tokens, K chosen experts.
 """

@@ -1,6 +1,7 @@
 """Loads a model with offloaded blocks: layers use buffers that are filled during the steps.
 
-Copies offloaded weights from pinned host memory to device buffers, parallel to the computation.
+Weights in pinned host memory are copied to device buffers parallel to the computation
+(``DeviceCopies``); weights in a packed file are read into buffers by ``DiskReader``.
 
 On an H100, tokens equalled the tokens of a resident model. Tests use a platform that presents the
 CPU as a device, where copies are synchronous.

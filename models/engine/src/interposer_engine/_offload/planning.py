@@ -1,10 +1,9 @@
 """Plans weight offload for a model on the meta device: source, resident and streamed blocks.
 
-Decides from sizes and a budget where the weights of each block lie; plain data with reasons.
-
-Every step reads every block once, in order. A cache with least-recently-used eviction would evict
-each block just before the next step needs it. Therefore a fixed set of blocks is resident, and the
-others pass through buffers: no policy reads less in a cycle.
+The plan follows from sizes and a memory budget alone; it is plain data with reasons. Every step
+reads every block once, in order. A cache with least-recently-used eviction would evict each block
+just before the next step needs it. Therefore a fixed set of blocks is resident, and the others pass
+through buffers: no policy reads less in a cycle.
 """
 
 from __future__ import annotations

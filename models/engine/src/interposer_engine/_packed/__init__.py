@@ -1,1 +1,1 @@
-"""Packed."""
+"""Packed weights: files that hold weights in the form of this machine's kernels."""

@@ -1,8 +1,7 @@
-"""Steps that the ways to load a model's weights share, and the fallback to the next way.
+"""Loads the weights of a plan: maps a packed file, or reads and packs the checkpoint.
 
-Loads the weights of a plan: maps a packed file, or reads and packs the checkpoint.
-
-``load_weights`` is the only integration point between model loading and packed files.
+``load_weights`` is the only integration point between model loading and packed files. If one way to
+load is refused, the next way is tried.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Quantize."""
+"""Quantization of checkpoints: rounding, calibration, and writing the copy."""

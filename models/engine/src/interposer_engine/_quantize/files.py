@@ -1,4 +1,4 @@
-"""Write a safetensors file tensor by tensor, in any order.
+"""Safetensors files, written and read tensor by tensor, in any order.
 
 Source: the format is described at https://github.com/huggingface/safetensors.
 """

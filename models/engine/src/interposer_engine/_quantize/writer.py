@@ -1,8 +1,8 @@
-"""The folder with the work of an incomplete quantization, from which the next run continues.
+"""Writes the quantized copy of a model into a work folder, which survives an interrupted run.
 
-The folder is ``.NAME.unfinished`` next to the target NAME. ``manifest.json`` in it states the
-source and the settings; ``model`` becomes the target by one rename; ``layers`` has the results of
-calibration.
+The work folder is ``.NAME.unfinished`` next to the target NAME, and the next run continues from it.
+``manifest.json`` in it states the source and the settings; ``model`` becomes the target by one
+rename; ``layers`` has the results of calibration.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Speculation."""
+"""Speculative decoding: draft tokens, and their verification by the target model."""

@@ -1,13 +1,11 @@
 """EAGLE-3 heads: one block that reads the hidden states of three layers of the target model.
 
+``load_eagle3_head`` reads a checkpoint, and checks that the head fits the model.
+
 Dimensions: T tokens, R tokens with requested predictions, H hidden size of the head, F three times
 the hidden size of the model, V vocabulary of the model, W vocabulary of the head.
 
 Source: arXiv:2503.01840; huggingface.co/yuhuili/EAGLE3-LLaMA3.1-Instruct-8B for names.
-
-Loading of EAGLE-3 checkpoints, with checks that the head fits the model.
-
-Dimensions: W vocabulary of the head.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Draft tokens from an MTP head, which reads hidden states that the target model computes anyway.
 
-Dimensions: T tokens, B sequences, F size of the model's states that the head reads, V vocabulary.
+``HeadRunner`` runs the head on a separate paged KV cache, and ``HeadProposer`` draws the draft
+tokens.
 
-Steps of an MTP head on a separate paged KV cache.
-
-Dimensions: T tokens, B sequences, H hidden size of the head.
+Dimensions: T tokens, B sequences, F size of the model's states that the head reads, H hidden size
+of the head, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Draft tokens from a smaller model, which follows the sequences of the target model.
+"""Proposers of draft tokens, and the kernels that sample and verify draft tokens.
 
-Dimensions: B sequences, V vocabulary.
-
-Sampling and verification of draft tokens.
+``ModelProposer`` runs a smaller model, which follows the sequences of the target model.
+``NgramProposer`` looks up the newest tokens in the earlier ones.
 
 Dimensions: R rows of logits, B sequences, S most draft tokens per sequence, V vocabulary.
 """

@@ -1,1 +1,1 @@
-"""Weight transfer."""
+"""Transfer of weights from a trainer to running models."""

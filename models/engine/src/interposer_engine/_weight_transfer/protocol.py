@@ -1,4 +1,8 @@
-"""Headers of buckets: the list of tensors, or pieces of tensors, in a bucket."""
+"""The protocol of a weight transfer: connections, votes, and the headers of buckets.
+
+A trainer sends tensors in buckets. A ``Header`` lists the tensors, or pieces of tensors, in a
+bucket. A ``Channel`` broadcasts headers and buckets, and counts the votes of all ranks.
+"""
 
 from __future__ import annotations
 
