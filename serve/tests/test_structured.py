@@ -187,7 +187,7 @@ def test_required_calls_need_a_known_format(served: Served) -> None:
     refused = served.chat(tools=TOOLS, tool_choice="required")
     assert (refused.status, refused.error["param"]) == (400, "tool_choice")
     assert (
-        "how it writes calls is not known: its calls are not plain JSON"
+        "the format of its calls is unknown: its calls are not plain JSON"
         in (refused.error["message"])
     )
     unknown_function = {"type": "function", "function": {"name": "other"}}

@@ -54,7 +54,7 @@ def test_a_pattern_is_written_as_a_text_that_it_matches() -> None:
     ],
 )
 def test_unsupported_forms_of_calls_are_refused(given: Any, reason: str) -> None:
-    with pytest.raises(RequestError, match=f"how it writes calls is not known: .*{reason}"):
+    with pytest.raises(RequestError, match=f"the format of its calls is unknown: .*{reason}"):
         call_constraint(given, [LOOK], {})
 
 

@@ -192,7 +192,7 @@ def test_models_without_placeable_experts_are_refused(
         loads(path, expert_parallel=ExpertParallel(redundant_experts=6), **SMALL)
     cut: Any = loads(path, **SMALL)
     assert cut.expert_loads() == {}
-    with pytest.raises(ConfigError, match="No experts of this model are placed whole"):
+    with pytest.raises(ConfigError, match="This model runs without expert parallelism"):
         cut.rebalance_experts()
 
 

@@ -410,7 +410,7 @@ def test_a_model_larger_than_the_memory_is_offloaded(tmp_path: Path, own: dict[s
     assert process.returncode == 0, process.stderr
     token_ids, notes, peak, max_bytes, is_limited = json.loads(process.stdout.splitlines()[-1])
     assert peak <= max_bytes
-    assert ("as nobody said otherwise" if is_limited else "as asked for") in notes[0]
+    assert ("by default" if is_limited else "as requested") in notes[0]
     assert any("streamed" in note for note in notes)
     lm = load(path, offload=False, **own)
     (expected,) = lm.generate([[1, 2, 3]], max_new_tokens=3)

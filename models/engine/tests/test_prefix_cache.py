@@ -64,7 +64,7 @@ def test_a_common_prefix_is_computed_once(
         (expected,) = plain.generate([prompt], max_new_tokens=5, ignore_eos=True)
         assert done.token_ids == expected.token_ids
     assert lm.engine.prefixes is not None
-    said = "379 of 587 prompt tokens were in the cache (64.6%), 0 pages were given up"
+    said = "379 of 587 prompt tokens were in the cache (64.6%), 0 pages were evicted"
     assert str(lm.engine.prefixes) == said
     assert f"prefix cache: {said}" in explain(lm).notes
     assert plain.engine.prefixes is None

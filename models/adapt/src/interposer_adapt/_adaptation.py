@@ -39,7 +39,7 @@ class Place:
 
     @property
     def is_bound(self) -> bool:
-        """True if the module runs on a kernel that ``adapt`` selected."""
+        """Whether the module runs on a kernel that ``adapt`` selected."""
         return bool(self.kernel)
 
 
@@ -223,7 +223,7 @@ class Adaptation:
         return Verdict.refuse(f"rows of {dtype} on {device} are not supported by the platform")
 
     def site(self, name: str, dtype: torch.dtype) -> Site:
-        """Return the selection site of the module ``name``."""
+        """Return the site at which kernels for the module ``name`` are selected."""
         return Site(self.resolver, name, dtype)
 
     def attempt(self, module: nn.Module, name: str, bind: Bind) -> bool:

@@ -119,7 +119,7 @@ def traced_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Call the op from code that is being compiled, ``[B, T, N, E]``."""
+    """Compute attention ``[B, T, N, E]`` as one op of a graph that ``torch.compile`` traces."""
     out: Tensor = torch.ops.interposer_adapted.attention(
         query, key, value, mask, label, scaling, is_causal, softcap, sinks
     )

@@ -228,12 +228,12 @@ class AttentionInterceptor(Protocol):
     def paged_cache(self, module: nn.Module) -> PagedCache | None:
         """Return the paged cache that a decoder block may use directly for ``module``.
 
-        None makes the block call ``attend`` as usual.
+        With None the block calls ``attend``, as other layers do.
         """
         ...
 
     def mask(self, make: MakeMask, settings: Mapping[str, Any]) -> Tensor | None:
-        """Return the mask for ``settings``; ``make(**settings)`` makes the regular mask."""
+        """Return the mask for the model; ``make(**settings)`` makes transformers' own mask."""
         ...
 
 
@@ -312,7 +312,7 @@ def _replace_in_cell(cell: CellType, module: nn.Module, inner: Forward) -> tuple
 
 
 def _replace_in(value: Any, module: nn.Module, inner: Forward, depth: int) -> Any:
-    """Return ``value``, or a copy of it with ``inner`` in place of the class's forward."""
+    """Return ``value`` with ``inner`` in place of the class's forward; copy changed objects."""
     if _is_class_forward(value, module):
         return inner
     if not depth or isinstance(value, nn.Module | type) or not hasattr(value, "__dict__"):

@@ -262,11 +262,11 @@ class _MergedWeight:
         self._cached: Tensor | None = None
 
     def cache(self, like: Tensor) -> None:
-        """Restore the weight once for all reads until ``clear``."""
+        """Restore the plain weight now, and keep it for all calls of ``part`` until ``clear``."""
         self._cached = self._restore_all(like)
 
     def clear(self) -> None:
-        """Restore the weight anew for each later read."""
+        """Drop the kept weight; later calls of ``part`` restore the weight each time."""
         self._cached = None
 
     def part(self, start: int, into: Tensor) -> None:

@@ -317,7 +317,7 @@ def bind_norm(adaptation: Adaptation, module: nn.Module, name: str, norm: Norm) 
 
 
 def _contiguous_kernel(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a kernel whose result is contiguous for any input."""
+    """Wrap a norm kernel so that its result is contiguous for any input layout."""
 
     def call(x: Tensor, *operands: Any) -> Tensor:
         return kernel(x.contiguous(), *operands)

@@ -102,7 +102,7 @@ class PackedWeight(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """The plain weight, as ``detach`` returns it."""
+        """The plain weight as a normal tensor; assigning raises ConfigError."""
         return self.plain()
 
     @data.setter

@@ -228,7 +228,7 @@ def _quantize_linear(
 def _quantize_tied(
     resolver: Resolver, head: nn.Linear, head_name: str, table: nn.Embedding, table_name: str
 ) -> dict[str, QuantizedModule]:
-    """Return the replacements for a head and the tied embedding."""
+    """Quantize a head and the embedding that shares its weight; return both modules by name."""
     dtype = table.weight.dtype
     site, head_site = Site(resolver, table_name, dtype), Site(resolver, head_name, dtype)
     # The tied layer computes a head without a bias only.

@@ -404,9 +404,10 @@ def _copy_into(weight: Tensor, into: Tensor) -> None:
 
 
 def _logit_bounds(weight: Tensor, bias: Tensor | None, x: Tensor) -> tuple[int, float, float]:
-    """Return the number of terms of a logit, and the largest sum of magnitudes.
+    """Return bounds for the rounding error of a logit: number of terms, and sums of magnitudes.
 
-    The third value is that sum without the bias, or 0 if there is no bias.
+    Returns: the number of terms of a logit; the largest sum of their magnitudes; and the largest
+        sum that is rounded before the bias is added, 0 without a bias.
     """
     largest_matmul = float((x.abs().double() @ weight.detach().abs().double().T).max())
     largest = largest_matmul + (0.0 if bias is None else float(bias.detach().abs().max()))
@@ -421,7 +422,7 @@ def _check_choice(
     bounds: tuple[int, float, float],
     dtype: torch.dtype,
 ) -> Verdict:
-    """Refuse other logits, or another choice from the same logits.
+    """Refuse a kernel's routing if its logits or its chosen experts differ from the class's.
 
     Args:
         choice: weights and ids that the kernel makes of the class's own logits.
@@ -440,8 +441,8 @@ def _check_choice(
     for expert_ids, expert_weights in ((ids, weights), (choice[1], choice[0])):
         ranked = logits.gather(-1, expert_ids.long()).sort(-1)
         ordered.append((ranked.values, expert_weights.gather(-1, ranked.indices)))
-    (best, class_result), (own_best, kernel_result) = ordered
-    if not torch.equal(best, own_best):
+    (class_logits, class_result), (kernel_logits, kernel_result) = ordered
+    if not torch.equal(class_logits, kernel_logits):
         return Verdict.refuse("it chooses other experts from the same logits")
     rounded = _logits_dtype(weights, dtype)
     return check_agreement(

@@ -57,7 +57,7 @@ class SequenceCaches:
     """
 
     attention_layers: ClassVar[Sequence[PagedLayer]] = ()
-    page_size: ClassVar[int] = 16  # a unit for the engine's accounting; no memory has pages
+    page_size: ClassVar[int] = 16  # only a unit of the engine's token counts: nothing is paged
     pool: PagePool | None = None
 
     def __init__(

@@ -58,7 +58,7 @@ class InterposerConfig(QuantizationConfigMixin):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The method and its settings, as an argument for ``load(..., quantization=...)``."""
+        """The method and its settings in the form of ``load(..., quantization=...)``."""
         fields = self.to_dict()
         del fields["quant_method"]
         return {"quant_method": fields.pop("method"), **fields}
@@ -143,10 +143,10 @@ class InterposerQuantizer(HfQuantizer):
         Raises: ConfigError: always.
         """
         raise ConfigError(
-            f"The plain weights were given up when the model was quantized by "
-            f"{self.quantization_config.method!r}, and what is left is packed for this processor, "
-            "so that it cannot be saved. Try: `interposer quantize PATH NEW`, which writes "
-            "quantized weights that transformers loads, or copy PATH and state "
+            "The plain weights were given up when the model was quantized by "
+            f"{self.quantization_config.method!r}, and the quantized ones are packed for this "
+            "processor, so that the model cannot be saved. Try: `interposer quantize PATH NEW`, "
+            "which writes quantized weights that transformers loads, or copy PATH and state "
             "'quantization_config' in its config.json"
         )
 

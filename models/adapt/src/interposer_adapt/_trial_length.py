@@ -15,10 +15,10 @@ _MIN_LIMIT_TOKENS = 160
 
 
 def extra_trial_tokens(model: nn.Module) -> tuple[int, str]:
-    """Return the number of tokens to add to a trial's prompt, and a note if the number was limited.
+    """Return the tokens that a trial's prompt needs to exceed the model's windows, and a note.
 
-    The number is the largest window, chunk or top-k in the configuration, limited where a
-    trial of a large model would take minutes; the note names the configuration's field.
+    The number is the largest window, chunk or top-k in the configuration. For a large model it is
+    limited, because the trial would take minutes; the note then names the configuration's field.
     """
     windows = dict(_window_fields(getattr(model, "config", None)))
     if not windows:

@@ -192,7 +192,7 @@ def _terms(text: str, specials: Mapping[str, int]) -> Iterator[str]:
 
 def _unsupported(reason: str) -> RequestError:
     return RequestError(
-        "A call cannot be required of this model, since how it writes calls is not known: "
+        "A call cannot be required of this model, because the format of its calls is unknown: "
         f"{reason}. Try: tool_choice 'auto'"
     )
 

@@ -144,7 +144,7 @@ class Engine:
 
     @property
     def trouble(self) -> str:
-        """The reason why no step can run; "" if none is known."""
+        """The reason why no step can run, such as a lost rank; "" while steps can run."""
         return ""
 
     @property
@@ -201,8 +201,8 @@ class Engine:
             RequestError: the prompt is empty, has an unknown token, or leaves no space for a new
                 token in the model's context, in the cache or in a step; a parameter names an
                 unknown token, an unusable constraint, or log probabilities of a prompt that the
-                model does not predict; or ``source`` fails ``Sources.check``, or is set for a model
-                without an encoder.
+                model does not predict; or ``source`` fails ``EncoderInputs.check``, or is set for
+                a model without an encoder.
             UnknownNameError: no adapter of the name is loaded.
         """
         tokens = self.checked_tokens(prompt)
@@ -334,7 +334,8 @@ class Engine:
     def checked_source(self, source: Sequence[int] | None) -> list[int]:
         """Return the encoder input as plain integers; empty if the model has no encoder.
 
-        Raises: RequestError: see ``Sources.check``; or ``source`` is set and there is no encoder.
+        Raises: RequestError: see ``EncoderInputs.check``; or ``source`` is set for a model without
+            an encoder.
         """
         if self.runner.encoder_inputs is not None:
             return self.runner.encoder_inputs.check(source)
@@ -345,7 +346,10 @@ class Engine:
         return []
 
     def checked_tokens(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the ids as plain integers; see ``checked_tokens`` of ``request_batch``."""
+        """Return the ids as plain integers.
+
+        Raises: RequestError: there are no ids, or an id is outside of the vocabulary.
+        """
         return checked_tokens(token_ids, self.model.config.vocab_size)
 
     def sample(self, sequences: list[TokenSequence], logits: torch.Tensor) -> list[Event]:

@@ -55,7 +55,7 @@ _Compiler = Callable[[CausalModel, list[torch.Tensor]], CompiledModel]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
-    """An engine with weights and cache, and what its model needs beside it.
+    """An engine with weights and cache, and the objects from which its ``LanguageModel`` is made.
 
     Attributes:
         adapters: LoRA adapters by name, read but not yet attached.
@@ -72,7 +72,7 @@ class BuiltEngine:
 
 @dataclass(slots=True)
 class _Memory:
-    """The memory that is reserved before the cache, and the adapters that part of it is for."""
+    """Memory that is reserved before the cache: adapters (read already) and recurrent states."""
 
     weight_check: WeightCheck
     adapters: Mapping[str, Adapter]
@@ -82,7 +82,7 @@ class _Memory:
 
 @dataclass(slots=True)
 class _Loaded:
-    """A model with its weights, and what else was read from its checkpoint."""
+    """The loaded weights and tokenizer of a model, with end tokens and draft source."""
 
     checkpoint: Checkpoint | CheckpointFile
     tokenizer: TextTokenizer
@@ -101,7 +101,7 @@ def build_engine(
 ) -> BuiltEngine:
     """Read the weights of a plan's model, size its cache, and create its engine.
 
-    The ranks of ``group`` do each step together, so that a failure of one ends all. Notes on
+    All ranks of ``group`` load together: a failure of one rank is raised on every rank. Notes on
     weights and memory are added to those of the plan's resolver.
 
     Args:
@@ -112,7 +112,7 @@ def build_engine(
     with group.raise_together("checking the plan"):
         for note in resolver.notes:
             _log.warning("%s: %s", planned.path, note)
-        # Shards are as they should be: a note without a warning.
+        # Shards are normal: note them without a warning.
         notes = [] if group.ranks is None else shard_notes(planned.model)
         memory = _reserve_memory(planned, options)
         if memory.adapters:
@@ -145,7 +145,7 @@ def build_engine(
         notes.append(str(budget))
     num_tokens = group.smallest(budget.tokens)
     if num_tokens < budget.tokens:
-        notes.append(f"KV cache of {num_tokens} tokens, as another rank has")
+        notes.append(f"KV cache of {num_tokens} tokens, limited by another rank")
     with group.raise_together("making the cache"):
         prefixes = options.prefix_settings
         engine = new_engine(
@@ -248,7 +248,10 @@ def _new_engine(
     compiled: _Compiler | None = None,
     prefixes: PrefixCache | None = None,
 ) -> Engine:
-    """Create an engine with a cache of ``num_pages``; one without options measures a step."""
+    """Create an engine with a cache of ``num_pages``.
+
+    Without the keyword arguments the engine only serves to measure a step.
+    """
     platform, device = planned.placement.platform, planned.placement.device.torch_device
     runner = Runner(
         planned.model,
@@ -280,7 +283,7 @@ def _cache_budget(
     memory: _Memory,
     new_engine: Callable[[int], Engine],
 ) -> CacheBudget:
-    """Size the cache: as requested, or as the memory beside the largest step allows."""
+    """Size the cache: as requested, or from the memory that the largest step leaves free."""
     if options.cache_tokens is not None:
         device, shape = planned.placement.device.torch_device, cache_shape(planned, **options.sizes)
         return CacheBudget.for_tokens(device, shape, options.cache_tokens, memory.state_bytes)

@@ -391,7 +391,7 @@ class StepThread:
             while self._take_orders():
                 self._step()
         except BaseException as error:  # noqa: BLE001 - such as SystemExit of a kernel
-            _log.exception("the engine's thread ends, and with it all that was running")
+            _log.exception("the engine's thread has failed; all running requests end")
             fault = error
         self._finish(fault)
 
@@ -436,7 +436,7 @@ class StepThread:
                     if self._read(generation, stream, start_time)
                 ]
         except Exception as error:  # noqa: BLE001 - kernels raise any error; later requests can run
-            _log.exception("a step of the engine failed, and with it all that was running")
+            _log.exception("a step of the engine has failed; all running requests end")
             self.failed = True
             outcomes = [(generation, error) for generation, _ in self._running]
             for generation, _ in outcomes:

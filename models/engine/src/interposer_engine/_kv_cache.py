@@ -151,7 +151,7 @@ class CacheShape:
 
 
 def _order(kind: tuple[int | None, bool]) -> tuple[float, bool]:
-    """Sort key: the widest window first."""
+    """Return a sort key that orders groups by window, the widest first."""
     return -(kind[0] or float("inf")), kind[1]
 
 

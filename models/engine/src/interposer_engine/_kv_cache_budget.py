@@ -131,7 +131,7 @@ def cache_budget(
             f"No memory is left for the KV cache, which needs {needed} at least and may take "
             f"{fraction:g} of {_size(max(memory.available_bytes, 0))}: {_parts(device, memory)}. "
             "Try: a smaller max_step_tokens or max_sequences, a larger memory_fraction, weights of "
-            "fewer bits, or end what else uses the device"
+            "fewer bits, or end other programs on the device"
         )
     tokens = min(max_tokens, pages * shape.page_size)
     cache_bytes, parts = shape.num_bytes(pages), shape.parts(pages)

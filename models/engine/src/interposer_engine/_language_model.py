@@ -335,7 +335,7 @@ class LanguageModel:
 
     @property
     def graphs(self) -> Verdict | None:
-        """True if decode steps run as graphs; None if graphs were not requested."""
+        """Whether decode steps run as captured graphs; None if graphs were not requested."""
         running = self.engine.runner.graphs
         return self._graphs if running is None or running.compiled else running.compiled
 

@@ -1,4 +1,4 @@
-"""The arguments of ``load``, checked."""
+"""The arguments of ``load``, collected in one object and checked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """The arguments of ``load`` that one process reads, as a value; see ``load`` for each.
+    """The arguments of ``load``, except the ranks and the path; see ``load`` for each.
 
     Attributes:
         config: the policy in force, with the platform that was requested by name.
@@ -53,12 +53,12 @@ class LoadOptions:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The limits of a step, by the names that the engine's parts have for them."""
+        """``max_sequences`` and ``max_step_tokens``, as keyword arguments of the engine's parts."""
         return {"max_sequences": self.max_sequences, "max_step_tokens": self.max_step_tokens}
 
     @property
     def speculation_settings(self) -> Speculation | None:
-        """The settings of speculative decoding, None without it."""
+        """The settings of speculative decoding; None if draft tokens are not requested."""
         return None if self.speculation is None else Speculation.of(self.speculation)
 
     @property

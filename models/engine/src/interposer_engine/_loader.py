@@ -54,56 +54,59 @@ def load(
     offload: bool | int | str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LanguageModel:
-    """Load a model of Hugging Face, or a file that a plugin reads, ready to generate.
+    """Load a Hugging Face model, or a file that a plugin reads, ready to generate.
 
     Args:
         path: a folder, a file, or the name of a model on the hub, ``"namespace/name"`` or
-            ``"namespace/name@revision"``, which is downloaded unless it is in the hub's cache.
-        dtype: to compute in; ``"auto"`` takes the checkpoint's where the platform offers it, else
-            the platform's preferred one.
-        platform: name of the platform; None leaves it to the selection.
-        config: policy for this model, above every other source.
-        quantization: a method by which plain weights are quantized while they load, such as
-            ``"fp8"``, or its settings with the name as ``quant_method``.
-        cache_tokens: tokens that the paged cache holds, of layers with windows no more than these
-            need, and of what an encoder reads as many besides; None takes what ``max_sequences``
-            full contexts need, within ``memory_fraction``.
-        memory_fraction: share of the memory that weights and the largest step leave free, which the
-            cache may take, above 0 and at most 1. The step is run to know. None takes 0.9 of an
-            accelerator; 0.25 of a host, whose memory others use as well, and of platforms that
-            measure no step.
-        max_sequences: how many requests run at once; more wait.
-        max_step_tokens: tokens of one step; a longer prompt is computed in chunks, or refused
-            where its tokens see each other in both directions.
-        prefix_cache: prompts that begin alike share what is computed of their common beginning,
-            which stays in the cache until its room is wanted; ``PrefixCache(...)`` says how much
-            memory it has besides. Not for prefix-LMs, nor for models with an encoder.
-        adapters: LoRA adapters to load, by the names that requests have for them; see
-            ``LanguageModel.load_adapter``. Their memory, and that of replacing one, is taken before
-            the cache is settled.
-        speculation: what guesses tokens that steps verify: ``"ngram"``, ``"heads"``, the path of
-            a head or of a draft model, or ``Speculation(...)``.
-        tensor_parallel: how many processes compute the model together: those that torchrun
-            started, or that are in torch's default process group; or a process group of some of
-            them. Each of them makes this call, and the same calls to what it returns.
-        expert_parallel: each process holds some experts of a mixture whole, not a share of all;
-            ``ExpertParallel(...)`` says how many have copies, and when tokens are sent to them.
-        offload: how much of the weights stays in the memory that computes, in bytes, or as
-            ``"8GiB"`` or ``"50%"``, while blocks beyond that come from host memory or the disk when
-            they compute; True leaves the size to the memory that is free, None offloads what
-            exceeds a host's, False nothing.
-        progress: told ``(bytes done, bytes in all)`` while weights load.
+            ``"namespace/name@revision"``. A named model is downloaded unless the hub's cache has
+            it.
+        dtype: the dtype to compute in. ``"auto"`` takes the checkpoint's dtype if the platform
+            supports it, else the dtype that the platform prefers.
+        platform: name of the platform; None leaves the choice to the selection.
+        config: policy for this model; it overrides every other source.
+        quantization: a method that quantizes plain weights while they load, such as ``"fp8"``, or
+            the settings of the method with its name as ``quant_method``.
+        cache_tokens: capacity of the paged KV cache in tokens. Layers with a sliding window cache
+            no more tokens than their windows need. Encoder inputs have the same capacity in
+            addition. None takes the tokens of ``max_sequences`` full contexts, or as many as
+            ``memory_fraction`` allows.
+        memory_fraction: fraction of the free memory that the cache may take, above 0 and at most 1.
+            Free memory is what weights and the largest step leave; the step is run once to measure
+            this. None takes 0.9 on an accelerator. On a host, whose memory other programs use as
+            well, and on platforms that measure no step, None takes 0.25.
+        max_sequences: number of requests that run at once; further requests wait.
+        max_step_tokens: number of tokens of one step. A longer prompt is computed in chunks, or
+            refused if its tokens attend to each other in both directions.
+        prefix_cache: True lets prompts with an equal prefix share the cached results of that
+            prefix, which stay in the cache until their memory is needed. ``PrefixCache(...)`` adds
+            memory. Not supported for prefix-LMs and for models with an encoder.
+        adapters: LoRA adapters to load, by the names with which requests select them; see
+            ``LanguageModel.load_adapter``. Memory for the adapters, and for replacing one of them,
+            is reserved before the size of the cache is computed.
+        speculation: source of the draft tokens that steps verify: ``"ngram"``, ``"heads"``, the
+            path of a head or of a draft model, or ``Speculation(...)``.
+        tensor_parallel: number of processes that compute the model together: those that torchrun
+            started, or those of torch's default process group. Or a process group of some of them.
+            Every process must make this call, and then the same calls on the returned model.
+        expert_parallel: True places complete experts of an MoE layer on each process, instead of a
+            shard of every expert. ``ExpertParallel(...)`` sets the number of redundant experts, and
+            the step size from which tokens are sent to the experts' processes.
+        offload: size of the weights that stay resident in the memory of the computing device, in
+            bytes, or as ``"8GiB"`` or ``"50%"``. The blocks beyond that size are read from host
+            memory or the disk when they compute. True derives the size from the free memory, None
+            offloads only weights that exceed a host's memory, and False offloads nothing.
+        progress: called with ``(bytes done, bytes in all)`` while weights load.
     Raises:
-        CheckpointError: the directory is incomplete or contradicts itself; there is no model of
-            that name, or it cannot be fetched.
-        UnsupportedModelError: nothing here implements the architecture.
-        UnknownNameError: a name is not known; the text lists the known ones.
-        NoCandidateError: nothing that is installed can serve a part of the model.
-        ConfigError: a size is not a positive integer, a fraction not one, the cache exceeds the
-            free memory, no memory is left for it, a quantized checkpoint is to be quantized by
-            another method, or graphs, compilation, a prefix cache or
-            speculation or offload are asked for that cannot be; there are not so many processes.
-        RankError: another rank failed, left, or was given something else.
+        CheckpointError: the directory is incomplete or contradicts itself; or there is no model of
+            that name, or the model cannot be downloaded.
+        UnsupportedModelError: no installed family or loader implements the architecture.
+        UnknownNameError: a name is unknown; the text lists the known names.
+        NoCandidateError: no installed kernel or backend can serve a part of the model.
+        ConfigError: a size is not a positive integer, or a fraction is out of range; the cache
+            exceeds the free memory, or no memory is left for it; a quantized checkpoint would be
+            quantized by another method; graphs, compilation, a prefix cache, speculation or offload
+            are requested but impossible; or there are fewer processes than requested.
+        RankError: another rank failed, left, or got other arguments.
     """
     options = LoadOptions(
         dtype=dtype,

@@ -1,4 +1,4 @@
-"""Plans the model of a checkpoint: makes every choice, and reads no weights."""
+"""Plans the model of a checkpoint: chooses device, kernels and settings, without weights."""
 
 from __future__ import annotations
 
@@ -54,11 +54,12 @@ def plan(
     expert_parallel: bool | ExpertParallel = False,
     offload: bool | int | str | None = None,
 ) -> Plan:
-    """Plan what ``load`` would build, without reading weights; ``explain`` takes the plan.
+    """Plan the model that ``load`` would build, without reading weights; see ``explain``.
 
     Args:
         placement: the device to plan for; None leaves the device to the selection.
-        tensor_parallel: how many processes compute the model together; they need not exist.
+        tensor_parallel: number of processes that would compute the model together; the processes
+            need not exist.
         path, dtype, platform, config, quantization, expert_parallel, offload: see ``load``.
     Raises: errors of ``load`` that need no weights.
     """

@@ -50,7 +50,7 @@ class PrefixTails:
             self._tails.setdefault(position, {})[key] = tokens
 
     def remove(self, key: bytes) -> None:
-        """Remove a page; do nothing if it is unknown."""
+        """Remove the page ``key`` from the index, if indexed."""
         if (position := self._position_by_key.pop(key, None)) is not None:
             del self._tails[position][key]
             if not self._tails[position]:
@@ -380,7 +380,7 @@ class SharedPrefixes:
         self._search.tails.clear()
 
     def _future_prefix_length(self, sequence: TokenSequence, other: TokenSequence) -> int:
-        """Return the common prefix length if ``other`` has yet to compute a part of it, else 0."""
+        """Return the length of the common prefix that ``other`` will provide, 0 if it is done."""
         # A sequence that decodes computes no more of its prompt.
         if len(other) - other.num_computed <= 1:
             return 0

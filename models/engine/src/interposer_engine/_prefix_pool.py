@@ -327,7 +327,7 @@ class PrefixStatistics:
     def __str__(self) -> str:
         text = (
             f"{self.shared_tokens} of {self.tokens} prompt tokens were in the cache "
-            f"({self.hit_rate:.1%}), {self.evicted_pages} pages were given up"
+            f"({self.hit_rate:.1%}), {self.evicted_pages} pages were evicted"
         )
         if self.stored_pages:
             text += (

@@ -97,8 +97,10 @@ class PrefixCache:
         """Create the prefix cache over the pages and states of a model.
 
         Args:
-            held: Page pools of the model.
-            caches: Cache tensors of the model.
+            model_caches: Page pools and state layouts of the model.
+            caches: Result of ``Caches.allocate``.
+            device: Device of the caches.
+            platform: Platform of the device, for pinned host memory.
         Raises: ConfigError: the memory for offloaded pages cannot be allocated, or is too small.
         """
         pools = [pool for pool in model_caches.pools if isinstance(pool, PrefixPool)]
@@ -134,5 +136,5 @@ class PrefixCache:
             parts.append(f"{count} checkpoints of states, {size:.1f} MiB of these")
         if self.offload_bytes:
             where = "host memory" if self.offload_dir is None else f"a file in {self.offload_dir}"
-            parts.append(f"{self.offload_bytes / 2**20:.1f} MiB of {where} for what is given up")
+            parts.append(f"{self.offload_bytes / 2**20:.1f} MiB of {where} for evicted pages")
         return f"the prefix cache has {', '.join(parts)}" if parts else ""

@@ -107,7 +107,7 @@ class Scheduler:
             if num_tokens > capacity:
                 raise RequestError(
                     f"The prompt has {num_tokens} tokens, which see each other in both directions "
-                    f"and are computed in one step. The largest one takes {capacity}. "
+                    f"and are computed in one step. The largest step takes {capacity}. "
                     f"Try: load(..., {setting}={num_tokens}), or shorten it to {capacity}"
                 )
 
@@ -277,7 +277,7 @@ class Scheduler:
 
 
 def _limit_prompt_logits(sequence: TokenSequence, limit: int) -> int:
-    """Return the number of next tokens that need at most ``limit`` rows of prompt logits."""
+    """Return how many tokens can be computed with at most ``limit`` rows of prompt logits."""
     if sequence.num_missing_logprobs <= limit:
         return len(sequence) - sequence.num_computed
     return len(sequence.prompt_logprobs) - sequence.num_computed + limit

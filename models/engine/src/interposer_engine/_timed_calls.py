@@ -99,7 +99,7 @@ class _Call(Generic[T]):
                 self._thread = None
 
     def end(self) -> None:
-        """Interrupt the function, or keep it from starting; do nothing after it has returned."""
+        """Interrupt the function, or prevent its start; without effect after its return."""
         with self._lock:
             self._ended = True
             if self._thread is not None:

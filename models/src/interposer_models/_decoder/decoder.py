@@ -191,7 +191,7 @@ class Decoder(nn.Module):
             self._assign_caches()
 
     def _pause_fused_sums(self, is_paused: bool) -> None:
-        """Move the all-reduce back into each block, or with False into the next norm again."""
+        """Run each block's all-reduce in the block itself (True), or in the next norm (False)."""
         for fused_sum in self._fused_sums:
             if fused_sum.is_paused is not is_paused:
                 fused_sum.is_paused = is_paused
@@ -317,7 +317,7 @@ class Decoder(nn.Module):
         """Compute all blocks in one call; return None if the blocks must be called one by one."""
         blocks = [*self.layers]
         cached_blocks, cache_indices, call = self._joined
-        # only() swaps the blocks, so the callable is rebuilt if the list differs.
+        # only_blocks swaps the blocks, so the callable is rebuilt if the list differs.
         if blocks != cached_blocks:
             join = getattr(type(blocks[0]), "joined", None)
             cache_indices = [index for index in self.cache_indices if isinstance(index, int)]

@@ -170,7 +170,7 @@ class MultiHeadFamily(DecoderFamily):
         return self.hidden_size // self.num_attention_heads
 
     @model_validator(mode="after")
-    def _sound_heads(self) -> Self:
+    def _check_heads(self) -> Self:
         hidden, heads = self.hidden_size, self.num_attention_heads
         if hidden % heads:
             raise ValueError(f"the hidden size {hidden} is not a multiple of {heads} heads")

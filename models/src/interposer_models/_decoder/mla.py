@@ -385,7 +385,7 @@ _LARGEST_STRETCH = 2**24
 class LatentFamily(GroupedFamily):
     """A decoder with latent attention and group-limited MoE layers."""
 
-    # True only so that _sound_heads can refuse other values than 1 with its own error text.
+    # True only so that _check_heads can refuse other values than 1 with its own error text.
     reads_partial_rotary_factor: ClassVar[bool] = True
     kv_lora_rank: Positive = 512
     q_lora_rank: Positive | None = 1536
@@ -455,7 +455,7 @@ class LatentFamily(GroupedFamily):
         return numbers[0], numbers[1]
 
     @model_validator(mode="after")
-    def _sound_heads(self) -> Self:
+    def _check_heads(self) -> Self:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if kv_heads not in (None, heads):
             raise ValueError(

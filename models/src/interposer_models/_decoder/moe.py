@@ -90,7 +90,7 @@ class MixtureFamily(DecoderFamily):
         )
 
     @model_validator(mode="after")
-    def _sound_mixture(self) -> Self:
+    def _check_mixture(self) -> Self:
         num_experts, top_k = self.num_local_experts, self.num_experts_per_tok
         if num_experts is None or top_k is None:
             raise ValueError("num_local_experts and num_experts_per_tok must be numbers")
@@ -310,7 +310,7 @@ class GroupedFamily(MixtureFamily):
         return model
 
     @model_validator(mode="after")
-    def _sound_groups(self) -> Self:
+    def _check_groups(self) -> Self:
         num_experts, grouping = self.num_local_experts or 0, self.grouping
         num_groups, top_groups = grouping.num_groups, grouping.top_groups
         # With a bias, a group's score is the sum of its two best experts.

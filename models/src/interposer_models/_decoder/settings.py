@@ -394,7 +394,7 @@ class DecoderSettings(BaseModel, ModelFamily):
                 raise ValueError(f"rope_parameters of layer type {kind!r} are not supported")
             if type(base) not in (int, float) or base <= 1:
                 raise ValueError(f"rope_theta of {kind} is {base!r}, must be above 1")
-            self._check_share(kind)
+            self._check_partial_rotary_factor(kind)
         # A corrupt config must fail here, not by allocating an absurd weight.
         if heads * self.head_size > 2**24:
             raise ValueError(f"{heads} heads of {self.head_size} are more than a model can have")
@@ -437,7 +437,7 @@ class DecoderSettings(BaseModel, ModelFamily):
                 "remove the field, or correct the architecture",
             )
 
-    def _check_share(self, kind: str) -> None:
+    def _check_partial_rotary_factor(self, kind: str) -> None:
         """Refuse a ``partial_rotary_factor`` of one layer type that differs from the model's."""
         parameters = self.rope_parameters[kind]
         share = parameters.get("partial_rotary_factor", self.partial_rotary_factor)
@@ -487,7 +487,7 @@ class DecoderSettings(BaseModel, ModelFamily):
 
 
 def _value_or_default(field: FieldInfo, name: str, fields: Mapping[str, Any]) -> Any:
-    """Return the value of a field under any of its names, or the default."""
+    """Return the value of a field from config.json under any of its names, or the default."""
     alias = field.validation_alias
     names = alias.choices if isinstance(alias, AliasChoices) else [alias or name]
     return next((fields[n] for n in names if isinstance(n, str) and n in fields), field.default)

@@ -292,7 +292,7 @@ class Bart(MultiHeadFamily, EncoderDecoderFamily):
         return BartLM(site, self, self.encoder, page_size)
 
     @model_validator(mode="after")
-    def _sound_encoder_heads(self) -> Self:
+    def _check_encoder_heads(self) -> Self:
         hidden, heads = self.hidden_size, self.encoder_attention_heads
         if hidden % heads:
             raise ValueError(

@@ -135,7 +135,7 @@ class DeepseekV32(DeepseekV3):
             yield self.indexer_spec(spec), replace(attention_site, prefix=f"{parent}.indexer.attn")
 
     @model_validator(mode="after")
-    def _sound_indexer(self) -> Self:
+    def _check_indexer(self) -> Self:
         heads, size, kinds = self.index_n_heads, self.index_head_dim, self.mlp_layer_types
         if size < self.qk_rope_head_dim:
             raise ValueError(

@@ -179,7 +179,7 @@ class Bamba(DecoderFamily):
         return NormedBlock(site, self.norm, NORMS, mixer, self.mlp(site, index))
 
     @model_validator(mode="after")
-    def _sound_state(self) -> Self:
+    def _check_state(self) -> Self:
         heads, groups, width = self.mamba_n_heads, self.mamba_n_groups, self.state_width
         if width % heads or self.mamba_d_head not in ("auto", width // heads):
             raise ValueError(

@@ -186,7 +186,7 @@ class NemotronH(DecoderFamily):
         return model
 
     @model_validator(mode="after")
-    def _sound_experts(self) -> Self:
+    def _check_experts(self) -> Self:
         if "moe" not in self.layers_block_type:
             return self
         num_experts, num_groups, top_groups = self.n_routed_experts, self.n_group, self.topk_group
@@ -211,7 +211,7 @@ class NemotronH(DecoderFamily):
         return self
 
     @model_validator(mode="after")
-    def _sound_layers(self) -> Self:
+    def _check_layers(self) -> Self:
         num_kinds = len(self.layers_block_type)
         if num_kinds != self.num_hidden_layers:
             raise ValueError(
@@ -275,7 +275,7 @@ class Mamba2(DecoderFamily):
         return OnePartBlock(site, self.norm, "norm", mixer)
 
     @model_validator(mode="after")
-    def _sound_state(self) -> Self:
+    def _check_state(self) -> Self:
         heads, groups = self.num_attention_heads, self.n_groups
         if heads % groups:
             raise ValueError(f"num_heads {heads} is not a multiple of n_groups {groups}")

@@ -87,7 +87,7 @@ class Qwen2Moe(SparseFamily, Qwen2):
     sliding_window: Annotated[int, Field(ge=0, lt=2**31)] | None = 4096
 
     def slides(self, index: int) -> bool:
-        """Say whether layer ``index`` has the window: every second one of the lower layers."""
+        """Say whether layer ``index`` has the window: even layers below ``max_window_layers``."""
         return self.use_sliding_window and index % 2 == 0 and index < self.max_window_layers
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:

@@ -160,7 +160,7 @@ class Qwen3_5(DecoderFamily):
         return model
 
     @model_validator(mode="after")
-    def _sound_state(self) -> Self:
+    def _check_state(self) -> Self:
         heads, groups = self.linear_num_value_heads, self.linear_num_key_heads
         if heads % groups:
             raise ValueError(

@@ -1,6 +1,6 @@
-"""The kinds of batch that a benchmark runs, each with the least work that any engine must do.
+"""The rows of a benchmark: the requests of each row, and the least work that any engine must do.
 
-A kind is one row of the table: requests, and the steps that compute them.
+Each row is a ``Kind``, which runs its requests in a ``Session`` and counts its steps.
 """
 
 from __future__ import annotations
@@ -230,14 +230,14 @@ class Sizes:
             )
         notes: list[str] = []
 
-        def cut(what: str, size: int, limit: int) -> int:
+        def cut(label: str, size: int, limit: int) -> int:
             if size > limit:
-                notes.append(f"{what} is cut from {size} to {limit}: the context is {context}")
+                notes.append(f"{label} is cut from {size} to {limit}: the context is {context}")
             return min(size, limit)
 
         max_context = context - new - 1
         prompt = cut("the prompt", prompt, max_context // 2)
-        behind = cut("what a prompt extends", 2 * prompt, max_context - prompt)
+        behind = cut("the cached prefix of the extension row", 2 * prompt, max_context - prompt)
         usable_contexts: dict[int, None] = {}
         for size in sorted(contexts):
             usable_contexts[cut("a context", size, max_context)] = None
@@ -395,7 +395,7 @@ class Extend(Kind):
     behind: int = 0
 
     def run(self, session: Session) -> Sample:
-        """Run the prefill; a step takes at most ``behind`` tokens, so step one fills the cache."""
+        """Cache the prefix in a first step of ``behind`` tokens, then measure the prefill."""
         (sequence,) = session.add([session.tokens(self.behind + self.tokens)], 1)
         session.until(lambda: sequence.num_computed >= self.behind)
 

@@ -29,8 +29,8 @@ class Row:
         name, what, test, beside: of the kind.
         rates: tokens per second of each run.
         seconds: of a run, the median.
-        memory_s, arithmetic_s: time of a run to only read at the measured bandwidth, and to only
-            compute at the measured rate; None if the least work is unknown.
+        memory_s, arithmetic_s: seconds of a run that only reads memory at the measured bandwidth,
+            and of one that only computes at the measured rate; None if the least work is unknown.
         host_s: time of a run outside of the model; None if steps are captured graphs.
         ceiling: tokens per second if each step took the longer of both times and nothing else.
         gap_s: the 95th percentile of seconds between tokens, of running requests.
@@ -109,7 +109,7 @@ class Row:
 
     @property
     def reached(self) -> float | None:
-        """The fraction of the ceiling that was reached."""
+        """The measured rate as a fraction of the ceiling."""
         return None if self.ceiling is None else self.median / self.ceiling
 
     @property
@@ -254,7 +254,7 @@ _LABEL, _BAR, _NUMBERS, _LINE, _HEAD = 290, 320, 210, 24, 66
 _FONT = "Helvetica, Arial, sans-serif"
 _INK, _QUIET, _TRACK = "#1c2330", "#5d6675", "#e9ecf1"
 _COLORS = {"memory": "#3949ab", "arithmetic": "#2e7d5b", "host": "#c0662b"}
-_LEGEND = "share of the ceiling, by what holds it:"
+_LEGEND = "fraction of the ceiling, colored by bottleneck:"
 
 
 def bars(benchmark: Benchmark) -> str:

@@ -1,4 +1,7 @@
-"""Count the bytes that a decoder's steps must read and the operations, for any kernels.
+"""The least work of a decoder's steps, and the measured roofline of a device.
+
+``ModelWork`` counts the bytes that a step must read and its operations, for any kernels.
+``measured_roofs`` measures the rates of the device.
 
 Dimensions: T tokens of a step, C tokens in the cache before it, B sequences.
 """
@@ -45,12 +48,12 @@ _STATE_PRODUCTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Weights of which every token, or a share of tokens, needs a part.
+    """A set of weights, of which each token reads all, or a random part as with routed experts.
 
     Attributes:
         numbers: elements of the matrices.
         num_bytes: as stored, with scales and vectors.
-        asked: the part that one token needs; below 1 for routed experts.
+        asked: the fraction of the weights that one token reads; below 1 for routed experts.
     """
 
     numbers: int = 0
@@ -62,7 +65,7 @@ class Weights:
         return Weights(self.numbers + other.numbers, self.num_bytes + other.num_bytes, self.asked)
 
     def read(self, tokens: int) -> float:
-        """Return the part that T tokens read together, if tokens choose experts evenly."""
+        """Return the fraction of the weights that T tokens read, if experts are chosen evenly."""
         return 1.0 - (1.0 - self.asked) ** tokens
 
 

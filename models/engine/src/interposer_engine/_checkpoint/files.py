@@ -317,18 +317,18 @@ class Checkpoint:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield ``(name, tensor)``: tensors outside of blocks first, then block by block.
 
-        A layer needs memory for two forms while weights are packed. The largest layers are
-        mostly embedding tables, which belong to no block, and come first while little else is in
-        memory.
+        While a layer is packed, its plain and its packed weights are both in memory. The largest
+        layers are mostly embedding tables. They belong to no block, and come first, while little
+        else is in memory.
 
-        The next iteration discards changes to a tensor: its memory pages go back to the system,
-        which would keep them in memory until the end of the file otherwise.
+        Each iteration returns the memory pages of the last tensor to the system, which would
+        otherwise keep the pages until the end of the file. Changes to the tensor are lost.
 
         Tensors are grouped by block because files group all tensors by dtype: in file order, the
         scales of quantized layers would arrive after the packed weights of all layers.
 
         Args:
-            wanted: says of a name whether the tensor is yielded; None yields all.
+            wanted: returns True for the names of tensors to yield; None yields all tensors.
         Raises: CheckpointError: a shard is truncated or not safetensors, or lacks a tensor that the
             index promises.
         """

@@ -151,9 +151,10 @@ class LayerGroup:
         return [state_of(layer_copy) for layer_copy in copies]
 
     def _filled_states(self, pending: PendingWeights) -> Iterator[State]:
-        """Yield states with the parameters of ``pending``, after clearing ``pending``.
+        """Yield states with the parameters of ``pending``, and clear ``pending``.
 
-        Only the layer refers to a parameter then, so that memory is freed when the layer drops it.
+        Only the layer refers to its parameters then, so that their memory is freed when the layer
+        drops them.
         """
         states = self.states(pending.parameters)
         # ``states`` must hold the only references, so that each state is freed after its layer.
@@ -176,8 +177,8 @@ class PendingWeights:
     Attributes:
         parameters: by the ``id`` of the parameter on the meta device.
         missing: names of the tensors that have not arrived.
-        can_borrow: tensors stay unchanged until the group is finalized, so that a parameter of
-            which the finalized layer keeps nothing can use the tensor itself.
+        can_borrow: stored tensors stay unchanged until the group is finalized. A parameter can then
+            use a stored tensor instead of a copy, if the finalized layer keeps nothing of it.
         is_result_copied: the finalized group's tensors are copied, so that no
             borrowed tensor needs a copy.
         refusal: the error for a tensor that is not finite. Layers are finalized before it is
@@ -259,7 +260,7 @@ class PendingWeights:
         self.missing.remove(name)
 
     def awaits(self, names: Collection[str] | None) -> bool:
-        """Say whether a missing tensor may still arrive.
+        """Say whether the group must wait for a missing tensor.
 
         Args:
             names: names of all tensors that will arrive; None if unknown.

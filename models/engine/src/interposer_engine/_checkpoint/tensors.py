@@ -65,7 +65,7 @@ class TensorPlace:
 
     @property
     def takes_any_form(self) -> bool:
-        """Say whether the parameter keeps the stored tensor with its own shape and dtype."""
+        """Say whether the parameter takes its shape and dtype from the stored tensor."""
         return getattr(self.parameter, "any_form", False)
 
     @property
@@ -257,7 +257,7 @@ def _slice(layer: PluggableLayer, part: str, name: str) -> Slice | None:
 
 
 def held_elsewhere(layers: Iterable[PluggableLayer]) -> frozenset[str]:
-    """Return the checkpoint names of tensors that only other ranks hold."""
+    """Return the checkpoint names of tensors that other ranks hold and this rank does not."""
     return frozenset(
         f"{parent}{dot}{part}.{name}"
         for layer in layers
@@ -413,9 +413,9 @@ _CHUNK_BYTES = 2**24
 def with_untied_head(
     decoder: ModelFamily, checkpoint: Checkpoint | CheckpointFile
 ) -> tuple[ModelFamily, list[str]]:
-    """Untie the embeddings in the settings if the checkpoint stores a head that differs.
+    """Untie embedding and LM head in the settings if the checkpoint stores a different head.
 
-    transformers keeps such a head as well, regardless of ``tie_word_embeddings``.
+    transformers also uses such a head, regardless of ``tie_word_embeddings``.
 
     Returns: the settings, and a note if they changed.
     """

@@ -34,7 +34,7 @@ _PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, MethodType, C
 
 @dataclass(frozen=True, slots=True)
 class GroupUpdate:
-    """The prepared update of one group, which ``apply`` makes.
+    """The prepared update of one group of layers; ``apply`` carries out the update.
 
     Attributes:
         pairs: ``(current tensor, new tensor)``, to copy content between; None if the new state
@@ -178,17 +178,15 @@ class TensorBuffer(Protocol):
 
 
 BufferFor = Callable[[str, Sequence[int], torch.dtype], TensorBuffer | None]
-"""Returns the buffer for a tensor of a name, shape and dtype.
-
-None if the tensor must arrive as a complete tensor instead.
-"""
+"""Returns the buffer for a tensor of a given name, shape and dtype; None if the tensor must arrive
+complete."""
 
 
 class Offer:
-    """New weights for ``Weights.update``, which the model accepts or refuses without a peer.
+    """New weights for ``Weights.update``, from tensors of this process.
 
-    Open the offer as a context manager while weights are exchanged. A subclass learns in
-    ``__exit__`` how the exchange ended, and can prevent the exchange in ``confirm``.
+    The offer is a context manager that is open while weights are exchanged. A subclass for another
+    source learns in ``__exit__`` how the exchange ended, and can prevent it in ``confirm``.
 
     Attributes:
         keeps_memory: whether the memory of replaced weights is kept for the next exchange.

@@ -159,7 +159,7 @@ class Weights:
     ) -> None:
         """Load every layer, and finalize each layer as soon as all tensors have arrived.
 
-        The checkpoint's form of the weights is in memory for few layers at a time. Tensors must
+        The checkpoint's form of the weights is in memory for few layers at a time. A tensor must
         stay unchanged until its layer is finalized. If an error is raised, the model is on the meta
         device again.
 
@@ -169,8 +169,8 @@ class Weights:
             progress: called with the bytes of each tensor.
             names: names of all tensors that will arrive, if known: then no layer waits for an
                 optional tensor that will not arrive.
-            keep: called with the number of a group and the group, after it was finalized. Its
-                layers go back to the meta device then, until ``restore``.
+            keep: called with the number of a group and the group, after the group is finalized. The
+                layers of the group are then on the meta device until ``restore``.
             can_borrow: with ``keep``, layers may use tensors as parameters, and may write to them.
         Raises: CheckpointError: a tensor is unknown, missing, stored twice, not finite, or of the
             wrong shape or kind of dtype.

@@ -75,7 +75,7 @@ def bench(
         Path | None, typer.Option(help="Draw the rows as bars into this SVG file.")
     ] = None,
 ) -> None:
-    """Measure how fast a model runs here, and how fast this machine would let it."""
+    """Measure the speed of a model on this machine, and the speed that the hardware allows."""
     import torch
 
     from interposer.errors import ConfigError

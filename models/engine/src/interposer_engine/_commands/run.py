@@ -55,7 +55,8 @@ def run(
     offload: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="Weights to keep in memory, as 8GiB or 50%; the rest is streamed."
+            metavar="SIZE",
+            help="Weights to keep in memory, as 8GiB or 50%; others are streamed.",
         ),
     ] = None,
     platform: PlatformName = None,
@@ -63,7 +64,7 @@ def run(
     locked: Locked = False,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a prompt with the model, and say how fast it went."""
+    """Continue a prompt with the model, and report the speed."""
     from interposer_engine._distributed.launcher import launched
     from interposer_engine._sampling_params import SamplingParams
 
@@ -111,7 +112,7 @@ def run(
         print(json.dumps(facts, indent=2))
     else:
         print()
-        # The engine reports "length" for both limits; tell the user which one it was.
+        # The engine reports "length" for both limits; name the limit that was reached.
         if reason == "length" and len(token_ids) < max_new_tokens:
             reason = (
                 f"length: the context of {lm.engine.model.config.max_position_embeddings} is full"
@@ -167,7 +168,7 @@ def speed(arrivals: list[float]) -> dict[str, float]:
 
 
 def peak_memory(lm: LanguageModel) -> int | None:
-    """Return the most bytes that this process has used; None if the platform has no figure."""
+    """Return the most bytes that this process has used; None if the platform reports none."""
     placement = lm.placement
     if not placement.platform.provides("peak_memory_bytes"):
         return None

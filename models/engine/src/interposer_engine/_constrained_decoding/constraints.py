@@ -71,7 +71,7 @@ class Matcher:
         end: int,
         on_fault: Callable[[Constraint], None],
     ) -> None:
-        """Start at the empty text.
+        """Create a matcher at the empty text.
 
         Args:
             compiled: Compiled constraint.

@@ -95,11 +95,11 @@ class RankedEngine(Engine):
         return sequence
 
     def mark(self, error: Exception) -> None:
-        """Add an error to the digest; every rank must have the same error."""
+        """Add an error to this rank's digest; every rank must add the same error."""
         self.mix(type(error).__name__)
 
     def mix(self, text: str) -> None:
-        """Add a text to the digest; every rank must add the same text."""
+        """Add a text to this rank's digest; every rank must add the same text."""
         self.digest = crc32(text.encode(), self.digest)
 
     def cancel(self, sequence: TokenSequence) -> None:
@@ -272,12 +272,12 @@ class RankedLanguageModel(LanguageModel):
     def _rebalance(self) -> dict[str, ExpertLoads]:
         if not placed_layers(self.engine.model):
             raise ConfigError(
-                "No experts of this model are placed whole. Try: load(..., expert_parallel=True)"
+                "This model runs without expert parallelism. Try: load(..., expert_parallel=True)"
             )
         if not self._has_file_weights or self.weights is None:
             raise ConfigError(
-                "Experts are read from the files again where they move, and update_weights() gave "
-                f"the model others. Try: load {self.path} anew, or rebalance before the update"
+                "Experts that move to another rank are read from the files, but update_weights() "
+                f"has replaced the weights. Try: load {self.path} again, or rebalance before that"
             )
         moves = better_placements(self.engine.model)
         loads = self.expert_loads()

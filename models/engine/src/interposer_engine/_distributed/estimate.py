@@ -314,10 +314,10 @@ def check_expert_parallel(model: nn.Module, resolver: Resolver, ranks: Ranks | N
         return
     # Layers that declined expert parallelism have noted the reason.
     reasons = [note for note in resolver.notes if note.startswith("experts of ")]
-    explanation = "; ".join(reasons) or "it has no layer of experts that ranks share"
+    explanation = "; ".join(reasons) or "the model has no MoE layer that can be divided"
     raise ConfigError(
-        f"expert_parallel is asked for, and nothing of this model can be placed so: {explanation}. "
-        "Try: without it, which leaves each rank a share of every expert, or of none"
+        f"expert_parallel is requested, but no layer of this model supports it: {explanation}. "
+        "Try: load without expert_parallel, which shards or replicates every expert"
     )
 
 

@@ -39,7 +39,7 @@ class Group:
 
     Attributes:
         ranks: None until ``placement`` has exchanged the platforms.
-        is_error_shared: the other ranks know of the last error.
+        is_error_shared: the last error was raised on every rank.
     """
 
     ranks: Ranks | None = None
@@ -197,7 +197,7 @@ class SingleProcess:
         return number
 
     def draft_group(self) -> Any:
-        """Return None, the ``tensor_parallel`` option of a draft model."""
+        """Return None: a draft model of a single process is loaded without a group."""
         return None
 
     def engine(self, *parts: Any, **facts: Any) -> Engine:
@@ -315,9 +315,9 @@ def planned_ranks(
 
 
 def check_number(tensor_parallel: object) -> int:
-    """Return the number of ranks.
+    """Return the option ``tensor_parallel`` if it is a number of processes.
 
-    Raises: ConfigError: the value is not a positive integer.
+    Raises: ConfigError: the option is not a positive integer.
     """
     if isinstance(tensor_parallel, bool) or not isinstance(tensor_parallel, int):
         raise ConfigError(f"tensor_parallel is {tensor_parallel!r}, must be a number of processes")

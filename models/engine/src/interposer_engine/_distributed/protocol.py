@@ -309,7 +309,7 @@ def check_outcomes(rank: int, name: str, texts: list[str]) -> None:
     if failed and len(failed) < len(texts):
         raise RankError(
             rank,
-            f"{name} failed on rank {failed[0]} and not on every rank, so that they are no longer "
-            f"alike: {texts[failed[0]]}",
+            f"{name} failed on rank {failed[0]} and not on every rank, so that the ranks now "
+            f"differ: {texts[failed[0]]}",
             failed,
         )

@@ -246,7 +246,7 @@ class Follower:
 
     @property
     def model(self) -> RankedLanguageModel:
-        """The model, after rank 0 has loaded it."""
+        """The loaded model; an error before rank 0 has sent the command to load."""
         assert self._model is not None
         return self._model
 

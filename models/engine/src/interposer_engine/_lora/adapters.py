@@ -45,7 +45,7 @@ class Adapters:
 
         Args:
             plan: plan of the model.
-            takes_none: the model was adapted by ``adapt``, and takes adapters before that.
+            takes_none: the model was adapted by ``adapt``, so that adapters must be added before.
         """
         self._engine, self._plan, self._takes_none = engine, plan, takes_none
         # By version. Numbers are never reused, as the prefix cache identifies pages by version.
@@ -88,8 +88,8 @@ class Adapters:
             )
         if self._engine.runner.encoder_inputs is not None:
             raise ConfigError(
-                "A model with an encoder takes no adapters: its encoder computes tokens that no "
-                "adapter is told of. Try: merge_and_unload() of PEFT, and load what it saves"
+                "A model with an encoder takes no adapters: they would not apply to the tokens of "
+                "the encoder. Try: merge_and_unload() of PEFT, and load what it saves"
             )
         if name in self._current and not replace:
             raise ConfigError(

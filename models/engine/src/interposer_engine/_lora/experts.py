@@ -56,7 +56,7 @@ class AdaptedRouter(LowRank):
 
 
 class Parts(Protocol):
-    """The base of a layer of experts, computed in parts.
+    """The two matmuls of a layer of experts as separate steps, so that adapters add in between.
 
     Attributes:
         dispatcher: sorts rows by expert.

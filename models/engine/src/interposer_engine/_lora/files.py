@@ -79,7 +79,7 @@ class AdapterPlace:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlaces:
-    """The projections of a layer's experts; gate and up both fused and separate."""
+    """The projections of a layer's experts, by fused and by separate names."""
 
     layer: Experts
     gate_up: AdapterPlace

@@ -68,7 +68,7 @@ class StepAdapters:
 
     Attributes:
         names: adapters that requests can name.
-        hooks: hooks of the layers, after their creation.
+        hooks: hooks of the layers; set after the hooks are created.
     """
 
     hooks = StepHooks({})
@@ -90,7 +90,7 @@ class StepAdapters:
             num_tokens: tokens of the largest step, or of the largest graph if that is larger.
             graphs: steps may be captured. Hooks stay attached then, as a graph only computes what
                 was not captured.
-            leave: called with the version of a request that ended, if new requests get another one.
+            leave: called with the version of a request that ended, if the version was replaced.
         """
         self.names = tuple(current)
         self._numbers = {version: number for number, version in enumerate(versions)}

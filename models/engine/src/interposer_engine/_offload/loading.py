@@ -132,7 +132,7 @@ class DeviceCopies(Filler):
 OFFLOAD_NOTE = "offload: "
 """The beginning of notes on offload."""
 _FIXED = (
-    "offloaded weights cannot be exchanged: buffers hold them for the time of their block. "
+    "offloaded weights cannot be exchanged: a buffer holds them only while their block computes. "
     "Try: load the new checkpoint, or load(..., offload=False)"
 )
 
@@ -144,7 +144,7 @@ class _BlockMemories:
         self.blocks = blocks_of(planned.model)
         owners = {layer: i for i, block in enumerate(self.blocks) for layer in block.modules()}
         experts = {layer for block in self.blocks for layer in expert_layers(block)}
-        # Of each group: the number of its block, None outside of blocks; whether it has experts.
+        # By group: the number of its block (None outside of blocks), and whether it has experts.
         self.owner: dict[int, tuple[int | None, bool]] = {}
         for number, group in weights.groups():
             blocks = {owners.get(layer) for layer in group.layers}
@@ -152,7 +152,7 @@ class _BlockMemories:
             block = blocks.pop() if len(blocks) == 1 else None
             self.owner[number] = block, block is not None and experts.issuperset(group.layers)
         self.memories: dict[tuple[int | None, bool], list[int]] = defaultdict(list)
-        # Of each layer: the number of its group, and its position in the group.
+        # By layer: the number of its group, and its position in the group.
         self.places = {
             layer: (number, place)
             for number, group in weights.groups()
@@ -201,12 +201,12 @@ def load_offloaded(
     weights: Weights,
     progress: Progress,
 ) -> list[str]:
-    """Load the weights of a plan's model as its offload plan says.
+    """Load the weights of a model, resident or streamed as its offload plan states.
 
-    Without an offload plan, load all weights through ``load_weights``.
+    Without an offload plan, all weights are loaded through ``load_weights``.
 
-    Returns: notes on where the weights came from and stay. With an offload plan, its sizes are
-        exact now, so that these notes replace those of the plan.
+    Returns: notes on the source and the place of the weights. With an offload plan, the notes
+        have exact sizes, and replace the notes of the plan.
 
     Raises:
         CheckpointError: as ``Weights.load``.

@@ -154,7 +154,7 @@ class OffloadPlan:
     def notes(self) -> list[str]:
         """Return a line on all weights, and a line for each run of blocks with the same place."""
         total = self.other_bytes + sum(_all_bytes(place.size) for place in self.places)
-        origin = "as nobody said otherwise" if self.is_automatic else "as asked for"
+        origin = "by default" if self.is_automatic else "as requested"
         lines = [
             f"offload: the weights take {_size(total)}, {_size(self.budget_bytes)} of it may be "
             f"resident, {origin}; outside of blocks {_size(self.other_bytes)}, resident"
@@ -310,8 +310,8 @@ class Offloading:
         if verdict is None:
             return None
         return Verdict.refuse(
-            "weights are offloaded, and the host says in each step when they come. "
-            "Try: load(..., offload=False), or do without"
+            "weights are offloaded, and the host waits in each step for the weights of a block. "
+            "Try: load(..., offload=False), or neither graphs nor compilation"
         )
 
     def again(self, sizes: Sizes) -> OffloadPlan:

@@ -65,7 +65,7 @@ class Facts:
     Attributes:
         asked: the checkpoint and the form in which it was packed.
         made_by: versions of kernels and packages that the packed bytes depend on.
-        states: the states of each layer, by the number of its group; see ``layer_states``.
+        states: the states of each layer, by the number of its group; see ``StateWriter``.
         memories: ``(first byte, number of bytes)`` of each memory, counted from the end of the
             header.
         digests: SHA-256 of each memory.
@@ -127,7 +127,7 @@ def _signature(digest: str, secret: bytes) -> str:
 
 
 def _check(facts: Facts, num_bytes: int) -> None:
-    """Refuse facts that no writer would write.
+    """Refuse invalid metadata: texts, memories, digests, states or findings.
 
     Raises: ValueError: with the first fault.
     """

@@ -41,7 +41,7 @@ def dtype_of(name: object) -> torch.dtype:
 
 
 def is_number(value: object, minimum: int = 0) -> bool:
-    """Say whether a value is an int, no bool, between ``least`` and the largest address."""
+    """Say whether a value is an int (not a bool) from ``minimum`` to the largest address."""
     return type(value) is int and minimum <= value <= _MAX_NUMBER
 
 
@@ -78,7 +78,7 @@ def check_memories(memories: Any, digests: Any, num_bytes: int) -> None:
 
 
 def check_states(states: Any, memories: list[tuple[int, int]]) -> None:
-    """Refuse states that are not valid data of ``layer_states``.
+    """Refuse layer states that a ``StateWriter`` would not write.
 
     Raises: ValueError: with the location of the first fault.
     """

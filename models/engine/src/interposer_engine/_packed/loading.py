@@ -289,7 +289,7 @@ def _map(
         UnpackableError: a layer holds a value that no file can store.
     """
     if planned.resolver.ranks is not None:
-        raise _RankedModelError("each rank holds shares of its own, and files hold whole models")
+        raise _RankedModelError("each rank holds shards, and packed files hold whole models")
     packed_store = packed_store_of(planned, checkpoint)
     file = packed_store.find()
     if file is not None:

@@ -1,4 +1,4 @@
-"""Packs a model on request, into the file that loading would map."""
+"""``pack``: write the packed weights of a model, which ``load`` then maps instead of packing."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from interposer_ops.quantized_linear import CodedProduct, StaticProduct
 
 Data: TypeAlias = list[Any]
 Keep: TypeAlias = Callable[[torch.Tensor], int]
-"""Stores all of a tensor's memory, as uint8, and returns the number of the memory in the file."""
+"""Stores the complete memory of a tensor as uint8; returns the number of the memory in the file."""
 
 _PRODUCTS = {kind.__name__: kind for kind in (CodedProduct, StaticProduct)}
 _PLAIN = (bool, int, float, str)
@@ -338,7 +338,7 @@ def expert_memories(changes: Mapping[str, Data], num_experts: int) -> dict[int, 
     A sequence of ``num_experts`` members in the layer's state has one member for each expert.
 
     Args:
-        changes: state of one layer; see ``layer_states``.
+        changes: the state of one layer, as ``StateWriter.changes`` returns it.
     """
     experts: dict[int, int | None] = {}
     for data in changes.values():

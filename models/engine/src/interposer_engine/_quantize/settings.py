@@ -31,8 +31,8 @@ def quantization_settings(
     """Return the ``quantization_config`` to use; None for a model of plain weights.
 
     Args:
-        wanted: Method of online quantization, or settings with its name as ``quant_method``; None
-            for the checkpoint's own quantization.
+        requested: Method of online quantization, or settings with its name as ``quant_method``;
+            None for the checkpoint's own quantization.
         stored: ``quantization_config`` of the checkpoint.
     Raises:
         UnknownNameError: no installed plugin quantizes by that method.

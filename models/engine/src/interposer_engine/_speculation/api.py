@@ -36,7 +36,7 @@ class StepSpeculation(Protocol):
 
     @property
     def figures(self) -> SpeculationCounts:
-        """The counts so far."""
+        """Counts of steps and draft tokens so far."""
         ...
 
     def step(self, chunks: list[Chunk]) -> list[Event]:

@@ -79,7 +79,7 @@ class Eagle3(DecoderFamily):
         return {**fields, **(self.eagle_config or {})}["eagle_aux_hidden_state_layer_ids"]
 
     @model_validator(mode="after")
-    def _sound_vocabulary(self) -> Self:
+    def _check_vocabulary(self) -> Self:
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size {self.draft_vocab_size} exceeds vocab_size {self.vocab_size}"

@@ -202,7 +202,7 @@ class Speculator:
         self._clock = clock
 
     def step(self, chunks: list[Chunk]) -> list[Event]:
-        """Compute a step, with draft tokens where they pay; see ``StepSpeculation``."""
+        """Compute a step, with draft tokens if the cost model allows; see ``StepSpeculation``."""
         cost_model, count = self._cost_model, len(chunks)
         starts = [chunk.sequence.num_computed for chunk in chunks]
         for chunk in chunks:

@@ -354,7 +354,7 @@ class Posted:
 
 
 class Channel:
-    """Broadcasts and votes in a group of one trainer, rank ``source``, and receivers.
+    """A trainer (rank ``source``) and its receivers: broadcasts of tensors, and votes of all ranks.
 
     A call that does not end within ``timeout_seconds``, or during which a rank dies, raises
     RankError. The group is unusable after that.

@@ -269,7 +269,7 @@ class Reception(Offer):
         source = self._channel.source
         return RankError(
             self._channel.rank,
-            f"Rank {source} sent what is no weights of send_weights: {fault}. "
+            f"Rank {source} broke the protocol of send_weights: {fault}. "
             "Try: the same version of interposer there, and a new process group",
         )
 
