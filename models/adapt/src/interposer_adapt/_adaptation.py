@@ -275,7 +275,7 @@ class Adaptation:
             self.wrapped_ids.add(id(module))
             rewrap = find_rewrap(module)
             assert rewrap is not None, "check_module refuses other wrappers"
-            attribute, value = rewrap(_guarded(module, forward) if guarded else forward)
+            attribute, value = rewrap(_guard(module, forward) if guarded else forward)
         self.changes.set(module, attribute, value)
         self.changes.set(module, "train", _refuse_training(module, name))
         self.changes.set(module, "_apply", _refuse_conversion(module, name))
@@ -286,7 +286,7 @@ def kernel_name(choice: Choice) -> str:
     return choice.chosen.qualified_name
 
 
-def _guarded(module: nn.Module, forward: Forward) -> Forward:
+def _guard(module: nn.Module, forward: Forward) -> Forward:
     """Return a forward that runs ``forward`` only while the module has the present parameters."""
     parameters, original_forward = dict(module._parameters), class_forward(module)
 

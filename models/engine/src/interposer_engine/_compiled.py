@@ -154,7 +154,7 @@ class CompiledModel:
             settings = torch._dynamo.config
             settings.recompile_limit = max(settings.recompile_limit, limit.pop("recompile_limit"))
         self._compiled = torch.compile(
-            model, fullgraph=True, dynamic=True, backend=self._counted, **limit
+            model, fullgraph=True, dynamic=True, backend=self._compile_and_count, **limit
         )
 
     def __call__(
@@ -178,7 +178,7 @@ class CompiledModel:
         for tensor in (*self._caches, *_constants(self._model)):
             torch._dynamo.mark_static(tensor)
 
-    def _counted(self, graph: Any, inputs: Any, **options: Any) -> Any:
+    def _compile_and_count(self, graph: Any, inputs: Any, **options: Any) -> Any:
         compiled_graph = self._build(graph, inputs, **options)
         # Count at the end only: torch may find that a number is constant, and start again.
         self.graphs += 1

@@ -325,7 +325,7 @@ class StepThread:
                 n,
                 delivery,
                 self._clock() if received is None else received,
-                [self._ended] if on_end is None else [self._ended, on_end],
+                [self._on_end] if on_end is None else [self._on_end, on_end],
                 streams=streams,
                 clock=self._clock,
             )
@@ -371,7 +371,7 @@ class StepThread:
         if threading.current_thread() is not self._thread:
             self._thread.join(seconds)
 
-    def _ended(self, generation: Generation) -> None:
+    def _on_end(self, generation: Generation) -> None:
         delivery = generation.delivery
         with self._lock:
             self._num_unfinished -= generation.num_answers
@@ -507,7 +507,7 @@ class StepThread:
     def _abandon(self, generation: Generation) -> None:
         if not generation.stages.ended:
             generation.stages.ended = self._clock()
-            self._ended(generation)
+            self._on_end(generation)
             self._leave(generation)
 
 

@@ -145,10 +145,10 @@ class GraphBatch:
             for pages in [torch.tensor([*pool_spare_pages], dtype=torch.int64)[order // page_size]]
         ]
         on_host = torch.device(device).type == "cpu"
-        hosts = [] if on_host else _copied(paddings, "cpu", with_encoder)
-        first, *other_batches = batches = _copied(paddings, device, with_encoder, hosts)
+        hosts = [] if on_host else _copy_batches(paddings, "cpu", with_encoder)
+        first, *other_batches = batches = _copy_batches(paddings, device, with_encoder, hosts)
         # Pairs of batches to fill and their padding: on the device, and also on the host.
-        self._targets = [(batches, _copied(paddings, device, with_encoder))]
+        self._targets = [(batches, _copy_batches(paddings, device, with_encoder))]
         if hosts:
             self._targets.append((hosts, paddings))
         self.step = StepBatch(
@@ -214,7 +214,7 @@ class GraphBatch:
                 target.page_table[first:last, 0].copy_(padding.page_table[first:last, 0])
 
 
-def _copied(
+def _copy_batches(
     batches: Sequence[AttentionBatch],
     device: str,
     with_encoder: bool,
@@ -343,7 +343,7 @@ class DecodeGraphs:
             self.compiled = self._judge()
             if not self.compiled:
                 return self._step(batch, {})
-            self._graphs[bucket] = self._captured(bucket)
+            self._graphs[bucket] = self._graph_of(bucket)
         graph_batch, plans, replay = self._graphs[bucket]
         count = graph_batch.fill(batch)
         # Backends that plan on the host update their plans outside of the graph.
@@ -365,7 +365,7 @@ class DecodeGraphs:
             raise ConfigError(f"graphs='on' was asked for, but {verdict.reason}")
         return verdict
 
-    def _captured(self, bucket: Bucket) -> _Captured:
+    def _graph_of(self, bucket: Bucket) -> _Captured:
         graph_batch = GraphBatch(bucket, *self._memory)
         try:
             batches = graph_batch.step.by_pool

@@ -282,7 +282,7 @@ class Caches:
         """
         # A backend allocates all of its layers at once, because one page may hold all of them.
         caches_by_backend = {
-            backend: iter(self._allocated(backend, count, device, num_spare))
+            backend: iter(self._allocate_layers(backend, count, device, num_spare))
             for backend, count in Counter(self.backends).items()
         }
         caches: list[Any] = [next(caches_by_backend[backend]) for backend in self.backends]
@@ -300,7 +300,7 @@ class Caches:
             pools[self.pool_indices[backend]].append((cache, backend.kv_layout().page_axis))
         return CacheContents(pools, caches[count:])
 
-    def _allocated(
+    def _allocate_layers(
         self, backend: AttentionBackend, num_layers: int, device: str, num_spare: int
     ) -> list[torch.Tensor]:
         """Allocate the caches of one backend's layers, with zeroed pages where padding reads."""

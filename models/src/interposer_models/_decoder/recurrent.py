@@ -412,7 +412,7 @@ class StateSpaceMixer(RecurrentMixer):
     ) -> tuple[Tensor, Tensor]:
         """Run projection, convolution and scan; return the output and the gate, both ``[T, I]``."""
         windows, states = cache
-        gate, x, steps = self._projected(x)
+        gate, x, steps = self._project(x)
         return self.scan(self.conv1d(x, windows, plan), steps, states, plan), gate
 
     def ended(self, y: Tensor, gate: Tensor) -> Tensor:
@@ -420,7 +420,7 @@ class StateSpaceMixer(RecurrentMixer):
         y = self.norm(y, gate) if self.sizes.normed else y * functional.silu(gate)
         return self.out_proj(y)  # type: ignore[no-any-return]
 
-    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the gate ``[T, I]``, the convolution's input and the raw steps ``[T, N]``."""
         sizes = self.sizes
         projected = self.in_proj(x)

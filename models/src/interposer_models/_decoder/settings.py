@@ -354,7 +354,7 @@ class DecoderSettings(BaseModel, ModelFamily):
 
     @model_validator(mode="before")
     @classmethod
-    def _stated(cls, fields: Any) -> Any:
+    def _merge_fields(cls, fields: Any) -> Any:
         """Drop null fields that have a non-null default; merge the rotary fields."""
         # A null stands for the default, unless null itself is a value of the field.
         nullable = {n for n, f in cls.model_fields.items() if type(None) in get_args(f.annotation)}

@@ -27,7 +27,7 @@ _MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
 _ROOT = "transformer."
 
 
-def _aliased(name: str, alias: str, **default: Any) -> Any:
+def _field_with_alias(name: str, alias: str, **default: Any) -> Any:
     return Field(validation_alias=AliasChoices(name, alias), **default)
 
 
@@ -37,13 +37,13 @@ class GPT2(MultiHeadFamily):
     frame = FrameNames("transformer", "wte", "ln_f", layers="h", positions="wpe")
     attention_name = "attn"
 
-    hidden_size: Positive = _aliased("n_embd", "hidden_size")
+    hidden_size: Positive = _field_with_alias("n_embd", "hidden_size")
     # In config.json null stands for four times the hidden size.
-    intermediate_size: Positive = _aliased("n_inner", "intermediate_size", default=1)
-    num_hidden_layers: int = _aliased("n_layer", "num_hidden_layers", gt=0, le=10_000)
-    num_attention_heads: Positive = _aliased("n_head", "num_attention_heads")
-    max_position_embeddings: Positive = _aliased("n_positions", "max_position_embeddings")
-    hidden_act: str = _aliased("activation_function", "hidden_act", default="gelu_new")
+    intermediate_size: Positive = _field_with_alias("n_inner", "intermediate_size", default=1)
+    num_hidden_layers: int = _field_with_alias("n_layer", "num_hidden_layers", gt=0, le=10_000)
+    num_attention_heads: Positive = _field_with_alias("n_head", "num_attention_heads")
+    max_position_embeddings: Positive = _field_with_alias("n_positions", "max_position_embeddings")
+    hidden_act: str = _field_with_alias("activation_function", "hidden_act", default="gelu_new")
     layer_norm_epsilon: Epsilon = 1e-5
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False

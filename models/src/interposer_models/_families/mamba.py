@@ -491,7 +491,6 @@ class Lfm2(DecoderFamily):
             return size
         # A gated MLP has three matrices instead of two, so 2/3 of the size keeps the weight count.
         size = int(self.block_ffn_dim_multiplier * int(2 * size / 3))
-        # Round up to a multiple.
         return -(-size // self.block_multiple_of) * self.block_multiple_of
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:

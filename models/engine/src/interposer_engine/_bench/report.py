@@ -187,7 +187,6 @@ class Benchmark:
         table = []
         for line in cells:
             label, *columns = (text.ljust(width) for text, width in zip(line, widths, strict=True))
-            # Right-align the columns of numbers.
             columns[0], columns[2], columns[3] = (
                 line[number].rjust(widths[number]) for number in (1, 3, 4)
             )

@@ -212,7 +212,8 @@ def dequantize_once(model: nn.Module, site: Site, placement: Placement) -> list[
     if not verdict:
         refused.update({key: verdict for layer in slow_layers for key in layer.references})
         notes.append(
-            f"{_listed(slow_layers)} are dequantized in every step, slowly: {verdict.reason}"
+            f"{_describe_layers(slow_layers)} are dequantized in every step, slowly: "
+            f"{verdict.reason}"
         )
     for key, refusal in refused.items():
         resolver.annotate(key, f"not dequantized while loading: {refusal.reason}")
@@ -233,7 +234,7 @@ def dequantize_once(model: nn.Module, site: Site, placement: Placement) -> list[
     for slow_layer in slow_layers:
         slow_layer.layer.method = slow_layer.dequantizing_method()
     notes.append(
-        f"{_listed(slow_layers)} are dequantized once, while loading, to "
+        f"{_describe_layers(slow_layers)} are dequantized once, while loading, to "
         f"{_sizes(slow_layers, site)}. "
         "Config(dequantize=False) keeps them as they are stored, and is slow"
     )
@@ -316,7 +317,7 @@ def _judge_memory(
     )
 
 
-def _listed(slow_layers: Sequence[_SlowLayer]) -> str:
+def _describe_layers(slow_layers: Sequence[_SlowLayer]) -> str:
     ops = sorted(
         {choice.request.name for layer in slow_layers for choice in layer.references.values()}
     )

@@ -148,7 +148,7 @@ class HubModel(NamedTuple):
         Raises: CheckpointError: the model does not exist, needs permission, or cannot be
             downloaded.
         """
-        return self._fetched(DESCRIPTION, self.revision)
+        return self._download(DESCRIPTION, self.revision)
 
     def weights(self, folder: Path, files: Collection[str]) -> None:
         """Download weight ``files`` into ``folder``, which ``description`` returned.
@@ -156,7 +156,7 @@ class HubModel(NamedTuple):
         Raises: CheckpointError: a file is missing or cannot be downloaded.
         """
         # The folder is named after the commit: the branch may have moved since.
-        self._fetched(files, folder.name)
+        self._download(files, folder.name)
         if missing := sorted(name for name in files if not (folder / name).is_file()):
             mend = "choose a repository that stores them as safetensors; pickled ones run code"
             raise self._error(f"has no {', '.join(missing)}", mend)
@@ -166,9 +166,9 @@ class HubModel(NamedTuple):
 
         Raises: CheckpointError: as ``description``.
         """
-        return self._fetched(_ADAPTER_FILES, self.revision)
+        return self._download(_ADAPTER_FILES, self.revision)
 
-    def _fetched(self, patterns: Collection[str], revision: str | None) -> Path:
+    def _download(self, patterns: Collection[str], revision: str | None) -> Path:
         """Download the files that match ``patterns``; return the folder in the cache."""
         # Imported here: most models are folders, and the import takes long.
         from huggingface_hub import constants, errors, snapshot_download
@@ -267,7 +267,7 @@ class Checkpoint:
             if not (root / _SINGLE).is_file():
                 raise _without_weights(root)
             return replace(description, shards=(root / _SINGLE,))
-        tensors = _indexed(root)
+        tensors = _read_index(root)
         if (root / _SINGLE).is_file() and set(tensors.values()) != {_SINGLE}:
             # The index belongs to another save. transformers prefers the single file, too.
             return replace(description, shards=(root / _SINGLE,))
@@ -358,7 +358,7 @@ def weight_files(root: Path) -> list[str]:
 
     Raises: CheckpointError: the index is corrupt.
     """
-    return sorted(set(_indexed(root).values())) if (root / _INDEX).exists() else [_SINGLE]
+    return sorted(set(_read_index(root).values())) if (root / _INDEX).exists() else [_SINGLE]
 
 
 def file_of(stored: str, path: object) -> object:
@@ -409,7 +409,7 @@ def _adapter_without_model(root: Path, missing: str) -> CheckpointError:
     )
 
 
-def _indexed(root: Path) -> dict[str, str]:
+def _read_index(root: Path) -> dict[str, str]:
     """Return the file of each tensor, by tensor name, from the index in ``root``.
 
     Raises: CheckpointError: the index has no such map, or names a file outside of ``root``.

@@ -112,7 +112,7 @@ class LayerGroup:
         self.layers = tuple(layers)
         self.places = dict(places)
         # A copy: finalizing replaces attributes and changes containers of the layer.
-        self._built = [_mapped(state_of(layer), {}) for layer in self.layers]
+        self._built = [_copy_state(state_of(layer), {}) for layer in self.layers]
 
     def states(self, parameters: dict[int, nn.Parameter]) -> list[State]:
         """Return the state in which each layer was built, with some parameters replaced.
@@ -120,7 +120,7 @@ class LayerGroup:
         Args:
             parameters: replacements, by the ``id`` of the parameter that each replaces everywhere.
         """
-        return [_mapped(built, parameters) for built in self._built]
+        return [_copy_state(built, parameters) for built in self._built]
 
     def finalize(self, pending: PendingWeights) -> None:
         """Move the weights into the layers, and finalize the layers for inference."""
@@ -144,7 +144,8 @@ class LayerGroup:
     def finalized_states(self, pending: PendingWeights) -> list[State]:
         """Return the state of each layer with the new weights; layers stay unchanged."""
         copies = [
-            _copied(*pair) for pair in zip(self.layers, self._filled_states(pending), strict=True)
+            _copy_with_state(*pair)
+            for pair in zip(self.layers, self._filled_states(pending), strict=True)
         ]
         for layer_copy in reversed(copies):
             layer_copy.finalize()
@@ -202,7 +203,7 @@ class PendingWeights:
         self.parameters: dict[int, nn.Parameter] = {}
         for place in group.places.values():
             if id(place.parameter) not in self.parameters:
-                self.parameters[id(place.parameter)] = _allocated(place.parameter, device)
+                self.parameters[id(place.parameter)] = _allocate(place.parameter, device)
 
     def put(
         self,
@@ -304,7 +305,7 @@ def state_of(layer: nn.Module) -> State:
     return {name: value for name, value in vars(layer).items() if name not in _OF_EVERY_MODULE}
 
 
-def _mapped(state: State, parameters: dict[int, nn.Parameter]) -> State:
+def _copy_state(state: State, parameters: dict[int, nn.Parameter]) -> State:
     """Copy a state and all containers in it, with some parameters replaced."""
 
     def replaced(value: object) -> object:
@@ -326,15 +327,15 @@ def _mapped(state: State, parameters: dict[int, nn.Parameter]) -> State:
     return {name: mapped(value) for name, value in state.items()}
 
 
-def _copied(layer: L, state: State) -> L:
+def _copy_with_state(layer: L, state: State) -> L:
     """Return a copy of a layer in another state, which shares no mutable state with the layer."""
     # copy.copy would share containers such as ``_modules`` with the layer.
     layer_copy = object.__new__(type(layer))
-    vars(layer_copy).update(_mapped(vars(layer), {}), **state)
+    vars(layer_copy).update(_copy_state(vars(layer), {}), **state)
     return layer_copy
 
 
-def _allocated(parameter: nn.Parameter, device: str) -> nn.Parameter:
+def _allocate(parameter: nn.Parameter, device: str) -> nn.Parameter:
     # empty_like of a meta tensor would first import torch's compiler, which takes half a second.
     if torch.device(device).type == "cpu":
         empty = host_memory.empty(parameter.shape, parameter.dtype)

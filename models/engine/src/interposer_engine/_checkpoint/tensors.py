@@ -324,13 +324,13 @@ class ExpertNames:
     def stored(self, name: str) -> str:
         """Return the checkpoint's name of the tensor that a layer calls ``name``."""
         for layer, number, match in self._experts(name):
-            return _renumbered(name, match, layer.held[number])
+            return _renumber(name, match, layer.held[number])
         return name
 
     def local(self, name: str) -> str:
         """Return the layer's name of the checkpoint tensor ``name`` of an expert on this rank."""
         for layer, number, match in self._experts(name):
-            return _renumbered(name, match, layer.held.index(number))
+            return _renumber(name, match, layer.held.index(number))
         return name
 
     def is_elsewhere(self, name: str) -> bool:
@@ -352,7 +352,7 @@ class ExpertNames:
                 return
 
 
-def _renumbered(name: str, match: re.Match[str], number: int) -> str:
+def _renumber(name: str, match: re.Match[str], number: int) -> str:
     return f"{name[: match.start(1)]}{number}{name[match.end(1) :]}"
 
 

@@ -125,9 +125,9 @@ class Weights:
 
     def __contains__(self, stored: object) -> bool:
         """Say whether the model has a place for the checkpoint tensor ``stored``."""
-        return isinstance(stored, str) and self._renamed(stored) in self._owners
+        return isinstance(stored, str) and self._model_name(stored) in self._owners
 
-    def _renamed(self, stored: str) -> str | None:
+    def _model_name(self, stored: str) -> str | None:
         """Return the model's name of a checkpoint tensor; None for an unused tensor.
 
         A decoder that was saved without the head has names without the decoder's prefix.
@@ -227,11 +227,11 @@ class Weights:
         unfinished = dict.fromkeys(self._groups)
         stand_ins: dict[str, str] = {}
         if names is not None:
-            names = {self._renamed(name) or name for name in names}
+            names = {self._model_name(name) or name for name in names}
             stand_ins = self._stand_ins(names)
             names |= {*stand_ins.values()}
         for stored, tensor in tensors:
-            name = self._renamed(stored) or stored
+            name = self._model_name(stored) or stored
             # A tied tensor that arrives alone fills the tensor of the first layer.
             if name in stand_ins:
                 name = stand_ins[name]
@@ -263,7 +263,7 @@ class Weights:
         ]
         if missing:
             raise CheckpointError(
-                path, f"lacks the tensor {_listed(missing)}", "copy the checkpoint again"
+                path, f"lacks the tensor {_name_list(missing)}", "copy the checkpoint again"
             )
         # Groups without tensors, and those that only wait for optional ones.
         for group in unfinished:
@@ -311,7 +311,7 @@ class Weights:
         def buffer_for(
             stored: str, shape: Sequence[int], dtype: torch.dtype
         ) -> TensorBuffer | None:
-            name = self._renamed(stored) or stored
+            name = self._model_name(stored) or stored
             group = self._owners.get(name)
             # A tensor without a buffer arrives complete, and is checked then.
             if group is None or group in updates or not group.places[name].takes_rows(shape, dtype):
@@ -320,7 +320,7 @@ class Weights:
 
         for stored, tensor in tensors.tensors(buffer_for):
             if isinstance(tensor, RowBuffer):
-                name = self._renamed(stored) or stored
+                name = self._model_name(stored) or stored
                 owner = self._owners[name]
                 pending = pending_by_group[owner]
                 pending.mark_complete(name)
@@ -332,7 +332,7 @@ class Weights:
                 continue
             if not isinstance(tensor, torch.Tensor):
                 raise CheckpointError(path, f"{stored!r} is {type(tensor).__name__}, not a tensor")
-            name = self._renamed(stored) or stored
+            name = self._model_name(stored) or stored
             group = self._owner(stored, tensor, path)
             if group is None:
                 tied |= {name} & self._tied.keys()
@@ -352,8 +352,8 @@ class Weights:
             if pending.missing:
                 raise CheckpointError(
                     path,
-                    f"lacks the tensor {_listed(pending.missing)}, which goes together with "
-                    f"{_listed(arrived)}",
+                    f"lacks the tensor {_name_list(pending.missing)}, which goes together with "
+                    f"{_name_list(arrived)}",
                     "give all tensors of these layers in one update",
                 )
             updates[group] = _update_of(group, pending)
@@ -407,13 +407,13 @@ class Weights:
         expert_moves = [ExpertMove(*move, self._groups, self._experts) for move in moves.items()]
         owners = {name: move for move in expert_moves for name in move.names}
         if names is not None:
-            names = {self._renamed(name) or name for name in names}
+            names = {self._model_name(name) or name for name in names}
         replaced_prefixes = [
             prefix for move in expert_moves if move.is_complete for prefix in move.finish(_apply)
         ]
         with host_memory.reused():
             for stored, tensor in tensors:
-                name = self._renamed(stored) or stored
+                name = self._model_name(stored) or stored
                 if (move := owners.get(name)) is None:
                     continue
                 move.put(name, tensor, self.device, path, names)
@@ -424,7 +424,7 @@ class Weights:
         missing = [name for move in expert_moves for name in move.missing]
         if missing:
             raise CheckpointError(
-                path, f"lacks the tensor {_listed(missing)}", "copy the checkpoint again"
+                path, f"lacks the tensor {_name_list(missing)}", "copy the checkpoint again"
             )
         return tuple(replaced_prefixes)
 
@@ -443,7 +443,7 @@ class Weights:
 
         Raises: CheckpointError: the model has no place for the tensor.
         """
-        name = self._renamed(stored)
+        name = self._model_name(stored)
         group = None if name is None else self._owners.get(name)
         if name is None or group is not None or name in self._tied or name.endswith(_DERIVED):
             return group
@@ -507,7 +507,7 @@ def _check_form(group: LayerGroup, name: str, tensor: torch.Tensor, path: object
         place.fitting(name, place.shard(name, tensor, path), path)
 
 
-def _listed(names: Iterable[str]) -> str:
+def _name_list(names: Iterable[str]) -> str:
     sorted_names = sorted(names)
     remainder = (
         f" and {len(sorted_names) - _MAX_LISTED} more" if len(sorted_names) > _MAX_LISTED else ""

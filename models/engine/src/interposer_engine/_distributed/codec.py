@@ -197,7 +197,7 @@ class _Reader:
             case b"P":
                 return Path(self._text())
             case b"C":
-                return self._constructed(Config, level)
+                return self._construct(Config, level)
             case b"o":
                 return self._instance(level)
         raise CodecError(f"{tag!r} is no kind of value")
@@ -266,9 +266,9 @@ class _Reader:
         name = self._text()
         if name not in _classes():
             raise CodecError(f"{name!r:.80} is no class that crosses")
-        return self._constructed(_classes()[name], level)
+        return self._construct(_classes()[name], level)
 
-    def _constructed(self, kind: type[Any], level: int) -> Any:
+    def _construct(self, kind: type[Any], level: int) -> Any:
         try:
             return kind(**self._fields_by_name(level))
         except (TypeError, ValueError) as error:

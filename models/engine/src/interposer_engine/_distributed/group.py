@@ -77,7 +77,7 @@ class Group:
             ranks = Ranks.of(self._group, placement.platform, self._timeout_seconds, self._secret)
         self.ranks = ranks
         # All ranks must draw the same noise: rank 0 chooses the seed.
-        self._seed = self._gathered(secrets.randbits(62))[0]
+        self._seed = self._gather(secrets.randbits(62))[0]
         devices = placement.platform.devices()
         kind = ranks.hosts[self.rank], ranks.platforms[self.rank]
         earlier_ranks = list(zip(ranks.hosts, ranks.platforms, strict=True))[: self.rank]
@@ -97,7 +97,7 @@ class Group:
         text = None if failure is None else f"{type(failure).__name__}: {failure}"
         # Every rank takes part, even after a failure, or the others would wait forever.
         try:
-            texts = self._gathered(text)
+            texts = self._gather(text)
         except RankError:
             if failure is None:
                 raise
@@ -111,7 +111,7 @@ class Group:
 
     def agree(self, facts: Mapping[str, object]) -> None:
         """Raise RankError unless every rank has the same facts."""
-        facts_by_rank = self._gathered({name: str(value) for name, value in facts.items()})
+        facts_by_rank = self._gather({name: str(value) for name, value in facts.items()})
         for rank, rank_facts in enumerate(facts_by_rank):
             for name, value in rank_facts.items():
                 if value != facts_by_rank[0].get(name):
@@ -130,7 +130,7 @@ class Group:
 
     def smallest(self, number: int) -> int:
         """Return the smallest number of all ranks."""
-        return cast(int, min(self._gathered(number)))
+        return cast(int, min(self._gather(number)))
 
     def draft_group(self) -> Group:
         """Return the group for a draft model, which steps within the steps of another model."""
@@ -155,7 +155,7 @@ class Group:
             engine.lock = OneThreadLock(lambda: engine.busy)
         return model
 
-    def _gathered(self, value: Any) -> list[Any]:
+    def _gather(self, value: Any) -> list[Any]:
         with self._raise_rank_errors("load the model"):
             messages = gather_bytes(encode(value), self._group, self._secret)
         return [decode(message) for message in messages]

@@ -157,7 +157,7 @@ class Adapters:
             adapters, current, max_tokens, engine.device, has_graphs, self._drop_if_unused
         )
         layers = {place.layer: None for adapter in adapters.values() for place in adapter}
-        with self._choosing():
+        with self._replacing_choices():
             hooks = {layer: self._new_hook(layer, adapters, step) for layer in layers}
             if graphs is not None:
                 choices = [choice for hook in hooks.values() for choice in hook.choices]
@@ -182,7 +182,7 @@ class Adapters:
             graphs.forget()
 
     @contextmanager
-    def _choosing(self) -> Iterator[None]:
+    def _replacing_choices(self) -> Iterator[None]:
         """Replace the kernel choices of previous hooks by choices made in the ``with`` block."""
         choices = self._plan.resolver.choices
         before = {key: (choice, [*prefixes]) for key, (choice, prefixes) in choices.items()}

@@ -120,7 +120,7 @@ class PlainParts:
         if bound.prepare is not None:
             if bound.restore is None or spec.biased:
                 fault = f"the kernel {bound.choice.chosen.name} holds in a form of its own"
-                raise _refused(layer, fault)
+                raise _refusal(layer, fault)
             hidden, intermediate = spec.hidden_size, spec.intermediate_size
             kind: Any = {"dtype": site.dtype, "device": operands_by_name["gate_up"].device}
             into = {
@@ -228,7 +228,7 @@ def _parts(site: Site, layer: Experts) -> Parts:
     Raises: ConfigError: rows are sent to other ranks, or one kernel computes the complete layer.
     """
     if layer.dispatcher is not None:
-        raise _refused(layer, "tokens are sent to other ranks for")
+        raise _refusal(layer, "tokens are sent to other ranks for")
     if type(layer.kernel) is ExpertLoop:
         return LoopParts(layer.kernel, layer.operands[0])
     # Methods that dequantize stored experts wrap a plain method.
@@ -236,11 +236,11 @@ def _parts(site: Site, layer: Experts) -> Parts:
     while not isinstance(method, PlainExperts):
         method = getattr(method, "method", None)
         if method is None:
-            raise _refused(layer, "one kernel computes at once in the format of this checkpoint")
+            raise _refusal(layer, "one kernel computes at once in the format of this checkpoint")
     return PlainParts(site, layer, method)
 
 
-def _refused(layer: Experts, fault: str) -> ConfigError:
+def _refusal(layer: Experts, fault: str) -> ConfigError:
     return ConfigError(
         f"{layer.prefix} takes no adapters: these are experts that {fault}. Try: a checkpoint with "
         "plain experts, quantized by load(..., quantization='int8'), or merge_and_unload() of PEFT"

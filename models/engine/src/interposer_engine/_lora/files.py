@@ -400,11 +400,11 @@ class AdapterSettings:
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module's matrices."""
-        return int(_matching(self.ranks, module, self.rank))
+        return int(_value_for(self.ranks, module, self.rank))
 
     def scale_of(self, module: str) -> float:
         """Return the factor by which the product of a module's matrices is multiplied."""
-        rank, alpha = self.rank_of(module), _matching(self.alphas, module, self.alpha)
+        rank, alpha = self.rank_of(module), _value_for(self.alphas, module, self.alpha)
         return float(alpha / (math.sqrt(rank) if self.by_root else rank))
 
 
@@ -432,7 +432,7 @@ def _check_number(path: Path, name: str, value: Any, is_integer: bool = False) -
         raise CheckpointError(path, f"{name} is {value!r:.100}, must be {allowed}")
 
 
-def _matching(patterns: Mapping[str, float], module: str, default: float) -> float:
+def _value_for(patterns: Mapping[str, float], module: str, default: float) -> float:
     """Return the value of the first pattern that matches the end of a name, as PEFT does."""
     for key, value in patterns.items():
         if re.match(rf"(.*\.)?({key})$", module):  # PEFT's own expression

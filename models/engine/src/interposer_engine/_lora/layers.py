@@ -201,7 +201,7 @@ class LowRank:
         self.places = sorted(places, key=lambda place: place.part)
         self._rank = max(m.rank for member in members for m in member.values())
         self._dtype, self._device = site.dtype, device
-        first, second = self._stacked(members)
+        first, second = self._stack(members)
         self.choices: list[Choice] = []
         self.members = [
             {
@@ -217,7 +217,7 @@ class LowRank:
         # For the kernels, each pair of adapter and expert is one adapter.
         self._bind(site, first.flatten(0, -3), [part.flatten(0, -3) for part in second])
 
-    def _stacked(self, members: Members) -> tuple[Tensor, list[Tensor]]:
+    def _stack(self, members: Members) -> tuple[Tensor, list[Tensor]]:
         """Stack first matrices to ``[A, P R, I]``, and second ones to ``[A, O, R]`` for each part.
 
         With experts the shapes are ``[A, E, P R, I]`` and ``[A, E, O, R]``.

@@ -61,8 +61,8 @@ class Ring:
     def attach(self, blocks: Sequence[nn.Module]) -> None:
         """Register hooks that wait for each block's weights, and release the buffer afterwards."""
         for number, block in enumerate(blocks):
-            block.register_forward_pre_hook(self._entering(number))
-            block.register_forward_hook(self._leaving(number))
+            block.register_forward_pre_hook(self._enter_hook(number))
+            block.register_forward_hook(self._leave_hook(number))
 
     def enter(self, block: int) -> None:
         """Wait until the weights of a block are in its buffer."""
@@ -88,13 +88,13 @@ class Ring:
         self._handles[buffer] = self.filler.fill(block, buffer)
         self._block_of[buffer] = block
 
-    def _entering(self, number: int) -> Any:
+    def _enter_hook(self, number: int) -> Any:
         def enter(*_: object) -> None:
             self.enter(number)
 
         return enter
 
-    def _leaving(self, number: int) -> Any:
+    def _leave_hook(self, number: int) -> Any:
         def leave(*_: object) -> None:
             self.leave(number)
 
@@ -226,7 +226,7 @@ class DiskReader(Filler):
         self._buffers = [_buffer(size) for _ in range(num_buffers)]
         self._views = [memoryview(buffer) for buffer in self._buffers]
         try:
-            self._file, self.is_direct = _opened(path)
+            self._file, self.is_direct = _open_for_reading(path)
         except OSError as error:
             raise PackedFileError(f"{path} cannot be read: {error}") from error
         self._size = os.fstat(self._file).st_size
@@ -276,7 +276,7 @@ def _buffer(num_bytes: int) -> mmap.mmap:
     return memory
 
 
-def _opened(path: Path) -> tuple[int, bool]:
+def _open_for_reading(path: Path) -> tuple[int, bool]:
     flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
     if direct := getattr(os, "O_DIRECT", 0):
         with suppress(OSError):  # the file system has no direct I/O

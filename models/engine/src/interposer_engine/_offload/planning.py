@@ -370,7 +370,7 @@ def plan_offloading(
         return None, []
     if isinstance(source_or_refusal, Verdict):
         reason = source_or_refusal.reason
-        return None, [f"offload: none, though {_exceeding(sizes, free_bytes)}: {reason}"]
+        return None, [f"offload: none, though {_describe_excess(sizes, free_bytes)}: {reason}"]
     source, can_map = source_or_refusal
     # The sizes of quantized weights are estimates: ``again`` uses exact ones after loading.
     empty = OffloadPlan(source, 0, 0, 0, ())
@@ -381,12 +381,12 @@ def plan_offloading(
     except ConfigError as error:
         if not is_automatic:
             raise
-        return None, [f"offload: none, though {_exceeding(sizes, free_bytes)}: {error}"]
+        return None, [f"offload: none, though {_describe_excess(sizes, free_bytes)}: {error}"]
     notes = decision.plan.notes()
     if is_automatic and source == "host":
         suggestion = (
-            f"offload: none, and {_exceeding(sizes, free_bytes)}. Try: load(..., offload=True), "
-            "for which the next lines hold"
+            f"offload: none, and {_describe_excess(sizes, free_bytes)}. "
+            "Try: load(..., offload=True), for which the next lines hold"
         )
         return None, [suggestion, *notes]
     return decision, notes
@@ -462,6 +462,6 @@ def _sizes(model: CausalModel) -> Sizes:
     return Sizes(tuple(blocks), other_bytes)
 
 
-def _exceeding(sizes: Sizes, free_bytes: int) -> str:
+def _describe_excess(sizes: Sizes, free_bytes: int) -> str:
     weights, free = (f"{count / 2**30:.2f} GiB" for count in (sizes.num_bytes, free_bytes))
     return f"the weights take {weights} and {free} are free"

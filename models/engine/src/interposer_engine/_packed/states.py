@@ -90,7 +90,7 @@ class StateWriter:
             return ["product", [name, [self._data(part) for part in members]]]
         if type(value) is MethodType:
             return ["method", [self._data(value.__self__), value.__func__.__name__]]
-        if isinstance(value, nn.Module) and (layer_copy := self._copied(value)) is not None:
+        if isinstance(value, nn.Module) and (layer_copy := self._copied_layer(value)) is not None:
             return ["copy", layer_copy]
         raise UnpackableError(f"it holds {value!r:.80}, made while weights were loaded")
 
@@ -110,7 +110,7 @@ class StateWriter:
             [self._keep(memory), form],
         ]
 
-    def _copied(self, layer: nn.Module) -> list[Any] | None:
+    def _copied_layer(self, layer: nn.Module) -> list[Any] | None:
         """Return the path of the layer that ``layer`` was copied from, and the differences.
 
         A copy shares all attributes that were not replaced, so that the original is the layer that

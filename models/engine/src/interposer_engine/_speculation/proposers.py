@@ -75,7 +75,7 @@ class DraftSampling:
         """
         if batch.temperature is None or self._draw is None:
             return logits.argmax(-1), None
-        logits = self._processed(logits, batch)
+        logits = self._process_logits(logits, batch)
         # The logits are divided already: temperature 1 adds noise, and 0 takes the argmax.
         temperature = (batch.temperature > 0).to(torch.float32)
         return self._draw(logits, temperature, batch.seeds, batch.steps), logits.softmax(-1)
@@ -107,12 +107,12 @@ class DraftSampling:
             probs: ``[B, S, V]``, the distributions of the draft tokens; None for a proposer without
                 distributions.
         """
-        target = self._padded_rows(self._processed(logits, batch).softmax(-1), counts)
+        target = self._padded_rows(self._process_logits(logits, batch).softmax(-1), counts)
         firsts = (counts + 1).cumsum(0) - counts - 1
         noise = batch.seeds[firsts], batch.steps[firsts]
         return self._verify(drafts, probs, target, counts, *noise)[0]
 
-    def _processed(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+    def _process_logits(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         logits = self._temper(logits.to(self._wide_dtype), batch.temperature)
         if batch.top_k is not None or batch.top_p is not None:
             logits = self._truncate(logits, batch.top_k, batch.top_p)
