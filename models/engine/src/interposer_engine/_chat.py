@@ -22,179 +22,9 @@ Message = Mapping[str, Any]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _EXAMPLE = "Try: [{'role': 'user', 'content': 'Hello'}]"
-
-
-def plain_messages(messages: Iterable[Message], template: str) -> list[dict[str, Any]]:
-    """Convert messages to plain dicts with texts as contents.
-
-    Text parts of a content are joined. The role ``developer``, OpenAI's newer name, becomes
-    ``system`` if ``template`` does not name ``developer``.
-
-    Raises: RequestError: there are no messages, a message has no role, or a content is not text.
-    """
-    if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
-        raise RequestError(
-            f"messages is of the type {type(messages).__name__}, must be a list of messages. "
-            f"{_EXAMPLE}"
-        )
-    plain = [_plain(index, message) for index, message in enumerate(messages)]
-    if not plain:
-        raise RequestError(f"messages is empty. {_EXAMPLE}")
-    for message in plain:
-        if message["role"] == "developer" and "developer" not in template:
-            message["role"] = "system"
-    return plain
-
-
-def check_roles(messages: Iterable[Message], template: str) -> None:
-    """Raise RequestError if a role is neither common nor named by the template.
-
-    Many templates would copy an unknown role into the prompt.
-    """
-    for index, message in enumerate(messages):
-        role = message["role"]
-        # A template names a role as a quoted text.
-        if role not in _ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
-            raise RequestError(
-                f"messages[{index}].role is {role!r:.100}, which the chat template does not name. "
-                f"Try: {', '.join(_ROLES[:-1])} or {_ROLES[-1]}"
-            )
-
-
-def _plain(index: int, message: Any) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RequestError(
-            f"Message {index} is {message!r:.200}, must have a 'role', which is a text. "
-            "Try: {'role': 'user', 'content': 'Hello'}"
-        )
-    content = message.get("content")
-    place = f"messages[{index}].content"
-    if isinstance(content, list | tuple):
-        parts = (_part_text(f"{place}[{at}]", part) for at, part in enumerate(content))
-        return {**message, "content": "".join(parts)}
-    if not (content is None or isinstance(content, str)):
-        raise RequestError(
-            f"{place} is {content!r:.100} of the type {type(content).__name__}; "
-            "allowed is a text or a list of text parts. Try: json.dumps(content)"
-        )
-    return dict(message)
-
-
-def _part_text(place: str, part: Any) -> str:
-    if not isinstance(part, Mapping):
-        kind = f"{part!r:.100}, which is no part"
-    elif part.get("type") != "text":
-        kind = f"of the type {part.get('type')!r:.100}, which the model cannot read"
-    elif isinstance(text := part.get("text"), str):
-        return text
-    else:
-        kind = f"a part whose 'text' is {text!r:.100}, which is no text"
-    raise RequestError(
-        f"{place} is {kind}; allowed is 'text'. Try: {{'type': 'text', 'text': 'Hello'}}"
-    )
-
-
 _NAME = re.compile(r"\(\?P<name>(?:[^()\\]|\\.)*\)")
 _SPACE = re.compile(r"\\s[*+?]|\\n[*?]")
 _WHITE_SPACE = r"(?: |\n[ \t]{0,24})"
-
-
-def call_constraint(
-    template: Mapping[str, Any] | None,
-    tools: Sequence[Mapping[str, Any]],
-    specials: Mapping[str, int],
-) -> Constraint:
-    """Return the constraint that allows exactly one call of one of ``tools``.
-
-    Args:
-        template: Response template of the checkpoint; None without one.
-        tools: Tools as chat templates read them, with JSON schemas.
-        specials: Ids of control tokens by text, because a grammar must name such tokens by id.
-    Raises: RequestError: the template does not define how calls are written, or uses unsupported
-        features.
-    """
-    if template is None:
-        raise _unsupported("it has no response template")
-    field = template.get("fields", {}).get("tool_calls")
-    if not isinstance(field, Mapping):
-        raise _unsupported("its response template reads no calls")
-    if field.get("content", "text") != "json" or field.get("content_args"):
-        raise _unsupported("its calls are not plain JSON")
-    calls = [_call(field, tool, specials) for tool in tools]
-    return Constraint.grammar("start: " + "\n     | ".join(calls) + "\n")
-
-
-def _call(field: Mapping[str, Any], tool: Mapping[str, Any], specials: Mapping[str, int]) -> str:
-    function = tool.get("function", tool)
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str) or not name:
-        raise RequestError(f"The tool {tool!r:.200} has no name. Try: {{'name': 'look', ...}}")
-    schema = {**(function.get("parameters") or {}), "x-guidance": _guidance()}
-    schema.setdefault("type", "object")
-    try:
-        arguments = f"%json {json.dumps(schema, allow_nan=False)}"
-    except (TypeError, ValueError) as error:
-        raise RequestError(f"The parameters of {name!r} are no JSON schema: {error}") from None
-    opening = _literal(field, "open", name)
-    shape = field.get("transform", "{content}")
-    if isinstance(shape, Mapping) and shape.get("type") == "function":
-        shape = shape.get("function")
-    if shape == {"name": "{name}", "arguments": "{content}"}:
-        parts = [*_terms(opening, specials), arguments]
-    elif shape == "{content}":
-        prefix = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
-        parts = [
-            *_terms(opening, specials),
-            r'"\n"?',
-            *_terms(prefix, {}),
-            arguments,
-            '"}"',
-            r'"\n"?',
-        ]
-    else:
-        raise _unsupported(f"its calls become {field.get('transform')!r:.200}")
-    return " ".join([*parts, *_terms(_literal(field, "close", name), specials)])
-
-
-def _guidance() -> dict[str, str]:
-    return {"whitespace_pattern": _WHITE_SPACE}
-
-
-def _literal(field: Mapping[str, Any], side: str, name: str) -> str:
-    """Return the text that opens or closes a call of the function ``name``."""
-    literal = field.get(side)
-    if literal is not None:
-        return str(literal if isinstance(literal, str) else literal[0])
-    pattern = str(field.get(f"{side}_pattern", ""))
-    # Derive a candidate text from the pattern, and let the pattern confirm it below.
-    candidate = re.sub(r"\\(.)", r"\1", _NAME.sub(lambda _: name, _SPACE.sub("", pattern)))
-    for text in (candidate, ""):
-        try:
-            match = re.fullmatch(pattern, text, re.DOTALL)
-        except re.error:
-            break
-        if match is not None and match.groupdict() in ({}, {"name": name}):
-            return text
-    raise _unsupported(f"calls {side} with the pattern {pattern!r:.200}")
-
-
-def _terms(text: str, specials: Mapping[str, int]) -> Iterator[str]:
-    """Yield grammar terms for a text: literals, and control tokens by id."""
-    if not text:
-        return
-    pattern = "|".join(map(re.escape, sorted(specials, key=len, reverse=True)))
-    for part in re.split(f"({pattern})", text) if pattern else [text]:
-        if part in specials:
-            yield f"<[{specials[part]}]>"
-        elif part:
-            yield json.dumps(part)
-
-
-def _unsupported(reason: str) -> RequestError:
-    return RequestError(
-        "A call cannot be required of this model, because the format of its calls is unknown: "
-        f"{reason}. Try: tool_choice 'auto'"
-    )
 
 
 class ChatRenderer:
@@ -320,3 +150,171 @@ class ChatRenderer:
         }
         template = getattr(self._tokenizer, "response_template", None)
         return call_constraint(template, tools, special_ids)
+
+
+def plain_messages(messages: Iterable[Message], template: str) -> list[dict[str, Any]]:
+    """Convert messages to plain dicts with texts as contents.
+
+    Text parts of a content are joined. The role ``developer``, OpenAI's newer name, becomes
+    ``system`` if ``template`` does not name ``developer``.
+
+    Raises: RequestError: there are no messages, a message has no role, or a content is not text.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
+        raise RequestError(
+            f"messages is of the type {type(messages).__name__}, must be a list of messages. "
+            f"{_EXAMPLE}"
+        )
+    plain = [_plain(index, message) for index, message in enumerate(messages)]
+    if not plain:
+        raise RequestError(f"messages is empty. {_EXAMPLE}")
+    for message in plain:
+        if message["role"] == "developer" and "developer" not in template:
+            message["role"] = "system"
+    return plain
+
+
+def check_roles(messages: Iterable[Message], template: str) -> None:
+    """Raise RequestError if a role is neither common nor named by the template.
+
+    Many templates would copy an unknown role into the prompt.
+    """
+    for index, message in enumerate(messages):
+        role = message["role"]
+        # A template names a role as a quoted text.
+        if role not in _ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+            raise RequestError(
+                f"messages[{index}].role is {role!r:.100}, which the chat template does not name. "
+                f"Try: {', '.join(_ROLES[:-1])} or {_ROLES[-1]}"
+            )
+
+
+def _plain(index: int, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(
+            f"Message {index} is {message!r:.200}, must have a 'role', which is a text. "
+            "Try: {'role': 'user', 'content': 'Hello'}"
+        )
+    content = message.get("content")
+    place = f"messages[{index}].content"
+    if isinstance(content, list | tuple):
+        parts = (_part_text(f"{place}[{at}]", part) for at, part in enumerate(content))
+        return {**message, "content": "".join(parts)}
+    if not (content is None or isinstance(content, str)):
+        raise RequestError(
+            f"{place} is {content!r:.100} of the type {type(content).__name__}; "
+            "allowed is a text or a list of text parts. Try: json.dumps(content)"
+        )
+    return dict(message)
+
+
+def _part_text(place: str, part: Any) -> str:
+    if not isinstance(part, Mapping):
+        kind = f"{part!r:.100}, which is no part"
+    elif part.get("type") != "text":
+        kind = f"of the type {part.get('type')!r:.100}, which the model cannot read"
+    elif isinstance(text := part.get("text"), str):
+        return text
+    else:
+        kind = f"a part whose 'text' is {text!r:.100}, which is no text"
+    raise RequestError(
+        f"{place} is {kind}; allowed is 'text'. Try: {{'type': 'text', 'text': 'Hello'}}"
+    )
+
+
+def call_constraint(
+    template: Mapping[str, Any] | None,
+    tools: Sequence[Mapping[str, Any]],
+    specials: Mapping[str, int],
+) -> Constraint:
+    """Return the constraint that allows exactly one call of one of ``tools``.
+
+    Args:
+        template: Response template of the checkpoint; None without one.
+        tools: Tools as chat templates read them, with JSON schemas.
+        specials: Ids of control tokens by text, because a grammar must name such tokens by id.
+    Raises: RequestError: the template does not define how calls are written, or uses unsupported
+        features.
+    """
+    if template is None:
+        raise _unsupported("it has no response template")
+    field = template.get("fields", {}).get("tool_calls")
+    if not isinstance(field, Mapping):
+        raise _unsupported("its response template reads no calls")
+    if field.get("content", "text") != "json" or field.get("content_args"):
+        raise _unsupported("its calls are not plain JSON")
+    calls = [_call(field, tool, specials) for tool in tools]
+    return Constraint.grammar("start: " + "\n     | ".join(calls) + "\n")
+
+
+def _call(field: Mapping[str, Any], tool: Mapping[str, Any], specials: Mapping[str, int]) -> str:
+    function = tool.get("function", tool)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"The tool {tool!r:.200} has no name. Try: {{'name': 'look', ...}}")
+    schema = {**(function.get("parameters") or {}), "x-guidance": _guidance()}
+    schema.setdefault("type", "object")
+    try:
+        arguments = f"%json {json.dumps(schema, allow_nan=False)}"
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"The parameters of {name!r} are no JSON schema: {error}") from None
+    opening = _literal(field, "open", name)
+    shape = field.get("transform", "{content}")
+    if isinstance(shape, Mapping) and shape.get("type") == "function":
+        shape = shape.get("function")
+    if shape == {"name": "{name}", "arguments": "{content}"}:
+        parts = [*_terms(opening, specials), arguments]
+    elif shape == "{content}":
+        prefix = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
+        parts = [
+            *_terms(opening, specials),
+            r'"\n"?',
+            *_terms(prefix, {}),
+            arguments,
+            '"}"',
+            r'"\n"?',
+        ]
+    else:
+        raise _unsupported(f"its calls become {field.get('transform')!r:.200}")
+    return " ".join([*parts, *_terms(_literal(field, "close", name), specials)])
+
+
+def _guidance() -> dict[str, str]:
+    return {"whitespace_pattern": _WHITE_SPACE}
+
+
+def _literal(field: Mapping[str, Any], side: str, name: str) -> str:
+    """Return the text that opens or closes a call of the function ``name``."""
+    literal = field.get(side)
+    if literal is not None:
+        return str(literal if isinstance(literal, str) else literal[0])
+    pattern = str(field.get(f"{side}_pattern", ""))
+    # Derive a candidate text from the pattern, and let the pattern confirm it below.
+    candidate = re.sub(r"\\(.)", r"\1", _NAME.sub(lambda _: name, _SPACE.sub("", pattern)))
+    for text in (candidate, ""):
+        try:
+            match = re.fullmatch(pattern, text, re.DOTALL)
+        except re.error:
+            break
+        if match is not None and match.groupdict() in ({}, {"name": name}):
+            return text
+    raise _unsupported(f"calls {side} with the pattern {pattern!r:.200}")
+
+
+def _terms(text: str, specials: Mapping[str, int]) -> Iterator[str]:
+    """Yield grammar terms for a text: literals, and control tokens by id."""
+    if not text:
+        return
+    pattern = "|".join(map(re.escape, sorted(specials, key=len, reverse=True)))
+    for part in re.split(f"({pattern})", text) if pattern else [text]:
+        if part in specials:
+            yield f"<[{specials[part]}]>"
+        elif part:
+            yield json.dumps(part)
+
+
+def _unsupported(reason: str) -> RequestError:
+    return RequestError(
+        "A call cannot be required of this model, because the format of its calls is unknown: "
+        f"{reason}. Try: tool_choice 'auto'"
+    )

@@ -22,30 +22,6 @@ from interposer_models._decoder.settings import Positive
 from interposer_ops.layers.self_attention import SelfAttention
 
 
-class DeepseekV3(LatentFamily):
-    """DeepSeek-V3, R1 and Kimi K2; the decoder does not run the MTP layers."""
-
-    num_local_experts: Positive | None = count_of_routed_experts(256)
-    num_experts_per_tok: Positive | None = 8
-    moe_intermediate_size: Positive = 2048
-    first_k_dense_replace: Annotated[int, Field(ge=0)] = 3
-    n_group: Positive = 8
-    topk_group: Positive = 4
-    routed_scaling_factor: Annotated[float, Field(gt=0)] = 2.5
-    topk_method: Literal["noaux_tc"] = "noaux_tc"
-    scoring_func: Literal["sigmoid"] = "sigmoid"
-    # False means that the rotary elements are stored as two halves.
-    rope_interleave: bool = True
-    num_nextn_predict_layers: Annotated[int, Field(ge=0, le=64)] = Field(
-        default=1, validation_alias=AliasChoices("num_nextn_predict_layers", "num_mtp_layers")
-    )
-
-    @property
-    def interleaved(self) -> bool:
-        """Adjacent elements are rotated, not the halves of the rotary part."""
-        return self.rope_interleave
-
-
 class DeepseekV2(LatentFamily):
     """DeepSeek-V2, including the Lite and Coder models, and V2.5.
 
@@ -77,6 +53,30 @@ class DeepseekV2(LatentFamily):
                 )
             num_groups, top_groups = self.n_group, self.topk_group
         return Grouping(num_groups, top_groups, False, self.routed_scaling_factor, "softmax")
+
+
+class DeepseekV3(LatentFamily):
+    """DeepSeek-V3, R1 and Kimi K2; the decoder does not run the MTP layers."""
+
+    num_local_experts: Positive | None = count_of_routed_experts(256)
+    num_experts_per_tok: Positive | None = 8
+    moe_intermediate_size: Positive = 2048
+    first_k_dense_replace: Annotated[int, Field(ge=0)] = 3
+    n_group: Positive = 8
+    topk_group: Positive = 4
+    routed_scaling_factor: Annotated[float, Field(gt=0)] = 2.5
+    topk_method: Literal["noaux_tc"] = "noaux_tc"
+    scoring_func: Literal["sigmoid"] = "sigmoid"
+    # False means that the rotary elements are stored as two halves.
+    rope_interleave: bool = True
+    num_nextn_predict_layers: Annotated[int, Field(ge=0, le=64)] = Field(
+        default=1, validation_alias=AliasChoices("num_nextn_predict_layers", "num_mtp_layers")
+    )
+
+    @property
+    def interleaved(self) -> bool:
+        """Adjacent elements are rotated, not the halves of the rotary part."""
+        return self.rope_interleave
 
 
 _LARGEST_WIDTH = 2**24

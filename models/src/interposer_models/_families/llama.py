@@ -23,6 +23,46 @@ from interposer_models._decoder.settings import Epsilon, Positive, RopeBase, Win
 from interposer_ops.layers.self_attention import SelfAttention
 
 
+class Llama(DecoderFamily):
+    """Llama 1 to 3, and every model that is stored in the same format."""
+
+
+class Mistral(Llama):
+    """Mistral; later releases have no ``sliding_window`` and use full attention."""
+
+    def slides(self, index: int) -> bool:
+        """Return True: every layer has the window."""
+        return True
+
+
+class Ministral(Mistral):
+    """Ministral.
+
+    ``layer_types`` names the layers with a sliding window; if absent, all layers have one.
+    """
+
+    reads_layer_types: ClassVar[bool] = True
+    sliding_window: WindowTokens | None = 4096
+
+
+class Mixtral(MixtureFamily):
+    """Mixtral; checkpoints store every expert separately."""
+
+    num_local_experts: Positive | None = count_of_experts(8)
+    num_experts_per_tok: Positive | None = 2
+    rms_norm_eps: Epsilon = 1e-5
+    rope_theta: RopeBase = 1e6
+
+    def slides(self, index: int) -> bool:
+        """Return True: every layer has the window."""
+        return True
+
+    def mlp(self, block: Site, index: int) -> nn.Module:
+        """Build the MoE layer; the weights of a token's experts sum to 1."""
+        experts = self.experts(projections=("w1", "w3", "w2"))
+        return MixtureMLP(block.at("block_sparse_moe"), experts, "gate", renormalize=True)
+
+
 class SmolLM3(DecoderFamily):
     """SmolLM3; layers without rotation may have a window."""
 
@@ -52,43 +92,3 @@ class SmolLM3(DecoderFamily):
             return super().self_attention(site, index, spec)
         bias = self.attention_bias
         return UnrotatedAttention(site, spec, self.hidden_size, self.rotary_size, None, bias, bias)
-
-
-class Llama(DecoderFamily):
-    """Llama 1 to 3, and every model that is stored in the same format."""
-
-
-class Mixtral(MixtureFamily):
-    """Mixtral; checkpoints store every expert separately."""
-
-    num_local_experts: Positive | None = count_of_experts(8)
-    num_experts_per_tok: Positive | None = 2
-    rms_norm_eps: Epsilon = 1e-5
-    rope_theta: RopeBase = 1e6
-
-    def slides(self, index: int) -> bool:
-        """Return True: every layer has the window."""
-        return True
-
-    def mlp(self, block: Site, index: int) -> nn.Module:
-        """Build the MoE layer; the weights of a token's experts sum to 1."""
-        experts = self.experts(projections=("w1", "w3", "w2"))
-        return MixtureMLP(block.at("block_sparse_moe"), experts, "gate", renormalize=True)
-
-
-class Mistral(Llama):
-    """Mistral; later releases have no ``sliding_window`` and use full attention."""
-
-    def slides(self, index: int) -> bool:
-        """Return True: every layer has the window."""
-        return True
-
-
-class Ministral(Mistral):
-    """Ministral.
-
-    ``layer_types`` names the layers with a sliding window; if absent, all layers have one.
-    """
-
-    reads_layer_types: ClassVar[bool] = True
-    sliding_window: WindowTokens | None = 4096

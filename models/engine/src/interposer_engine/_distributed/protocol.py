@@ -225,7 +225,7 @@ class LocalCoordinator:
         return flag
 
     def reason(self, error: RankError) -> RankError:
-        """Return the error."""
+        """Return the error: a rank without peers knows no other reason."""
         return error
 
     def close(self) -> None:
