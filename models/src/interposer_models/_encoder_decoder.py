@@ -42,7 +42,7 @@ class EncoderAttention(SelfAttention):
     Args:
         spec: the window counts the query token and the tokens on one side.
         rotary_size: R; 0 without rotary embedding.
-        bias: of all projections.
+        bias: all projections have a bias.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class CrossAttention(PluggableLayer):
     """Attention of a decoder's tokens to the cached keys and values of an encoder input.
 
     Args:
-        spec: of the type ``encoder_decoder``.
+        spec: an attention spec of type ``encoder_decoder``.
         source_size: hidden size of the encoder.
         out: name of the output projection.
-        bias: of all projections.
+        bias: all projections have a bias.
     """
 
     def __init__(

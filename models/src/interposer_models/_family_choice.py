@@ -24,7 +24,7 @@ def choose_family(resolver: Resolver, config: Mapping[str, Any], source: object)
     """Select the family for a checkpoint, and parse config.json into the family's settings.
 
     Args:
-        source: of ``config``, for error messages.
+        source: where ``config`` comes from, for error messages.
     Raises:
         CheckpointError: no architecture is named, or the family refuses a field.
         UnsupportedModelError: no installed family is for any of the architectures.

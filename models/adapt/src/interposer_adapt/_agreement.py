@@ -52,7 +52,7 @@ def check_agreement(
     Each result may deviate from the exact one by the op's tolerance.
 
     Args:
-        reduction, magnitude, rounded: as of a ``Case``.
+        reduction, magnitude, rounded: the fields of a ``Case`` with these names.
     """
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return Verdict.refuse(

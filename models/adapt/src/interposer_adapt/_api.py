@@ -114,7 +114,7 @@ def adapt(
     kernel can replace keeps the class's forward, with a reason in ``places``.
 
     Args:
-        model: in evaluation mode, with its weights in memory.
+        model: a model in evaluation mode, with its weights in memory.
         config: policy for this model; it overrides every other source.
         quantization: a method that quantizes the weights, as for ``load``.
     Raises:

@@ -36,7 +36,7 @@ class TracedLayer:
 
     Attributes:
         name: dotted, as in ``named_modules``.
-        key_size: of queries and keys; ``value_size`` may differ.
+        key_size: elements of a query or key head; ``value_size`` may differ.
         sinks: the layer passes a sink for each head.
     """
 
@@ -72,7 +72,7 @@ class AttentionTrace:
     """An interceptor that records the layers of a forward of one sequence without a cache.
 
     Attributes:
-        layers: in the order of their calls.
+        layers: the recorded layers, in the order of their calls.
     """
 
     def __init__(self, model: nn.Module, sdpa: Callable[..., tuple[Tensor, Any]]) -> None:

@@ -196,7 +196,7 @@ class Pages:
     """The paged keys and values of one layer.
 
     Attributes:
-        cache: in the backend's layout.
+        cache: the pages, in the backend's layout.
         length: tokens of each sequence.
     """
 

@@ -177,7 +177,7 @@ class Encoder:
 
     Attributes:
         adapted: the adapted model.
-        tokenizer: of transformers.
+        tokenizer: the tokenizer of transformers.
         pooling: reduces the vectors of tokens to one vector.
         labels: names of the classes, in order; empty for an embedding model.
     """
@@ -286,7 +286,7 @@ def load_encoder(
 
     Args:
         path: a folder of transformers or sentence-transformers, or the name of a model on the hub.
-        dtype: to compute in; ``"auto"`` is the checkpoint's.
+        dtype: the dtype to compute in; ``"auto"`` is the checkpoint's dtype.
         config: policy for this model; it overrides every other source.
         quantization: a method that quantizes the weights, as for ``load``.
     Raises:

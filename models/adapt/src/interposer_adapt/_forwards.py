@@ -51,7 +51,7 @@ class GlobalOverride:
     no longer uses the copy.
 
     Args:
-        name: of a function in the globals of ``function``.
+        name: the name of a function in the globals of ``function``.
         replacement: the function that the name refers to in the copy.
     """
 

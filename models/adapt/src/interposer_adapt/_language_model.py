@@ -74,7 +74,7 @@ def language_model(
 
     Args:
         adapted: the result of ``adapt``; do not restore the model while the engine is in use.
-        tokenizer: of transformers, a ``TextTokenizer``, or the directory of one. Without it,
+        tokenizer: a tokenizer of transformers, a ``TextTokenizer``, or a directory. Without one,
             prompts are token ids.
         cache_tokens, max_sequences, max_step_tokens: as for ``load``; if ``cache_tokens`` is None,
             the cache may take a quarter of the free memory.

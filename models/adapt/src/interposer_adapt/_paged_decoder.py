@@ -104,8 +104,8 @@ class PagedDecoder:
     """The ``PagedModel`` of a transformers model.
 
     Attributes:
-        model: of transformers.
-        attention_layers: in the order of calls.
+        model: the model of transformers.
+        attention_layers: the attention layers, in the order of calls.
     """
 
     def __init__(

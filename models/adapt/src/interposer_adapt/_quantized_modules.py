@@ -31,7 +31,7 @@ class QuantizedModule(nn.Module):
 
     Attributes:
         place: the name of the module in the model.
-        dtype, device: of inputs and results.
+        dtype, device: dtype and device of inputs and results.
     """
 
     def __init__(self, place: str, like: Tensor, kernel: Callable[..., Tensor], *operands: Any):
@@ -170,7 +170,7 @@ def quantize_modules(model: Any, resolver: Resolver) -> list[str]:
     """Replace the modules that the resolver's scheme quantizes, one after the other.
 
     Args:
-        model: of transformers, with its weights in memory.
+        model: a model of transformers, with its weights in memory.
     Returns: the names of the replaced modules.
     Raises:
         ConfigError: the scheme quantizes none of the model's modules.

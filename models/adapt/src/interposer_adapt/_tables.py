@@ -34,7 +34,7 @@ def bind_table(
     """Bind the embeddings and heads that share one weight.
 
     Args:
-        name: of the embedding that owns the weight.
+        name: the module name of the embedding that owns the weight.
         holders: all modules with the parameter, of any class, with the parameter's name there.
     """
     verdict = Verdict.accept()
@@ -131,7 +131,7 @@ def _release_table(
     weight: Tensor,
     name: str,
 ) -> Verdict:
-    """Pack a table that lookups restore bit for bit, or that was quantized."""
+    """Free a table's plain memory, if lookups restore its rows bit for bit or it was quantized."""
     assert layer.product is not None
     assert layer.lookup is not None
     kernel, constants = layer.lookup, layer.constants

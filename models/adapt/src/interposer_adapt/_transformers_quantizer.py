@@ -38,7 +38,7 @@ class InterposerConfig(QuantizationConfigMixin):
 
         Args:
             method: a name, or settings with the name as ``quant_method``, as for ``load``.
-            settings: of the method, such as ``group_size`` or ``modules_to_not_convert``.
+            settings: settings of the method, such as ``group_size`` or ``modules_to_not_convert``.
         Raises:
             UnknownNameError: no installed plugin quantizes by this method.
             ConfigError: no method is given.

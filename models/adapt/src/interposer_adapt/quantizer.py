@@ -2,7 +2,7 @@
 
 Importing this module registers the method ``"interposer"``::
 
-    from interposer_models.quantizer import InterposerConfig
+    from interposer_adapt.quantizer import InterposerConfig
 
     AutoModelForCausalLM.from_pretrained(path, quantization_config=InterposerConfig("int8"))
 """

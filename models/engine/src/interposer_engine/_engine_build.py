@@ -59,7 +59,7 @@ class BuiltEngine:
 
     Attributes:
         adapters: LoRA adapters by name, read but not yet attached.
-        num_bytes: of the checkpoint's weights.
+        num_bytes: size of the checkpoint's weights.
     """
 
     engine: Engine

@@ -72,7 +72,7 @@ class ExpandedAttention:
     """Attention with keys and values per head, which are expanded from the latent cache.
 
     Args:
-        spec: of the latent attention.
+        spec: the spec of the latent attention.
         plain: D.
         value: V.
     """
@@ -227,7 +227,7 @@ class SharedCacheAttention(PluggableLayer):
         """Attend to the earlier layer's cache: ``[T, N, D]``.
 
         Args:
-            plan: of the backend, for this step.
+            plan: the backend's plan of this step.
         """
         return self.backend.forward_stored(query, cache, plan, self.cache_writer[0].scales)
 
@@ -236,7 +236,7 @@ def connect_cache_readers(modules: Iterable[nn.Module]) -> None:
     """Connect each layer that reads another layer's cache to the layer that writes the cache.
 
     Args:
-        modules: of a decoder, in layer order.
+        modules: the modules of a decoder, in layer order.
     """
     last_writers: dict[AttentionBackend, Attention] = {}
     for module in modules:
@@ -248,10 +248,10 @@ def connect_cache_readers(modules: Iterable[nn.Module]) -> None:
 
 @dataclass(frozen=True)
 class FusedForm:
-    """How a checkpoint stores a fused attention.
+    """The layout of a fused attention in checkpoints: names, layer class, and order of the rows.
 
     Attributes:
-        names: of the QKV projection and of the output projection.
+        names: names of the QKV projection and of the output projection.
         linear: the layer class of both projections.
         rotary_size: rotated elements of a head; 0 without rotary embedding.
         by_head: the rows are grouped by head (q0 k0 v0 q1 ...), not by kind (q0 q1 ... k0 ...).

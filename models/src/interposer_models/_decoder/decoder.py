@@ -39,9 +39,9 @@ def fuse_sums_into_norms(blocks: Sequence[nn.Module], last: nn.Module, site: Sit
     """Move the all-reduce after each block into the next block's first norm, or the last norm.
 
     Args:
-        blocks: in order.
+        blocks: the blocks of the decoder, in order.
         last: the norm after the last block.
-        site: of the decoder.
+        site: the site of the decoder.
     Returns: the fused sums.
     """
     if alone(site):
@@ -428,8 +428,8 @@ class NormedBlock(nn.Module):
 
     Args:
         norm: builds the norm at a site.
-        names: of the norms before and after the attention, then before and after the MLP; an empty
-            name means no norm.
+        names: names of the norms before and after the attention, then before and after the MLP;
+            an empty name means no norm.
     """
 
     def __init__(
@@ -484,7 +484,7 @@ class OnePartBlock(nn.Module):
 
     Args:
         norm: builds the norm at a site.
-        name: of the norm.
+        name: the name of the norm.
         part: the sublayer, called with the arguments of attention.
     """
 

@@ -31,7 +31,7 @@ class PlainMLP(nn.Module):
 
     Args:
         sizes: H and the intermediate size.
-        names: of the projections below the site.
+        names: names of the projections below the site.
         linear: the layer class of both projections.
     """
 

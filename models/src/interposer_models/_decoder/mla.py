@@ -168,8 +168,8 @@ class LatentShards:
     """The per-head projections of latent attention on this rank: all heads, or a shard of them.
 
     Attributes:
-        spec: of the heads that this rank computes.
-        projections: of queries, of keys and values, and of the output.
+        spec: the attention spec of the heads that this rank computes.
+        projections: the projections of queries, of keys and values, and of the output.
         slices: the parts of the tensors that this rank reads; None if this rank has all heads.
     """
 
@@ -239,9 +239,9 @@ class LatentAttention(SelfAttention):
     For long prompts on the standard backend expansion is cheaper: see ``ExpandedAttention``.
 
     Args:
-        spec: of heads of C + R elements, with one kv head and ``latent_size`` C.
+        spec: an attention spec with heads of C + R elements, one kv head and ``latent_size`` C.
         interleaved: rotate adjacent elements, not the halves of the rotary part.
-        bias: of the projections of ``x`` to latent vectors, and of the output projection.
+        bias: the projections of ``x`` to latent vectors and the output projection have a bias.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class LatentAttention(SelfAttention):
         Args:
             x: ``[T, H]``.
             cos, sin: ``[T, R / 2]``, float32 or wider.
-            cache, plan: of the attention backend.
+            cache, plan: cache and plan of the attention backend.
             rows: int64, indices into T.
         """
         plain, rotated, vectors = self.parts(x, self.query_input(x), cos, sin)

@@ -400,10 +400,10 @@ class UngatedMoE(nn.Module):
     """An MoE layer of experts without a gate, with group-limited routing and a shared expert.
 
     Args:
-        spec: of the experts, with the hidden size as input size.
+        spec: the spec of the experts, with the hidden size as input size.
         shared_size: intermediate size of the shared expert.
         latent_size: L; 0 if experts read the hidden states directly.
-        bias: of all projections except the experts'.
+        bias: all projections except the experts' have a bias.
     """
 
     def __init__(

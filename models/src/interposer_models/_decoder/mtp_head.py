@@ -36,7 +36,7 @@ class PredictionHead(nn.Module, ABC):
         config: settings of the model.
         layers: the head reads the inputs of these blocks; an empty tuple means the output of
             the final norm.
-        renamed, unread: as those of ``CausalLM``.
+        renamed, unread: see ``CausalLM``.
     """
 
     config: DecoderSettings

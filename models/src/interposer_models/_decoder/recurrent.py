@@ -308,7 +308,7 @@ class StateSpaceSizes:
         normed: outputs are normalised.
         norm_first: the norm comes before the multiplication by the gate, not after.
         out_bias: the output projection has a bias; None means the same as ``bias``.
-        factors: of gate, input, B, C and steps; empty if all are 1.
+        factors: factors of gate, input, B, C and steps; empty if all are 1.
     """
 
     hidden: int

@@ -99,7 +99,7 @@ def one_rotation(fields: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str
     A non-empty ``rope_scaling`` replaces ``rope_parameters``, ``rope_theta`` included.
 
     Args:
-        fields: of config.json.
+        fields: the fields of config.json.
         base: the value that each of ``LIFTED`` has without ``rope_parameters``.
     Raises: FieldError: the replacement would change a value that only ``rope_parameters`` states.
     """

@@ -177,7 +177,7 @@ class Indexer(PluggableLayer):
     """The projections of an indexer, and the backend that caches the indexer's keys.
 
     Args:
-        spec: of type ``indexer``.
+        spec: an attention spec of type ``indexer``.
         rotary_size: R; the first R elements of queries and keys are rotated, by halves.
     """
 

@@ -86,7 +86,7 @@ class BartBlock(nn.Module):
         """Return the block's output, ``[T, H]`` or ``[R, H]``, and None as residual stream.
 
         Args:
-            cache, plan: in a decoder two of each: for self-attention and for cross-attention.
+            cache, plan: in a decoder, pairs for self-attention and for cross-attention.
         """
         # The plan of the cross-attention counts all T tokens, so rows are dropped only after it.
         if self.encoder_attn is None:

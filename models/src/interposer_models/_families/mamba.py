@@ -304,7 +304,7 @@ class ParallelMixer(nn.Module):
     """The scaled sum of attention and a Mamba-2 mixer on the same input.
 
     Args:
-        factors: of the inputs of attention and mixer, then of the outputs of attention and mixer.
+        factors: factors of the inputs of attention and mixer, then of their outputs.
     """
 
     def __init__(

@@ -26,9 +26,9 @@ class Row:
     """The measurements of one kind.
 
     Attributes:
-        name, what, test, beside: of the kind.
+        name, what, test, beside: the fields of ``Kind``.
         rates: tokens per second of each run.
-        seconds: of a run, the median.
+        seconds: median duration of a run.
         memory_s, arithmetic_s: seconds of a run that only reads memory at the measured bandwidth,
             and of one that only computes at the measured rate; None if the least work is unknown.
         host_s: time of a run outside of the model; None if steps are captured graphs.
@@ -64,7 +64,7 @@ class Row:
 
         Args:
             profiled: one more run, in which the time within the model was measured.
-            steps: of a run, with the least work of each.
+            steps: the steps of a run, with the least work of each.
             baseline: the row to compare with.
         """
         rates = tuple(sample.tokens / sample.seconds for sample in samples)

@@ -52,7 +52,7 @@ class Weights:
 
     Attributes:
         numbers: elements of the matrices.
-        num_bytes: as stored, with scales and vectors.
+        num_bytes: size as stored, with scales and vectors.
         asked: the fraction of the weights that one token reads; below 1 for routed experts.
     """
 
@@ -77,7 +77,7 @@ class Mixing:
         token_bytes: cached for each token.
         products: multiplications of a query with one cached token.
         window: the most tokens that a query attends to.
-        state_bytes: of a recurrent state, independent of the context.
+        state_bytes: size of a recurrent state, independent of the context.
         state_numbers: elements of the recurrent state.
     """
 
@@ -108,7 +108,7 @@ class ModelWork:
     """The least work of a decoder's steps.
 
     Attributes:
-        weights: of the layers; routed experts separately, as a token needs only some of them.
+        weights: weights of the layers; routed experts separately, as a token needs only some.
         head: the LM head, which only one token of each sequence needs.
         layers: the layers that mix tokens.
     """
@@ -266,10 +266,10 @@ class Roofs:
     """The roofline of a device; each rate is the best of several measurements.
 
     Attributes:
-        bytes_per_s: of reading; on devices other than a host of a copy, counting reads and writes.
+        bytes_per_s: rate of reading on a host; of a copy, reads plus writes, on other devices.
         read_by: name of the way that reached ``bytes_per_s``.
         flops_per_s: operations of a matmul.
-        threads: of torch on the host.
+        threads: number of torch's threads on the host.
         multiplied_by: name of the way that reached ``flops_per_s``.
     """
 

@@ -102,7 +102,7 @@ class LayerGroup:
     """Layers that share a parameter, mostly just one layer: loaded and finalized together.
 
     Attributes:
-        layers: in the order of the model.
+        layers: the layers, in the order of the model.
         places: the place of each tensor, by its name in checkpoints.
     """
 
@@ -176,7 +176,7 @@ class PendingWeights:
     """Parameters of a group in memory, while tensors arrive from a checkpoint.
 
     Attributes:
-        parameters: by the ``id`` of the parameter on the meta device.
+        parameters: the parameters, by the ``id`` of the parameter on the meta device.
         missing: names of the tensors that have not arrived.
         can_borrow: stored tensors stay unchanged until the group is finalized. A parameter can then
             use a stored tensor instead of a copy, if the finalized layer keeps nothing of it.

@@ -44,7 +44,7 @@ class TensorPlace:
     """Entries ``start`` to ``stop`` along ``dim`` of a parameter; all entries if dim is None.
 
     Attributes:
-        parameter: as registered, on the meta device; stands for the parameter in memory.
+        parameter: the parameter as registered, on the meta device.
         index: number of an expert's matrix in a stacked parameter; the other fields refer to that
             matrix. None if matrices are not stacked.
         slice: the shard of the stored tensor that this rank reads. The other fields describe the

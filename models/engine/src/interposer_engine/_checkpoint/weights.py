@@ -36,7 +36,7 @@ _ALL_BYTES = 1 << 62
 
 
 class SpareMemory:
-    """Memory of replaced and received weights, free for other content.
+    """Memory that an update has freed, kept so that the next update need not allocate it.
 
     The system clears new memory, and a virtual machine may have to request memory from the host.
     Both take longer than receiving weights.

@@ -28,9 +28,9 @@ class Links:
     """Rates of the connections between ranks. Latencies apply to the smallest message.
 
     Attributes:
-        link_bytes_per_s: from one rank to the others of its node, in one direction.
+        link_bytes_per_s: rate from one rank to the others of its node, in one direction.
         link_seconds: latency of a collective within a node.
-        network_bytes_per_s: from one rank to other nodes, in one direction.
+        network_bytes_per_s: rate from one rank to other nodes, in one direction.
         network_seconds: latency of a collective between nodes.
     """
 

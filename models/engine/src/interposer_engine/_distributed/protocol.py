@@ -184,8 +184,8 @@ class Coordinator(Protocol):
 
         Args:
             digest: digest of all requests and all computed tokens.
-            fresh: there are requests that no step has seen.
-            speculates: draft tokens are verified in the step.
+            fresh: requests were added since the last step.
+            speculates: the step verifies draft tokens.
         """
         ...
 

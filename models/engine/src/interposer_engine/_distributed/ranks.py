@@ -75,7 +75,7 @@ class Leader:
         """Coordinate followers over open channels.
 
         Args:
-            channels: to ranks 1, 2, ...
+            channels: channels to ranks 1, 2, ...
             losses: records followers that were lost.
             timeout_seconds: time limit for a report of a follower.
         """

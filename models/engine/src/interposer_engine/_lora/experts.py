@@ -223,7 +223,7 @@ class AdaptedExperts:
 
 
 def _parts(site: Site, layer: Experts) -> Parts:
-    """Return the base of a layer in parts.
+    """Return the matmuls of a layer of experts as separate steps.
 
     Raises: ConfigError: rows are sent to other ranks, or one kernel computes the complete layer.
     """

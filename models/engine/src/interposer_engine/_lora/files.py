@@ -463,7 +463,7 @@ class Matrices:
 
     @property
     def rank(self) -> int:
-        """R."""
+        """The rank R of both matrices."""
         return self.a.shape[-2]
 
 
@@ -584,7 +584,7 @@ def read_adapter(
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """The place that the matrices of a module belong to.
+    """The projection to which the matrices of an adapted module are added.
 
     Attributes:
         name: name of the module or parameter in the adapter's settings.

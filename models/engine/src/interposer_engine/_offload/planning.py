@@ -130,7 +130,7 @@ class OffloadPlan:
         budget_bytes: limit for resident weights and buffers.
         other_bytes: weights outside of blocks, which are resident.
         num_buffers: number of buffers for streamed blocks.
-        places: of all blocks, in order.
+        places: the place of each block, in order.
         is_automatic: the user did not request offload.
     """
 

@@ -56,7 +56,7 @@ class CalibratedBlocks:
     """The blocks of an unquantized float32 model, and the hidden states between two blocks.
 
     Args:
-        planned: of dtype float32; each block is freed after its run.
+        planned: a plan of dtype float32; each block is freed after its run.
         sequences: token ids, all of one length.
     """
 

@@ -71,7 +71,7 @@ def quantize(
 
     Args:
         scheme: one of ``interposer_quantization.writing._schemes.SCHEMES``.
-        group_size: of int4 and w4a8, by default 128.
+        group_size: inputs per scale of int4 and w4a8, by default 128.
         asymmetric: int4 and w4a8 with a zero point for each group.
         activations: ``"int8"`` quantizes the inputs of int8 or int4 per token, ``"none"`` does not;
             by default int8 quantizes inputs and int4 does not.

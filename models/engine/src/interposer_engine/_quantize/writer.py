@@ -37,7 +37,7 @@ class WorkFolder:
         """Open the folder of an interrupted run with the same settings, or create a new one.
 
         Args:
-            settings: as JSON; everything in the folder depends only on the settings.
+            settings: the settings as JSON; everything in the folder depends only on them.
             restart: delete the work of an interrupted run.
         Raises: StorageError: the target exists; the folder is of other settings or unknown; or
             folders cannot be created.
@@ -167,7 +167,7 @@ class CopyWriter:
         """Raise StorageError if the disk is too small for the missing part of the copy.
 
         Args:
-            temporary_bytes: of temporary files that exist until the copy is complete.
+            temporary_bytes: size of temporary files that exist until the copy is complete.
         """
         # An interrupted run may have written some files already.
         missing_files = [name for name in self._layouts if not (folder.model / name).exists()]

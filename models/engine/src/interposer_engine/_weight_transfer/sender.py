@@ -40,8 +40,8 @@ def send_weights(
     and on the device that the group sends from. Returns when every model uses the new weights.
 
     Args:
-        tensors: by checkpoint name, in the checkpoint's format, on any device. Tensors of a mapping
-            must stay unchanged until the call returns; a tensor of an iterator, until the iterator
+        tensors: tensors by checkpoint name, in the checkpoint's format, on any device. Those of a
+            mapping must stay unchanged until the call returns; a tensor of an iterator, until the iterator
             is asked for the next one.
         group: a process group of torch.distributed, None for the default one, or a ``Meeting``.
         bucket_bytes: size of each of the two buckets, here and in each receiver.
