@@ -41,8 +41,8 @@ def send_weights(
 
     Args:
         tensors: tensors by checkpoint name, in the checkpoint's format, on any device. Those of a
-            mapping must stay unchanged until the call returns; a tensor of an iterator, until the iterator
-            is asked for the next one.
+            mapping must stay unchanged until the call returns; a tensor of an iterator, until the
+            next one is requested.
         group: a process group of torch.distributed, None for the default one, or a ``Meeting``.
         bucket_bytes: size of each of the two buckets, here and in each receiver.
         timeout_seconds: time limit for receivers to connect, and to take each bucket.
