@@ -60,9 +60,9 @@ class Session:
     ) -> list[TokenSequence]:
         """Queue requests that end after ``new_tokens`` tokens, with end tokens ignored."""
         params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, adapter=adapter)
-        added = [self.lm.engine.add(prompt, params) for prompt in prompts]
-        self._running += added
-        return added
+        requests = [self.lm.engine.add(prompt, params) for prompt in prompts]
+        self._running += requests
+        return requests
 
     def add_decoding(
         self, prompts: list[list[int]], new_tokens: int, adapter: str | None = None
@@ -74,9 +74,9 @@ class Session:
         """
         step_tokens = self.lm.engine.scheduler.max_step_tokens
         margin_tokens = sum(map(len, prompts)) // step_tokens + 2
-        added = self.add(prompts, new_tokens + margin_tokens, adapter)
-        self.first_tokens(added)
-        return added
+        requests = self.add(prompts, new_tokens + margin_tokens, adapter)
+        self.first_tokens(requests)
+        return requests
 
     def until(self, is_done: Callable[[], bool]) -> None:
         """Step until ``is_done()`` is true.
@@ -88,16 +88,16 @@ class Session:
                 raise ConfigError("The benchmark's requests ended early. Try: another model")
             self.lm.engine.step()
 
-    def first_tokens(self, added: list[TokenSequence]) -> None:
+    def first_tokens(self, requests: list[TokenSequence]) -> None:
         """Step until each of the requests has a token."""
-        self.until(lambda: all(sequence.output for sequence in added))
+        self.until(lambda: all(sequence.output for sequence in requests))
 
-    def decode(self, added: list[TokenSequence], count: int) -> int:
+    def decode(self, requests: list[TokenSequence], count: int) -> int:
         """Step until each request has ``count`` more tokens; return the number of new tokens."""
-        old_counts = [len(sequence.output) for sequence in added]
+        old_counts = [len(sequence.output) for sequence in requests]
 
         def new_counts() -> list[int]:
-            return [len(s.output) - old for s, old in zip(added, old_counts, strict=True)]
+            return [len(s.output) - old for s, old in zip(requests, old_counts, strict=True)]
 
         self.until(lambda: min(new_counts()) >= count)
         return sum(new_counts())
@@ -180,24 +180,25 @@ class Sizes:
 
     Attributes:
         prompt: tokens of a prompt.
-        behind: cached tokens before the prompt of the extension row; also the limit of a step.
+        cached_prefix: cached tokens before the prompt of the extension row; also the limit of a
+            step.
         contexts: tokens before the decoded ones.
         new: decoded tokens.
         batch: requests that decode together.
-        together: context of such requests: the shortest context, or less if the model's context
-            would not hold the extra tokens of requests that started earlier.
-        joins: prompts that join running requests, one in every 8 steps.
+        batch_context: context of such requests: the shortest context, or less if the model's
+            context would not hold the extra tokens of requests that started earlier.
+        num_joining: prompts that join running requests, one in every 8 steps.
         shared: tokens of the prefix that prompts share; 0 omits the rows.
         notes: sentences about sizes that were reduced.
     """
 
     prompt: int
-    behind: int
+    cached_prefix: int
     contexts: tuple[int, ...]
     new: int
     batch: int
-    together: int
-    joins: int
+    batch_context: int
+    num_joining: int
     shared: int = 0
     notes: tuple[str, ...] = field(default=())
 
@@ -237,26 +238,28 @@ class Sizes:
 
         max_context = context - new - 1
         prompt = cut("the prompt", prompt, max_context // 2)
-        behind = cut("the cached prefix of the extension row", 2 * prompt, max_context - prompt)
+        cached_prefix = cut(
+            "the cached prefix of the extension row", 2 * prompt, max_context - prompt
+        )
         usable_contexts: dict[int, None] = {}
         for size in sorted(contexts):
             usable_contexts[cut("a context", size, max_context)] = None
-        first = min(usable_contexts)
+        shortest_context = min(usable_contexts)
         # Tokens that the first request decodes while the prompts of the others are computed.
-        margin_tokens = max(batch, RUNNING) * first // behind + 2
-        together = max(min(first, max_context - margin_tokens), 1)
+        margin_tokens = max(batch, RUNNING) * shortest_context // cached_prefix + 2
+        batch_context = max(min(shortest_context, max_context - margin_tokens), 1)
         if shared:
             shared = cut("the common prefix", shared, context - END_TOKENS - 2)
         # One prompt joins in every eighth step.
-        joins = -(-new // 8)
+        num_joining = -(-new // 8)
         return cls(
             prompt,
-            behind,
+            cached_prefix,
             tuple(usable_contexts),
             new,
             batch,
-            together,
-            joins,
+            batch_context,
+            num_joining,
             shared,
             tuple(notes),
         )
@@ -272,11 +275,11 @@ class Sizes:
         Args:
             page_tokens: margin of a sequence for partial pages and draft tokens.
         """
-        longest = max(*self.contexts, self.behind + self.prompt, self.shared + END_TOKENS)
+        longest = max(*self.contexts, self.cached_prefix + self.prompt, self.shared + END_TOKENS)
         rows = (
             longest + self.new,
-            self.batch * (self.together + self.new),
-            RUNNING * (self.together + self.new) + self.joins * (self.prompt + 1),
+            self.batch * (self.batch_context + self.new),
+            RUNNING * (self.batch_context + self.new) + self.num_joining * (self.prompt + 1),
         )
         # The prefix cache keeps one round's shared prefix until the next round needs the pages.
         return max(rows) + self.shared + 2 * page_tokens * self.max_sequences
@@ -375,16 +378,15 @@ class Decode(Kind):
     def run(self, session: Session) -> Sample:
         draw = session.repeating if self.repeats else session.tokens
         prompts = [draw(self.context) for _ in range(self.batch)]
-        added = session.add_decoding(prompts, self.new, self.adapter)
-        return session.timed(lambda: session.decode(added, self.new))
+        requests = session.add_decoding(prompts, self.new, self.adapter)
+        return session.timed(lambda: session.decode(requests, self.new))
 
     def least_work(self, work: ModelWork) -> list[Step]:
         """Return steps that read weights and caches; none with speculative decoding."""
         if not self.plain:
             return []
-        # The average context of the decoded tokens.
-        middle = self.context + self.new // 2
-        return [_decode(work, self.batch, middle)._replace(times=self.new)]
+        mean_context = self.context + self.new // 2
+        return [_decode(work, self.batch, mean_context)._replace(times=self.new)]
 
 
 @dataclass(frozen=True)
@@ -392,12 +394,12 @@ class Extend(Kind):
     """The prefill of a prompt with a cached prefix."""
 
     tokens: int = 0
-    behind: int = 0
+    cached_prefix: int = 0
 
     def run(self, session: Session) -> Sample:
-        """Cache the prefix in a first step of ``behind`` tokens, then measure the prefill."""
-        (sequence,) = session.add([session.tokens(self.behind + self.tokens)], 1)
-        session.until(lambda: sequence.num_computed >= self.behind)
+        """Cache the prefix in a first step, then measure the prefill of the other tokens."""
+        (sequence,) = session.add([session.tokens(self.cached_prefix + self.tokens)], 1)
+        session.until(lambda: sequence.num_computed >= self.cached_prefix)
 
         def prefill() -> int:
             session.first_tokens([sequence])
@@ -407,8 +409,8 @@ class Extend(Kind):
 
     def least_work(self, work: ModelWork) -> list[Step]:
         """Return one step that reads the weights and the cache."""
-        num_bytes = work.weight_bytes(self.tokens) + work.context_bytes(self.behind)
-        return [Step(num_bytes, work.operations(self.tokens, self.behind), self.tokens)]
+        num_bytes = work.weight_bytes(self.tokens) + work.context_bytes(self.cached_prefix)
+        return [Step(num_bytes, work.operations(self.tokens, self.cached_prefix), self.tokens)]
 
 
 @dataclass(frozen=True)
@@ -418,13 +420,13 @@ class Mixed(Kind):
     context: int = 0
     new: int = 0
     prompt: int = 0
-    joins: int = 0
+    num_joining: int = 0
 
     def run(self, session: Session) -> Sample:
         """Decode and measure; a prompt joins every eighth step."""
         prompts = [session.tokens(self.context) for _ in range(RUNNING)]
         running = session.add_decoding(prompts, self.new)
-        joining = iter([session.tokens(self.prompt) for _ in range(self.joins)])
+        joining = iter([session.tokens(self.prompt) for _ in range(self.num_joining)])
         gaps: list[float] = []
 
         def decode() -> int:
@@ -453,9 +455,9 @@ class Mixed(Kind):
             + work.weight_bytes(RUNNING + self.prompt),
             decode_step.operations + work.operations(self.prompt),
             RUNNING,
-            self.joins,
+            self.num_joining,
         )
-        return [mixed_step, decode_step._replace(times=self.new - self.joins)]
+        return [mixed_step, decode_step._replace(times=self.new - self.num_joining)]
 
 
 @dataclass(frozen=True)
@@ -499,7 +501,7 @@ def kinds_of(
     """
     options: dict[str, Any]
     new, first, batch = sizes.new, sizes.contexts[0], sizes.batch
-    together = sizes.together
+    batch_context = sizes.batch_context
     pp, tg = f"pp{sizes.prompt}", f"tg{new}"
     yield Prefill("prefill", f"prefill of {sizes.prompt}", pp, tokens=sizes.prompt)
     for context in sizes.contexts:
@@ -507,14 +509,21 @@ def kinds_of(
         what = f"decode, context {context}"
         yield Decode(f"decode_{context}", what, test, context=context, new=new)
     if batch > 1:
-        what = f"batch of {batch}, context {together}"
-        yield Decode(f"batch_{batch}", what, context=together, new=new, batch=batch)
+        what = f"batch of {batch}, context {batch_context}"
+        yield Decode(f"batch_{batch}", what, context=batch_context, new=new, batch=batch)
     if not whole_prompts:
-        what = f"prefill of {sizes.prompt} behind {sizes.behind}"
-        test = f"{pp} @ d{sizes.behind}"
-        yield Extend("extend", what, test, tokens=sizes.prompt, behind=sizes.behind)
+        what = f"prefill of {sizes.prompt} behind {sizes.cached_prefix}"
+        test = f"{pp} @ d{sizes.cached_prefix}"
+        yield Extend("extend", what, test, tokens=sizes.prompt, cached_prefix=sizes.cached_prefix)
     what = f"decode of {RUNNING}, prompts of {sizes.prompt} join"
-    yield Mixed("mixed", what, context=together, new=new, prompt=sizes.prompt, joins=sizes.joins)
+    yield Mixed(
+        "mixed",
+        what,
+        context=batch_context,
+        new=new,
+        prompt=sizes.prompt,
+        num_joining=sizes.num_joining,
+    )
     if sizes.shared:
         what = f"first token behind {sizes.shared} + {END_TOKENS}"
         yield SharedPrefix("prefix_new", what, common=sizes.shared)
@@ -531,8 +540,8 @@ def kinds_of(
         }
         yield Decode(f"{beside}_adapter", what, **options)
     if adapter and batch > 1:
-        what, beside = f"batch of {batch}, context {together}, adapter", f"batch_{batch}"
-        options |= {"beside": beside, "context": together, "batch": batch}
+        what, beside = f"batch of {batch}, context {batch_context}, adapter", f"batch_{batch}"
+        options |= {"beside": beside, "context": batch_context, "batch": batch}
         yield Decode(f"{beside}_adapter", what, **options)
     if speculates:
         what = f"decode of a repeating prompt, context {first}"

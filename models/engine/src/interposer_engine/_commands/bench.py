@@ -127,7 +127,9 @@ def bench(
             expert_parallel=expert_parallel,
             max_sequences=sizes.max_sequences,
             # A prefix LM computes a prompt in one step, which must hold the longest prompt.
-            max_step_tokens=max(sizes.behind, longest) if has_prefix_lm else sizes.behind,
+            max_step_tokens=max(sizes.cached_prefix, longest)
+            if has_prefix_lm
+            else sizes.cached_prefix,
             cache_tokens=sizes.cache_tokens(),
             prefix_cache=bool(sizes.shared),
         )
