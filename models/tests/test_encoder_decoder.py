@@ -508,7 +508,7 @@ def test_the_logits_bias_is_added(copied: Path, pairs: dict[str, Pair]) -> None:
         ({"encoder_ffn_dim": 81}, "'model.encoder.layers.0.fc1.bias' has shape"),
         ({"encoder_layers": 5}, "lacks the tensor 'model.encoder.layers.4"),
         ({"decoder_layers": 2}, "'model.decoder.layers.2.*which the model has no place for"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings is False, which is not computed"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings is False, which is not supported"),
         ({"activation_function": "sillu"}, "'sillu'"),
     ],
     ids=str,

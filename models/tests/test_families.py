@@ -207,7 +207,7 @@ def test_an_error_while_building_names_the_plugin(
         plan(llama)
     assert "of acme in code: its model family failed in build: " in str(caught.value)
     assert reason in str(caught.value)
-    assert "Try: mend it, or take another: Config(models=" in str(caught.value)
+    assert "Try: correct it, or use another: Config(models=" in str(caught.value)
 
 
 def test_a_note_lists_fields_that_only_other_families_read(llama: Path, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_rotary_fields_mean_the_same_as_in_transformers(
         (
             "Llama",
             {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": YARN},
-            r"rope_scaling stands beside rope_parameters.*rope_theta 500000\.0.*\nTry: move",
+            r"rope_scaling and rope_parameters are both set.*rope_theta 500000\.0.*\nTry: move",
         ),
         ("Olmo3", {"rope_parameters": YARN}, "rope_parameters is flat.*'yarn'.*\nTry: state"),
         ("Gemma3", {"rope_parameters": {"rope_theta": 5e5}}, "rope_parameters is flat.*\nTry: st"),

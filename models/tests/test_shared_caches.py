@@ -109,7 +109,7 @@ def test_a_backend_without_forward_stored_is_refused(
     [
         ({"num_kv_shared_layers": 5}, "no earlier layer with the same window and heads"),
         ({"enable_moe_block": True}, "experts of Gemma 4 are not computed"),
-        ({"use_bidirectional_attention": "all"}, "'all', which is not computed"),
+        ({"use_bidirectional_attention": "all"}, "'all', which is not supported"),
         (
             {"per_layer_config": {"3": {"head_dim": 8}}},
             "no earlier layer with the same window and heads",

@@ -297,13 +297,13 @@ def test_captured_graphs_compute_adapters(
 
 CONFIG_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"peft_type": "IA3"}, "peft_type is 'IA3'; only 'LORA' is computed\nTry: merge it"),
-    ({"use_dora": True}, "use_dora is True, which is not computed\nTry: merge it"),
-    ({"bias": "all"}, "bias is 'all', which is not computed\nTry: train with bias='none'"),
-    ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\], which is not computed"),
+    ({"use_dora": True}, "use_dora is True, which is not supported\nTry: merge it"),
+    ({"bias": "all"}, "bias is 'all', which is not supported\nTry: train with bias='none'"),
+    ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\], which is not supported"),
     ({"target_parameters": "up"}, "target_parameters is 'up', must be a list of names"),
     ({"trainable_token_indices": [1]}, "trainable_token_indices is"),
     ({"init_lora_weights": "pissa"}, "'pissa', which changes weights of the base model\nTry: save"),
-    ({"of_the_future": 3}, "of_the_future is 3, which is not computed"),
+    ({"of_the_future": 3}, "of_the_future is 3, which is not supported"),
     ({"r": 0}, "r is 0, must be an integer from 1 to"),
     ({"r": 4.0}, "r is 4.0, must be an integer from 1 to"),
     ({"lora_alpha": "8"}, "lora_alpha is '8', must be a number above 0"),

@@ -375,7 +375,8 @@ def test_other_forms_of_mpt_are_refused(
 ) -> None:
     copy_to(tmp_path, pairs["plain"][0])
     edit_json(tmp_path / "config.json", **{field: value})
-    with pytest.raises(UnsupportedModelError, match=f"{field} is {value!r}, which is not computed"):
+    refusal = f"{field} is {value!r}, which is not supported"
+    with pytest.raises(UnsupportedModelError, match=refusal):
         load(tmp_path)
 
 

@@ -106,7 +106,7 @@ def test_a_target_created_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
     folder = WorkFolder.open(target, {"scheme": "fp8"}, restart=False)
     (folder.model / "config.json").write_text("{}")
     target.mkdir()
-    with pytest.raises(StorageError, match="was made by something else meanwhile"):
+    with pytest.raises(StorageError, match="was created by another program meanwhile"):
         folder.finish()
     assert list(target.iterdir()) == []
     target.rmdir()
@@ -125,5 +125,5 @@ def test_a_work_folder_without_files_is_reused(tmp_path: Path) -> None:
 def test_a_truncated_manifest_is_refused(tmp_path: Path) -> None:
     folder = WorkFolder.open(tmp_path / "out", {"scheme": "fp8"}, restart=False)
     (folder.root / "manifest.json").write_text('{"scheme": "f')
-    with pytest.raises(StorageError, match="not what an interrupted run has left"):
+    with pytest.raises(StorageError, match="not created by an interrupted run"):
         WorkFolder.open(tmp_path / "out", {"scheme": "fp8"}, restart=True)

@@ -377,7 +377,7 @@ def test_an_unknown_work_folder_is_refused(plain: Path, tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "diary.txt").write_text("private")
     for restart in (False, True):
-        with pytest.raises(StorageError, match="not what an interrupted run has left"):
+        with pytest.raises(StorageError, match="not created by an interrupted run"):
             quantize(plain, tmp_path / "out", "fp8", restart=restart)
     assert names_in(folder) == ["diary.txt"]
 

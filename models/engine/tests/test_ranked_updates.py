@@ -161,7 +161,7 @@ def test_a_meeting_needs_a_rank_an_address_and_the_others(tmp_path: Path) -> Non
         send_weights({}, Meeting("file:///nowhere", 3, 2))
     with pytest.raises(ConfigError, match="'nowhere' is no address"):
         send_weights({}, Meeting("nowhere", 0, 2))
-    with pytest.raises(RankError, match=r"2 processes did not come to .* within 0.5 s"):
+    with pytest.raises(RankError, match=r"2 processes did not connect at .* within 0.5 s"):
         send_weights({}, Meeting(f"file://{tmp_path}/store", 0, 2), timeout_seconds=0.5)
 
 

@@ -264,7 +264,7 @@ def one_twice(tensors: Tensors) -> object:
         (put(K, lambda t: t.numpy()), r"k_proj\.weight' is ndarray, not a tensor"),
         (one_twice, r"holds the tensor '.*q_proj\.weight' twice"),
         (lambda tensors: [(Q, tensors[Q])] * 2, r"holds the tensor '.*q_proj\.weight' twice"),
-        (lambda tensors: iter(()), r"holds no tensor of the model\nTry: is its iterator used up"),
+        (lambda tensors: iter(()), r"holds no tensor of the model\nTry: pass tensors; an iterator"),
     ],
 )
 def test_a_bad_update_changes_nothing(

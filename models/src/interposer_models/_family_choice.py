@@ -78,7 +78,7 @@ def family_errors(resolver: Resolver, member: str) -> Iterator[None]:
             chosen.name,
             chosen.origin,
             f"its model family failed in {member}: {described(error)}",
-            f"mend it, or take another: Config(models={rule})",
+            f"correct it, or use another: Config(models={rule})",
         ) from error
 
 

@@ -154,7 +154,7 @@ class Engine:
         if len(tokens) >= context:
             raise RequestError(
                 f"The prompt has {len(tokens)} tokens, the model's context is {context} and must "
-                f"hold at least one new token besides. Try: shorten it to {context - 1}"
+                f"hold at least one new token in addition. Try: shorten it to {context - 1}"
             )
         for pool in self.pools:
             pool.check(min(len(tokens) + params.max_new_tokens, context))

@@ -108,7 +108,8 @@ def one_rotation(fields: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str
         return dict(parameters)
     if nested := [kind for kind in LAYER_TYPES if kind in parameters]:
         raise FieldError(
-            f"rope_scaling stands beside rope_parameters, which is nested by {', '.join(nested)}",
+            "rope_scaling and rope_parameters are both set, and rope_parameters is nested by "
+            f"{', '.join(nested)}",
             "move the content of rope_scaling into rope_parameters, and remove rope_scaling",
         )
     # rope_scaling wins; refuse values that only rope_parameters states and that would be lost.
@@ -116,8 +117,8 @@ def one_rotation(fields: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str
         value = parameters.get(name, base[name])
         if scaling.get(name, base[name]) != value:
             raise FieldError(
-                f"rope_scaling stands beside rope_parameters and replaces it, but {name} "
-                f"{value!r} is in rope_parameters alone; without it, {name} would be "
+                "rope_scaling and rope_parameters are both set, and rope_scaling has priority, but "
+                f"{name} {value!r} is in rope_parameters alone; without it, {name} would be "
                 f"{scaling.get(name, base[name])!r}",
                 "move the content of rope_scaling into rope_parameters, and remove rope_scaling",
             )

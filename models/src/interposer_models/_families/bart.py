@@ -247,7 +247,7 @@ class Bart(MultiHeadFamily, EncoderDecoderFamily):
         """Validate config.json; untied embeddings are refused."""
         parsed = super().parse(config, source)
         if not parsed.tie_word_embeddings:
-            reason = "tie_word_embeddings is False, which is not computed"
+            reason = "tie_word_embeddings is False, which is not supported"
             raise UnsupportedModelError(source, reason)
         return parsed
 

@@ -109,7 +109,7 @@ class Gemma2(DecoderFamily):
     @model_validator(mode="after")
     def _refuse_bidirectional_attention(self) -> Self:
         if self.use_bidirectional_attention:
-            raise ValueError("use_bidirectional_attention is true, which is not computed")
+            raise ValueError("use_bidirectional_attention is true, which is not supported")
         return self
 
 

@@ -324,7 +324,7 @@ class Gemma4(DecoderFamily):
             raise ValueError("enable_moe_block is true: experts of Gemma 4 are not computed")
         if self.use_bidirectional_attention not in (None, "vision"):
             mode = self.use_bidirectional_attention
-            raise ValueError(f"use_bidirectional_attention is {mode!r}, which is not computed")
+            raise ValueError(f"use_bidirectional_attention is {mode!r}, which is not supported")
         block_indices = range(self.num_hidden_layers)
         # A reader needs an earlier writer with the same window and the same heads.
         kinds = {

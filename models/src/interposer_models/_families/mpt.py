@@ -106,7 +106,7 @@ class Mpt(MultiHeadFamily):
         ):
             for name in supported.keys() & fields.keys():
                 if fields[name] not in supported[name]:
-                    reason = f"{field_prefix}{name} is {fields[name]!r}, which is not computed"
+                    reason = f"{field_prefix}{name} is {fields[name]!r}, which is not supported"
                     raise UnsupportedModelError(source, reason)
         return super().parse(config, source)
 

@@ -59,12 +59,12 @@ class OPT(MultiHeadFamily):
         """Validate config.json; norms after the sublayers are refused."""
         for name, supported in _SUPPORTED.items():
             if config.get(name, supported) not in (supported, None):
-                reason = f"{name} is {config[name]!r}, which is not computed"
+                reason = f"{name} is {config[name]!r}, which is not supported"
                 raise UnsupportedModelError(source, reason)
         parsed = super().parse(config, source)
         embedding_size = config.get("word_embed_proj_dim") or parsed.hidden_size
         if embedding_size != parsed.hidden_size:
-            reason = f"word_embed_proj_dim is {embedding_size!r}, which is not computed"
+            reason = f"word_embed_proj_dim is {embedding_size!r}, which is not supported"
             raise UnsupportedModelError(source, reason)
         return parsed
 

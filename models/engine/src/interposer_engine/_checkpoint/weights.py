@@ -359,7 +359,8 @@ class Weights:
             updates[group] = _update_of(group, pending)
         self._check_tied(tied, updates, path)
         if not updates:
-            raise CheckpointError(path, "holds no tensor of the model", "is its iterator used up?")
+            mend = "pass tensors; an iterator can be used only once"
+            raise CheckpointError(path, "holds no tensor of the model", mend)
         tensors.confirm()
         _apply(list(updates.values()))
         if tensors.keeps_memory:

@@ -170,8 +170,8 @@ class Group:
             reason = str(error).strip().partition("\n")[0]
             raise RankError(
                 self.rank,
-                f"a rank left, or did not come to {activity}: {reason}. "
-                "Try: read the end of what the lost rank printed",
+                f"a rank ended, or did not reach {activity}: {reason}. "
+                "Try: read the last output of the lost rank",
             ) from error
 
 
@@ -309,7 +309,7 @@ def planned_ranks(
     if ranks is None:
         raise ConfigError(
             f"expert_parallel is {expert_parallel!r}, and one process holds all experts. "
-            "Try: tensor_parallel=2, or more, besides"
+            "Try: tensor_parallel=2, or more, in addition"
         )
     return replace(ranks, experts=experts)
 

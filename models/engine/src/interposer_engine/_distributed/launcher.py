@@ -169,7 +169,7 @@ class Launched:
         check_number(size)
         if dist.is_initialized() or dist.is_torchelastic_launched():
             raise ConfigError(
-                f"--tensor-parallel {size} starts processes, and this one is among others already. "
+                f"--tensor-parallel {size} starts processes, but this process has peers already. "
                 "Try: without torchrun, or load(..., tensor_parallel=...) in a program of its own"
             )
         self._size, self._config = size, config

@@ -417,7 +417,7 @@ def _check_kind(path: Path, fields: dict[str, Any]) -> None:
         if name in _READ or name in _OF_TRAINING:
             continue
         if not any(value is neutral or value == neutral for neutral in _NEUTRAL):
-            reason = f"{name} is {value!r:.100}, which is not computed"
+            reason = f"{name} is {value!r:.100}, which is not supported"
             raise CheckpointError(path, reason, _HINTS.get(name, _MERGE))
     init = fields.get("init_lora_weights")
     if not any(init is supported or init == supported for supported in _INITS):

@@ -59,7 +59,7 @@ class WorkFolder:
             for part in (folder.model, folder.layers):
                 part.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StorageError(root, f"cannot be made: {error.strerror or error}") from error
+            raise StorageError(root, f"cannot be created: {error.strerror or error}") from error
         if manifest is None:
             write_text(root / _MANIFEST, json.dumps(settings, indent=2, sort_keys=True))
         return folder
@@ -75,13 +75,14 @@ class WorkFolder:
             if self.target.exists():
                 raise StorageError(
                     self.target,
-                    "was made by something else meanwhile",
+                    "was created by another program meanwhile",
                     "remove it, and run the same command again, which only has to rename",
                 )
             # Atomic: both folders have the same parent file system.
             self.model.rename(self.target)
         except OSError as error:
-            raise StorageError(self.target, f"cannot be made: {error.strerror or error}") from error
+            reason = f"cannot be created: {error.strerror or error}"
+            raise StorageError(self.target, reason) from error
         _remove(self.root)
 
 
@@ -104,7 +105,7 @@ def _read_manifest(root: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         content = None
     if not isinstance(content, dict):
-        raise StorageError(root, "is not what an interrupted run has left", "remove it")
+        raise StorageError(root, "was not created by an interrupted run", "remove it")
     return content
 
 
@@ -179,7 +180,7 @@ class CopyWriter:
             raise StorageError(
                 folder.target,
                 f"needs {needed_bytes} bytes, the disk has {free_bytes} left",
-                "make room, or name a folder on another disk",
+                "free disk space, or name a folder on another disk",
             )
 
     def write_weights(self, folder: WorkFolder, progress: Progress) -> None:

@@ -287,13 +287,13 @@ def linked(meeting: Meeting, timeout_seconds: float) -> Link:
     """
     if not 0 <= meeting.rank < meeting.size:
         raise ConfigError(
-            f"The rank of this process at {meeting.address} is {meeting.rank}, and {meeting.size} "
-            f"processes come. Try: a rank from 0 to {meeting.size - 1}, of a model that of its "
-            "first rank"
+            f"The rank of this process at {meeting.address} is {meeting.rank} of {meeting.size}. "
+            f"Try: a rank from 0 to {meeting.size - 1}; for a model on several ranks, the rank of "
+            "its first process"
         )
     if not meeting.address.startswith(("tcp://", "file://")):
         raise ConfigError(
-            f"{meeting.address!r} is no address to meet at. "
+            f"{meeting.address!r} is not an address of a Meeting. "
             "Try: 'tcp://host:port' or 'file:///path'"
         )
     # Later transfers of the process reuse the connections: an address can be used only once.
@@ -320,7 +320,7 @@ class _MeetingLink:
             reason = str(error).splitlines()[0]
             raise RankError(
                 self.rank,
-                f"{self.size} processes did not come to {meeting.address} within "
+                f"{self.size} processes did not connect at {meeting.address} within "
                 f"{timeout.total_seconds():g} s ({reason:.300}). Try: see which one is missing; an "
                 "address that was not used before",
             ) from error
@@ -451,7 +451,7 @@ class Channel:
                 differences = ", ".join(
                     f"{key} {fields[key]!r} in place of {facts.get(key)!r}" for key in different
                 )
-                reason = f"takes part in something else: {differences}"
+                reason = f"takes part in another transfer, or has another version: {differences}"
             if reason:
                 refusals.append(f"rank {rank}: {reason}")
         if refusals:
