@@ -206,4 +206,4 @@ def test_expert_parallelism_can_be_planned_without_processes(checkpoints: dict[s
     with pytest.raises(ConfigError, match="takes no expert_parallel for what is built"):
         explain(plan(path), expert_parallel=True)
     on_paper = explain(path, "h200", tensor_parallel=8, expert_parallel=True)
-    assert any("on paper, a step of 1 " in note for note in on_paper.notes)
+    assert any("estimate: a step of batch size 1 " in note for note in on_paper.notes)

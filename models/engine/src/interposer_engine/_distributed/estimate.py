@@ -170,7 +170,7 @@ class Estimate:
         for batch in _BATCHES:
             step = self.step(batch, context)
             yield (
-                f"on paper, a step of {batch} behind {context} tokens takes "
+                f"estimate: a step of batch size {batch} after {context} cached tokens takes "
                 f"{step.seconds * 1e3:.2f} ms, bound by {step.bound}: {step.reading * 1e3:.2f} "
                 f"reading, {step.multiplying * 1e3:.2f} multiplying at the same time, "
                 f"{step.exchanging * 1e3:.2f} in {sum(e.count for e in self.exchanges)} collectives"

@@ -119,7 +119,7 @@ class PlainParts:
         operands_by_name = dict(zip(names, layer.operands, strict=True))
         if bound.prepare is not None:
             if bound.restore is None or spec.biased:
-                fault = f"the kernel {bound.choice.chosen.name} holds in a form of its own"
+                fault = f"the kernel {bound.choice.chosen.name} keeps only in a packed form"
                 raise _refusal(layer, fault)
             hidden, intermediate = spec.hidden_size, spec.intermediate_size
             kind: Any = {"dtype": site.dtype, "device": operands_by_name["gate_up"].device}

@@ -199,7 +199,7 @@ def plan_offload(
         min_bytes = other_bytes + num_buffers * max(block_bytes)
         if min_bytes > budget_bytes:
             raise ConfigError(
-                f"{_size(budget_bytes)} may be resident, but what is outside of blocks takes "
+                f"{_size(budget_bytes)} may be resident, but weights outside of blocks take "
                 f"{_size(other_bytes)} and {num_buffers} buffers "
                 f"{_size(num_buffers * max(block_bytes))}. "
                 f"Try: a budget of {min_bytes} bytes at least"
