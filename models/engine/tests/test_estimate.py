@@ -78,7 +78,7 @@ def test_a_plan_says_whether_ranks_hold_a_model_and_what_bounds_a_step(llama: Pa
     # 8 layers with two sums, the sum of the table and the head's logits.
     assert "bound by memory" in batch_of_1
     assert batch_of_1.endswith("in 18 collectives")
-    assert "a step of 64 behind 1024 tokens" in batch_of_64
+    assert "a step of batch size 64 after 1024 cached tokens" in batch_of_64
 
 
 def test_ranks_can_be_explained_without_processes(llama: Path) -> None:
