@@ -394,7 +394,7 @@ def test_the_cache_budget_counts_encoder_inputs(pairs: dict[str, Pair]) -> None:
     assert engine.runner.encoder_inputs.pool.num_pages == engine.pool.num_pages == pages
     (note,) = (n for n in explain(lm).notes if n.startswith("KV cache"))
     tokens = pages * size
-    assert f"({tokens} in 1 layer that sees all, {tokens} in 3 layers that see the source" in note
+    assert f"({tokens} in 1 full-attention layer, {tokens} in 3 cross-attention layers" in note
     page = size * 2 * 2 * 16 * 4  # keys and values of 2 heads of 16 floats
     windowed = engine.pools[1].num_pages + 1
     assert engine.runner.cache_bytes == page * (pages + 3 * pages + 2 * windowed)

@@ -327,7 +327,7 @@ def test_the_budget_counts_each_pool(paths: dict[str, Path]) -> None:
     page = 8 * 2 * 2 * 16 * 4  # keys and values of 8 tokens, 2 heads of 16 floats
     assert lm.engine.runner.cache_bytes == page * (125 + 5 * (14 + 1))
     (note,) = (n for n in explain(lm).notes if n.startswith("KV cache"))
-    assert "(1000 in 1 layer that sees all, 112 in 5 layers that see 24)" in note
+    assert "(1000 in 1 full-attention layer, 112 in 5 layers with a window of 24)" in note
     # The bytes of 100 tokens of all layers hold four times as many.
     assert shape.pages_within(100 * 6 * page) == 100 * 6 - 75
     whole = CacheGroup(None, 6, 6 * page, None)

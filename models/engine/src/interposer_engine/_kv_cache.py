@@ -140,9 +140,14 @@ class CacheShape:
         parts = []
         for group in self.groups:
             tokens = group.num_pages(num_token_pages) * self.page_size
-            see = "layer that sees" if group.num_layers == 1 else "layers that see"
-            window_text = "the source" if group.is_source else group.seen_tokens or "all"
-            parts.append(f"{tokens} in {group.num_layers} {see} {window_text}")
+            layers = "layer" if group.num_layers == 1 else "layers"
+            if group.is_source:
+                kind = f"cross-attention {layers}"
+            elif group.seen_tokens is None:
+                kind = f"full-attention {layers}"
+            else:
+                kind = f"{layers} with a window of {group.seen_tokens}"
+            parts.append(f"{tokens} in {group.num_layers} {kind}")
         return ", ".join(parts)
 
     @property

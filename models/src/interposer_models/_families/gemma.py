@@ -1,4 +1,4 @@
-"""Gemma 2, Gemma 3 and T5Gemma: norms before and after each sublayer, and windows in most layers.
+"""Gemma 2, Gemma 3 and T5Gemma: norms before and after each sublayer, and sliding windows.
 
 Gemma 2 caps scores and logits. Gemma 3 has per-head norms instead, and other rotary angles in
 windowed layers. T5Gemma is an encoder-decoder of Gemma 2's blocks.
