@@ -174,7 +174,6 @@ class _BlockBinder:
     """Binds the blocks of one model, with the page sizes and tables that the blocks share."""
 
     def __init__(self, adaptation: Adaptation) -> None:
-
         self._adaptation = adaptation
         self._steps = StepCache()
         self._page_sizes: dict[AttentionSpec, int] = {}
@@ -182,7 +181,6 @@ class _BlockBinder:
 
     def bind(self, module: nn.Module, name: str, attention: str, hidden_size: int) -> str | Verdict:
         """Bind one layer, and return the block's name or a refusal."""
-
         adaptation = self._adaptation
         inner: Any = module._modules[attention]
         if "forward" in vars(module) or not isinstance(
@@ -258,7 +256,7 @@ class _BlockBinder:
         norms = self._norms(module, parts, dtype)
         if isinstance(norms, Verdict):
             return norms
-        (eps, _), (_, _), *heads = norms
+        (eps, _), (_, _), *head_norm_values = norms
         site = adaptation.site(name, dtype)
         spec = self._spec(parts, adaptation.site(f"{name}.{parts.attention}.attn", dtype))
         biases = [
@@ -276,7 +274,7 @@ class _BlockBinder:
                     spec,
                     hidden_size,
                     parts.head_size,
-                    heads[0][0] if heads else None,
+                    head_norm_values[0][0] if head_norm_values else None,
                     any(bias is not None for bias in biases),
                     submodule(parts.output).bias is not None,
                 ),
@@ -304,7 +302,7 @@ class _BlockBinder:
                 bound_layer.operands,
             )
         layers = (block.input_layernorm, block.post_attention_layernorm)
-        head_norms = (self_attention.q_norm, self_attention.k_norm) if heads else ()
+        head_norms = (self_attention.q_norm, self_attention.k_norm) if head_norm_values else ()
         for layer, (_, weight) in zip((*layers, *head_norms), norms, strict=True):
             assert isinstance(layer, RMSNorm)
             set_weights(layer, weight=weight)

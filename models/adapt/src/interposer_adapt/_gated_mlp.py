@@ -167,8 +167,8 @@ def bind_gated_mlp(
     is_gate_up_plain, is_down_plain = are_plain
     merged_restore = None
     if is_gate_up_plain:
-        first = cast(MergedLinear, layer.gate_up_proj)
-        merged_restore = find_merged_restore(first, first.operands)
+        gate_up_layer = cast(MergedLinear, layer.gate_up_proj)
+        merged_restore = find_merged_restore(gate_up_layer, gate_up_layer.operands)
     down_restore = (
         find_restore(layer.down_proj.method.bound, layer.down_proj.operands)
         if is_down_plain
@@ -223,9 +223,9 @@ def bind_gated_mlp(
 
 
 def _restore_half(restore_merged: Restore, is_second: bool, into: Tensor) -> None:
-    both = into.new_empty(2 * into.shape[0], into.shape[1])
-    restore_merged(both)
-    into.copy_(both[into.shape[0] :] if is_second else both[: into.shape[0]])
+    merged = into.new_empty(2 * into.shape[0], into.shape[1])
+    restore_merged(merged)
+    into.copy_(merged[into.shape[0] :] if is_second else merged[: into.shape[0]])
 
 
 def _half(kernel: Any, columns: slice, x: Tensor, *operands: Any) -> Tensor:

@@ -233,7 +233,7 @@ class AsyncLanguageModel:
             RequestError: The model was closed, or the function took too long.
             Exception: An error of the function.
         """
-        self._steps.check_room(0)
+        self._steps.check_capacity(0)
         try:
             return await self._template_calls.run(lambda: function(self._chat_tokenizer))
         except TimeoutError:
@@ -335,7 +335,7 @@ class AsyncLanguageModel:
     ) -> Generation:
         """Compile the constraints and tokenize the prompts of a request, and open the request."""
         rows = requests(prompts, params, settings, n)
-        self._steps.check_room(n * len(rows))  # refuse before preparing anything
+        self._steps.check_capacity(n * len(rows))  # refuse before preparing anything
         # These references keep the constraints compiled until the generation has its own.
         compiled = [
             await self.compile_constraint(row_params.constraint)
@@ -351,7 +351,7 @@ class AsyncLanguageModel:
         return generation
 
     async def _run(self, executor: Executor, function: Callable[[], T]) -> T:
-        self._steps.check_room(0)
+        self._steps.check_capacity(0)
         return await asyncio.get_running_loop().run_in_executor(executor, function)
 
     def _checked(

@@ -129,7 +129,7 @@ def build_engine(
             adapters=sorted(memory.adapters),
         )
     )
-    with group.raise_together("meeting"):
+    with group.raise_together("connecting the ranks"):
         for communicator in resolver.communicators.values():
             communicator.open()
     with group.raise_together("reading the weights"):
@@ -140,13 +140,13 @@ def build_engine(
         notes += loaded.notes
 
     new_engine = partial(_new_engine, planned, options, group, loaded)
-    with group.raise_together("settling the cache"):
+    with group.raise_together("sizing the cache"):
         budget = _cache_budget(planned, options, group, memory, new_engine)
         notes.append(str(budget))
     num_tokens = group.smallest(budget.tokens)
     if num_tokens < budget.tokens:
         notes.append(f"KV cache of {num_tokens} tokens, limited by another rank")
-    with group.raise_together("making the cache"):
+    with group.raise_together("allocating the cache"):
         prefixes = options.prefix_settings
         engine = new_engine(
             -(-num_tokens // planned.page_size),
@@ -185,14 +185,14 @@ def _reserve_memory(planned: Plan, options: LoadOptions) -> _Memory:
     adapters = read_adapters(
         options.adapters, planned.model, planned.dtype, "cpu", planned.checkpoint, check
     )
-    room = AdapterMemory.of(adapters.values(), planned.dtype.itemsize, is_host(platform))
+    adapter_memory = AdapterMemory.of(adapters.values(), planned.dtype.itemsize, is_host(platform))
     if options.cache_tokens is not None:
-        free_bytes = platform.memory(device).free_bytes - room.num_bytes
+        free_bytes = platform.memory(device).free_bytes - adapter_memory.num_bytes
         shape = cache_shape(planned, **options.sizes)
         check_cache("load", free_bytes, shape, options.cache_tokens, num_state_bytes)
     if _requires_graphs(planned) and planned.graphs is not None and not planned.graphs:
         raise ConfigError(f"graphs='on' was asked for, but {planned.graphs.reason}")
-    return _Memory(check, adapters, room, num_state_bytes)
+    return _Memory(check, adapters, adapter_memory, num_state_bytes)
 
 
 def _load_weights(

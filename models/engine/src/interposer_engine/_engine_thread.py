@@ -299,7 +299,7 @@ class StepThread:
         """Number of answers that run or wait."""
         return self._num_unfinished
 
-    def check_room(self, num_answers: int) -> None:
+    def check_capacity(self, num_answers: int) -> None:
         """Raise QueueFullError if the answers exceed the capacity, RequestError after the end."""
         if self._closed:
             raise _closed_error()
@@ -318,7 +318,7 @@ class StepThread:
         """Queue a request; see ``AsyncLanguageModel.open``."""
         loop = asyncio.get_running_loop()
         with self._lock:
-            self.check_room(n * len(prompts))
+            self.check_capacity(n * len(prompts))
             delivery = self._deliveries.setdefault(loop, Delivery(loop))
             generation = Generation(
                 prompts,

@@ -269,10 +269,10 @@ class Constraints:
             if len(self._refusals) > _MAX_REFUSALS:
                 self._refusals.popitem(last=False)
             raise
-        self._make_room(num_bytes, self._limits.total_bytes)
+        self._evict_for(num_bytes, self._limits.total_bytes)
         return self._compile(constraint, num_bytes)
 
-    def _make_room(self, num_bytes: int, allowed: int) -> None:
+    def _evict_for(self, num_bytes: int, allowed: int) -> None:
         """Evict unused constraints from the cache until ``num_bytes`` fit into ``allowed`` bytes.
 
         Raises: RequestError: the constraints in use take too much memory.
@@ -281,13 +281,13 @@ class Constraints:
             evicted = []
             while self._cache and self._num_bytes() + num_bytes > allowed:
                 evicted.append(self._cache.popitem(last=False)[0])
-            has_room = self._num_bytes() + num_bytes <= allowed
+            fits = self._num_bytes() + num_bytes <= allowed
             # A constraint that a request uses takes its memory anyway: put it back into the cache.
             for constraint in reversed(evicted):
                 if (compiled := self._shared.get(constraint)) is not None:
                     self._cache[constraint] = compiled
                     self._cache.move_to_end(constraint, last=False)
-        if not has_room:
+        if not fits:
             raise RequestError(
                 f"The constraints of running requests take the {allowed} bytes allowed for all "
                 "constraints. Try: again later, or a simpler constraint"

@@ -129,7 +129,7 @@ def quantize(
         )
     # After all checks of the arguments, so that a refused call leaves no folder.
     folder = WorkFolder.open(Path(out_dir), settings, restart=restart)
-    writer.check_room(
+    writer.check_disk_space(
         folder, rounded.remaining_bytes(folder.layers, planned) if text is not None else 0
     )
     report = progress or _silent

@@ -164,7 +164,7 @@ class CopyWriter:
                     stored.shard, f"tensor {name!r} is stored as {stored.dtype}, not supported"
                 )
 
-    def check_room(self, folder: WorkFolder, temporary_bytes: int = 0) -> None:
+    def check_disk_space(self, folder: WorkFolder, temporary_bytes: int = 0) -> None:
         """Raise StorageError if the disk is too small for the missing part of the copy.
 
         Args:
