@@ -56,6 +56,98 @@ _FAILURES = (
     ValueError,
 )
 
+NAME = "interposer"
+_COMPARISON = re.compile(r"attn_impl\w*\s*(?:==|!=|(?:not\s+)?in\b)|[=!]=\s*[\w.]*attn_impl")
+ATTENTION_FIELD = "_attn_implementation_internal"
+
+
+def bind_attention(adaptation: Adaptation) -> None:
+    """Route the attention of a model from sdpa to interposer's attention.
+
+    Models of classes with only eager attention are also routed, if a trial agrees.
+    """
+    if "transformers" not in sys.modules:
+        return
+    if not any(_replaceable_configs(adaptation).values()):
+        _record_skipped_models(adaptation, {})
+        return
+    copy_configurations(adaptation)
+    # Collected again, as copy_configurations has replaced the objects.
+    configs_by_name = _replaceable_configs(adaptation)
+    savepoint = adaptation.changes.savepoint()
+    assign_attention(AdaptedAttention(adaptation, register_attention()), adaptation)
+    for config in configs_by_name[_SDPA]:
+        adaptation.changes.set(config, ATTENTION_FIELD, attention_name_for(adaptation.model, _SDPA))
+    reasons = {}
+    if configs_by_name[_EAGER]:
+        results = dict(adaptation.results)
+        verdict = bind_eager(
+            adaptation,
+            configs_by_name[_EAGER],
+            ATTENTION_FIELD,
+            attention_name_for(adaptation.model, _EAGER),
+        )
+        if verdict and (note := extra_trial_tokens(adaptation.model)[1]):
+            adaptation.notes.append(f"attention: {note}")
+        if not verdict:
+            adaptation.results = results
+            reasons = {id(config): verdict.reason for config in configs_by_name[_EAGER]}
+            if not configs_by_name[_SDPA]:
+                adaptation.changes.undo(savepoint)
+    _record_skipped_models(adaptation, reasons)
+
+
+def _replaceable_configs(adaptation: Adaptation) -> dict[str, list[Any]]:
+    return {name: [*_configs_with_attention(adaptation, name)] for name in (_SDPA, _EAGER)}
+
+
+def register_attention() -> Attend:
+    """Register interposer's attention with transformers, and return transformers' sdpa function."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    functions, masks = AttentionInterface(), AttentionMaskInterface()
+    sdpa: Attend = functions[_SDPA]
+    # The registry of transformers is global, so that one registration serves all models.
+    if NAME not in functions:
+        AttentionMaskInterface.register(NAME, make_mask_function(masks[_SDPA]))
+        AttentionInterface.register(NAME, make_attention(sdpa))
+    return sdpa
+
+
+def configs_naming_attention(model: nn.Module) -> tuple[Any, ...]:
+    """Return the configurations by which modules of ``model`` choose an attention by name."""
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    configs_by_id: dict[int, Any] = {}
+    fixed_ids: set[int] = set()
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PretrainedConfig) and ATTENTION_FIELD in vars(config):
+            configs_by_id[id(config)] = config
+            if isinstance(module, PreTrainedModel) and not _follows_interface(module):
+                fixed_ids.add(id(config))
+    return tuple(config for key, config in configs_by_id.items() if key not in fixed_ids)
+
+
+@contextmanager
+def using_adapted_attention(configs: Iterable[Any]) -> Iterator[None]:
+    """Let configurations name interposer's attention within a ``with`` block."""
+    changed: list[tuple[dict[str, Any], Any]] = []
+    try:
+        for config in configs:
+            attributes = vars(config)
+            if str(attributes[ATTENTION_FIELD]) != NAME:
+                changed.append((attributes, attributes[ATTENTION_FIELD]))
+                attributes[ATTENTION_FIELD] = (
+                    AliasedName(attributes[ATTENTION_FIELD])
+                    if attributes[ATTENTION_FIELD]
+                    else NAME
+                )
+        yield
+    finally:
+        for attributes, previous_name in changed:
+            attributes[ATTENTION_FIELD] = previous_name
+
 
 def supports_only_eager(model: nn.Module) -> bool:
     """Return True if the class of a transformers model refuses sdpa."""
@@ -159,10 +251,6 @@ def _copy_back_on_undo(
     adaptation.changes.on_undo(undo)
 
 
-NAME = "interposer"
-_COMPARISON = re.compile(r"attn_impl\w*\s*(?:==|!=|(?:not\s+)?in\b)|[=!]=\s*[\w.]*attn_impl")
-
-
 class AliasedName(str):
     """The name of interposer's attention, which also equals the replaced name.
 
@@ -218,95 +306,6 @@ def _compares_names(module: str) -> bool:
 
 
 _SDPA, _EAGER = "sdpa", "eager"
-ATTENTION_FIELD = "_attn_implementation_internal"
-
-
-def bind_attention(adaptation: Adaptation) -> None:
-    """Route the attention of a model from sdpa to interposer's attention.
-
-    Models of classes with only eager attention are also routed, if a trial agrees.
-    """
-    if "transformers" not in sys.modules:
-        return
-    if not any(_replaceable_configs(adaptation).values()):
-        _record_skipped_models(adaptation, {})
-        return
-    copy_configurations(adaptation)
-    # Collected again, as copy_configurations has replaced the objects.
-    configs_by_name = _replaceable_configs(adaptation)
-    savepoint = adaptation.changes.savepoint()
-    assign_attention(AdaptedAttention(adaptation, register_attention()), adaptation)
-    for config in configs_by_name[_SDPA]:
-        adaptation.changes.set(config, ATTENTION_FIELD, attention_name_for(adaptation.model, _SDPA))
-    reasons = {}
-    if configs_by_name[_EAGER]:
-        results = dict(adaptation.results)
-        verdict = bind_eager(
-            adaptation,
-            configs_by_name[_EAGER],
-            ATTENTION_FIELD,
-            attention_name_for(adaptation.model, _EAGER),
-        )
-        if verdict and (note := extra_trial_tokens(adaptation.model)[1]):
-            adaptation.notes.append(f"attention: {note}")
-        if not verdict:
-            adaptation.results = results
-            reasons = {id(config): verdict.reason for config in configs_by_name[_EAGER]}
-            if not configs_by_name[_SDPA]:
-                adaptation.changes.undo(savepoint)
-    _record_skipped_models(adaptation, reasons)
-
-
-def _replaceable_configs(adaptation: Adaptation) -> dict[str, list[Any]]:
-    return {name: [*_configs_with_attention(adaptation, name)] for name in (_SDPA, _EAGER)}
-
-
-def register_attention() -> Attend:
-    """Register interposer's attention with transformers, and return transformers' sdpa function."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    functions, masks = AttentionInterface(), AttentionMaskInterface()
-    sdpa: Attend = functions[_SDPA]
-    # The registry of transformers is global, so that one registration serves all models.
-    if NAME not in functions:
-        AttentionMaskInterface.register(NAME, make_mask_function(masks[_SDPA]))
-        AttentionInterface.register(NAME, make_attention(sdpa))
-    return sdpa
-
-
-def configs_naming_attention(model: nn.Module) -> tuple[Any, ...]:
-    """Return the configurations by which modules of ``model`` choose an attention by name."""
-    from transformers import PretrainedConfig, PreTrainedModel
-
-    configs_by_id: dict[int, Any] = {}
-    fixed_ids: set[int] = set()
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if isinstance(config, PretrainedConfig) and ATTENTION_FIELD in vars(config):
-            configs_by_id[id(config)] = config
-            if isinstance(module, PreTrainedModel) and not _follows_interface(module):
-                fixed_ids.add(id(config))
-    return tuple(config for key, config in configs_by_id.items() if key not in fixed_ids)
-
-
-@contextmanager
-def using_adapted_attention(configs: Iterable[Any]) -> Iterator[None]:
-    """Let configurations name interposer's attention within a ``with`` block."""
-    changed: list[tuple[dict[str, Any], Any]] = []
-    try:
-        for config in configs:
-            attributes = vars(config)
-            if str(attributes[ATTENTION_FIELD]) != NAME:
-                changed.append((attributes, attributes[ATTENTION_FIELD]))
-                attributes[ATTENTION_FIELD] = (
-                    AliasedName(attributes[ATTENTION_FIELD])
-                    if attributes[ATTENTION_FIELD]
-                    else NAME
-                )
-        yield
-    finally:
-        for attributes, previous_name in changed:
-            attributes[ATTENTION_FIELD] = previous_name
 
 
 def _configs_with_attention(adaptation: Adaptation, name: str) -> Iterator[Any]:

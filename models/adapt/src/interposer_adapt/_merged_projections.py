@@ -38,79 +38,9 @@ from interposer_adapt._projections import (
 )
 from interposer_ops.layers.linear import Linear, MergedLinear, PlainLinear
 
-
-class _MatmulResult:
-    """The merged result for one input; valid while the forward runs."""
-
-    __slots__ = ("num_unread_parts", "out", "version", "x")
-
-    def __init__(self) -> None:
-        self.x: Tensor | None = None
-        self.out: Tensor | None = None
-        self.version = 0
-        self.num_unread_parts = 0
-
-
-class _ThreadState(threading.local):
-    """The result cached by the forward that runs in this thread."""
-
-    result: _MatmulResult | None = None
-
-
-class SharedMatmul:
-    """A merged matmul that is computed once for each input within a forward.
-
-    Args:
-        kernel: called with the input and ``operands``, returns ``[..., O]``.
-        num_parts: the number of projections that read a slice of the result.
-    """
-
-    def __init__(
-        self, kernel: Callable[..., Tensor], operands: tuple[Any, ...], num_parts: int
-    ) -> None:
-        self._kernel, self._operands, self._num_parts = kernel, operands, num_parts
-        self._state = _ThreadState()
-        self._traced: _MatmulResult | None = None
-
-    def __deepcopy__(self, memo: object) -> SharedMatmul:
-        return self
-
-    def part(self, start: int, end: int, x: Tensor) -> Tensor:
-        """Compute the outputs from ``start`` to ``end``, contiguous as a projection's."""
-        return self._matmul(x)[..., start:end].contiguous()
-
-    def _matmul(self, x: Tensor) -> Tensor:
-        compiling = is_compiling()
-        result = self._traced if compiling else self._state.result
-        if result is None:
-            return self._kernel(x, *self._operands)
-        # Inference tensors have no version counter. The trace showed that the class does not write
-        # to the input between the projections.
-        version = 0 if compiling or x.is_inference() else x._version
-        out = result.out
-        if out is None or result.x is not x or result.version != version:
-            out = self._kernel(x, *self._operands)
-            result.x, result.out, result.version = x, out, version
-            result.num_unread_parts = self._num_parts
-        result.num_unread_parts -= 1
-        if not result.num_unread_parts:
-            result.x = result.out = None
-        return out
-
-    def enter(self) -> _MatmulResult | None:
-        """Cache results until ``exit``, and return the state for ``exit``."""
-        if is_compiling():
-            previous, self._traced = self._traced, _MatmulResult()
-        else:
-            previous, self._state.result = self._state.result, _MatmulResult()
-        return previous
-
-    def exit(self, previous: _MatmulResult | None) -> None:
-        """Discard the results cached since ``enter``."""
-        if is_compiling():
-            self._traced = previous
-        else:
-            self._state.result = previous
+_log = logging.getLogger("interposer")
+_SHAPE = (1, 3)
+_MIN_GROUP_SIZE = 2
 
 
 def bind_merged(
@@ -189,6 +119,80 @@ def bind_merged(
     adaptation.changes.set(module, "forward", module_forward)
     adaptation.layers_by_modules[tuple(map(id, parts))] = layer
     return kernel
+
+
+class _MatmulResult:
+    """The merged result for one input; valid while the forward runs."""
+
+    __slots__ = ("num_unread_parts", "out", "version", "x")
+
+    def __init__(self) -> None:
+        self.x: Tensor | None = None
+        self.out: Tensor | None = None
+        self.version = 0
+        self.num_unread_parts = 0
+
+
+class _ThreadState(threading.local):
+    """The result cached by the forward that runs in this thread."""
+
+    result: _MatmulResult | None = None
+
+
+class SharedMatmul:
+    """A merged matmul that is computed once for each input within a forward.
+
+    Args:
+        kernel: called with the input and ``operands``, returns ``[..., O]``.
+        num_parts: the number of projections that read a slice of the result.
+    """
+
+    def __init__(
+        self, kernel: Callable[..., Tensor], operands: tuple[Any, ...], num_parts: int
+    ) -> None:
+        self._kernel, self._operands, self._num_parts = kernel, operands, num_parts
+        self._state = _ThreadState()
+        self._traced: _MatmulResult | None = None
+
+    def __deepcopy__(self, memo: object) -> SharedMatmul:
+        return self
+
+    def part(self, start: int, end: int, x: Tensor) -> Tensor:
+        """Compute the outputs from ``start`` to ``end``, contiguous as a projection's."""
+        return self._matmul(x)[..., start:end].contiguous()
+
+    def _matmul(self, x: Tensor) -> Tensor:
+        compiling = is_compiling()
+        result = self._traced if compiling else self._state.result
+        if result is None:
+            return self._kernel(x, *self._operands)
+        # Inference tensors have no version counter. The trace showed that the class does not write
+        # to the input between the projections.
+        version = 0 if compiling or x.is_inference() else x._version
+        out = result.out
+        if out is None or result.x is not x or result.version != version:
+            out = self._kernel(x, *self._operands)
+            result.x, result.out, result.version = x, out, version
+            result.num_unread_parts = self._num_parts
+        result.num_unread_parts -= 1
+        if not result.num_unread_parts:
+            result.x = result.out = None
+        return out
+
+    def enter(self) -> _MatmulResult | None:
+        """Cache results until ``exit``, and return the state for ``exit``."""
+        if is_compiling():
+            previous, self._traced = self._traced, _MatmulResult()
+        else:
+            previous, self._state.result = self._state.result, _MatmulResult()
+        return previous
+
+    def exit(self, previous: _MatmulResult | None) -> None:
+        """Discard the results cached since ``enter``."""
+        if is_compiling():
+            self._traced = previous
+        else:
+            self._state.result = previous
 
 
 def _merged_layer(
@@ -278,11 +282,6 @@ class _MergedWeight:
         merged = torch.empty(self._num_rows, like.shape[1], dtype=like.dtype, device=like.device)
         self._restore(merged)
         return merged
-
-
-_log = logging.getLogger("interposer")
-_SHAPE = (1, 3)
-_MIN_GROUP_SIZE = 2
 
 
 class _Call(NamedTuple):

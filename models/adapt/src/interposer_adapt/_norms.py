@@ -34,6 +34,11 @@ _MAX_EPS = 0.1
 _HIDDEN = 48
 _SEED = 2
 
+_ROWS = (2, 3)
+_MIN_SIZE, _MAX_SIZE = 8, 1 << 16
+_MAX_SIZES = 8
+Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
+
 
 @dataclass(frozen=True, slots=True)
 class Norm:
@@ -67,6 +72,93 @@ class Norm:
 
 _NORMS: dict[str, Norm | None] = {}
 _SOURCES: weakref.WeakKeyDictionary[type[nn.Module], bytes] = weakref.WeakKeyDictionary()
+
+
+def bind_norm(adaptation: Adaptation, module: nn.Module, name: str, norm: Norm) -> str | Verdict:
+    """Bind a leaf to a kernel of the matching norm op."""
+    verdict = adaptation.check_module(module)
+    if not verdict:
+        return verdict
+    parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+    if not parameters:
+        return bind_unweighted_norm(adaptation, module, name, norm)
+    dtype, size = parameters[0].dtype, parameters[0].shape[0]
+    bound_kernel = adaptation.site(name, dtype).bind_kernel(norm.op, **norm.dims(size))
+    constants = {
+        key: None if tensor is None else tensor.detach()
+        for key, tensor in norm.constants(module, size).items()
+    }
+    prepared = bound_kernel.prepared(**constants)
+    eps = float(getattr(module, norm.eps))
+    # The order of a norm op's constants is the order of its arguments.
+    operands: tuple[Any, ...] = (*(prepared[key] for key in constants), eps)
+    original = class_forward(module)
+    kernel = bound_kernel.function
+    with torch.no_grad():
+        # Kernels return the layout of their input. Code after the module may call view, so if the
+        # class always returns a contiguous tensor, the kernel must do so, too.
+        columns = torch.ones(2, size, 3, dtype=dtype, device=parameters[0].device).transpose(1, 2)
+        if original(columns).is_contiguous():
+            kernel = _contiguous_kernel(kernel)
+    forward = forward_one_input(kernel, operands, original, dtype, adaptation.device)
+    largest_constants = sum(
+        float(t.abs().max()) for t in constants.values() if t is not None and t.numel()
+    )
+    for scale in MAGNITUDES:
+        x: Tensor = (
+            random_normals((*_ROWS, size), torch.float32, parameters[0].device).mul(scale).to(dtype)
+        )
+        # After normalization, a row has the norm sqrt(size), which bounds each partial sum.
+        magnitude = (1 + largest_constants) * size**0.5
+        verdict = check_calls(norm.op.tolerance, original, forward, x, size, magnitude)
+        if not verdict:
+            return verdict
+    adaptation.bind_forward(module, name, forward)
+    return kernel_name(bound_kernel.choice)
+
+
+def bind_unweighted_norm(
+    adaptation: Adaptation, module: nn.Module, name: str, norm: Norm
+) -> str | Verdict:
+    """Bind a norm that has no weight, for the row sizes found in its parent module."""
+    verdict = adaptation.check_module(module)
+    if not verdict:
+        return verdict
+    parent = adaptation.model.get_submodule(name.rpartition(".")[0])
+    sample = next(
+        (parameter for parameter in parent.parameters() if parameter.is_floating_point()), None
+    )
+    # Too many candidates cost a kernel binding each; further sizes run the class's forward.
+    sizes = list(dict.fromkeys(_sizes(parent)))[:_MAX_SIZES]
+    if sample is None or not sizes:
+        return Verdict.refuse("it has no weight, and no neighbouring module states size and dtype")
+    verdict = adaptation.check_rows(sample.dtype, sample.device)
+    if not verdict:
+        return verdict
+    original, eps = class_forward(module), float(getattr(module, norm.eps))
+    calls: dict[int, Call] = {}
+    kernels: dict[str, None] = {}
+    for size in sizes:
+        bound_kernel = adaptation.site(name, sample.dtype).bind_kernel(norm.op, **norm.dims(size))
+        constants: dict[str, Tensor | None] = {"weight": None, "bias": None}
+        if norm.op is not layer_norm:
+            constants = {"weight": torch.ones(size, dtype=sample.dtype, device=sample.device)}
+        prepared = bound_kernel.prepared(**constants)
+        calls[size] = bound_kernel.function, (*(prepared[key] for key in constants), eps)
+        kernels[kernel_name(bound_kernel.choice)] = None
+    forward = _by_size(calls, original, sample.dtype, adaptation.device)
+    for size in sizes:
+        for scale in MAGNITUDES:
+            x = (
+                random_normals((*_ROWS, size), torch.float32, sample.device)
+                .mul(scale)
+                .to(sample.dtype)
+            )
+            verdict = check_calls(norm.op.tolerance, original, forward, x, size, 2 * size**0.5)
+            if not verdict:
+                return verdict
+    adaptation.bind_forward(module, name, forward)
+    return ", ".join(kernels)
 
 
 def find_norm(module: nn.Module) -> Norm | None:
@@ -182,57 +274,6 @@ def _agrees(
     return bool((actual - y).abs().max() <= _RELATIVE_TOLERANCE * y.abs().max())
 
 
-_ROWS = (2, 3)
-_MIN_SIZE, _MAX_SIZE = 8, 1 << 16
-_MAX_SIZES = 8
-
-Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
-
-
-def bind_unweighted_norm(
-    adaptation: Adaptation, module: nn.Module, name: str, norm: Norm
-) -> str | Verdict:
-    """Bind a norm that has no weight, for the row sizes found in its parent module."""
-    verdict = adaptation.check_module(module)
-    if not verdict:
-        return verdict
-    parent = adaptation.model.get_submodule(name.rpartition(".")[0])
-    sample = next(
-        (parameter for parameter in parent.parameters() if parameter.is_floating_point()), None
-    )
-    # Too many candidates cost a kernel binding each; further sizes run the class's forward.
-    sizes = list(dict.fromkeys(_sizes(parent)))[:_MAX_SIZES]
-    if sample is None or not sizes:
-        return Verdict.refuse("it has no weight, and no neighbouring module states size and dtype")
-    verdict = adaptation.check_rows(sample.dtype, sample.device)
-    if not verdict:
-        return verdict
-    original, eps = class_forward(module), float(getattr(module, norm.eps))
-    calls: dict[int, Call] = {}
-    kernels: dict[str, None] = {}
-    for size in sizes:
-        bound_kernel = adaptation.site(name, sample.dtype).bind_kernel(norm.op, **norm.dims(size))
-        constants: dict[str, Tensor | None] = {"weight": None, "bias": None}
-        if norm.op is not layer_norm:
-            constants = {"weight": torch.ones(size, dtype=sample.dtype, device=sample.device)}
-        prepared = bound_kernel.prepared(**constants)
-        calls[size] = bound_kernel.function, (*(prepared[key] for key in constants), eps)
-        kernels[kernel_name(bound_kernel.choice)] = None
-    forward = _by_size(calls, original, sample.dtype, adaptation.device)
-    for size in sizes:
-        for scale in MAGNITUDES:
-            x = (
-                random_normals((*_ROWS, size), torch.float32, sample.device)
-                .mul(scale)
-                .to(sample.dtype)
-            )
-            verdict = check_calls(norm.op.tolerance, original, forward, x, size, 2 * size**0.5)
-            if not verdict:
-                return verdict
-    adaptation.bind_forward(module, name, forward)
-    return ", ".join(kernels)
-
-
 def _sizes(parent: nn.Module) -> Iterator[int]:
     """Yield possible row sizes within ``parent``: integer attributes, and sizes of weights."""
     for value in vars(parent).values():
@@ -271,49 +312,6 @@ def find_layer_norm(module: nn.LayerNorm) -> Norm | Verdict:
     names = {name for name, parameter in module._parameters.items() if parameter is not None}
     weight, bias = (name if name in names else "" for name in ("weight", "bias"))
     return Norm(layer_norm, weight, bias, "eps")
-
-
-def bind_norm(adaptation: Adaptation, module: nn.Module, name: str, norm: Norm) -> str | Verdict:
-    """Bind a leaf to a kernel of the matching norm op."""
-    verdict = adaptation.check_module(module)
-    if not verdict:
-        return verdict
-    parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
-    if not parameters:
-        return bind_unweighted_norm(adaptation, module, name, norm)
-    dtype, size = parameters[0].dtype, parameters[0].shape[0]
-    bound_kernel = adaptation.site(name, dtype).bind_kernel(norm.op, **norm.dims(size))
-    constants = {
-        key: None if tensor is None else tensor.detach()
-        for key, tensor in norm.constants(module, size).items()
-    }
-    prepared = bound_kernel.prepared(**constants)
-    eps = float(getattr(module, norm.eps))
-    # The order of a norm op's constants is the order of its arguments.
-    operands: tuple[Any, ...] = (*(prepared[key] for key in constants), eps)
-    original = class_forward(module)
-    kernel = bound_kernel.function
-    with torch.no_grad():
-        # Kernels return the layout of their input. Code after the module may call view, so if the
-        # class always returns a contiguous tensor, the kernel must do so, too.
-        columns = torch.ones(2, size, 3, dtype=dtype, device=parameters[0].device).transpose(1, 2)
-        if original(columns).is_contiguous():
-            kernel = _contiguous_kernel(kernel)
-    forward = forward_one_input(kernel, operands, original, dtype, adaptation.device)
-    largest_constants = sum(
-        float(t.abs().max()) for t in constants.values() if t is not None and t.numel()
-    )
-    for scale in MAGNITUDES:
-        x: Tensor = (
-            random_normals((*_ROWS, size), torch.float32, parameters[0].device).mul(scale).to(dtype)
-        )
-        # After normalization, a row has the norm sqrt(size), which bounds each partial sum.
-        magnitude = (1 + largest_constants) * size**0.5
-        verdict = check_calls(norm.op.tolerance, original, forward, x, size, magnitude)
-        if not verdict:
-            return verdict
-    adaptation.bind_forward(module, name, forward)
-    return kernel_name(bound_kernel.choice)
 
 
 def _contiguous_kernel(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:

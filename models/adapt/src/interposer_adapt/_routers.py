@@ -41,6 +41,9 @@ _CORRECTIONS = (1.0, 0.1, 0.01) * 4
 _OUTPUTS = 3
 _MOST_EXPERTS = 4096
 
+_NUM_CHECK_TOKENS = 16
+Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
+
 
 @dataclass(frozen=True, slots=True)
 class Routing:
@@ -101,6 +104,62 @@ class Routing:
             return kernel(logits, bias, self.top_k, self.renormalize, self.scale)
         weights, ids = kernel(logits, self.top_k, self.renormalize)
         return (weights if self.scale == 1.0 else weights * self.scale), ids
+
+
+def bind_router(adaptation: Adaptation, module: nn.Module, name: str) -> str | Verdict:
+    """Bind a router's projection and top-k choice to kernels.
+
+    Logits are rounded as in the class, so that the same experts are chosen except for ties.
+
+    Returns: the names of both kernels.
+    """
+    verdict = adaptation.check_module(module)
+    if not verdict:
+        return verdict
+    routing = find_routing(module)
+    if routing is None:
+        return Verdict.refuse("no known op matches its class")
+    weight, bias = module._parameters["weight"], module._parameters.get("bias")
+    assert weight is not None
+    x = random_normals((_NUM_CHECK_TOKENS, weight.shape[1]), weight.dtype, weight.device)
+    with torch.no_grad():
+        expected = class_forward(module)(x)
+    logits = expected[routing.order[0]]
+    # Some classes compute logits in float32 from bfloat16 weights; others round them to bfloat16
+    # first.
+    dtype = _logits_dtype(logits, weight.dtype)
+    site = adaptation.site(name, dtype)
+    bound_kernel = site.bind_kernel(
+        linear, in_features=weight.shape[1], out_features=weight.shape[0], biased=bias is not None
+    )
+    topk = site.bind_kernel(routing.op, **routing.dims())
+    # The kernel computes in the logits' dtype, so that weights are converted once here.
+    prepared = bound_kernel.prepared(
+        weight=weight.detach().to(dtype), bias=None if bias is None else bias.detach().to(dtype)
+    )
+    operands = prepared["weight"], prepared["bias"]
+    correction = _tensor(module, routing.correction)
+    prepared_correction = topk.prepared(bias=correction)["bias"] if routing.correction else None
+
+    def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
+        return routing.choose(topk.function, logits, prepared_correction)
+
+    call: Call = bound_kernel.function, operands
+    forward = _forward(module, routing, call, choose, (dtype, expected, adaptation.device))
+    with torch.no_grad():
+        choice = choose(logits.to(dtype))
+        bounds = _logit_bounds(weight, bias, x)
+        verdict = _check_choice(routing, expected, forward(x), choice, bounds, weight.dtype)
+    if not verdict:
+        return verdict
+    restore = _find_restore(find_restore(bound_kernel, operands), operands[0], weight, dtype)
+    if restore is not None:
+        packed = PackedWeight(weight, restore, f"{name}.weight")
+        verdict = release_weight(adaptation, [(module, "weight")], weight, packed)
+        if not verdict:
+            return verdict
+    adaptation.bind_forward(module, name, forward)
+    return f"{kernel_name(bound_kernel.choice)}, {kernel_name(topk.choice)}"
 
 
 def looks_like_router(module: nn.Module) -> bool:
@@ -276,66 +335,6 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors.items():
             if tensor is not None:
                 yield name, tensor
-
-
-_NUM_CHECK_TOKENS = 16
-Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
-
-
-def bind_router(adaptation: Adaptation, module: nn.Module, name: str) -> str | Verdict:
-    """Bind a router's projection and top-k choice to kernels.
-
-    Logits are rounded as in the class, so that the same experts are chosen except for ties.
-
-    Returns: the names of both kernels.
-    """
-    verdict = adaptation.check_module(module)
-    if not verdict:
-        return verdict
-    routing = find_routing(module)
-    if routing is None:
-        return Verdict.refuse("no known op matches its class")
-    weight, bias = module._parameters["weight"], module._parameters.get("bias")
-    assert weight is not None
-    x = random_normals((_NUM_CHECK_TOKENS, weight.shape[1]), weight.dtype, weight.device)
-    with torch.no_grad():
-        expected = class_forward(module)(x)
-    logits = expected[routing.order[0]]
-    # Some classes compute logits in float32 from bfloat16 weights; others round them to bfloat16
-    # first.
-    dtype = _logits_dtype(logits, weight.dtype)
-    site = adaptation.site(name, dtype)
-    bound_kernel = site.bind_kernel(
-        linear, in_features=weight.shape[1], out_features=weight.shape[0], biased=bias is not None
-    )
-    topk = site.bind_kernel(routing.op, **routing.dims())
-    # The kernel computes in the logits' dtype, so that weights are converted once here.
-    prepared = bound_kernel.prepared(
-        weight=weight.detach().to(dtype), bias=None if bias is None else bias.detach().to(dtype)
-    )
-    operands = prepared["weight"], prepared["bias"]
-    correction = _tensor(module, routing.correction)
-    prepared_correction = topk.prepared(bias=correction)["bias"] if routing.correction else None
-
-    def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
-        return routing.choose(topk.function, logits, prepared_correction)
-
-    call: Call = bound_kernel.function, operands
-    forward = _forward(module, routing, call, choose, (dtype, expected, adaptation.device))
-    with torch.no_grad():
-        choice = choose(logits.to(dtype))
-        bounds = _logit_bounds(weight, bias, x)
-        verdict = _check_choice(routing, expected, forward(x), choice, bounds, weight.dtype)
-    if not verdict:
-        return verdict
-    restore = _find_restore(find_restore(bound_kernel, operands), operands[0], weight, dtype)
-    if restore is not None:
-        packed = PackedWeight(weight, restore, f"{name}.weight")
-        verdict = release_weight(adaptation, [(module, "weight")], weight, packed)
-        if not verdict:
-            return verdict
-    adaptation.bind_forward(module, name, forward)
-    return f"{kernel_name(bound_kernel.choice)}, {kernel_name(topk.choice)}"
 
 
 def _forward(

@@ -30,62 +30,6 @@ _READ = frozenset(
     {".bpe", ".gguf", ".jinja", ".json", ".model", ".safetensors", ".tiktoken", ".txt"}
 )
 
-
-def check_regular(path: Path) -> None:
-    """Refuse a FIFO, a device, a folder or a link loop; a missing file passes.
-
-    Raises: CheckpointError: ``path`` is not a regular file; the text names the kind.
-    """
-    if fault := irregular(path):
-        raise CheckpointError(path, fault, "put the file there, or remove it")
-
-
-def check_folder(folder: Path) -> None:
-    """Refuse a folder in which a model or adapter file is not a regular file.
-
-    Raises: CheckpointError: with the first such path.
-    """
-    try:
-        paths = sorted(folder.iterdir())
-    except OSError:
-        return  # opening a file of the folder raises a more precise error
-    for path in paths:
-        if path.suffix.lower() in _READ:
-            check_regular(path)
-
-
-class MappedPages:
-    """Address ranges at which this process has mapped a file; empty except on Linux.
-
-    A dropped page is read from the file again at the next access, so that only changes that this
-    process made to the page are lost.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._ranges: list[tuple[int, int]] = []
-        self._library = None
-        if sys.platform != "linux":
-            return
-        self._library = ctypes.CDLL(None)
-        name = str(path.resolve())
-        # A line is "start-end permissions offset device inode path"; a file can have several.
-        for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
-            addresses, _, fields = line.partition(" ")
-            if fields.endswith(f" {name}"):
-                start, end = (int(edge, 16) for edge in addresses.split("-"))
-                self._ranges.append((start, end))
-
-    def drop(self, tensor: torch.Tensor) -> None:
-        """Return the pages entirely inside ``tensor`` to the system, if they belong to the file."""
-        # Round inwards: the first and last page may hold parts of other tensors.
-        start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if start < end and any(first <= start and end <= last for first, last in self._ranges):
-            assert self._library is not None
-            address, size = ctypes.c_void_p(start), ctypes.c_size_t(end - start)
-            self._library.madvise(address, size, mmap.MADV_DONTNEED)
-
-
 # Other files of a repository are for other programs, or hold the same content in other formats.
 DESCRIPTION = (
     "config.json",
@@ -112,115 +56,10 @@ DESCRIPTION = (
     "*_Pooling/config.json",
 )
 """Patterns of the files of a model that describe it, without weights."""
-
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _NAME = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?")
-
-
-class HubModel(NamedTuple):
-    """A model on a hub.
-
-    Attributes:
-        repository: ``namespace/name``.
-        revision: a branch, a tag or a commit; None is the main branch.
-    """
-
-    repository: str
-    revision: str | None = None
-
-    @classmethod
-    def named(cls, text: str | Path) -> HubModel | None:
-        """Parse ``namespace/name`` or ``namespace/name@revision``; return None for any other text.
-
-        A path that exists on the disk is never a name, nor is ``"./namespace/name"``.
-        """
-        match = _NAME.fullmatch(text.as_posix() if isinstance(text, Path) else text)
-        if match is None or Path(text).exists():
-            return None
-        return cls(match["repository"], match["revision"])
-
-    def __str__(self) -> str:
-        return f"{self.repository}@{self.revision}" if self.revision else self.repository
-
-    def description(self) -> Path:
-        """Download configuration and tokenizer, no weights; return the folder.
-
-        Raises: CheckpointError: the model does not exist, needs permission, or cannot be
-            downloaded.
-        """
-        return self._download(DESCRIPTION, self.revision)
-
-    def weights(self, folder: Path, files: Collection[str]) -> None:
-        """Download weight ``files`` into ``folder``, which ``description`` returned.
-
-        Raises: CheckpointError: a file is missing or cannot be downloaded.
-        """
-        # The folder is named after the commit: the branch may have moved since.
-        self._download(files, folder.name)
-        if missing := sorted(name for name in files if not (folder / name).is_file()):
-            mend = "choose a repository that stores them as safetensors; pickled ones run code"
-            raise self._error(f"has no {', '.join(missing)}", mend)
-
-    def adapter(self) -> Path:
-        """Download the LoRA adapter that has this name, and return the folder.
-
-        Raises: CheckpointError: as ``description``.
-        """
-        return self._download(_ADAPTER_FILES, self.revision)
-
-    def _download(self, patterns: Collection[str], revision: str | None) -> Path:
-        """Download the files that match ``patterns``; return the folder in the cache."""
-        # Imported here: most models are folders, and the import takes long.
-        from huggingface_hub import constants, errors, snapshot_download
-
-        try:
-            folder = snapshot_download(
-                self.repository,
-                revision=revision,
-                allow_patterns=list(patterns),
-            )
-        except errors.GatedRepoError as error:
-            url = f"{constants.ENDPOINT}/{self.repository}"
-            raise self._error("is gated", f"ask for access at {url}, `hf auth login`") from error
-        except errors.RevisionNotFoundError as error:
-            raise self._error("has no such revision", "leave it out, or look it up") from error
-        except errors.RepositoryNotFoundError as error:
-            reason = f"is neither a folder here nor a model at {constants.ENDPOINT}"
-            mend = "check the spelling; if it is private, `hf auth login`"
-            raise self._error(reason, mend) from error
-        except foreign_errors() as error:  # the type depends on the library's transport
-            if constants.is_offline_mode():
-                mend = "unset HF_HUB_OFFLINE to download it, or give a folder"
-                raise self._error("is not in the cache", mend) from error
-            message = str(error.__cause__ or error).strip() or type(error).__name__
-            reason = f"cannot be fetched: {message.splitlines()[0]}"
-            mend = "run it again: the parts that have arrived are kept"
-            raise self._error(reason, mend) from error
-        return Path(folder)
-
-    def _error(self, reason: str, mend: str) -> CheckpointError:
-        return CheckpointError(str(self), reason, mend)
-
-
 _SAMPLES = 32
 _SAMPLE_BYTES = 4096
-
-
-def sampled_digest(path: Path) -> str:
-    """Return 16 hexadecimal digits of the SHA-256 of 32 samples at equal distances in a file.
-
-    A digest of all bytes would take as long as loading the weights.
-    """
-    size = path.stat().st_size
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for number in range(_SAMPLES):
-            # The first sample covers the header, which differs between most files.
-            file.seek(size * number // _SAMPLES)
-            digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
-
-
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # The name up to the first number identifies the block of a tensor.
@@ -351,6 +190,161 @@ class Checkpoint:
                     self.path / _INDEX,
                     f"names the tensor {name!r} in {shard_name!r}, which lacks it",
                 )
+
+
+def check_regular(path: Path) -> None:
+    """Refuse a FIFO, a device, a folder or a link loop; a missing file passes.
+
+    Raises: CheckpointError: ``path`` is not a regular file; the text names the kind.
+    """
+    if fault := irregular(path):
+        raise CheckpointError(path, fault, "put the file there, or remove it")
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder in which a model or adapter file is not a regular file.
+
+    Raises: CheckpointError: with the first such path.
+    """
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError:
+        return  # opening a file of the folder raises a more precise error
+    for path in paths:
+        if path.suffix.lower() in _READ:
+            check_regular(path)
+
+
+class MappedPages:
+    """Address ranges at which this process has mapped a file; empty except on Linux.
+
+    A dropped page is read from the file again at the next access, so that only changes that this
+    process made to the page are lost.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._ranges: list[tuple[int, int]] = []
+        self._library = None
+        if sys.platform != "linux":
+            return
+        self._library = ctypes.CDLL(None)
+        name = str(path.resolve())
+        # A line is "start-end permissions offset device inode path"; a file can have several.
+        for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+            addresses, _, fields = line.partition(" ")
+            if fields.endswith(f" {name}"):
+                start, end = (int(edge, 16) for edge in addresses.split("-"))
+                self._ranges.append((start, end))
+
+    def drop(self, tensor: torch.Tensor) -> None:
+        """Return the pages entirely inside ``tensor`` to the system, if they belong to the file."""
+        # Round inwards: the first and last page may hold parts of other tensors.
+        start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if start < end and any(first <= start and end <= last for first, last in self._ranges):
+            assert self._library is not None
+            address, size = ctypes.c_void_p(start), ctypes.c_size_t(end - start)
+            self._library.madvise(address, size, mmap.MADV_DONTNEED)
+
+
+class HubModel(NamedTuple):
+    """A model on a hub.
+
+    Attributes:
+        repository: ``namespace/name``.
+        revision: a branch, a tag or a commit; None is the main branch.
+    """
+
+    repository: str
+    revision: str | None = None
+
+    @classmethod
+    def named(cls, text: str | Path) -> HubModel | None:
+        """Parse ``namespace/name`` or ``namespace/name@revision``; return None for any other text.
+
+        A path that exists on the disk is never a name, nor is ``"./namespace/name"``.
+        """
+        match = _NAME.fullmatch(text.as_posix() if isinstance(text, Path) else text)
+        if match is None or Path(text).exists():
+            return None
+        return cls(match["repository"], match["revision"])
+
+    def __str__(self) -> str:
+        return f"{self.repository}@{self.revision}" if self.revision else self.repository
+
+    def description(self) -> Path:
+        """Download configuration and tokenizer, no weights; return the folder.
+
+        Raises: CheckpointError: the model does not exist, needs permission, or cannot be
+            downloaded.
+        """
+        return self._download(DESCRIPTION, self.revision)
+
+    def weights(self, folder: Path, files: Collection[str]) -> None:
+        """Download weight ``files`` into ``folder``, which ``description`` returned.
+
+        Raises: CheckpointError: a file is missing or cannot be downloaded.
+        """
+        # The folder is named after the commit: the branch may have moved since.
+        self._download(files, folder.name)
+        if missing := sorted(name for name in files if not (folder / name).is_file()):
+            mend = "choose a repository that stores them as safetensors; pickled ones run code"
+            raise self._error(f"has no {', '.join(missing)}", mend)
+
+    def adapter(self) -> Path:
+        """Download the LoRA adapter that has this name, and return the folder.
+
+        Raises: CheckpointError: as ``description``.
+        """
+        return self._download(_ADAPTER_FILES, self.revision)
+
+    def _download(self, patterns: Collection[str], revision: str | None) -> Path:
+        """Download the files that match ``patterns``; return the folder in the cache."""
+        # Imported here: most models are folders, and the import takes long.
+        from huggingface_hub import constants, errors, snapshot_download
+
+        try:
+            folder = snapshot_download(
+                self.repository,
+                revision=revision,
+                allow_patterns=list(patterns),
+            )
+        except errors.GatedRepoError as error:
+            url = f"{constants.ENDPOINT}/{self.repository}"
+            raise self._error("is gated", f"ask for access at {url}, `hf auth login`") from error
+        except errors.RevisionNotFoundError as error:
+            raise self._error("has no such revision", "leave it out, or look it up") from error
+        except errors.RepositoryNotFoundError as error:
+            reason = f"is neither a folder here nor a model at {constants.ENDPOINT}"
+            mend = "check the spelling; if it is private, `hf auth login`"
+            raise self._error(reason, mend) from error
+        except foreign_errors() as error:  # the type depends on the library's transport
+            if constants.is_offline_mode():
+                mend = "unset HF_HUB_OFFLINE to download it, or give a folder"
+                raise self._error("is not in the cache", mend) from error
+            message = str(error.__cause__ or error).strip() or type(error).__name__
+            reason = f"cannot be fetched: {message.splitlines()[0]}"
+            mend = "run it again: the parts that have arrived are kept"
+            raise self._error(reason, mend) from error
+        return Path(folder)
+
+    def _error(self, reason: str, mend: str) -> CheckpointError:
+        return CheckpointError(str(self), reason, mend)
+
+
+def sampled_digest(path: Path) -> str:
+    """Return 16 hexadecimal digits of the SHA-256 of 32 samples at equal distances in a file.
+
+    A digest of all bytes would take as long as loading the weights.
+    """
+    size = path.stat().st_size
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for number in range(_SAMPLES):
+            # The first sample covers the header, which differs between most files.
+            file.seek(size * number // _SAMPLES)
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
 
 
 def weight_files(root: Path) -> list[str]:

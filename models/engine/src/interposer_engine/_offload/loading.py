@@ -55,144 +55,12 @@ from interposer_engine._plan import Plan
 _ALIGNED_BYTES = 256
 """Alignment of tensors in a buffer, the same as that of the device's allocator."""
 
-
-class PinnedBlock:
-    """All memories of a block, one after another in pinned host memory.
-
-    Attributes:
-        host: the pinned memory, uint8.
-        offsets: offset of each memory in bytes, by number.
-    """
-
-    def __init__(self, memories: dict[int, torch.Tensor], platform: Platform) -> None:
-        self.offsets: dict[int, int] = {}
-        end = 0
-        for number, memory in memories.items():
-            self.offsets[number] = end
-            end += -(-memory.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
-        # Only copies from pinned memory run parallel to the host.
-        self.host = platform.pin_memory(torch.empty(end, dtype=torch.uint8))
-        for number, offset in self.offsets.items():
-            memory = memories.pop(number)  # free it: one block is in memory twice, not the model
-            self.host[offset : offset + memory.nbytes].copy_(memory)
-
-
-class DeviceCopies(Filler):
-    """Copies blocks into device buffers on a stream of its own, ordered by events."""
-
-    def __init__(
-        self,
-        platform: Platform,
-        device: str,
-        pinned_blocks: Sequence[PinnedBlock],
-        num_buffers: int,
-    ) -> None:
-        self._platform, self._device = platform, device
-        self._host_blocks = [pinned_block.host for pinned_block in pinned_blocks]
-        size = max(pinned_block.nbytes for pinned_block in self._host_blocks)
-        self._buffers = [
-            torch.empty(size, dtype=torch.uint8, device=device) for _ in range(num_buffers)
-        ]
-        # Host computation is synchronous and needs no events.
-        self._is_queued = torch.device(device).type != "cpu"
-        self._last_uses: list[Any] = [self._event() for _ in range(num_buffers)]
-
-    def memory(self, buffer: int, offset: int, num_bytes: int) -> torch.Tensor:
-        """Return a part of a buffer, as uint8."""
-        return self._buffers[buffer][offset : offset + num_bytes]
-
-    def fill(self, block: int, buffer: int) -> Any:
-        """Queue the copy of a block, after the last work that uses the buffer."""
-        pinned_block = self._host_blocks[block]
-        with self._platform.stream(self._device):
-            # The block that used the buffer before may still be computing.
-            if (last_use := self._last_uses[buffer]) is not None:
-                last_use.wait()
-            self._buffers[buffer][: pinned_block.nbytes].copy_(pinned_block, non_blocking=True)
-            return self._event()
-
-    def wait(self, handle: Any) -> None:
-        """Let subsequently queued work wait for a copy."""
-        if handle is not None:
-            handle.wait()
-
-    def done(self, buffer: int) -> None:
-        """Let the next copy into a buffer wait for the work queued so far."""
-        self._last_uses[buffer] = self._event()
-
-    def _event(self) -> torch.Event | None:
-        """Record an event on the current stream; None if the device is synchronous."""
-        if not self._is_queued:
-            return None
-        event = torch.Event(self._device)
-        event.record()
-        return event
-
-
 OFFLOAD_NOTE = "offload: "
 """The beginning of notes on offload."""
 _FIXED = (
     "offloaded weights cannot be exchanged: a buffer holds them only while their block computes. "
     "Try: load the new checkpoint, or load(..., offload=False)"
 )
-
-
-class _BlockMemories:
-    """The memories of a model, by block, and separately for experts."""
-
-    def __init__(self, planned: Plan, weights: Weights) -> None:
-        self.blocks = blocks_of(planned.model)
-        owners = {layer: i for i, block in enumerate(self.blocks) for layer in block.modules()}
-        experts = {layer for block in self.blocks for layer in expert_layers(block)}
-        # By group: the number of its block (None outside of blocks), and whether it has experts.
-        self.owner: dict[int, tuple[int | None, bool]] = {}
-        for number, group in weights.groups():
-            blocks = {owners.get(layer) for layer in group.layers}
-            # A group that several blocks share must be resident.
-            block = blocks.pop() if len(blocks) == 1 else None
-            self.owner[number] = block, block is not None and experts.issuperset(group.layers)
-        self.memories: dict[tuple[int | None, bool], list[int]] = defaultdict(list)
-        # By layer: the number of its group, and its position in the group.
-        self.places = {
-            layer: (number, place)
-            for number, group in weights.groups()
-            for place, layer in enumerate(group.layers)
-        }
-
-    def add(self, group: int, memories: Iterable[int]) -> None:
-        """Record the memories of a group."""
-        self.memories[self.owner[group]] += memories
-
-    def experts(self, expert_layer: ExpertLayer, states: GroupData) -> dict[int, int | None]:
-        """Return the expert of each memory of a layer; None for a memory that experts share.
-
-        Experts that are separate layers are children, named by number.
-        """
-        experts: dict[int, int | None] = {}
-        for name, layer in expert_layer.named_modules():
-            if layer in self.places:
-                group, place = self.places[layer]
-                memories = expert_memories(states[str(group)][place], expert_layer.spec.num_experts)
-                child = name.partition(".")[0]
-                experts |= dict.fromkeys(memories, int(child)) if child.isdigit() else memories
-        return experts
-
-    def of(self, block: int, with_experts: bool) -> list[int]:
-        """Return the memories of a block, with or without its experts."""
-        experts = self.memories[block, True] if with_experts else []
-        return [*self.memories[block, False], *experts]
-
-    def sizes(self, bytes_of: Callable[[int], int]) -> Sizes:
-        """Return the sizes of all blocks, and of memories outside of blocks."""
-
-        def total(block: int | None, of_experts: bool) -> int:
-            return sum(map(bytes_of, self.memories[block, of_experts]))
-
-        blocks = tuple(
-            BlockSize(f"block {number}", total(number, False), total(number, True))
-            for number in range(len(self.blocks))
-        )
-        return Sizes(blocks, total(None, False) + total(None, True))
 
 
 def load_offloaded(
@@ -339,6 +207,137 @@ def _from_host(
     if pinned_blocks:
         _attach(plan, block_memories, copies, weights)
     return plan.notes()
+
+
+class PinnedBlock:
+    """All memories of a block, one after another in pinned host memory.
+
+    Attributes:
+        host: the pinned memory, uint8.
+        offsets: offset of each memory in bytes, by number.
+    """
+
+    def __init__(self, memories: dict[int, torch.Tensor], platform: Platform) -> None:
+        self.offsets: dict[int, int] = {}
+        end = 0
+        for number, memory in memories.items():
+            self.offsets[number] = end
+            end += -(-memory.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        # Only copies from pinned memory run parallel to the host.
+        self.host = platform.pin_memory(torch.empty(end, dtype=torch.uint8))
+        for number, offset in self.offsets.items():
+            memory = memories.pop(number)  # free it: one block is in memory twice, not the model
+            self.host[offset : offset + memory.nbytes].copy_(memory)
+
+
+class DeviceCopies(Filler):
+    """Copies blocks into device buffers on a stream of its own, ordered by events."""
+
+    def __init__(
+        self,
+        platform: Platform,
+        device: str,
+        pinned_blocks: Sequence[PinnedBlock],
+        num_buffers: int,
+    ) -> None:
+        self._platform, self._device = platform, device
+        self._host_blocks = [pinned_block.host for pinned_block in pinned_blocks]
+        size = max(pinned_block.nbytes for pinned_block in self._host_blocks)
+        self._buffers = [
+            torch.empty(size, dtype=torch.uint8, device=device) for _ in range(num_buffers)
+        ]
+        # Host computation is synchronous and needs no events.
+        self._is_queued = torch.device(device).type != "cpu"
+        self._last_uses: list[Any] = [self._event() for _ in range(num_buffers)]
+
+    def memory(self, buffer: int, offset: int, num_bytes: int) -> torch.Tensor:
+        """Return a part of a buffer, as uint8."""
+        return self._buffers[buffer][offset : offset + num_bytes]
+
+    def fill(self, block: int, buffer: int) -> Any:
+        """Queue the copy of a block, after the last work that uses the buffer."""
+        pinned_block = self._host_blocks[block]
+        with self._platform.stream(self._device):
+            # The block that used the buffer before may still be computing.
+            if (last_use := self._last_uses[buffer]) is not None:
+                last_use.wait()
+            self._buffers[buffer][: pinned_block.nbytes].copy_(pinned_block, non_blocking=True)
+            return self._event()
+
+    def wait(self, handle: Any) -> None:
+        """Let subsequently queued work wait for a copy."""
+        if handle is not None:
+            handle.wait()
+
+    def done(self, buffer: int) -> None:
+        """Let the next copy into a buffer wait for the work queued so far."""
+        self._last_uses[buffer] = self._event()
+
+    def _event(self) -> torch.Event | None:
+        """Record an event on the current stream; None if the device is synchronous."""
+        if not self._is_queued:
+            return None
+        event = torch.Event(self._device)
+        event.record()
+        return event
+
+
+class _BlockMemories:
+    """The memories of a model, by block, and separately for experts."""
+
+    def __init__(self, planned: Plan, weights: Weights) -> None:
+        self.blocks = blocks_of(planned.model)
+        owners = {layer: i for i, block in enumerate(self.blocks) for layer in block.modules()}
+        experts = {layer for block in self.blocks for layer in expert_layers(block)}
+        # By group: the number of its block (None outside of blocks), and whether it has experts.
+        self.owner: dict[int, tuple[int | None, bool]] = {}
+        for number, group in weights.groups():
+            blocks = {owners.get(layer) for layer in group.layers}
+            # A group that several blocks share must be resident.
+            block = blocks.pop() if len(blocks) == 1 else None
+            self.owner[number] = block, block is not None and experts.issuperset(group.layers)
+        self.memories: dict[tuple[int | None, bool], list[int]] = defaultdict(list)
+        # By layer: the number of its group, and its position in the group.
+        self.places = {
+            layer: (number, place)
+            for number, group in weights.groups()
+            for place, layer in enumerate(group.layers)
+        }
+
+    def add(self, group: int, memories: Iterable[int]) -> None:
+        """Record the memories of a group."""
+        self.memories[self.owner[group]] += memories
+
+    def experts(self, expert_layer: ExpertLayer, states: GroupData) -> dict[int, int | None]:
+        """Return the expert of each memory of a layer; None for a memory that experts share.
+
+        Experts that are separate layers are children, named by number.
+        """
+        experts: dict[int, int | None] = {}
+        for name, layer in expert_layer.named_modules():
+            if layer in self.places:
+                group, place = self.places[layer]
+                memories = expert_memories(states[str(group)][place], expert_layer.spec.num_experts)
+                child = name.partition(".")[0]
+                experts |= dict.fromkeys(memories, int(child)) if child.isdigit() else memories
+        return experts
+
+    def of(self, block: int, with_experts: bool) -> list[int]:
+        """Return the memories of a block, with or without its experts."""
+        experts = self.memories[block, True] if with_experts else []
+        return [*self.memories[block, False], *experts]
+
+    def sizes(self, bytes_of: Callable[[int], int]) -> Sizes:
+        """Return the sizes of all blocks, and of memories outside of blocks."""
+
+        def total(block: int | None, of_experts: bool) -> int:
+            return sum(map(bytes_of, self.memories[block, of_experts]))
+
+        blocks = tuple(
+            BlockSize(f"block {number}", total(number, False), total(number, True))
+            for number in range(len(self.blocks))
+        )
+        return Sizes(blocks, total(None, False) + total(None, True))
 
 
 def _streamed_memories(plan: OffloadPlan, block_memories: _BlockMemories, block: int) -> list[int]:

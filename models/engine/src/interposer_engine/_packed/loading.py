@@ -39,6 +39,119 @@ REFUSALS: tuple[type[Exception], ...] = (PackedFileError, UnpackableError)
 MemoryOf = Callable[[int], torch.Tensor]
 """Returns the memory of a number, as uint8."""
 
+_log = logging.getLogger("interposer")
+
+
+class _TooSmallError(PackedFileError):
+    """The checkpoint is too small to be worth packing; no note is necessary."""
+
+
+class _RankedModelError(PackedFileError):
+    """The model runs on several ranks; that needs a note, but no warning."""
+
+
+def load_weights(
+    planned: Plan,
+    checkpoint: Checkpoint | CheckpointFile,
+    weights: Weights,
+    progress: Progress,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[str]:
+    """Load the weights of a plan's model from packed weights or from its checkpoint.
+
+    Args:
+        sleep: waits for a number of seconds while another process writes the file.
+    Returns: notes on where the weights came from.
+    Raises:
+        CheckpointError: as ``Weights.load``.
+        ConfigError: ``packed`` is ``"on"``, and no packed weights can be used.
+    """
+    setting = planned.resolver.config.packed
+    notes: list[str] = []
+
+    def mapped(advance: Progress) -> None:
+        _map(planned, checkpoint, weights, advance, notes)
+
+    if setting != "off":
+        refusal = try_loading(mapped, progress)
+        # With "auto", reading the checkpoint is faster than waiting for another process.
+        while setting == "on" and isinstance(refusal, BeingWrittenError):
+            sleep(PAUSE_SECONDS)
+            refusal = try_loading(mapped, progress)
+        if refusal is None:
+            return notes
+        if setting == "on":
+            raise ConfigError(f"packed='on' was asked for, but {refusal}") from refusal
+        note = f"packed weights: none, {refusal}"
+        if not isinstance(refusal, _TooSmallError):
+            notes.append(note)
+            if not isinstance(refusal, _RankedModelError):
+                _log.warning("%s: %s", planned.path, note)
+    read(planned, checkpoint, weights, progress)
+    return notes
+
+
+def _map(
+    planned: Plan,
+    checkpoint: Checkpoint | CheckpointFile,
+    weights: Weights,
+    progress: Progress,
+    notes: list[str],
+) -> None:
+    """Set the model to mapped packed weights; pack weights first if there is no file.
+
+    A thread publishes the new file.
+
+    Args:
+        notes: receives the files that were refused, even if no file can be used, and the file
+            that is used.
+
+    Raises:
+        CheckpointError: as ``Weights.load``.
+        BeingWrittenError: another process writes the file now.
+        PackedFileError: the weights cannot be packed or mapped.
+        UnpackableError: a layer holds a value that no file can store.
+    """
+    if planned.resolver.ranks is not None:
+        raise _RankedModelError("each rank holds shards, and packed files hold whole models")
+    packed_store = packed_store_of(planned, checkpoint)
+    file = packed_store.find()
+    if file is not None:
+        try:
+            restore(weights, file.facts.states, file.memory().__getitem__)
+        except PackedFileError as error:
+            packed_store.refusals.append(f"{file.path}: {error}")
+            file = None
+    for reason in packed_store.refusals:
+        notes.append(f"packed weights: not used, {reason}")
+        _log.warning("%s: %s", planned.path, notes[-1])
+    num_bytes = checkpoint.num_bytes
+    if file is not None:
+        repeat_findings(weights, file.facts)
+        notes.append(_mapped_note(file.facts, file.path))
+        progress(num_bytes)
+        return
+    if num_bytes < MIN_BYTES and planned.resolver.config.packed == "auto":
+        raise _TooSmallError(f"it has {num_bytes} bytes, fewer than {MIN_BYTES}")
+    if refusal := packed_store.judge_space(num_bytes):
+        raise PackedFileError(refusal)
+    writer = packed_store.writer(packed_store.cache_folder)
+    try:
+        # The model uses the mapped file at once; a thread publishes it afterwards.
+        facts = pack_into(writer, packed_store, planned, checkpoint, weights, progress)
+        restore(weights, facts.states, writer.memory().__getitem__)
+    except BaseException:
+        writer.close()
+        raise
+    notes.append(_mapped_note(facts, writer.path))
+    packed_store.publish_soon(writer, facts)
+
+
+def _mapped_note(facts: Facts, path: Path) -> str:
+    num_bytes = sum(size for _, size in facts.memories)
+    return f"packed weights: {num_bytes >> 20} MiB, mapped from {path}"
+
 
 def try_loading(
     load: Callable[[Progress], None],
@@ -212,117 +325,3 @@ def packed_file(
     finally:
         writer.close()
     return file
-
-
-_log = logging.getLogger("interposer")
-
-
-class _TooSmallError(PackedFileError):
-    """The checkpoint is too small to be worth packing; no note is necessary."""
-
-
-class _RankedModelError(PackedFileError):
-    """The model runs on several ranks; that needs a note, but no warning."""
-
-
-def load_weights(
-    planned: Plan,
-    checkpoint: Checkpoint | CheckpointFile,
-    weights: Weights,
-    progress: Progress,
-    *,
-    sleep: Callable[[float], None] = time.sleep,
-) -> list[str]:
-    """Load the weights of a plan's model from packed weights or from its checkpoint.
-
-    Args:
-        sleep: waits for a number of seconds while another process writes the file.
-    Returns: notes on where the weights came from.
-    Raises:
-        CheckpointError: as ``Weights.load``.
-        ConfigError: ``packed`` is ``"on"``, and no packed weights can be used.
-    """
-    setting = planned.resolver.config.packed
-    notes: list[str] = []
-
-    def mapped(advance: Progress) -> None:
-        _map(planned, checkpoint, weights, advance, notes)
-
-    if setting != "off":
-        refusal = try_loading(mapped, progress)
-        # With "auto", reading the checkpoint is faster than waiting for another process.
-        while setting == "on" and isinstance(refusal, BeingWrittenError):
-            sleep(PAUSE_SECONDS)
-            refusal = try_loading(mapped, progress)
-        if refusal is None:
-            return notes
-        if setting == "on":
-            raise ConfigError(f"packed='on' was asked for, but {refusal}") from refusal
-        note = f"packed weights: none, {refusal}"
-        if not isinstance(refusal, _TooSmallError):
-            notes.append(note)
-            if not isinstance(refusal, _RankedModelError):
-                _log.warning("%s: %s", planned.path, note)
-    read(planned, checkpoint, weights, progress)
-    return notes
-
-
-def _map(
-    planned: Plan,
-    checkpoint: Checkpoint | CheckpointFile,
-    weights: Weights,
-    progress: Progress,
-    notes: list[str],
-) -> None:
-    """Set the model to mapped packed weights; pack weights first if there is no file.
-
-    A thread publishes the new file.
-
-    Args:
-        notes: receives the files that were refused, even if no file can be used, and the file
-            that is used.
-
-    Raises:
-        CheckpointError: as ``Weights.load``.
-        BeingWrittenError: another process writes the file now.
-        PackedFileError: the weights cannot be packed or mapped.
-        UnpackableError: a layer holds a value that no file can store.
-    """
-    if planned.resolver.ranks is not None:
-        raise _RankedModelError("each rank holds shards, and packed files hold whole models")
-    packed_store = packed_store_of(planned, checkpoint)
-    file = packed_store.find()
-    if file is not None:
-        try:
-            restore(weights, file.facts.states, file.memory().__getitem__)
-        except PackedFileError as error:
-            packed_store.refusals.append(f"{file.path}: {error}")
-            file = None
-    for reason in packed_store.refusals:
-        notes.append(f"packed weights: not used, {reason}")
-        _log.warning("%s: %s", planned.path, notes[-1])
-    num_bytes = checkpoint.num_bytes
-    if file is not None:
-        repeat_findings(weights, file.facts)
-        notes.append(_mapped_note(file.facts, file.path))
-        progress(num_bytes)
-        return
-    if num_bytes < MIN_BYTES and planned.resolver.config.packed == "auto":
-        raise _TooSmallError(f"it has {num_bytes} bytes, fewer than {MIN_BYTES}")
-    if refusal := packed_store.judge_space(num_bytes):
-        raise PackedFileError(refusal)
-    writer = packed_store.writer(packed_store.cache_folder)
-    try:
-        # The model uses the mapped file at once; a thread publishes it afterwards.
-        facts = pack_into(writer, packed_store, planned, checkpoint, weights, progress)
-        restore(weights, facts.states, writer.memory().__getitem__)
-    except BaseException:
-        writer.close()
-        raise
-    notes.append(_mapped_note(facts, writer.path))
-    packed_store.publish_soon(writer, facts)
-
-
-def _mapped_note(facts: Facts, path: Path) -> str:
-    num_bytes = sum(size for _, size in facts.memories)
-    return f"packed weights: {num_bytes >> 20} MiB, mapped from {path}"
