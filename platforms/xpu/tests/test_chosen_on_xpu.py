@@ -13,7 +13,7 @@ DEVICES = ("arc140v", "b580", "max1550")
 @pytest.mark.parametrize(
     ("kind", "op", "kernel", "refused"),
     [
-        ("plain", "rms_norm", "rms_norm_triton", "rms_norm_ipex"),
+        ("plain", "rms_norm", "rms_norm_triton", ""),
         ("plain", "linear", "reference", ""),
         ("fp8", "fp8_linear", "fp8_linear_triton", "fp8_linear_fp8_gemm"),
         ("int4", "w4a16_linear", "w4a16_linear_triton", "w4a16_linear_int4_gemm"),

@@ -17,7 +17,7 @@ class TestInertness(InertPlugin):
     platform = "xpu"
     absence = ""
     libraries = ("libze_", "libsycl", "libur_")
-    packages = frozenset({"vllm_xpu_kernels", "intel_extension_for_pytorch"})
+    packages = frozenset({"vllm_xpu_kernels"})
     torch_module = "xpu"
 
     @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ class TestInertness(InertPlugin):
             "from interposer_xpu._platform import XPUPlatform; assert not XPUPlatform.probe()",
             "import interposer; interposer.place()",
             "import interposer_xpu._experts, interposer_xpu._routing",
-            "import interposer_xpu._packages.extension",
+            "import interposer_xpu._packages.kernel_package",
             "import interposer_xpu._fp8_linear, interposer_xpu._weight_only_linear",
             f"import interposer; interposer.explain({str(MODEL)!r}, 'b580')",
         ],

@@ -21,7 +21,7 @@ from interposer_xpu._hardware.level_zero import Answer, XPUDevice
 from interposer_xpu._hardware.presence import Presence
 from interposer_xpu._hardware.torch_build import TorchBuild
 from interposer_xpu._hardware.visibility import HIERARCHY, MASK, SELECTOR, visible_devices
-from interposer_xpu._packages import extension, kernel_package
+from interposer_xpu._packages import kernel_package
 
 _GIB = 2**30
 
@@ -97,12 +97,10 @@ class XPUPlatform(Platform):
             "driver": f"Level Zero {self._answer.driver}",
             "triton": triton_backend.judge().reason or "compiles for these devices",
         }
-        for module in (kernel_package, extension):
-            if module.PACKAGE.version:
-                verdict_text = module.judge_installed().reason or "fits this torch"
-                device_facts[module.PACKAGE.distribution] = (
-                    f"{module.PACKAGE.version}: {verdict_text}"
-                )
+        package = kernel_package.PACKAGE
+        if package.version:
+            verdict_text = kernel_package.judge_installed().reason or "fits this torch"
+            device_facts[package.distribution] = f"{package.version}: {verdict_text}"
         environment = variables()
         for name in (MASK, HIERARCHY, SELECTOR):
             if name in environment:

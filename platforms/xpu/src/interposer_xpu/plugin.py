@@ -27,7 +27,7 @@ _UNPROVEN: frozenset[str] = frozenset()
 
 @hookimpl
 def interposer_records() -> list[Record]:
-    """Return the records of the platform, kernels of optional packages, and described GPUs."""
+    """Return the records of the platform, kernels of an optional package, and described GPUs."""
     # oneDNN multiplies 8 inputs by 8 weights at a time. vLLM checks the multiples of 32.
     int4 = Kernel(
         "w4a16_linear",
@@ -112,17 +112,6 @@ def interposer_records() -> list[Record]:
         properties=_OPAQUE,
         proven_on=_UNPROVEN,
     )
-    norm = Kernel(
-        "rms_norm",
-        "rms_norm_ipex",
-        "interposer_xpu._packages.extension:rms_norm",
-        "xpu",
-        Requires(dtypes=("float32", *_NARROW)),
-        predicate="interposer_xpu._packages.extension:judge",
-        score=5.0,
-        properties=_OPAQUE,
-        proven_on=_UNPROVEN,
-    )
     # Gathered backends copy the cache they read, so they score below backends that read in place.
     sdpa = AttentionEntry(
         "sdpa_gathered",
@@ -144,6 +133,6 @@ def interposer_records() -> list[Record]:
         sdpa,
         flex,
         PlatformEntry("xpu", "interposer_xpu._platform:XPUPlatform", driver_files=_DRIVER_FILES),
-        *(int4, fp8, fp8_weights, experts, routing, norm),
+        *(int4, fp8, fp8_weights, experts, routing),
         *(DeviceEntry(name, "xpu", f"interposer_xpu:devices/{name}.json") for name in _DESCRIBED),
     ]

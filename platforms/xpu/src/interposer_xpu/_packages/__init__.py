@@ -1,1 +1,1 @@
-"""Optional kernel packages, and checks that the installed versions can be used."""
+"""The optional kernel package, and checks that the installed versions can be used."""
