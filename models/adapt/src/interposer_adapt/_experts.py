@@ -87,7 +87,7 @@ def bind_experts(adaptation: Adaptation, module: Any, name: str) -> str | Verdic
     }
     count, hidden, inner = form.ordered("down_proj", parts["down_proj"]).shape
     with local_parameters(module):
-        activation = _find_activation(module, form, hidden, inner)
+        activation = _find_activation(module, form, hidden)
     if activation is None:
         return Verdict.refuse(f"its activation is none of {', '.join(_ACTIVATIONS)}")
     config = getattr(module, "config", None)
@@ -166,7 +166,7 @@ def _find_restore(
     return restore
 
 
-def _find_activation(module: Any, form: Form, hidden: int, inner: int) -> str | None:
+def _find_activation(module: Any, form: Form, hidden: int) -> str | None:
     """Return the activation with which the op agrees with the module's class, if any."""
     generator = torch.Generator().manual_seed(3)
     # A shallow copy with small random float64 weights: the class's forward runs on it as on the

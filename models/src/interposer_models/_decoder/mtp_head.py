@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from interposer_models._decoder.decoder import CausalLM, Norm
 
 
-Cosines = tuple[Tensor | None, Tensor | None]
-
-
 class PredictionHead(nn.Module, ABC):
     """A decoder of one block with a paged cache of the head, which drafts tokens.
 

@@ -55,7 +55,7 @@ def _trials_of_layer(
     request: Request,
     seed: int,
 ) -> Iterator[Trial]:
-    standard = next((c for c in all_candidates if _is_standard(registry, c)), None)
+    standard = next((c for c in all_candidates if _is_standard(c)), None)
     cases = "" if standard is None else _layer_entry(standard).cases
     if standard is None or not cases:
         reason = "the standard layer is not installed"
@@ -113,7 +113,7 @@ def _check_scheme(record: SchemeEntry, settings: Mapping[str, Any], *args: Any) 
     return check_scheme(load_target(record.target), settings, *args)
 
 
-def _is_standard(registry: Registry, candidate: Candidate) -> bool:
+def _is_standard(candidate: Candidate) -> bool:
     record = _layer_entry(candidate)
     # Only the standard class defines ``layer_id``; a replacement inherits it.
     layer_id: object = vars(load_target(record.target)).get("layer_id")

@@ -169,7 +169,6 @@ class Session:
             self.lm.remove_adapter(name)
 
 
-CONTEXTS = (128, 1024, 4096)
 RUNNING = 4
 END_TOKENS = 20
 

@@ -99,7 +99,6 @@ class _StateChecker:
     def __init__(self, memories: list[tuple[int, int]]) -> None:
         self._memories = memories
         self._group_memories: set[int] = set()
-        self._at = ""
         self.num_used = 0
 
     def group(self, number: str, layers: list[Any]) -> None:
