@@ -15,7 +15,7 @@ cache. ``encoders`` are the shapes of MiniLM, of a ViT-B and of the encoder of W
 one input and for a batch; ``speech`` is all of Whisper small. ``convolutions`` are convolutions
 over patches beside the product of the same patches, those that ``adapt`` leaves included, in
 processor time. ``cost`` is the time to adapt, and the memory that the process grows by. Weights are
-random; every round runs all contenders in a new order, and ratios are medians over the rounds.
+random; every round runs all models in a new order, and ratios are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def decoder_model() -> Any:
 
 
 def steps_of(model: Any, context: int, steps: int, cache: Callable[[], Any], call: Any) -> Run:
-    """Return a contender that calls the model's forward, as ``generate`` does, token by token."""
+    """Return a function that calls the model's forward, as ``generate`` does, token by token."""
     ids = torch.randint(0, 1000, (1, context), generator=torch.Generator().manual_seed(1))
 
     def run() -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
     python benchmarks/bare_platform.py MODEL_DIR [--dtype float32] [--threads 2] [--rounds 7]
 
-Four contenders take turns on the same processor: the CPU platform, a platform of a third party
+Four configurations take turns on the same processor: the CPU platform, a platform of a third party
 that runs its kernels, one that does not and has those of torch's own functions, and the references
 alone. Ratios are to the first.
 """

@@ -12,7 +12,7 @@ four tokens and without: greedy text that repeats itself, and text that is drawn
 on the shipped model, since random weights repeat themselves in no way that says anything; `idle`
 decoding with a prefix cache of which nothing is used, beside none.
 
-Contenders live in processes of their own, of which one runs at a time. Every round draws its
+Engines live in processes of their own, of which one runs at a time. Every round draws its
 prompts anew and runs each row by all of them in a new order; figures are medians, with the lowest
 and the highest in brackets; ratios are medians of those within a round, to the peer that is best in
 the row. What a library does not do, or what cannot be run, stands in the output with its reason.
@@ -31,10 +31,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from cpu_contenders.contract import Settings
 from cpu_decode import ROOM_MIB, loaded, note, ratio_to_best, spread
+from cpu_engines.contract import Settings
 from cpu_models import SHIPPED
-from cpu_peers import Contender, Unavailable, cache_folder, chosen_contenders
+from cpu_peers import Engine, Unavailable, cache_folder, chosen_engines
 from cpu_processes import Worker
 
 SUITES = ("batches", "prefixes", "mixed", "large", "adapters", "guesses", "idle")
@@ -53,7 +53,7 @@ class Row:
     """One workload.
 
     Attributes:
-        command: what ``cpu_contenders/kinds.py`` reads.
+        command: what ``cpu_engines/kinds.py`` reads.
         labels: of the figures that are shown, by their names there.
         variant: of the settings of the suite.
     """
@@ -69,7 +69,7 @@ class Suite:
 
     Attributes:
         folder: of the model.
-        variants: settings by name; each has a process for every contender.
+        variants: settings by name; each has a process for every engine.
         pairs: of labels: with something, and without it.
     """
 
@@ -81,11 +81,11 @@ class Suite:
 
 @dataclass
 class Figures:
-    """The measurements of the contenders of a suite.
+    """The measurements of the engines of a suite.
 
     Attributes:
-        rates: of each round, by label and contender.
-        reasons: of rows that are not run, by label and contender; of all rows by contender alone.
+        rates: of each round, by label and engine.
+        reasons: of rows that are not run, by label and engine; of all rows by engine alone.
     """
 
     rates: dict[str, dict[str, list[float]]] = field(default_factory=dict)
@@ -220,20 +220,18 @@ def guessed_rows(options: argparse.Namespace) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def measured_suite(
-    suite: Suite, contenders: list[Contender], options: argparse.Namespace
-) -> Figures:
-    """Load all contenders, then measure them in rounds, the first of which warms up."""
+def measured_suite(suite: Suite, engines: list[Engine], options: argparse.Namespace) -> Figures:
+    """Load all engines, then measure them in rounds, the first of which warms up."""
     figures = Figures()
     workers: dict[tuple[str, str], Worker] = {}
     try:
-        for contender in contenders:
+        for engine in engines:
             for variant, settings in suite.variants.items():
-                note(f"{contender.name} {variant}: loading")
-                where = f"{contender.name} {variant}".rstrip()
+                note(f"{engine.name} {variant}: loading")
+                where = f"{engine.name} {variant}".rstrip()
                 try:
-                    workers[contender.name, variant] = loaded(
-                        contender, options.threads, options, suite.folder, settings
+                    workers[engine.name, variant] = loaded(
+                        engine, options.threads, options, suite.folder, settings
                     )
                 except Unavailable as error:
                     figures.reasons[where] = str(error)
@@ -254,7 +252,7 @@ def run_row(
     workers: dict[tuple[str, str], Worker],
     options: argparse.Namespace,
 ) -> None:
-    """Run a row by every contender that is left, in an order of its own."""
+    """Run a row by every engine that is left, in an order of its own."""
     shown = ", ".join(row.labels.values())
     names = [name for name, variant in workers if variant == row.variant]
     random.Random(f"{index} {shown}").shuffle(names)
@@ -303,7 +301,7 @@ def report(name: str, suite: Suite, figures: Figures, options: argparse.Namespac
 
 
 def pair_ratio(figures: Figures, first: str, second: str, name: str) -> str:
-    """Return the median of ratios of two rows of a contender, round by round."""
+    """Return the median of ratios of two rows of an engine, round by round."""
     both = [figures.rates.get(label, {}).get(name, []) for label in (first, second)]
     if not all(both):
         return "-"
@@ -333,12 +331,12 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     options = parsed()
     found, suites = {}, suites_of(options)
-    contenders = chosen_contenders(options.peers)
+    engines = chosen_engines(options.peers)
     for name in options.suites:
         suite = suites[name]
         config = json.loads((suite.folder / "hf" / "config.json").read_text(encoding="utf-8"))
         options.vocab_size = config["vocab_size"]
-        figures = measured_suite(suite, contenders, options)
+        figures = measured_suite(suite, engines, options)
         found[name] = vars(figures)
         for line in report(name, suite, figures, options):
             print(line, flush=True)

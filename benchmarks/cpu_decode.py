@@ -23,14 +23,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cpu_contenders.contract import MAX_BATCH, MAX_CONTEXT, MAX_STEP_TOKENS, Settings
+from cpu_engines.contract import MAX_BATCH, MAX_CONTEXT, MAX_STEP_TOKENS, Settings
 from cpu_peers import (
     CONTENDERS,
     ENVIRONMENTS,
-    Contender,
+    Engine,
     Unavailable,
     cache_folder,
-    chosen_contenders,
+    chosen_engines,
     environment_python,
 )
 from cpu_processes import Worker, available_mib
@@ -103,18 +103,18 @@ def rows_of(options: argparse.Namespace) -> list[Row]:
 
 
 def measured_group(
-    group: Group, contenders: list[Contender], rows: list[Row], options: argparse.Namespace
+    group: Group, engines: list[Engine], rows: list[Row], options: argparse.Namespace
 ) -> None:
     """Load all engines, then measure them in rounds; the first round is a warm-up."""
     workers: dict[str, Worker] = {}
     try:
-        for contender in contenders:
-            note(f"{group.threads} threads, {contender.name}: loading")
+        for engine in engines:
+            note(f"{group.threads} threads, {engine.name}: loading")
             try:
-                workers[contender.name] = loaded(contender, group.threads, options)
-                group.memory[contender.name] = dict(workers[contender.name].loaded)
+                workers[engine.name] = loaded(engine, group.threads, options)
+                group.memory[engine.name] = dict(workers[engine.name].loaded)
             except Unavailable as error:
-                group.failures[contender.name] = str(error)
+                group.failures[engine.name] = str(error)
         for index in range(options.repeat + 1):
             note(f"{group.threads} threads, {group.bits} bits: round {index} of {options.repeat}")
             command = [sys.executable, str(ROOFS), "--threads", str(group.threads)]
@@ -129,7 +129,7 @@ def measured_group(
 
 
 def loaded(
-    contender: Contender,
+    engine: Engine,
     threads: int,
     options: argparse.Namespace,
     folder: Path | None = None,
@@ -139,12 +139,10 @@ def loaded(
 
     Raises: Unavailable: the engine cannot be installed or loaded, or memory is short.
     """
-    python = environment_python(ENVIRONMENTS[contender.environment], options.environments)
+    python = environment_python(ENVIRONMENTS[engine.environment], options.environments)
     if available_mib() < options.room_mib:
-        raise Unavailable(f"only {available_mib()} MiB of memory left. Try: fewer contenders")
-    return Worker(
-        contender, python, folder or options.model_dir, threads, options.timeout, settings
-    )
+        raise Unavailable(f"only {available_mib()} MiB of memory left. Try: fewer engines")
+    return Worker(engine, python, folder or options.model_dir, threads, options.timeout, settings)
 
 
 def run_row(
@@ -245,7 +243,7 @@ def parsed() -> argparse.Namespace:
         "--peers",
         nargs="+",
         default=list(CONTENDERS),
-        help=f"contenders, or libraries for all of theirs: {', '.join(CONTENDERS)}; "
+        help=f"engines, or libraries for all of theirs: {', '.join(CONTENDERS)}; "
         "interposer:METHOD takes any method, interposer:METHOD-gN one with a group size",
     )
     parser.add_argument("--bits", type=numbers, default=[16, 8, 4])
@@ -267,8 +265,8 @@ def parsed() -> argparse.Namespace:
     together = options.batch * (min(options.contexts) + options.new_tokens + 2)
     if longest > MAX_CONTEXT or together > MAX_STEP_TOKENS or options.batch > MAX_BATCH:
         parser.error(
-            f"contenders keep room for {MAX_BATCH} requests of {MAX_STEP_TOKENS} tokens together "
-            f"and {MAX_CONTEXT} each, which cpu_contenders/contract.py says"
+            f"engines keep room for {MAX_BATCH} requests of {MAX_STEP_TOKENS} tokens together "
+            f"and {MAX_CONTEXT} each, which cpu_engines/contract.py says"
         )
     return options
 
@@ -277,12 +275,12 @@ def main() -> None:
     options = parsed()
     planned = plan(options.model_dir / "hf", platform="cpu")
     options.work, options.vocab_size = ModelWork.of(planned.model), planned.decoder.vocab_size
-    contenders, rows = chosen_contenders(options.peers), rows_of(options)
+    engines, rows = chosen_engines(options.peers), rows_of(options)
     groups = []
     for threads in options.threads:
         for bits in options.bits:
             group = Group(threads, bits)
-            chosen = [contender for contender in contenders if contender.bits == bits]
+            chosen = [engine for engine in engines if engine.bits == bits]
             if not chosen:
                 continue
             measured_group(group, chosen, rows, options)

@@ -27,9 +27,9 @@ from pathlib import Path
 
 import torch
 
-from cpu_contenders.contract import Settings
-from cpu_contenders.interposer_engine import Engine
 from cpu_decode import decode_bytes
+from cpu_engines.contract import Settings
+from cpu_engines.interposer_engine import Engine
 from interposer import Config, place
 from interposer_engine import plan
 from interposer_engine.roofline import ModelWork, measured_roofs

@@ -19,11 +19,11 @@ from pathlib import Path
 __all__ = [
     "CONTENDERS",
     "ENVIRONMENTS",
-    "Contender",
+    "Engine",
     "Environment",
     "Unavailable",
     "cache_folder",
-    "chosen_contenders",
+    "chosen_engines",
     "environment_python",
     "source_tree",
 ]
@@ -56,13 +56,13 @@ class Environment:
 
 
 @dataclass(frozen=True)
-class Contender:
+class Engine:
     """An engine with an option.
 
     Attributes:
         name: library and option, as in ``llama_cpp:q4_0``.
         bits: bits per weight, by which engines are grouped: 16, 8 or 4.
-        module: module of ``cpu_contenders``.
+        module: module of ``cpu_engines``.
         source: file or folder that ``cpu_models.py`` writes.
     """
 
@@ -102,30 +102,30 @@ ENVIRONMENTS = {
 }
 
 
-def _contenders() -> Iterator[Contender]:
+def _engines() -> Iterator[Engine]:
     ours = {"bf16": 16, "fp8": 8, "int8": 8, "int8-a16": 8}
     ours |= dict.fromkeys(("int4-g32", "int4-g128", "w4a8-g32", "w4a8-g128"), 4)
     for option, bits in ours.items():
-        yield Contender(f"interposer:{option}", bits, "interposer_engine", "hf", "ours")
+        yield Engine(f"interposer:{option}", bits, "interposer_engine", "hf", "ours")
     for option in ("eager", "compiled"):
         module = "transformers_model"
-        yield Contender(f"transformers:{option}", 16, module, "hf", "transformers")
+        yield Engine(f"transformers:{option}", 16, module, "hf", "transformers")
     for option in ("int4-g128", "w4a8-g32"):
-        yield Contender(f"torchao:{option}", 4, "transformers_model", "hf", "torchao")
+        yield Engine(f"torchao:{option}", 4, "transformers_model", "hf", "torchao")
     for option, bits in {"bf16": 16, "f16": 16, "q8_0": 8, "q4_0": 4, "q4_k_m": 4}.items():
         source = f"{option}.gguf"
-        yield Contender(f"llama_cpp:{option}", bits, "llama_cpp_context", source, "llama_cpp")
+        yield Engine(f"llama_cpp:{option}", bits, "llama_cpp_context", source, "llama_cpp")
     for option, bits in {"fp16": 16, "int8": 8, "int4": 4, "int4-all": 4}.items():
         source = f"openvino-{option}"
-        yield Contender(f"openvino:{option}", bits, "openvino_pipeline", source, "openvino")
-    yield Contender("vllm:bf16", 16, "vllm_engine", "hf", "vllm")
-    yield Contender("onnx:int4", 4, "onnx_generator", "onnx-int4", "onnx")
+        yield Engine(f"openvino:{option}", bits, "openvino_pipeline", source, "openvino")
+    yield Engine("vllm:bf16", 16, "vllm_engine", "hf", "vllm")
+    yield Engine("onnx:int4", 4, "onnx_generator", "onnx-int4", "onnx")
 
 
-CONTENDERS = {contender.name: contender for contender in _contenders()}
+CONTENDERS = {engine.name: engine for engine in _engines()}
 
 
-def chosen_contenders(names: Iterable[str]) -> list[Contender]:
+def chosen_engines(names: Iterable[str]) -> list[Engine]:
     """Look up engines by name; a library's name selects all its options.
 
     ``interposer:METHOD`` accepts any method, followed by ``-gN`` for a group size and ``-a8`` or
@@ -133,16 +133,16 @@ def chosen_contenders(names: Iterable[str]) -> list[Contender]:
 
     Raises: Unavailable: a name is unknown.
     """
-    chosen: dict[str, Contender] = {}
+    chosen: dict[str, Engine] = {}
     for name in names:
         found = [c for c in CONTENDERS.values() if name in (c.name, c.name.partition(":")[0])]
         if not found and name.startswith("interposer:"):
             method = name.partition(":")[2]
             bits = 4 if "4" in method.partition("-")[0] else 8
-            found = [Contender(name, bits, "interposer_engine", "hf", "ours")]
+            found = [Engine(name, bits, "interposer_engine", "hf", "ours")]
         if not found:
-            raise Unavailable(f"no contender {name!r}; known: {', '.join(CONTENDERS)}")
-        chosen |= {contender.name: contender for contender in found}
+            raise Unavailable(f"no engine {name!r}; known: {', '.join(CONTENDERS)}")
+        chosen |= {engine.name: engine for engine in found}
     return list(chosen.values())
 
 

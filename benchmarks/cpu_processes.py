@@ -15,8 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cpu_contenders.contract import Settings
-from cpu_peers import Contender, Unavailable
+from cpu_engines.contract import Settings
+from cpu_peers import Engine, Unavailable
 
 __all__ = ["Worker", "available_mib"]
 
@@ -31,23 +31,23 @@ class Worker:
 
     def __init__(
         self,
-        contender: Contender,
+        engine: Engine,
         python: Path,
         folder: Path,
         threads: int,
         timeout_s: float,
         settings: Settings | None = None,
     ) -> None:
-        self.contender = contender
+        self.engine = engine
         self.timeout_s = timeout_s
-        source = folder / contender.source
+        source = folder / engine.source
         if not source.exists():
             raise Unavailable(f"{source} is missing. Try: benchmarks/cpu_models.py")
         self.log = tempfile.NamedTemporaryFile(mode="w+b", suffix=".log")  # noqa: SIM115 - see end
         number = str(threads)
         more = [] if settings is None else [json.dumps(asdict(settings))]
         self.process = subprocess.Popen(
-            [python, WORKER, contender.module, source, contender.option, number, *more],
+            [python, WORKER, engine.module, source, engine.option, number, *more],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,

@@ -94,7 +94,7 @@ def work(given: argparse.Namespace) -> None:
             print(json.dumps(measure(lm, given.new_tokens)), flush=True)
 
 
-class Contender:
+class Engine:
     """A process with the loaded model, and the processes that it started."""
 
     def __init__(self, num_ranks: int, threads: int) -> None:
@@ -117,7 +117,7 @@ class Contender:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"a contender left with status {self.process.wait()}")
+            raise SystemExit(f"a engine left with status {self.process.wait()}")
         return json.loads(line)
 
     def end(self) -> None:
@@ -147,17 +147,17 @@ def main() -> None:
     if given.work:
         torch.manual_seed(0)
         return work(given)
-    one, several = Contender(1, given.ranks), Contender(given.ranks, 1)
-    rates: dict[Contender, list[float]] = {one: [], several: []}
+    one, several = Engine(1, given.ranks), Engine(given.ranks, 1)
+    rates: dict[Engine, list[float]] = {one: [], several: []}
     for number in range(given.rounds + 1):
         order = (one, several) if number % 2 else (several, one)
-        for contender in order:
-            rate = contender.ask()
+        for engine in order:
+            rate = engine.ask()
             if number:  # the first turns warm up
-                rates[contender].append(rate)
+                rates[engine].append(rate)
     pairs = [second / first for first, second in zip(rates[one], rates[several], strict=True)]
-    for name, contender in (("one process", one), (f"{given.ranks} processes", several)):
-        some = sorted(rates[contender])
+    for name, engine in (("one process", one), (f"{given.ranks} processes", several)):
+        some = sorted(rates[engine])
         print(f"{name:14s} {statistics.median(some):7.2f} tokens/s ({some[0]:.2f}-{some[-1]:.2f})")
     ratio = statistics.median(pairs)
     print(
@@ -165,13 +165,11 @@ def main() -> None:
         f"{max(pairs):.3f})"
     )
     if given.times:
-        for name, contender in (("one process", one), (f"{given.ranks} processes", several)):
-            told = ", ".join(
-                f"{key} {value:.2f} ms" for key, value in contender.ask("parts").items()
-            )
+        for name, engine in (("one process", one), (f"{given.ranks} processes", several)):
+            told = ", ".join(f"{key} {value:.2f} ms" for key, value in engine.ask("parts").items())
             print(f"{name:14s} {told}")
-    for contender in (one, several):
-        contender.end()
+    for engine in (one, several):
+        engine.end()
     return None
 
 

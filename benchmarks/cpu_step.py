@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from cpu_contenders.interposer_engine import settings_of
+from cpu_engines.interposer_engine import settings_of
 from cpu_models import config_of, write_hugging_face
 from interposer import Config
 from interposer_engine import LanguageModel, SamplingParams, load

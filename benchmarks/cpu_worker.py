@@ -2,7 +2,7 @@
 
     python cpu_worker.py MODULE PATH OPTION THREADS [SETTINGS]
 
-Started by these scripts; SETTINGS is JSON of the class Settings in ``cpu_contenders/contract.py``.
+Started by these scripts; SETTINGS is JSON of the class Settings in ``cpu_engines/contract.py``.
 
 Loads the model, then runs one measurement per JSON line on stdin, and answers each with a JSON line
 on the original stdout. Output of the libraries is redirected to stderr. The worker runs in the
@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from cpu_contenders.contract import BatchContender, Contender, Settings
-from cpu_contenders.kinds import run as run_kind
+from cpu_engines.contract import BatchEngine, Engine, Settings
+from cpu_engines.kinds import run as run_kind
 
 MIB = 2**20
 
@@ -59,7 +59,7 @@ def memory(field: str) -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-def run(contender: Contender, row: dict[str, int]) -> dict[str, float]:
+def run(engine: Engine, row: dict[str, int]) -> dict[str, float]:
     """Measure the seconds of a prefill and of the following decode steps.
 
     Prompts are random, so that prefix caches have no effect.
@@ -70,15 +70,15 @@ def run(contender: Contender, row: dict[str, int]) -> dict[str, float]:
         [generator.randrange(row["vocab_size"]) for _ in range(row["context"])]
         for _ in range(batch)
     ]
-    contender.reserve(batch, row["context"] + new_tokens + 1)
+    engine.reserve(batch, row["context"] + new_tokens + 1)
     start = time.perf_counter()
-    tokens = contender.prefill(prompts, new_tokens + 1)
+    tokens = engine.prefill(prompts, new_tokens + 1)
     middle = time.perf_counter()
     counts = {len(tokens)}
     for _ in range(new_tokens):
-        counts.add(len(contender.step()))
+        counts.add(len(engine.step()))
     end = time.perf_counter()
-    contender.end()
+    engine.end()
     if counts != {batch}:
         raise RuntimeError(f"steps gave {sorted(counts)} tokens instead of {batch}")
     return {
@@ -100,22 +100,20 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     start = time.perf_counter()
-    library = importlib.import_module(f"cpu_contenders.{module}")
+    library = importlib.import_module(f"cpu_engines.{module}")
     with AnonymousPeak() as peak:
-        contender: BatchContender = library.open_contender(
-            Path(path), option, int(threads), *settings
-        )
+        engine: BatchEngine = library.open_engine(Path(path), option, int(threads), *settings)
         seconds = time.perf_counter() - start
     answer(
         out,
         load_s=seconds,
         load_peak_mib=peak.bytes / MIB,
-        facts=contender.facts(),
+        facts=engine.facts(),
     )
     for line in sys.stdin:
         row = json.loads(line)
         # A row without a kind is one that every engine runs.
-        answer(out, **(run_kind(contender, row) if "kind" in row else run(contender, row)))
+        answer(out, **(run_kind(engine, row) if "kind" in row else run(engine, row)))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/decode.py MODEL_DIR [--dtype float32] [--threads 2] [--rounds 7]
 
-Every round runs all contenders one after another in a new order, so that drift of the machine
+Every round runs all engines one after another in a new order, so that drift of the machine
 hits all alike; the ratio is the median over the rounds of the ratio within a round.
 """
 
@@ -35,7 +35,7 @@ class Row:
 
 
 def interposer_run(lm: LanguageModel) -> Run:
-    """Return a contender that drives the engine step by step."""
+    """Return a function that drives the engine step by step."""
 
     def run(prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
         params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
@@ -52,7 +52,7 @@ def interposer_run(lm: LanguageModel) -> Run:
 
 
 def transformers_run(path: Path, dtype: torch.dtype, attention: str) -> Run:
-    """Return a contender that uses ``generate``: prefill alone, then the rest of its time."""
+    """Return a function that uses ``generate``: prefill alone, then the rest of its time."""
     from transformers import AutoModelForCausalLM
 
     # Any, because the type of generate's self excludes what from_pretrained returns.

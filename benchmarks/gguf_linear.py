@@ -33,8 +33,10 @@ WEIGHTS_BYTES = 96 << 20
 Call = Callable[[], object]
 
 
-def contenders(layout: BlockFormat, shape: tuple[int, int]) -> list[Callable[[torch.Tensor], Call]]:
-    """Return what makes the call of each contender for inputs."""
+def call_makers(
+    layout: BlockFormat, shape: tuple[int, int]
+) -> list[Callable[[torch.Tensor], Call]]:
+    """Return functions that make the call of each kernel from inputs."""
     out_features, in_features = shape
     generator = torch.Generator().manual_seed(0)
     rows = random_rows(layout, out_features, in_features, generator, in_features**-0.5)
@@ -94,7 +96,7 @@ def main() -> None:
     for name in options.formats:
         layout = FORMATS[name]
         for shape in SHAPES:
-            makers = contenders(layout, shape)
+            makers = call_makers(layout, shape)
             num_bytes = shape[0] * layout.row_bytes(shape[1])
             for num_tokens in TOKENS:
                 x = torch.randn(num_tokens, shape[1]).to(getattr(torch, options.dtype))

@@ -1,11 +1,11 @@
 """Decode and prefill of whole models on an accelerator, beside transformers.
 
     python benchmarks/gpu_decode.py [MODEL_DIR ...] [--shapes llama-3-8b,qwen3-0.6b]
-        [--precisions bf16,fp8,int4] [--batches 1,8,64,256] [--contenders interposer,static]
+        [--precisions bf16,fp8,int4] [--batches 1,8,64,256] [--engines interposer,static]
         [--work DIR] [--seconds N] [--json FILE]
 
 A shape is one of ``random_model.py``, whose weights are drawn on the device once and kept in the
-folder for work. Contenders are loaded one after the other, so that each has the memory to itself:
+folder for work. Engines are loaded one after the other, so that each has the memory to itself:
 interposer, with graphs where it has them (``plain`` without), transformers, and transformers with a
 static cache that it compiles itself (``static``). A step ends when the host has its tokens, so that
 the host's clock measures it. Weights and what is read of the cache, over the bandwidth of a copy
@@ -29,7 +29,7 @@ import torch
 
 from evidence.record import Deadline, Record, add_step_options
 from gpu_clock import clock_of, placement_of, roofs_by
-from gpu_contenders import Contender, InterposerEngine, TransformersModel
+from gpu_engines import Engine, InterposerEngine, TransformersModel
 from interposer import Placement
 from interposer_engine.roofline import Roofs
 from interposer_models.families import DecoderFamily
@@ -45,7 +45,7 @@ _LEAST_S = 5.0
 
 @dataclass(frozen=True)
 class Work:
-    """The workload of every contender."""
+    """The workload of every engine."""
 
     batch: int
     context: int
@@ -55,11 +55,11 @@ class Work:
 
 @dataclass
 class Figure:
-    """Medians of one contender; shares are those of the measured roofs."""
+    """Medians of one engine; shares are those of the measured roofs."""
 
     model: str
     precision: str
-    contender: str
+    engine: str
     batch: int
     context: int
     decode_step_s: float
@@ -86,11 +86,11 @@ def main() -> None:
         paths += [folder_of(shape, work, placement, record) for shape in options.shapes]
         decode = Decode(placement, roofs, record, deadline, options)
         jobs = [
-            (path, precision, contender)
+            (path, precision, engine)
             for path in paths
-            for contender in options.contenders
+            for engine in options.engines
             for precision in options.precisions
-            if precision == "bf16" or contender in InterposerEngine.GRAPHS
+            if precision == "bf16" or engine in InterposerEngine.GRAPHS
         ]
         for job in jobs:
             if not deadline.allows(_LEAST_S):
@@ -112,7 +112,7 @@ def folder_of(shape: str, work: Path, placement: Placement, record: Record) -> P
 
 
 class Decode:
-    """Measures contenders on one device, one after the other."""
+    """Measures engines on one device, one after the other."""
 
     def __init__(
         self,
@@ -130,28 +130,28 @@ class Decode:
         self.figures: list[Figure] = []
 
     def run(self, path: Path, precision: str, name: str) -> None:
-        """Load one contender and measure it on all batches that there is time for."""
+        """Load one engine and measure it on all batches that there is time for."""
         with self.record.guarded(f"{path.name} {precision} by {name}"):
             start = time.perf_counter()
-            contender = self.loaded(path, precision, name)
+            engine = self.loaded(path, precision, name)
             self.record.say(f"{name} has loaded in {time.perf_counter() - start:.0f} s")
             shape = shape_of(path)
             named = f"batches of {path.name} {precision} by {name}"
             for batch in self.record.within(self.options.batches, self.deadline, named, _LEAST_S):
                 with self.record.guarded(f"{path.name} {precision} by {name}, batch {batch}"):
                     work = work_of(batch, self.options)
-                    figure = measured(contender, shape, work, self.options.rounds)
+                    figure = measured(engine, shape, work, self.options.rounds)
                     self.shares(figure, shape, work, precision)
-                    figure.model, figure.precision, figure.contender = path.name, precision, name
+                    figure.model, figure.precision, figure.engine = path.name, precision, name
                     self.figures.append(figure)
                     self.record.row(line(figure), **asdict(figure))
-        # Nothing holds the contender any more but what compiled it.
+        # Nothing holds the engine any more but what compiled it.
         torch.compiler.reset()
         gc.collect()
         if self.placement.device.torch_device != "cpu":
             torch.accelerator.empty_cache()
 
-    def loaded(self, path: Path, precision: str, name: str) -> Contender:
+    def loaded(self, path: Path, precision: str, name: str) -> Engine:
         if name not in InterposerEngine.GRAPHS:
             return TransformersModel(path, self.placement.device.torch_device, name == "static")
         works = [work_of(batch, self.options) for batch in self.options.batches]
@@ -182,8 +182,8 @@ def shape_of(path: Path) -> DecoderFamily:
     return DecoderFamily.parse(config, str(path))
 
 
-def measured(contender: Contender, shape: DecoderFamily, work: Work, rounds: int) -> Figure:
-    """Return the medians of a contender; the first round warms up, compiles and captures."""
+def measured(engine: Engine, shape: DecoderFamily, work: Work, rounds: int) -> Figure:
+    """Return the medians of an engine; the first round warms up, compiles and captures."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(count: int, length: int) -> list[list[int]]:
@@ -196,8 +196,8 @@ def measured(contender: Contender, shape: DecoderFamily, work: Work, rounds: int
     steps: list[float] = []
     prefills: list[float] = []
     for turn in range(rounds + 1):
-        found = contender.decode(prompts, work.new_tokens)
-        prefill = contender.prefill(long)
+        found = engine.decode(prompts, work.new_tokens)
+        prefill = engine.prefill(long)
         if turn:
             steps += found
             prefills.append(prefill)
@@ -212,7 +212,7 @@ def measured(contender: Contender, shape: DecoderFamily, work: Work, rounds: int
         work.prefill,
         statistics.median(prefills),
         0.0,
-        contender.notes,
+        engine.notes,
     )
 
 
@@ -244,7 +244,7 @@ def line(figure: Figure) -> str:
     rate = figure.batch / figure.decode_step_s
     notes = f" ({figure.notes})" if figure.notes else ""
     return (
-        f"{figure.model:12}{figure.precision:5}{figure.contender:13}batch {figure.batch:>3} "
+        f"{figure.model:12}{figure.precision:5}{figure.engine:13}batch {figure.batch:>3} "
         f"{1e3 * figure.decode_step_s:>9.3f} ms a step,{rate:>9.1f} tokens/s,"
         f"{figure.decode_share:>5.0%} of bandwidth; prefill "
         f"{figure.prefill_tokens / figure.prefill_s:>9.0f} tokens/s,{figure.prefill_share:>5.0%} "
@@ -254,7 +254,7 @@ def line(figure: Figure) -> str:
 
 def comparisons(figures: list[Figure]) -> Iterator[str]:
     """Yield each figure of ours at the smallest batch, beside what there is to compare with."""
-    by_name = {(f.model, f.precision, f.contender, f.batch): f for f in figures}
+    by_name = {(f.model, f.precision, f.engine, f.batch): f for f in figures}
     least = min((figure.batch for figure in figures), default=1)
     for (model, precision, name, batch), figure in by_name.items():
         if name != "interposer" or batch != least:
@@ -288,7 +288,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--shapes", type=names, default=[], help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--precisions", type=names, default=[*_BITS])
     parser.add_argument("--batches", type=numbers, default=[1, 8, 64, 256])
-    parser.add_argument("--contenders", type=names, default=["interposer", "static"])
+    parser.add_argument("--engines", type=names, default=["interposer", "static"])
     parser.add_argument("--work", type=Path, help="folder that keeps the models of the shapes")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--new-tokens", type=int, default=32)
@@ -300,7 +300,7 @@ def parsed() -> argparse.Namespace:
     known = (*InterposerEngine.GRAPHS, "transformers", "static")
     given = {
         "--precisions": (options.precisions, _BITS),
-        "--contenders": (options.contenders, known),
+        "--engines": (options.engines, known),
     }
     given["--shapes"] = (options.shapes, SHAPES)
     for option, (wanted, all_known) in given.items():

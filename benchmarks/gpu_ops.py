@@ -7,7 +7,7 @@ First the ops of an 8-billion model on the very shapes that it asks for, in bflo
 W4A8, then all others, then torch.compile for the former, as far as the time goes. Per op and number
 of tokens: microseconds, the share of the measured memory bandwidth and of the measured matrix peak,
 and how many times slower torch runs the reference, eagerly and compiled. The result of each kernel
-is compared with that of the reference on the same device. All contenders take turns; the caches
+is compared with that of the reference on the same device. All kernels take turns; the caches
 hold nothing of theirs. Kernels are those of all plugins that are installed.
 """
 
@@ -155,7 +155,7 @@ class Bench:
     ) -> Iterator[Figure]:
         flops, result = num_flops(op, copied(arguments))
         moved = moved_bytes(op, arguments, result)
-        ours = dict(self._contenders(op, item, arguments))
+        ours = dict(self._kernels(op, item, arguments))
         positional = op.signature.bind(**arguments).args
         calls: dict[str, Call] = {**ours, "eager": lambda: op.reference(*positional)}
         taken = dict(zip(calls, self.clock.time(list(calls.values())), strict=True))
@@ -175,7 +175,7 @@ class Bench:
                 taken["eager"],
             )
 
-    def _contenders(
+    def _kernels(
         self, op: CustomOp[..., Any], item: Item, arguments: dict[str, Any]
     ) -> Iterator[tuple[str, Call]]:
         """Yield the kernels that take the item; one that is wrong is a fault and not timed."""

@@ -22,8 +22,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from evidence.record import Deadline, Record, add_step_options
 from gpu_clock import placement_of
-from gpu_contenders import InterposerEngine
 from gpu_decode import METHODS, folder_of, shape_of, work_of
+from gpu_engines import InterposerEngine
 from random_model import SHAPES
 
 _LEAST_S = 10.0

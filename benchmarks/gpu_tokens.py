@@ -158,7 +158,7 @@ class Comparison:
         lm = self.loaded(dtype)
         device = self.placement.device.torch_device
         truth = theirs(self.path, torch.float32, "cpu")
-        contenders = {
+        logits_by_name = {
             "ours": lm.logits,
             "transformers": theirs(self.path, getattr(torch, dtype), device),
         }
@@ -171,7 +171,7 @@ class Comparison:
             name: float(
                 (torch.cat([logits(one).cpu() for one in ids]) - wanted).square().mean().sqrt()
             )
-            for name, logits in contenders.items()
+            for name, logits in logits_by_name.items()
         }
         told = (
             f"{dtype}: rms error {errors['ours']:.2e}, of transformers {errors['transformers']:.2e}"

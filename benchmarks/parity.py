@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("model_dir", type=Path, nargs="+")
     for path in parser.parse_args().model_dir:
         exact = theirs(path, torch.float32)
-        contenders = {
+        logits_by_name = {
             "interposer float32": load(path, dtype="float32").logits,
             "interposer bfloat16": load(path, dtype="bfloat16").logits,
             "transformers bfloat16": theirs(path, torch.bfloat16),
@@ -48,7 +48,7 @@ def main() -> None:
             torch.randint(vocab_size, (length,), generator=generator).tolist() for length in LENGTHS
         ]
         wanted = torch.cat([exact(prompt) for prompt in prompts])
-        for name, logits in contenders.items():
+        for name, logits in logits_by_name.items():
             error = torch.cat([logits(prompt) for prompt in prompts]) - wanted
             rms, largest = error.square().mean().sqrt(), error.abs().max()
             print(f"{path.name:20s} {name:22s} rms {rms:.2e}  largest {largest:.2e}")

@@ -28,8 +28,8 @@ MACHINES = {
     "Intel Xeon, AMX": "_amx",
     "Intel Xeon, AVX-512 VNNI": "_vnni",
 }
-# An engine, by the width of its weights, and the contenders of the tables that are it. Of several
-# the fastest is drawn.
+# An engine, by the width of its weights, and its columns in the tables. Of several columns the
+# fastest is drawn.
 ENGINES: Mapping[int, Mapping[str, tuple[str, ...]]] = {
     16: {
         "interposer": ("interposer:bf16",),
@@ -88,7 +88,7 @@ FIGURES_DRAWN = (
 
 
 def read_tables(text: str) -> list[dict[str, dict[str, tuple[float, float, float]]]]:
-    """Return the tables of a file of results, in its order, by row and contender."""
+    """Return the tables of a file of results, in its order, by row and column."""
     tables: list[dict[str, dict[str, tuple[float, float, float]]]] = []
     names: list[str] = []
     for line in text.splitlines():
@@ -116,11 +116,9 @@ def bars(row: str, bits: int, suffix: str) -> list[Bar]:
         return []
     tables = read_tables(file.read_text(encoding="utf-8"))
     found = []
-    for engine, contenders in ENGINES[bits].items():
+    for engine, columns in ENGINES[bits].items():
         for table in tables:
-            figures = [
-                table.get(row, {})[name] for name in contenders if name in table.get(row, {})
-            ]
+            figures = [table.get(row, {})[name] for name in columns if name in table.get(row, {})]
             if figures:
                 found.append(Bar(engine, *max(figures)))
                 break

@@ -18,9 +18,9 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cpu_contenders.vllm_bridge import PLUGINS
 from cpu_decode import Row
-from cpu_peers import Contender, Unavailable
+from cpu_engines.vllm_bridge import PLUGINS
+from cpu_peers import Engine, Unavailable
 from cpu_processes import Worker
 
 __all__ = ["Pair", "rows_of"]
@@ -94,10 +94,10 @@ def measured(source: str, options: argparse.Namespace) -> Pair:
     pair, workers = Pair(source), dict[str, Worker]()
     try:
         for option in PLUGINS:
-            contender = Contender(f"vllm:{option}", 16, "vllm_bridge", source, "vllm")
+            engine = Engine(f"vllm:{option}", 16, "vllm_bridge", source, "vllm")
             try:
                 worker = Worker(
-                    contender, options.python, options.model_dir, options.threads, options.timeout
+                    engine, options.python, options.model_dir, options.threads, options.timeout
                 )
             except Unavailable as error:
                 pair.fail(option, error)

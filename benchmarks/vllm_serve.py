@@ -26,7 +26,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from cpu_contenders.vllm_bridge import PLUGINS
+from cpu_engines.vllm_bridge import PLUGINS
 from cpu_peers import Unavailable
 from vllm_bridge import Pair
 

@@ -40,17 +40,17 @@ def module(name: str) -> Any:
 )
 def test_a_worker_that_fails_says_why(name: str, reason: str, tmp_path: Path) -> None:
     peers, processes = module("cpu_peers"), module("cpu_processes")
-    contender = peers.Contender("x:y", 16, name, "hf", "ours")
+    engine = peers.Engine("x:y", 16, name, "hf", "ours")
     (tmp_path / "hf").mkdir()
     with pytest.raises(peers.Unavailable, match=reason):
-        processes.Worker(contender, Path(sys.executable), tmp_path, 1, 60.0)
+        processes.Worker(engine, Path(sys.executable), tmp_path, 1, 60.0)
 
 
 def test_a_missing_file_is_named() -> None:
     peers, processes = module("cpu_peers"), module("cpu_processes")
-    (contender,) = peers.chosen_contenders(["llama_cpp:q4_0"])
+    (engine,) = peers.chosen_engines(["llama_cpp:q4_0"])
     with pytest.raises(peers.Unavailable, match=r"q4_0.gguf is missing. Try: .*cpu_models.py"):
-        processes.Worker(contender, Path(sys.executable), Path("nowhere"), 1, 60.0)
+        processes.Worker(engine, Path(sys.executable), Path("nowhere"), 1, 60.0)
 
 
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4-g32", "w4a8-g32", "mxfp4"])
@@ -66,35 +66,35 @@ def test_every_kernel_that_accepts_is_timed(name: str) -> None:
             assert all(measure.gb_per_s > 0 for measure in found)
 
 
-def test_our_engine_is_a_contender_of_every_kind(tmp_path: Path) -> None:
-    contract, kinds = module("cpu_contenders.contract"), module("cpu_contenders.kinds")
+def test_our_engine_runs_every_kind(tmp_path: Path) -> None:
+    contract, kinds = module("cpu_engines.contract"), module("cpu_engines.kinds")
     models = module("cpu_models")
     shape = models.config_of("tiny", hidden_size=64, intermediate_size=64, vocab_size=256)
     models.write_hugging_face(shape, tmp_path / "hf")
     sizes = {f"model.layers.{n}.mlp.up_proj": (64, 64) for n in range(2)}
     adapters = tuple(str(write_adapter(tmp_path / str(n), sizes, seed=n)) for n in range(2))
-    engine = module("cpu_contenders.interposer_engine")
+    library = module("cpu_engines.interposer_engine")
     settings = contract.Settings(512, prefixes=True, adapters=adapters)
-    contender = engine.open_contender(tmp_path / "hf", "bf16", 1, settings)
+    engine = library.open_engine(tmp_path / "hf", "bf16", 1, settings)
     for row in (
         {"kind": "extend", "context": 64, "new_tokens": 32},
         {"kind": "shared", "context": 128},
         {"kind": "mixed", "batch": 4, "context": 8, "new_tokens": 17, "joining": 32},
         {"kind": "decode", "batch": 4, "context": 8, "new_tokens": 2, "adapters": [0, None, 1, 0]},
     ):
-        found = kinds.run(contender, {"seed": 1, "vocab_size": 256, **row})
+        found = kinds.run(engine, {"seed": 1, "vocab_size": 256, **row})
         assert all(value > 0 for value in found.values())
-    assert contender.lm.adapters == ()
+    assert engine.lm.adapters == ()
     # Of both second prompts whole pages are found again.
-    assert contender.lm.engine.prefixes.shared_tokens >= 64 + 128 - 2 * 16
+    assert engine.lm.engine.prefixes.shared_tokens >= 64 + 128 - 2 * 16
 
 
 def test_our_engine_guesses_what_repeats_itself() -> None:
-    contract, kinds = module("cpu_contenders.contract"), module("cpu_contenders.kinds")
+    contract, kinds = module("cpu_engines.contract"), module("cpu_engines.kinds")
     rows = module("batch_kinds").guessed_rows(Namespace(scale=4, new_tokens=4))
-    engine = module("cpu_contenders.interposer_engine")
+    library = module("cpu_engines.interposer_engine")
     settings = contract.Settings(512, guesses=True)
-    contender = engine.open_contender(SHIPPED, "bf16", 1, settings)
+    engine = library.open_engine(SHIPPED, "bf16", 1, settings)
     for row in rows:
-        assert kinds.run(contender, {**row.command, "seed": 1})["tokens"] > 0
-    assert contender.lm.speculation.drafted_tokens > 0
+        assert kinds.run(engine, {**row.command, "seed": 1})["tokens"] > 0
+    assert engine.lm.speculation.drafted_tokens > 0

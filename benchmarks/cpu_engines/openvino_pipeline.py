@@ -6,9 +6,9 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from cpu_contenders.contract import MAX_BATCH, MAX_STEP_TOKENS, Contender
+from cpu_engines.contract import MAX_BATCH, MAX_STEP_TOKENS, Engine
 
-__all__ = ["open_contender"]
+__all__ = ["open_engine"]
 
 
 class Pipeline:
@@ -61,6 +61,6 @@ class Pipeline:
         return {"openvino-genai": self.genai.__version__}
 
 
-def open_contender(path: Path, option: str, threads: int) -> Contender:
+def open_engine(path: Path, option: str, threads: int) -> Engine:
     """Load the folder of the intermediate representation with ``option`` in its name."""
     return Pipeline(path, threads)

@@ -9,8 +9,8 @@ __all__ = [
     "MAX_BATCH",
     "MAX_CONTEXT",
     "MAX_STEP_TOKENS",
-    "BatchContender",
-    "Contender",
+    "BatchEngine",
+    "Engine",
     "Settings",
     "Unsupported",
 ]
@@ -56,7 +56,7 @@ class Settings:
         return MAX_STEP_TOKENS if self == Settings() else self.requests // 2 * self.context
 
 
-class Contender(Protocol):
+class Engine(Protocol):
     """A loaded model that decodes greedily and ignores end-of-sequence tokens."""
 
     def reserve(self, batch: int, tokens: int) -> None:
@@ -78,7 +78,7 @@ class Contender(Protocol):
         """Report versions, sizes and settings."""
 
 
-class BatchContender(Contender, Protocol):
+class BatchEngine(Engine, Protocol):
     """Engine of ``batch_kinds.py``, with prefill and decode in the same step.
 
     A method that the library cannot support raises Unsupported before anything is timed.

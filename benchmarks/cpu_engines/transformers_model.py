@@ -6,9 +6,9 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from cpu_contenders.contract import MAX_CONTEXT, Contender
+from cpu_engines.contract import MAX_CONTEXT, Engine
 
-__all__ = ["open_contender"]
+__all__ = ["open_engine"]
 
 
 class Model:
@@ -109,6 +109,6 @@ def _quantize(model: Any, method: str, group_size: int) -> None:
     quantization.quantize_(model, make(group_size=group_size))
 
 
-def open_contender(path: Path, option: str, threads: int) -> Contender:
+def open_engine(path: Path, option: str, threads: int) -> Engine:
     """Load the model; ``option`` is eager, compiled, or a torchao scheme: int4-g128, w4a8-g32."""
     return Model(path, option, threads)

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cpu_contenders.contract import MAX_CONTEXT, Contender
+from cpu_engines.contract import MAX_CONTEXT, Engine
 
-__all__ = ["open_contender"]
+__all__ = ["open_engine"]
 
 
 class Generator:
@@ -47,6 +47,6 @@ class Generator:
         return {"onnxruntime-genai": self.genai.__version__}
 
 
-def open_contender(path: Path, option: str, threads: int) -> Contender:
+def open_engine(path: Path, option: str, threads: int) -> Engine:
     """Load the folder of the model builder with ``option`` in its name."""
     return Generator(path, threads)

@@ -6,9 +6,9 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from cpu_contenders.contract import MAX_STEP_TOKENS, BatchContender, Settings
+from cpu_engines.contract import MAX_STEP_TOKENS, BatchEngine, Settings
 
-__all__ = ["open_contender", "settings_of"]
+__all__ = ["open_engine", "settings_of"]
 
 _HEADS = {"int4": "int4", "w4a8": "int4", "int8": "int8", "fp8": "int8"}
 
@@ -135,8 +135,8 @@ def settings_of(option: str) -> dict[str, Any] | None:
     return None if method == "bf16" else settings | {"head_activations": inputs}
 
 
-def open_contender(
+def open_engine(
     path: Path, option: str, threads: int, settings: Settings | None = None
-) -> BatchContender:
+) -> BatchEngine:
     """Load the model in bfloat16, or quantized by ``option``, for example int4-g32."""
     return Engine(path, option, threads, settings or Settings())

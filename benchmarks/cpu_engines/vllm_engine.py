@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from cpu_contenders.contract import MAX_STEP_TOKENS, BatchContender, Settings
+from cpu_engines.contract import MAX_STEP_TOKENS, BatchEngine, Settings
 
-__all__ = ["open_contender"]
+__all__ = ["open_engine"]
 
 
 class Engine:
@@ -119,8 +119,8 @@ def _options(settings: Settings) -> dict[str, Any]:
     return options
 
 
-def open_contender(
+def open_engine(
     path: Path, option: str, threads: int, settings: Settings | None = None
-) -> BatchContender:
+) -> BatchEngine:
     """Load the model in bfloat16."""
     return Engine(path, threads, settings or Settings())

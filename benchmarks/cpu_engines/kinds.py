@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from cpu_contenders.contract import MAX_STEP_TOKENS, BatchContender, Unsupported
+from cpu_engines.contract import MAX_STEP_TOKENS, BatchEngine, Unsupported
 
 __all__ = ["KINDS"]
 
@@ -26,7 +26,7 @@ def drawn(row: Row, batch: int, length: int) -> list[list[int]]:
     return [generator.choices(range(row["vocab_size"]), k=length) for _ in range(batch)]
 
 
-def decode(contender: BatchContender, row: Row) -> dict[str, float]:
+def decode(engine: BatchEngine, row: Row) -> dict[str, float]:
     """Decode requests after prompts of ``context`` tokens, with ``adapters`` if given.
 
     With ``mixed_lengths``, prompt lengths alternate between 1/4, 1/2, 3/4 and all of it.
@@ -34,21 +34,21 @@ def decode(contender: BatchContender, row: Row) -> dict[str, float]:
     batch, new, adapters = row["batch"], row["new_tokens"], row.get("adapters")
     # Requests that are prefilled first already decode during the others' prefill.
     ahead = -(-batch * row["context"] // MAX_STEP_TOKENS)
-    contender.reserve(batch, row["context"] + new + 1 + ahead)
+    engine.reserve(batch, row["context"] + new + 1 + ahead)
     if adapters is not None:
-        contender.use_adapters(adapters)
+        engine.use_adapters(adapters)
     prompts = drawn(row, batch, row["context"])
     if row.get("mixed_lengths"):
         prompts = [p[: len(p) * (1 + n % 4) // 4] for n, p in enumerate(prompts)]
     start = time.perf_counter()
-    contender.prefill(prompts, new + 1 + ahead)
+    engine.prefill(prompts, new + 1 + ahead)
     ends, counts = [time.perf_counter()], set()
     for _ in range(new):
-        counts.add(len(contender.step()))
+        counts.add(len(engine.step()))
         ends.append(time.perf_counter())
-    contender.end()
+    engine.end()
     if adapters is not None:
-        contender.use_adapters([])
+        engine.use_adapters([])
     if counts != {batch}:
         raise RuntimeError(f"steps gave {sorted(counts)} tokens instead of {batch}")
     return {
@@ -63,75 +63,75 @@ def p95_ms(gaps: list[float]) -> float:
     return 1e3 * sorted(gaps)[int(0.95 * (len(gaps) - 1))]
 
 
-def extend(contender: BatchContender, row: Row) -> dict[str, float]:
+def extend(engine: BatchEngine, row: Row) -> dict[str, float]:
     """Prefill ``context`` tokens, then a prompt that extends them by ``new_tokens``."""
     behind, more = row["context"], row["new_tokens"]
-    contender.reserve(1, behind + more + 2)
+    engine.reserve(1, behind + more + 2)
     (prompt,) = drawn(row, 1, behind + more)
     start = time.perf_counter()
-    contender.prefill([prompt[:behind]], 1)
+    engine.prefill([prompt[:behind]], 1)
     middle = time.perf_counter()
-    contender.end()
+    engine.end()
     again = time.perf_counter()
-    contender.extend(prompt, behind)
+    engine.extend(prompt, behind)
     end = time.perf_counter()
-    contender.end()
+    engine.end()
     return {"new": behind / (middle - start), "known": more / (end - again)}
 
 
-def shared(contender: BatchContender, row: Row) -> dict[str, float]:
+def shared(engine: BatchEngine, row: Row) -> dict[str, float]:
     """Time the first token after a new prefix, then after the same prefix with another ending."""
     common = row["context"]
-    contender.reserve(1, common + END_TOKENS + 2)
+    engine.reserve(1, common + END_TOKENS + 2)
     (prompt,) = drawn(row, 1, common + 2 * END_TOKENS)
     other = prompt[:common] + prompt[-END_TOKENS:]
     start = time.perf_counter()
-    contender.prefill([prompt[:-END_TOKENS]], 1)
+    engine.prefill([prompt[:-END_TOKENS]], 1)
     middle = time.perf_counter()
-    contender.end()
+    engine.end()
     again = time.perf_counter()
-    contender.extend(other, common)
+    engine.extend(other, common)
     end = time.perf_counter()
-    contender.end()
+    engine.end()
     tokens = common + END_TOKENS
     return {"new": tokens / (middle - start), "known": tokens / (end - again)}
 
 
-def mixed(contender: BatchContender, row: Row) -> dict[str, float]:
+def mixed(engine: BatchEngine, row: Row) -> dict[str, float]:
     """Decode requests while a prompt of ``joining`` tokens joins every eighth step."""
     batch, new, size = row["batch"], row["new_tokens"], row["joining"]
     ahead = -(-batch * row["context"] // MAX_STEP_TOKENS)
-    contender.reserve(batch + 1, max(row["context"] + new + ahead, size) + 2)
+    engine.reserve(batch + 1, max(row["context"] + new + ahead, size) + 2)
     joins = iter(drawn(row, -(-new // JOIN_STEPS), size))
-    contender.prefill(drawn(row, batch, row["context"]), new + 1 + ahead)
+    engine.prefill(drawn(row, batch, row["context"]), new + 1 + ahead)
     gaps = []
     start = time.perf_counter()
     for number in range(new):
         began = time.perf_counter()
         if number % JOIN_STEPS == 0:
-            contender.join(next(joins))
-        contender.step()
+            engine.join(next(joins))
+        engine.step()
         gaps.append(time.perf_counter() - began)
     seconds = time.perf_counter() - start
-    contender.end()
+    engine.end()
     return {"tokens": batch * new / seconds, "gap_ms": p95_ms(gaps)}
 
 
-def guesses(contender: BatchContender, row: Row) -> dict[str, float]:
+def guesses(engine: BatchEngine, row: Row) -> dict[str, float]:
     """Continue the row's prompt with speculative decoding, one request at a time."""
     new, prompt = row["new_tokens"], row["prompt"]
-    contender.reserve(1, len(prompt) + new + 8)
-    contender.draw(row["temperature"], row["seed"])
-    contender.prefill([prompt], new + 8)
+    engine.reserve(1, len(prompt) + new + 8)
+    engine.draw(row["temperature"], row["seed"])
+    engine.prefill([prompt], new + 8)
     start, tokens = time.perf_counter(), 0
     while tokens < new:
-        tokens += len(contender.several()[0])
+        tokens += len(engine.several()[0])
     seconds = time.perf_counter() - start
-    contender.end()
+    engine.end()
     return {"tokens": tokens / seconds}
 
 
-KINDS: dict[str, Callable[[BatchContender, Row], dict[str, float]]] = {
+KINDS: dict[str, Callable[[BatchEngine, Row], dict[str, float]]] = {
     "decode": decode,
     "extend": extend,
     "guesses": guesses,
@@ -140,10 +140,10 @@ KINDS: dict[str, Callable[[BatchContender, Row], dict[str, float]]] = {
 }
 
 
-def run(contender: BatchContender, row: Row) -> dict[str, Any]:
+def run(engine: BatchEngine, row: Row) -> dict[str, Any]:
     """Measure a row; return its results, or the reason why the library cannot run it."""
     try:
-        return dict(KINDS[row["kind"]](contender, row))
+        return dict(KINDS[row["kind"]](engine, row))
     except Unsupported as error:
-        contender.end()
+        engine.end()
         return {"unsupported": str(error)}

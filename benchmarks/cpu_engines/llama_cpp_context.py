@@ -7,14 +7,14 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from cpu_contenders.contract import (
+from cpu_engines.contract import (
     MAX_STEP_TOKENS,
-    BatchContender,
+    BatchEngine,
     Settings,
     Unsupported,
 )
 
-__all__ = ["open_contender"]
+__all__ = ["open_engine"]
 
 _GUESSES = 4
 _NGRAM = 3
@@ -177,8 +177,8 @@ class Context:
         return self.numpy.ctypeslib.as_array(found, shape=(self.vocab_size,))
 
 
-def open_contender(
+def open_engine(
     path: Path, option: str, threads: int, settings: Settings | None = None
-) -> BatchContender:
+) -> BatchEngine:
     """Load the GGUF file with ``option`` in its name."""
     return Context(path, threads, settings or Settings())

@@ -13,10 +13,10 @@ import torch
 from interposer import Config, Placement
 from interposer_engine import SamplingParams, load
 
-__all__ = ["Contender", "InterposerEngine", "TransformersModel"]
+__all__ = ["Engine", "InterposerEngine", "TransformersModel"]
 
 
-class Contender(ABC):
+class Engine(ABC):
     """A model that is loaded.
 
     Attributes:
@@ -34,7 +34,7 @@ class Contender(ABC):
         """Return the seconds until the first token of each prompt is there."""
 
 
-class InterposerEngine(Contender):
+class InterposerEngine(Engine):
     """Our engine, step by step."""
 
     GRAPHS: ClassVar[Mapping[str, Literal["auto", "off"]]] = {"interposer": "auto", "plain": "off"}
@@ -72,7 +72,7 @@ class InterposerEngine(Contender):
         return time.perf_counter() - start
 
 
-class TransformersModel(Contender):
+class TransformersModel(Engine):
     """``generate`` of transformers: a prefill alone, and then the rest of the time."""
 
     def __init__(self, path: Path, device: str, static: bool) -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from cpu_contenders.contract import BatchContender, Settings
-from cpu_contenders.vllm_engine import Engine
+from cpu_engines.contract import BatchEngine, Settings
+from cpu_engines.vllm_engine import Engine
 
-__all__ = ["PLUGINS", "open_contender"]
+__all__ = ["PLUGINS", "open_engine"]
 
 PLUGINS = {"plain": "", "bridge": "interposer"}
 """The names in ``VLLM_PLUGINS`` by option."""
 
 
-def open_contender(
+def open_engine(
     path: Path, option: str, threads: int, settings: Settings | None = None
-) -> BatchContender:
+) -> BatchEngine:
     """Load the model in bfloat16, or in its checkpoint's quantization."""
     os.environ["VLLM_PLUGINS"] = PLUGINS[option]
     engine = Engine(path, threads, settings or Settings())
