@@ -29,6 +29,7 @@ from torch import Tensor
 
 from interposer import Verdict
 from interposer.errors import ConfigError
+from interposer_ops.devices.system_files import read_text
 
 __all__ = [
     "Spare",
@@ -164,7 +165,7 @@ def huge_pages(root: Path = _ROOT) -> Verdict:
 
 def huge_page_bytes(root: Path = _ROOT) -> int:
     """Return the size of a huge page in bytes, 0 if unknown; it depends on the architecture."""
-    size = _text(root / _FOLDER / "hpage_pmd_size")
+    size = read_text(root / _FOLDER / "hpage_pmd_size").strip()
     return int(size) if size.isdecimal() else 0
 
 
@@ -295,12 +296,5 @@ _spare: ContextVar[Spare | None] = ContextVar("spare maps of host memory", defau
 
 def _setting(root: Path) -> str:
     """Return the active setting (the word in brackets), or "" if there is none."""
-    match = re.search(r"\[(\w+)\]", _text(root / _FOLDER / "enabled"))
+    match = re.search(r"\[(\w+)\]", read_text(root / _FOLDER / "enabled"))
     return match[1] if match else ""
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""

@@ -13,6 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from interposer import Verdict
+from interposer_ops.devices.system_files import (
+    is_in_container,
+    list_folder,
+    pci_devices,
+    read_text,
+)
 
 ROOT = Path("/")
 # nvhost-gpu and nvgpu are the integrated GPUs of Jetson boards.
@@ -83,47 +89,18 @@ def read_system(root: Path = ROOT) -> System:
     """Read the system's GPU files below ``root``."""
     if sys.platform != "linux":
         return System(root)
-    wsl = "microsoft" in _read_text(root / "proc/sys/kernel/osrelease").lower()
+    wsl = "microsoft" in read_text(root / "proc/sys/kernel/osrelease").lower()
     node_names = sorted(
-        path.name for path in _list_folder(root / "dev") if _NODE.fullmatch(path.name)
+        path.name for path in list_folder(root / "dev") if _NODE.fullmatch(path.name)
     )
     if wsl and (root / "dev/dxg").exists():
         node_names.append("dxg")
-    version = _VERSION.search(_read_text(root / "proc/driver/nvidia/version"))
+    version = _VERSION.search(read_text(root / "proc/driver/nvidia/version"))
     return System(
         root,
         tuple(f"/dev/{name}" for name in node_names),
         version[1] if version else "",
-        tuple(sorted(_gpus_on_bus(root))),
+        tuple(path.name for path in pci_devices(root, _VENDOR, [_DISPLAY])),
         wsl,
-        _in_container(root),
+        is_in_container(root),
     )
-
-
-def _gpus_on_bus(root: Path) -> list[str]:
-    return [
-        path.name
-        for path in _list_folder(root / "sys/bus/pci/devices")
-        if _read_text(path / "vendor").strip() == _VENDOR
-        and _read_text(path / "class").startswith(_DISPLAY)
-    ]
-
-
-def _in_container(root: Path) -> bool:
-    if (root / ".dockerenv").exists() or (root / "run/.containerenv").exists():
-        return True
-    return bool(re.search("docker|kubepods|containerd|lxc", _read_text(root / "proc/1/cgroup")))
-
-
-def _list_folder(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from interposer import Verdict
+from interposer_ops.devices.system_files import list_folder, pci_devices, read_text
 from interposer_rocm._hardware.topology import Topology, read_topology
 
 ROOT = Path("/")
@@ -90,15 +91,15 @@ def read_system(root: Path = ROOT) -> System:
     if sys.platform != "linux":
         return System(Topology(()))
     kfd = root / "dev/kfd"
-    release = _read_text(root / "proc/sys/kernel/osrelease").strip()
-    render_numbers = (path.name.removeprefix("renderD") for path in _list_folder(root / "dev/dri"))
+    release = read_text(root / "proc/sys/kernel/osrelease").strip()
+    render_numbers = (path.name.removeprefix("renderD") for path in list_folder(root / "dev/dri"))
     return System(
         read_topology(root),
         kfd.exists(),
         os.access(kfd, os.R_OK | os.W_OK),
         frozenset(int(number) for number in render_numbers if number.isdecimal()),
         _driver_version(root, release),
-        tuple(sorted(_gpus_on_bus(root))),
+        tuple(path.name for path in pci_devices(root, _VENDOR, _CLASSES)),
         "microsoft" in release.lower(),
     )
 
@@ -107,29 +108,4 @@ def _driver_version(root: Path, release: str) -> str:
     module = root / "sys/module/amdgpu"
     if not module.exists():
         return ""
-    return _read_text(module / "version").strip() or (
-        f"of Linux {release}" if release else "loaded"
-    )
-
-
-def _gpus_on_bus(root: Path) -> list[str]:
-    return [
-        path.name
-        for path in _list_folder(root / "sys/bus/pci/devices")
-        if _read_text(path / "vendor").strip() == _VENDOR
-        and _read_text(path / "class").startswith(_CLASSES)
-    ]
-
-
-def _list_folder(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+    return read_text(module / "version").strip() or (f"of Linux {release}" if release else "loaded")

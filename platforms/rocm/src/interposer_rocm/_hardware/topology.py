@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from interposer_ops.devices.system_files import list_folder, read_text
 from interposer_rocm._hardware.architectures import GfxVersion, architecture_of
 
 _NODES = Path("sys/class/kfd/kfd/topology/nodes")
@@ -74,7 +75,7 @@ def read_topology(root: Path) -> Topology:
     """Read the GPUs from ``sys`` below ``root``."""
     gpus: list[GPU] = []
     unreadable = 0
-    nodes = {int(path.name): path for path in _subfolders(root / _NODES) if path.name.isdecimal()}
+    nodes = {int(path.name): path for path in list_folder(root / _NODES) if path.name.isdecimal()}
     gpu_nodes: dict[int, Mapping[str, int]] = {}
     for number, folder in sorted(nodes.items()):
         properties = _read_properties(folder / "properties")
@@ -127,11 +128,11 @@ def _gpu(root: Path, number: int, properties: Mapping[str, int], gpu_nodes: Iter
 def _name(root: Path, render: int, device_id: int) -> str:
     """Return the product name from the driver or libdrm's table; "" if both lack the GPU."""
     device = root / f"sys/class/drm/renderD{render}/device"
-    product_name = _read_text(device / "product_name").strip()
+    product_name = read_text(device / "product_name").strip()
     if product_name:
         return product_name
-    revision = _read_text(device / "revision").strip().removeprefix("0x").upper()
-    for line in _read_text(root / "usr/share/libdrm/amdgpu.ids").splitlines():
+    revision = read_text(device / "revision").strip().removeprefix("0x").upper()
+    for line in read_text(root / "usr/share/libdrm/amdgpu.ids").splitlines():
         cells = [cell.strip() for cell in line.split(",", 2)]
         if len(cells) == 3 and cells[:2] == [f"{device_id:04X}", revision]:
             return cells[2]
@@ -140,7 +141,7 @@ def _name(root: Path, render: int, device_id: int) -> str:
 
 def _read_parts(folder: Path) -> list[Mapping[str, int]]:
     properties_of_parts = [
-        _read_properties(path / "properties") for path in sorted(_subfolders(folder))
+        _read_properties(path / "properties") for path in sorted(list_folder(folder))
     ]
     return [properties for properties in properties_of_parts if properties]
 
@@ -157,17 +158,3 @@ def _read_properties(path: Path) -> Mapping[str, int] | None:
         with suppress(ValueError):
             values[name] = int(value, 0)
     return values
-
-
-def _subfolders(folder: Path) -> list[Path]:
-    try:
-        return [path for path in folder.iterdir() if path.is_dir()]
-    except OSError:
-        return []
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -11,18 +11,23 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from interposer import Verdict
+from interposer_ops.devices.system_files import (
+    is_in_container,
+    list_folder,
+    pci_devices,
+    read_text,
+)
 
 ROOT = Path("/")
 _DRIVERS = ("i915", "xe")
 _VENDOR = "0x8086"
 _DISPLAY = "0x03"  # classes of PCI: display controllers
 _NODE = re.compile(r"renderD\d+")
-_CONTAINER = re.compile("docker|kubepods|containerd|lxc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +104,7 @@ def read_system(root: Path = ROOT) -> System:
     """Read the system's GPU files below ``root``."""
     if sys.platform != "linux":
         return System(root)
-    wsl = "microsoft" in _read_text(root / "proc/sys/kernel/osrelease").lower()
+    wsl = "microsoft" in read_text(root / "proc/sys/kernel/osrelease").lower()
     nodes = sorted(_node_names(root))
     node_paths = [f"/dev/dri/{name}" for name in nodes]
     closed = [f"/dev/dri/{name}" for name in nodes if not _may_open(root / "dev/dri" / name)]
@@ -109,49 +114,24 @@ def read_system(root: Path = ROOT) -> System:
         root,
         tuple(node_paths),
         tuple(closed),
-        tuple(sorted(_read_displays(root), key=lambda display: display.address)),
+        tuple(_read_display(path) for path in pci_devices(root, _VENDOR, [_DISPLAY])),
         wsl,
-        _in_container(root),
+        is_in_container(root),
     )
 
 
 def _node_names(root: Path) -> Iterator[str]:
     """Yield the names of the render nodes of Intel GPUs."""
-    for path in _list_folder(root / "dev/dri"):
-        vendor = _read_text(root / "sys/class/drm" / path.name / "device/vendor").strip()
+    for path in list_folder(root / "dev/dri"):
+        vendor = read_text(root / "sys/class/drm" / path.name / "device/vendor").strip()
         if _NODE.fullmatch(path.name) and vendor == _VENDOR:
             yield path.name
 
 
-def _read_displays(root: Path) -> Iterator[Display]:
-    for path in _list_folder(root / "sys/bus/pci/devices"):
-        if _read_text(path / "vendor").strip() != _VENDOR:
-            continue
-        if _read_text(path / "class").startswith(_DISPLAY):
-            driver = path / "driver"
-            yield Display(path.name, driver.resolve().name if driver.exists() else "")
+def _read_display(folder: Path) -> Display:
+    driver = folder / "driver"
+    return Display(folder.name, driver.resolve().name if driver.exists() else "")
 
 
 def _may_open(path: Path) -> bool:
     return os.access(path, os.R_OK | os.W_OK)
-
-
-def _in_container(root: Path) -> bool:
-    container_files = (root / ".dockerenv", root / "run/.containerenv")
-    return any(mark.exists() for mark in container_files) or bool(
-        _CONTAINER.search(_read_text(root / "proc/1/cgroup"))
-    )
-
-
-def _list_folder(folder: Path) -> Iterable[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
