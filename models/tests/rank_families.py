@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from interposer import Config, Ranks, Resolver
 from interposer_engine import SamplingParams, load
-from interposer_ops.layers.cuts import Cut
+from interposer_ops.layers.tensor_parallel.sharding import Shard
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 COUNT = 6
@@ -38,13 +38,13 @@ def told(path: Path, ranks: Ranks | None) -> dict[str, Any]:
     if (path / ADAPTER).exists():
         lm.load_adapter("own", path / ADAPTER)
         (adapted,) = lm.generate([PROMPT], params.model_copy(update={"adapter": "own"}))
-    cuts = [m.cut for m in model.modules() if isinstance(getattr(m, "cut", None), Cut)]
+    shards = [m.shard for m in model.modules() if isinstance(getattr(m, "shard", None), Shard)]
     notes = [note for note in RESOLVERS[-1].notes if note.startswith("every rank computes")]
     return {
         "tokens": list(completion.token_ids),
         "logprobs": list(completion.logprobs),
         "adapted": [] if adapted is None else list(adapted.logprobs),
-        "cuts": sorted({cut.kind for cut in cuts}),
+        "shards": sorted({shard.kind for shard in shards}),
         "notes": notes,
     }
 

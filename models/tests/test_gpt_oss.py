@@ -23,7 +23,7 @@ from interposer import Config, explain
 from interposer.errors import CheckpointError, ConfigError
 from interposer_engine import load, plan, quantize
 from interposer_models.families import GptOss
-from interposer_ops.layers.experts import Experts
+from interposer_ops.layers.moe.experts import Experts
 from interposer_ops.quantizers import quantize_mxfp4
 from interposer_quantization import Mxfp4Experts
 

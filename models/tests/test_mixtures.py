@@ -18,7 +18,7 @@ from interposer import Config, explain
 from interposer.errors import CheckpointError
 from interposer_engine import load, plan, quantize
 from interposer_models.families import DecoderFamily, Mixtral, Qwen2, Qwen3Moe
-from interposer_ops.layers.experts import Experts
+from interposer_ops.layers.moe.experts import Experts
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

@@ -99,7 +99,7 @@ def test_ranks_say_what_one_process_does(
             # Every rank draws from the same bits.
             assert answer["logprobs"] == answers[0]["logprobs"]
             assert answer["logprobs"] == pytest.approx(alone["logprobs"], abs=BOUND)
-            assert ("vocabulary" in answer["cuts"]) == (family not in WHOLE_TABLES)
+            assert ("vocabulary" in answer["shards"]) == (family not in WHOLE_TABLES)
             assert answer["adapted"] == pytest.approx(alone["adapted"], abs=BOUND)
             assert bool(answer["adapted"]) == (family == ADAPTED)
             assert not answer["adapted"] or answer["adapted"] != answer["logprobs"]

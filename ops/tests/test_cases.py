@@ -13,7 +13,7 @@ from interposer.records import load_target
 from interposer_ops.layers.activation import GatedActivation
 from interposer_ops.layers.attention import Attention
 from interposer_ops.layers.embedding import Embedding, LMHead
-from interposer_ops.layers.experts import Router
+from interposer_ops.layers.moe.router import Router
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding
 from interposer_ops.layers.sampler import Sampler

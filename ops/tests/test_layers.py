@@ -20,8 +20,9 @@ from interposer_ops.experts import fused_experts
 from interposer_ops.layers.activation import GatedActivation
 from interposer_ops.layers.decoder_block import DecoderBlock
 from interposer_ops.layers.embedding import Embedding, LMHead
-from interposer_ops.layers.experts import Experts, Router
 from interposer_ops.layers.linear import Linear, MergedLinear
+from interposer_ops.layers.moe.experts import Experts
+from interposer_ops.layers.moe.router import Router
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding
 from interposer_ops.linear import linear

@@ -24,8 +24,8 @@ from interposer import (
 from interposer.errors import CheckpointError
 from interposer.records import SchemeEntry, load_target
 from interposer_ops.experts import activated
-from interposer_ops.layers.experts import Experts, gates_first
 from interposer_ops.layers.linear import Linear
+from interposer_ops.layers.moe.experts import Experts, gates_first
 from interposer_quantization.plugin import interposer_records
 
 PREFIX = "model.layers.0.mlp.experts"

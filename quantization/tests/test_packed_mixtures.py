@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 from interposer import explain
 from interposer.errors import CheckpointError, ConfigError
 from interposer_engine import load
-from interposer_ops.layers.experts import Experts
+from interposer_ops.layers.moe.experts import Experts
 from interposer_quantization._weights.int_packing import AWQ_ORDER, pack_int32
 
 SIZES: dict[str, Any] = {

@@ -39,8 +39,8 @@ from interposer.hookspecs import hookimpl
 from interposer.records import LayerEntry
 from interposer_engine import LanguageModel, load
 from interposer_ops.experts import activated
-from interposer_ops.layers.expert_stages import ExpertDispatcher, LocalDispatcher
-from interposer_ops.layers.experts import Experts, taken_matrices
+from interposer_ops.layers.moe.dispatcher import ExpertDispatcher, LocalDispatcher
+from interposer_ops.layers.moe.experts import Experts, take_matrices
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -274,7 +274,7 @@ class OfTheLibrary(Experts):
     kind = ""
 
     def finalize(self) -> None:
-        held = taken_matrices(self, self.spec)
+        held = take_matrices(self, self.spec)
         self.matrices = held["gate_up"], held["down"]
 
     def forward(

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 from interposer import explain
 from interposer.errors import CheckpointError, ConfigError
 from interposer_engine import LanguageModel, SamplingParams, load
-from interposer_ops.layers.experts import Experts
+from interposer_ops.layers.moe.experts import Experts
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),

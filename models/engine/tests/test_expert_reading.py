@@ -18,9 +18,8 @@ from interposer import Capability, Config, Device, ExpertsSpec, Ranks, Registry,
 from interposer.tooling import Plugins
 from interposer_engine._checkpoint.files import Checkpoint
 from interposer_engine._checkpoint.weights import Weights
-from interposer_ops.layers.divided_experts import share_experts
-from interposer_ops.layers.expert_placement import ExpertParallel, ExpertPlacement
-from interposer_ops.layers.placed_experts import PlacedExperts
+from interposer_ops.layers.moe.placement import ExpertParallel, ExpertPlacement
+from interposer_ops.layers.moe.sharded_experts import ExpertParallelExperts, shard_experts
 
 EXPERTS, HIDDEN, INNER = 5, 256, 4096
 NAMES = ("gate", "up", "down")
@@ -49,7 +48,7 @@ class Mixture(nn.Module):
             activation="silu",
             projections=None if is_stacked else NAMES,
         )
-        self.experts = share_experts(site, spec)
+        self.experts = shard_experts(site, spec)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["one tensor", "a tensor each"])
@@ -114,7 +113,7 @@ def test_a_rank_copies_its_own_experts(checkpoint: Checkpoint, count: int) -> No
         stream = read.watch(checkpoint.stream())
         Weights(model, "cpu").load(stream, "test", names=checkpoint.names())
     layer: Any = model.experts
-    held = layer.held if count > 1 else tuple(range(EXPERTS))
+    held = layer.local_expert_ids if count > 1 else tuple(range(EXPERTS))
     assert read.num_bytes == len(held) * EXPERT_BYTES
     assert [float(one[0, 0]) for one in layer.operands[0]] == list(held)
 
@@ -124,8 +123,8 @@ def test_a_move_copies_only_experts_that_move_to_this_rank(checkpoint: Checkpoin
     weights = Weights(model, "cpu")
     weights.load(checkpoint.stream(), "test", names=names)
     layer = model.experts
-    assert isinstance(layer, PlacedExperts)
-    assert layer.held == (3, 4)
+    assert isinstance(layer, ExpertParallelExperts)
+    assert layer.local_expert_ids == (3, 4)
     before = layer.operands[0]
     placement = ExpertPlacement(EXPERTS, ((4, 1, 2), (3, 0)))
     with ReadBytes() as read:
@@ -150,7 +149,7 @@ def test_pages_of_other_experts_are_not_read(checkpoint: Checkpoint, count: int)
     stream = watched(checkpoint, touched)
     Weights(model, "cpu").load(stream, "test", names=checkpoint.names())
     layer: Any = model.experts
-    held = layer.held if count > 1 else tuple(range(EXPERTS))
+    held = layer.local_expert_ids if count > 1 else tuple(range(EXPERTS))
     assert sum(touched) == pytest.approx(control_of(checkpoint, held), rel=0.2)
 
 

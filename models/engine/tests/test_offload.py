@@ -32,7 +32,7 @@ from interposer.records import PlatformEntry
 from interposer_engine import LanguageModel, load
 from interposer_engine._offload.planning import BlockSize, plan_offload
 from interposer_engine._packed.file import MappedMemory, PackedFile
-from interposer_ops.layers.experts import Experts
+from interposer_ops.layers.moe.experts import Experts
 
 PROMPTS = [[5, 6, 7, 8], [9] * 40]
 LAYERS = 9  # of which no number of buffers is a divisor of all

@@ -28,7 +28,7 @@ from interposer_engine import (
 from interposer_engine._distributed.codec import CodecError, decode, encode
 from interposer_engine._distributed.estimate import ExpertLoads
 from interposer_engine._distributed.protocol import Channel
-from interposer_ops.layers.expert_placement import ExpertPlacement
+from interposer_ops.layers.moe.placement import ExpertPlacement
 
 VALUES: list[Any] = [
     *(None, True, False, 0, -1, 2**63 - 1, -(2**63), 2**63, 10**40, 1.5, math.inf, b"\x00\xff"),

@@ -19,9 +19,9 @@ from transformers.models.auto.modeling_auto import (
 
 from interposer import Ranks
 from interposer_engine import plan
-from interposer_ops.layers.divided_experts import DividedExperts
-from interposer_ops.layers.divided_linear import ColumnLinear, RowLinear
 from interposer_ops.layers.linear import Linear
+from interposer_ops.layers.moe.sharded_experts import TensorParallelExperts
+from interposer_ops.layers.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 KINDS = {"colwise": "column", "packed_colwise": "column", "rowwise": "row"}
 # Its other styles are not compared: of OLMo 2 it gathers what a norm is over, whole here; of
@@ -56,11 +56,11 @@ def cuts_of(model: nn.Module) -> dict[str, str]:
     shards = {}
     for layer in model.modules():
         parent = str(getattr(layer, "prefix", "")).rpartition(".")[0]
-        if isinstance(layer, ColumnLinear):
+        if isinstance(layer, ColumnParallelLinear):
             shards.update({f"{parent}.{part}": "column" for part in layer.parts})
-        elif isinstance(layer, RowLinear):
+        elif isinstance(layer, RowParallelLinear):
             shards[layer.prefix] = "row"
-        elif isinstance(layer, DividedExperts):
+        elif isinstance(layer, TensorParallelExperts):
             # Of matrices that are stored inputs first it names the dimension in the file.
             kinds = ("row", "column") if layer.spec.inputs_first else ("column", "row")
             names = (f"{layer.prefix}.gate_up_proj", f"{layer.prefix}.down_proj")

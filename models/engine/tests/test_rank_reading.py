@@ -19,7 +19,7 @@ from interposer import Capability, Config, Device, Ranks, Registry, Resolver, Si
 from interposer.tooling import Plugins
 from interposer_engine._checkpoint.files import Checkpoint
 from interposer_engine._checkpoint.weights import Weights
-from interposer_ops.layers.divided_pairs import PairNames, share_inner
+from interposer_ops.layers.tensor_parallel.projection_pairs import ProjectionNames, shard_mlp
 
 HIDDEN, INNER = 4, 2**21
 
@@ -39,7 +39,7 @@ class Pair(nn.Module):
 
     def __init__(self, site: Site) -> None:
         super().__init__()
-        shares = share_inner(site, HIDDEN, INNER, PairNames("up", "down"), {"up": 1})
+        shares = shard_mlp(site, HIDDEN, INNER, ProjectionNames("up", "down"), {"up": 1})
         self.up, self.down = shares.first(), shares.last()
 
 

@@ -23,7 +23,7 @@ from interposer.errors import ConfigError, RankError, RequestError
 from interposer_engine import LanguageModel, Meeting, WeightsFrom, launched, load, send_weights
 from interposer_engine._checkpoint.layers import RowBuffer
 from interposer_engine._checkpoint.tensors import TensorPlace
-from interposer_ops.layers.cuts import Slice
+from interposer_ops.layers.tensor_parallel.sharding import Slice
 
 # All share the processes.
 pytestmark = pytest.mark.xdist_group("weight-peers")

@@ -29,8 +29,8 @@ from interposer_engine._checkpoint.updates import Offer
 from interposer_engine._checkpoint.weights import Weights
 from interposer_gguf import plugin as gguf
 from interposer_nf4 import plugin as nf4
-from interposer_ops.layers.experts import Experts
 from interposer_ops.layers.linear import Linear
+from interposer_ops.layers.moe.experts import Experts
 from interposer_quantization import plugin as standard
 
 PREFIX, MIXTURE = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts"

@@ -21,9 +21,9 @@ from interposer_models._decoder.decoder import CausalLM, Decoder, Names, Norm, N
 from interposer_models._decoder.family import DecoderFamily
 from interposer_ops.attention import ragged_attention
 from interposer_ops.layers.attention import Attention
-from interposer_ops.layers.divided_pairs import PairNames, share_heads
 from interposer_ops.layers.linear import Linear, MergedLinear
 from interposer_ops.layers.self_attention import SelfAttention
+from interposer_ops.layers.tensor_parallel.projection_pairs import ProjectionNames, shard_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class EncoderAttention(SelfAttention):
         self, site: Site, spec: AttentionSpec, hidden_size: int, rotary_size: int, bias: bool
     ) -> None:
         PluggableLayer.__init__(self, site)
-        names = PairNames("qkv_proj", self.part_names[0], bias, bias)
-        shards = share_heads(site, spec, hidden_size, names)
+        names = ProjectionNames("qkv_proj", self.part_names[0], bias, bias)
+        shards = shard_attention(site, spec, hidden_size, names)
         self.spec = spec = shards.spec
         self.head_size = size = spec.head_size
         self.sizes = shards.sizes

@@ -150,5 +150,5 @@ def test_blocks_call_their_parts_with_another_communicator(loads: Loads) -> None
     assert "by shared_memory, and torch is chosen here" in refusal["reason"]
     assert not chosen(lm, FUSED)
     notes = [note for choice in chosen(lm, "all_reduce") for note in choice["notes"]]
-    assert f"norms behind sums run apart: torch has no {FUSED}" in notes
+    assert f"the next norm is not fused with the all-reduce: torch has no {FUSED}" in notes
     assert told(lm)[0] == told(alone)[0]

@@ -14,8 +14,8 @@ import torch
 from interposer import Config, ExpertsSpec, PluggableLayer, Resolver, Site, current_registry, place
 from interposer_cpu import native
 from interposer_cpu._kernels import expert_layers
-from interposer_ops.layers.expert_stages import LocalDispatcher
-from interposer_ops.layers.experts import Experts
+from interposer_ops.layers.moe.dispatcher import LocalDispatcher
+from interposer_ops.layers.moe.experts import Experts
 
 # Installed without a C++ compiler, the plugin works but has no native kernels to test.
 pytestmark = pytest.mark.skipif(bool(native.why_absent()), reason=native.why_absent())

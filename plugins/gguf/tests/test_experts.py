@@ -29,8 +29,8 @@ from interposer_engine import load
 from interposer_gguf._block_formats import FORMATS
 from interposer_gguf._experts import BlocksExperts, DequantizedExperts
 from interposer_gguf._scheme import GGUF
-from interposer_ops.layers.experts import Experts
 from interposer_ops.layers.linear import Linear
+from interposer_ops.layers.moe.experts import Experts
 
 PREFIX = "model.layers.0.mlp.experts"
 PARTS = ("gate_proj", "up_proj", "down_proj")

@@ -28,7 +28,7 @@ from interposer.errors import CheckpointError
 from interposer_engine import LanguageModel, load
 from interposer_nf4._codebook_linear import dequantize
 from interposer_nf4._codebooks import CODEBOOKS
-from interposer_ops.layers.experts import Experts, PlainExperts
+from interposer_ops.layers.moe.experts import Experts, PlainExperts
 
 TOKENIZER = Path(__file__).parents[3] / "examples" / "models" / "stdlib-lm" / "tokenizer.json"
 TOKENS = [5, 42, 15, 3]

@@ -20,7 +20,7 @@ from interposer_adapt._packed_weight import PackedWeight, Restore, unpacked_forw
 from interposer_adapt._projections import release_weight, set_weights
 from interposer_adapt._shards import is_sharded, local_parameters, local_part
 from interposer_ops.experts import fused_experts
-from interposer_ops.layers.experts import Experts, PlainExperts, gates_first
+from interposer_ops.layers.moe.experts import Experts, PlainExperts, gates_first
 
 _LAYOUT_ATTRIBUTES = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
 _MATRICES = ("gate_up_proj", "down_proj")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from interposer_engine._weight_transfer.protocol import Meeting
     from interposer_engine._weight_transfer.receiver import WeightsFrom
     from interposer_engine._weight_transfer.sender import send_weights
-    from interposer_ops.layers.expert_placement import ExpertParallel
+    from interposer_ops.layers.moe.placement import ExpertParallel
 
 __all__ = [
     "AsyncLanguageModel",
@@ -93,7 +93,7 @@ __getattr__ = lazy_attributes(
         "interposer_engine._weight_transfer.protocol": "Meeting",
         "interposer_engine._weight_transfer.receiver": "WeightsFrom",
         "interposer_engine._weight_transfer.sender": "send_weights",
-        "interposer_ops.layers.expert_placement": "ExpertParallel",
+        "interposer_ops.layers.moe.placement": "ExpertParallel",
     },
 )
 

@@ -16,7 +16,7 @@ from interposer_engine._prefix_settings import PrefixCache
 from interposer_engine._speculation.settings import Speculation
 
 if TYPE_CHECKING:
-    from interposer_ops.layers.expert_placement import ExpertParallel
+    from interposer_ops.layers.moe.placement import ExpertParallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

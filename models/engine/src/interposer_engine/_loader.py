@@ -27,7 +27,7 @@ from interposer_engine._load_options import LoadOptions, policy_in_force
 from interposer_engine._planning import plan
 from interposer_engine._prefix_settings import PrefixCache
 from interposer_engine._speculation.settings import Speculation
-from interposer_ops.layers.expert_placement import ExpertParallel
+from interposer_ops.layers.moe.placement import ExpertParallel
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -35,7 +35,7 @@ from interposer_models.decoder import (
 )
 from interposer_ops.attention import common_page_size
 from interposer_ops.devices.graphs import judge_graphs
-from interposer_ops.layers.expert_placement import ExpertParallel
+from interposer_ops.layers.moe.placement import ExpertParallel
 from interposer_ops.layers.sampler import Sampler
 
 SAMPLER = "sampler"

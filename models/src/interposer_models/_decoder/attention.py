@@ -32,10 +32,10 @@ from interposer_ops.attention import (
     ragged_attention_with_lse,
 )
 from interposer_ops.layers.attention import Attention
-from interposer_ops.layers.divided_pairs import PairNames, share_heads
 from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.rotary import RotaryEmbedding
 from interposer_ops.layers.self_attention import SelfAttention
+from interposer_ops.layers.tensor_parallel.projection_pairs import ProjectionNames, shard_attention
 from interposer_ops.rotary import rotary_embedding_interleaved
 
 Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -270,11 +270,11 @@ class FusedAttention(SelfAttention):
     def __init__(self, site: Site, spec: AttentionSpec, hidden_size: int, form: FusedForm) -> None:
         PluggableLayer.__init__(self, site)
         size = self.head_size = spec.head_size
-        names = PairNames(*form.names, form.bias, form.bias)
+        names = ProjectionNames(*form.names, form.bias, form.bias)
         # Sharding must know the order of the rows: three values per head, or three blocks of heads.
         axes = (("query", 3),) if form.by_head else (("query", 1),) * 3
         outputs = {form.names[0].rpartition(".")[2]: axes}
-        shards = share_heads(site, spec, hidden_size, names, outputs, form.linear)
+        shards = shard_attention(site, spec, hidden_size, names, outputs, form.linear)
         self.sizes, self.by_head = shards.sizes, form.by_head
         self.qkv_proj, self.o_proj = shards.first(), shards.last()
         self.q_norm = self.k_norm = None

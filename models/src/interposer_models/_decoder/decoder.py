@@ -24,18 +24,24 @@ from interposer_models._decoder.attention import SharedCacheAttention
 from interposer_models._decoder.recurrent import RecurrentLayer
 from interposer_models._decoder.settings import DecoderSettings
 from interposer_ops.layers.attention import Attention
-from interposer_ops.layers.cuts import alone
 from interposer_ops.layers.decoder_block import DecoderBlock
-from interposer_ops.layers.divided_tables import share_embedding, share_head
 from interposer_ops.layers.embedding import Embedding
-from interposer_ops.layers.fused_sums import LeftSum, ends_in_projection, leave_sum
 from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.self_attention import SelfAttention
+from interposer_ops.layers.tensor_parallel.embedding import shard_embedding, shard_lm_head
+from interposer_ops.layers.tensor_parallel.fused_all_reduce import (
+    FusedAllReduceNorm,
+    ends_in_projection,
+    fuse_all_reduce,
+)
+from interposer_ops.layers.tensor_parallel.sharding import is_single_process
 from interposer_ops.rotary import rotary_table
 
 
-def fuse_sums_into_norms(blocks: Sequence[nn.Module], last: nn.Module, site: Site) -> list[LeftSum]:
+def fuse_all_reduces_into_norms(
+    blocks: Sequence[nn.Module], last: nn.Module, site: Site
+) -> list[FusedAllReduceNorm]:
     """Move the all-reduce after each block into the next block's first norm, or the last norm.
 
     Args:
@@ -44,9 +50,9 @@ def fuse_sums_into_norms(blocks: Sequence[nn.Module], last: nn.Module, site: Sit
         site: the site of the decoder.
     Returns: the fused sums.
     """
-    if alone(site):
+    if is_single_process(site):
         return []
-    fused_sums = []
+    fused_all_reduces = []
     # A list with the following block, empty for the last one.
     next_blocks: list[list[nn.Module]] = [*([block] for block in blocks[1:]), []]
     for block, next_block in zip(blocks, next_blocks, strict=True):
@@ -57,11 +63,11 @@ def fuse_sums_into_norms(blocks: Sequence[nn.Module], last: nn.Module, site: Sit
         mlp: Any = block.mlp
         if not ends_in_projection(mlp, GatedMLP):
             continue
-        if leave_sum(
+        if fuse_all_reduce(
             replace(site, prefix=norm.prefix), mlp.down_proj, norm, (mlp, block), next_block
         ):
-            fused_sums.append(norm.left[0])
-    return fused_sums
+            fused_all_reduces.append(norm.fused_all_reduce[0])
+    return fused_all_reduces
 
 
 def _first_norm(block: nn.Module) -> nn.Module | None:
@@ -139,7 +145,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embedding_scale = config.embedding_scale
-        self.embed_tokens = embedding or share_embedding(
+        self.embed_tokens = embedding or shard_embedding(
             site.at(config.frame.embedding), config.vocab_size, config.hidden_size, head
         )
         frame, count = config.frame, config.num_hidden_layers
@@ -165,7 +171,9 @@ class Decoder(nn.Module):
         self.block_indices: Sequence[int] = range(count)
         # A subclass with its own forward may read a block's output before the next norm reduces it.
         is_frame = type(self).forward is Decoder.forward
-        self._fused_sums = fuse_sums_into_norms([*self.layers], self.norm, site) if is_frame else []
+        self._fused_all_reduces = (
+            fuse_all_reduces_into_norms([*self.layers], self.norm, site) if is_frame else []
+        )
         self._joined: tuple[Sequence[nn.Module], Sequence[int], FusedBlocks | None] = (
             (),
             (),
@@ -176,25 +184,27 @@ class Decoder(nn.Module):
     @contextmanager
     def only_blocks(self, block_indices: Sequence[int]) -> Iterator[None]:
         """Run only the blocks ``block_indices``, in this order, within a ``with`` block."""
-        all_indices, layers, fused_sums = self.block_indices, self.layers, self._fused_sums
+        all_indices, layers = self.block_indices, self.layers
+        fused_all_reduces = self._fused_all_reduces
         self.block_indices = block_indices
         self.layers = nn.ModuleList(layers[index] for index in block_indices)
         self._assign_caches()
-        self._pause_fused_sums(True)
+        self._pause_fused_all_reduces(True)
         # The blocks no longer follow each other as they were fused.
-        self._fused_sums = []
+        self._fused_all_reduces = []
         try:
             yield
         finally:
-            self.block_indices, self.layers, self._fused_sums = all_indices, layers, fused_sums
-            self._pause_fused_sums(False)
+            self.block_indices, self.layers = all_indices, layers
+            self._fused_all_reduces = fused_all_reduces
+            self._pause_fused_all_reduces(False)
             self._assign_caches()
 
-    def _pause_fused_sums(self, is_paused: bool) -> None:
+    def _pause_fused_all_reduces(self, is_paused: bool) -> None:
         """Run each block's all-reduce in the block itself (True), or in the next norm (False)."""
-        for fused_sum in self._fused_sums:
-            if fused_sum.is_paused is not is_paused:
-                fused_sum.is_paused = is_paused
+        for fused_all_reduce in self._fused_all_reduces:
+            if fused_all_reduce.is_paused is not is_paused:
+                fused_all_reduce.is_paused = is_paused
 
     def _assign_caches(self) -> None:
         """Compute ``cache_indices``: for each block the index of its cache.
@@ -276,7 +286,7 @@ class Decoder(nn.Module):
         extra_inputs = self.extra_block_inputs(token_ids, x)
         hidden = self.hidden
         # A draft model reads block inputs, which must be complete sums on every rank.
-        self._pause_fused_sums(hidden is not None)
+        self._pause_fused_all_reduces(hidden is not None)
         fused_output = None
         # torch.compile traces the blocks one by one and fuses in its own way.
         if hidden is None and self.layers and not any(extra_inputs) and not is_compiling():
@@ -366,7 +376,7 @@ class CausalLM(CausalModel):
         self.model = self.decoder_type(
             site.at(config.frame.decoder), config, block, norm, head if tied else None, embedding
         )
-        self.lm_head = share_head(
+        self.lm_head = shard_lm_head(
             head,
             config.vocab_size,
             config.hidden_size,

@@ -15,11 +15,11 @@ from interposer.tooling import UINT4
 from interposer_models._decoder.decoder import CausalLM, Names, NormedBlock
 from interposer_models._decoder.mtp_head import PredictionHead
 from interposer_models._decoder.settings import DecoderSettings
-from interposer_ops.layers.cuts import local_spec
 from interposer_ops.layers.decoder_block import DecoderBlock
 from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.self_attention import SelfAttention
+from interposer_ops.layers.tensor_parallel.sharding import local_spec
 
 _OPTION = "Config(kv_cache='int4')"
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from interposer import PluggableLayer, Site
 from interposer.errors import UnknownNameError
 from interposer_ops.activations import gelu, quick_gelu, relu2
-from interposer_ops.layers.divided_pairs import PairNames, share_inner
 from interposer_ops.layers.linear import Linear
+from interposer_ops.layers.tensor_parallel.projection_pairs import ProjectionNames, shard_mlp
 from interposer_ops.norms import layer_norm
 
 Names = tuple[str, str]
@@ -49,8 +49,8 @@ class PlainMLP(nn.Module):
             raise UnknownNameError("activation", activation, known_activations)
         hidden, intermediate = sizes
         outputs = {names[0].rpartition(".")[2]: 1}
-        shards = share_inner(
-            site, hidden, intermediate, PairNames(*names, bias, bias), outputs, linear
+        shards = shard_mlp(
+            site, hidden, intermediate, ProjectionNames(*names, bias, bias), outputs, linear
         )
         intermediate = shards.size
         self.first = shards.first()

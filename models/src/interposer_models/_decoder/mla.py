@@ -24,12 +24,17 @@ from interposer_models._decoder.moe import GroupedFamily
 from interposer_models._decoder.settings import Positive
 from interposer_models._decoder.sparse_attention import Indexer
 from interposer_ops.layers.attention import Attention, LatentBackend
-from interposer_ops.layers.cuts import Cut, Slices, heads_cut
-from interposer_ops.layers.divided_linear import ColumnLinear, Projection, RowLinear, divides
 from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding
 from interposer_ops.layers.self_attention import SelfAttention
+from interposer_ops.layers.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    Projection,
+    RowParallelLinear,
+    shard_projections,
+)
+from interposer_ops.layers.tensor_parallel.sharding import Shard, Slices, shard_heads
 from interposer_ops.linear import batched_linear, linear
 
 # Epsilon of the norms of latent vectors; the reference fixes it, independent of the config.
@@ -181,10 +186,10 @@ class LatentShards:
     def of(cls, site: Site, spec: AttentionSpec, sizes: LatentSizes, bias: bool) -> LatentShards:
         """Shard the projections of the attention at ``site`` by heads, or replicate them."""
         # None on a single rank, or if the heads do not divide among the ranks.
-        local = heads_cut(site, spec)
+        local = shard_heads(site, spec)
         if local is not None:
             projections = _projections(spec, sizes, bias, local[1])
-            slices = divides(site, *projections)
+            slices = shard_projections(site, *projections)
             if slices is not None:
                 return cls(local[0], projections, slices)
         return cls(spec, _projections(spec, sizes, bias, None), None)
@@ -198,29 +203,29 @@ class LatentShards:
         """Build the projection of queries."""
         if self.slices is None:
             return self.projections[0].whole(site)
-        return ColumnLinear(site, self.projections[0], self.slices[0])
+        return ColumnParallelLinear(site, self.projections[0], self.slices[0])
 
     def output(self, site: Site) -> Linear:
         """Build the output projection."""
         if self.slices is None:
             return self.projections[2].whole(site)
-        return RowLinear(site, self.projections[2], self.slices[2])
+        return RowParallelLinear(site, self.projections[2], self.slices[2])
 
 
 def _projections(
-    spec: AttentionSpec, sizes: LatentSizes, bias: bool, cut: Cut | None
+    spec: AttentionSpec, sizes: LatentSizes, bias: bool, shard: Shard | None
 ) -> tuple[Projection, Projection, Projection]:
-    """Describe the projections of all heads, sharded if ``cut`` is given."""
+    """Describe the projections of all heads, sharded if ``shard`` is given."""
     heads, latent = spec.num_heads, spec.latent_size
     name, inputs = "q_proj", sizes.hidden
     if sizes.query_latent is not None:
         name, inputs = "q_b_proj", sizes.query_latent
     query_width, key_value_width = sizes.plain + spec.head_size - latent, sizes.plain + sizes.value
     columns = [
-        None if cut is None else {part: cut.times(size)}
+        None if shard is None else {part: shard.times(size)}
         for part, size in ((name, query_width), ("kv_b_proj", key_value_width))
     ]
-    row = None if cut is None else replace(cut.times(sizes.value), kind="row")
+    row = None if shard is None else replace(shard.times(sizes.value), kind="row")
     return (
         Projection(name, inputs, {name: heads * query_width}, False, columns=columns[0]),
         Projection(

@@ -26,12 +26,12 @@ from interposer_models._decoder.mtp_head import HeadNames, NextTokenHead, Predic
 from interposer_models._decoder.settings import Positive
 from interposer_ops.activations import relu2
 from interposer_ops.experts import grouped_topk
-from interposer_ops.layers.divided_experts import share_experts
-from interposer_ops.layers.expert_loop import ExpertLoop, tell_in_turn
-from interposer_ops.layers.expert_stages import LocalDispatcher
-from interposer_ops.layers.experts import Router
 from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.mlp import GatedMLP
+from interposer_ops.layers.moe.dispatcher import LocalDispatcher
+from interposer_ops.layers.moe.router import Router
+from interposer_ops.layers.moe.sequential_experts import ExpertLoop, note_sequential
+from interposer_ops.layers.moe.sharded_experts import shard_experts
 from interposer_ops.linear import grouped_linear
 
 LARGEST_TENSOR = 2**48
@@ -57,7 +57,7 @@ class MixtureMLP(nn.Module):
         super().__init__()
         sizes = spec.hidden_size, spec.num_experts, spec.top_k
         self.router = Router(site.at(router), *sizes, renormalize, spec.biased)
-        self.experts = share_experts(site.at("experts"), spec)
+        self.experts = shard_experts(site.at("experts"), spec)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts, ``[T, H]``."""
@@ -224,7 +224,7 @@ class GroupedMoE(nn.Module):
         super().__init__()
         bias = bias_name and f"{site.prefix}.{bias_name}"
         self.router = GroupedRouter(site.at("gate"), spec, grouping, bias)
-        self.experts = share_experts(site.at("experts"), spec)
+        self.experts = shard_experts(site.at("experts"), spec)
         self.shared = None
         if shared_size:
             sizes = spec.hidden_size, shared_size
@@ -368,7 +368,7 @@ class UngatedExperts(PluggableLayer):
             expert_site = site.at(str(expert))
             up = Linear(expert_site.at(_UP), spec.hidden_size, spec.intermediate_size)
             down = Linear(expert_site.at(_DOWN), spec.intermediate_size, spec.hidden_size)
-            tell_in_turn(site, up, down)
+            note_sequential(site, up, down)
             self.add_module(str(expert), nn.ModuleList((up, down)))
             pairs.append((up, down))
         self.pairs = tuple(pairs)

@@ -26,13 +26,17 @@ from interposer_models._decoder.settings import Positive, WindowTokens, nested_r
 from interposer_models._families.gemma import NORMS, Cap, CappedLM
 from interposer_models._families.llama4 import UnitNorm
 from interposer_ops.layers.activation import GatedActivation
-from interposer_ops.layers.divided_pairs import QKV, PairNames, share_heads
 from interposer_ops.layers.embedding import Embedding
 from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding
 from interposer_ops.layers.self_attention import SelfAttention
+from interposer_ops.layers.tensor_parallel.projection_pairs import (
+    QKV,
+    ProjectionNames,
+    shard_attention,
+)
 
 
 class Gemma4Attention(SelfAttention):
@@ -62,10 +66,10 @@ class Gemma4Attention(SelfAttention):
         self.stored = stored
         projections = list(QKV)[: 1 if stored else 3 if valued else 2]
         names, outputs = (
-            PairNames("qkv_proj", "o_proj", bias, bias),
+            ProjectionNames("qkv_proj", "o_proj", bias, bias),
             {n: QKV[n] for n in projections},
         )
-        shards = share_heads(site, spec, hidden_size, names, outputs)
+        shards = shard_attention(site, spec, hidden_size, names, outputs)
         self.part_sizes = shards.sizes
         self.qkv_proj, self.o_proj = shards.first(), shards.last()
         self.q_norm = RMSNorm(site.at("q_norm"), size, eps)

@@ -19,8 +19,8 @@ from interposer_models._decoder.chunked_attention import chunk_layers
 from interposer_models._decoder.decoder import CausalLM, Decoder
 from interposer_models._decoder.moe import GroupedRouter, Grouping, MixtureFamily, count_of_experts
 from interposer_models._decoder.settings import Epsilon, Positive, RopeBase
-from interposer_ops.layers.divided_experts import share_experts
 from interposer_ops.layers.mlp import GatedMLP
+from interposer_ops.layers.moe.sharded_experts import shard_experts
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.self_attention import SelfAttention
 
@@ -75,7 +75,7 @@ class InputScaledMoE(nn.Module):
         self.top_k = spec.top_k
         self.router = GroupedRouter(site.at("router"), spec, grouping, "")
         # Scores scale inputs, so each (token, expert) pair is a row with a single expert.
-        self.experts = share_experts(site.at("experts"), replace(spec, top_k=1))
+        self.experts = shard_experts(site.at("experts"), replace(spec, top_k=1))
         sizes = spec.hidden_size, spec.intermediate_size, spec.activation
         self.shared_expert = GatedMLP(site.at("shared_expert"), *sizes)
 

@@ -13,10 +13,15 @@ from interposer import AttentionSpec, PluggableLayer, Site
 from interposer_models._decoder.family import DecoderFamily
 from interposer_models._decoder.settings import Epsilon, Positive
 from interposer_ops.layers.activation import GatedActivation
-from interposer_ops.layers.divided_pairs import QKV, PairNames, share_heads, share_inner
 from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.rotary import RotaryEmbedding
 from interposer_ops.layers.self_attention import SelfAttention
+from interposer_ops.layers.tensor_parallel.projection_pairs import (
+    QKV,
+    ProjectionNames,
+    shard_attention,
+    shard_mlp,
+)
 
 # Early names of the rope type longrope.
 _OLD_NAMES = ("su", "yarn")
@@ -28,10 +33,10 @@ class StoredMergedAttention(SelfAttention):
     def __init__(self, site: Site, spec: AttentionSpec, hidden_size: int, rotary_size: int) -> None:
         PluggableLayer.__init__(self, site)
         size = self.head_size = spec.head_size
-        names = PairNames("qkv_proj", "o_proj")
+        names = ProjectionNames("qkv_proj", "o_proj")
         # One name for all three outputs, as the checkpoint has one tensor.
         checkpoint_outputs = {"qkv_proj": [axis for axes in QKV.values() for axis in axes]}
-        shards = share_heads(site, spec, hidden_size, names, checkpoint_outputs)
+        shards = shard_attention(site, spec, hidden_size, names, checkpoint_outputs)
         self.sizes = shards.sizes
         self.qkv_proj, self.o_proj = shards.first(), shards.last()
         self.q_norm = self.k_norm = None
@@ -44,8 +49,8 @@ class StoredMergedMLP(GatedMLP):
 
     def __init__(self, site: Site, hidden_size: int, inner_size: int, activation: str) -> None:
         PluggableLayer.__init__(self, site)
-        names = PairNames("gate_up_proj", "down_proj")
-        shards = share_inner(site, hidden_size, inner_size, names, {"gate_up_proj": 2})
+        names = ProjectionNames("gate_up_proj", "down_proj")
+        shards = shard_mlp(site, hidden_size, inner_size, names, {"gate_up_proj": 2})
         self.gate_up_proj = shards.first()
         self.activation = GatedActivation(site.at("activation"), activation, shards.size)
         self.down_proj = shards.last()

@@ -36,10 +36,14 @@ from interposer_models._decoder.settings import (
     check_state,
 )
 from interposer_models._families.qwen import GatedSharedExpertMoE
-from interposer_ops.layers.divided_pairs import QKV, PairNames, share_heads
 from interposer_ops.layers.norm import GemmaRMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding
 from interposer_ops.layers.self_attention import SelfAttention
+from interposer_ops.layers.tensor_parallel.projection_pairs import (
+    QKV,
+    ProjectionNames,
+    shard_attention,
+)
 
 LayerKinds = tuple[Literal["full_attention", "linear_attention"], ...]
 _NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
@@ -61,10 +65,10 @@ class GatedAttention(SelfAttention):
     ) -> None:
         PluggableLayer.__init__(self, site)
         size = self.head_size = spec.head_size
-        names = PairNames("qkv_proj", "o_proj", bias, bias)
+        names = ProjectionNames("qkv_proj", "o_proj", bias, bias)
         # The query projection also computes the gate: two values per query element, head by head.
         outputs = {**QKV, "q_proj": (("query", 2),)}
-        shards = share_heads(site, spec, hidden_size, names, outputs)
+        shards = shard_attention(site, spec, hidden_size, names, outputs)
         self.sizes = shards.sizes
         self.qkv_proj, self.o_proj = shards.first(), shards.last()
         self.q_norm = self.norm_type(site.at("q_norm"), size, norm_eps)

@@ -10,11 +10,14 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from interposer import PluggableLayer, Site
-from interposer_ops.layers.fused_sums import ends_in_projection, leave_sum
 from interposer_ops.layers.linear import MergedLinear
 from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.self_attention import SelfAttention
+from interposer_ops.layers.tensor_parallel.fused_all_reduce import (
+    ends_in_projection,
+    fuse_all_reduce,
+)
 
 __all__ = ["DecoderBlock"]
 
@@ -62,7 +65,7 @@ class DecoderBlock(PluggableLayer):
         # does the same for the MLP and the next block's norm.
         attention_layer, next_norm = self.self_attn, self.post_attention_layernorm
         if type(self) is DecoderBlock and ends_in_projection(attention_layer, SelfAttention):
-            leave_sum(
+            fuse_all_reduce(
                 site.at("post_attention_layernorm"),
                 attention_layer.o_proj,
                 next_norm,

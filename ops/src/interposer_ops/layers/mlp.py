@@ -8,8 +8,8 @@ from torch import Tensor
 
 from interposer import PluggableLayer, Site
 from interposer_ops.layers.activation import GatedActivation
-from interposer_ops.layers.divided_pairs import PairNames, share_inner
 from interposer_ops.layers.linear import Linear
+from interposer_ops.layers.tensor_parallel.projection_pairs import ProjectionNames, shard_mlp
 
 __all__ = ["GatedMLP"]
 
@@ -41,9 +41,9 @@ class GatedMLP(PluggableLayer):
     ) -> None:
         super().__init__(site)
         *first, last = self.part_names
-        names = PairNames("gate_up_proj", last, bias, bias)
+        names = ProjectionNames("gate_up_proj", last, bias, bias)
         sizes = hidden_size, intermediate_size
-        shards = share_inner(site, *sizes, names, dict.fromkeys(first, 1))
+        shards = shard_mlp(site, *sizes, names, dict.fromkeys(first, 1))
         self.gate_up_proj = shards.first()
         self.activation = GatedActivation(site.at("activation"), activation, shards.size)
         self.down_proj = shards.last()

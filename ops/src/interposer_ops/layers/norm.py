@@ -40,7 +40,8 @@ class RMSNorm(PluggableLayer):
         self.norm, self.add_norm = plain.function, adding.function
         self._bound: tuple[BoundKernel[..., Any], ...] = (plain, adding)
         self._receiver: tuple[Linear, ...] = ()
-        self.left: tuple[Any, ...] = ()  # the LeftSum, if forward_add does the ranks' all-reduce
+        # Set if ``forward_add`` does the all-reduce of the projection before it.
+        self.fused_all_reduce: tuple[Any, ...] = ()
         # A tuple keeps torch from registering the weight twice.
         self.constants: tuple[Any, ...] = (self.weight, self.weight)
 
@@ -68,7 +69,7 @@ class RMSNorm(PluggableLayer):
             self._quantized_dtype = receiver.method.input_codes
 
     @property
-    def takes_sums(self) -> bool:
+    def can_fuse_all_reduce(self) -> bool:
         """Whether ``forward_add`` can do the all-reduce of the projection before it."""
         return type(self) is RMSNorm and not self._receiver
 
@@ -90,8 +91,8 @@ class RMSNorm(PluggableLayer):
             return self._quantized(x, residual)
         if residual is None:
             return self.norm(x, self.constants[0], self.eps), x.to(_stream_dtype(x.dtype))
-        if self.left and self.left[0].is_left():
-            return self.left[0].add_norm(self, x, residual)  # type: ignore[no-any-return]
+        if self.fused_all_reduce and self.fused_all_reduce[0].is_fused():
+            return self.fused_all_reduce[0].add_norm(self, x, residual)  # type: ignore[no-any-return]
         return self.add_norm(x, residual, self.constants[1], self.eps)
 
     def _quantized(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from interposer import AttentionSpec, BoundKernel, PluggableLayer, Site
-from interposer_ops.layers.divided_pairs import PairNames, share_heads
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding
+from interposer_ops.layers.tensor_parallel.projection_pairs import ProjectionNames, shard_attention
 from interposer_ops.norms._head_norms import qk_norm
 
 __all__ = ["SelfAttention"]
@@ -59,8 +59,8 @@ class SelfAttention(PluggableLayer):
         super().__init__(site)
         size = self.head_size = spec.head_size
         out, of_query, of_key = self.part_names
-        names = PairNames("qkv_proj", out, qkv_bias, bias)
-        shards = share_heads(site, spec, hidden_size, names, undivided=self.undivided)
+        names = ProjectionNames("qkv_proj", out, qkv_bias, bias)
+        shards = shard_attention(site, spec, hidden_size, names, undivided=self.undivided)
         self.qkv_proj, self.o_proj = shards.first(), shards.last()
         self.sizes, spec = shards.sizes, shards.spec
         self.q_norm = self.k_norm = None

@@ -15,8 +15,8 @@ from interposer import ExpertsMethod, ExpertsSpec, Site
 from interposer_gguf._block_formats import BlockFormat
 from interposer_gguf._cases import random_rows
 from interposer_gguf._matmuls import check_blocks, not_finite_tensor_error, parameter
-from interposer_ops.layers.expert_loop import LinearExperts
-from interposer_ops.layers.experts import PlainExperts
+from interposer_ops.layers.moe.experts import PlainExperts
+from interposer_ops.layers.moe.sequential_experts import LinearExperts
 
 _HOST = "cpu"
 

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from interposer.errors import ConfigError
-from interposer_ops.layers.experts import Experts
 from interposer_ops.layers.linear import Linear
+from interposer_ops.layers.moe.experts import Experts
 from interposer_vllm._stored_weights import empty_layer, fill
 
 __all__ = ["fill_experts", "finalize_experts"]

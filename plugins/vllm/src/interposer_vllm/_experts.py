@@ -15,7 +15,7 @@ from torch import Tensor
 
 from interposer import Site
 from interposer.errors import ConfigError, InterposerError, UnknownNameError
-from interposer_ops.layers.experts import Experts
+from interposer_ops.layers.moe.experts import Experts
 from interposer_vllm._adoption import free_parameters
 from interposer_vllm._expert_weights import fill_experts, finalize_experts
 from interposer_vllm._experts_request import spec_of

@@ -13,7 +13,7 @@ from torch import nn
 
 from interposer import ExpertsSpec, Site
 from interposer.errors import CheckpointError
-from interposer_ops.layers.expert_loop import separate_projections
+from interposer_ops.layers.moe.sequential_experts import separate_projections
 from interposer_quantization._weights.packed_linear import register_stored
 
 

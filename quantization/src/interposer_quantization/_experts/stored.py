@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from interposer import ExpertsMethod, ExpertsSpec, Site
-from interposer_ops.layers.expert_loop import LinearExperts
-from interposer_ops.layers.experts import PlainExperts
+from interposer_ops.layers.moe.experts import PlainExperts
+from interposer_ops.layers.moe.sequential_experts import LinearExperts
 from interposer_quantization._experts.separate import matrix_names
 
 

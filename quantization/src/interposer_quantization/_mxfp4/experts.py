@@ -17,7 +17,7 @@ from torch import nn
 from interposer import ExpertsMethod, ExpertsSpec, Site
 from interposer.errors import CheckpointError, ConfigError
 from interposer_ops.experts import fused_experts_mxfp4
-from interposer_ops.layers.experts import gates_first
+from interposer_ops.layers.moe.experts import gates_first
 from interposer_ops.quantizers import MX_BLOCK_SIZE, decode_e2m1, decode_e8m0, unpack_nibbles
 from interposer_quantization._weights.packed_linear import register_stored
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from interposer import ExpertsMethod, ExpertsSpec, Site
-from interposer_ops.layers.expert_loop import ExpertLoop, tell_in_turn
-from interposer_ops.layers.experts import PlainExperts, register_matrices, taken_matrices
 from interposer_ops.layers.linear import Linear
+from interposer_ops.layers.moe.experts import PlainExperts, register_matrices, take_matrices
+from interposer_ops.layers.moe.sequential_experts import ExpertLoop, note_sequential
 from interposer_quantization._experts.stored import StoredExperts
 
 _NAMES = ("gate_up_proj", "down_proj")
@@ -51,7 +51,7 @@ class SplitExperts(ExpertsMethod):
             Linear(first, hidden, 2 * inner, spec.biased),
             Linear(second, inner, hidden, spec.biased),
         )
-        tell_in_turn(site, *self.patterns)
+        note_sequential(site, *self.patterns)
         register_matrices(layer, site, spec)
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
@@ -59,7 +59,7 @@ class SplitExperts(ExpertsMethod):
 
         Raises: CheckpointError: a matrix has a value that is not finite.
         """
-        matrices = taken_matrices(layer, self.spec)
+        matrices = take_matrices(layer, self.spec)
         pairs = [
             tuple(
                 _expert_linear(

@@ -38,8 +38,8 @@ from interposer_models.decoder import (
 )
 from interposer_ops.layers.attention import Attention
 from interposer_ops.layers.embedding import Embedding, LMHead
-from interposer_ops.layers.experts import Experts
 from interposer_ops.layers.linear import Linear
+from interposer_ops.layers.moe.experts import Experts
 
 # Multiplications per state element and token: decay, update by an outer product, and the product
 # with a query. A delta rule also multiplies the state by a key, which is not counted.

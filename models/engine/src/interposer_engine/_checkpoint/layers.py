@@ -18,7 +18,7 @@ from interposer import PluggableLayer
 from interposer.errors import CheckpointError
 from interposer_engine._checkpoint.tensors import Copy, TensorPlace, plain_copy
 from interposer_ops.devices import host_memory
-from interposer_ops.layers.cuts import Slice
+from interposer_ops.layers.tensor_parallel.sharding import Slice
 
 
 @dataclass(frozen=True, slots=True, eq=False)

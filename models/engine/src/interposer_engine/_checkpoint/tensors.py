@@ -23,9 +23,9 @@ from interposer import CausalModel, CheckpointFile, ModelFamily, PluggableLayer
 from interposer.errors import CheckpointError
 from interposer_engine._checkpoint.files import Checkpoint, file_of, reading
 from interposer_models.decoder import DecoderSettings, LatentProjection
-from interposer_ops.layers.cuts import Slice, Slices
 from interposer_ops.layers.linear import Linear
-from interposer_ops.layers.placed_experts import PlacedExperts
+from interposer_ops.layers.moe.sharded_experts import ExpertParallelExperts
+from interposer_ops.layers.tensor_parallel.sharding import Slice, Slices
 
 _PROJECTIONS = Linear, LatentProjection
 
@@ -318,29 +318,29 @@ class ExpertNames:
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self._layers_by_prefix = {
-            layer.prefix: layer for layer in layers if isinstance(layer, PlacedExperts)
+            layer.prefix: layer for layer in layers if isinstance(layer, ExpertParallelExperts)
         }
 
     def stored(self, name: str) -> str:
         """Return the checkpoint's name of the tensor that a layer calls ``name``."""
         for layer, number, match in self._experts(name):
-            return _renumber(name, match, layer.held[number])
+            return _renumber(name, match, layer.local_expert_ids[number])
         return name
 
     def local(self, name: str) -> str:
         """Return the layer's name of the checkpoint tensor ``name`` of an expert on this rank."""
         for layer, number, match in self._experts(name):
-            return _renumber(name, match, layer.held.index(number))
+            return _renumber(name, match, layer.local_expert_ids.index(number))
         return name
 
     def is_elsewhere(self, name: str) -> bool:
         """Say whether the checkpoint tensor ``name`` belongs to an expert on another rank."""
         return any(
-            number < layer.num_routed and number not in layer.held
+            number < layer.num_routed and number not in layer.local_expert_ids
             for layer, number, _ in self._experts(name)
         )
 
-    def _experts(self, name: str) -> Iterable[tuple[PlacedExperts, int, re.Match[str]]]:
+    def _experts(self, name: str) -> Iterable[tuple[ExpertParallelExperts, int, re.Match[str]]]:
         """Yield layer, expert number and the match of the number, if an expert has the tensor."""
         if not self._layers_by_prefix:
             return

@@ -17,8 +17,8 @@ import torch
 
 from interposer_engine._checkpoint.layers import LayerGroup, PendingWeights, State
 from interposer_engine._checkpoint.tensors import ExpertNames, TensorPlace
-from interposer_ops.layers.expert_placement import ExpertPlacement
-from interposer_ops.layers.placed_experts import PlacedExperts
+from interposer_ops.layers.moe.placement import ExpertPlacement
+from interposer_ops.layers.moe.sharded_experts import ExpertParallelExperts
 from interposer_ops.quantized_linear import CodedProduct
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -239,7 +239,7 @@ class ExpertMove:
 
     def __init__(
         self,
-        layer: PlacedExperts,
+        layer: ExpertParallelExperts,
         placement: ExpertPlacement,
         groups: Iterable[LayerGroup],
         names: ExpertNames,

@@ -28,8 +28,8 @@ from interposer_engine._checkpoint.tensors import (
 from interposer_engine._checkpoint.updates import ExpertMove, GroupUpdate, Offer, TensorBuffer
 from interposer_engine._checkpoint.weight_check import WeightCheck
 from interposer_ops.devices import host_memory
-from interposer_ops.layers.expert_placement import ExpertPlacement
-from interposer_ops.layers.placed_experts import PlacedExperts
+from interposer_ops.layers.moe.placement import ExpertPlacement
+from interposer_ops.layers.moe.sharded_experts import ExpertParallelExperts
 
 _ALIGNED_BYTES = 64
 _ALL_BYTES = 1 << 62
@@ -90,7 +90,7 @@ _DERIVED = ("rotary_emb.inv_freq",)
 _MAX_LISTED = 5
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
-Moves = Mapping[PlacedExperts, ExpertPlacement]
+Moves = Mapping[ExpertParallelExperts, ExpertPlacement]
 
 
 class Weights:

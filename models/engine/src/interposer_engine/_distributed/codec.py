@@ -48,7 +48,7 @@ def _classes() -> dict[str, type[Any]]:
     from interposer_engine._speculation.settings import Speculation
     from interposer_engine._weight_transfer.protocol import Meeting
     from interposer_engine._weight_transfer.receiver import WeightsFrom
-    from interposer_ops.layers.expert_placement import ExpertParallel, ExpertPlacement
+    from interposer_ops.layers.moe.placement import ExpertParallel, ExpertPlacement
 
     classes = (
         *(Constraint, ExpertLoads, ExpertParallel, ExpertPlacement, Meeting, PrefixCache),

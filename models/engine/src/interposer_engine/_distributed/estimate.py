@@ -13,11 +13,11 @@ from torch import nn
 from interposer import CausalModel, Choice, Ranks, Resolver
 from interposer.errors import ConfigError
 from interposer_engine._bench.roofline import ModelWork
-from interposer_ops.layers.cuts import Cut
-from interposer_ops.layers.expert_placement import ExpertPlacement, balanced_placement
-from interposer_ops.layers.fused_sums import FUSED_SUM
-from interposer_ops.layers.placed_experts import PlacedExperts
-from interposer_ops.layers.rank_dispatcher import EXCHANGE
+from interposer_ops.layers.moe.dispatcher import EXCHANGE
+from interposer_ops.layers.moe.placement import ExpertPlacement, balanced_placement
+from interposer_ops.layers.moe.sharded_experts import ExpertParallelExperts
+from interposer_ops.layers.tensor_parallel.fused_all_reduce import FUSED_ALL_REDUCE
+from interposer_ops.layers.tensor_parallel.sharding import Shard
 
 _BATCHES = 1, 64
 _CONTEXT = 1024
@@ -186,7 +186,7 @@ def exchanges_of(choices: Iterable[tuple[Choice, list[str]]]) -> tuple[Exchange,
     for choice, prefixes in choices:
         request = choice.request
         # A fused all-reduce is requested next to the plain one, which states the time.
-        if request.kind != "communicator" or request.name == FUSED_SUM:
+        if request.kind != "communicator" or request.name == FUSED_ALL_REDUCE:
             continue
         for prefix in set(prefixes):
             if prefix.rpartition(".")[2] == EXCHANGE:  # has more rows than a decode step
@@ -246,16 +246,18 @@ def shard_notes(model: nn.Module) -> list[str]:
     ]
 
 
-def _shards(layer: nn.Module) -> Iterator[tuple[str, Cut]]:
+def _shards(layer: nn.Module) -> Iterator[tuple[str, Shard]]:
     """Yield ``(part, shard)`` of each sharded part; the name is "" for an undivided layer."""
-    shards_by_part = getattr(layer, "cuts", None)
+    shards_by_part = getattr(layer, "shards", None)
     if isinstance(shards_by_part, dict):
-        yield from ((part, cut) for part, cut in shards_by_part.items() if isinstance(cut, Cut))
-    elif isinstance(shard := getattr(layer, "cut", None), Cut):
+        for part, shard in shards_by_part.items():
+            if isinstance(shard, Shard):
+                yield part, shard
+    elif isinstance(shard := getattr(layer, "shard", None), Shard):
         yield "", shard
 
 
-def _size(part: str, shard: Cut) -> str:
+def _size(part: str, shard: Shard) -> str:
     return f"{part} {shard.size} of {shard.whole}".lstrip()
 
 
@@ -284,9 +286,9 @@ class ExpertLoads:
         )
 
 
-def placed_layers(model: nn.Module) -> dict[str, PlacedExperts]:
+def placed_layers(model: nn.Module) -> dict[str, ExpertParallelExperts]:
     """Return the layers under expert parallelism, by prefix."""
-    return {m.prefix: m for m in model.modules() if isinstance(m, PlacedExperts)}
+    return {m.prefix: m for m in model.modules() if isinstance(m, ExpertParallelExperts)}
 
 
 def loads_of(model: nn.Module) -> dict[str, ExpertLoads]:
@@ -297,7 +299,7 @@ def loads_of(model: nn.Module) -> dict[str, ExpertLoads]:
     }
 
 
-def better_placements(model: nn.Module) -> dict[PlacedExperts, ExpertPlacement]:
+def better_placements(model: nn.Module) -> dict[ExpertParallelExperts, ExpertPlacement]:
     """Return new placements for the layers that a new placement balances better."""
     placements = {}
     for layer in placed_layers(model).values():

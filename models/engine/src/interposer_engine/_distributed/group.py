@@ -27,7 +27,7 @@ from interposer_engine._language_model import LanguageModel
 from interposer_engine._locks import OneThreadLock
 from interposer_engine._plan import Plan
 from interposer_ops.communicators import ordered_group
-from interposer_ops.layers.expert_placement import ExpertParallel
+from interposer_ops.layers.moe.placement import ExpertParallel
 
 TIMEOUT_SECONDS = 60.0
 # A rank may read its weights from a slower disk than the others.

@@ -30,7 +30,8 @@ from interposer_engine._lora.files import (
 from interposer_engine._lora.layers import LowRank, LowRankTable, StepAdapters, StepHooks
 from interposer_engine._lora.weight_copies import BaseCopies
 from interposer_ops.devices.graphs import judge_choices
-from interposer_ops.layers.experts import Experts, Router
+from interposer_ops.layers.moe.experts import Experts
+from interposer_ops.layers.moe.router import Router
 
 
 class Adapters:

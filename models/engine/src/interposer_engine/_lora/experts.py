@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from interposer import Choice, Site
 from interposer.errors import ConfigError
 from interposer_engine._lora.layers import NONE, Handle, LowRank, Members, StepAdapters
-from interposer_ops.layers.expert_loop import ExpertLoop, Pair
-from interposer_ops.layers.expert_stages import (
-    ExpertDispatcher,
-    GroupedProducts,
-    LocalDispatcher,
+from interposer_ops.layers.moe.dispatcher import ExpertDispatcher, LocalDispatcher
+from interposer_ops.layers.moe.experts import (
+    Experts,
+    GroupedExperts,
+    PlainExperts,
     interleaved,
     row_experts,
 )
-from interposer_ops.layers.experts import Experts, PlainExperts, Router
+from interposer_ops.layers.moe.router import Router
+from interposer_ops.layers.moe.sequential_experts import ExpertLoop, ExpertProjections
 
 
 class ReplacedForward:
@@ -94,7 +95,7 @@ class LoopParts:
 
     interleaves = False
 
-    def __init__(self, loop: ExpertLoop, pairs: Sequence[Pair]) -> None:
+    def __init__(self, loop: ExpertLoop, pairs: Sequence[ExpertProjections]) -> None:
         self.dispatcher, self.activate = loop.dispatcher, loop.activate
         self._firsts, self._seconds = zip(*pairs, strict=True)
 
@@ -129,7 +130,7 @@ class PlainParts:
             }
             bound.restore(**operands_by_name, into=into)
             operands_by_name = {**dict.fromkeys(names), **into}
-        self._grouped_gemms = GroupedProducts(site, spec)
+        self._grouped_gemms = GroupedExperts(site, spec)
         self.dispatcher = LocalDispatcher(site, spec)
         self.activate = self._grouped_gemms.activate
         self.interleaves = self.activate.interleaves

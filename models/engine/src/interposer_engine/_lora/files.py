@@ -29,10 +29,11 @@ from interposer_engine._checkpoint.files import (
 )
 from interposer_engine._checkpoint.weight_check import WeightCheck
 from interposer_engine._lora.weight_copies import BaseCopies
-from interposer_ops.layers.cuts import Cut
 from interposer_ops.layers.embedding import Embedding, LMHead
-from interposer_ops.layers.experts import Experts, Router, gates_first
 from interposer_ops.layers.linear import Linear
+from interposer_ops.layers.moe.experts import Experts, gates_first
+from interposer_ops.layers.moe.router import Router
+from interposer_ops.layers.tensor_parallel.sharding import Shard
 
 Adaptable = Linear | LMHead | Embedding | Router | Experts
 
@@ -62,8 +63,8 @@ class AdapterPlace:
     outputs: int
     experts: int | None = None
     is_last: bool = False
-    columns: Cut | None = None
-    row: Cut | None = None
+    columns: Shard | None = None
+    row: Shard | None = None
 
     @property
     def stored(self) -> tuple[int, int]:
@@ -127,7 +128,7 @@ class AdapterPlaces:
         self._experts = {
             layer.prefix: ExpertPlaces.of(layer)
             for layer in model.modules()
-            if isinstance(layer, Experts) and not hasattr(layer, "cut")
+            if isinstance(layer, Experts) and not hasattr(layer, "shard")
         }
         # Translates names of checkpoint tensors to the model's names.
         self._renamed: Callable[[str], str | None] = getattr(model, "renamed", str)
@@ -196,9 +197,10 @@ def _places(model: nn.Module) -> Iterator[tuple[str, AdapterPlace]]:
             parent, dot, _ = layer.prefix.rpartition(".")
             offset = 0
             for part, (name, outputs) in enumerate(layer.parts.items()):
-                cuts = getattr(layer, "cuts", {}).get(name), getattr(layer, "cut", None)
+                columns = getattr(layer, "shards", {}).get(name)
+                row = getattr(layer, "shard", None)
                 sizes = offset, layer.in_features, outputs
-                place = AdapterPlace(layer, part, *sizes, columns=cuts[0], row=cuts[1])
+                place = AdapterPlace(layer, part, *sizes, columns=columns, row=row)
                 yield f"{parent}{dot}{name}", place
                 offset += outputs
         elif isinstance(layer, LMHead):

@@ -21,7 +21,7 @@ from interposer.errors import ConfigError
 from interposer_engine._kv_cache_budget import is_host
 from interposer_models import CausalLM
 from interposer_models.decoder import UngatedExperts
-from interposer_ops.layers.experts import Experts
+from interposer_ops.layers.moe.experts import Experts
 
 _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6}
 _UNITS |= {"GB": 10**9}

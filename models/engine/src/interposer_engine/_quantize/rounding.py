@@ -22,8 +22,9 @@ from interposer_engine._quantize.files import (
     write_shard,
 )
 from interposer_models.decoder import LatentProjection
-from interposer_ops.layers.experts import Experts, Router
 from interposer_ops.layers.linear import Linear
+from interposer_ops.layers.moe.experts import Experts
+from interposer_ops.layers.moe.router import Router
 from interposer_quantization.writing import (
     Curvature,
     WeightFormat,

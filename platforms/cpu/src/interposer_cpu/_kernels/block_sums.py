@@ -9,8 +9,8 @@ from torch import nn
 from interposer import Request, Verdict
 from interposer_cpu import native
 from interposer_cpu._communicator import SharedMemoryCommunicator
-from interposer_ops.layers.divided_linear import ColumnLinear, RowLinear
 from interposer_ops.layers.linear import Linear, MergedLinear
+from interposer_ops.layers.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 __all__ = [
     "BlockAllReduce",
@@ -37,20 +37,20 @@ def judge(request: Request) -> Verdict:
 
 def is_first_projection(projection: nn.Module) -> bool:
     """Check whether fused calls can compute a layer's first projection, such as gate_up or qkv."""
-    return type(projection) in (MergedLinear, ColumnLinear)
+    return type(projection) in (MergedLinear, ColumnParallelLinear)
 
 
 def is_last_projection(projection: nn.Module) -> bool:
     """Check whether fused calls can compute a layer's last projection, before any all-reduce."""
-    return type(projection) in (Linear, RowLinear)
+    return type(projection) in (Linear, RowParallelLinear)
 
 
 def hooked_module(projection: nn.Module) -> Any:
     """Return the module that runs the forward hooks of a projection's matmul.
 
-    In a ``RowLinear`` these hooks run on the part before the all-reduce.
+    In a ``RowParallelLinear`` these hooks run on the part before the all-reduce.
     """
-    return projection.summand if type(projection) is RowLinear else projection
+    return projection.summand if type(projection) is RowParallelLinear else projection
 
 
 class BlockAllReduce:
@@ -67,8 +67,8 @@ class BlockAllReduce:
         self.summand_bits = _OUTPUT * _is_summed(output) | _DOWN * _is_summed(down)
         self.communicator: SharedMemoryCommunicator | None = None
         for part in (output, down):
-            if isinstance(part, RowLinear):
-                self.communicator = part.reduce_alone.communicators[0]
+            if isinstance(part, RowParallelLinear):
+                self.communicator = part.all_reduce.communicators[0]
 
     @property
     def address(self) -> int:
@@ -84,10 +84,10 @@ class BlockAllReduce:
 def reduce_in_shared_memory(*projections: nn.Module) -> bool:
     """Check that one shared-memory communicator reduces all ``projections``, at every size."""
     # A projection can have two communicators, for small and for large results.
-    pairs = [p.reduce_alone.communicators for p in projections if isinstance(p, RowLinear)]
+    pairs = [p.reduce_alone.communicators for p in projections if isinstance(p, RowParallelLinear)]
     first = pairs[0][0] if pairs else None
     return all(type(c) is SharedMemoryCommunicator and c is first for pair in pairs for c in pair)
 
 
 def _is_summed(projection: nn.Module | None) -> bool:
-    return type(projection) is RowLinear
+    return type(projection) is RowParallelLinear

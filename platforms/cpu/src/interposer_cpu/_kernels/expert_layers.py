@@ -17,10 +17,10 @@ from interposer_cpu._kernels.experts import routed_rows
 from interposer_cpu._kernels.fusion import ForwardHooks, activation_number, input_quantization
 from interposer_cpu._kernels.interface import FLOAT32, TYPES
 from interposer_cpu.native import library
-from interposer_ops.layers.expert_loop import ExpertLoop
-from interposer_ops.layers.expert_stages import ExpertDispatcher, GatedActivation
-from interposer_ops.layers.experts import Experts
 from interposer_ops.layers.linear import Linear, MergedLinear
+from interposer_ops.layers.moe.dispatcher import ExpertDispatcher
+from interposer_ops.layers.moe.experts import ExpertActivation, Experts
+from interposer_ops.layers.moe.sequential_experts import ExpertLoop
 
 _LAYERS = (Linear, MergedLinear)
 
@@ -107,7 +107,7 @@ class _FusedExperts:
         """Fuse the (gate_up, down) ``pairs`` of a loop; None if one call cannot compute them."""
         activate: Any = loop.activate
         layers = list(chain.from_iterable(pairs))
-        if type(activate) is not GatedActivation or not all(type(x) in _LAYERS for x in layers):
+        if type(activate) is not ExpertActivation or not all(type(x) in _LAYERS for x in layers):
             return None
         number = activation_number(activate.activate, activate.options)
         return None if number is None else cls(layers, number)

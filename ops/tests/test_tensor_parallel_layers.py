@@ -1,4 +1,4 @@
-"""Shares of attention, MLPs and tables: what each rank holds, and what is left whole."""
+"""Shards of attention, MLPs and tables: the part that each rank holds, and replicated layers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from interposer import AttentionSpec, Communicator, Ranks, Site
 from interposer.records import CommunicatorEntry, LayerEntry
-from interposer_ops.layers.cuts import even_edges, heads_cut, local_spec
-from interposer_ops.layers.divided_linear import ColumnLinear, RowLinear
-from interposer_ops.layers.divided_tables import share_embedding, share_head
 from interposer_ops.layers.embedding import Embedding, LMHead
-from interposer_ops.layers.fused_sums import FUSED_SUM, leave_sum
 from interposer_ops.layers.linear import Linear, MergedLinear
 from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.self_attention import SelfAttention
+from interposer_ops.layers.tensor_parallel.embedding import shard_embedding, shard_lm_head
+from interposer_ops.layers.tensor_parallel.fused_all_reduce import FUSED_ALL_REDUCE, fuse_all_reduce
+from interposer_ops.layers.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from interposer_ops.layers.tensor_parallel.sharding import even_edges, local_spec, shard_heads
 from interposer_ops.norms import fused_add_rms_norm
 
 MakeSite = Callable[..., Site]
@@ -56,7 +56,7 @@ def test_every_query_head_keeps_its_kv_head_on_its_rank(
         ranks = Ranks(rank, count, (0,) * count, ("cpu",) * count)
         resolver: Any = type("Resolver", (), {"ranks": ranks, "notes": []})()
         site, spec = Site(resolver, "model.layers.3.attn", torch.float32), spec_of(heads, kv_heads)
-        shards = heads_cut(site, spec)
+        shards = shard_heads(site, spec)
         if shards is None:
             assert heads % count or (kv_heads % count and count % kv_heads)
             (note,) = resolver.notes
@@ -78,8 +78,8 @@ def test_one_process_has_the_standard_layers(make_site: MakeSite) -> None:
     site = make_site("model", torch.float32)
     attention = SelfAttention(site.at("self_attn"), spec_of(4, 2), 32, 8)
     mlp = GatedMLP(site.at("mlp"), 32, 64, "silu")
-    embedding = share_embedding(site.at("embed"), 50, 32)
-    head = share_head(site.at("head"), 50, 32)
+    embedding = shard_embedding(site.at("embed"), 50, 32)
+    head = shard_lm_head(site.at("head"), 50, 32)
     kinds = [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
     assert [type(layer) for layer in kinds] == [MergedLinear, Linear, MergedLinear, Linear]
     assert (type(embedding), type(head)) == (Embedding, LMHead)
@@ -90,10 +90,10 @@ def test_ranks_hold_shards(make_site: MakeSite) -> None:
     with torch.device("meta"):
         attention = SelfAttention(site.at("self_attn"), spec_of(4, 2), 32, 8, None, True, True)
         mlp = GatedMLP(site.at("mlp"), 32, 64, "silu")
-        embedding = share_embedding(site.at("embed"), 51, 32)
+        embedding = shard_embedding(site.at("embed"), 51, 32)
     first, last = attention.qkv_proj, attention.o_proj
-    assert isinstance(first, ColumnLinear)
-    assert isinstance(last, RowLinear)
+    assert isinstance(first, ColumnParallelLinear)
+    assert isinstance(last, RowParallelLinear)
     assert first.parts == {"q_proj": 16, "k_proj": 8, "v_proj": 8}
     assert attention.attn.spec.num_heads == 2
     assert last.get_parameter("weight").shape == (32, 16)
@@ -154,7 +154,7 @@ NORMED: list[torch.Tensor] = []
 
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_an_all_reduce_is_fused_with_the_next_norm(make_site: MakeSite, is_fused: bool) -> None:
-    collectives = ("all_reduce", *((FUSED_SUM,) if is_fused else ()))
+    collectives = ("all_reduce", *((FUSED_ALL_REDUCE,) if is_fused else ()))
     twice = CommunicatorEntry("twice", f"{__name__}:Twice", collectives, score=99.0)
     site = make_site("model", torch.float32, twice)
     resolver: Any = site.resolver
@@ -169,14 +169,14 @@ def test_an_all_reduce_is_fused_with_the_next_norm(make_site: MakeSite, is_fused
     x, residual = torch.randn(2, 3, 32, generator=generator)
     total = mlp(x)
     expected = fused_add_rms_norm(total, residual, norm.weight, 1e-5)
-    assert leave_sum(site.at("norm"), mlp.down_proj, norm, (mlp,)) == is_fused
+    assert fuse_all_reduce(site.at("norm"), mlp.down_proj, norm, (mlp,)) == is_fused
     notes = {note for choice, _ in resolver.choices.values() for note in choice.notes}
-    apart = set() if is_fused else {f"norms behind sums run apart: twice has no {FUSED_SUM}"}
-    assert notes == apart
+    note = f"the next norm is not fused with the all-reduce: twice has no {FUSED_ALL_REDUCE}"
+    assert notes == (set() if is_fused else {note})
     NORMED.clear()
     torch.testing.assert_close(norm.forward_add(mlp(x), residual), expected)
     assert len(NORMED) == is_fused
-    # A listener hears the sum, which is taken once all the same.
+    # A forward hook receives the sum, and the all-reduce still runs once.
     mlp.register_forward_hook(lambda _module, _given, out: torch.testing.assert_close(out, total))
     torch.testing.assert_close(norm.forward_add(mlp(x), residual), expected)
     assert len(NORMED) == is_fused

@@ -1,6 +1,6 @@
 """What ranks read of the parameters of every quantization scheme: parts of the whole, and no more.
 
-The weight that the parameters of a share stand for is compared with its part of the whole weight,
+The weight that the parameters of a shard stand for is compared with its part of the whole weight,
 bit for bit: neither a sum nor a rounding is between them.
 """
 
@@ -34,9 +34,14 @@ from interposer.errors import CheckpointError
 from interposer.records import SchemeEntry, load_target
 from interposer.tooling import Plugins
 from interposer_engine._checkpoint.tensors import TensorPlace, places_of
-from interposer_ops.layers.cuts import Cut, even_cut
-from interposer_ops.layers.divided_linear import ColumnLinear, Projection, RowLinear, divides
 from interposer_ops.layers.linear import Linear, MergedLinear
+from interposer_ops.layers.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    Projection,
+    RowParallelLinear,
+    shard_projections,
+)
+from interposer_ops.layers.tensor_parallel.sharding import Shard, shard_evenly
 
 CPU = Device("cpu", "cpu", "test", Capability("x86_64"))
 PLUGINS = (interposer_quantization.plugin, interposer_nf4.plugin, interposer_gguf.plugin)
@@ -67,11 +72,11 @@ def ranks_of(count: int) -> list[Ranks]:
 
 
 def projections(site: Site) -> dict[str, Projection]:
-    """Return the same two projections as a gated MLP has, cut for the ranks of ``site``."""
-    cut = even_cut(site, "column", INNER)
-    row = None if cut is None else Cut("row", cut.whole, cut.ranges)
+    """Return the same two projections as a gated MLP has, sharded for the ranks of ``site``."""
+    shard = shard_evenly(site, "column", INNER)
+    row = None if shard is None else Shard("row", shard.whole, shard.ranges)
     parts = {"gate_proj": INNER, "up_proj": INNER}
-    columns = None if cut is None else dict.fromkeys(parts, cut)
+    columns = None if shard is None else dict.fromkeys(parts, shard)
     return {
         "column": Projection(
             "gate_up_proj", HIDDEN, parts, False, columns=columns, kind=MergedLinear
@@ -115,8 +120,8 @@ def fill(layer: Linear, tensors: Mapping[str, torch.Tensor]) -> None:
     places: Mapping[str, TensorPlace] = places_of([layer])[0]
     for name, place in places.items():
         if name in tensors:
-            share = place.shard(name, tensors[name], "test")
-            place.write(name, share, place.parameter.data, "test")
+            piece = place.shard(name, tensors[name], "test")
+            place.write(name, piece, place.parameter.data, "test")
         else:
             place.write_default(place.parameter.data)
 
@@ -134,7 +139,7 @@ def test_shards_are_parts_of_the_full_weight(
     if any(getattr(p, "any_form", False) for p in layer.parameters()):
         for ranks in ranks_of(2):
             site = site_of(registry, scheme, ranks)
-            assert divides(site, projections(site)[kind]) is None
+            assert shard_projections(site, projections(site)[kind]) is None
             (note,) = site.resolver.notes
             assert "is held in whatever form it is stored" in note
         return
@@ -145,27 +150,27 @@ def test_shards_are_parts_of_the_full_weight(
         for ranks in ranks_of(count):
             site = site_of(registry, scheme, ranks)
             projection = projections(site)[kind]
-            slices = divides(site, projection)
+            slices = shard_projections(site, projection)
             if slices is None:
-                # What has no share is told with its name; see the tests of single schemes.
+                # A refused shard is reported with its name; see the tests of single schemes.
                 assert f"{BLOCK.replace('.0', '')}" in site.resolver.notes[0]
                 assert kind == "row" or count == 4, site.resolver.notes
                 shards = []
                 break
-            share = (ColumnLinear if kind == "column" else RowLinear)(
+            sharded = (ColumnParallelLinear if kind == "column" else RowParallelLinear)(
                 site.at(projection.name), projection, slices[0]
             )
             if count == 2 and (indices := orders(tensors)) and kind == "row":
                 assert indices
                 with pytest.raises(CheckpointError, match="orders inputs by their activation"):
-                    fill(share, tensors)
+                    fill(sharded, tensors)
                 return
-            fill(share, tensors)
+            fill(sharded, tensors)
             if weight is not None:
-                shard_weight = share.method.dequantized(share)
+                shard_weight = sharded.method.dequantized(sharded)
                 assert shard_weight is not None
                 shards.append(shard_weight)
-            share.finalize()
+            sharded.finalize()
         if shards and weight is not None and "online" not in record.method:
             if kind == "row":
                 assert torch.equal(torch.cat(shards, 1), weight)
@@ -193,14 +198,16 @@ def test_plain_weights_of_any_size_are_sharded(
     shards: dict[str, list[torch.Tensor]] = {}
     for ranks in ranks_of(count):
         site = site_of(registry, None, ranks)
-        cuts = {name: even_cut(site, "column", size) for name, size in parts.items()}
-        columns = {name: cut for name, cut in cuts.items() if cut is not None}
+        columns = {}
+        for name, size in parts.items():
+            if (shard := shard_evenly(site, "column", size)) is not None:
+                columns[name] = shard
         projection = Projection("whole", inputs, parts, bias, columns=columns)
-        slices = divides(site, projection)
+        slices = shard_projections(site, projection)
         assert slices is not None
-        share = ColumnLinear(site.at("whole"), projection, slices[0])
-        fill(share, tensors)
-        for name, place in places_of([share])[0].items():
+        sharded = ColumnParallelLinear(site.at("whole"), projection, slices[0])
+        fill(sharded, tensors)
+        for name, place in places_of([sharded])[0].items():
             shards.setdefault(name, []).append(place.of(place.parameter.data))
     assert shards.keys() == tensors.keys()
     for name, shares in shards.items():

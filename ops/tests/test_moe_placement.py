@@ -7,7 +7,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from interposer.errors import ConfigError
-from interposer_ops.layers.expert_placement import (
+from interposer_ops.layers.moe.placement import (
     ExpertParallel,
     ExpertPlacement,
     balanced_placement,

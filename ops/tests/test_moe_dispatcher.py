@@ -16,13 +16,8 @@ from interposer import ExpertsSpec, Site
 from interposer.errors import RequestError
 from interposer.records import LayerEntry
 from interposer_ops.experts import moe_permute, moe_unpermute
-from interposer_ops.layers.expert_stages import (
-    Dispatched,
-    ExpertDispatcher,
-    LocalDispatcher,
-    row_experts,
-)
-from interposer_ops.layers.experts import Experts
+from interposer_ops.layers.moe.dispatcher import Dispatched, ExpertDispatcher, LocalDispatcher
+from interposer_ops.layers.moe.experts import Experts, row_experts
 
 MakeSite = Callable[..., Site]
 HIDDEN, INNER, EXPERTS, TOP_K = 16, 8, 6, 2

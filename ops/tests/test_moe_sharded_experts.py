@@ -1,4 +1,4 @@
-"""Experts that are whole on three ranks, which are threads here and exchange tensors."""
+"""Expert-parallel layers on three ranks, which are threads here and exchange tensors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from torch import Tensor, nn
 
 from interposer import Communicator, ExpertsSpec, Ranks, Site
 from interposer.records import CommunicatorEntry
-from interposer_ops.layers.divided_experts import DividedExperts, share_experts
-from interposer_ops.layers.expert_placement import ExpertParallel, ExpertPlacement
-from interposer_ops.layers.experts import Experts, PlainExperts
-from interposer_ops.layers.placed_experts import PlacedExperts
+from interposer_ops.layers.moe.experts import Experts, PlainExperts
+from interposer_ops.layers.moe.placement import ExpertParallel, ExpertPlacement
+from interposer_ops.layers.moe.sharded_experts import (
+    ExpertParallelExperts,
+    TensorParallelExperts,
+    shard_experts,
+)
 
 MakeSite = Callable[..., Site]
 RANKS, EXPERTS, HIDDEN, INNER, TOP_K = 3, 7, 16, 8, 2
@@ -82,21 +85,21 @@ def fill(layer: Experts, expert_ids: Sequence[int]) -> None:
     layer.finalize()
 
 
-def layers_of(make_site: MakeSite, settings: ExpertParallel) -> list[PlacedExperts]:
+def layers_of(make_site: MakeSite, settings: ExpertParallel) -> list[ExpertParallelExperts]:
     layers = []
     for rank in range(RANKS):
         site = make_site("mlp.experts", torch.float32, THREADS)
         resolver: Any = site.resolver
         where = (0,) * RANKS, ("cpu",) * RANKS
         resolver.ranks = Ranks(rank, RANKS, *where, group=object(), experts=settings)
-        layer = share_experts(site, SPEC)
-        assert type(layer) is PlacedExperts
-        fill(layer, layer.held)
+        layer = shard_experts(site, SPEC)
+        assert type(layer) is ExpertParallelExperts
+        fill(layer, layer.local_expert_ids)
         layers.append(layer)
     return layers
 
 
-def together(layers: Sequence[PlacedExperts], *inputs: Tensor) -> list[Tensor]:
+def together(layers: Sequence[ExpertParallelExperts], *inputs: Tensor) -> list[Tensor]:
     with ThreadPoolExecutor(RANKS) as pool:
         return [future.result() for future in [pool.submit(layer, *inputs) for layer in layers]]
 
@@ -138,12 +141,13 @@ def test_copies_of_an_expert_share_rows_round_robin(make_site: MakeSite) -> None
         local_ids = layer.routes.own(ids)
         assert torch.equal(local_ids >= 0, ranks == rank)
         assert torch.equal(local_ids[ranks == rank], at[ranks == rank])
-        assert not local_ids[local_ids >= 0].numel() or layer.held[int(local_ids.max())] == 0
+        is_empty = not local_ids[local_ids >= 0].numel()
+        assert is_empty or layer.local_expert_ids[int(local_ids.max())] == 0
 
 
 def test_a_new_placement_gives_the_same_results(make_site: MakeSite) -> None:
     layers = layers_of(make_site, ExpertParallel(dispatch_tokens=1))
-    assert [layer.held for layer in layers] == [(0, 1, 2), (3, 4), (5, 6)]
+    assert [layer.local_expert_ids for layer in layers] == [(0, 1, 2), (3, 4), (5, 6)]
     inputs = routing(9)
     before = together(layers, *inputs)[0]
     placement = ExpertPlacement(EXPERTS, ((6, 1, 0), (3, 2), (5, 4)))
@@ -152,10 +156,10 @@ def test_a_new_placement_gives_the_same_results(make_site: MakeSite) -> None:
         assert layer.routes.counts() == [0] * EXPERTS
         # With the weights of its new experts it computes the same.
         fresh = Experts(make_site("mlp.experts", torch.float32), layer.spec)
-        fill(fresh, layer.held)
+        fill(fresh, layer.local_expert_ids)
         layer.operands = fresh.operands
-    assert [layer.held for layer in layers] == list(placement.ranks)
-    ranges = [layer.cut.ranges for layer in layers]
+    assert [layer.local_expert_ids for layer in layers] == list(placement.ranks)
+    ranges = [layer.shard.ranges for layer in layers]
     assert ranges == [((6, 7), (1, 2), (0, 1)), ((3, 4), (2, 3)), ((5, 6), (4, 5))]
     for layer, rank_ranges in zip(layers, ranges, strict=True):
         assert {place: shard.ranges for place, shard in layer.slices.items()} == {
@@ -171,7 +175,7 @@ def test_notes_report_placement_and_dispatch(make_site: MakeSite) -> None:
         site = make_site("mlp.experts", torch.float32)
         resolver: Any = site.resolver
         resolver.ranks = Ranks(0, size, (0,) * size, ("cpu",) * size, experts=settings)
-        assert type(share_experts(site, spec)) is PlacedExperts
+        assert type(shard_experts(site, spec)) is ExpertParallelExperts
         return str([note for choice, _ in resolver.choices.values() for note in choice.notes])
 
     assert "ranks hold 3, 2, 2 of 7 experts and 0 redundant" in notes(ExpertParallel(), 3)
@@ -213,7 +217,7 @@ def test_experts_that_cannot_be_placed_say_why(
     resolver: Any = site.resolver
     resolver.ranks = Ranks(1, 2, (0, 0), ("cpu", "cpu"), experts=ExpertParallel())
     resolver.scheme = SimpleNamespace(experts_method=lambda _: method())
-    assert type(share_experts(site, SPEC)) is Experts
+    assert type(shard_experts(site, SPEC)) is Experts
     placed, cut = resolver.notes
     assert placed.startswith("experts of model.layers.mlp.experts are not placed whole: ")
     assert reason in placed
@@ -224,4 +228,4 @@ def test_experts_are_tensor_parallel_by_default(make_site: MakeSite) -> None:
     site = make_site("mlp.experts", torch.float32)
     resolver: Any = site.resolver
     resolver.ranks = Ranks(1, 2, (0, 0), ("cpu", "cpu"))
-    assert type(share_experts(site, SPEC)) is DividedExperts
+    assert type(shard_experts(site, SPEC)) is TensorParallelExperts

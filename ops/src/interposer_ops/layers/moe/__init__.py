@@ -1,0 +1,1 @@
+"""Mixture of experts: router, experts, dispatch of tokens, and experts over several ranks."""
