@@ -156,7 +156,7 @@ def test_head_tied_to_the_embedding(
     torch.testing.assert_close(head(hidden), linear(hidden, weight, None))
     assert torch.equal(embed(token_ids), embedding(token_ids, weight))
     # The head refers to what the embedding holds, and to nothing else.
-    assert embed.product == (head.kernel, head.operands)
+    assert embed.head_call == (head.kernel, head.operands)
     assert list(head.parameters()) == []
 
 

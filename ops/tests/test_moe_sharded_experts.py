@@ -134,11 +134,11 @@ def test_expert_parallel_results_match_one_layer(
 def test_copies_of_an_expert_share_rows_round_robin(make_site: MakeSite) -> None:
     layers = layers_of(make_site, ExpertParallel(redundant_experts=2))
     ids = torch.zeros(100, 1, dtype=torch.int32)
-    row_counts = [int((layer.routes.own(ids) >= 0).sum()) for layer in layers]
+    row_counts = [int((layer.routes.local_indices(ids) >= 0).sum()) for layer in layers]
     assert sorted(row_counts) == [0, 50, 50]
-    ranks, at = layers[0].routes.places(ids)
+    ranks, at = layers[0].routes.locate(ids)
     for rank, layer in enumerate(layers):
-        local_ids = layer.routes.own(ids)
+        local_ids = layer.routes.local_indices(ids)
         assert torch.equal(local_ids >= 0, ranks == rank)
         assert torch.equal(local_ids[ranks == rank], at[ranks == rank])
         is_empty = not local_ids[local_ids >= 0].numel()
@@ -152,7 +152,7 @@ def test_a_new_placement_gives_the_same_results(make_site: MakeSite) -> None:
     before = together(layers, *inputs)[0]
     placement = ExpertPlacement(EXPERTS, ((6, 1, 0), (3, 2), (5, 4)))
     for layer in layers:
-        layer.routes.take(placement)
+        layer.routes.set_placement(placement)
         assert layer.routes.counts() == [0] * EXPERTS
         # With the weights of its new experts it computes the same.
         fresh = Experts(make_site("mlp.experts", torch.float32), layer.spec)

@@ -239,7 +239,7 @@ def _quantize_tied(
     if isinstance(layer.method, PlainEmbedding):
         return {}
     _quantize_weights(layer, weight=table.weight)
-    lookup, head_call = layer.lookup, layer.product
+    lookup, head_call = layer.lookup, layer.head_call
     assert lookup is not None, "finalize sets it"
     assert head_call is not None, "there is a head"
     return {

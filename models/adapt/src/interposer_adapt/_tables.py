@@ -97,8 +97,8 @@ def _bind(
             return Verdict.refuse("its kernel looks up other rows")
         adaptation.bind_forward(module, module_name, forward)
     for module_name, module in heads:
-        assert layer.product is not None
-        kernel, operands = layer.product
+        assert layer.head_call is not None
+        kernel, operands = layer.head_call
         bias = module._parameters.get("bias")
         if bias is not None:
             kernel, operands = _with_bias(kernel), (bias.data, *operands)
@@ -110,7 +110,7 @@ def _bind(
             if not verdict:
                 return verdict
         adaptation.bind_forward(module, module_name, forward)
-    if layer.product is not None:
+    if layer.head_call is not None:
         verdict = _release_table(adaptation, layer, holders, weight, name)
         if not verdict:
             return verdict
@@ -132,7 +132,7 @@ def _release_table(
     name: str,
 ) -> Verdict:
     """Free a table's plain memory, if lookups restore its rows bit for bit or it was quantized."""
-    assert layer.product is not None
+    assert layer.head_call is not None
     assert layer.lookup is not None
     kernel, constants = layer.lookup, layer.constants
 
@@ -142,7 +142,7 @@ def _release_table(
 
     restore: Restore | None = None
     if isinstance(layer.method, PlainEmbedding):
-        if find_restore(layer.method.product, layer.product[1]) is None:
+        if find_restore(layer.method.product, layer.head_call[1]) is None:
             return Verdict.accept()
         # Restored by lookups in chunks: a table is the largest weight, and a full copy of it would
         # raise the memory peak.

@@ -38,14 +38,14 @@ class PlainEmbedding(EmbeddingMethod):
         weight = layer.get_parameter("weight")
         looked_up = self.lookup.prepared(weight=weight)["weight"]
         lookup: Call = self.lookup.function, (looked_up,)
-        product: Call | None = None
+        head_call: Call | None = None
         if self.product is not None:
             prepared = self.product.prepared(weight=weight, bias=None)
-            product = self.product.function, (prepared["weight"], prepared["bias"])
+            head_call = self.product.function, (prepared["weight"], prepared["bias"])
         if looked_up is not weight:
             # The kernel keeps its own prepared copy; the original would double the memory.
             layer.register_parameter("weight", None)
-        return lookup, product
+        return lookup, head_call
 
 
 class Embedding(PluggableLayer):
@@ -72,11 +72,12 @@ class Embedding(PluggableLayer):
         self.is_tied = head is not None
         self.lookup: Callable[..., Tensor] | None = None
         self.constants: tuple[Any, ...] = ()
-        self.product: Call | None = None
+        # Kernel and operands of a head that shares the table.
+        self.head_call: Call | None = None
 
     def finalize(self) -> None:
         """Let the embedding method turn the loaded table into kernels and operands."""
-        (self.lookup, self.constants), self.product = self.method.finalize(self)
+        (self.lookup, self.constants), self.head_call = self.method.finalize(self)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Look up the embeddings ``[T, H]`` of ``token_ids`` ``[T]``."""
@@ -146,5 +147,5 @@ class LMHead(PluggableLayer):
     @property
     def _call(self) -> tuple[Callable[..., Tensor] | None, tuple[Any, ...]]:
         for embedding_of_both in self._tied:
-            return embedding_of_both.product or (None, ())
+            return embedding_of_both.head_call or (None, ())
         return self._kernel, self._operands

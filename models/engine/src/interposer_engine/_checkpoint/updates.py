@@ -319,7 +319,7 @@ class ExpertMove:
         apply(updates)
         for group, places in self._places.items():
             group.places = places
-        self._layer.routes.take(self._placement)
+        self._layer.routes.set_placement(self._placement)
         replaced = [update for update in updates if update.pairs is None]
         return [layer.prefix for update in replaced for layer in update.group.layers]
 

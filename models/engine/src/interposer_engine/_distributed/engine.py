@@ -157,7 +157,7 @@ class RankedLanguageModel(LanguageModel):
         self._plan = plan
         self._has_file_weights = True
         for layer in placed_layers(engine.model).values():
-            layer.routes.forget()  # the routes of the steps that measured the cache
+            layer.routes.reset_counts()  # the routes of the steps that measured the cache
 
     @property
     def resolver(self) -> Resolver:

@@ -108,14 +108,14 @@ class ExpertRoutes:
         self._counts = torch.zeros(placement.num_experts, dtype=torch.int64, device="cpu")
         self._one = torch.ones(1, dtype=torch.int64, device="cpu")
 
-    def move(self, device: torch.device | str) -> None:
+    def move_to(self, device: torch.device | str) -> None:
         """Move tables and counts to a device; moving twice is harmless."""
         names = ("_copies", "_ranks", "_indices", "_local_indices", "_counts", "_one")
         for name in names:
             setattr(self, name, getattr(self, name).to(device))
 
     @torch.inference_mode()  # in which tensors of either mode can be written
-    def take(self, placement: ExpertPlacement) -> None:
+    def set_placement(self, placement: ExpertPlacement) -> None:
         """Switch to another placement with the same number of expert slots, and reset the counts.
 
         The tables are overwritten in place, so that recorded device graphs read the new values.
@@ -124,7 +124,7 @@ class ExpertRoutes:
         tables = self._copies, self._ranks, self._indices, self._local_indices
         for table, new in zip(tables, self._tables(), strict=True):
             table.copy_(new)
-        self.forget()
+        self.reset_counts()
 
     def count(self, expert_ids: Tensor) -> None:
         """Add the chosen experts ``[T, K]`` of a step to the counts."""
@@ -136,15 +136,15 @@ class ExpertRoutes:
         return list(map(int, self._counts.tolist()))
 
     @torch.inference_mode()
-    def forget(self) -> None:
+    def reset_counts(self) -> None:
         """Reset the counts to 0."""
         self._counts.zero_()
 
-    def own(self, expert_ids: Tensor) -> Tensor:
+    def local_indices(self, expert_ids: Tensor) -> Tensor:
         """Map expert ids to indices on this rank, ``[T, K]`` int32; -1 for experts elsewhere."""
         return self._local_indices.view(-1)[self._index(expert_ids)]
 
-    def places(self, expert_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def locate(self, expert_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Map expert ids to ranks and to indices on these ranks, each ``[T, K]`` int32."""
         index = self._index(expert_ids)
         return self._ranks.view(-1)[index], self._indices.view(-1)[index]
@@ -206,7 +206,7 @@ class AllToAllDispatcher(ExpertDispatcher):
     def prepare(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Dispatched:
         """Exchange rows, and return the rows that all ranks sent to this rank's experts."""
         top_k, size = expert_ids.shape[1], self.num_ranks
-        ranks, indices = self.routes.places(expert_ids)
+        ranks, indices = self.routes.locate(expert_ids)
         all_ranks = torch.arange(size, device=x.device, dtype=ranks.dtype)
         is_sent = (ranks[:, None] == all_ranks[:, None]).any(-1)  # [T, N]
         # all_to_all sends consecutive rows to consecutive ranks, so rows are sorted by rank.

@@ -108,7 +108,7 @@ class ExpertParallelExperts(Experts):
     def finalize(self) -> None:
         """Prepare the loaded weights, and move the routing tables to the device."""
         super().finalize()
-        self.routes.move(self.torch_device)
+        self.routes.move_to(self.torch_device)
 
     def forward(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
         """Compute the weighted sum ``[T, H]`` of the chosen experts' outputs for ``x`` ``[T, H]``.
@@ -118,7 +118,7 @@ class ExpertParallelExperts(Experts):
         # Counted before the tokens are divided, so that all ranks have the same counts.
         self.routes.count(expert_ids)
         if self.dispatch_tokens is None or len(x) < self.dispatch_tokens:
-            routing = weights, self.routes.own(expert_ids), self.spec.activation
+            routing = weights, self.routes.local_indices(expert_ids), self.spec.activation
             return self.reduce(self.kernel(x, *self.operands, *routing))  # type: ignore[misc]
         edges = even_edges(self.num_ranks, len(x))
         local = slice(edges[self.routes.rank], edges[self.routes.rank + 1])
