@@ -84,7 +84,7 @@ class BlockAllReduce:
 def reduce_in_shared_memory(*projections: nn.Module) -> bool:
     """Check that one shared-memory communicator reduces all ``projections``, at every size."""
     # A projection can have two communicators, for small and for large results.
-    pairs = [p.reduce_alone.communicators for p in projections if isinstance(p, RowParallelLinear)]
+    pairs = [p.all_reduce.communicators for p in projections if isinstance(p, RowParallelLinear)]
     first = pairs[0][0] if pairs else None
     return all(type(c) is SharedMemoryCommunicator and c is first for pair in pairs for c in pair)
 
