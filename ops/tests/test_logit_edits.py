@@ -9,6 +9,7 @@ from interposer.tooling import Plugins
 from interposer_ops import plugin
 from interposer_ops.layers.logit_edits import MOST_LIKELY, LogitEditor, LogitEdits
 from interposer_ops.layers.sampler import Penalties, Sampler, SamplingBatch
+from interposer_ops.sampling import mask_min_p
 
 VOCAB_SIZE = 40
 CPU = Device("cpu", "cpu", "test", Capability("x86_64"))
@@ -64,6 +65,18 @@ def test_rows_without_edits_are_unchanged(dtype: torch.dtype) -> None:
     assert torch.equal(edited[:2], logits[:2])
     assert edited[2].isfinite().nonzero().tolist() == [[7]]
     torch.testing.assert_close(edited[2, 7], (logits[2, 7].float() + 3).to(dtype))
+
+
+def test_ops_with_one_value_per_row_apply_after_the_mask() -> None:
+    layer, logits = sampler(), normal(2)
+    layer.editor.prepare(ops=[mask_min_p])
+    assert "mask_min_p" in bound(layer)
+    mask = torch.full((2, 2), -1, dtype=torch.int32)
+    mask[1, 0] = ~(1 << 3)
+    min_p = torch.tensor([0.0, 0.5])
+    edits = LogitEdits(bitmask=mask, columns=((mask_min_p, min_p),))
+    masked = layer.editor.edit(logits, LogitEdits(bitmask=mask))
+    assert torch.equal(layer.editor.edit(logits, edits), mask_min_p(masked, min_p))
 
 
 def test_no_edits_call_no_kernel() -> None:

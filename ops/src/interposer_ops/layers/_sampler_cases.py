@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from interposer_ops.sampling._logits_cases import clearly_won
 from interposer_ops.sampling._sampling import apply_penalties, sample_tokens
 from interposer_testing.cases import LayerCase, OfLayer
 
-_COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seeds", "steps")
+_COLUMNS = tuple(field.name for field in fields(SamplingBatch) if field.name != "penalties")
 
 
 def sampler_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:

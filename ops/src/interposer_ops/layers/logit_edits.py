@@ -5,7 +5,7 @@ Dimensions: B sequences, V vocabulary, M listed tokens, N likeliest tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,11 +34,14 @@ class LogitEdits:
         bias: token ids and values of ``apply_logit_bias``.
         least: steps, minimum numbers of tokens and stop ids of ``suppress_tokens_until``.
         bitmask: mask of ``apply_token_bitmask``.
+        columns: ops that take one value per row, each with its values ``[B]``; applied last, in
+            this order.
     """
 
     bias: tuple[Tensor, Tensor] | None = None
     least: tuple[Tensor, Tensor, Tensor] | None = None
     bitmask: Tensor | None = None
+    columns: tuple[tuple[CustomOp[..., Tensor], Tensor], ...] = ()
 
 
 class LogitEditor:
@@ -50,10 +53,18 @@ class LogitEditor:
         self._bound: dict[tuple[str, torch.dtype], Callable[..., Any]] = {}
 
     def prepare(
-        self, *, bias: bool = False, least: bool = False, bitmask: bool = False, top: bool = False
+        self,
+        *,
+        bias: bool = False,
+        least: bool = False,
+        bitmask: bool = False,
+        top: bool = False,
+        ops: Iterable[CustomOp[..., Tensor]] = (),
     ) -> None:
         """Bind the kernels of a new request now, so that no later step fails for lack of a kernel.
 
+        Args:
+            ops: ops of ``LogitEdits.columns``.
         Raises: InterposerError: the policy excludes every kernel, or names an unknown kernel.
         """
         if bias:
@@ -62,6 +73,8 @@ class LogitEditor:
             self._least()
         if bitmask:
             self._bitmask()
+        for op in ops:
+            self._kernel(op)
         if top:
             # Logits are in the model's dtype, or wider after penalties.
             for dtype in {self._site.dtype, torch.promote_types(self._site.dtype, torch.float32)}:
@@ -75,6 +88,8 @@ class LogitEditor:
             logits = self._least()(logits, *edits.least)
         if edits.bitmask is not None:
             logits = self._bitmask()(logits, edits.bitmask)
+        for op, values in edits.columns:
+            logits = self._kernel(op)(logits, values)
         return logits
 
     def top(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
