@@ -11,10 +11,17 @@ from hypothesis import strategies as st
 from models.conftest import CONFIGS, write_checkpoint
 from tests.landing import num_examples
 
-from interposer_engine import LanguageModel, SamplingParams, load
-from interposer_engine._sampling import SamplingState, penalties_of, sampling_batch
+from interposer_engine import LanguageModel, SamplingParams, _sampling, _sampling_params, load
+from interposer_engine._sampling import (
+    RequestEdits,
+    SamplingState,
+    penalties_of,
+    sampling_batch,
+)
+from interposer_engine._sampling_fields import LogitEdit
 from interposer_engine._sequence import TokenSequence
 from interposer_ops.layers.sampler import SamplingBatch
+from interposer_ops.sampling import mask_min_p
 
 VOCAB_SIZE = 30
 PARAMS: tuple[dict[str, Any], ...] = (
@@ -109,3 +116,25 @@ def test_steps_of_the_same_requests_write_no_parameter_anew(
     assert len(seen) == 8
     assert len({id(batch) for batch in seen}) == 2  # both run, then one of them
     assert seen[-1].steps.tolist() == [7]
+
+
+def test_a_field_with_an_edit_op_edits_the_rows_that_differ_from_its_default(
+    lm: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def marked(kind: type[Any]) -> dict[str, Any]:
+        return {"min_p": LogitEdit(mask_min_p)} if kind is LogitEdit else {}
+
+    for module in (_sampling, _sampling_params):
+        monkeypatch.setattr(module, "marked_fields", marked)
+    vocab_size = lm.engine.model.config.vocab_size
+    edits = RequestEdits(lm.engine.sampler, vocab_size, frozenset(), "cpu")
+    params = [SamplingParams(), SamplingParams(min_p=0.5)]
+    assert [p.takes_logits_alone for p in params] == [True, False]
+    for each in params:
+        edits.prepare(each, None)
+    sequences = [TokenSequence(row, [1], p, seed=0) for row, p in enumerate(params)]
+    logits = torch.randn(2, vocab_size, generator=torch.Generator().manual_seed(0))
+    edited = edits.edit(sequences, logits, SamplingBatch.greedy(2, "cpu"), None)
+    assert torch.equal(edited, mask_min_p(logits, torch.tensor([0.0, 0.5])))
+    assert torch.equal(edited[0], logits[0])
+    assert edited[1].isinf().any()

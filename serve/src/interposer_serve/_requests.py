@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from interposer.errors import UnknownNameError
 from interposer_engine import Constraint, SamplingParams
@@ -103,8 +103,6 @@ _Texts = Annotated[
 ]
 _Positive = Annotated[int, Field(ge=1, le=_INT64_MAX, description="an integer of at least 1")]
 _Count = Annotated[int, Field(ge=1, le=128, description="an integer from 1 to 128")]
-_Penalty = Annotated[float, Field(ge=-2, le=2, description="a number from -2 to 2")]
-_Fraction = Annotated[float, Field(ge=0, le=1, description="a number from 0 to 1")]
 _Likely = Annotated[int, Field(ge=0, le=20, description="an integer from 0 to 20")]
 _Bias = Annotated[
     dict[Annotated[int, Field(ge=0, le=_INT64_MAX)], Annotated[float, Field(ge=-100, le=100)]],
@@ -186,23 +184,25 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class SampledBody(Body):
-    """Base of the bodies that request generated text: sampling, output form and streaming."""
+class _WithLengths(Body):
+    """Number and length of the answers."""
 
     n: _Count = 1
     max_tokens: _Positive | None = Field(None, description="an integer of at least 1")
-    temperature: float | None = Field(
-        None, ge=0, le=1000, description="a number from 0, which is greedy, to 1000"
+
+
+_SAMPLING_FIELDS = SamplingParams.request_fields()
+if TYPE_CHECKING:  # mypy does not take a created class as a base
+    _WithSamplingFields = _WithLengths
+else:
+    _WithSamplingFields = create_model(
+        "_WithSamplingFields", __base__=_WithLengths, **_SAMPLING_FIELDS
     )
-    top_p: _Fraction | None = Field(None, description="a number from 0 to 1")
-    top_k: int | None = Field(None, ge=0, le=_INT64_MAX, description="an integer of at least 0")
-    min_p: _Fraction | None = Field(None, description="a number from 0 to 1")
-    repetition_penalty: float | None = Field(
-        None, ge=0.001, le=1000, description="a number from 0.001 to 1000"
-    )
-    presence_penalty: _Penalty = 0.0
-    frequency_penalty: _Penalty = 0.0
-    seed: int | None = Field(None, ge=0, le=_INT64_MAX, description="an integer from 0 to 2^63 - 1")
+
+
+class SampledBody(_WithSamplingFields):
+    """Base of the bodies that request generated text: sampling, output form and streaming."""
+
     stop: _Texts = ()
     stop_token_ids: Annotated[tuple[_TokenId, ...], _FAIL_FAST, _List] = Field(
         (), max_length=_MAX_TOKEN_IDS, description=f"a list of up to {_MAX_TOKEN_IDS} token ids"
@@ -264,14 +264,12 @@ class SampledBody(Body):
             max_new_tokens: Default limit on new tokens.
             constraint: Constraint on the answers.
         """
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        requested = {name: value for name in names if (value := getattr(self, name)) is not None}
+        requested = {
+            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
+        }
         return SamplingParams(
             **{**suggested, **requested},
             max_new_tokens=self.max_tokens or max_new_tokens,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            seed=self.seed,
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,

@@ -14,14 +14,12 @@ from typing import Any
 from interposer.errors import CheckpointError, RequestError
 from interposer_engine._added_tokens import TokenizerSettings
 from interposer_engine._checkpoint.files import read_json
-from interposer_engine._sampling_params import SamplingParams
+from interposer_engine._sampling_fields import Suggested
+from interposer_engine._sampling_params import SamplingParams, marked_fields
 from interposer_engine._tokenizer import TextTokenizer
 
 _FILE = "generation_config.json"
 _LARGEST_VOCABULARY = 2**24
-# Sampling parameters that a checkpoint may suggest. The last one applies to greedy answers too.
-_OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-_OF_ANY_ANSWER = ("repetition_penalty",)
 
 # Settings of transformers that change its answers and have no equivalent here, with the values
 # that have no effect. A null never has an effect.
@@ -152,7 +150,7 @@ class GenerationSettings:
     def suggested(self) -> dict[str, Any]:
         """Sampling parameters that the checkpoint suggests.
 
-        Without ``do_sample`` answers are greedy, and only a repetition penalty has an effect.
+        Without ``do_sample`` answers are greedy, and only some parameters have an effect.
 
         Raises: CheckpointError: a value is not allowed in a request.
         """
@@ -161,8 +159,12 @@ class GenerationSettings:
             reason = f"do_sample is {is_sampled!r}, must be true, false or null"
             mend = "state true to draw tokens, false for the likeliest"
             raise CheckpointError(self.source, reason, mend)
-        names = (*_OF_SAMPLING, *_OF_ANY_ANSWER) if is_sampled else _OF_ANY_ANSWER
-        suggested = {name: v for name in names if (v := self.stated.get(name)) is not None}
+        suggested = {
+            name: value
+            for name, suggestion in marked_fields(Suggested).items()
+            if (is_sampled or suggestion.for_greedy)
+            and (value := self.stated.get(name)) is not None
+        }
         for name, value in suggested.items():
             try:
                 SamplingParams(**{name: value})
@@ -172,8 +174,8 @@ class GenerationSettings:
                 ) from None
         if is_sampled:
             return {"temperature": 1.0, **suggested}
-        neutral = SamplingParams()
-        return {name: v for name, v in suggested.items() if v != getattr(neutral, name)}
+        params = SamplingParams(**suggested)
+        return {name: value for name, value in suggested.items() if params.is_changed(name)}
 
     def unapplied_note(self, *, has_encoder: bool) -> str | None:
         """Return a note on settings that only transformers applies; None without such settings."""

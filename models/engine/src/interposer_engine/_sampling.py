@@ -17,9 +17,11 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from interposer import CustomOp
 from interposer.errors import InterposerError, RequestError
 from interposer_engine._constrained_decoding.constraints import Constraints, Matcher
-from interposer_engine._sampling_params import SamplingParams
+from interposer_engine._sampling_fields import Draw, LogitEdit, Penalty
+from interposer_engine._sampling_params import SamplingParams, marked_fields
 from interposer_engine._sequence import TokenSequence
 from interposer_ops.layers.logit_edits import LogitEdits
 from interposer_ops.layers.sampler import Penalties, Sampler, SamplingBatch
@@ -94,11 +96,11 @@ def sampling_batch(
     steps = [len(sequence.output) for sequence in sequences]
     if ahead is not None:
         steps = [step + offset for step, offset in zip(steps, ahead, strict=True)]
+    columns: dict[str, Any] = {
+        name: [getattr(p, name) for p in params] for name in marked_fields(Draw)
+    }
     return SamplingBatch.build(
-        temperature=[p.temperature for p in params],
-        top_k=[p.top_k for p in params],
-        top_p=[p.top_p for p in params],
-        min_p=[p.min_p for p in params],
+        **columns,
         seeds=[sequence.seed for sequence in sequences],
         steps=steps,
         device=device,
@@ -108,10 +110,12 @@ def sampling_batch(
 def penalties_of(sequences: Sequence[TokenSequence], vocab_size: int, device: str) -> Penalties:
     """Build the penalties of the sequences, with the counts of used tokens."""
     params = [sequence.params for sequence in sequences]
+    columns: dict[str, Any] = {
+        penalty.argument: [getattr(p, name) for p in params]
+        for name, penalty in marked_fields(Penalty).items()
+    }
     return Penalties.build(
-        repetition=[p.repetition_penalty for p in params],
-        presence=[p.presence_penalty for p in params],
-        frequency=[p.frequency_penalty for p in params],
+        **columns,
         prompts=[sequence.prompt for sequence in sequences],
         outputs=[sequence.output for sequence in sequences],
         vocab_size=vocab_size,
@@ -267,6 +271,15 @@ def _select_rows(old: Penalties, new: Penalties | None, rows: Tensor) -> Penalti
 _NO_TOKEN = -1
 
 
+def _column_edits(params: Sequence[SamplingParams]) -> dict[str, CustomOp[..., Tensor]]:
+    """Return the ops of the edits of one column that a request uses, by parameter name."""
+    return {
+        name: edit.op
+        for name, edit in marked_fields(LogitEdit).items()
+        if edit.op is not None and any(p.is_changed(name) for p in params)
+    }
+
+
 class RequestEdits:
     """Edits logits before sampling, and records the likeliest tokens after it."""
 
@@ -279,6 +292,7 @@ class RequestEdits:
         self._device = device
         self._biases: CachedValue[tuple[torch.Tensor, torch.Tensor]] = CachedValue()
         self._min_lengths: CachedValue[tuple[torch.Tensor, torch.Tensor]] = CachedValue()
+        self._columns: CachedValue[tuple[tuple[CustomOp[..., Tensor], Tensor], ...]] = CachedValue()
 
     def check(self, params: SamplingParams, constraints: Constraints | None) -> None:
         """Raise RequestError if the engine cannot apply the parameters of a request."""
@@ -306,6 +320,7 @@ class RequestEdits:
             least=bool(params.min_tokens),
             bitmask=params.constraint is not None,
             top=bool(params.top_logprobs),
+            ops=_column_edits([params]).values(),
         )
         return None if params.constraint is None else self._matcher(params, constraints)
 
@@ -328,7 +343,12 @@ class RequestEdits:
                 batch.steps,
                 *self._min_lengths.of(sequences, lambda: self._min_length_tensors(params)),
             )
-        edits = LogitEdits(bias, min_lengths, self._bitmask(sequences, constraints))
+        edits = LogitEdits(
+            bias,
+            min_lengths,
+            self._bitmask(sequences, constraints),
+            self._columns.of(sequences, lambda: self._edit_columns(params)),
+        )
         return self._sampler.editor.edit(logits, edits)
 
     def record_top_logprobs(
@@ -379,6 +399,17 @@ class RequestEdits:
         end_tokens = [[*self._end_tokens(p)] if p.min_tokens else [] for p in params]
         min_tokens = torch.tensor([p.min_tokens for p in params], device=self._device)
         return min_tokens, self._padded_ids(end_tokens).to(self._device)
+
+    def _edit_columns(
+        self, params: list[SamplingParams]
+    ) -> tuple[tuple[CustomOp[..., Tensor], Tensor], ...]:
+        """Return the op and the values ``[B]`` of each edit of one column that a request uses."""
+        pairs = []
+        for name, op in _column_edits(params).items():
+            values = [getattr(p, name) for p in params]
+            dtype = torch.int64 if type(values[0]) is int else torch.float32
+            pairs.append((op, torch.tensor(values, dtype=dtype, device=self._device)))
+        return tuple(pairs)
 
     def _bitmask(
         self, sequences: list[TokenSequence], constraints: Constraints | None

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from interposer.errors import RequestError, UnknownNameError
+from interposer_engine._sampling_fields import Draw, LogitEdit, Penalty, RequestField, Suggested
 from interposer_ops.layers.logit_edits import MOST_LIKELY
+from interposer_ops.sampling import apply_temperature, mask_min_p, mask_top_k_top_p
 
 Kind = Literal["JSON schema", "regex", "choice", "grammar"]
 
@@ -118,7 +120,7 @@ _INT64_MAX = 2**63 - 1  # the ops take seeds and top_k as int64
 
 # Error texts quote the descriptions.
 _Fraction = Annotated[float, Field(ge=0, le=1, description="a number from 0 to 1")]
-_Penalty = Annotated[float, Field(ge=-2, le=2, description="a number from -2 to 2")]
+_MinusTwoToTwo = Annotated[float, Field(ge=-2, le=2, description="a number from -2 to 2")]
 _Text = Annotated[str, Field(min_length=1)]
 _TokenId = Annotated[int, Field(ge=0, le=_INT64_MAX)]
 
@@ -171,23 +173,25 @@ class SamplingParams(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     max_new_tokens: int = Field(default=16, ge=1, description="an integer of at least 1")
-    temperature: float = Field(
+    temperature: Annotated[float, Draw(apply_temperature), Suggested(), RequestField()] = Field(
         default=0.0, ge=0, le=1000, description="a number from 0, which is greedy, to 1000"
     )
-    top_k: int = Field(
+    top_k: Annotated[
+        int, Draw(mask_top_k_top_p), Suggested(), RequestField("an integer of at least 0")
+    ] = Field(
         default=0,
         ge=0,
         le=_INT64_MAX,
         description="0, which keeps all tokens, or a positive integer",
     )
-    top_p: _Fraction = 1.0
-    min_p: _Fraction = 0.0
-    repetition_penalty: float = Field(
-        default=1.0, ge=0.001, le=1000, description="a number from 0.001 to 1000"
-    )
-    presence_penalty: _Penalty = 0.0
-    frequency_penalty: _Penalty = 0.0
-    seed: int | None = Field(
+    top_p: Annotated[_Fraction, Draw(mask_top_k_top_p), Suggested(), RequestField()] = 1.0
+    min_p: Annotated[_Fraction, Draw(mask_min_p), Suggested(), RequestField()] = 0.0
+    repetition_penalty: Annotated[
+        float, Penalty("repetition"), Suggested(for_greedy=True), RequestField()
+    ] = Field(default=1.0, ge=0.001, le=1000, description="a number from 0.001 to 1000")
+    presence_penalty: Annotated[_MinusTwoToTwo, Penalty("presence"), RequestField()] = 0.0
+    frequency_penalty: Annotated[_MinusTwoToTwo, Penalty("frequency"), RequestField()] = 0.0
+    seed: Annotated[int | None, RequestField("an integer from 0 to 2^63 - 1")] = Field(
         default=None, ge=0, le=_INT64_MAX, description="None or an integer from 0 to 2^63 - 1"
     )
     stop: tuple[_Text, ...] = Field(
@@ -197,11 +201,15 @@ class SamplingParams(BaseModel):
         default=(), strict=False, description="a list or tuple of integers of at least 0"
     )
     ignore_eos: bool = Field(default=False, description="True or False")
-    min_tokens: int = Field(default=0, ge=0, description="an integer from 0 to max_new_tokens")
+    min_tokens: Annotated[int, LogitEdit()] = Field(
+        default=0, ge=0, description="an integer from 0 to max_new_tokens"
+    )
     logit_bias: Annotated[
-        Mapping[_TokenId, Annotated[float, Field(ge=-100, le=100)]], AfterValidator(_Bias)
+        Mapping[_TokenId, Annotated[float, Field(ge=-100, le=100)]],
+        AfterValidator(_Bias),
+        LogitEdit(),
     ] = Field(default=_Bias(), description="token ids with numbers from -100 to 100")
-    constraint: Constraint | None = Field(
+    constraint: Annotated[Constraint | None, LogitEdit()] = Field(
         default=None, description="None or a Constraint, such as Constraint.regex('[0-9]+')"
     )
     top_logprobs: _NumTokens = Field(default=0, description=f"an integer from 0 to {MOST_LIKELY}")
@@ -224,12 +232,16 @@ class SamplingParams(BaseModel):
     @cached_property
     def is_penalised(self) -> bool:
         """Whether used tokens are penalized."""
-        return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
+        return any(map(self.is_changed, marked_fields(Penalty)))
 
     @cached_property
     def edits_logits(self) -> bool:
         """Whether some tokens are excluded or biased."""
-        return bool(self.min_tokens or self.logit_bias or self.constraint)
+        return any(map(self.is_changed, marked_fields(LogitEdit)))
+
+    def is_changed(self, name: str) -> bool:
+        """Return whether a parameter differs from its default."""
+        return bool(getattr(self, name) != type(self).model_fields[name].default)
 
     def numbered(self, count: int, shares: bool) -> list[SamplingParams]:
         """Return the parameters of each of ``count`` answers to one prompt.
@@ -248,6 +260,27 @@ class SamplingParams(BaseModel):
             )
         return numbered
 
+    @classmethod
+    def request_fields(cls) -> dict[str, tuple[Any, Any]]:
+        """Return types and pydantic fields of the parameters that bodies of requests state alike.
+
+        A request that leaves a parameter out has the default; None if a checkpoint may suggest the
+        value.
+        """
+        types = get_type_hints(cls, include_extras=True)
+        fields: dict[str, tuple[Any, Any]] = {}
+        for name, marker in marked_fields(RequestField).items():
+            field, kind, default = cls.model_fields[name], types[name], None
+            if name in marked_fields(Suggested):
+                kind |= None
+            else:
+                default = field.default
+            fields[name] = (
+                Annotated[kind, *field.metadata],
+                Field(default, description=marker.description or field.description),
+            )
+        return fields
+
     if not TYPE_CHECKING:  # type checkers derive the signature from the fields
 
         def __init__(self, **fields: Any) -> None:
@@ -265,6 +298,20 @@ class SamplingParams(BaseModel):
                     "min_tokens and constraint are both given, and a constraint says itself how "
                     "long a text can be. Try: leave min_tokens out"
                 )
+
+
+_Marker = TypeVar("_Marker")
+
+
+@cache
+def marked_fields(kind: type[_Marker]) -> Mapping[str, _Marker]:
+    """Return the markers of one kind by the names of the parameters, in the order of the fields."""
+    return {
+        name: marker
+        for name, field in SamplingParams.model_fields.items()
+        for marker in field.metadata
+        if isinstance(marker, kind)
+    }
 
 
 def _refusal(error: ValidationError, fields: dict[str, Any]) -> RequestError | UnknownNameError:

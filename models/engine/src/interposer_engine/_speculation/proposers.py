@@ -21,25 +21,20 @@ from interposer_engine._engine import Engine
 from interposer_engine._kv_cache import slots_for
 from interposer_engine._pages import States, copy_rows
 from interposer_engine._sampling import sampling_batch
+from interposer_engine._sampling_fields import Draw
+from interposer_engine._sampling_params import marked_fields
 from interposer_engine._sequence import TokenSequence
 from interposer_models.decoder import RecurrentLayer
 from interposer_ops.devices.host_memory import cache_memory
 from interposer_ops.layers.sampler import SamplingBatch
-from interposer_ops.sampling import (
-    apply_temperature,
-    greedy_verify,
-    gumbel_argmax,
-    mask_min_p,
-    mask_top_k_top_p,
-    rejection_sample,
-)
+from interposer_ops.sampling import greedy_verify, gumbel_argmax, rejection_sample
 
 
 class DraftSampling:
     """Kernels of speculative decoding; bound only by engines with a proposer.
 
-    The distribution of a row is that of ``sample_tokens``: temperature, then top-k, top-p and
-    min-p.
+    The distribution of a row is that of ``sample_tokens``: the fields of ``SamplingParams`` with
+    the marker ``Draw`` apply in their order.
     """
 
     def __init__(self, site: Site, vocab_size: int, num_drafts: int, certain: bool) -> None:
@@ -60,9 +55,10 @@ class DraftSampling:
         self._wide_dtype = wide_site.dtype
         self._greedy_verify = site.bind(greedy_verify, **draft_sizes)
         self._verify = wide_site.bind(rejection_sample, **draft_sizes, certain_drafts=certain)
-        self._temper = bound(apply_temperature)
-        self._truncate = bound(mask_top_k_top_p)
-        self._mask_min_p = bound(mask_min_p)
+        names_by_op: dict[CustomOp[..., Any], list[str]] = {}
+        for name, draw in marked_fields(Draw).items():
+            names_by_op.setdefault(draw.op, []).append(name)
+        self._kernels = [(bound(op), names) for op, names in names_by_op.items()]
         self._draw = None if certain else bound(gumbel_argmax)
 
     def draw(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor | None]:
@@ -113,10 +109,13 @@ class DraftSampling:
         return self._verify(drafts, probs, target, counts, *noise)[0]
 
     def _process_logits(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        logits = self._temper(logits.to(self._wide_dtype), batch.temperature)
-        if batch.top_k is not None or batch.top_p is not None:
-            logits = self._truncate(logits, batch.top_k, batch.top_p)
-        return logits if batch.min_p is None else self._mask_min_p(logits, batch.min_p)
+        """Return the logits whose softmax is the distribution of the rows."""
+        logits = logits.to(self._wide_dtype)
+        for kernel, names in self._kernels:
+            columns = [getattr(batch, name) for name in names]
+            if any(column is not None for column in columns):
+                logits = kernel(logits, *columns)
+        return logits
 
     def _padded_rows(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return rows ``[R, V]`` as ``[B, S + 1, V]``, padded by repeating the last row."""

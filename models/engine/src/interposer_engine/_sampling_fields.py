@@ -1,0 +1,71 @@
+"""Markers of the fields of ``SamplingParams``: where a field takes effect, and who may set it.
+
+Dimensions: B sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from interposer import CustomOp
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The field is the argument of ``sample_tokens`` with its name.
+
+    Attributes:
+        op: Op that applies the field alone to logits, for the distributions of draft tokens. Fields
+            of one op are its arguments after the logits, in the order of the fields.
+    """
+
+    op: CustomOp[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Penalty:
+    """The field is an argument of ``apply_penalties``.
+
+    Attributes:
+        argument: Name of the argument.
+    """
+
+    argument: str
+
+
+@dataclass(frozen=True, slots=True)
+class LogitEdit:
+    """The field edits the logits before penalties and draws.
+
+    Attributes:
+        op: Op ``(logits, values) -> logits`` with one value ``[B]`` per row of ``[B, V]``, which
+            leaves a row with the field's default unchanged; None for a field whose arguments
+            ``RequestEdits`` builds.
+    """
+
+    op: CustomOp[..., Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Suggested:
+    """A checkpoint may suggest the value of the field, as ``generation_config.json`` does.
+
+    Attributes:
+        for_greedy: Whether the suggestion holds for greedy answers too.
+    """
+
+    for_greedy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RequestField:
+    """Bodies of HTTP requests have the field too, with its name, type and bounds.
+
+    Attributes:
+        description: Description of the allowed values for clients; None for that of the parameter.
+    """
+
+    description: str | None = None
