@@ -52,17 +52,8 @@ def keys_of_any(first, last, num_keys, window, prefix, CAUSAL: tl.constexpr, BOT
 @triton.jit
 def keys_of_all(first, last, num_keys, window, prefix, CAUSAL: tl.constexpr, BOTH: tl.constexpr):
     """Return start and end of the keys that every query in [first, last] sees."""
-    start, end = num_keys * 0, num_keys
-    if CAUSAL:
-        causal_end = first + 1
-        if prefix is not None:
-            causal_end = tl.where(last < prefix, tl.maximum(causal_end, prefix), causal_end)
-        end = tl.minimum(end, causal_end)
-    if window is not None:
-        start = tl.maximum(start, last - window + 1)
-        if BOTH:
-            end = tl.minimum(end, first + window)
-    return start, end
+    # Of these keys, the last query bounds the start and the first query the end.
+    return keys_of_any(last, first, num_keys, window, prefix, CAUSAL, BOTH)
 
 
 @triton.jit
