@@ -77,10 +77,10 @@ test-foreign: $(INSTALLED) ## Build llama.cpp and compare with it; run kernels o
 	$(BIN)/python -m pip install --quiet "llama-cpp-python==0.3.36"
 	$(BIN)/python -m pytest -m foreign -s
 
-test-torch: $(INSTALLED) ## Install every version of torch that is declared, one by one, and run what was built once.
+test-torch: $(INSTALLED) ## Install every version of torch that is declared, 3 GB, one by one, and run what was built once. Five minutes each.
 	$(BIN)/python -m pytest tests/test_torch_versions.py -s
 
-test-hub: $(INSTALLED) ## Install a transformers that takes the installed kernels, aside, and run a model with both.
+test-hub: $(INSTALLED) ## Install a transformers that takes the installed kernels, 11 MB, aside, and run a model with both.
 	$(BIN)/python -m pytest tests/test_hub_kernels.py -m versions -s
 
 test-vllm: $(INSTALLED) ## Install vLLM for CPUs into .vllm-env, 4 GB, and run models on it with and without interposer.
@@ -91,13 +91,13 @@ test-libraries: $(INSTALLED) ## Install libraries, 400 MB, that run adapted mode
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group libraries
 	$(BIN)/python -m pytest models/adapt/tests/test_adapt_libraries.py models/adapt/tests/test_adapt_pipelines.py serve/tests/test_client_libraries.py
 
-test-spirv: $(INSTALLED) ## Compile the portable kernels to SPIR-V with a triton for XPU, which is installed aside.
+test-spirv: $(INSTALLED) ## Compile the portable kernels to SPIR-V with a triton for XPU, 180 MB, which is installed aside. Ten minutes.
 	$(BIN)/python -m pytest platforms/xpu/tests/test_spirv.py -s
 
 test-gpu: $(INSTALLED) ## Run the suite on an accelerator, which the platform's plugin has to be there for.
 	$(BIN)/python -m pytest -m gpu
 
-# What travels to a machine with an accelerator that has no network, see CONTRIBUTING.md.
+# What travels to a machine with an accelerator that has no network, see docs/notes/accelerator.md.
 gpu-bundle: $(INSTALLED) ## Build wheels for a machine with an accelerator and no network, into .gpu_bundle/.
 	$(BIN)/python benchmarks/gpu_bundle.py .gpu_bundle
 
