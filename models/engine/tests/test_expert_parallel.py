@@ -175,7 +175,7 @@ def test_an_update_reaches_experts_on_their_ranks(
     alone.update_weights(new)
     lm.update_weights(new)
     check(lm, alone)
-    with pytest.raises(ConfigError, match=r"update_weights\(\) gave"):
+    with pytest.raises(ConfigError, match=r"update_weights\(\) has replaced"):
         lm.rebalance_experts()
     check(lm, alone)
 
@@ -186,7 +186,7 @@ def test_models_without_placeable_experts_are_refused(
     path = checkpoints["mixtral"]
     with pytest.raises(ConfigError, match="one process holds all experts"):
         load(path, expert_parallel=True)
-    with pytest.raises(ConfigError, match="has no layer of experts"):
+    with pytest.raises(ConfigError, match="has no MoE layer"):
         loads(llama, expert_parallel=True, **SMALL)
     with pytest.raises(ConfigError, match="have room for 5 further copies"):
         loads(path, expert_parallel=ExpertParallel(redundant_experts=6), **SMALL)

@@ -157,9 +157,9 @@ tell()
 
 @pytest.mark.process
 def test_a_meeting_needs_a_rank_an_address_and_the_others(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rank of this process .* is 3, and 2"):
+    with pytest.raises(ConfigError, match=r"rank of this process .* is 3 of 2"):
         send_weights({}, Meeting("file:///nowhere", 3, 2))
-    with pytest.raises(ConfigError, match="'nowhere' is no address"):
+    with pytest.raises(ConfigError, match="'nowhere' is not an address"):
         send_weights({}, Meeting("nowhere", 0, 2))
     with pytest.raises(RankError, match=r"2 processes did not connect at .* within 0.5 s"):
         send_weights({}, Meeting(f"file://{tmp_path}/store", 0, 2), timeout_seconds=0.5)
