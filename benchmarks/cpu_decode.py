@@ -25,7 +25,7 @@ from typing import Any
 
 from cpu_engines.contract import MAX_BATCH, MAX_CONTEXT, MAX_STEP_TOKENS, Settings
 from cpu_peers import (
-    CONTENDERS,
+    ENGINES,
     ENVIRONMENTS,
     Engine,
     Unavailable,
@@ -242,8 +242,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--peers",
         nargs="+",
-        default=list(CONTENDERS),
-        help=f"engines, or libraries for all of theirs: {', '.join(CONTENDERS)}; "
+        default=list(ENGINES),
+        help=f"engines, or libraries for all of theirs: {', '.join(ENGINES)}; "
         "interposer:METHOD takes any method, interposer:METHOD-gN one with a group size",
     )
     parser.add_argument("--bits", type=numbers, default=[16, 8, 4])

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
-    "CONTENDERS",
+    "ENGINES",
     "ENVIRONMENTS",
     "Engine",
     "Environment",
@@ -122,7 +122,7 @@ def _engines() -> Iterator[Engine]:
     yield Engine("onnx:int4", 4, "onnx_generator", "onnx-int4", "onnx")
 
 
-CONTENDERS = {engine.name: engine for engine in _engines()}
+ENGINES = {engine.name: engine for engine in _engines()}
 
 
 def chosen_engines(names: Iterable[str]) -> list[Engine]:
@@ -135,13 +135,13 @@ def chosen_engines(names: Iterable[str]) -> list[Engine]:
     """
     chosen: dict[str, Engine] = {}
     for name in names:
-        found = [c for c in CONTENDERS.values() if name in (c.name, c.name.partition(":")[0])]
+        found = [c for c in ENGINES.values() if name in (c.name, c.name.partition(":")[0])]
         if not found and name.startswith("interposer:"):
             method = name.partition(":")[2]
             bits = 4 if "4" in method.partition("-")[0] else 8
             found = [Engine(name, bits, "interposer_engine", "hf", "ours")]
         if not found:
-            raise Unavailable(f"no engine {name!r}; known: {', '.join(CONTENDERS)}")
+            raise Unavailable(f"no engine {name!r}; known: {', '.join(ENGINES)}")
         chosen |= {engine.name: engine for engine in found}
     return list(chosen.values())
 

@@ -22,7 +22,6 @@ _SHAPES = {
 }
 # Inputs that are a multiple of 32 but not of 256: for the formats of short blocks only.
 _SHORT_SHAPES = {"one short block": ((3, 32), 8), "three short blocks": ((2, 96), 11)}
-_LONGEST_BLOCK = 256
 _STRIDED: dict[str, Strides] = {"x": "leading", "weight": "offset", "bias": "offset"}
 # A weight is rounded twice: after the multiplication by the scale, and after adding the offset.
 _SCALINGS = 2
