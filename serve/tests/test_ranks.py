@@ -51,7 +51,7 @@ def started(folder: Path, offline: LanguageModel, *options: str) -> Iterator[Ran
     asked += ["--tensor-parallel=2", "--dtype=float32", "--cache-tokens=2048", *options]
     with served(asked, signal.SIGKILL) as (url, process):
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        (follower,) = (c for c in children if "_parallel.process" in command_of(c))
+        (follower,) = (c for c in children if "_distributed.launcher" in command_of(c))
         yield Ranks(int(url.rpartition(":")[2]), offline, process, int(follower))
 
 

@@ -179,7 +179,7 @@ def test_ranks_compute_on_disjoint_cores(loads: Loads, llama: Path) -> None:
     (follower,) = (
         child
         for child in children
-        if "_parallel.process" in Path(f"/proc/{child}/cmdline").read_text()
+        if "_distributed.launcher" in Path(f"/proc/{child}/cmdline").read_text()
     )
     assert not os.sched_getaffinity(0) & os.sched_getaffinity(int(follower))
 

@@ -89,7 +89,7 @@ def test_a_signal_to_run_ends_both_ranks(number: signal.Signals, code: int) -> N
         assert process.stdout.read(1), process.communicate()[1]  # of what is generated
         children = Path(f"/proc/{leader}/task/{leader}/children").read_text().split()
         named = {int(c): Path(f"/proc/{c}/cmdline").read_text() for c in children}
-        (follower,) = (child for child, name in named.items() if "_parallel.process" in name)
+        (follower,) = (child for child, name in named.items() if "_distributed.launcher" in name)
         os.kill(leader, number)
         wait_for_ends(leader, follower)
         _, told = process.communicate(timeout=WAIT_SECONDS)

@@ -45,7 +45,7 @@ try:
         lm = load(sys.argv[1], cache_tokens=512, max_sequences=1, config=config)
         children = open(f"/proc/self/task/{os.getpid()}/children").read().split()
         asked = [open(f"/proc/{child}/cmdline").read() for child in children]
-        ranks = [c for c, a in zip(children, asked) if "_parallel.process" in a]
+        ranks = [c for c, a in zip(children, asked) if "_distributed.launcher" in a]
         print(os.getpid(), *ranks, flush=True)
         if sys.argv[3] == "thread":
             asyncio.run(serve(lm))
