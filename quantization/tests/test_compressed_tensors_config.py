@@ -222,7 +222,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     (f"{GROUP_0}.input_activations", {"type": "float"}, "by weights of int8 per output"),
     (f"{WEIGHTS}.num_bits", 9, "num_bits = 9"),
     (f"{WEIGHTS}.num_bits", 0, "num_bits = 0"),
-    (f"{WEIGHTS}.type", "float", "weights of float8 per output are not what"),
+    (f"{WEIGHTS}.type", "float", "does not store weights of float8 per output"),
     (f"{WEIGHTS}.type", "uint", "'uint'"),
     (f"{WEIGHTS}.strategy", "block", "'block' takes rows and columns"),
     (f"{WEIGHTS}.strategy", "token", "int8 per token"),
