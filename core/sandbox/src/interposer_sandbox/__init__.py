@@ -1,17 +1,17 @@
 """Run functions of foreign code in a guarded fork of an expendable process.
 
-Foreign code may crash, hang, exit or change the process that it runs in. A ``Sandbox`` runs one
-function at a time in a fork of a process of its own and returns the outcome as a ``Finding``;
-``run_here`` does the same in this process, for code that returns. Both pass a ``Reporter`` to the
-function, which records its progress. ``SideEffects`` lists changes that the code in a block made to
-its process, and undoes them. A ``Host`` describes the program to be guarded.
+Foreign code may crash, hang, exit or change its process. A ``Sandbox`` starts a fork server and
+runs one function at a time in a fork of that server; the outcome is a ``Finding``. ``run_here``
+runs the function in this process instead, for code that is known to return. Both pass a
+``Reporter`` to the function, to record the progress. ``SideEffects`` lists and undoes the changes
+that the code in a block made to the process. A ``Host`` describes the program to be guarded.
 
 ``check_import_string`` looks up a name without executing code. ``metadata_text`` and related
-functions read an installer's files, whatever they contain. A finding that is stored depends on the
-content of the code (``digest``, ``file_facts``) and on ``surroundings``.
+functions read an installer's files, even malformed ones. A stored finding is valid for one content
+of the code (``digest``, ``file_facts``) and one set of ``surroundings``.
 
-The sandbox protects against code that is broken, careless or built for another machine. It does not
-protect against malicious code, which can do harm from a fork as well.
+The sandbox protects against code that is broken, careless or built for another machine, but not
+against malicious code, which can do harm from a fork as well.
 
 Every name is loaded on first use.
 """

@@ -1,4 +1,4 @@
-"""The client of the fork server: starts it, sends requests, stops it."""
+"""The client of the fork server: starts the server, sends requests, stops the server."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class UnavailableError(SandboxError):
 
 
 class NestedError(SandboxError):
-    """This process runs foreign code itself, so it must not run more of it."""
+    """This process is itself a fork that runs foreign code, so it must not start another."""
 
 
 class _ServerEnded(Exception):
@@ -122,7 +122,7 @@ class _ForkServer:
         self._reap()
 
     def abandon(self) -> None:
-        """Forget the server in a fork of the process that started it."""
+        """Close this fork's copies of the pipes, without stopping the parent's server."""
         self._questions.close()
         self._answers.close()
         self._process.returncode = 0  # not a child of this process, so do not wait
@@ -140,13 +140,14 @@ class _ForkServer:
 
 
 class Sandbox:
-    """Runs functions in forks of a separate process, which the first function starts.
+    """Runs functions in forks of a separate server process.
 
-    The process ends with this one, after ``stop``, or after a minute without a request; the next
-    function starts another one. Threads take turns, and a fork of this process starts its own.
+    The first ``run`` starts the server. The server ends with this process, after ``stop``, or after
+    a minute without a request; the next ``run`` then starts another server. Threads take turns. A
+    fork of this process starts a server of its own.
 
     Args:
-        starting: called whenever the process is about to start.
+        starting: called whenever a server is about to start.
     """
 
     def __init__(self, host: Host, starting: Callable[[], object] = lambda: None) -> None:
@@ -158,7 +159,7 @@ class Sandbox:
 
     @property
     def pid(self) -> int | None:
-        """The process group that runs functions, or None if there is none."""
+        """The process group of the server, or None while no server runs."""
         return self._process.pid if self._process is not None else None
 
     def run(
@@ -169,17 +170,17 @@ class Sandbox:
         *,
         modules: Iterable[str] = (),
     ) -> Finding:
-        """Run a function in a fork and return its finding, or a finding on how the fork ended.
+        """Run a function in a fork and return the finding; a crash or timeout is a refusal.
 
         Args:
             arguments: JSON values by name.
             seconds: time limit of every stage that the function reports.
-            modules: imported before the fork, after the host's slow modules, once for all later
-                calls.
+            modules: imported by the server before the fork, after the host's slow modules, so that
+                later calls need not import the same modules again.
         Raises:
             UnavailableError: no process can be started.
             NestedError: this process is itself a fork that runs a function.
-            SandboxError: the process ended twice without an answer.
+            SandboxError: the server ended twice without an answer.
         """
         request = {"function": _name(function), "arguments": dict(arguments), "seconds": seconds}
         request |= {"modules": [*modules], "path": _path(), "cwd": _cwd()}
@@ -201,15 +202,15 @@ class Sandbox:
         )
 
     def stop(self) -> None:
-        """Stop the process; the next function starts another."""
+        """Stop the server; the next ``run`` starts another."""
         with self._lock.held:
             if self._process is not None:
                 process, self._process = self._process, None
                 process.stop()
 
     def release(self) -> None:
-        """Close the pipes of a process that ended after idling."""
-        # A thread that holds the lock is using the process.
+        """Close the pipes of a server that ended after idling."""
+        # A thread that holds the lock is using the server.
         if self._process is not None and self._lock.held.acquire(blocking=False):
             try:
                 if self._process is not None and self._process.has_ended():
@@ -224,7 +225,7 @@ class Sandbox:
         self.stop()
 
     def _stop_at_exit(self) -> None:
-        """Stop the process when this one ends."""
+        """Stop the server when this process ends."""
         if self._lock.held.acquire(timeout=_END_SECONDS / 10):
             self.stop()
             self._lock.held.release()
@@ -232,7 +233,7 @@ class Sandbox:
             self._process.kill()
 
     def _abandon(self) -> None:
-        """Forget the process in a fork of the process that started it."""
+        """Forget the server, in a fork of the process that started the server."""
         if self._process is not None:
             process, self._process = self._process, None
             process.abandon()

@@ -40,10 +40,10 @@ def is_altered(path: Path, recorded: str) -> bool:
 
 
 def file_facts(root: Path) -> Iterator[list[str | int]]:
-    """Yield path, size and time of ``root`` or of the files below it, without reading them.
+    """Yield path, size and modification time of the file ``root`` or of each file below.
 
-    Caches and virtual environments are left out. The number of files is limited, because a folder
-    that metadata names may be the whole disk.
+    No file is read. Caches and virtual environments are left out. The number of files is limited,
+    because metadata may name the root of the disk.
     """
     pending_folders = [str(root)]
     num_remaining = _MOST_FILES

@@ -1,4 +1,4 @@
-"""Errors of foreign code: which ones to catch and how to show them; similar names."""
+"""Errors of foreign code: types to catch, safe texts; and a search for similar names."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _LONGEST_NAME = 64  # the time to compare names grows with the product of their 
 
 
 def foreign_errors() -> tuple[type[BaseException], ...]:
-    """Return the exception types to catch around foreign code: nearly all of them.
+    """Return the exception types that a handler around foreign code must catch.
 
-    Foreign code may derive its errors from ``BaseException``, and may call ``sys.exit``, so a
-    handler that catches these types quarantines the code. Ctrl-C and the end of a generator of the
-    caller are not caught.
+    Foreign code may derive errors from ``BaseException`` and may call ``sys.exit``, so the result
+    is ``(BaseException,)``. The result is empty while Ctrl-C, or the ``GeneratorExit`` of a
+    generator of the caller, is being handled.
     """
     # Only the type is trusted: attributes of the error may lie or raise.
     kind, _, trace = sys.exc_info()

@@ -1,8 +1,8 @@
 """The fork server: runs one function at a time, each in a fork of itself.
 
-The server runs no foreign code itself, so no function can affect a later one. A fork reports in
-lines of JSON with a secret token, on a pipe of its own. The server ends when its client does, or
-after a minute without a request.
+The server process never runs foreign code, so no function can affect a later one. Each fork has a
+pipe of its own and reports in lines of JSON that contain a secret token. The server ends with the
+client, or after a minute without a request.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _serve(request_fd: int, answer_fd: int, host: _Host) -> None:
 def _examine(
     request: dict[str, Any], request_fd: int, answer_fd: int, awaited_module: str
 ) -> Finding | None:
-    """Run a request in a fork; None if the fork needs the slow modules imported first."""
+    """Run a request in a fork; return None if the server must import the slow modules first."""
     # A new token for every fork, so that no message can be forged or replayed.
     token = secrets.token_hex(16)
     readers, writers = zip(*(os.pipe() for _ in range(3)), strict=True)
@@ -136,7 +136,7 @@ def _examine(
 
 
 def _end_orphans() -> None:
-    """Kill the processes that a function left behind, whatever their group."""
+    """Kill the processes that a function left running, in every process group."""
     deadline = time.monotonic() + DEATH_SECONDS
     with suppress(ChildProcessError):
         while time.monotonic() < deadline:
@@ -149,7 +149,7 @@ def _end_orphans() -> None:
 
 
 def _import(host: _Host, extra_modules: Iterable[str] = ()) -> bool:
-    """Import trusted modules once; a failing import raises again, and is reported, in a fork."""
+    """Import trusted modules once; the fork repeats a failing import and reports the error."""
     modules = (*host.slow_modules, *extra_modules)
     if not all(module in sys.modules for module in modules):
         # A module that hangs here would hang in the client as well, so the server may end.
@@ -170,8 +170,8 @@ def _run_in_fork(
 
     Args:
         private: descriptors of the server, which are closed.
-        awaited_module: the first slow module if it is not imported yet; empty if it is, or cannot
-            be.
+        awaited_module: the first slow module, at whose import the fork stops; empty if the server
+            has tried to import the slow modules.
     """
     try:
         os.setsid()
@@ -219,7 +219,7 @@ def _move_high(descriptor: int) -> int:
 
 
 class _PipeReporter(Reporter):
-    """Sends the progress of this process to the watch over it."""
+    """Sends the progress of this process to the server's ``Watch``."""
 
     alone = True
 
@@ -241,7 +241,7 @@ class _PipeReporter(Reporter):
         self.send(begin=stage, patience=patience)
 
     def _beat(self) -> None:
-        """Prove regularly that other threads get the interpreter's lock."""
+        """Send signs of life, which prove that other threads get the interpreter's lock."""
         while True:
             time.sleep(_BEAT_SECONDS)
             self.send(beat=True)
@@ -274,7 +274,7 @@ class _PipeReporter(Reporter):
 
 
 class _SlowFinder:
-    """Ends the fork at the first import of a slow module, so that the server imports it first."""
+    """Ends the fork at the import of a slow module, so that the server imports the module first."""
 
     def __init__(self, awaited_module: str, reporter: _PipeReporter) -> None:
         self._awaited = awaited_module

@@ -42,10 +42,10 @@ _CLASSES = {
 
 
 class _Snapshot(NamedTuple):
-    """The watched modules and classes by name, each with a copy of its content.
+    """The watched modules and classes by name, each with a copy of the namespace.
 
-    ``class_names`` are names of further classes by module; ``members`` are objects of the host with
-    the guarded attribute; ``visited`` are the modules that were looked at.
+    ``class_names`` lists additional classes by module; ``members`` maps a path to an object of the
+    host and the name of the guarded attribute; ``visited`` are the modules examined so far.
     """
 
     guarded: Guarded
@@ -104,9 +104,9 @@ class _Snapshot(NamedTuple):
                     self.members[f"{name}.{key}.{member}"] = value, member
 
     def is_foreign(self, place: str, value: object) -> bool:
-        """Tell whether a module of the base packages has a value from elsewhere.
+        """Tell whether a value in a module of a base package comes from another package.
 
-        A base package may import a dependency on first use, and then replaces its placeholder.
+        A base package may import a dependency on first use and then replace the placeholder.
         """
         root = _root(place)
         is_own = issubclass(type(value), FunctionType | type) and origin(value) == root
@@ -129,7 +129,7 @@ def snapshot_for_forks(guarded: Guarded) -> None:
 
 
 def take_snapshot(guarded: Guarded) -> _Snapshot:
-    """Return the current snapshot; a fork only copies modules imported since it was forked."""
+    """Return the current snapshot; a fork copies only modules imported after the fork."""
     if guarded not in _snapshots:
         class_names = {module: [*names] for module, names in _CLASSES.items()}
         for place in guarded.classes:

@@ -1,4 +1,4 @@
-"""The program that foreign code runs in, as far as a sandbox must know it."""
+"""Description of the program that surrounds foreign code, for a sandbox."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ class Guarded(NamedTuple):
     """The parts of the surrounding program that code may not replace, by name.
 
     Attributes:
-        packages: the program's own top-level packages. Code may replace no function of these
-            packages, nor of packages whose names begin like one, and may not change their classes.
-        bases: packages that the program is built on, guarded like its own. They may replace a
-            placeholder for a module when the module is first used.
+        packages: the program's own top-level packages. Code must not replace functions or change
+            classes of a package whose name begins with one of these names.
+        bases: packages that the program is built on, guarded like ``packages``. A base package may
+            replace the placeholder of a lazily imported module on first use.
         classes: classes of other packages, as ``"module:Class"``.
-        members: attributes of the program's objects, as ``"Class.attribute"``. Code may not assign
-            objects of its own package to them, unless the owner is its own.
+        members: attributes of the program's objects, as ``"Class.attribute"``. Foreign code must
+            not set such an attribute to an object of its own package, except on its own objects.
     """
 
     packages: tuple[str, ...] = ()
@@ -35,11 +35,11 @@ class Host:
 
     Attributes:
         environment: returns the environment variables of this process, to compare and restore them;
-            none by default. It is called each time, because code may replace the mapping itself.
+            none by default. Called anew for each comparison, because code may replace the mapping.
         guarded: the names that code may not replace.
         modules: imported by the sandbox's process when it starts, so that no fork needs to.
-        slow_modules: imported by that process when code first imports the first of them, because
-            their import would exceed the code's time limit. All of them are trusted.
+        slow_modules: trusted modules whose import would exceed the code's time limit. The
+            sandbox's process imports all of them when code first imports the first one.
     """
 
     environment: Callable[[], MutableMapping[str, str]] = dict

@@ -27,7 +27,7 @@ _MAY_BE_DYNAMIC = re.compile(
 
 
 class _Source(NamedTuple):
-    """The names that a source file binds; ``imported`` are bound only by imports."""
+    """The names that a source file binds; those in ``imported`` are bound only by imports."""
 
     defined: frozenset[str] = frozenset()
     imported: frozenset[str] = frozenset()
@@ -37,9 +37,9 @@ class _Source(NamedTuple):
 def check_import_string(target: str) -> str:
     """Return why ``"package.module:name"`` names no object, or "".
 
-    A module that is already imported is inspected; for any other module its source is read. The
-    result is also "" if neither can tell: for modules that compute their names, and for native
-    modules that are not imported.
+    An imported module is inspected; for any other module the source file is read. The result is
+    also "" if neither can tell: for modules that compute names at run time, and for native modules
+    that are not imported.
     """
     module, _, attribute = target.partition(":")
     loaded = sys.modules.get(module)
@@ -79,7 +79,7 @@ def is_loaded(target: str) -> bool:
 
 
 def _is_unfinished(loaded: object) -> bool:
-    """Tell whether a module is still being imported, so that names may be missing."""
+    """Tell whether a module is still being imported, so that some names may be missing."""
     return type(loaded) is ModuleType and getattr(
         vars(loaded).get("__spec__"), "_initializing", False
     )
@@ -98,7 +98,7 @@ def _check_loaded(loaded: object, module: str, attribute: str) -> str:
 
 
 def _own_names(module: str, names: dict[str, Any]) -> Iterator[str]:
-    """Yield the names of an imported module, except those that it only imports."""
+    """Yield the names that an imported module defines, without the imported names."""
     source = _read(names.get("__file__"))
     for name, value in names.items():
         is_hidden = name.startswith("__") or (source is not None and name in source.imported)

@@ -15,15 +15,15 @@ _METADATA = (".dist-info", ".egg-info")
 
 
 def endless_entry_points() -> list[str]:
-    """Return the faults of installed entry-point files that are a FIFO or a device.
+    """Describe the installed entry-point files that are a FIFO or a device.
 
-    Libraries such as pydantic read these files when they are imported, and would wait forever.
+    Libraries such as pydantic read all entry-point files on import, and would wait forever.
     """
     return [_fault(path, _ENDLESS) for path, is_endless in _entry_point_files() if is_endless]
 
 
 def unreadable_entry_points() -> list[str]:
-    """Return the faults of installed entry-point files that cannot be read."""
+    """Describe the installed entry-point files that cannot be read."""
     faults = []
     for path, is_endless in _entry_point_files():
         if is_endless:

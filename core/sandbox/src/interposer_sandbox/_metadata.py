@@ -1,4 +1,4 @@
-"""Metadata of installed distributions, read without trusting any of it."""
+"""Readers for the metadata of installed distributions, which may be malformed."""
 
 from __future__ import annotations
 
@@ -35,13 +35,12 @@ class Metadata(Protocol):
 
 def metadata_folder(found: Metadata) -> Path:
     """Return the folder of the metadata; installers identify a distribution by its name."""
-    return Path(
-        str(getattr(found, "_path", id(found)))
-    )  # _path is not public, but has no substitute
+    # _path is not public, but has no substitute.
+    return Path(str(getattr(found, "_path", id(found))))
 
 
 def metadata_text(found: Metadata, name: str) -> str:
-    """Return the text of a metadata file; empty if it is missing or cannot be read."""
+    """Return the text of a metadata file; empty if the file is missing or unreadable."""
     try:
         return _text(found, name)
     except (OSError, ValueError):  # not readable, or not UTF-8
@@ -49,7 +48,7 @@ def metadata_text(found: Metadata, name: str) -> str:
 
 
 def _text(metadata: Metadata, name: str) -> str:
-    """Return the text of a metadata file; empty if it is missing.
+    """Return the text of a metadata file; empty if the file is missing.
 
     Raises:
         OSError: the file cannot be read, is not regular, or is implausibly large.
@@ -88,7 +87,7 @@ def metadata_headers(text: str) -> list[tuple[str, str]]:
 
 
 def entry_points(found: Any, group: str) -> tuple[list[Any], str]:
-    """Return the entry points of a group, or none and the fault of the file."""
+    """Return the entry points of a group and ""; for a faulty file, none and the fault."""
     try:
         text = _text(found, _ENTRY_POINTS)
     except OSError as error:
@@ -114,7 +113,7 @@ def _mentions_group(metadata: Metadata, group: str) -> bool:
 
 
 def editable_folder(found: Metadata) -> Path | None:
-    """Return the source folder of an editable installation, or None for any other."""
+    """Return the source folder of an editable installation; None for any other kind."""
     text = metadata_text(found, "direct_url.json")
     try:
         origin = json.loads(text) if text else {}
@@ -130,7 +129,9 @@ def editable_folder(found: Metadata) -> Path | None:
 
 
 def recorded_files(record: str) -> Iterator[tuple[str, str]]:
-    """Yield path and ``algorithm=digest`` of the files in a RECORD, without the installer's.
+    """Yield path and ``algorithm=digest`` of the code files that a RECORD lists.
+
+    Files that the installer adds differ between machines and are left out.
 
     Raises: csv.Error: the text cannot be parsed.
     """
@@ -138,9 +139,9 @@ def recorded_files(record: str) -> Iterator[tuple[str, str]]:
 
 
 def altered_files(record: str, location: Path) -> list[str]:
-    """Return the paths in a RECORD whose file is missing, has other content or has no hash.
+    """Return the paths in a RECORD whose file is missing, changed or listed without a hash.
 
-    Files of the installer are not checked: scripts, cached bytecode and its own notes.
+    Files that the installer adds are not checked: scripts, cached bytecode and notes.
 
     Args:
         location: the base folder of the paths.

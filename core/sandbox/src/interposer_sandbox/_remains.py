@@ -1,4 +1,4 @@
-"""The remains of code: text on the standard streams, threads and processes."""
+"""Remains of code that has run: printed text, threads and processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _num_forks = 0
 
 
 def streams(shared: bool) -> Iterator[str]:
-    """Yield once to let code run, then yield its output and the streams that it replaced.
+    """Yield once to let code run, then yield the printed text and the replaced streams.
 
     Args:
         shared: another thread may replace the streams meanwhile.
@@ -50,12 +50,12 @@ def streams(shared: bool) -> Iterator[str]:
 
 
 def offspring(light: bool, calls: bool, package: str) -> Iterator[str]:
-    """Yield once to let code run, then yield the threads and processes that it left behind.
+    """Yield once to let code run, then describe the threads and processes still running.
 
     Args:
-        light: nothing may be left. Otherwise libraries may leave threads and processes.
-        calls: also forbid threads of the package itself, and threads that only run a function of
-            Python's own.
+        light: forbid every thread and process. Otherwise libraries may leave some running.
+        calls: forbid threads of the package itself and threads that run a function of the standard
+            library, even if ``light`` is false.
         package: the top-level package of the code.
     """
     forks, had_children = _num_forks, _has_children()
@@ -128,7 +128,7 @@ class _Capture(io.TextIOBase):
 
 
 def _without_ended_captures(stream: Any) -> Any:
-    """Return the stream below captures whose block has ended, which another thread may hold."""
+    """Return the stream below captures of ended blocks; another thread may still use a capture."""
     while isinstance(stream, _Capture) and not stream.owner:
         stream = stream.stream
     return stream

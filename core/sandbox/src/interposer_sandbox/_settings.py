@@ -1,4 +1,4 @@
-"""Settings of a process that foreign code has no reason to change, and how to restore them."""
+"""Process settings that foreign code has no reason to change, each with a restore function."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _RIGHTS = ("Uid", "Gid", "Groups", "NoNewPrivs", "Seccomp", "CapEff", "CapBnd", 
 # Signals 32 and 33, which libc catches once there is a thread.
 _LIBC_SIGNALS = 3 << 31
 _ERROR_HANDLERS = ("strict", "ignore", "replace", "backslashreplace", "surrogateescape")
-# Dispatch keys that are ignored: Meta, for which torch itself registers kernels at run time, and
-# those of devices that are not torch's.
+# Dispatch keys that are ignored: torch itself registers kernels for Meta at run time, and
+# PrivateUse belongs to devices of third parties.
 _IGNORED_KEYS = ("Meta", "PrivateUse", "AutogradPrivateUse")
 
 
 class Setting(NamedTuple):
-    """One setting: its name after the word "changes", and the functions that get and set it."""
+    """One setting of the process; ``name`` completes the sentence "changes ..."."""
 
     name: str
     get: Callable[[], Any]
@@ -47,8 +47,8 @@ class Setting(NamedTuple):
 def settings(light: bool) -> Iterator[Setting]:
     """Yield the settings of this process that can be compared now.
 
-    Settings of libraries that are not imported yet are left out. Code that is not ``light`` may
-    change the root logger.
+    Settings of libraries that are not imported yet are left out. So are the settings that code may
+    change if the code is not ``light``, such as the root logger.
     """
     yield from _INTERPRETER
     yield from _SYSTEM
@@ -68,9 +68,8 @@ def settings(light: bool) -> Iterator[Setting]:
     if (module := loaded.get("multiprocessing")) is not None:
         yield _start_method(module)
     torch = loaded.get("torch")
-    if hasattr(
-        torch, "set_float32_matmul_precision"
-    ):  # otherwise another thread may still be importing torch
+    # Without this function, another thread may still be importing torch.
+    if hasattr(torch, "set_float32_matmul_precision"):
         for name, get, restore in _TORCH:
             yield Setting(f"torch's {name}", attrgetter(get)(torch), attrgetter(restore)(torch))
         yield _generator(torch)
@@ -253,10 +252,9 @@ def _sys_setting(name: str) -> Setting:
 
 
 def _arithmetic() -> tuple[bool, ...]:
-    """Return whether subnormal numbers exist, and the rounding mode of sums.
+    """Return whether subnormal numbers exist, and three sums that show the rounding mode.
 
-    A library that is built with -ffast-math may disable subnormal numbers for the thread that loads
-    it.
+    Loading a library that was built with -ffast-math may disable subnormal numbers in the thread.
     """
     return _TINY / 2 > 0, 1 + _TINY == 1, 1 - _TINY == 1, -1 - _TINY == -1
 

@@ -1,4 +1,4 @@
-"""Side effects of code on its process, found by comparing the state before and after."""
+"""Side effects of code, detected by comparing the process before and after the code ran."""
 
 from __future__ import annotations
 
@@ -55,19 +55,18 @@ class SideEffects:
     """Lists in ``effects`` the side effects of the code in a ``with`` block.
 
     Each effect completes a sentence: "replaces builtins.print". Effects are undone where possible:
-    on the environment, builtins, modules and their functions, the working directory, ``sys.path``
-    and hooks, signal handlers, standard streams and settings. Exceptions in the block are passed
-    on.
+    on environment variables, builtins, modules, functions, the working directory, ``sys.path``,
+    hooks, signal handlers, standard streams and settings. Exceptions in the block are passed on.
 
     Args:
-        light: the code is a module that only declares things: it has no reason to print, to start a
-            process, to leave a thread or to hook into the interpreter. Without it, libraries that
-            the code loads may do so, but not the code's own package.
+        light: the code is a module of declarations, with no reason to print, start a process,
+            leave a thread or hook into the interpreter. If false, libraries that the code loads may
+            do so, but not the code's own package.
         alone: this process exists only for the block, so that every new thread belongs to the
             block. In any other process, shared state is compared only while there is a single
             thread: otherwise changes by other threads would be attributed to the block, and undone.
-        package: the top-level package of the code, which may change itself.
-        calls: the block only calls code that was loaded before, so that no thread may be left.
+        package: the top-level package of the code; the package may change its own modules.
+        calls: the block only calls code that was loaded before, so no thread may be left running.
     """
 
     def __init__(
@@ -227,7 +226,7 @@ class SideEffects:
             yield f"replaces {_join_names(names)}"
 
     def _is_library_replacement(self, path: str, space: Mapping[str, Any], name: str) -> bool:
-        """Tell whether a function was replaced by its own library, or by an error reporter."""
+        """Tell whether a library replaced its own function, or an error reporter a hook."""
         value = space.get(name)
         if path in _REPORTERS:
             return not self._is_own(value)
@@ -240,7 +239,7 @@ class SideEffects:
 
 
 def _is_constant(path: str, value: object) -> bool:
-    """Tell whether a module's value is a constant used in computations."""
+    """Tell whether a value is a constant of math or torch, such as pi or a dtype."""
     return _root(path) in ("math", "torch") and (
         type(value) is float or type(value).__module__ == "torch"
     )
@@ -256,12 +255,12 @@ def _join_names(names: list[str]) -> str:
 
 
 def _changed(current: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """Return the names that are gone or have another value, without calling any builtin."""
+    """Return the names that are missing or rebound, without calling any builtin."""
     return [name for name in before if name not in current or current[name] is not before[name]]
 
 
 def _is_imported(name: str) -> bool:
-    """Tell whether a module was imported under its name, or replaced itself with an object."""
+    """Tell whether ``sys.modules[name]`` is the imported module or the module's substitute."""
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)
     return getattr(spec, "name", None) == name or _root(type(module).__module__) == _root(name)
@@ -275,7 +274,7 @@ def _is_for_all(
 
 
 def _anchors() -> Iterator[str]:
-    """Compare the identity of the objects that hold the interpreter's and programs' state."""
+    """Compare the identity of objects with global state, such as ``sys.modules``."""
     before = [(owner, name, getattr(owner, name)) for owner, name in _ANCHORS]
     yield ""
     for owner, name, value in before:
@@ -364,7 +363,7 @@ def _exit_handlers() -> Iterator[str]:
 
 
 def _open_files() -> dict[int, tuple[int, int]]:
-    """Return device and inode of the open descriptors, or of the standard ones if not listed."""
+    """Return device and inode of the open descriptors; only 0 to 2 without /proc."""
     try:
         numbers = sorted(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
     except OSError:

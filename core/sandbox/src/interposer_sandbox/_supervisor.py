@@ -1,4 +1,4 @@
-"""The watch over a forked process: reads its reports and output, and ends it."""
+"""The watch over a forked process: reads reports and output, and kills a late process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAILED_CODE = 70
 """The exit code of a child process that could not send its finding."""
 
 DUMP_SIGNAL = signal.SIGUSR2
-"""Makes a child process print the tracebacks of all threads."""
+"""The signal that makes a child process print the tracebacks of all threads."""
 
 DEATH_SECONDS = 1.0
 """Time limit for the end of a killed process."""
@@ -60,10 +60,10 @@ class Pipes(NamedTuple):
 
 
 class Watch:
-    """Follows one child process to its end, and kills it if necessary.
+    """Follows one child process to the end, and kills a process that exceeds a limit.
 
     Args:
-        seconds: time limit of every stage of its task.
+        seconds: time limit of every stage of the task.
         token: part of every message of the child process; unknown to foreign code.
     """
 
@@ -87,13 +87,15 @@ class Watch:
         self._begin("starting", 1.0)
 
     def follow(self, request_fd: int, answer_fd: int) -> Finding | None:
-        """Return the process's finding, or how it ended; None if it needs modules imported first.
+        """Return the process's finding, or a refusal that says how the process ended.
+
+        None means that the server must import the slow modules and repeat the request.
 
         Args:
-            request_fd: reaches its end when the client has gone.
+            request_fd: reaches end of file when the client has gone.
             answer_fd: receives an empty line every second.
 
-        Raises: Ended: ``request_fd`` reached its end; the process is killed.
+        Raises: Ended: ``request_fd`` reached end of file; the process is killed.
         """
         try:
             self._await_end(request_fd, answer_fd)
@@ -127,9 +129,8 @@ class Watch:
         beat = time.monotonic()
         while not (self._has_answered or self._has_exited):
             ready, _, _ = select.select([request_fd, *self._open], [], [], _POLL_SECONDS)
-            if (
-                request_fd in ready
-            ):  # the client sends nothing before the answer, so this is its end
+            # The client sends nothing before the answer, so the pipe can only be closed.
+            if request_fd in ready:
                 raise Ended
             self._read()
             if not ready:
@@ -145,8 +146,8 @@ class Watch:
     def _lateness(self, now: float) -> str:
         """Describe how a stage exceeded its limit; empty while it may continue.
 
-        A stage with more patience must show that it works: it or a process that it started must use
-        a processor, and it must let other threads have the interpreter's lock.
+        A stage with more patience must prove progress: the process or a descendant must use
+        processor time, and other threads must get the interpreter's lock.
         """
         if now > self._deadline:
             return f"did not return within {self._limit_seconds:g} s"
@@ -166,7 +167,7 @@ class Watch:
         return ""
 
     def _ending(self) -> tuple[str, dict[str, Any]]:
-        """Describe how a process ended without a finding or exceeded its limit, with facts."""
+        """Describe how a process ended without a finding or exceeded a limit, and add facts."""
         if self._has_answered:
             return "", {}
         # A late process: let it print the tracebacks of its threads before it is killed.
@@ -199,7 +200,7 @@ class Watch:
                 self._code = os.waitstatus_to_exitcode(status)
 
     def _kill(self) -> None:
-        """Kill the process and its group; a process stuck in the system is left behind."""
+        """Kill the process and its group; give up on a process that is stuck in the kernel."""
         # A process that is still starting has no group of its own yet.
         for kill in (os.killpg, os.kill) if self._code is None else (os.killpg,):
             with suppress(ProcessLookupError, PermissionError):

@@ -1,4 +1,4 @@
-"""The surroundings of foreign code, on which its finding depends."""
+"""The environment of foreign code, on which a finding depends."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _CONSTANT_FIELDS = frozenset(
 
 @cache
 def surroundings() -> Mapping[str, str]:
-    """Return the conditions of a finding besides the code: this package, torch, Python, machine.
+    """Return the conditions of a finding other than the code: sandbox, torch, Python, machine.
 
-    A stored finding is valid as long as all of them are unchanged.
+    A stored finding is valid while every condition is unchanged.
     """
     spec = importlib.util.find_spec("torch")
     origin = spec.origin if spec is not None else None

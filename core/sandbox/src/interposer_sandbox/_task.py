@@ -1,4 +1,4 @@
-"""The function that a sandbox runs: its finding and its progress reports."""
+"""A sandboxed function's finding and progress reports."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 
 class RefusedError(Exception):
-    """A function refuses the code that it runs; the text says why."""
+    """A sandboxed function refuses the examined code; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The outcome of a function; its texts are made printable, whatever their origin.
+    """The outcome of a sandboxed function; unprintable characters of texts are escaped.
 
     Attributes:
-        facts: JSON values that the function noted, even if it did not return: the name of a
-            ``missing`` module; the exceeded limit as ``limit_seconds``; ``passing`` if a cause
-            outside the code may have ended the process.
-        span: start and end in nanoseconds since the epoch, for a finding made just now.
+        facts: JSON values that the function noted, even if the function did not return. A refusal
+            may add the name of a ``missing`` module, the exceeded limit as ``limit_seconds``, or
+            ``passing`` if a cause outside the code may have ended the process.
+        span: start and end in nanoseconds since the epoch; None for a stored finding.
     """
 
     accepted: bool
@@ -44,10 +44,10 @@ class Finding:
         return self.accepted
 
     def stands(self, seconds: float) -> bool:
-        """Tell whether an earlier finding is still valid; a refusal without its cause is not.
+        """Tell whether an earlier finding is still valid under a time limit of ``seconds``.
 
-        A cause is gone if the limit was lower than ``seconds``, or if a missing module is now
-        installed.
+        A refusal is no longer valid if its limit was lower than ``seconds``, or if the missing
+        module is now installed.
         """
         limit, missing = self.facts.get("limit_seconds"), self.facts.get("missing")
         if self.accepted:
@@ -116,12 +116,12 @@ class Reporter:
         self.facts |= facts
 
     def unmute(self) -> None:
-        """Allow printing from here on; in a fork, earlier output refuses the code."""
+        """Allow printing from here on; in a fork, earlier output is a reason for refusal."""
 
     def run(
         self, stage: str, watch: SideEffects, action: Callable[..., Any], *arguments: Any
     ) -> Any:
-        """Run ``action`` as a stage and return its result; its exceptions are passed on.
+        """Run ``action`` as a stage and return the result; exceptions are passed on.
 
         Raises: RefusedError: the action had side effects.
         """
@@ -134,7 +134,7 @@ class Reporter:
 
 
 Function = Callable[[Mapping[str, Any], Reporter], Finding]
-"""A function for a sandbox; takes JSON values by name, and is defined at the top of a module."""
+"""A function for a sandbox: defined at the top of a module, with JSON values by name."""
 
 
 def run_here(
