@@ -131,6 +131,6 @@ def _num_elements(case: Case) -> int:
 
 
 def _weight_elements(dims: Mapping[str, Any]) -> int:
-    """Estimate the largest weight of a request: the product of its two largest dims."""
+    """Estimate the elements of a request's largest weight: the product of the two largest dims."""
     sizes = sorted(size for size in dims.values() if type(size) is int)
     return math.prod(sizes[-2:])

@@ -1,4 +1,4 @@
-"""Devices that are described in files, for planning without the hardware."""
+"""Devices that are described in files, to plan a model without the hardware."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class DeviceDescription(BaseModel):
         return self.model_dump_json(indent=2) + "\n"
 
     def device(self) -> Device:
-        """Create the device as its platform would."""
+        """Create the described device, equal to a device that the platform detects."""
         capability = Capability(
             self.architecture,
             self.features,
@@ -162,7 +162,7 @@ class DeviceDescription(BaseModel):
 
 
 class DescribedPlatform(Platform):
-    """A platform that answers from a device description; no code can run on it."""
+    """A platform that reads all answers from a device description and can run no code."""
 
     def __init__(self, description: DeviceDescription) -> None:
         self.description = description
@@ -189,7 +189,7 @@ class DescribedPlatform(Platform):
         return [getattr(torch, name) for name in self.description.dtypes]
 
     def memory(self, device: str) -> Memory:
-        """Return the memory in the description, all of it free."""
+        """Return the memory size in the description, with all memory free."""
         total = self.description.memory_bytes
         return Memory(total_bytes=total, free_bytes=total)
 
@@ -260,7 +260,7 @@ def described_placement(registry: Registry, wanted: str | os.PathLike[str]) -> P
 
 
 def _find(registry: Registry, wanted: str | os.PathLike[str]) -> tuple[DeviceDescription, str]:
-    """Return the description and its origin."""
+    """Return the description and the origin, such as "in gpu.json"."""
     shipped = registry.records(DeviceEntry)
     # A ``Path`` is always a file, a text can be both: names of descriptions come first.
     if isinstance(wanted, str):
@@ -293,7 +293,7 @@ def _is_path(text: str) -> bool:
 
 
 def _faults(error: ValidationError) -> str:
-    """Format validation errors, each with the path of its field."""
+    """Format validation errors as text, each with the path of the field."""
     faults = []
     for fault in error.errors():
         path = ".".join(map(str, fault["loc"]))

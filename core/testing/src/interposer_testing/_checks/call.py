@@ -97,7 +97,7 @@ class Call:
     def values(self, mutates: tuple[str, ...]) -> dict[str, torch.Tensor]:
         """Return the outputs and the mutated arguments by label, such as "output 0"."""
         values = {f"output {number}": tensor for number, tensor in enumerate(self.outputs)}
-        # Mutated arguments are compared like outputs.
+        # A kernel may return its result by writing to an argument, so compare such arguments too.
         return values | {f"argument {n!r}": self.given.operands[n].tensor for n in mutates}
 
     def aliases(self) -> set[tuple[str, str]]:

@@ -80,11 +80,11 @@ class CollectiveCase:
 
     @cached_property
     def inputs(self) -> list[Tensor]:
-        """The inputs of all ranks. Every rank draws all of them, so none has to be sent."""
+        """The inputs of all ranks; every rank draws all inputs, so no input has to be sent."""
         return [self.fresh(rank) for rank in range(len(self.sizes))]
 
     def fresh(self, rank: int, device: str = "cpu") -> Tensor:
-        """Return a new copy of the input of ``rank``, which the caller may write to."""
+        """Draw the input of ``rank`` into new memory, which the caller may write to."""
         # Python's ``hash`` differs between processes, so use a checksum as seed.
         seed = zlib.crc32(f"{self} of {rank}".encode())
         generator = torch.Generator().manual_seed(seed)
@@ -125,38 +125,38 @@ class CollectiveCase:
         """Return the numbers of rows that ``rank`` receives from each rank in ``all_to_all``."""
         return [self.sent(sender)[rank] for sender in range(len(self.sizes))]
 
-    def faults(self, rank: int, found: Any) -> Iterator[Fault]:
+    def faults(self, rank: int, result: Any) -> Iterator[Fault]:
         """Compare the result of ``rank`` with the expected result.
 
         Sums of integers and moved rows must be exact. For other sums of N values x, the error bound
-        is ((1 + u)^(N - 1) - 1) * sum(|x|): each of N - 1 additions rounds by at most u times its
-        result, which sum(|x|) bounds. u is half the distance from 1 to the next number of the
-        dtype. A communicator may also sum in float32 and round once; so the bound is the sum of the
-        bounds for the dtype and for float32, plus the smallest normal number.
+        is ((1 + u)^(N - 1) - 1) * sum(|x|): each of N - 1 additions rounds by at most u times
+        the intermediate sum, which is at most sum(|x|). u is half the distance from 1 to the next
+        number of the dtype. A communicator may also sum in float32 and round once; so the bound is
+        the sum of the bounds for the dtype and for float32, plus the smallest normal number.
         """
         if self.collective == FUSED:
-            yield from self._norm_faults(found)
+            yield from self._norm_faults(result)
             return
         expected, magnitude = self._expected(rank)
         where = str(self)
-        if not isinstance(found, Tensor):
-            yield Fault("shape", where, f"a tensor expected, got {type(found).__name__}")
+        if not isinstance(result, Tensor):
+            yield Fault("shape", where, f"a tensor expected, got {type(result).__name__}")
             return
-        if (found.shape, found.dtype) != (expected.shape, self._dtype):
+        if (result.shape, result.dtype) != (expected.shape, self._dtype):
             form = f"{[*expected.shape]} {self.dtype} expected"
-            yield Fault("shape", where, f"{form}, got {[*found.shape]} {found.dtype}")
+            yield Fault("shape", where, f"{form}, got {[*result.shape]} {result.dtype}")
             return
-        bound = torch.zeros_like(expected)
+        error_bound = torch.zeros_like(expected)
         if magnitude is not None:
-            bound = self._bound_of_sum(magnitude)
-        yield from self._compare(found, expected, bound)
+            error_bound = self._bound_of_sum(magnitude)
+        yield from self._compare(result, expected, error_bound)
 
     def _bound_of_sum(self, magnitude: Tensor) -> Tensor:
         num, tiny = len(self.sizes), torch.finfo(self._dtype).smallest_normal
         roundings = [torch.finfo(d).eps / 2 for d in (self._dtype, torch.float32)]
         return sum((1 + u) ** (num - 1) - 1 for u in roundings) * magnitude + tiny
 
-    def _norm_faults(self, found: Tensor) -> Iterator[Fault]:
+    def _norm_faults(self, result: Tensor) -> Iterator[Fault]:
         """Compare normed output y and residual stream t of fused all-reduce + RMSNorm.
 
         Let the error of t be at most d, and e the root mean square of d. The root mean square r of
@@ -174,21 +174,23 @@ class CollectiveCase:
         rms_error = stream_error.square().mean(-1, keepdim=True).sqrt() + self.tail[0] * eps * rms
         min_rms = rms - rms_error
         normed = stream / rms * weight
-        bound = weight.abs() * (stream_error / min_rms + stream.abs() * rms_error / (rms * min_rms))
-        bound = bound + 4 * torch.finfo(self._dtype).eps * normed.abs()
-        bound = bound + torch.finfo(self._dtype).smallest_normal
-        if found.shape != (2, *stream.shape):
+        error_bound = weight.abs() * (
+            stream_error / min_rms + stream.abs() * rms_error / (rms * min_rms)
+        )
+        error_bound = error_bound + 4 * torch.finfo(self._dtype).eps * normed.abs()
+        error_bound = error_bound + torch.finfo(self._dtype).smallest_normal
+        if result.shape != (2, *stream.shape):
             form = f"twice {[*stream.shape]} expected"
-            yield Fault("shape", str(self), f"{form}, got {[*found.shape]}")
+            yield Fault("shape", str(self), f"{form}, got {[*result.shape]}")
             return
-        bounds = torch.stack([bound, stream_error])
-        yield from self._compare(found, torch.stack([normed, stream]), bounds)
+        bounds = torch.stack([error_bound, stream_error])
+        yield from self._compare(result, torch.stack([normed, stream]), bounds)
 
-    def _compare(self, actual: Tensor, expected: Tensor, bound: Tensor) -> Iterator[Fault]:
+    def _compare(self, actual: Tensor, expected: Tensor, error_bound: Tensor) -> Iterator[Fault]:
         """Yield a fault if the error of an element is above the bound."""
         where = str(self)
         error = (actual.cpu().to(expected.dtype) - expected).abs()
-        is_wrong = ~(error <= bound)  # also true for NaN
+        is_wrong = ~(error <= error_bound)  # also true for NaN
         if bool(is_wrong.any()):
             index = int(is_wrong.reshape(-1).nonzero()[0])
             value, expected_value = (t.reshape(-1)[index].item() for t in (actual, expected))
@@ -198,7 +200,7 @@ class CollectiveCase:
                 f"{int(is_wrong.sum())} of {is_wrong.numel()} elements are wrong; element {index} "
                 f"is {value:.6g}, expected {expected_value:.6g}",
                 float(error.reshape(-1)[index]),
-                float(bound.reshape(-1)[index]),
+                float(error_bound.reshape(-1)[index]),
             )
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The checks of a communicator, as one of several ranks runs them.
+"""The checks of a communicator, run on one of several ranks.
 
 All ranks run the same checks in the same order. After each call, the ranks exchange outcomes
 over a process group of the kit. After a wrong result, all ranks continue with the next collective.
@@ -64,7 +64,7 @@ class CommunicatorChecks:
         self._current_faults: list[Fault] = []
 
     def run(self, cases: Cases) -> None:
-        """Check each collective, all together, and the declared properties; then close."""
+        """Check each collective alone, all in alternation, and declared properties; then close."""
         suffix = f"on {self._ranks.size} ranks"
         before = _children()
         with suppress(RanksStopped), self._label(f"all collectives {suffix}"):
@@ -145,7 +145,7 @@ class CommunicatorChecks:
                 self._current_faults.append(Fault.raised("ranks", where, error))
 
     def _check(self, communicator: Communicator, case: CollectiveCase) -> Tensor | None:
-        """Check one call, and that ranks get the same bits if the collective requires it.
+        """Check one call; for collectives with one common result, also that ranks get equal bits.
 
         Returns: the result on this rank; None if the result of any rank is wrong.
         """
@@ -161,6 +161,7 @@ class CommunicatorChecks:
             faults, has_raised = [Fault.raised("call", str(case), error)], True
         else:
             faults = list(_faults_of_call(communicator, case, rank, result, x, before))
+        # Ranks compare checksums, because results may be large and differ in shape.
         digest = (0, 0) if faults or result is None else _digest(result)
         outcomes = self._exchange(has_raised, bool(faults), *digest)
         digests = {(first, second) for _, is_wrong, first, second in outcomes if not is_wrong}
@@ -236,6 +237,7 @@ class CommunicatorChecks:
         self._current_faults += self._call_together(str(case), sum_twice)
 
     def _check_replay(self, communicator: Communicator, case: CollectiveCase) -> None:
+        # A list, because ``step`` must replace the result that the code below it reads.
         rank, results = self._ranks.rank, list[Tensor]()
 
         def capture_and_replay() -> list[Fault]:
@@ -294,7 +296,7 @@ def _faults_of_call(
     x: Tensor,
     before: Tensor,
 ) -> Iterator[Fault]:
-    """Check the result of a call, and that the input ``x`` was written only if allowed."""
+    """Check the result of a call, and that only in-place collectives wrote to the input ``x``."""
     yield from case.faults(rank, result)
     is_in_place = case.collective == "all_reduce" and communicator.in_place
     if (is_in_place or case.collective == "broadcast") and result is not x:

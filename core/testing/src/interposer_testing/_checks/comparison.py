@@ -1,4 +1,4 @@
-"""Comparison of the values and the form of a result with the expected ones."""
+"""Comparison of a result with the expected values, structure, shape, dtype and strides."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ def compare_value(
     where: str,
     actual: torch.Tensor,
     expected: torch.Tensor,
-    bound: torch.Tensor,
+    error_bound: torch.Tensor,
     *,
     exact: bool = False,
 ) -> Iterator[Fault]:
-    """Yield a fault if the error of an element is above ``bound``.
+    """Yield a fault if the error of an element is above ``error_bound``.
 
-    NaN and infinities must be equal to the expected ones.
+    Expected NaN and infinities must be matched exactly.
 
     Args:
         exact: the signs of zeros must be equal too.
         actual: any shape and dtype.
         expected: shape of ``actual``, float64 or an integer dtype.
-        bound: shape of ``actual``.
+        error_bound: largest allowed absolute error, shape of ``actual``.
     """
     if not expected.dtype.is_floating_point:
         actual, expected = actual.cpu(), expected.cpu()
@@ -38,7 +38,7 @@ def compare_value(
     actual64 = actual.cpu().double()
     error = (actual64 - expected).abs()
     is_equal = (actual64 == expected) | (actual64.isnan() & expected.isnan())
-    is_wrong = ~is_equal & ~((error <= bound) & expected.isfinite())
+    is_wrong = ~is_equal & ~((error <= error_bound) & expected.isfinite())
     if not is_wrong.any():
         # ``==`` treats 0.0 and -0.0 as equal, so compare signs separately.
         is_flipped = is_equal & (actual64.signbit() != expected.signbit()) & ~expected.isnan()
@@ -51,16 +51,18 @@ def compare_value(
         yield Fault("value", where, _first_difference(actual64, expected, is_not_finite))
         return
     # Report the element that exceeds its bound most.
-    index = _first_index((error - bound) == (error - bound).nan_to_num(-torch.inf).max())
+    index = _first_index(
+        (error - error_bound) == (error - error_bound).nan_to_num(-torch.inf).max()
+    )
     value, expected_value = float(actual64[index]), float(expected[index])
     yield Fault(
         "value",
         where,
         f"{expected_value:.6g} expected at {list(index)}, got {value:.6g}; "
-        f"the error {float(error[index]):.2e} is above the bound {float(bound[index]):.2e}; "
+        f"the error {float(error[index]):.2e} is above the bound {float(error_bound[index]):.2e}; "
         f"{_num_wrong(is_wrong)}",
         float(error[index]),
-        float(bound[index]),
+        float(error_bound[index]),
     )
 
 

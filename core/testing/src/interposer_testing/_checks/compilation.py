@@ -59,7 +59,7 @@ def check_dynamic(subject: Subject, exemplar: Exemplar, backend: str) -> list[Fa
 
 
 def why_no_compiler(device: str) -> str:
-    """Return the reason why torch cannot compile code for ``device``, or "" if it can."""
+    """Return why torch cannot compile code for ``device``; "" if a compiler is installed."""
     if torch.device(device).type != "cpu":
         return "" if find_spec("triton") else "triton is not installed, which inductor needs"
     try:

@@ -33,9 +33,9 @@ class Exemplar:
     dense: bool
 
     def build(self, number: int = 0) -> Case:
-        """Build the case; every other ``number`` gives the same form with other numbers.
+        """Build the case; each ``number`` gives other values in tensors of the same form.
 
-        If the op's generator ignores the seed, all numbers give the same case.
+        If the op's generator ignores the seed, every ``number`` gives the same case.
         """
         space, planned = self.op.cases, self.planned
         if not number:
@@ -57,7 +57,7 @@ def exemplars(op: CustomOp[..., Any], seed: int) -> Iterator[Exemplar]:
 def exemplar_of(
     op: CustomOp[..., Any], planned: PlannedCase, case: Case, seed: int
 ) -> Exemplar | None:
-    """Make ``case``, built from ``planned``, an exemplar; None for an unsuitable case."""
+    """Create the exemplar of ``case``, built from ``planned``; None for an unsuitable case."""
     tensors = [v for v in case.arguments.values() if isinstance(v, torch.Tensor)]
     is_special = planned.point is not None and planned.point.special != ORDINARY
     if is_special or not tensors or not all(tensor.numel() for tensor in tensors):
@@ -70,9 +70,9 @@ def exemplar_of(
 def best_exemplars(
     candidates: list[Exemplar], accepts: Callable[[Exemplar], bool]
 ) -> list[list[Exemplar]]:
-    """Return for each dtype the smallest strided and the smallest dense exemplar, the better first.
+    """Return for each dtype the smallest strided and the smallest dense exemplar.
 
-    Exemplars with at least three rows are better than others, then strided ones.
+    Of the two, an exemplar with at least three rows comes first, then the strided one.
     """
     # Sorted by size, so ``setdefault`` keeps the smallest exemplar of each kind.
     best: dict[torch.dtype, dict[bool, Exemplar]] = {}
@@ -101,7 +101,7 @@ def num_rows(op: CustomOp[..., Any], case: Case) -> int:
 
 
 def with_rows(op: CustomOp[..., Any], case: Case, num: int) -> Case:
-    """Return the case cut to its first ``num`` tokens or sequences."""
+    """Return a case with only the first ``num`` tokens or sequences of ``case``."""
     rows = rows_of(op, case.arguments, slice(num))
     return replace(case, arguments={**case.arguments, **rows})
 

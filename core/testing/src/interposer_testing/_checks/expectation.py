@@ -1,4 +1,4 @@
-"""The expected result of a case from the reference, and the comparison of a call with it."""
+"""The expected result of a case, computed by the reference, and the faults of a call."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ class Expectation:
         exact = op.tolerance.roundings == 0 and case.reduction == 0
         actual = call.values(op.mutates)
         for where, expected in self.values.items():
-            bound = op.tolerance.bound(expected, actual[where].dtype, case)
-            yield from compare_value(where, actual[where], expected, bound, exact=exact)
+            error_bound = op.tolerance.bound(expected, actual[where].dtype, case)
+            yield from compare_value(where, actual[where], expected, error_bound, exact=exact)
 
     def _allowed(self) -> set[tuple[str, str]]:
-        """Return the aliases in a call of the reference, which are allowed for kernels too."""
+        """Return the aliases in a call of the reference; kernels may have the same aliases."""
         reference = Subject(self.op, self.op.reference)
         return reference.call(reference.given(self.case)).aliases()
 

@@ -1,4 +1,4 @@
-"""The check of the routed experts of a quantization scheme, on random weights.
+"""Check of a quantization scheme's routed experts, on random weights.
 
 Dimensions: T tokens, E experts, H hidden size, I intermediate size, K experts per token.
 """
@@ -88,8 +88,8 @@ def _check_layer(
         elif not y.isfinite().all():
             yield Fault("scheme", where, "the result of finite weights and inputs is not finite")
         elif matrices is not None and num_tokens:
-            expected, bound = _moe_layer(x, matrices, (first, second), weights, ids.long())
-            for fault in compare_value(where, y, expected, bound):
+            expected, error_bound = _moe_layer(x, matrices, (first, second), weights, ids.long())
+            for fault in compare_value(where, y, expected, error_bound):
                 yield Fault("scheme", where, fault.reason, fault.error, fault.bound)
 
 
@@ -109,7 +109,7 @@ def _moe_layer(
     unit, step = torch.finfo(torch.float32).eps, torch.finfo(x.dtype).eps
     wide, wide_weights = x.double(), weights.double()
     expected = torch.zeros_like(wide)
-    bound = torch.zeros_like(wide)
+    error_bound = torch.zeros_like(wide)
     for token, choice in torch.ones_like(ids).nonzero().tolist():
         expert, weight = ids[token, choice], wide_weights[token, choice]
         first, second = matrices[0][expert].double(), matrices[1][expert].double()
@@ -125,5 +125,5 @@ def _moe_layer(
         expected[token] += weight * (second @ hidden + offsets[1])
         terms = second.abs() @ hidden.abs() + magnitudes[1]
         second_error = (second.shape[1] + len(ids[token]) + 3) * unit
-        bound[token] += weight * (second.abs() @ error + second_error * terms)
-    return expected, bound + step * expected.abs()
+        error_bound[token] += weight * (second.abs() @ error + second_error * terms)
+    return expected, error_bound + step * expected.abs()

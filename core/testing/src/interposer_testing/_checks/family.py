@@ -1,4 +1,4 @@
-"""The check of a model family: a model with random weights against transformers.
+"""Check of a model family: compares a model with random weights with transformers.
 
 Dimensions: T tokens, V vocabulary.
 """
@@ -30,11 +30,11 @@ _STEPS = 6
 _RELATIVE_BOUND = 1e-4
 
 
-def peer_of(architecture: str, others: Iterable[str] = ()) -> tuple[Any, str]:
-    """Return the model class in transformers, or None and the reason why there is none.
+def peer_of(architecture: str, other_names: Iterable[str] = ()) -> tuple[Any, str]:
+    """Return the model class in transformers and ""; without a class, None and the reason.
 
     Args:
-        others: other names of the architecture, one of which transformers may have instead.
+        other_names: names under which transformers may have the architecture instead.
     """
     for required in (_TRANSFORMERS, _LOAD.partition(":")[0]):
         try:
@@ -42,7 +42,7 @@ def peer_of(architecture: str, others: Iterable[str] = ()) -> tuple[Any, str]:
         except ModuleNotFoundError as error:
             return None, f"{error.name} is not installed. Try: pip install interposer-engine"
     package = import_module(_TRANSFORMERS)
-    names = (name for name in (architecture, *others) if hasattr(package, name))
+    names = (name for name in (architecture, *other_names) if hasattr(package, name))
     peer = next((getattr(package, name) for name in names), None)
     return peer, "" if peer else f"transformers has no class {architecture}"
 
@@ -55,7 +55,7 @@ def check_family(
     device: Device,
     seed: int,
 ) -> list[Fault]:
-    """Compare a model that the family builds for ``config`` with the same model of transformers.
+    """Compare the family's model for ``config`` with the model of transformers.
 
     The transformers model gets random weights and is saved; the family loads that checkpoint with
     ``config`` as config.json. Float32 logits must differ by at most 1e-4 of the largest logit,
@@ -150,7 +150,7 @@ def _silence() -> Iterator[None]:
 
 @torch.inference_mode()
 def _faults(loaded: Any, peer: _Peer, prompts: list[list[int]]) -> Iterator[Fault]:
-    bound = 0.0
+    logit_bound = 0.0
     for prompt in prompts:
         where = f"logits of {len(prompt)} tokens"
         # A decoder needs some input of its own; the reversed prompt is as good as any.
@@ -162,7 +162,7 @@ def _faults(loaded: Any, peer: _Peer, prompts: list[list[int]]) -> Iterator[Faul
             yield Fault("model", where, shapes)
             return
         max_error = _RELATIVE_BOUND * float(expected.abs().max())
-        bound = max(bound, max_error)
+        logit_bound = max(logit_bound, max_error)
         error = float((logits - expected).abs().max())
         if not error <= max_error:
             reason = f"the error is {error:.3g}, the bound is {max_error:.3g}"
@@ -173,19 +173,20 @@ def _faults(loaded: Any, peer: _Peer, prompts: list[list[int]]) -> Iterator[Faul
     together = loaded.generate(prompts, **options)
     for batching, completions in (("alone", alone), ("in a batch", together)):
         for prompt, completion in zip(prompts, completions, strict=True):
-            tokens = _greedy(peer, prompt, list(completion.token_ids), bound)
+            tokens = _greedy(peer, prompt, list(completion.token_ids), logit_bound)
             if tokens:
                 where = f"tokens after {len(prompt)}, {batching}"
                 yield Fault("model", where, f"{tokens} expected, got {list(completion.token_ids)}")
 
 
-def _greedy(peer: _Peer, prompt: list[int], tokens: list[int], bound: float) -> list[int]:
+def _greedy(peer: _Peer, prompt: list[int], tokens: list[int], logit_bound: float) -> list[int]:
     """Return the expected tokens up to the first wrong one, or an empty list if all are correct.
 
     A token is correct if the difference to the largest logit is within the errors of two logits.
     """
     for count, token in enumerate(tokens):
         logits = peer.logits(prompt, tokens[:count])[-1]
-        if float(logits.max() - logits[token]) > 2 * bound:
+        # Rounding may swap two nearly equal logits, so compare values and not the argmax.
+        if float(logits.max() - logits[token]) > 2 * logit_bound:
             return [*tokens[:count], int(logits.argmax())]
     return []

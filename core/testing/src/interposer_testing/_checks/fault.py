@@ -1,4 +1,4 @@
-"""One fault: a violation of the contract by the code under test."""
+"""A fault: a violation of the contract by the code under test."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Fault:
 
     @classmethod
     def raised(cls, check: Check, where: str, error: BaseException) -> Fault:
-        """Create the fault of code that raised. Call this while the exception is being handled."""
+        """Create the fault of code that raised; call only while the exception is handled."""
         reason, trace = f"raised {described(error)}", traceback.format_exc()
         return cls(check, where, reason, traceback=trace, cause=_cause(error))
 
@@ -69,7 +69,7 @@ class Fault:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the error and the line that raised it if a module could not be imported, or ""."""
+    """Return exception and source line of a failed import; "" for any other error."""
     frames = traceback.extract_tb(error.__traceback__)
     code = [frame for frame in frames if not frame.filename.startswith("<frozen importlib")]
     # Without frames of importlib, the error came from a call and not from an import.

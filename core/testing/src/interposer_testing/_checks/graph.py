@@ -15,9 +15,10 @@ from interposer_testing._checks.fault import Fault
 
 
 def check_no_waiting(subject: Subject, exemplar: Exemplar) -> list[Fault]:
-    """Check that the reference reads no tensor value on the host, which would wait for the device.
+    """Check that the reference never reads a tensor value on the host.
 
-    The reference runs on fake tensors, which have no values, so every read raises.
+    Such a read waits for the device, which a graph cannot capture. The reference runs on fake
+    tensors, which have no values, so every read raises.
     """
     arguments = exemplar.build().arguments
     try:

@@ -51,7 +51,7 @@ def check_subject(
     expect: Callable[[CallArguments], Expectation],
     fenced: bool = False,
 ) -> list[Fault]:
-    """Run ``check_kernel`` with ``expect`` in place of the reference, which may use a cache."""
+    """Run ``check_kernel`` with the expected result of ``expect``, which may be cached."""
     with poisoned_memory():
         first = subject.call(subject.given(case, "after" if fenced else ""))
     first_outputs = [tensor.clone() for tensor in first.outputs]

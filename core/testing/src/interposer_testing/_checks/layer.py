@@ -112,8 +112,8 @@ def _compare(
     if any(fault.check in ("structure", "shape") for fault in form_faults):
         return
     for number, (output, expected_output) in enumerate(zip(outputs, expected, strict=True)):
-        bound = case.tolerance.bound(expected_output, output.dtype, case.facts)
-        yield from compare_value(f"output {number}", output, expected_output, bound)
+        error_bound = case.tolerance.bound(expected_output, output.dtype, case.facts)
+        yield from compare_value(f"output {number}", output, expected_output, error_bound)
 
 
 def _on_host(tree: Any) -> Any:

@@ -128,7 +128,7 @@ def _check_method(method: LinearMethod, site: Site, bias: bool, seed: int) -> It
 
 
 def _dequantized_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: Any) -> torch.Tensor:
-    """Apply an unquantized layer whose weight has the dtype of ``x``."""
+    """Apply the linear layer with the weight rounded to the dtype of ``x``."""
     result = x.double().cpu() @ weight.to(x.dtype).double().T
     return (result if offsets is None else result + offsets).to(x.device, x.dtype)
 
@@ -161,8 +161,8 @@ def _check_result(
         # The sum of absolute terms bounds the rounding error of the sum.
         magnitude = float((rounded_input.abs() @ weight.double().abs().T + bias.abs()).max())
         case = Case("", {}, {}, _IN_FEATURES + 1, magnitude, rounded * magnitude)
-        bound = _TOLERANCE.bound(expected, x.dtype, case)
-        for fault in compare_value(where, result, expected, bound):
+        error_bound = _TOLERANCE.bound(expected, x.dtype, case)
+        for fault in compare_value(where, result, expected, error_bound):
             yield Fault("scheme", where, fault.reason, fault.error, fault.bound)
 
 

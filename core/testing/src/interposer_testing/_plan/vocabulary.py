@@ -86,8 +86,7 @@ def watched(capability: Capability, lookups: Lookups) -> Capability:
 class _Watched(Set[str]):
     """A frozen set that records every name that is looked up.
 
-    It is not a subclass of frozenset, because comparisons with a plain set would then bypass these
-    methods.
+    Not a subclass of frozenset: a comparison with a plain set would then bypass the methods below.
     """
 
     def __init__(self, names: frozenset[str], looked_up: set[str]) -> None:

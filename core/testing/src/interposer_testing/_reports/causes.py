@@ -1,4 +1,4 @@
-"""Failed imports that cause several faults; a report shows each of them only once."""
+"""Failed imports that cause several faults, so that a report shows each import once."""
 
 from __future__ import annotations
 

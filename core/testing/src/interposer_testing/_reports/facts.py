@@ -121,7 +121,7 @@ class Examined:
 
     @property
     def state(self) -> State:
-        """State of the candidate: correct only if it ran here without faults."""
+        """State of the candidate: correct only after a run on this machine without faults."""
         if self.failed or self.is_declaration:
             return _state(self.tallies)
         return _state([tally for tally in self.tallies if tally.aspect not in STATIC])

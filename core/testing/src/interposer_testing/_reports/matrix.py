@@ -39,7 +39,7 @@ class Matrix:
 
     @classmethod
     def of(cls, reports: Sequence[Report]) -> Matrix:
-        """Build the matrix, with candidates in the order of their first occurrence."""
+        """Build the matrix, with candidates in order of first occurrence."""
         # One report has room for a column per aspect; several reports get one column per device.
         if len(reports) == 1:
             (report,) = reports

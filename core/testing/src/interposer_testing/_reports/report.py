@@ -56,7 +56,7 @@ class Report:
 
     @property
     def aspects(self) -> list[str]:
-        """All aspects, in the order of their first occurrence."""
+        """All aspects, in order of first occurrence."""
         tallies = (tally for candidate in self.candidates for tally in candidate.tallies)
         return list(dict.fromkeys(tally.aspect for tally in tallies))
 

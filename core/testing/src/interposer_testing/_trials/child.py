@@ -52,14 +52,14 @@ class Child:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._process.kill()  # usually it has ended already, unless the caller stopped early
+        self._process.kill()  # has no effect unless the caller stopped early
         self.end = self._describe_end(self._process.wait())
         self._errors.seek(0)
         self.stderr = self._errors.read()[-_MAX_ERROR_CHARACTERS:]
         self._open.close()
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages of the process until it ends."""
+        """Yield the messages of the process until the process ends."""
         assert self._process.stdout is not None
         while True:
             watch = Timer(self._limit_seconds, self._hang)

@@ -122,7 +122,7 @@ def _labels(
 
 
 def _judge(candidate: Candidate, device: Device, case: CollectiveCase) -> Verdict:
-    """Judge a case on all ranks, whose inputs may differ in size; all ranks must accept."""
+    """Judge a case for the input size of every rank; the candidate must accept every size."""
     num = len(case.sizes)
     ranks = Ranks(0, num, (0,) * num, (device.platform,) * num)
     verdict = Verdict.accept()

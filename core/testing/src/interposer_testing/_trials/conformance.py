@@ -62,11 +62,11 @@ def conformance(
 ) -> Iterator[Trial]:
     """Yield the trials of all registered candidates that can run on ``device``.
 
-    Kernels run every case of the op, and the checks of declared properties on a few small cases.
-    The references are tested too, which finds ops that violate their own tolerance. Then follow
-    attention backends, layers, schemes, model families, communicators, records and plugin modules.
-    Candidates for other platforms have only a trial of their record, with the reason. A candidate
-    that refuses a case has a trial with its reason.
+    A kernel runs every case of the op, and a few small cases for each declared property.
+    References are tested too, to find ops whose tolerance is too tight. Then follow attention
+    backends, layers, schemes, model families, communicators, records and plugin modules. A
+    candidate for another platform has only a trial of the record, with the reason. A candidate that
+    refuses a case has a trial with the reason of the refusal.
 
     Args:
         distribution: name of the distribution to test; empty for all.

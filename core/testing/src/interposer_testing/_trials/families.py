@@ -20,7 +20,7 @@ from interposer_testing._trials.trial import Trial
 def family_trials(
     registry: Registry, device: Device, distribution: str, seed: int
 ) -> Iterator[Trial]:
-    """Yield one trial per model family and example config of its record."""
+    """Yield one trial for each example config in the record of each model family."""
     for architecture in registry.subjects("model"):
         request = Request("model", architecture, device.platform, device.capability)
         for candidate in registry.candidates("model", architecture):

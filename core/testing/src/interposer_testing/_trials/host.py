@@ -26,7 +26,7 @@ GROUP = "interposer.hosts"
 
 
 class Host(ABC):
-    """Another inference engine whose layers use the kernels that interposer selects."""
+    """Another inference engine, with layers that call the kernels that interposer selects."""
 
     @property
     @abstractmethod
@@ -41,12 +41,12 @@ class Host(ABC):
     def compute(self, layer: str, op: str, arguments: Mapping[str, Any]) -> Any:
         """Build a layer, run ``op`` in the layer and return the result.
 
-        The layer must bind its kernel by the current configuration, which pins the kernel.
+        The layer must select the kernel by the current configuration, which pins one kernel.
 
         Args:
             layer: one of ``layers(op)``.
             arguments: arguments of the op by name, on the device of the trial.
-        Raises: InterposerError: the layer used its own kernel; the text states the reason.
+        Raises: InterposerError: the layer used the engine's kernel; the text states the reason.
         """
 
 
@@ -83,7 +83,7 @@ def host_trials(
     seed: int = 0,
     quick: bool = False,
 ) -> Iterator[Trial]:
-    """Yield the trials of kernels in every layer of ``host`` that computes their op.
+    """Yield the trials of each kernel in every layer of ``host`` that computes the op.
 
     Args: as for ``conformance``.
     """

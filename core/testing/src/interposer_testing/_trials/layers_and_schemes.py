@@ -77,7 +77,7 @@ def _trials_of_layer(
 def scheme_trials(
     registry: Registry, device: Device, distribution: str, seed: int
 ) -> Iterator[Trial]:
-    """Yield the trials of quantization schemes, with the example settings of their records."""
+    """Yield the trials of each quantization scheme, on the example settings in the record."""
     for method in registry.subjects("scheme"):
         request = Request("scheme", method, device.platform, device.capability)
         for candidate in registry.candidates("scheme", method):

@@ -184,7 +184,7 @@ def _all(checks: list[Check], subject: Subject, exemplar: Exemplar) -> list[Faul
 
 
 def _platform_with_graphs(registry: Registry, device: Device) -> tuple[Platform | None, str]:
-    """Return the platform of ``device`` if it can capture graphs, or None and the reason."""
+    """Return the platform of ``device`` and ""; if graphs cannot be captured, None and why."""
     entries = [r for _, r in registry.records(PlatformEntry) if r.name == device.platform]
     if not entries:
         return (

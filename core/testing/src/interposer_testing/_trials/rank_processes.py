@@ -26,7 +26,7 @@ LEFT = "what is left"
 
 
 class RankProcesses:
-    """The ranks of one communicator, which run all checks when the first result is requested.
+    """The processes of a communicator's ranks; the first requested result starts all checks.
 
     Args:
         request: "target", "platform", "devices" by rank and "properties" of the communicator;

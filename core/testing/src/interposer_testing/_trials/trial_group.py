@@ -86,10 +86,10 @@ class TrialGroup:
         (tally,) = candidate.tallies
         lines = wrong_lines(candidate, tally)
         shown_cases = {finding.case for finding in tally.findings}
-        further = [outcome for outcome in failed if outcome.case not in shown_cases]
-        if further:
+        other_failures = [outcome for outcome in failed if outcome.case not in shown_cases]
+        if other_failures:
             lines.append("The others:")
-        lines += [f"  case {o.case!r}: {'; '.join(map(str, o.faults))}" for o in further]
+        lines += [f"  case {o.case!r}: {'; '.join(map(str, o.faults))}" for o in other_failures]
         return lines
 
     def __str__(self) -> str:

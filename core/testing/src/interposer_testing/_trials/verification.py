@@ -102,7 +102,7 @@ def known_scope(registry: Registry, scope: Scope) -> Scope:
 
 
 def _known_distribution(registry: Registry, name: str) -> str:
-    """Return the normalised name of a distribution, all of whose plugins must be loaded."""
+    """Return the normalised name of a distribution, and check that all its plugins loaded."""
     plugins = registry.plugins
     loaded = {plugin.distribution for plugin in plugins.loaded}
     failed = {failure.distribution: failure for failure in plugins.failed}

@@ -1,4 +1,4 @@
-"""Random values for test cases, and bounds of their sums."""
+"""Random values for test cases, and bounds of sums of such values."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def uniform(
     low: float = -1.0,
     high: float = 1.0,
 ) -> torch.Tensor:
-    """Draw numbers between ``low`` and ``high``, whose sums have a known bound."""
+    """Draw numbers between ``low`` and ``high``, so that every sum has a known bound."""
     return (low + (high - low) * torch.rand(shape, generator=generator)).to(dtype)
 
 
 def peak(tensor: torch.Tensor) -> float:
-    """Return the largest finite absolute value, or 0 if there is none."""
+    """Return the largest finite absolute value; 0 without finite values."""
     finite = tensor.double().nan_to_num(0.0, 0.0, 0.0)
     return float(finite.abs().max()) if tensor.numel() else 0.0
 
