@@ -64,6 +64,7 @@ class OpFacts:
         # Only a ``CaseSpace`` knows dtypes and layouts without building its cases.
         space = op.cases
         dtypes = space.dtypes if isinstance(space, CaseSpace) else ()
+        # All cases of an op have the same names of dims, so the first case suffices below.
         planned = list(planned_cases(op, seed=0))
         return cls(
             name,
@@ -157,6 +158,7 @@ class OpCatalogue:
         for (provider, family), members in groupby(self.ops, _family):
             lines += ["", f"{family}  ({provider})"]
             for op in members:
+                # chr(10) is a newline: in Python 3.11, an f-string expression has no backslashes.
                 lines.append(f"  {op.name}: {op.description.partition(chr(10))[0]}")
         return "\n".join(lines)
 

@@ -137,6 +137,7 @@ class NewPlugin:
             "holder": self.author or f"The authors of {self.name}",
             "year": str(datetime.now(UTC).year),
             "api": API_RANGE,
+            # Before 1.0, a minor release of the SDK may change its interfaces.
             "sdk": f">={major}.{minor},<{f'{major}.{minor + 1}' if major == 0 else major + 1}",
             "torch": next(str(r.specifier) for r in requirements if r.name == "torch"),
             "python": next(s.version for s in oldest if s.operator == ">="),
@@ -179,9 +180,8 @@ def _conflict(name: str, package: str) -> str:
         spec = find_spec(package)
     except ValueError:  # a module that compiled code put into sys.modules, without a spec
         return f"this process has a module {package!r} already"
-    if (
-        spec is not None and spec.origin is not None
-    ):  # None for a folder without __init__.py, which a package hides
+    # The origin of a folder without __init__.py is None; the new package would hide such a folder.
+    if spec is not None and spec.origin is not None:
         return f"there is a package {package!r} already, {spec.origin}"
     for point in entry_points(GROUP):
         if canonicalize_name(point.name) == name and point.dist is not None:

@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _drop_output() -> None:
-    """Send the rest of the output to the null device.
+    """Send all further output to the null device.
 
     Otherwise the interpreter would fail again when it flushes the output at exit.
     """

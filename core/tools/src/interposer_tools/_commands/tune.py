@@ -125,7 +125,7 @@ def _progress() -> Iterator[Progress]:
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
-        task = bar.add_task("", total=None)
+        task = bar.add_task("", total=None)  # the first call of ``advance`` sets the total
 
         def advance(done: int, total: int, subject: str) -> None:
             bar.update(task, completed=done, total=total, description=escape(subject))

@@ -93,6 +93,7 @@ def verify(
             useless_options = [name for name, value in is_set.items() if value]
             is_sound = _plan(targets, op, useless_options, json)
             raise typer.Exit(0 if is_sound else 1)
+        # Merged reports are only read, so no kernel runs.
         if merge:
             reports = [_read(file) for file in targets]
         else:
@@ -104,6 +105,7 @@ def verify(
                     case,
                     quick,
                     seed,
+                    # --isolate alone means one child process.
                     1 if isolate and jobs is None else jobs,
                     host,
                 )
@@ -204,6 +206,7 @@ def _write(
         write_text(html, to_html(reports))
     if markdown is not None:
         write_text(markdown, to_markdown(reports))
+    # A merged report that goes to no file would otherwise be lost.
     elif len(reports) > 1 and html is None:
         print(to_markdown(reports), end="")
 
@@ -222,7 +225,7 @@ def _progress() -> Iterator[Progress | None]:
     with Progress(
         *columns, TextColumn("{task.description}"), console=console, transient=True
     ) as bar:
-        task = bar.add_task("", total=None)
+        task = bar.add_task("", total=None)  # trials are generated, so their number is unknown
 
         def advance(num_trials: int, name: str) -> None:
             bar.update(task, completed=num_trials, description=escape(name))

@@ -72,7 +72,7 @@ _GRAPHS = {
 
 
 def doctor(config: Config | None = None, *, fresh: bool = False) -> Health:
-    """Examine the installation. Everything that is broken becomes a problem of the result.
+    """Examine the installation; every failure becomes a problem in the result.
 
     Args:
         config: configuration that overrides all other sources.
@@ -97,6 +97,7 @@ def doctor(config: Config | None = None, *, fresh: bool = False) -> Health:
 
 
 def _examine_code(health: Health, config: Config) -> None:
+    # Recorded, because the report shows warnings once and without source lines.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -177,7 +178,7 @@ def _unusable(folder: Path) -> str:
 
 
 def _examine_lock(health: Health, config: Config) -> bool:
-    """Return whether the installed plugins match the lock file; False if there is none."""
+    """Return whether the installed plugins match the lock file; False without a lock file."""
     path = lock_path(config)
     if not (config.locked or path.exists()):
         return False

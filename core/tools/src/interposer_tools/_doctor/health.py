@@ -13,7 +13,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A failure, with the reason and the way to fix it."""
+    """A failure of the installation, with the reason and a way to fix the failure."""
 
     subject: str
     reason: str
@@ -23,7 +23,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class ProbedPlatform:
-    """A platform with the result of the probe, and other platforms whose kernels can run on it."""
+    """A platform with the probe's result and the other platforms whose kernels can run here."""
 
     name: str
     provider: str
@@ -39,6 +39,7 @@ class ProbedPlatform:
         Args:
             installed: the names of all installed platforms.
         """
+        # An accepted platform may give no reason.
         answer = f"{'accepted' if self.accepted else 'refused'}: {self.reason}".removesuffix(": ")
         platforms = (n if n in installed else f"{n}, which is not installed" for n in self.runs)
         return "; ".join([answer, *(f"runs the kernels of {platform}" for platform in platforms)])
@@ -174,6 +175,7 @@ class Health:
             ),
         ]
         if self.cache is not None:
+            # A table without rows is not shown, so an empty cache gets the row "empty".
             rows: list[tuple[str, ...]] = [
                 (kind, f"{number} entries") for kind, number in self.cache.entries.items()
             ]

@@ -1,4 +1,4 @@
-"""The check that transformers can replace layers by kernels from Hugging Face's kernel hub.
+"""Check whether transformers can replace layers by kernels from Hugging Face's kernel hub.
 
 Decorators mark such layers in transformers. Without a suitable version of the package ``kernels``,
 the decorators do nothing and give no warning.

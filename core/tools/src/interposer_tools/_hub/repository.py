@@ -135,11 +135,12 @@ class HubRepository:
         return HubFunction(entry.name, reference, on_cpu, self._tree.add(*_split(kernel.target)))
 
     def write(self, folder: Path) -> list[Path]:
-        """Write the repository into ``folder``, and replace a repository that is there.
+        """Write the repository into ``folder``, and replace an earlier version in the folder.
 
         Returns: the folders of the builds.
         Raises: ConfigError: the folder contains anything else.
         """
+        # Never delete files of a folder that an earlier call did not write.
         parts = {"README.md", "build.toml", "build", "torch-ext"}
         present = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
         if present and not {"build.toml", "torch-ext"} <= present <= parts | {".git"}:

@@ -60,6 +60,7 @@ class SourceTree:
     def files(self) -> dict[PurePosixPath, str]:
         """Return the files of the package by path, including JSON data files."""
         texts = {self.place(module): self._text(module) for module in sorted(self._needed)}
+        # Relative imports need an ``__init__.py`` in every folder.
         folders = {parent for path in texts for parent in path.parents} - {PurePosixPath()}
         for folder in sorted(folders):
             texts.setdefault(folder / "__init__.py", "")

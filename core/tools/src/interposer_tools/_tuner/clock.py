@@ -41,6 +41,7 @@ class Clock:
         self._platform = platform
         self._device = device.torch_device
         largest = max(device.capability.caches_bytes.values(), default=0) or _UNKNOWN_CACHE_BYTES
+        # Twice the largest cache, so that writing the buffer evicts all operands.
         size = min(2 * largest, _LARGEST_BUFFER_BYTES)
         self._buffer = torch.zeros(size // 4, dtype=torch.int32, device=self._device)
 

@@ -68,6 +68,7 @@ class Table(_Model):
         replaced = []
         for entry in (*self.entries, *other.entries):
             key = _order(entry)
+            # The first entry of a key is compared with itself, which replaces nothing.
             older, newer = newest.get(key, entry), entry
             if older.value.measured > newer.value.measured:
                 older, newer = newer, older
@@ -110,6 +111,7 @@ def write_entry(store: Store, entry: Entry) -> None:
 
 def _order(entry: Entry) -> str:
     key = entry.key
+    # NUL, because names may contain any printable separator.
     return "\0".join((key.kind, key.name, key.device, key.host, address(key)))
 
 

@@ -50,8 +50,9 @@ class TimedRequest(ABC):
         """
 
     def resolver(self, **rules: Any) -> Resolver:
-        """Return a copy of the plan's resolver with ``rules`` in place of the user's rules."""
+        """Return a copy of the plan's resolver with ``rules`` instead of the user's rules."""
         resolver = self.plan.resolver
+        # Reset the user's rules, which could refuse the candidate that is to be timed.
         changes: dict[str, Any] = {"layers": {}, "require": (), "strict": False, **rules}
         config = _changed(resolver.config, fallback=False, **changes)
         trusted = frozenset({self.plan.placement.choice.chosen.provider})
@@ -80,10 +81,11 @@ class TimedKernels(TimedRequest):
         """Return one call per number of tokens. All calls share the prepared constants."""
         pin = {self.op.name: candidate.qualified_name}
         resolver = self.resolver(kernels=pin, attention={}, tables=False)
-        bound = resolver.kernel(self.op, self.dtype, self.request.dims, self.request.prefix)
-        prepared = bound.prepared(**self.constants)
+        kernel = resolver.kernel(self.op, self.dtype, self.request.dims, self.request.prefix)
+        # Prepared before timing, because a layer prepares its weights only once.
+        prepared = kernel.prepared(**self.constants)
         return [
-            partial(bound.function, *self.op.signature.bind(**{**arguments, **prepared}).args)
+            partial(kernel.function, *self.op.signature.bind(**{**arguments, **prepared}).args)
             for arguments in self.arguments
         ]
 

@@ -243,6 +243,7 @@ def _reason(candidate: Candidate, error: BaseException) -> str:
 
 
 def _raised(error: BaseException) -> str:
-    """Describe an exception by its first line: reports of an allocator are long."""
+    """Describe an exception by its first line; allocators report many lines."""
+    # ``described`` returns a repr, in which a newline is a backslash and an n.
     first, newline, _ = described(error).partition("\\n")
     return f"raised {first} ..." if newline else f"raised {first}"
