@@ -68,6 +68,7 @@ class Admission:
 
     def _estimated_wait_seconds(self) -> int:
         """Estimate the time until a running request ends, in seconds."""
+        # The capacity is the number of answers that run at once plus the queue.
         running = max(1, self._capacity - self._limits.queue)
         rounds = max(1.0, (self._model.num_unfinished - running) / running)
         return max(1, math.ceil(min(self._mean_seconds * rounds, self._limits.deadline_seconds)))

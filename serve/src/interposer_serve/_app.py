@@ -76,7 +76,7 @@ def application(
             "object": "model",
             "created": created,
             "owned_by": "interposer",
-            "max_model_len": endpoints.context,
+            "max_model_len": endpoints.context,  # a field of vLLM, which clients read
             **base,
         }
 

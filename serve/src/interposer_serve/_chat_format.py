@@ -59,12 +59,13 @@ class ChatFormat(Format):
         if self._parse is None:
             if newest.text or self.tells_logprobs:
                 deltas.append({"content": newest.text})
+        # Only a complete answer can be parsed, so send text or calls at the end.
         elif has_ended:
             message = self.choice(answer)["message"]
             reason = _reason(answer, message)
             calls = message.get("tool_calls", [])
             indexed_calls = [{"index": index, **call} for index, call in enumerate(calls)]
-            del message["role"]
+            del message["role"]  # sent in the first chunk
             deltas.append({**message, "tool_calls": indexed_calls} if indexed_calls else message)
         chunks = [self._chunk(answer.index, delta, None) for delta in deltas]
         if self.tells_logprobs and chunks:

@@ -25,6 +25,7 @@ _MAX_DISCARDED_BYTES = 64 * 2**20
 def protocol(limits: ConnectionLimits) -> type[HttpToolsProtocol]:
     """Return a protocol class for uvicorn, with common limits for all connections."""
     counts: Counter[str] = Counter()
+    # uvicorn creates the connections from a class, so shared state must be in class attributes.
     return type("Connection", (_Connection,), {"limits": limits, "counts": counts})
 
 
@@ -116,6 +117,7 @@ class _Connection(HttpToolsProtocol):
         self._header_bytes = 0
         self._cancel_timer()
         super().on_headers_complete()
+        # uvicorn closes the transport after the response, also if the body has not arrived yet.
         self.cycle.transport = _ResponseTransport(self)  # type: ignore[assignment]
 
     def on_message_complete(self) -> None:
@@ -157,6 +159,7 @@ class _Connection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        # The client does not read: abort unless the buffer drains in time.
         if self._write_timer is None:
             seconds = self.limits.idle_seconds
             self._write_timer = self.loop.call_later(seconds, self.transport.abort)
@@ -207,7 +210,7 @@ class _Connection(HttpToolsProtocol):
 
 
 class _ResponseTransport:
-    """Transport that the response is written to; ``close`` reads the remaining body first."""
+    """Transport of a response; ``close`` first reads the remaining body of the request."""
 
     def __init__(self, connection: _Connection) -> None:
         self._connection = connection

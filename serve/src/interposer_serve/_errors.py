@@ -76,6 +76,7 @@ def api_error(error: Exception) -> ApiError:
     """Convert an exception to an error response; the SDK's own errors become status 400."""
     if isinstance(error, ApiError):
         return error
+    # The model computed NaN or infinity, which no change of the request would prevent.
     if isinstance(error, InterposerError) and isinstance(error, ArithmeticError):
         return ApiError(500, str(error), code="not_finite")
     if isinstance(error, InterposerError):
@@ -107,5 +108,6 @@ async def respond(request: Request, error: Exception) -> Response:
     refusal = api_error(error)
     app = request.scope.get("app")
     for folder, name in app.state.hidden.items() if app is not None else ():
+        # The text of an exception is in ``args``.
         refusal.args = (str(refusal).replace(folder, name),)
     return Response(refusal.content, refusal.status, refusal.headers, media_type="application/json")

@@ -14,7 +14,7 @@ class _Checked:
     def __post_init__(self) -> None:
         for name in (item.name for item in fields(self)):  # type: ignore[arg-type]
             value = getattr(self, name)
-            minimum = 0 if name == "queue" else 1
+            minimum = 0 if name == "queue" else 1  # without a queue, no request waits
             if isinstance(value, int) and value < minimum:
                 raise ConfigError(f"{name} is {value!r}, must be at least {minimum}")
             if isinstance(value, float) and not value > 0:

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from interposer_engine import Generation
 from interposer_serve._errors import Gone
 
+# Buckets in seconds, from one decode step to the default deadline of a request.
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -24,6 +25,7 @@ class Metrics:
     """The metrics of one server, in a separate registry."""
 
     def __init__(self) -> None:
+        # The default registry is global, so two servers in a process would claim equal names.
         registry = self._registry = CollectorRegistry()
         self.responses = Counter(
             "interposer_http_responses",
@@ -106,6 +108,7 @@ class Metrics:
             self._queued.observe(max(0, stages.started - stages.received) / 1e9)
         if stages.first_token:
             self._first.observe((stages.first_token - stages.received) / 1e9)
+        # A failed or cancelled generation would distort the distribution.
         if error is None:
             self._whole.observe((stages.ended - stages.received) / 1e9)
 

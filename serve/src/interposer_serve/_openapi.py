@@ -61,10 +61,12 @@ def openapi_document(
     definitions = {"Error": _ERROR, **schemas.get("$defs", {})}
     for body_type in body_types:
         name = references[body_type, "validation"]["$ref"].rpartition("/")[2]
+        # pydantic describes only known fields; the server accepts more.
         definitions[name] = _with_ignored_fields(definitions[name])
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "interposer serve", "version": version("interposer-serve")},
+        # OpenAPI does not know Starlette's converters, such as ":path".
         "paths": {route.path.replace(":path", ""): _path(route, bodies) for route in routes},
         "components": {"schemas": definitions},
     }

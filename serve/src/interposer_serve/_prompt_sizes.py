@@ -23,7 +23,7 @@ class PromptSizes:
         longest = max(map(len, vocabulary), default=0)
         self.num_tokens = num_tokens
         self.num_prompts = num_prompts
-        self.num_characters = num_tokens * longest or None
+        self.num_characters = num_tokens * longest or None  # 0 would refuse every text
 
     def check(self, body: dict[str, Any]) -> None:
         """Check the sizes of the prompts in a body that has not been validated yet.

@@ -17,6 +17,7 @@ from interposer_serve._limits import Limits
 _MAX_CONTAINERS = 50_000
 _MAX_DEPTH = 128
 _LARGE_CHARACTERS = 100_000
+# An escaped half of a surrogate pair: json.loads accepts it, but no tokenizer or encoder does.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 

@@ -41,8 +41,9 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None], generation: Generation) -> None:
+        # Without x-accel-buffering, nginx would hold events back.
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
+        del self.headers["content-length"]  # set by Starlette for the empty body
         self._events = events
         self._generation = generation
 

@@ -1,4 +1,4 @@
-"""The endpoints of a model that writes text."""
+"""The endpoints of a model that generates text."""
 
 from __future__ import annotations
 
@@ -94,6 +94,7 @@ class TextEndpoints:
         )
         self._admission = Admission(self._model, limits)
         vocabulary = await self._model.tokenize(lambda tokenizer: tokenizer.vocabulary)
+        # The prompt of an encoder-decoder model goes to the encoder, which may take longer inputs.
         sources = self._lm.engine.runner.encoder_inputs
         context = max(self.context, 0 if sources is None else sources.longest)
         num_tokens = min(context, limits.prompt_tokens or context)
@@ -113,6 +114,7 @@ class TextEndpoints:
         error = ApiError(
             503, "The server stopped before the answer was complete", code="server_ends"
         )
+        # A copy, because a generation that ends leaves the set.
         for generation in [*self._generations]:
             generation.fail(error)
 
@@ -291,12 +293,15 @@ class TextEndpoints:
         compiled: Compiled | None,
     ) -> Response:
         constraint = None if compiled is None else compiled.constraint
+        # Keys and salts separate the prefix cache: with a shared cache, the time to the first token
+        # would reveal whether another client has sent a prompt with the same prefix.
         salt = "\0".join((request.state.client, body.cache_salt))
         rows = [
             (prompt, self._params(body, prompt, max_new_tokens, constraint, salt))
             for prompt in prompts
         ]
         num_prompt_tokens = sum(map(len, prompts))
+        # Check again, because the places that were reserved during preparation are free by now.
         self._admission.check(body.n * len(rows))
 
         def on_end(generation: Generation) -> None:

@@ -77,6 +77,7 @@ class VectorEndpoints:
         body = EmbeddingBody.read(content)
         check_model(body.model, self.names)
         texts = [body.input] if isinstance(body.input, str) else body.input
+        # One of the unfinished requests runs, all others wait in the queue.
         if self._waiting > self._limits.queue:
             raise ApiError(
                 429,
@@ -90,6 +91,7 @@ class VectorEndpoints:
                 asyncio.get_running_loop().run_in_executor(self._thread, self._vectors, texts),
                 self._limits.deadline_seconds,
             )
+        # The thread finishes the computation even after a timeout: torch cannot be interrupted.
         except TimeoutError:
             message = f"The answer took longer than {self._limits.deadline_seconds:g} s"
             raise ApiError(504, message, code="deadline_exceeded") from None

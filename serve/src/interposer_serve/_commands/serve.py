@@ -114,6 +114,7 @@ def serve(
             "Try: --api-keys FILE, or --without-keys if you want that"
         )
 
+    # Check all options before loading the model, which can take minutes.
     adapters = _adapters(adapter or (), embed)
     if speculate is not None and embed:
         raise ConfigError(f"--speculate {speculate!r} is given with --embed. Try: one of them")
@@ -204,6 +205,7 @@ def _listen(host: str, port: int) -> socket:
     try:
         family, kind, number, _, address = getaddrinfo(host, port, type=SOCK_STREAM)[0]
         listening = socket(family, kind, number)
+        # A restarted server need not wait until the system forgets the old connections.
         listening.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
         listening.bind(address)
         # With SO_REUSEADDR, another server could bind the same address until this one listens.
