@@ -45,8 +45,8 @@ def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
 def _folders(root: Path, controller: str) -> Iterator[Path]:
     """Yield the folders of this process's group and its ancestors, innermost first.
 
-    Inside a container, the path can be the host's, which is not mounted there. Then the mounted
-    root folder is the container's own group, and is the only folder yielded.
+    Inside a container, the path may be that of the host, which is not mounted in the container. The
+    mounted root folder is then the container's group and the only folder yielded.
     """
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

@@ -36,7 +36,7 @@ _MASKS = {
 
 
 def are_finite(tensor: torch.Tensor) -> bool | None:
-    """Check that a tensor has no NaN and no infinity; None if the library cannot check it."""
+    """Return whether all elements are finite; None if the library cannot check the tensor."""
     masks = _MASKS.get(tensor.dtype)
     if masks is None or not tensor.is_contiguous() or native.why_absent():
         return None

@@ -73,7 +73,7 @@ def processor_name(root: Path = _ROOT) -> str:
 
 
 def _arm_name(facts: Mapping[str, str]) -> str:
-    """Name an ARM processor by its implementer and part numbers; "" without these numbers."""
+    """Name an ARM processor by implementer and part numbers; "" without such numbers."""
     try:
         designer, part = int(facts["CPU implementer"], 16), int(facts["CPU part"], 16)
     except (KeyError, ValueError):
@@ -128,7 +128,7 @@ def wsl(root: Path = _ROOT) -> int:
 
 
 def usable_cores(root: Path = _ROOT) -> int:
-    """Count the processors that this process can keep busy: its affinity and its CPU quota."""
+    """Count the processors that affinity and CPU quota allow this process to keep busy."""
     allowed = len(allowed_processors())
     return min(allowed, cpu_limit(root) or allowed)
 

@@ -53,8 +53,8 @@ class CPUPlatform(Platform):
         """List the dtypes for models, best first.
 
         bfloat16 comes first if the hardware computes in bfloat16. Otherwise bfloat16 comes after
-        float32, and only with native kernels: these widen bfloat16 as they read it, which saves
-        memory but not arithmetic, whereas torch would widen whole weights. float16 needs hardware
+        float32, and only with native kernels, which widen bfloat16 while reading and so save
+        memory but not arithmetic; torch would widen whole weights. float16 needs hardware
         arithmetic: emulated float16 is unusably slow.
         """
         capability = self.capability(device)
@@ -70,7 +70,7 @@ class CPUPlatform(Platform):
         return host.memory()
 
     def synchronize(self, device: str) -> None:
-        """Do nothing: CPU kernels have finished when their call returns."""
+        """Do nothing: a CPU kernel has finished when the call returns."""
 
     def all_finite(self, tensor: torch.Tensor) -> bool:
         """Check for NaN and infinity with the compiled library if possible, else with torch."""

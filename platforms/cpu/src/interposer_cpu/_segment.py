@@ -64,10 +64,10 @@ def join_ranks(ranks: Ranks) -> int:
 def _offer_file(
     ranks: Ranks, create: Callable[[int], File], num_bytes: int
 ) -> Iterator[tuple[str, int, str]]:
-    """Create a file on rank 0 and send its path to all ranks; unlink it after a ``with`` block.
+    """Create a file on rank 0, send the path to all ranks, and unlink the file after the block.
 
-    The file begins with a random token, by which a rank recognizes the file if the path means
-    another file in its container.
+    The file begins with a random token. A rank checks the token, because the same path may name
+    another file in the rank's container.
 
     Yields: path, token, and the reason if rank 0 could not create the file.
     """
@@ -122,7 +122,7 @@ def _missing_rank_raises(ranks: Ranks) -> Iterator[None]:
 
 
 def _create_anonymous(num_bytes: int) -> File:
-    """Create a file without a name, which vanishes with its processes even if they crash."""
+    """Create a file without a name, which the system frees even if all processes crash."""
     if not hasattr(os, "memfd_create"):
         raise OSError("this system has no memfd_create")
     # Other processes of the same user open the descriptor through /proc.
@@ -141,7 +141,7 @@ def _create_in_temporary_folder(num_bytes: int) -> File:
 
 
 def _reserve(file: int, path: str, num_bytes: int, *, has_name: bool) -> File:
-    """Reserve memory for a file; without it, a write would kill the process if memory is short."""
+    """Reserve memory for a file, so that a write cannot kill the process when memory is short."""
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file, 0, num_bytes)

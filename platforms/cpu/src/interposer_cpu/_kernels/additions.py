@@ -1,8 +1,7 @@
 """LoRA in fused calls: forward hooks that add a low-rank product to a projection's result.
 
-A forward hook must run right after its projection. So a layer with an unknown hook calls its parts
-one by one. A hook that declares its LoRA kernels, see ``AddsLowRank``, is computed in the fused
-call instead.
+A forward hook must run right after the projection, so a layer with an unknown hook calls all parts
+one by one. A hook that declares LoRA kernels, see ``AddsLowRank``, becomes part of the fused call.
 
 Dimensions: T tokens, I inputs, O outputs of a part, A adapters, R rank, P parts.
 """

@@ -11,7 +11,7 @@ _NO_SCALES: tuple[int, ...] = (0, 0, 0, 0)
 
 
 class BoundBlock:
-    """Fused call of a decoder block, valid while its projections keep the same kernels.
+    """Fused call of a decoder block, valid while the projections keep the same kernels.
 
     Attributes:
         kernels: kernels of the projections.

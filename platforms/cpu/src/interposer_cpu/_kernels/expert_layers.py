@@ -116,7 +116,7 @@ class _FusedExperts:
         """Return addresses of packed weights, int64 ``[E, 2]``; None if a kernel is not fusable.
 
         The operands are compared at every call, as weights can be exchanged without any notice to
-        the layer around them.
+        this layer.
         """
         operands = [layer.operands for layer in self.layers]
         is_current = len(operands) == len(self._operands)

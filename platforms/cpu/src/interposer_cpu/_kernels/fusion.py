@@ -97,8 +97,8 @@ def is_fused(layer: nn.Module, standard: type[nn.Module], kernel: object, op: st
     """Check whether fused calls can replace a layer that only calls ``kernel``.
 
     Args:
-        standard: the class of the layer in ``interposer_ops``. A class from another plugin can
-            compute anything, so that it must be called itself.
+        standard: the class of the layer in ``interposer_ops``. A class from another plugin may
+            compute anything, so such a layer is never fused.
     """
     return type(layer) is standard and is_declared(kernel, op)
 
@@ -157,8 +157,8 @@ def weight_arguments(coding: InputQuantization, operands: tuple[Any, ...]) -> tu
 class InputQuantizations:
     """Cached ``input_quantization`` of several projections' kernels.
 
-    Exchanging the weights of a projection can also exchange its kernel, without any notice to the
-    layer around it. So the cache is checked at every call.
+    A projection whose weights are exchanged may get another kernel, and the surrounding layer is
+    not notified. So the cache is checked at every call.
     """
 
     __slots__ = ("kernels", "quantizations")
@@ -178,11 +178,11 @@ class InputQuantizations:
 class ForwardHooks:
     """Forward hooks of some modules, and torch's global forward hooks.
 
-    The dictionaries are live: hooks that are added later appear in them. They are kept in an object
-    of this class because a deep copy of a layer must refer to the hooks of the copied modules.
+    The dictionaries are live: hooks that are added later appear as well. A deep copy of a layer
+    must refer to the hooks of the copied modules, which an object of this class ensures.
 
     Attributes:
-        dicts: hook dictionaries; all are empty if there is no hook.
+        dicts: hook dictionaries; all are empty without hooks.
     """
 
     __slots__ = ("before", "dicts", "modules")

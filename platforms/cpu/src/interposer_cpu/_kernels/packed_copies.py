@@ -36,7 +36,7 @@ _COPIES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def shared_copy(form: int, parts: Parts, pack: Callable[[], Packed]) -> Packed:
-    """Return a live copy packed from the same unchanged tensors, or call ``pack`` and remember it.
+    """Return a live copy of the same unchanged tensors, or call ``pack`` and cache the result.
 
     Args:
         form: the packed format.

@@ -48,8 +48,8 @@ def describe_weight(
         scales: ``[O, G]`` or ``[1, G]``.
         zero_points: ``[O, G]``.
         bias: ``[O]``, converted to float32.
-    Returns: the description, and the tensors whose addresses are in it: the caller must keep the
-        tensors alive until the weight is packed.
+    Returns: the description, and the tensors to which the description points; the caller must keep
+        the tensors alive until the weight is packed.
     """
     out_features, columns = weight.shape
     in_features = columns * form.codes_per_element

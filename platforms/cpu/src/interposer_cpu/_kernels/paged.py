@@ -91,8 +91,8 @@ class NativePagedBackend(AttentionBackend):
         """Define the layout ``[K, P, 2, S, D]``, in memory ``[P, L, K, 2, S, D]`` for L layers.
 
         The keys of one kv head in a page are adjacent. A page of all layers is one block of memory,
-        and pages are allocated in order. So the cache takes physical memory only as far as tokens
-        are stored, even with huge pages, each of which holds few cache pages.
+        and pages are allocated in order. So the cache takes physical memory only for stored
+        tokens, even with huge pages, as a huge page holds few cache pages.
         """
         spec = self.spec
         page_shape = (spec.num_kv_heads, 2, spec.page_size, spec.head_size)
