@@ -1,7 +1,7 @@
 """Verdicts on optional packages: first by installed version, later by function parameters.
 
-A package of compiled code may crash the process that imports it in the wrong environment. The
-metadata is therefore read first, and a package is imported only when its kernel is about to run.
+In the wrong environment, importing a package of compiled code may crash the process. The metadata
+is therefore read first, and a package is imported only just before a kernel of the package runs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tuning tables that this plugin ships, one file per device name.
 
-``interposer tune --export`` writes such a file. Its name is the device's name with ``_`` for every
-character other than letters, digits, ``.`` and ``-``, such as ``NVIDIA_H200.json``. To ship another
-table, add its file to the folder ``tables``.
+``interposer tune --export`` writes such a file. The file name is the device's name with ``_`` for
+every character other than letters, digits, ``.`` and ``-``, such as ``NVIDIA_H200.json``. To ship
+another table, add the file to the folder ``tables``.
 """
 
 from __future__ import annotations

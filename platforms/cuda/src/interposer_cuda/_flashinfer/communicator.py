@@ -1,8 +1,8 @@
 """All-reduce over the GPUs of one host by FlashInfer, optionally fused with RMSNorm.
 
 Kernels are compiled when the communicator opens, which needs nvcc or the package
-flashinfer-jit-cache. The kernels wait on the device for the other ranks without a limit, so the
-host cannot notice from them that a rank is lost. Call arguments are tested on the CPU against
+flashinfer-jit-cache. The kernels wait on the device for the other ranks without a time limit, so a
+lost rank hangs the device and the host gets no error. Call arguments are tested on the CPU against
 stand-in functions; no GPU has run this module.
 
 The fused kernel has one dtype for all inputs and outputs. Models keep the residual stream in

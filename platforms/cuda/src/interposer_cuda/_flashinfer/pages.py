@@ -19,7 +19,8 @@ class FlashInferPages(NamedTuple):
     Attributes:
         starts: ``[B + 1]``; the pages of sequence b are ``indices[starts[b]:starts[b + 1]]``.
         indices: ``[I]`` page numbers, sequence by sequence.
-        last_tokens: ``[B]``; tokens in the last page of each sequence, 0 if it has no page.
+        last_tokens: ``[B]``; tokens in the last page of each sequence; 0 for a sequence without
+            pages.
     """
 
     starts: torch.Tensor
@@ -45,6 +46,7 @@ class FlashInferPages(NamedTuple):
     def indexed_on(self, device: torch.device) -> FlashInferPages:
         """Copy the indices to ``device`` without synchronizing.
 
-        Starts and last tokens stay on the host: FlashInfer plans with them and copies them itself.
+        Starts and last tokens stay on the host, because FlashInfer reads both for the plan and then
+        copies both to the device.
         """
         return self._replace(indices=self.indices.to(device, non_blocking=True))

@@ -53,7 +53,7 @@ class FlashInferWrappers:
         self._last_number = 0
 
     def cached(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return the wrapper of that name for steps outside a graph; create it on first use."""
+        """Return the wrapper ``name`` for steps outside a graph, created on first use."""
         if name not in self._wrapper_by_name:
             self._wrapper_by_name[name] = make()
         return self._wrapper_by_name[name]

@@ -64,9 +64,9 @@ _OLDER = Architecture("older", 0, frozenset(), frozenset({"float32"}), ("float32
 def architecture_of(major: int, minor: int) -> Architecture:
     """Return the properties of a compute capability, estimated if the table lacks the version.
 
-    A newer minor version has the properties of the newest known one with the same major version.
-    A newer major version has those of the newest known device without the instructions that exist
-    on one major version only (``wgmma``, ``tcgen05``).
+    A newer minor version gets the properties of the newest known version with the same major
+    number. A newer major version gets the properties of the newest known device, without the
+    instructions that exist on one major version only (``wgmma``, ``tcgen05``).
     """
     older_versions = [version for version in _TABLE if version <= (major, minor)]
     if not older_versions:

@@ -1,4 +1,4 @@
-"""Query of CUDA's driver for its devices, made in a child process."""
+"""Query of CUDA's driver for the visible devices, in a child process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPUs as system files show them, before any library of NVIDIA is loaded.
+"""Detection of GPUs from system files, before any library of NVIDIA is loaded.
 
 Only files are read, so the check costs almost nothing on a machine without such a GPU.
 
@@ -30,7 +30,7 @@ _DISPLAY = "0x03"  # classes of PCI: display controllers
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """GPUs and their driver, as system files show them.
+    """NVIDIA GPUs and the driver, read from system files.
 
     Attributes:
         root: folder that contains ``dev``, ``proc`` and ``sys``.

@@ -88,7 +88,7 @@ class TorchBuild:
         )
 
     def judge_architecture(self, name: str, major: int, minor: int) -> Verdict:
-        """Refuse a GPU that no kernel of this build was compiled for.
+        """Refuse a GPU for which this build has no compiled kernel.
 
         Machine code ``sm_XY`` runs on the same major version with that minor version or a newer
         one; intermediate code (PTX) ``compute_XY`` runs on every newer device. A suffix ``a``

@@ -71,7 +71,7 @@ def visible(gpus: Sequence[GPU], variables: Mapping[str, str]) -> Visible:
 
 
 def _cuda_unit(gpu: GPU) -> str:
-    """Return the uuid that CUDA uses: the GPU, its first MIG device, or "" if it has none."""
+    """Return the uuid of the GPU; in MIG mode, of the first MIG device, or "" without one."""
     if not gpu.mig:
         return gpu.uuid
     return gpu.parts[0] if gpu.parts else ""

@@ -119,7 +119,7 @@ def _builds(folder: Path) -> list[_Build]:
 
 
 def _judge_architecture(repository: str, builds: list[_Build], architecture: str) -> Verdict:
-    """Refuse if every CUDA build lists its architectures and none runs on this device."""
+    """Refuse a kernel whose CUDA builds all list architectures without this device's."""
     number = re.fullmatch(r"sm_(\d+)(\d)[af]?", architecture)
     listed_architectures = [
         entry for build in builds for entry in build.architectures if build.backend == "cuda"

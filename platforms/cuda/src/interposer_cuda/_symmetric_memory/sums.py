@@ -1,8 +1,8 @@
 """All-reduce in symmetric memory, which all ranks have mapped.
 
-The ops of torch.ops.symm_mem wait on the device for the other ranks without a limit, so the host
-cannot notice from them that a rank is lost. Call arguments are tested on the CPU against stand-in
-functions. One shot and two shots were exact in two processes on one H100.
+The ops of torch.ops.symm_mem wait on the device for the other ranks without a time limit, so a lost
+rank hangs the device and the host gets no error. Call arguments are tested on the CPU against
+stand-in functions. One shot and two shots were exact in two processes on one H100.
 
 Source: CUDASymmetricMemoryOps.cu and CUDASymmetricMemory-inl.cuh in
 torch/csrc/distributed/c10d/symm_mem of pytorch/pytorch: bfloat16 and float32, contiguous, sizes and
