@@ -1,9 +1,9 @@
 """Decoder attention by flash-attn, if a build for AMD GPUs is installed.
 
 flash-attn reads only pages of 128 tokens or more, so its variable-length function is called on
-gathered copies of the cache. The kernels for AMD GPUs are those of Composable Kernel (CK), or
-Triton's if ``FLASH_ATTENTION_TRITON_AMD_ENABLE`` is set. Argument mapping is tested with a function
-that computes on the CPU; no GPU has run this module.
+gathered copies of the cache. On AMD GPUs, flash-attn runs kernels of Composable Kernel (CK), or
+Triton kernels if ``FLASH_ATTENTION_TRITON_AMD_ENABLE`` is set. Argument mapping is tested with a
+function that computes on the CPU; no GPU has run this module.
 
 Source: ``flash_attn_varlen_func`` in flash_attn/flash_attn_interface.py of
 Dao-AILab/flash-attention 2.
@@ -29,7 +29,7 @@ _KEYWORDS = {
 
 
 class FlashAttentionError(InterposerError):
-    """flash-attn cannot be used; the message gives the reason and what to try."""
+    """flash-attn cannot be used; the message gives the reason and a remedy."""
 
 
 _PACKAGE = ExaminedPackage(

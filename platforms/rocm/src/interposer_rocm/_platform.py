@@ -106,7 +106,7 @@ class ROCmPlatform(Platform):
         return torch.accelerator.max_memory_reserved(device)
 
     def memory_profile(self, device: str) -> contextlib.AbstractContextManager[MemoryProfile]:
-        """Return a context manager that measures the device memory its block uses."""
+        """Return a context manager that measures the device memory used by the block."""
         return memory_profile(device)
 
     def start_method(self) -> str:

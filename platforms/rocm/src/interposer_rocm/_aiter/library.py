@@ -33,7 +33,7 @@ _SCALE_KEYWORDS = {"w1_scale", "w2_scale"}
 
 
 class AiterError(InterposerError):
-    """AITER cannot be used; the message gives the reason and what to try."""
+    """AITER cannot be used; the message gives the reason and a remedy."""
 
 
 _AITER = ExaminedPackage("AITER", aiter_version, _KEYWORDS, AiterError, "AITER_")

@@ -1,7 +1,7 @@
 """Verdicts on AITER from its installed files, without importing AITER.
 
 Importing AITER compiles modules and initialises HIP. AITER's kernels score below the portable
-ones, so they are selected only if the user's policy prefers or pins them.
+kernels, so only a preference or a pin of the user selects a kernel of AITER.
 
 Source: the README of ROCm/aiter (distribution ``amd-aiter``, import name ``aiter``) and its issues
 3846 (a build for other GPUs crashes the process), 4455 and 4456.

@@ -1,11 +1,11 @@
 """All-reduce over the GPUs of one host by AITER's custom and quick all-reduce.
 
 Importing AITER initialises HIP and may compile, so the import waits until the communicator opens.
-The kernels wait on the device for the other ranks, so the host cannot notice from them that a rank
-is lost. Call arguments are tested on the CPU against stand-in classes; no GPU has run this module.
+The kernels wait for the other ranks on the device, so the host gets no error if a rank is lost.
+Call arguments are tested on the CPU against stand-in classes; no GPU has run this module.
 
-The fused all-reduce + RMSNorm kernels of the quick all-reduce are not used: they keep the residual
-stream in 16 bits, while models keep it in float32. Quick float16 sums saturate at 65504.
+The fused all-reduce + RMSNorm kernels of the quick all-reduce are not used: models keep the
+residual stream in float32, these kernels in 16 bits. Quick float16 sums saturate at 65504.
 
 Source: ``CustomAllreduce`` in aiter/dist/device_communicators/custom_all_reduce.py of ROCm/aiter: a
 group that is not NCCL's, 2, 4, 6 or 8 ranks of one host, sizes that are multiples of 16 bytes, and

@@ -61,9 +61,9 @@ class Architecture:
 
     Attributes:
         family: such as ``"CDNA 3"``.
-        features: the family and the older ones it extends, matrix instructions (``mfma``,
-            ``wmma``), wavefront size (``wave64``, ``wave32``), and ``triton`` if tests compile the
-            Triton kernels ahead of time for this architecture.
+        features: the family and the older families that the family extends, matrix instructions
+            (``mfma``, ``wmma``), wavefront size (``wave64``, ``wave32``), and ``triton`` if tests
+            compile the Triton kernels ahead of time for this architecture.
         formats: number formats with matmul in hardware. The fnuz formats have neither infinities
             nor a negative zero, and half the value of the same OCP bits.
         dtypes: torch names of the dtypes that models may run in, the preferred one first.
@@ -132,9 +132,9 @@ KNOWN = frozenset(_TABLE)
 
 
 def architecture_of(version: GfxVersion) -> Architecture:
-    """Return the properties of a version; an unknown version gets only what every GPU has.
+    """Return the properties of a version; for an unknown version, only those of every GPU.
 
-    Nothing is inferred from neighbouring versions, because they differ: 9.5 has other formats than
+    Nothing is inferred from neighbouring versions, which may differ: 9.5 has other formats than
     9.4, and 12.5 has other matrix instructions than 12.0.
     """
     architecture = _TABLE.get(str(version))

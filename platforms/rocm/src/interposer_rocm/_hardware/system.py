@@ -1,4 +1,4 @@
-"""AMD GPUs as system files show them, before any library is loaded.
+"""Detection of AMD GPUs from system files, before any library is loaded.
 
 Source: AMD's ROCm installation guide, chapters "prerequisites" (groups render and video) and
 "containers" (``--device=/dev/kfd --device=/dev/dri``).
@@ -23,14 +23,14 @@ _CLASSES = ("0x03", "0x12")
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """GPUs and their driver, as system files show them.
+    """AMD GPUs and the driver, read from system files.
 
     Attributes:
         topology: the GPUs that the driver shows to this process.
         device_file: ``/dev/kfd`` exists.
         allowed: this process may open ``/dev/kfd``.
         render_files: numbers of the files ``/dev/dri/renderD*``.
-        driver: version of amdgpu, or of the kernel that contains it; empty if not loaded.
+        driver: version of amdgpu, or of the kernel if amdgpu is built in; empty if not loaded.
         on_bus: addresses of GPUs on the PCI bus.
         wsl: Linux runs inside Windows.
     """

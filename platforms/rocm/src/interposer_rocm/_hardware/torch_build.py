@@ -58,7 +58,7 @@ class TorchBuild:
 
         A build without HIP is accepted, as planning for described devices needs no HIP.
 
-        Source: pytorch/pytorch, issue 155684; HIP 7.0 made it an error.
+        Source: pytorch/pytorch, issue 155684; since HIP 7.0 such a capture is an error.
         """
         version_match = re.match(r"(\d+)\.(\d+)", self.hip)
         if (
