@@ -1,6 +1,6 @@
 """The op ``fp8_linear`` by the FP8 GEMMs of vllm-xpu-kernels, which call oneDNN.
 
-These GPUs have no matrix instructions for 8-bit floats. ``fp8_gemm`` converts both operands to
+Intel GPUs have no matrix instructions for 8-bit floats. ``fp8_gemm`` converts both operands to
 16 bits, ``fp8_gemm_w8a16`` converts the weight only. Call arguments are tested with a stand-in
 package on the CPU; no GPU has run this module.
 

@@ -82,11 +82,11 @@ class XPUPlatform(Platform):
         return torch.accelerator.max_memory_reserved(device)
 
     def memory_profile(self, device: str) -> contextlib.AbstractContextManager[MemoryProfile]:
-        """Return a context manager that measures the device memory its block uses."""
+        """Return a context manager that measures the device memory used by the block."""
         return memory_profile(device)
 
     def start_method(self) -> str:
-        """Return ``"spawn"``: Level Zero does not work in a fork of a process that has used it."""
+        """Return ``"spawn"``: Level Zero fails in a fork of a process that has used Level Zero."""
         return "spawn"
 
     def facts(self) -> Mapping[str, str]:

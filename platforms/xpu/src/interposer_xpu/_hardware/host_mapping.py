@@ -1,7 +1,7 @@
 """Zero-copy views of pinned host memory on an XPU device.
 
-torch has no such view for these GPUs, so the package vllm-xpu-kernels provides it. Calls are tested
-with a stand-in package on the CPU; no GPU has run this module.
+torch has no such view for Intel GPUs, so the package vllm-xpu-kernels creates the view. Calls are
+tested with a stand-in package on the CPU; no GPU has run this module.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Query of Level Zero for its devices, made in a child process."""
+"""Query of Level Zero for the visible devices, in a child process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPUs as system files show them, before any library of Intel is loaded.
+"""Detection of GPUs from system files, before any library of Intel is loaded.
 
 Only files are read, so the check costs almost nothing on a machine without such a GPU.
 
@@ -48,7 +48,7 @@ class Display:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """GPUs and their driver, as system files show them.
+    """Intel GPUs and the driver, read from system files.
 
     Attributes:
         root: folder that contains ``dev``, ``proc`` and ``sys``.

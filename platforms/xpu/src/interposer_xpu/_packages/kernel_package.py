@@ -5,8 +5,9 @@ that this plugin was written for: another version may have an op of the same nam
 arguments. The package's modules are imported when an op is first called.
 
 Source: vllm-project/vllm-xpu-kernels: ``csrc/torch_bindings.cpp``, ``csrc/moe/torch_bindings.cpp``
-and ``csrc/xpu/torch_bindings.cpp``; the schemas in the published wheels 0.1.3.1, 0.1.12.1 and
-0.1.16.2 are these. A wheel states its torch version in the long description only.
+and ``csrc/xpu/torch_bindings.cpp``; the published wheels 0.1.3.1, 0.1.12.1 and 0.1.16.2
+have the schemas that are listed here. A wheel states its torch version in the long description
+only.
 """
 
 from __future__ import annotations
@@ -79,11 +80,14 @@ def judge_installed() -> Verdict:
     if version_numbers(installed) >= _FIRST_UNSUPPORTED:
         limit = ".".join(map(str, _FIRST_UNSUPPORTED))
         return Verdict.refuse(f"was written for vllm-xpu-kernels below {limit}, found {installed}")
-    stated = _TORCH_IN_DESCRIPTION.search(PACKAGE.description)
-    if stated and tuple(map(int, stated.groups())) != version_numbers(torch_version())[:2]:
+    torch_match = _TORCH_IN_DESCRIPTION.search(PACKAGE.description)
+    if (
+        torch_match
+        and tuple(map(int, torch_match.groups())) != version_numbers(torch_version())[:2]
+    ):
         return Verdict.refuse(
-            f"vllm-xpu-kernels {installed} is built for torch {stated[1]}.{stated[2]}, installed "
-            f"is {torch_version()}. Install the version that fits"
+            f"vllm-xpu-kernels {installed} is built for torch {torch_match[1]}.{torch_match[2]}, "
+            f"installed is {torch_version()}. Install the version that fits"
         )
     return Verdict.accept()
 

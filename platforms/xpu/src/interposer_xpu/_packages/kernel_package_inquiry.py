@@ -13,7 +13,7 @@ from importlib import import_module
 
 
 def faults(schemas: dict[str, str]) -> dict[str, str]:
-    """Return, by op, the reason that the op cannot be used; "" if it can."""
+    """Return, by op, the reason why the op cannot be used; "" for a usable op."""
     import torch
 
     fault_by_module: dict[str, str] = {}
