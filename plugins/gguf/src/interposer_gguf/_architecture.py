@@ -30,7 +30,7 @@ Join = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Architecture:
-    """The model family that one value of ``general.architecture`` stands for, and the conversion.
+    """The model family of one value of ``general.architecture``, and the conversion of a file.
 
     Attributes:
         family: name of the architecture in config.json.

@@ -1,12 +1,10 @@
 """Block formats of quantized GGUF tensors, and dequantization.
 
 Shapes: O rows, B blocks of a row, C bytes of a block, N values of a block, G groups of a block
-    (each
-with a scale), I = B * N values of a row.
+(each with a scale), I = B * N values of a row.
 
 Source: the block layouts of ggml (ggml-common.h) as gguf-py reads them (gguf/quants.py). Two-byte
-fields are little-endian and are assembled by arithmetic, so the machine's byte order does not
-matter.
+fields are little-endian and are assembled by arithmetic, which works in any byte order.
 """
 
 from __future__ import annotations

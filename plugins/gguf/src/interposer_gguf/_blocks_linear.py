@@ -98,7 +98,7 @@ class BlocksLinear(LinearMethod):
         return zip(self.sizes, bias.split(list(self.sizes.values())), strict=True)
 
     def _order(self) -> tuple[tuple[int, int, int], ...]:
-        """Return for each fused layer the index of the matmul, and the range of outputs in it."""
+        """Return for each fused layer the matmul's index and the range of the matmul's outputs."""
         ranges_by_part = {}
         for index, matmul in enumerate(self.matmuls):
             ends = list(accumulate(self.sizes[part] for part in matmul.parts))

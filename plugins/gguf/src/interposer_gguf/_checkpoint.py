@@ -56,11 +56,11 @@ class GGUFCheckpoint(CheckpointFile):
         return frozenset(name for entry in self.entries for name in entry.names)
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor in the order of the file; experts are yielded one by one.
+        """Yield every tensor in the order of the file, with one tensor per expert.
 
         The name of a tensor that stays in blocks ends with the block format instead of ``weight``.
 
-        Raises: CheckpointError: the file became shorter since it was opened.
+        Raises: CheckpointError: the file was truncated after opening.
         """
         for entry in self.entries:
             yield from entry.tensors()

@@ -112,7 +112,7 @@ class GGUFFile:
     def read(self, tensor: StoredTensor) -> torch.Tensor:
         """Read a tensor: floats ``[...]``, or rows of blocks ``[..., row]`` uint8.
 
-        Raises: CheckpointError: the file became shorter since it was opened.
+        Raises: CheckpointError: the file was truncated after opening.
         """
         content = bytearray(tensor.num_bytes)
         try:

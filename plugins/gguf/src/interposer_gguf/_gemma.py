@@ -95,8 +95,8 @@ def _gemma4(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 def _proportional(metadata: MetadataReader, file: GGUFFile) -> dict[str, Any]:
     """Return the rotary embedding of global layers, which rotate only a part of each head.
 
-    The file has a factor per pair: 1 for rotated pairs, and for the others a factor so large that
-    they hardly rotate.
+    The file has a factor per pair: 1 for rotated pairs, and a factor so large that the pair hardly
+    rotates for all other pairs.
     """
     size = metadata.integer("attention.key_length")
     stored = file.tensors.get(ROPE_FACTORS)

@@ -136,7 +136,7 @@ def _scaled(grouped: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def matmul_by_rows(
     x: torch.Tensor, out_features: int, rows: Rows, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Multiply ``x`` by the transpose of a weight, of which ``rows`` returns a slice."""
+    """Multiply ``x`` by the transpose of a weight; ``rows`` returns a slice of the weight."""
     in_features = x.shape[-1]
     # Outputs are computed as [O, T], because each step then writes contiguous rows.
     columns = x.reshape(-1, in_features).float().T

@@ -44,7 +44,7 @@ class Library:
 
 
 def path() -> Path | None:
-    """Return the path of the library, or None if the installation lacks it."""
+    """Return the path of the library, or None if the installation lacks the file."""
     paths = sorted(Path(__file__).with_name("_native").glob("libinterposer_gguf.*"))
     return paths[0] if paths else None
 
@@ -56,7 +56,7 @@ def check_library(request: Request) -> Verdict:
 
 @cache
 def library() -> Library:
-    """Load the library once, and return it.
+    """Return the library, which is loaded once per process.
 
     Raises: OSError: the installation lacks the library, or the library is for another system.
     """
@@ -86,7 +86,7 @@ def library() -> Library:
 def _parallel() -> int | None:
     """Return the address of ``GOMP_parallel`` in the OpenMP that torch is linked with, or None.
 
-    Every OpenMP that torch may be built with exports it: GNU's, LLVM's and Intel's.
+    Every OpenMP that torch may be built with exports the function: GNU's, LLVM's and Intel's.
     """
     # Imported here, because ``check_library`` must not import torch.
     import torch

@@ -53,7 +53,7 @@ _GATE, _UP, _DOWN = (f"ffn_{name}_exps.weight" for name in ("gate", "up", "down"
 def entries_of(
     file: GGUFFile, architecture: Architecture, config: Mapping[str, Any]
 ) -> tuple[Entry, ...]:
-    """Return the conversions of all tensors of a file, in the order of the file.
+    """Return the conversion of every tensor of a file, in the order of the file.
 
     Raises:
         CheckpointError: a tensor lacks the counterpart, or has a shape that its name does not

@@ -84,7 +84,7 @@ def rope_of(file: GGUFFile, metadata: MetadataReader, rotated: int) -> dict[str,
 
 
 def _scaling_factor(metadata: MetadataReader) -> float | None:
-    """Return the factor by which positions are divided, or None if the file names none.
+    """Return the divisor of positions, or None if the file has none.
 
     ``rope.scale_linear`` is the old key; the new key takes precedence. As in llama.cpp, 0 means 1.
     """

@@ -68,7 +68,7 @@ class GGUF(QuantizationScheme):
         return BlocksLinear(formats_by_part) if any(formats_by_part.values()) else None
 
     def experts_method(self, prefix: str) -> ExpertsMethod | None:
-        """Return the method for the experts at ``prefix``, or None if they are not quantized."""
+        """Return the method for the experts at ``prefix``, or None for unquantized experts."""
         if prefix in self.mxfp4_layers:
             return Mxfp4Experts()
         is_quantized = any(name.startswith(f"{prefix}.") for name in self.formats)
@@ -79,7 +79,7 @@ class GGUF(QuantizationScheme):
         return self.linear_method(prefix, (prefix.rpartition(".")[2],))
 
     def embedding_method(self, prefix: str, head: str | None) -> EmbeddingMethod | None:
-        """Return the method for the embedding at ``prefix``, or None if it is not quantized."""
+        """Return the method for the embedding at ``prefix``, or None for a plain embedding."""
         layout = self.formats.get(prefix)
         return None if layout is None else BlocksEmbedding(layout)
 
