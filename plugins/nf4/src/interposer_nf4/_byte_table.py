@@ -23,7 +23,7 @@ def prepare(
     """Return the constants with the codebook ``[16]`` replaced by a table ``[256]`` int64.
 
     An entry holds the two float32 values of a byte in input order. The int64 type only moves the
-    bits; it is never computed with.
+    bits and takes part in no arithmetic.
     """
     byte = torch.arange(256, device=codebook.device)
     pairs = torch.stack((codebook[byte >> 4], codebook[byte & 15]), -1)

@@ -73,7 +73,7 @@ nf4_linear_cases = CaseSpace(
 def nf4_linear_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
     """Return a case with T rows of hidden states and an NF4 weight in blocks of 64.
 
-    If 64 does not divide the inputs, the block size is their greatest common divisor.
+    If 64 does not divide the inputs, the block size is the greatest common divisor of both.
     """
     generator = torch.Generator().manual_seed(seed)
     in_features, out_features = int(dims["in_features"]), int(dims["out_features"])

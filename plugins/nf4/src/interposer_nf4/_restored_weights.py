@@ -1,4 +1,4 @@
-"""Dequantization of packed weights for which the model has plain weights: experts and routers.
+"""Dequantization of experts and routers, whose weights are packed only in the checkpoint.
 
 bitsandbytes packs every ``torch.nn.Linear``. Experts and routers were ``nn.Linear`` in transformers
 4; in transformers 5 they are parameters, which stay plain. No config field tells the two apart.

@@ -88,11 +88,11 @@ class StoredWeight:
             "shape": (state.shape, shape),
             "double quantization": (state.nested, kind.double),
         }
-        for fact, (stated, expected) in facts.items():
-            if stated != expected:
+        for fact, (stated_value, expected) in facts.items():
+            if stated_value != expected:
                 raise CheckpointError(
                     names["state"],
-                    f"states {fact} {stated}, the config asks for {expected}",
+                    f"states {fact} {stated_value}, the config asks for {expected}",
                     "copy config and weights again, from one place",
                 )
         outputs, inputs = shape
