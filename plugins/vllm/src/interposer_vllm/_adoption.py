@@ -93,7 +93,7 @@ class Adoption:
     def finalize(self, layer: Any) -> None:
         """Prepare the loaded weights for the kernel, and free all weights without use.
 
-        vLLM calls this again after it loads other weights into the layer.
+        vLLM calls this method again after loading other weights into the layer.
 
         Raises: InterposerError: the weights have another layout than the method expects, or invalid
             values. The layer is unchanged then.
@@ -136,7 +136,7 @@ def _linear_method(
 
 
 def _adds_bias(layer: Any) -> bool:
-    """Return whether vLLM passes the bias to the layer's method: with TP, one worker adds it."""
+    """Return whether this worker adds the bias: with TP, vLLM lets one worker add the bias."""
     if getattr(layer, "bias", None) is None or getattr(layer, "skip_bias_add", False):
         return False
     return not (hasattr(layer, "input_is_parallel") and layer.tp_rank > 0)

@@ -22,8 +22,8 @@ _CACHE_DTYPES = {
 def spec_of(name: str, layer: Any, page_size: int, config: Any) -> AttentionSpec:
     """Describe an attention layer of vLLM as a request for an attention backend.
 
-    The chosen backend may store keys and values in its own layout. So a layer is refused if another
-    layer or engine reads its cache, or if some steps attend to later tokens.
+    The chosen backend may store keys and values in a layout of its own. So a layer is refused if
+    another layer or engine reads the layer's cache, or if some steps attend to later tokens.
 
     Args:
         name: name of the layer in ``config``.

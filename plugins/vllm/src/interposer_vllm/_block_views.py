@@ -19,11 +19,11 @@ View = Callable[[Tensor], Tensor]
 
 
 def view_for(backend: AttentionBackend) -> View:
-    """Return a function that views blocks ``[P, K, S, 2 D]`` as the backend's cache, uncopied.
+    """Return a function that views blocks ``[P, K, S, 2 D]`` as the backend's cache.
 
-    In vLLM's memory the pages are outermost, while a layout may put the heads there. A layout does
-    not state whether its backend supports arbitrary strides. So the backend attends to a few tokens
-    in both a view and a cache of its own layout, and the results must be equal.
+    In vLLM's memory the pages are outermost; in a backend's layout, the heads may be outermost. A
+    layout does not state whether the backend supports arbitrary strides. So the backend attends to
+    a few tokens twice, in a view and in a cache of its own layout, and the results must be equal.
 
     Raises: ConfigError: the backend's pages have other axes, or the results differ.
     """

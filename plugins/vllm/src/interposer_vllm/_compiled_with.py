@@ -15,8 +15,9 @@ __all__ = ["compiled_with"]
 def compiled_with() -> dict[str, Any]:
     """Return the applied patches and chosen kernels, equal in every process with equal choices.
 
-    The key must be stable across restarts, so it leaves out the policy that led to the choices and
-    anything that differs between processes. Calling this function selects no kernel.
+    The result is part of a cache key, which must be stable across restarts. So the result leaves
+    out the policy that led to the choices, and everything that differs between processes. Calling
+    this function selects no kernel.
     """
     key: dict[str, Any] = {
         "version": version("interposer-vllm"),

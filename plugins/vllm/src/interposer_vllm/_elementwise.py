@@ -2,7 +2,7 @@
 
 vLLM's own versions are sequences of torch ops; with one token, the overhead of each op exceeds the
 arithmetic. Norms and activations have no prefix, so all layers of one class and width share one
-request. Their weights stay vLLM's.
+request. The weights stay in vLLM's parameters.
 
 Shapes: H hidden size, I intermediate size.
 """

@@ -49,7 +49,7 @@ class ExpertsAdoption:
     def finalize(self, layer: Any) -> None:
         """Prepare the loaded weights for the kernel, and free all weights without use.
 
-        vLLM calls this again after it loads other weights into the layer.
+        vLLM calls this method again after loading other weights into the layer.
 
         Raises: InterposerError: the weights have another layout than the kernel expects, or invalid
             values. The layer is unchanged then.

@@ -18,7 +18,7 @@ def spec_of(layer: Any) -> ExpertsSpec:
     """Describe a ``RoutedExperts`` of vLLM, on this worker, as a request for experts.
 
     Raises: ConfigError: no op computes the experts as vLLM does, or vLLM also moves, pads or adapts
-        their weights.
+        the weights.
     """
     moe = layer.moe_config
     reason = _refusal(layer, moe)

@@ -1,4 +1,4 @@
-"""GPTQ checkpoints in vLLM, also without a CPU kernel of vLLM.
+"""Support of GPTQ checkpoints for which vLLM has no CPU kernel.
 
 Before building a layer, vLLM 0.32 refuses checkpoints with zero points, with group sizes that its
 kernels lack and, on CPUs, with 8 bits.

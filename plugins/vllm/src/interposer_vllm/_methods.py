@@ -120,7 +120,7 @@ class AdoptedLinear:
 
 
 def keep_in_vllm(prefix: str, reason: InterposerError | str) -> None:
-    """Record the reason why a layer stays vLLM's own.
+    """Record why a layer keeps running on vLLM's kernels.
 
     Raises: NoCandidateError, UnknownNameError: ``reason`` itself, if the user caused it by a pin, a
         requirement or a name.

@@ -66,7 +66,7 @@ class Patch:
         apply: extends vLLM after all members were checked; refuses if another plugin has extended
             the same class or entry.
         scope: the part of vLLM that runs unchanged if the patch is refused.
-        needs: names of patches that must be applied before; without them this patch does harm.
+        needs: names of patches that must be applied before, because this patch alone does harm.
     """
 
     name: str

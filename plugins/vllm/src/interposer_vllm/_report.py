@@ -30,12 +30,12 @@ class Report:
 
     Attributes:
         process: id of the worker's process.
-        seams: the reason why a patch was refused, by name of the patch; empty if it was applied.
+        seams: the reason why a patch was refused, by name of the patch; empty for applied patches.
         taken: prefixes of the layers that run on a kernel of interposer.
-        kept: the reason why a layer stays vLLM's own, by prefix.
+        kept: the reason why a layer keeps running on vLLM's kernels, by prefix.
         explanation: the output of ``interposer explain --json``.
-        notes: the classes that another plugin holds although a patch was applied, by name of the
-            patch.
+        notes: classes that another plugin has extended although a patch was applied, by name of
+            the patch.
     """
 
     process: int

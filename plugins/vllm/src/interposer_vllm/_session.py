@@ -24,7 +24,7 @@ class Session:
 
     Attributes:
         taken: prefixes of the layers that run on a kernel of interposer.
-        kept: the reason why a layer stays vLLM's own, by prefix.
+        kept: the reason why a layer keeps running on vLLM's kernels, by prefix.
 
     Args:
         device_type: the device that vLLM computes on, as torch names it.

@@ -52,7 +52,7 @@ def fill(holder: Linear, loaded: Mapping[str, Tensor | None]) -> None:
     """Put the tensors that vLLM loaded into the parameters that a linear method created.
 
     A tensor of the right shape and dtype is not copied. If vLLM holds a parameter under two names,
-    one of them must match.
+    one of the two must match.
 
     Args:
         holder: has ``parts``, and parameters as described by ``LinearMethod.create_weights``.
@@ -94,7 +94,7 @@ def widen(layer: nn.Module, holder: Linear) -> dict[str, torch.dtype]:
 
 
 def narrow(layer: nn.Module, former_dtypes: Mapping[str, torch.dtype]) -> None:
-    """Round the parameters of ``layer`` to the dtypes in which vLLM had created them."""
+    """Round each parameter of ``layer`` to the dtype of the parameter that vLLM had created."""
     for name, dtype in former_dtypes.items():
         parameter = layer.get_parameter(name)
         parameter.data = parameter.data.to(dtype)

@@ -129,7 +129,7 @@ def _layer_context() -> Iterator[None]:
 
 @cache
 def _form_group() -> None:
-    """Initialize a process group of one: vLLM's parallel layers ask the group for their rank."""
+    """Initialize a process group of one rank, which vLLM's parallel layers need to exist."""
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
     # All processes of a group meet at this file. The only process of this group needs the file

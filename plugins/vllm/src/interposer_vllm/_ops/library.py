@@ -1,8 +1,8 @@
 """Access to vLLM's ops, and the check whether an op can be called on this machine.
 
 The Python package vllm is never imported. vLLM's libraries register ops in torch when loaded, and
-``check_op`` loads the libraries. Before this process calls ``check_op``, the core has called it in
-a separate process, so a library built for another torch costs a refusal and not a crash.
+``check_op`` loads the libraries. The core first calls ``check_op`` in a separate process,
+so a library built for another torch leads to a refusal and not to a crash.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def op(name: str) -> Callable[..., Any]:
 
 
 def fault(name: str, key: str) -> str:
-    """Return the reason why the op ``name`` cannot be called, "" if it can.
+    """Return why the op ``name`` cannot be called; "" for a usable op.
 
     Args:
         name: with its namespace, such as ``"_C::rms_norm"``.
@@ -111,7 +111,7 @@ def _is_registered(name: str) -> bool:
 
 
 def _installed() -> tuple[str, Path] | None:
-    """Return vLLM's name with its version, and the folder of its package; None if not installed."""
+    """Return vLLM's name with version, and the package's folder; None if vLLM is not installed."""
     for name in _DISTRIBUTIONS:
         try:
             installed = distribution(name)

@@ -57,5 +57,5 @@ def check_dynamic_int8(request: Request) -> Verdict:
 
 
 def check_packed_linear(request: Request) -> Verdict:
-    """Accept if both the matmul and the packing of its weight can be called."""
+    """Accept if the matmul op and the op that packs weights can both be called."""
     return check_op(request, "_C::weight_packed_linear", "_C::convert_weight_packed")

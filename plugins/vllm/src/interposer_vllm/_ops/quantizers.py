@@ -21,7 +21,7 @@ def quantize_int8_static(
 
 
 def quantize_int8_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize each row of ``x`` by a scale of its own; returns int8 values and float32 scales."""
+    """Quantize each row of ``x`` to int8 by its own scale; return values and float32 scales."""
     rows = x.contiguous()
     out = torch.empty(rows.shape, dtype=torch.int8, device=x.device)
     scale = torch.empty((*rows.shape[:-1], 1), dtype=torch.float32, device=x.device)

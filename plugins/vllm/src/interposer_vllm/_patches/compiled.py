@@ -1,7 +1,7 @@
-"""The patch for the cache key of compiled models, which gets the choices of this process.
+"""Patch that adds the choices of this process to the cache key of compiled models.
 
 vLLM derives the key from its settings and from the functions that are registered as environment
-variables. Neither says which layers were replaced, nor by which kernels.
+variables. Neither contains the replaced layers or the chosen kernels.
 """
 
 from __future__ import annotations
