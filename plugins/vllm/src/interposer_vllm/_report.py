@@ -53,8 +53,10 @@ class Report:
         notes = {name: v.reason for name, v in VERDICTS.items() if v and v.reason}
         explanation = explain(session).to_dict()
         # A process may build several models, with layers of equal names.
-        taken = list(dict.fromkeys(session.taken))
-        return cls(os.getpid(), seams, taken, dict(session.kept), explanation, notes=notes)
+        adopted_prefixes = list(dict.fromkeys(session.taken))
+        return cls(
+            os.getpid(), seams, adopted_prefixes, dict(session.kept), explanation, notes=notes
+        )
 
     @classmethod
     def read(cls, path: Path) -> Report:
