@@ -54,8 +54,8 @@ class Metrics:
             registry=self._registry,
         )
 
-    def _gauge(self, name: str, description: str, read: Any) -> None:
-        Gauge(f"interposer_{name}", description, registry=self._registry).set_function(read)
+    def _gauge(self, name: str, description: str, get_value: Any) -> None:
+        Gauge(f"interposer_{name}", description, registry=self._registry).set_function(get_value)
 
     def watch(self, engine: Any) -> None:
         """Add gauges for the state of an engine."""
