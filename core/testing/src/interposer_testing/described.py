@@ -235,6 +235,7 @@ def described_placement(registry: Registry, wanted: str | os.PathLike[str]) -> P
         ``find_description``.
     """
     description, source = _find(registry, wanted)
+    # The best plugin for the platform comes first; names break ties.
     candidates = sorted(
         registry.candidates("platform"), key=lambda c: (-c.score, c.provider, c.name)
     )
@@ -281,6 +282,7 @@ def _find(registry: Registry, wanted: str | os.PathLike[str]) -> tuple[DeviceDes
                     f"{entry.platform!r}, its file {entry.resource!r} of {description.platform!r}"
                 )
             return description, f"by {entry.name} of {plugin.distribution} {plugin.version}"
+        # A text that looks like a path goes to ``read``, whose error names the path.
         if not Path(wanted).is_file() and not _is_path(wanted):
             names = [entry.name for _, entry in shipped]
             hint = "A description can also be a file whose name ends in .json."

@@ -65,6 +65,7 @@ def _outputs(
                 output = backend.forward(*part_of_step)
             else:
                 output = backend.forward_with_sinks(*part_of_step, sinks)
+            # A backend may write the next output to the same buffer.
             outputs.append(output.clone())
         outputs_by_step[f"output of step {step}"] = torch.cat(outputs)
     return outputs_by_step
@@ -76,7 +77,7 @@ def _single_sequences(
     """Yield (first token, end, batch of one sequence) for each sequence of a batch."""
     starts, lengths = batch.query_starts.tolist(), batch.seq_lens.tolist()
     for b, (start, end) in enumerate(pairwise(starts)):
-        num_pages = -(-lengths[b] // spec.page_size)
+        num_pages = -(-lengths[b] // spec.page_size)  # rounded up
         prefixes = batch.prefix_lens
         yield (
             start,

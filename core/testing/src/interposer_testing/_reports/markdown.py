@@ -13,6 +13,7 @@ from interposer_testing._reports.text import wrong_blocks
 if TYPE_CHECKING:
     from interposer_testing._reports.report import Report
 
+# Characters that Markdown would read as formatting, in tables also "|".
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~])")
 
 

@@ -105,6 +105,7 @@ def _dtypes(candidate: Examined) -> str:
 
 def _devices(reports: Sequence[Report]) -> tuple[str, ...]:
     names = [f"{report.ground.device} ({report.ground.platform})" for report in reports]
+    # Two reports from equal devices are told apart by their dates.
     ambiguous = {name for name, count in Counter(names).items() if count > 1}
     return tuple(
         f"{name}, {report.date}" if name in ambiguous else name

@@ -149,6 +149,7 @@ class Report:
 
     def __str__(self) -> str:
         blocks = [self.head]
+        # Correct declarations are listed in one block, as they have no counts to show.
         sound = self.sound_declarations
         blocks += [candidate_lines(c) for c in self.candidates if c not in sound]
         blocks += [["sound declarations:", *(f"  {c.title}" for c in sound)]] if sound else []

@@ -76,7 +76,9 @@ def wrong_lines(
         shown_reasons: reasons whose traceback was shown already; extended by this call.
     """
     shown_reasons = set() if shown_reasons is None else shown_reasons
+    # A dict instead of a set keeps the order of the findings.
     cases = dict.fromkeys((f.dtype, f.case, f.command) for f in tally.findings)
+    # A tally stores the findings of the first failed cases only.
     more = f"; the first {len(cases)}:" if tally.failed > len(cases) else ":"
     trials = f"{tally.failed} of {_number(tally.ran, 'trial')} failed"
     lines = [f"WRONG {candidate.title}, {tally.aspect}: {trials}{more}"]

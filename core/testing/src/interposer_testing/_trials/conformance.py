@@ -138,6 +138,7 @@ def attention_trials(
             yield Trial(candidate, request, label, verdict, check)
             if not verdict or spec.dtype in tested_dtypes:
                 continue
+            # Properties are checked on the first accepted spec of each dtype, to save time.
             tested_dtypes.add(spec.dtype)
             for name, aspect, check_property in _ATTENTION_PROPERTIES:
                 if name in candidate.properties:
@@ -216,10 +217,12 @@ def _check_candidate(
 ) -> list[Fault]:
     record, case = candidate.record, latest.build(plan)
     expect = partial(latest.expectation, op, plan)
+    # The reference itself, which must agree with its own result in float64.
     if not isinstance(record, Kernel):
         return check_subject(Subject(op, op.reference, device=device), case, expect)
     function = load_target(record.target)
     prepare = load_target(record.prepare) if record.prepare else None
+    # The record may declare roundings that the op does not have, which widen the tolerance.
     tolerant_op = op.allowing(record.extra_roundings)
     return check_subject(Subject(tolerant_op, function, prepare, device=device), case, expect)
 

@@ -58,6 +58,7 @@ def declaration_trials(registry: Registry, device: Device, distribution: str) ->
         installed = plugin.source.installed
         if installed is not None and plugin.distribution not in checked_distributions:
             checked_distributions.add(plugin.distribution)
+            # Several plugins may be in one distribution, which has one wheel.
             wheel = wheel_metadata(plugin.distribution, installed.location)
             not_run = "" if wheel and installed.record else "it was not installed from a wheel"
             if installed.editable:
@@ -76,6 +77,7 @@ def _reason_not_loadable(registry: Registry, record: Record, device: Device) -> 
 
 def _candidate(plugin: Plugin, record: Record, name: str) -> Candidate:
     score = float(getattr(record, "score", 0.0))
+    # The registry calls the candidate of an op's reference by this name.
     if isinstance(record, OpEntry):
         name = "reference"
     return Candidate(
