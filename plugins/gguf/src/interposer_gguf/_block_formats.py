@@ -83,6 +83,7 @@ class BlockFormat:
         scale, offset = self.block_scales(blocks, dtype)
         num_groups = self.size // self.group_size
         quantized = self.unpack_block(blocks).unflatten(-1, (num_groups, self.group_size))
+        # In place, because a whole matrix may be large.
         values = quantized.to(dtype).mul_(scale.unsqueeze(-1))
         if offset is not None:
             values.add_(offset.unsqueeze(-1))
@@ -123,6 +124,7 @@ def _fifth_bits(octets: torch.Tensor) -> torch.Tensor:
 
 
 def _unpack_q4_0(blocks: torch.Tensor) -> torch.Tensor:
+    # Byte i has value i in the low nibble and value i + 16 in the high nibble.
     return _nibbles(blocks[..., 2:]).to(torch.int8) - 8
 
 
@@ -190,6 +192,7 @@ def _k_scales(blocks: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
     scale_factors = torch.cat((scale_bytes & 63, shared_bytes & 15 | scale_bytes >> 6 << 4), -1)
     offset_factors = torch.cat((offset_bytes & 63, shared_bytes >> 4 | offset_bytes >> 6 << 4), -1)
     scale = _half(blocks, 0, dtype) * scale_factors.to(dtype)
+    # The format subtracts its offsets, so the sign is reversed.
     return scale, -(_half(blocks, 2, dtype) * offset_factors.to(dtype))
 
 
@@ -197,6 +200,7 @@ def _q6_k_scales(blocks: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor
     return _half(blocks, 208, dtype) * blocks[..., 192:208].view(torch.int8).to(dtype), None
 
 
+# Fields as in ``BlockFormat``: name, number, size, num_bytes, halves, group_size, lowest, highest.
 FORMATS: Mapping[str, BlockFormat] = {
     layout.name: layout
     for layout in (

@@ -73,6 +73,7 @@ def _inputs_first(values: torch.Tensor, config: Config) -> torch.Tensor:
 def _by_head(values: torch.Tensor, config: Config) -> torch.Tensor:
     """Group rows by head, each with query, key and value, instead of by projection."""
     heads = int(config["num_attention_heads"])
+    # (projection, head, row) becomes (head, projection, row).
     ordered: torch.Tensor = values.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
     return ordered
 
@@ -102,6 +103,7 @@ def _grouped_columns(values: torch.Tensor, config: Config) -> torch.Tensor:
 
 
 def _keeps_heads(config: Config, size: int) -> bool:
+    # Columns of a head can move as blocks only if no block reaches into the next head.
     return int(config["linear_value_head_dim"]) % size == 0
 
 

@@ -26,6 +26,7 @@ def _gemma2(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
     """
     heads, width = metadata.integer("attention.head_count"), metadata.integer("embedding_length")
     blocks, size = metadata.integer("block_count"), metadata.integer("attention.key_length")
+    # The file lacks the scale of attention scores, so recognize the largest model by its depth.
     largest_num_blocks = {"gemma2": 46, "gemma3": 62}[metadata.architecture]
     caps = ("attn_logit_softcapping", "final_logit_softcapping")
     return {
@@ -70,10 +71,12 @@ def _gemma4(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
         "intermediate_size": inner[0],
         "use_double_wide_mlp": inner[-1] == 2 * inner[0],
         "num_attention_heads": metadata.integer("attention.head_count"),
+        # Sliding and global layers differ in their numbers of heads; one layer of each kind tells.
         "num_key_value_heads": heads[is_sliding.index(True)] if any(is_sliding) else heads[0],
         "num_global_key_value_heads": None if first_global is None else heads[first_global],
         "head_dim": metadata.integer("attention.key_length_swa"),
         "global_head_dim": metadata.integer("attention.key_length"),
+        # Without a value projection, the keys are also the values.
         "attention_k_eq_v": first_global is not None
         and f"blk.{first_global}.attn_v.weight" not in file.tensors,
         "sliding_window": metadata.integer("attention.sliding_window"),

@@ -114,6 +114,7 @@ def _nemotron(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
     has_attention = _has_attention(metadata)
     sizes = metadata.per_layer("feed_forward_length", int, len(has_attention))
     kinds = zip(has_attention, sizes, strict=True)
+    # The file does not name the kind of a layer: kv heads mean attention, an MLP size an MLP.
     mlp_kind = "mlp" if metadata.architecture == "nemotron_h" else "moe"
     # Converters have written the epsilon of these RMS norms under either key.
     epsilon = RMS_EPSILON if RMS_EPSILON in metadata else LAYER_EPSILON
@@ -122,7 +123,7 @@ def _nemotron(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
             "attention" if is_attention else mlp_kind if mlp_size else "mamba"
             for is_attention, mlp_size in kinds
         ],
-        "intermediate_size": max(sizes, default=0) or 1,
+        "intermediate_size": max(sizes, default=0) or 1,  # positive even without MLPs
         "mamba_num_heads": heads,
         "mamba_head_dim": size,
         "ssm_state_size": metadata.integer("ssm.state_size"),

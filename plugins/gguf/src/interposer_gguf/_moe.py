@@ -74,6 +74,7 @@ def _glm(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
     }
 
 
+# In checkpoints of Mixtral, w1 is the gate, w3 the up and w2 the down projection.
 _MIXTRAL = {
     "ffn_gate_inp": "block_sparse_moe.gate",
     "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",

@@ -104,6 +104,7 @@ _LLAMA4 = {
     "ffn_up_shexp": "feed_forward.shared_expert.up_proj",
     "ffn_down_shexp": "feed_forward.shared_expert.down_proj",
 }
+# Down projections are transposed in checkpoints, like the joined gates and ups.
 _DOWN = {"ffn_down_exps.weight": INPUTS_FIRST}
 
 STACKED: Mapping[str, Architecture] = {
