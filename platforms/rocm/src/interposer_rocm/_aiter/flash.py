@@ -38,7 +38,9 @@ from interposer_rocm._aiter.library import FLASH, AiterError, function, require
 from interposer_rocm._aiter.package import judge_flash
 from interposer_rocm._hardware.torch_build import TorchBuild
 
+# Kernels prefetch this number of indices beyond the last one.
 _FETCHED_AHEAD = 128
+# Architecture, and beginning of the ROCm versions whose compiler is faulty.
 _MISCOMPILED = ("gfx950", "7.2.")
 
 
@@ -136,6 +138,7 @@ def _slots(batch: AttentionBatch, starts: torch.Tensor, page_size: int) -> torch
     num_sequences, max_pages = batch.page_table.shape
     size = num_sequences * batch.max_seq_tokens + _FETCHED_AHEAD
     indices = torch.arange(size, dtype=torch.int32, device=starts.device)
+    # The sequence of each listed token; padding belongs to the last sequence.
     row = torch.searchsorted(starts[1:], indices, right=True).clamp(max=num_sequences - 1)
     position = indices - starts[row]
     page = (position // page_size).clamp(max=max_pages - 1)

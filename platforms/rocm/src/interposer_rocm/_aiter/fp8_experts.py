@@ -67,6 +67,7 @@ def fused_experts_fp8(
     activation: str,
 ) -> torch.Tensor:
     """Compute the op ``fused_experts_fp8`` gated by silu with prepared weights."""
+    # ``prepare`` leaves either one scale per output, or one per block of outputs.
     in_blocks = gate_up_scale.shape[1] != gate_up.shape[1]
     return run_fused_moe(
         x,
@@ -87,6 +88,7 @@ def confirm(request: Request) -> Verdict:
     """
     verdict = confirm_scaled_experts(request)
     if verdict:
+        # The smallest expert with whole blocks: H = I = BLOCK.
         weights = torch.zeros((1, 2 * BLOCK, BLOCK), dtype=torch.float8_e4m3fn)
         scales = torch.ones((1, 2, 1))
         fnuz = request.capability.architecture in NEEDS_FNUZ
