@@ -17,6 +17,7 @@ import sys
 import uuid
 from typing import Any
 
+# Numbers of ``CUdevice_attribute``.
 _ATTRIBUTES = {
     "shared_bytes": 8,
     "integrated": 18,
@@ -75,6 +76,7 @@ def _query(driver: ctypes.CDLL) -> dict[str, Any]:
         _call(driver, "cuDeviceGet", ctypes.byref(handle), ctypes.c_int(ordinal))
         handles.append(handle)
     return {
+        # The driver reports CUDA 12.4 as 12040.
         "cuda": [version.value // 1000, version.value % 1000 // 10],
         "devices": [_device(driver, handle, handles) for handle in handles],
     }
