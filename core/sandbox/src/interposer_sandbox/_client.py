@@ -114,7 +114,7 @@ class _ForkServer:
         self._answers.close()
 
     def kill(self) -> None:
-        """Kill the server at once, even while another thread waits for its answer."""
+        """Kill the server at once, even while another thread waits for an answer."""
         if not self.has_ended():  # otherwise another process group may have reused the id
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)

@@ -166,11 +166,11 @@ def _import(host: _Host, extra_modules: Iterable[str] = ()) -> bool:
 def _run_in_fork(
     request: dict[str, Any], token: str, pipes: Pipes, private: list[int], awaited_module: str
 ) -> NoReturn:
-    """Run a function in this freshly forked process, report its finding and exit.
+    """Run a function in this freshly forked process, report the finding and exit.
 
     Args:
         private: descriptors of the server, which are closed.
-        awaited_module: the first slow module, at whose import the fork stops; empty if the server
+        awaited_module: the first slow module; the fork stops at its import. Empty if the server
             has tried to import the slow modules.
     """
     try:

@@ -38,7 +38,7 @@ class Host:
             none by default. Called anew for each comparison, because code may replace the mapping.
         guarded: the names that code may not replace.
         modules: imported by the sandbox's process when it starts, so that no fork needs to.
-        slow_modules: trusted modules whose import would exceed the code's time limit. The
+        slow_modules: trusted modules with an import that exceeds the code's time limit. The
             sandbox's process imports all of them when code first imports the first one.
     """
 

@@ -177,7 +177,7 @@ def _is_dynamic(node: ast.AST) -> bool:
 
 
 def _bound_names(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, bool]]:
-    """Yield the names that statements bind in their module, and whether by an import."""
+    """Yield each name that statements bind in a module, and whether an import binds the name."""
     for node in nodes:
         match node:
             case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):

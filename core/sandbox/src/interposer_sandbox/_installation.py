@@ -43,7 +43,7 @@ def _fault(path: Path, reason: object) -> str:
 
 
 def _entry_point_files() -> Iterator[tuple[Path, bool]]:
-    """Yield the path of each entry-point file, and whether reading it may never end."""
+    """Yield the path of each entry-point file, and whether a read may never end."""
     for folder in dict.fromkeys(sys.path):
         with suppress(OSError, ValueError):
             for entry in os.scandir(folder or "."):

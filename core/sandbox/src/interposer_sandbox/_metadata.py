@@ -24,7 +24,7 @@ _MOST_LETTERS = 100_000
 
 
 class Metadata(Protocol):
-    """The members used of a distribution object of importlib.metadata or its backport."""
+    """The required members of a distribution object of importlib.metadata or the backport."""
 
     def read_text(self, filename: str, /) -> str | None:
         """Return the text of a metadata file, or None without one."""
@@ -34,7 +34,7 @@ class Metadata(Protocol):
 
 
 def metadata_folder(found: Metadata) -> Path:
-    """Return the folder of the metadata; installers identify a distribution by its name."""
+    """Return the metadata folder; installers identify a distribution by the folder's name."""
     # _path is not public, but has no substitute.
     return Path(str(getattr(found, "_path", id(found))))
 

@@ -259,7 +259,7 @@ class Watch:
 
 
 def children_of(pid: int) -> Iterator[int]:
-    """Yield the child processes of a process; none if the system does not list them."""
+    """Yield the child processes of a process; none if the system lists no children."""
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             with suppress(OSError):

@@ -46,7 +46,7 @@ class Finding:
     def stands(self, seconds: float) -> bool:
         """Tell whether an earlier finding is still valid under a time limit of ``seconds``.
 
-        A refusal is no longer valid if its limit was lower than ``seconds``, or if the missing
+        A refusal is no longer valid if the limit was lower than ``seconds``, or if the missing
         module is now installed.
         """
         limit, missing = self.facts.get("limit_seconds"), self.facts.get("missing")
@@ -57,7 +57,7 @@ class Finding:
         return not (isinstance(missing, str) and _is_installed(missing.partition(".")[0]))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the finding as JSON, without its span."""
+        """Return the finding as JSON, without the span."""
         fields = {"accepted": self.accepted, "reason": self.reason, "traceback": self.traceback}
         return {**fields, "facts": dict(self.facts)}
 
@@ -98,7 +98,7 @@ class Reporter:
     Attributes:
         alone: this process runs only the function.
         stage: the current stage, as in "importing acme.plugin".
-        facts: part of the finding, whatever happens next.
+        facts: JSON values that become part of the finding, even if the function fails later.
     """
 
     alone = False
