@@ -104,7 +104,7 @@ def _cases(
 
 
 def _selected(cases: list[Case]) -> list[Case]:
-    """Return the first cases, with those moved to the front that bring a new argument layout."""
+    """Return the first cases, reordered so that cases with new argument layouts come first."""
     covered_layouts: set[tuple[str, str]] = set()
     with_new_layout: list[Case] = []
     with_old_layouts: list[Case] = []

@@ -1,4 +1,4 @@
-"""The check of an attention backend against the references of the ops that define it.
+"""The check of an attention backend against the references of the corresponding ops.
 
 Dimensions: T tokens, N heads, K kv heads, D head size, C latent size, P pages, S page size.
 """

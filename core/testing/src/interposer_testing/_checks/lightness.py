@@ -1,4 +1,4 @@
-"""The check that a plugin module is light: importing it must not import torch or numpy."""
+"""The check that a plugin module is light: its import must not import torch or numpy."""
 
 from __future__ import annotations
 

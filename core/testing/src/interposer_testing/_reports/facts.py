@@ -39,7 +39,7 @@ class Ground:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One fault, with a command that reproduces it.
+    """One fault, with a command that reproduces the fault.
 
     Attributes:
         check, where, reason, traceback, cause: see ``Fault``.

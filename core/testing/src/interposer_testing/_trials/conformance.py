@@ -170,7 +170,7 @@ class LatestCase:
         """Return the expected result of the case of ``plan``.
 
         Args:
-            call_arguments: arguments of the case as any candidate gets them.
+            call_arguments: arguments of the case on the device, from any candidate's call.
         """
         case = self.build(plan)
         if self._expectation is None:

@@ -23,7 +23,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def layer_trials(
     registry: Registry, device: Device, distribution: str, seed: int, only: str = ""
 ) -> Iterator[Trial]:
-    """Yield the trials of standard layers and their replacements, on the standard layers' cases.
+    """Yield the trials of standard layers and of replacements, on the standard layers' cases.
 
     Args:
         only: id of one layer; empty for all.
@@ -132,7 +132,7 @@ def with_dtype(request: Request, dtype: torch.dtype) -> Request:
 
 
 def failed_trial(candidate: Candidate, request: Request, aspect: Aspect, fault: Fault) -> Trial:
-    """Create the trial of a candidate whose cases could not be built, with the fault."""
+    """Create a trial with the fault that prevented the cases of a candidate from being built."""
     return Trial(candidate, request, "cases", Verdict.accept(), lambda: [fault], aspect)
 
 

@@ -166,7 +166,7 @@ def _kind(trial: Trial) -> str:
 
 
 def _named_runner(trial: Trial) -> Callable[[], list[Fault]]:
-    """Return a function that runs the trial and whose code has the trial as file name.
+    """Return a function that runs the trial, with the trial as the file name of its code.
 
     When native code crashes the process, faulthandler prints only the stack frames. The file name
     then identifies the trial, without writing anything before each trial.
