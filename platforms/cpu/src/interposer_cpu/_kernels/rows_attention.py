@@ -49,7 +49,7 @@ class NativeRowsBackend(NativePagedBackend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend to the stored keys and values; see ``AttentionBackend.forward_stored``."""
-        # Without slots absent is stored: only the shape of the keys and values is used.
+        # Without slots nothing is stored, so only the shape of the keys and values is used.
         placeholder = query[:, : self.spec.num_kv_heads]
         read_only_plan = replace(plan, slots=plan.slots[:0])
         return self._forward(query, placeholder, placeholder, cache, read_only_plan, sinks, scales)
@@ -73,6 +73,7 @@ class NativeRowsBackend(NativePagedBackend):
         if out is None:
             out = torch.empty_like(query, memory_format=torch.contiguous_format)
         if torch.compiler.is_compiling():
+            # Ops of compiled graphs take an empty tensor for None; direct calls take the address 0.
             absent = query.new_empty(0, dtype=torch.float32)
             torch.ops.interposer_cpu.page_attention_out(
                 out,
