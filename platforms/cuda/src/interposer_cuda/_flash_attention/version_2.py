@@ -33,6 +33,7 @@ from interposer_cuda._providers import FLASH_ATTENTION_2
 from interposer_ops.attention import GatheredBackend, GatheredStep, window_ends
 from interposer_ops.caches import CacheWriter, cumulated
 
+# FlashAttention 2 reads only pages of a multiple of this size.
 _PAGE_TOKENS = 256
 
 
@@ -94,6 +95,7 @@ class FlashAttention2Backend(AttentionBackend):
             return torch.empty_like(query)
         out: torch.Tensor
         if key_starts is None:
+            # One query per sequence: add the query dimension that split-KV expects.
             out = self._decode(
                 query[:, None],
                 keys,

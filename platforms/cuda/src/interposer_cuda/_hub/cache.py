@@ -52,7 +52,7 @@ class HubKernel:
         return snapshot if (snapshot / "build").is_dir() else None
 
     def judge(self, request: Request) -> Verdict:
-        """Refuse a missing package, a missing kernel, or one built for other devices."""
+        """Refuse a missing package, a missing kernel, or a kernel built for other devices."""
         verdict = HUB_KERNELS.judge()
         if not verdict:
             return verdict
@@ -124,6 +124,7 @@ def _judge_architecture(repository: str, builds: list[_Build], architecture: str
     listed_architectures = [
         entry for build in builds for entry in build.architectures if build.backend == "cuda"
     ]
+    # A build without a list of architectures may run on any device, so nothing can be refused.
     if (
         not number
         or not listed_architectures
@@ -142,6 +143,7 @@ def _runs_on(entry: str, device: tuple[int, int]) -> bool:
     if not parsed:
         return True  # a newer builder's notation, which the package checks when it loads
     built = int(parsed[1]), int(parsed[2])
+    # "a": this architecture only; "+PTX": intermediate code, which newer devices compile.
     if parsed[3] == "a":
         return device == built
     if parsed[4]:
