@@ -31,7 +31,7 @@ from interposer.tooling import variables
 from interposer_rocm._aiter.package import judge_device
 
 MOST_BYTES = 64 << 20
-"""Largest tensor in bytes that the custom all-reduce takes."""
+"""Size in bytes of the largest tensor that the custom all-reduce takes."""
 _MODULES = "aiter.dist.device_communicators"
 _QUANTIZATION, _EXACT = "AITER_QUICK_REDUCE_QUANTIZATION", "FP"
 _CAST, _SIZE = "AITER_QUICK_REDUCE_CAST_BF16_TO_FP16", "AITER_QUICK_REDUCE_MAX_SIZE_BYTES_MB"
