@@ -382,9 +382,8 @@ def test_fused_layers_with_different_global_scales_are_refused(name: str, tmp_pa
     with pytest.raises(CheckpointError) as caught:
         load(path)
     message = str(caught.value)
-    assert message.startswith(
-        f"model.layers.0.self_attn.q_proj.{name}: fused layers must have the same {name}, but differ"
-    )
+    place = f"model.layers.0.self_attn.q_proj.{name}"
+    assert message.startswith(f"{place}: fused layers must have the same {name}, but differ")
     assert f"{LAYER}.{name} = 0.125" in message
 
 

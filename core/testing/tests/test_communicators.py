@@ -64,7 +64,7 @@ def run(record: CommunicatorEntry) -> dict[str, list[Fault]]:
         ("all_gather on 2 ranks", "value", "elements are wrong; element 0 is"),
         ("reduce_scatter on 2 ranks", "value", "of 21 elements are wrong"),
         ("all_to_all on 2 ranks", "mutation", "x was written"),
-        ("broadcast on 2 ranks", "alias", "another tensor than x was returned"),
+        ("broadcast on 2 ranks", "alias", "must be the tensor x, but is another one"),
         ("all collectives on 2 ranks", "ranks", "raised RuntimeError('closed before')"),
         ("what is left", "ranks", "/dev/shm/interposer-wrong-"),
     ],

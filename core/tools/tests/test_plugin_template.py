@@ -40,8 +40,8 @@ from interposer_tools._cli import main
 from interposer_tools._plugin_template import License, NewPlugin, PluginKind
 
 TOOLS = Path(__file__).parents[1]
-CORE = TOOLS.parent / "core"
-SETTINGS = TOOLS.parent / "pyproject.toml"
+CORE = TOOLS.parent
+SETTINGS = TOOLS.parents[1] / "pyproject.toml"
 # A kernel that is compiled is a kind of its own here.
 NATIVE = "native"
 KINDS = (*PluginKind, NATIVE)

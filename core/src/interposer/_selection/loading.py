@@ -1,12 +1,12 @@
 """Loaders: functions that load the object that a chosen candidate's record names.
 
-``select`` calls a loader for the winner. A loader that raises refuses its candidate, and the next
+``select_and_load`` calls a loader for the winner. A loader that raises refuses its candidate, and the next
 best one is loaded instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from interposer._contract.attention import AttentionBackend, AttentionSpec
@@ -27,17 +27,7 @@ from interposer._contract.records import (
 from interposer._contract.verdict import Verdict
 from interposer._examination.task import Task
 from interposer._plugins.registry import Registry
-
-Loader = Callable[[Candidate], Any]
-"""Loads a candidate's object; an exception refuses the candidate."""
-
-
-class CandidateRefusedError(Exception):
-    """Loading showed that a candidate cannot serve the request, for the reason of ``verdict``."""
-
-    def __init__(self, verdict: Verdict) -> None:
-        super().__init__(verdict.reason)
-        self.verdict = verdict
+from interposer._selection.select import CandidateRefusedError, Loader
 
 
 def kernel_loader(registry: Registry, op: CustomOp[..., Any], described: bool) -> Loader:

@@ -44,7 +44,6 @@ from interposer._selection.gates import (
     form_of,
 )
 from interposer._selection.loading import (
-    Loader,
     ModelLoader,
     backend_loader,
     communicator_loader,
@@ -53,7 +52,7 @@ from interposer._selection.loading import (
     scheme_loader,
 )
 from interposer._selection.measurements import Measurements
-from interposer._selection.select import Gate, acceptable, select_and_load
+from interposer._selection.select import Gate, Loader, acceptable, select_and_load
 
 _log = logging.getLogger("interposer")
 

@@ -27,10 +27,21 @@ from interposer._contract.errors import (
 from interposer._contract.request import Request
 from interposer._contract.verdict import Refusal, Verdict
 from interposer._selection.figures import duration
-from interposer._selection.loading import CandidateRefusedError, Loader
 
 Gate = Callable[[Request, Candidate], Verdict]
 """One check of a candidate; an exception refuses the candidate."""
+
+Loader = Callable[[Candidate], Any]
+"""Loads the object that a candidate's record names; an exception refuses the candidate."""
+
+
+class CandidateRefusedError(Exception):
+    """Loading showed that a candidate cannot serve the request, for the reason of ``verdict``."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.reason)
+        self.verdict = verdict
+
 
 _FREE = Policy()
 _ACCEPTED = Verdict.accept()
