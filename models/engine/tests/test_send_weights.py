@@ -332,7 +332,11 @@ def test_an_asynchronous_model_updates_between_requests(
 
 
 @pytest.mark.parametrize(
-    ("call", "said"), [("other_vote()", "something else"), ("other_bucket()", "no weights")]
+    ("call", "said"),
+    [
+        ("other_vote()", "takes part in another transfer"),
+        ("other_bucket()", "broke the protocol of send_weights"),
+    ],
 )
 def test_other_messages_in_the_group_are_refused(
     group: Group, written: Callable[[str], list[Path]], call: str, said: str
