@@ -1,7 +1,7 @@
 """Loaders: functions that load the object that a chosen candidate's record names.
 
-``select_and_load`` calls a loader for the winner. A loader that raises refuses its candidate, and the next
-best one is loaded instead.
+``select_and_load`` calls a loader for the winner. A loader that raises refuses its candidate, and
+the next best one is loaded instead.
 """
 
 from __future__ import annotations
