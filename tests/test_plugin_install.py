@@ -21,7 +21,7 @@ from tests.forks import Forks
 
 from interposer.hookspecs import GROUP
 
-EXAMPLE = Path(__file__).parents[1] / "plugins" / "example-norm"
+EXAMPLE = Path(__file__).parents[1] / "examples" / "example-norm"
 
 # What model code does: it names the standard layer and no plugin.
 MODEL = """
