@@ -105,7 +105,7 @@ class _ForkServer:
         return bool(poll.poll(seconds * 1000))
 
     def stop(self) -> None:
-        """Stop the server, which first ends its forks."""
+        """Stop the fork server; the server ends its forks before it exits."""
         self._questions.close()
         if self.has_ended(_END_SECONDS):
             self._reap()

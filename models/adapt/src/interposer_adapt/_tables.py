@@ -131,7 +131,7 @@ def _release_table(
     weight: Tensor,
     name: str,
 ) -> Verdict:
-    """Free a table's plain memory, if lookups restore its rows bit for bit or it was quantized."""
+    """Free a table's plain copy if lookups restore it exactly, or if the table was quantized."""
     assert layer.head_call is not None
     assert layer.lookup is not None
     kernel, constants = layer.lookup, layer.constants

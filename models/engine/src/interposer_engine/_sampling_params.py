@@ -240,7 +240,7 @@ class SamplingParams(BaseModel):
         return any(map(self.is_changed, marked_fields(LogitEdit)))
 
     def is_changed(self, name: str) -> bool:
-        """Return whether a parameter differs from its default."""
+        """Check whether the field ``name`` differs from its default."""
         return bool(getattr(self, name) != type(self).model_fields[name].default)
 
     def numbered(self, count: int, shares: bool) -> list[SamplingParams]:

@@ -99,7 +99,7 @@ class _Call(Generic[T]):
                 self._thread = None
 
     def end(self) -> None:
-        """Interrupt the function, or prevent its start; without effect after its return."""
+        """Interrupt a running function, or keep a waiting one from starting."""
         with self._lock:
             self._ended = True
             if self._thread is not None:

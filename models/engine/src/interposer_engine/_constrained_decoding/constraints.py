@@ -341,7 +341,7 @@ class Constraints:
 
     @cached_property
     def _tokenizer_and_end(self) -> tuple[LLTokenizer, int]:
-        """The tokenizer of llguidance, and its end token."""
+        """The model's tokenizer in the form of llguidance, and the id of its end token."""
         return grammar_tokenizer(self._tokenizer.serialized(), self._vocab_size)
 
 

@@ -53,7 +53,7 @@ class MaskThread:
         return results
 
     def close(self) -> None:
-        """End the thread after the masks that it computes."""
+        """Let the thread finish the current masks, then end."""
         if self._worker is not None:
             self._worker.batches.put(None)
             self._worker = None
