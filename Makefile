@@ -130,10 +130,13 @@ triton-targets: $(INSTALLED) ## Compile the Triton kernels for every GPU and wri
 adapt-coverage: $(INSTALLED) ## Adapt a tiny model of every architecture of transformers and write the table of it.
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/adapt_coverage.py --table benchmarks/results/adapt_coverage.txt
 
-# Compilers of the system, which the program names where it misses one; see docs/build-wheels.md.
-wheels: $(INSTALLED) ## Build the wheel of interposer-cpu for x86-64, ARM and s390x into platforms/cpu/dist/. Ten minutes.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group wheels
-	$(BIN)/python platforms/cpu/manylinux.py platforms/cpu/dist
+# No development environment is needed: the wheels are for users. Compilers of the system are named
+# where one is missing; see docs/install.md.
+ARCHITECTURES ?= $(shell uname -m)
+wheels: | $(BIN)/pip ## Build the wheels of all distributions into dist/, native ones for ARCHITECTURES (this machine's). Five minutes.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group build --group wheels
+	$(BIN)/python platforms/wheels.py dist --architectures $(ARCHITECTURES)
 
 cycles: $(INSTALLED) ## Renew the tables of cycles of native kernels by models of processors. Ten minutes.
 	$(BIN)/python benchmarks/kernel_cycles.py --write
@@ -145,7 +148,7 @@ bench: $(INSTALLED) ## Run every benchmark.
 	$(BIN)/python benchmarks/serve.py compare examples/models/stdlib-lm
 
 clean: ## Remove caches and built files; .venv stays.
-	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .kernel_cycles_cache platforms/cpu/.wheels_cache
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .kernel_cycles_cache .wheels_cache dist
 	rm -rf $(addsuffix /dist,$(DISTRIBUTIONS)) $(addsuffix /build,$(DISTRIBUTIONS))
 	find $(DISTRIBUTIONS) benchmarks examples tests -name __pycache__ -prune -exec rm -rf {} +
 
@@ -170,8 +173,21 @@ FORCE:
 # compile all modules with one processor, those too that few programs import; compileall ends with 1
 # as some files of packages are meant for another Python.
 $(INSTALLED): pyproject.toml constraints.txt $(addsuffix /pyproject.toml,$(DISTRIBUTIONS)) $(NATIVE) $(VENV)/.modules | $(BIN)/pip
+	@echo "Installing into $(VENV), five minutes on two cores; the whole output goes to $(VENV)/install.log"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group build
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --no-build-isolation --group dev $(addprefix --editable ./,$(DISTRIBUTIONS))
-	$(BIN)/python -m compileall -qq -j 0 -x '/tests/|transformers/models/' $(VENV)/lib/python3.* || true
-	touch $@
+	@{ $(BIN)/python -m pip install --verbose --no-compile --constraint constraints.txt --no-build-isolation --group dev $(addprefix --editable ./,$(DISTRIBUTIONS)) 2>&1 || echo "pip failed"; } \
+		| tee $(VENV)/install.log | awk "$$PROGRESS" || { tail -n 40 $(VENV)/install.log >&2; exit 1; }
+	@echo "Compiling bytecode"
+	@$(BIN)/python -m compileall -qq -j 0 -x '/tests/|transformers/models/' $(VENV)/lib/python3.* || true
+	@touch $@
+
+# Shows which packages pip collects, and every tenth source of the native kernels.
+define PROGRESS
+/^Collecting / { if (++packages % 20 == 0) print "  " packages " packages collected" }
+/^ *\[[0-9]+\/[0-9]+\] Building/ { if (++sources % 10 == 1) print "  compiling kernels " $$1; fflush() }
+/^Installing collected packages/ { print "  installing packages" }
+/^pip failed$$/ { failed = 1 }
+END { exit failed }
+endef
+export PROGRESS

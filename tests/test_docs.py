@@ -5,13 +5,17 @@ The blocks of one page run in order, in one folder that looks like the root of t
 ``python`` blocks share one namespace. ``console`` and ``bash`` blocks run their lines that start
 with ``$``, except those that install or run make, which are checked instead. What such a block
 shows below its commands, and a ``text`` block, must be what was printed; ``...`` stands for
-anything. ``toml`` and ``json`` must parse. ``nginx`` and ``caddy`` are settings of these programs.
+anything. ``toml``, ``json`` and ``sh`` must parse; ``sh`` is for commands of programs that are not
+installed here, such as docker. ``nginx`` and ``caddy`` are settings of these programs.
 ``<!-- test: expect-error -->`` before a block says that it fails; what it prints is compared all
 the same. ``<!-- file: PATH -->`` before a block says that it is the content of a file, which is
 written instead.
 
 ``python -m venv`` makes an environment with all that is installed here, and ``pip install`` of a
 wheel that lies there installs it into that environment, without its requirements.
+
+A page runs with the plugins that its ``pip install`` commands name, and without those of
+``plugins`` and ``examples`` that it does not.
 
 ``python`` blocks and the command ``interposer`` run in forks of a process that has imported torch:
 there are more than a hundred of them, and importing it takes seconds each time.
@@ -117,7 +121,7 @@ PAGES = find_pages()
 class Sandbox:
     """A folder with links to everything in the repository, where one page's blocks run."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, disabled_plugins: Iterable[str] = ()) -> None:
         self.folder = folder
         self.printed = ""
         self.background: list[subprocess.Popen[bytes]] = []
@@ -139,7 +143,11 @@ class Sandbox:
         cache = folder / ".cache"
         (cache / "interposer").mkdir(parents=True)
         (cache / "interposer" / "verdicts").symlink_to(verdicts)
-        self.environment = {**environment, "XDG_CACHE_HOME": str(cache)}
+        self.environment = {
+            **environment,
+            "XDG_CACHE_HOME": str(cache),
+            "INTERPOSER_DISABLE": ",".join(disabled_plugins),
+        }
         self.interpreter: subprocess.Popen[str] | None = None
 
     def run(self, block: Block) -> None:
@@ -150,6 +158,7 @@ class Sandbox:
             "text": lambda block: self.compare(block.source),
             "toml": lambda block: parse(tomllib.loads, block),
             "json": lambda block: parse(json.loads, block),
+            "sh": check_syntax,
             "nginx": lambda _: None,
             "caddy": lambda _: None,
         }
@@ -254,6 +263,14 @@ def parse(loads: Callable[[str], object], block: Block) -> None:
         raise BlockError(str(error)) from error
 
 
+def check_syntax(block: Block) -> None:
+    done = subprocess.run(
+        ["bash", "-n"], input=block.source, stderr=subprocess.PIPE, text=True, check=False
+    )
+    if done.returncode:
+        raise BlockError(done.stderr)
+
+
 def split_console(source: str) -> tuple[list[str], str]:
     """Return the commands of a console block and the output that it shows."""
     commands: list[str] = []
@@ -312,10 +329,11 @@ def unknown_requirements(words: Iterable[str]) -> Iterator[str]:
     """Yield the files and distributions after ``pip install`` that do not exist."""
     files = {"-c", "--constraint", "-r", "--requirement"}
     for before, word in pairwise(["", *words]):
-        if word.startswith("-"):
+        if word.startswith("-") or before in {"--index-url", "--find-links"}:
             continue
         if before in files or word.startswith("."):
-            found = (ROOT / word / "pyproject.toml").is_file() or (ROOT / word).is_file()
+            path = ROOT / word.partition("[")[0]  # without extras
+            found = (path / "pyproject.toml").is_file() or path.is_file()
         elif before == "--group":
             groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
             found = word in groups
@@ -323,6 +341,32 @@ def unknown_requirements(words: Iterable[str]) -> Iterator[str]:
             found = canonicalize_name(Requirement(word).name) in known_distributions()
         if not found:
             yield word
+
+
+@functools.cache
+def optional_plugins() -> frozenset[str]:
+    """Return the names of plugins that no platform brings."""
+    files = [*ROOT.glob("plugins/*/pyproject.toml"), *ROOT.glob("examples/*/pyproject.toml")]
+    projects = [tomllib.loads(file.read_text())["project"] for file in files]
+    return frozenset(
+        name
+        for project in projects
+        for name in project["entry-points"].get("interposer.plugins", ())
+    )
+
+
+def installed_plugins(blocks: Iterable[Block]) -> Iterator[str]:
+    """Yield the optional plugins that the ``pip install`` commands of a page name."""
+    commands = [
+        command
+        for block in blocks
+        if block.language in {"console", "bash"}
+        for command in split_console(block.source)[0]
+        if re.search(r"\bpip install\b", command)
+    ]
+    for plugin in optional_plugins():
+        if any(re.search(rf"(interposer-|/){plugin}\b", command) for command in commands):
+            yield plugin
 
 
 @functools.cache
@@ -340,8 +384,9 @@ def run_page(page: Path) -> dict[Block, str]:
     """Run all blocks of a page, once in a process, and return what is wrong with each, or ''."""
     failures: dict[Block, str] = {}
     with tempfile.TemporaryDirectory() as folder:
-        sandbox = Sandbox(Path(folder))
-        for block in read_blocks(page):
+        blocks = read_blocks(page)
+        sandbox = Sandbox(Path(folder), sorted(optional_plugins() - set(installed_plugins(blocks))))
+        for block in blocks:
             try:
                 sandbox.run(block)
                 failures[block] = "an error is expected" if block.expects_error else ""
@@ -408,6 +453,8 @@ FAILING = {
     "```console\n$ make test && false\n```": "exit status 1",
     "```toml\na = \n```": "Invalid value",
     "```json\n{'a': 1}\n```": "Expecting property name",
+    "```sh\nif true; then\n```": "syntax error",
+    "```console\n$ pip install './nonsense[cli]'\n```": "unknown: ./nonsense[cli]",
     "```rust\n```": "language 'rust' is none of",
     "```\n```": "language '' is none of",
     "text\n\n    indented\n": "language '' is none of",
@@ -433,6 +480,8 @@ PASSING = [
     "```console\n$ python3 -m venv .venv\n$ source .venv/bin/activate\n```",
     "```console\n$ echo a \\\n  b\na b\n```",
     "```console\n$ pip install -c constraints.txt -e ./core 'torch>=2' --group dev\n```",
+    "```console\n$ pip install --find-links dist './platforms/cpu[cli]'\n```",
+    "```sh\ndocker build .\n```",
     '```toml\na = 1\n```\n\n```json\n{"a": 1}\n```',
     "<!-- file: new/a.py -->\n```python\nprint(1)\n```\n\n```console\n$ python new/a.py\n1\n```",
     "```console\n$ sleep 600 &\n$ echo a\na\n```",

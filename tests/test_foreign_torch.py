@@ -2,7 +2,7 @@
 
 Debian's packages of the other architecture are unpacked into a cache folder, a gigabyte each, and
 run by an emulator, which says nothing about speed. Kernels are those of the wheel for it, which is
-built by platforms/cpu/manylinux.py. ``INTERPOSER_FOREIGN_CACHE`` names another
+built by platforms/wheels.py. ``INTERPOSER_FOREIGN_CACHE`` names another
 folder than ``~/.cache/interposer/foreign``.
 """
 

@@ -160,7 +160,7 @@ def test_tools_list_every_distribution_and_no_other() -> None:
     mypy_path = [path.removeprefix("$MYPY_CONFIG_FILE_DIR/") for path in TOOLS["mypy"]["mypy_path"]]
     scripts = ["benchmarks", "docs", "examples"]
     assert set(TOOLS["importlinter"]["root_packages"]) == {dist.package for dist in DISTRIBUTIONS}
-    programs = ["conftest.py", "models/conftest.py", "platforms/cpu/manylinux.py"]
+    programs = ["conftest.py", "models/conftest.py", "platforms/wheels.py"]
     # The distributions in examples/ are listed like all others.
     checked = ["benchmarks", "docs", "examples/*.py"]
     assert set(TOOLS["mypy"]["files"]) == {*sources, *tests, "tests", *programs, *checked}

@@ -1,6 +1,6 @@
-"""Wheels of the CPU platform for old systems, as ``make wheels`` builds them.
+"""Wheels as ``make wheels`` builds them: they install without a compiler, also on old systems.
 
-What runs on other architectures is in tests/test_foreign_torch.py.
+Tests that run wheels of other architectures are in tests/test_foreign_torch.py.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -25,10 +26,6 @@ ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "examples" / "models" / "stdlib-lm"
 SERVE = Path(__file__).parent / "foreign" / "serve.py"
 PROMPT, NUM_TOKENS = "import os\nimport sys\n\n\ndef main(", 24
-PURE = (
-    *("core", "core/sandbox", "core/testing", "ops", "quantization"),
-    *("models", "models/engine", "models/adapt"),
-)
 MACHINES = {
     "x86_64": ("EM_X86_64", True),
     "aarch64": ("EM_AARCH64", True),
@@ -38,6 +35,7 @@ MACHINES = {
 LIBRARIES = re.compile(r"lib(c|dl|m|gcc_s|stdc\+\+)\.so\.\d+|ld(-linux-.*|64)\.so\.\d+")
 
 each_architecture = pytest.mark.parametrize("architecture", MACHINES)
+each_native = pytest.mark.parametrize("distribution", recipe().NATIVE)
 
 
 def compiles(test: Any) -> Any:
@@ -47,8 +45,8 @@ def compiles(test: Any) -> Any:
 
 
 @pytest.fixture
-def wheel(architecture: str, request: pytest.FixtureRequest) -> Path:
-    return wheel_for(architecture, request)
+def wheel(distribution: str, architecture: str, request: pytest.FixtureRequest) -> Path:
+    return wheel_for(architecture, request, distribution)
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,14 +62,15 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_architectures_without_kernels_are_refused(tmp_path: Path) -> None:
     expected = "no kernels are written for 'riscv64'. Try one of: x86_64, aarch64, s390x"
     with pytest.raises(recipe().WheelError, match=expected):
-        recipe().build("riscv64", tmp_path, tmp_path)
+        recipe().build("platforms/cpu", "riscv64", tmp_path, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 @compiles
+@each_native
 @each_architecture
 def test_auditwheel_states_the_tag(architecture: str, wheel: Path) -> None:
-    tag = wheel.name.removesuffix(".whl").split("-")[-1].split(".")[0]
+    tags = wheel.name.removesuffix(".whl").split("-")[-1].split(".")
     done = subprocess.run(
         [sys.executable, "-m", "auditwheel", "show", "--json", wheel],
         capture_output=True,
@@ -79,14 +78,15 @@ def test_auditwheel_states_the_tag(architecture: str, wheel: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert tag.endswith(f"_{architecture}")
-    assert json.loads(done.stdout)["overall_tag"] == tag
+    assert all(tag.endswith(f"_{architecture}") for tag in tags)
+    assert json.loads(done.stdout)["overall_tag"] in tags
 
 
 @compiles
+@each_native
 @each_architecture
 def test_a_wheel_asks_for_no_more_than_old_systems_have(
-    architecture: str, wheel: Path, tmp_path: Path
+    distribution: str, architecture: str, wheel: Path, tmp_path: Path
 ) -> None:
     from elftools.elf.elffile import ELFFile
 
@@ -108,7 +108,8 @@ def test_a_wheel_asks_for_no_more_than_old_systems_have(
     undefined = [s.name for s in symbols if s["st_shndx"] == "SHN_UNDEF" and s.name not in versions]
     assert [name for name in undefined if not re.match("_?Py", name)] == []
     exported = [s.name for s in symbols if s["st_shndx"] != "SHN_UNDEF"]
-    assert [name for name in exported if name.startswith("PyInit_")] == ["PyInit__native"]
+    modules = ["PyInit__native"] if distribution == "platforms/cpu" else []
+    assert [name for name in exported if name.startswith("PyInit_")] == modules
 
 
 def versions_of(elf: Any) -> Iterator[tuple[str, str]]:
@@ -132,17 +133,19 @@ def number_of(version: str) -> tuple[int, ...]:
 
 @pytest.fixture
 def environment(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """Return the Python of an environment with our wheels, beside this one's torch."""
+    """Create an environment with our wheels, beside this one's torch; return its Python."""
     folder, wheels = tmp_path / "environment", tmp_path / "wheels"
-    own = wheel_for(platform.machine(), request)
-    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
-        "--wheel-dir", wheels, *(ROOT / name for name in PURE))  # fmt: skip
+    for distribution in recipe().distributions():
+        if distribution in recipe().NATIVE:
+            shutil.copy(wheel_for(platform.machine(), request, distribution), wheels)
+        elif not distribution.startswith("examples/"):
+            recipe().build_pure(distribution, wheels)
     run(sys.executable, "-m", "venv", "--without-pip", folder)
     python = folder / "bin" / "python"
     run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps",
-        "--no-index", *sorted(wheels.iterdir()), own)  # fmt: skip
-    # All else that is installed here, and nothing of ours: of two distributions of a name, none is
-    # examined.
+        "--no-index", *sorted(wheels.iterdir()))  # fmt: skip
+    # Links to all other packages of this environment, and to none of ours: the examination
+    # refuses two distributions of one name.
     (site,) = folder.glob("lib/python*/site-packages")
     others = tmp_path / "others"
     others.mkdir()
