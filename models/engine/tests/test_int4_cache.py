@@ -67,7 +67,7 @@ def test_logits_move_as_far_as_the_budget_says() -> None:
     distance = (expected.exp() * (expected - found)).sum(-1).mean()
     following = torch.tensor(ids[1:])[:, None]
     lost = (expected - found)[:-1].gather(1, following).mean()
-    # docs/quantization.md tells what was measured; half as much again is a change of the format.
+    # See benchmarks/results/quantization.txt; half as much again is a change of the format.
     assert 0.002 < distance < 0.03
     assert abs(lost) < 0.03
 

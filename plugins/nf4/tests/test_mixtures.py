@@ -1,7 +1,7 @@
 """Mixtures as transformers 4 wrote them, with packed experts and routers, and as 5 writes them.
 
-Matrices are packed here, in the form that ``docs/nf4.md`` describes, which those of bitsandbytes
-have: its releases of 2026 find no experts in the models of transformers 5.
+Matrices are packed here, in the form of bitsandbytes, whose releases of 2026 find no experts in the
+models of transformers 5.
 """
 
 from __future__ import annotations

@@ -318,7 +318,7 @@ def _zeros(own: Tensors, settings: dict[str, Any], bits: int, less: int) -> torc
     """Return the zero points of GPTQ, which are stored less ``less``.
 
     Some writers name one format and store the other: symmetric weights of both have one meaning,
-    see docs/quantization.md.
+    because their zero points are known.
     """
     stored, middle = _codes(own.pop("qzeros"), bits), 1 << bits - 1
     if settings.get("sym", True) and bool(((stored == middle) | (stored == middle - 1)).all()):
@@ -545,7 +545,7 @@ def of_library(stored: Tensors, settings: dict[str, Any]) -> Any:
 
 
 def _other_rounding(scheme: Any) -> Round | None:
-    """Return how inputs are rounded where docs/quantization.md says that the library does not so.
+    """Return how inputs are rounded where the scheme differs from the library on purpose.
 
     int8 has scales of max / 127, where the library takes 127.5. A scale for all tokens at once,
     which depends on the batch, is replaced by one per token.

@@ -19,7 +19,7 @@ from interposer_quantization.writing._integer_formats import IntegerFormat
 # bfloat16 scales halve the scale bytes that kernels read; their error is smaller than the weight's
 # own rounding error.
 _SCALES = torch.bfloat16
-# Larger 4-bit groups cost too much accuracy in the lm_head: see docs/quantization.md.
+# Larger 4-bit groups cost too much accuracy in the lm_head: benchmarks/results/quantization.txt.
 _GROUP_SIZES = (32, 16)
 
 
