@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +64,14 @@ def test_records_list_the_config_fields_that_families_read(entry: ModelEntry) ->
         names |= {str(choice) for choice in choices}
     assert {*entry.reads} == names
     assert len(entry.reads) == len(names)
+
+
+def test_the_page_of_models_lists_every_architecture() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    table = page.split("\n## Families\n")[1].split("\n###")[0]
+    listed = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\|([^|]+)\|", table, re.M)))
+    architectures = [name for entry in own_entries() for name in entry.architectures]
+    assert sorted(listed) == sorted(architectures)
 
 
 class Wrong(Llama):
