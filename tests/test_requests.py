@@ -249,7 +249,7 @@ def test_a_model_passes_what_its_requests_state(
 
 
 def test_the_documentation_has_the_dims_that_cases_state() -> None:
-    page = (DOCS / "kernel.md").read_text(encoding="utf-8")
+    page = (DOCS / "write-a-kernel.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| ((?:`\w+`[,; ]*)+)", page, re.M)
     told = {name: set(re.findall(r"\w+", dims)) for name, dims in rows if name in OPS}
     assert len(told) > 8
