@@ -1,7 +1,8 @@
-"""The page of what binds each standard op, made of the sources.
+"""Generate the page that lists the users of each standard op from the sources.
 
-An op is in use where a layer, an attention backend, a scheme, a model or the bridge to transformers
-names the op itself: kernels name it as a text, and its definition and cases are not a use.
+A layer, an attention backend, a scheme, a model or the adapter for transformers uses an op if the
+module names the op object. Kernels name their op as a string, which does not count; neither do the
+definition and the cases of the op.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ SOURCES = (
 )
 HEAD = """# Ops in use
 
-What binds each standard op: a layer, an attention backend, a scheme, a model or the bridge to
-transformers. A kernel for such an op is reached by every model that has the part. [Ops](ops.md)
-defines them.
+This table shows which modules use each standard [op](ops.md): layers, attention backends, schemes,
+models and the adapter for transformers. If you write a kernel for an op, every model with one of
+these parts can use your kernel.
 
 """
 
 
 def uses() -> dict[str, set[str]]:
-    """Return the modules that name each op, by the op's name; those of no use are empty."""
+    """Return the modules that use each op, by op name; the set of an unused op is empty."""
     found: dict[str, set[str]] = {
         record.name: set() for record in interposer_records() if isinstance(record, OpEntry)
     }
@@ -64,7 +65,7 @@ def _named(tree: ast.Module) -> Iterator[str]:
 
 
 def page(found: dict[str, set[str]]) -> str:
-    """Return the page's text."""
+    """Format the page."""
     by_modules: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name, modules in sorted(found.items()):
         by_modules[tuple(sorted(modules))].append(f"`{name}`")
@@ -73,11 +74,11 @@ def page(found: dict[str, set[str]]) -> str:
         for modules, names in sorted(by_modules.items(), key=lambda row: row[1])
         if modules
     ]
-    return HEAD + "\n".join(("| ops | bound by |", "|---|---|", *rows, ""))
+    return HEAD + "\n".join(("| ops | used by |", "|---|---|", *rows, ""))
 
 
 def faults(found: dict[str, set[str]]) -> list[str]:
-    """Return what is to be done about the ops that nothing binds."""
+    """Return one message per op that no module uses."""
     return [
         f"{name} is bound by nothing: bind it, or delete it"
         for name, modules in sorted(found.items())

@@ -47,9 +47,10 @@ LOG = logging.getLogger("mkdocs.hooks.site")
 TARGETS = ROOT / ".docs_cache" / "triton-targets.md"
 NO_TARGETS = """# Triton targets
 
-This build has no table. `make triton-targets` compiles every Triton kernel for every architecture
-that it takes and writes the table; it needs the package triton and about an hour. The next
-`make docs` shows it here. The slow tests compile the same and hold that nothing spills.
+This build of the site has no table. `make triton-targets` compiles every Triton kernel for every
+GPU architecture, which takes about an hour, and the next `make docs` shows the table here:
+registers, shared memory and matrix instructions per kernel. The slow tests compile the same kernels
+and check that no register spills.
 """
 
 NAMES = Path(__file__).with_name("public-names.txt")

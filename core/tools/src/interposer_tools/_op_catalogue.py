@@ -168,14 +168,14 @@ class OpCatalogue:
         lines = [
             "# Ops",
             "",
-            f"{len(self.ops)} ops are defined, with {total:,} distinct cases to check kernels on. "
-            "The page is written by `interposer ops --markdown` from the docstrings of "
-            "the references and from their cases.",
+            f"You can write kernels for these {len(self.ops)} ops. Together they have {total:,} "
+            "distinct test cases. `interposer ops --markdown` generates the page from the "
+            "references and their cases.",
             "",
-            "A kernel can refuse what the dims of a request state. What is *always taken* no "
-            "request states: every kernel has to do with it. Each tensor may begin at any element "
-            "of a storage, so no address is known to be a multiple of more than an element's size. "
-            "Tensors that are not named there are dense, and those of one call do not overlap.",
+            "A kernel can refuse a request because of its dims. Under *Always taken* stand "
+            "variations that no request states, so your kernel must accept all of them. A tensor "
+            "can begin at any element of its storage: rely on an alignment of one element only. "
+            "All other tensors are dense, and the tensors of one call do not overlap.",
             "",
         ]
         for (_, family), members in groupby(self.ops, _family):

@@ -197,9 +197,9 @@ def table(all_builds: Iterable[Report]) -> str:
     lines = [
         "# Resources of the compiled Triton kernels",
         "",
-        f"Compiled with triton {triton.__version__}, not executed: the table says nothing about",
-        "races, speed or the numerics of the hardware. Registers and spilled registers are per",
-        "thread, shared memory is per program. Written by `make triton-targets`.",
+        f"These kernels were compiled with triton {triton.__version__} and not executed, so the",
+        "tables say nothing about races, speed or numerics. Registers and spilled registers are per",
+        "thread, shared memory is per program. `make triton-targets` generates the page.",
     ]
     for kernel, kernel_reports in groupby(all_builds, key=lambda report: report.kernel):
         lines += ["", f"## {kernel}", "", *_HEAD, *map(_line, kernel_reports)]
