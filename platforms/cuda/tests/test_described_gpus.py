@@ -30,7 +30,11 @@ FOLDER = Path(interposer_cuda.__file__).parent / "devices"
 ENTRIES = {
     record.name: record for record in interposer_records() if isinstance(record, DeviceEntry)
 }
-# Compute capability, and MHz and bits of the memory, of which a description holds the class.
+# Compute capability, and MHz and bits of the memory; a description holds the bandwidth class.
+# Sources: NVIDIA's architecture whitepapers (A100, H100, Turing, Ada, RTX Blackwell); H200 data
+# sheet (141 GB at 4.8 TB/s; clock and bus follow from it); B200: Blackwell tuning guide, and
+# properties in pytorch/ao, pull request 4002; RTX 5090: deviceQuery in NVIDIA/nccl, issue 1637.
+# Memory is the total that nvidia-smi shows.
 MEMORY = {
     "a100": ((8, 0), 1593, 5120),
     "b200": ((10, 0), 3996, 7680),

@@ -33,7 +33,11 @@ ENTRIES = {record.name: record for record in RECORDS if isinstance(record, Devic
 CODE = [r for r in RECORDS if isinstance(r, AttentionEntry | Kernel | PlatformEntry)]
 GIB, MIB = 2**30, 2**20
 # Version, compute units, bytes, MHz and bits of the memory, bytes of L2, and whether several
-# stand in one machine with xGMI between them; the sources are those of the README.
+# are connected by xGMI in one machine.
+# Sources: AMD's "GPU hardware specifications" in the documentation of ROCm; for bandwidths, AMD's
+# data sheets (MI300X 5.3 TB/s, MI355X 8 TB/s, MI250X 3.2 TB/s of both dies, RX 7900 XTX 960 GB/s,
+# RX 9070 XT 640 GB/s). Clock and bus of the MI300X are from ROCm's issues; the others follow from
+# the bandwidth.
 GPUS = {
     "mi250x": ("gfx90a", 110, 64 * GIB, 1600, 4096, 8 * MIB, True),
     "mi300x": ("gfx942", 304, 192 * GIB, 1300, 8192, 32 * MIB, True),

@@ -24,8 +24,10 @@ FOLDER = Path(interposer_xpu.__file__).parent / "devices"
 RECORDS = interposer_records()
 ENTRIES = {record.name: record for record in RECORDS if isinstance(record, DeviceEntry)}
 KERNELS = [record for record in RECORDS if isinstance(record, Kernel)]
-# Version, whether integrated, Xe-cores, and GB/s of the memory, of which a description holds the
-# class.
+# Version, whether integrated, Xe-cores, and GB/s of the memory; a description holds the bandwidth
+# class. Sources: Intel's product page (B580); Core Ultra 200V brief (Arc 140V: LPDDR5X-8533,
+# 128 bits); Max 1550, one of two stacks: properties in intel/torch-xpu-ops, issue 3891, and Intel's
+# product brief (3276.8 GB/s for both).
 FACTS = {
     "arc140v": (packed(20, 4, 4), True, 8, 136.5),
     "b580": (packed(20, 1, 4), False, 20, 456.0),

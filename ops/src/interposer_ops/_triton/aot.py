@@ -197,8 +197,8 @@ def table(all_builds: Iterable[Report]) -> str:
     lines = [
         "# Resources of the compiled Triton kernels",
         "",
-        f"These kernels were compiled with triton {triton.__version__} and not executed, so the",
-        "tables say nothing about races, speed or numerics. Registers and spilled registers are per",
+        f"These kernels were compiled with triton {triton.__version__} and not executed, so",
+        "the tables say nothing about races, speed or numerics. Registers and spills are per",
         "thread, shared memory is per program. `make triton-targets` generates the page.",
     ]
     for kernel, kernel_reports in groupby(all_builds, key=lambda report: report.kernel):
