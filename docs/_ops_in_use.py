@@ -20,6 +20,8 @@ SOURCES = (
     "ops",
     "quantization",
     "models",
+    "models/adapt",
+    "models/engine",
     "platforms/cpu",
     "platforms/cuda",
     "platforms/rocm",
