@@ -97,7 +97,7 @@ test-spirv: $(INSTALLED) ## Compile the portable kernels to SPIR-V with a triton
 test-gpu: $(INSTALLED) ## Run the suite on an accelerator, which the platform's plugin has to be there for.
 	$(BIN)/python -m pytest -m gpu
 
-# What travels to a machine with an accelerator that has no network, see docs/notes/accelerator.md.
+# What travels to a machine with an accelerator that has no network, see benchmarks/README.md.
 gpu-bundle: $(INSTALLED) ## Build wheels for a machine with an accelerator and no network, into .gpu_bundle/.
 	$(BIN)/python benchmarks/gpu_bundle.py .gpu_bundle
 
