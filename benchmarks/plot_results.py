@@ -1,9 +1,9 @@
-"""Draw the figures of docs/performance.md from the tables in benchmarks/results.
+"""Write the figure, the table and the losses of docs/performance.md from benchmarks/results.
 
     python benchmarks/plot_results.py [--check]
 
-Writes plain SVG, the same bytes for the same tables. ``--check`` writes nothing and fails where a
-figure in docs/figures is not what the tables say.
+The figure is plain SVG, the same bytes for the same results. The table and the losses stand in the
+page between comments. ``--check`` writes nothing, and fails if a file differs from the results.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-__all__ = ["Bar", "Figure", "figures", "read_tables"]
+__all__ = ["Bar", "Cell", "Figure", "figures", "losses", "page", "read_tables", "table"]
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "docs" / "figures"
+PAGE = ROOT / "docs" / "performance.md"
 
 # A machine and the end of the names of its files.
 MACHINES = {
@@ -56,6 +57,43 @@ WEIGHTS = {
     4: "4-bit weights, quantized activations",
 }
 
+# Columns of the page's table and of the losses, by the width of the weights.
+COLUMNS = {
+    16: {"bfloat16": "interposer:bf16"},
+    8: {"int8": "interposer:int8"},
+    4: {
+        "W4A8, groups of 32": "interposer:w4a8-g32",
+        "W4A8, groups of 128": "interposer:w4a8-g128",
+    },
+}
+SHOWN = ("decode, context 128", "prefill 512", "batch 8, context 128")
+ROWS = (*SHOWN, "decode, context 1024", "prefill 1024")
+# Smaller shapes on the EPYC, whose files have tables of 16 and of 4 bits.
+SHAPES = {
+    "Gemma 3 1B": "gemma_3_1b",
+    "DeepSeek-V2-Lite with fewer experts": "deepseek_v2_lite_cut",
+    "Qwen3 MoE": "qwen3_moe_16e",
+    "Qwen3-Next with 8 layers": "qwen3_next_cut",
+}
+PEERS = {"llama_cpp": "llama.cpp", "openvino": "OpenVINO", "vllm": "vLLM"}
+# Why another engine is faster: every loss needs its sentence.
+REASONS = {
+    ("AMD EPYC, AVX-512 BF16", "W4A8, groups of 32", "decode, context 128"): (
+        "The memory changed its bandwidth during this run; in the second run of the file, "
+        "interposer is ahead."
+    ),
+    ("Intel Xeon, AMX", "bfloat16", "prefill 1024"): (
+        "Tiles are loaded from the second-level cache, and attention is slower than the GEMMs."
+    ),
+    ("Gemma 3 1B", "bfloat16", "decode, context 1024"): (
+        "Both engines read weights at nine tenths of the bandwidth."
+    ),
+    ("DeepSeek-V2-Lite with fewer experts", "W4A8, groups of 32", "decode, context 128"): (
+        "Latent attention is not part of a native block, so Python runs between its kernels, and "
+        "`kv_b_proj` stays in 16 bits."
+    ),
+}
+
 PANEL, LABEL, GAP = 350, 172, 14
 LINE, HEAD = 20, 62
 FONT = "Helvetica, Arial, sans-serif"
@@ -73,6 +111,21 @@ class Bar:
 
 
 @dataclass(frozen=True)
+class Cell:
+    """Tokens per second of one column, and the ratio to the fastest other engine of the row."""
+
+    median: float
+    ratio: float
+    peer: str
+
+    @property
+    def shown(self) -> str:
+        """The cell as the page shows it; a loss is bold."""
+        ratio = f"x{self.ratio:.2f}"
+        return f"{self.median:.0f}, {f'**{ratio}**' if self.ratio < 1 else ratio}"
+
+
+@dataclass(frozen=True)
 class Figure:
     """One row of the tables, for all machines and widths of weights."""
 
@@ -83,7 +136,6 @@ class Figure:
 
 FIGURES_DRAWN = (
     Figure("decode", "decode, context 128", "Decode: tokens per second, one request, context 128"),
-    Figure("prefill", "prefill 512", "Prefill: tokens per second, one prompt of 512 tokens"),
 )
 
 
@@ -123,6 +175,74 @@ def bars(row: str, bits: int, suffix: str) -> list[Bar]:
                 found.append(Bar(engine, *max(figures)))
                 break
     return found
+
+
+def cell(file: Path, row: str, column: str) -> Cell | None:
+    """Return the first cell of a column in a file of results, None if no table has it."""
+    names: list[str] = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        cells = [part.strip() for part in line.split("|")[1:-1]]
+        if cells and not cells[0]:
+            names = cells
+        elif cells and cells[0] == row and column in names:
+            parts = re.match(r"([\d.]+) .*x([\d.]+) (\w+):", cells[names.index(column)])
+            assert parts, f"{file.name}, {row}, {column}: no ratio"
+            return Cell(float(parts[1]), float(parts[2]), PEERS[parts[3]])
+    return None
+
+
+def table() -> str:
+    """Return the table of the page: machines and weights by row."""
+    lines = [
+        "| machine | weights | decode | prefill of 512 | batch of 8 |",
+        "|---|---|---|---|---|",
+    ]
+    for machine, suffix in MACHINES.items():
+        label = machine
+        for bits, columns in COLUMNS.items():
+            file = RESULTS / f"cpu_decode_{bits}_bits{suffix}.txt"
+            for weights, column in columns.items():
+                cells = [cell(file, row, column) for row in SHOWN]
+                shown = " | ".join(each.shown if each else "" for each in cells)
+                lines.append(f"| {label} | {weights} | {shown} |")
+                label = ""
+    return "\n".join(lines)
+
+
+def losses() -> str:
+    """Return a line for each cell in which another engine is faster, with the reason."""
+    subjects = [
+        (machine, bits, f"cpu_decode_{bits}_bits{suffix}.txt")
+        for machine, suffix in MACHINES.items()
+        for bits in COLUMNS
+    ]
+    subjects += [
+        (shape, bits, f"cpu_decode_{name}.txt")
+        for shape, name in SHAPES.items()
+        for bits in (16, 4)
+    ]
+    lines = []
+    for subject, bits, file in subjects:
+        for weights, column in COLUMNS[bits].items():
+            for row in ROWS:
+                result = cell(RESULTS / file, row, column)
+                if result and result.ratio < 1:
+                    place = f"{subject}, {weights}, {row}"
+                    reason = REASONS[subject, weights, row]
+                    lines.append(f"- {place}: x{result.ratio:.2f} of {result.peer}. {reason}")
+    return "\n".join(lines)
+
+
+def page() -> str:
+    """Return the page on performance with its table and losses as the results have them."""
+    written = PAGE.read_text(encoding="utf-8")
+    for name, part in (("table", table()), ("losses", losses())):
+        start, end = f"<!-- {name}: plot_results.py -->\n", f"<!-- end of {name} -->"
+        before, _, rest = written.partition(start)
+        _, found, after = rest.partition(end)
+        assert found, f"{PAGE.name} has no place for the {name}"
+        written = f"{before}{start}\n{part}\n\n{end}{after}"
+    return written
 
 
 def text(x: float, y: float, said: str, color: str = INK, *, size: int = 12, **more: str) -> str:
@@ -179,12 +299,13 @@ def draw(figure: Figure) -> str:
 
 
 def figures() -> dict[Path, str]:
-    """Return the text of every figure by its file."""
-    return {FIGURES / f"{figure.name}.svg": draw(figure) for figure in FIGURES_DRAWN}
+    """Return the text of every figure, and of the page, by its file."""
+    drawn = {FIGURES / f"{figure.name}.svg": draw(figure) for figure in FIGURES_DRAWN}
+    return drawn | {PAGE: page()}
 
 
 def main() -> None:
-    """Write the figures, or compare them with what is written."""
+    """Write the figure and the page, or compare them with the files."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
     check = parser.parse_args().check
@@ -195,7 +316,7 @@ def main() -> None:
         elif not file.is_file() or file.read_text(encoding="utf-8") != drawn:
             stale.append(file.name)
     if stale:
-        sys.exit(f"{', '.join(stale)}: not what benchmarks/results says. Try: python {sys.argv[0]}")
+        sys.exit(f"{', '.join(stale)}: differ from benchmarks/results. Try: python {sys.argv[0]}")
 
 
 if __name__ == "__main__":
