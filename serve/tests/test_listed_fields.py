@@ -11,7 +11,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "serve.md"
 
 
 def test_the_page_of_the_server_lists_each_field_once() -> None:
-    listing = PAGE.read_text().split("These are honoured: ")[1].split("\n\n")[0]
+    listing = PAGE.read_text().split("Supported fields: ")[1].split("\n\n")[0]
     listed = re.findall(r"`([a-z_]+)[^`]*`", listing)
     fields = {*CompletionBody.model_fields, *ChatBody.model_fields} - {"model"}
     assert sorted(listed) == sorted(fields)
