@@ -1,4 +1,4 @@
-"""The subcommand that takes tables over and writes them; measuring is told in docs/tune.md."""
+"""The subcommand that imports and exports tables; docs/measure.md runs the measurements."""
 
 from __future__ import annotations
 
