@@ -219,6 +219,75 @@ def test_unwritable_output_is_one_message(
     assert (process.returncode, process.stderr) == (1, message)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell of Unix")
+@pytest.mark.parametrize("arguments", ["--help", "hum"])
+def test_a_closed_pipe_ends_the_command_quietly(
+    arguments: str, environment: dict[str, str], install: Callable[..., None]
+) -> None:
+    source = "def hum():\n    for _ in range(99999):\n        print('hmm')\n"
+    install("acme", "[interposer.commands]\nhum = acme_commands:hum\n", acme_commands=source)
+    reading_end, writing_end = os.pipe()
+    os.close(reading_end)
+    try:
+        process = subprocess.run(
+            [sys.executable, "-m", "interposer_tools", arguments],
+            env=environment,
+            stdout=writing_end,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    finally:
+        os.close(writing_end)
+    assert (process.returncode, process.stderr) == (141, "")
+
+
+COMPLETE = """
+import sys
+from interposer_tools._cli import main
+sys.argv[0] = "interposer"
+try:
+    main()
+finally:
+    print("torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "completion"),
+    [
+        ("interposer ver", "verify"),
+        ("interposer verify --qu", "--quick"),
+        ("interposer hu", "hum\nhub-kernels"),
+    ],
+)
+def test_bash_completes_commands_and_options_without_torch(
+    line: str, completion: str, environment: dict[str, str], install: Callable[..., None]
+) -> None:
+    install("acme", "[interposer.commands]\nhum = acme_commands:hum\n", acme_commands=FATAL)
+    process = subprocess.run(
+        [sys.executable, "-P", "-c", COMPLETE],
+        env={
+            **environment,
+            "_INTERPOSER_COMPLETE": "complete_bash",
+            "COMP_WORDS": line,
+            "COMP_CWORD": str(line.count(" ")),
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    *completions, has_torch = process.stdout.split()
+    assert sorted(completions) == sorted(completion.split()), process.stderr
+    assert has_torch == "False"
+
+
+def test_the_completion_script_is_printed(run_new: Run) -> None:
+    process = run_new("--show-completion", "bash")
+    assert process.returncode == 0, process.stderr
+    assert "complete -o default -F " in process.stdout
+
+
 def test_an_interrupted_command_exits_with_130(run: Run, install: Callable[..., None]) -> None:
     source = "def hum():\n    raise KeyboardInterrupt\n"
     install("acme", "[interposer.commands]\nhum = acme_commands:hum\n", acme_commands=source)

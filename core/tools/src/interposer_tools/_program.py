@@ -34,6 +34,7 @@ from interposer_tools._commands.verify import verify
 GROUP = "interposer.commands"
 # Errors of a failed write. If the error names no file, standard output could not be written.
 _WRITE_ERRORS = {errno.ENOSPC, errno.EFBIG, errno.EIO, getattr(errno, "EDQUOT", errno.ENOSPC)}
+_CLOSED_PIPE_EXIT = 141  # the shell's status of a program that SIGPIPE ended
 _BUILT_IN: dict[str, Callable[..., None]] = {
     "doctor": doctor,
     "explain": explain,
@@ -62,13 +63,21 @@ def main() -> None:
     except InterposerError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+    except BrokenPipeError:  # the reader, such as `head`, closed the pipe on purpose
+        _drop_output()
+        sys.exit(_CLOSED_PIPE_EXIT)
     except OSError as error:
-        if error.filename is not None or error.errno not in _WRITE_ERRORS | {errno.EPIPE}:
+        if error.filename is not None or error.errno not in _WRITE_ERRORS:
             raise
-        if error.errno != errno.EPIPE:  # the reader, such as `head`, closed the pipe on purpose
-            print(f"error: cannot write the output: {error.strerror}", file=sys.stderr)
+        print(f"error: cannot write the output: {error.strerror}", file=sys.stderr)
         _drop_output()
         sys.exit(1)
+    except SystemExit as end:
+        # typer ends with 1 on a closed pipe.
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        _drop_output()
+        sys.exit(_CLOSED_PIPE_EXIT)
 
 
 def _drop_output() -> None:
@@ -94,7 +103,6 @@ def _application(arguments: list[str]) -> typer.Typer:
         name="interposer",
         help="Run language models on any accelerator, and explain how each kernel was selected.",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
