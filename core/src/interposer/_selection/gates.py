@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
+from textwrap import shorten
 from typing import Any, Literal
 
 from interposer._contract.capability import Device
@@ -14,7 +16,9 @@ from interposer._examination.task import Task
 from interposer._plugins.plugins import Source
 from interposer._plugins.registry import Registry
 
+_log = logging.getLogger("interposer")
 _STRIKES = 3
+_MAX_REASON = 300  # characters of a reason in a warning
 _ACCEPTED = Verdict.accept()
 
 
@@ -90,8 +94,29 @@ class AgreesWithReference:
         task = Task("kernel", self._arguments(candidate, record, request, definer))
         verdict = self._registry.examine(candidate, task)
         if not verdict:
+            if not any(name == candidate.qualified_name for name, _ in departures):
+                self._warn(candidate, record.op, verdict.reason)
             departures[key] = verdict
         return verdict
+
+    def _warn(self, candidate: Candidate, op: str, reason: str) -> None:
+        """Log one line about a refused kernel, which otherwise shows only in explanations."""
+        line = shorten(reason, _MAX_REASON, placeholder=" ...")
+        is_installed = self._registry.owner(candidate).source.installed is not None
+        if "Try: " not in line:
+            next_step = (
+                f"interposer verify {candidate.provider} --op {op}"
+                if is_installed
+                else f"interposer.explain(model).why({op!r})"
+            )
+            line += f". Try: {next_step}"
+        _log.warning(
+            "The kernel %r of %s is not used for %r: %s",
+            candidate.name,
+            candidate.origin,
+            op,
+            line,
+        )
 
     def _arguments(
         self, candidate: Candidate, record: Kernel, request: Request, source: Source
