@@ -282,12 +282,6 @@ def test_bash_completes_commands_and_options_without_torch(
     assert has_torch == "False"
 
 
-def test_the_completion_script_is_printed(run_new: Run) -> None:
-    process = run_new("--show-completion", "bash")
-    assert process.returncode == 0, process.stderr
-    assert "complete -o default -F " in process.stdout
-
-
 def test_an_interrupted_command_exits_with_130(run: Run, install: Callable[..., None]) -> None:
     source = "def hum():\n    raise KeyboardInterrupt\n"
     install("acme", "[interposer.commands]\nhum = acme_commands:hum\n", acme_commands=source)

@@ -22,7 +22,6 @@ __all__ = [
     "PlatformName",
     "Printable",
     "Quantization",
-    "Speculate",
     "TensorParallel",
     "policy",
     "print_facts",
@@ -38,12 +37,6 @@ Quantization = Annotated[
     str | None,
     typer.Option(
         metavar="METHOD", help="Quantize unquantized weights with this method while loading."
-    ),
-]
-Speculate = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ngram|MODEL", help="Draft tokens by prompt lookup (ngram) or by a smaller model."
     ),
 ]
 TensorParallel = Annotated[
