@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -62,6 +63,61 @@ def test_run_streams_the_text_and_ends_with_measurements(command: Command, llama
 def test_run_with_a_temperature_is_repeatable_by_seed(command: Command, llama: Path) -> None:
     options = ("run", llama, "--prompt", "x", "--temperature", "1.5", "--seed", "3")
     assert facts(command, *options)["token_ids"] == facts(command, *options)["token_ids"]
+
+
+def test_run_takes_each_sampling_option(command: Command, llama: Path) -> None:
+    options = ("run", llama, "--prompt", "def f", "--max-new-tokens", "12")
+    greedy = facts(command, *options)
+    drawn = ("--temperature", "5", "--seed", "3")
+    assert facts(command, *options, *drawn)["token_ids"] != greedy["token_ids"]
+    for restriction in (("--top-k", "1"), ("--top-p", "0"), ("--min-p", "1")):
+        report = facts(command, *options, *drawn, *restriction)
+        assert report["token_ids"] == greedy["token_ids"], restriction
+    text = greedy["text"]
+    report = facts(command, *options, "--stop", "\N{SNOWMAN}", "--stop", text[1:3])
+    assert report["finish_reason"] == "stop"
+    assert report["text"] == text[: text.index(text[1:3])]
+
+
+@pytest.mark.parametrize("name", ["run", "chat"])
+def test_sampling_options_are_described_as_the_parameters(command: Command, name: str) -> None:
+    code, out, _ = command(name, "--help")
+    assert code == 0
+    words = " ".join(out.replace("│", " ").split())
+    for option in ("--top-p", "--top-k", "--min-p", "--stop", "--seed", "--temperature"):
+        assert f" {option} " in words
+    assert "Number of likeliest tokens to draw from; 0 for all." in words
+
+
+def test_run_reads_the_prompt_from_a_file_or_standard_input(
+    command: Command, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "a\n\N{SNOWMAN}"
+    expected = facts(command, "run", llama, "--prompt", text)["token_ids"]
+    file = tmp_path / "prompt"
+    for written in (text, f"{text}\n", f"{text}\r\n"):
+        file.write_bytes(written.encode())
+        assert facts(command, "run", llama, "--prompt-file", file)["token_ids"] == expected
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(written.encode())))
+        assert facts(command, "run", llama, "--prompt", "-")["token_ids"] == expected
+
+
+def test_run_refuses_a_prompt_that_is_not_utf_8(
+    command: Command, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "prompt"
+    file.write_bytes(b"caf\xe9")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))
+    for arguments in (("--prompt-file", file), ("--prompt", "-")):
+        code, out, err = command("run", llama, *arguments)
+        assert (code, out) == (1, "")
+        assert "is no text in UTF-8: unexpected end of data at byte 3. Try: convert it" in err
+
+
+def test_run_needs_a_prompt(command: Command, llama: Path) -> None:
+    code, out, err = command("run", llama)
+    assert (code, out) == (2, "")
+    assert "--prompt-file FILE" in err
 
 
 @pytest.mark.slow
@@ -231,7 +287,14 @@ def test_a_bad_option_ends_with_one_message(
         (("--prompt", ""), "prompt is empty"),
         (("--prompt", "x", "--temperature", "-1"), "temperature"),
         (("--prompt", "x", "--temperature", "nan"), "temperature"),
+        (("--prompt", "x", "--top-p", "2"), "top_p is 2.0; allowed is a number from 0 to 1"),
+        (("--prompt", "x", "--min-p", "-1"), "min_p is -1.0; allowed is a number from 0 to 1"),
+        (("--prompt", "x", "--top-k", "-1"), "top_k is -1; allowed is 0, which keeps all tokens"),
+        (("--prompt", "x", "--stop", ""), "allowed is a list or tuple of texts that are not"),
         (("--prompt", "x", "--max-new-tokens", "0"), "max_new_tokens"),
+        (("--prompt", "x", "--prompt-file", "y"), "both give the prompt. Try: only one"),
+        (("--prompt-file", "none.txt"), "--prompt-file none.txt cannot be read: No such file"),
+        (("--prompt-file", "."), "--prompt-file . cannot be read: Is a directory"),
     ],
 )
 def test_a_bad_request_ends_with_one_message(

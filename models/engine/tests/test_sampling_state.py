@@ -122,7 +122,7 @@ def test_a_field_with_an_edit_op_edits_the_rows_that_differ_from_its_default(
     lm: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def marked(kind: type[Any]) -> dict[str, Any]:
-        return {"min_p": LogitEdit(mask_min_p)} if kind is LogitEdit else {}
+        return {"min_p": LogitEdit("mask_min_p")} if kind is LogitEdit else {}
 
     for module in (_sampling, _sampling_params):
         monkeypatch.setattr(module, "marked_fields", marked)

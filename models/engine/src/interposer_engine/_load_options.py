@@ -1,45 +1,108 @@
-"""The arguments of ``load``, collected in one object and checked."""
+"""The arguments of ``load``, collected in one object and checked, with their command-line options.
+
+This module imports no torch, because the commands read the options for ``--help``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from interposer import Config, Rule, effective_config
-from interposer_engine._kv_cache_budget import check_sizes
-from interposer_engine._kv_cache_size import check_fraction
-from interposer_engine._prefix_settings import PrefixCache
-from interposer_engine._speculation.settings import Speculation
 
 if TYPE_CHECKING:
+    import torch
+
+    from interposer_engine._prefix_settings import PrefixCache
+    from interposer_engine._speculation.settings import Speculation
     from interposer_ops.layers.moe.placement import ExpertParallel
+
+
+@dataclass(frozen=True, slots=True)
+class CommandOption:
+    """The option by which commands take an argument of ``load``.
+
+    Attributes:
+        kind: type of the value, without None.
+        help: description for ``--help``.
+        flag: the option, if it has another name than the argument.
+        metavar: name of the value in ``--help``; None for the name of the type.
+        min: least value.
+    """
+
+    kind: type
+    help: str
+    flag: str | None = None
+    metavar: str | None = None
+    min: int | None = None
+
+    @classmethod
+    def of(cls, name: str) -> CommandOption | None:
+        """Return the option of an argument of ``load``; None if the argument has none."""
+        option: CommandOption | None = LoadOptions.__dataclass_fields__[name].metadata.get(cls)
+        return option
+
+
+def _option(kind: type, help_text: str, **details: Any) -> dict[Any, Any]:
+    """Return the metadata of a field with an option."""
+    return {CommandOption: CommandOption(kind, help_text, **details)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
     """The arguments of ``load``, except the ranks and the path; see ``load`` for each.
 
+    Commands take the arguments that have a ``CommandOption``, with the defaults of ``load``.
+
     Attributes:
         config: the policy in force, with the platform that was requested by name.
     """
 
-    dtype: str | torch.dtype
     config: Config
-    quantization: str | Mapping[str, Any] | None
-    cache_tokens: int | None
-    memory_fraction: float | None
-    max_sequences: int
-    max_step_tokens: int
-    prefix_cache: bool | PrefixCache
-    adapters: Mapping[str, str | Path]
-    speculation: str | Path | Speculation | None
-    expert_parallel: bool | ExpertParallel
-    offload: bool | int | str | None
-    progress: Callable[[int, int], None] | None
+    # The options of these three are in ``interposer_tools.options``: ``explain`` has them too.
+    dtype: str | torch.dtype = "auto"
+    quantization: str | Mapping[str, Any] | None = None
+    expert_parallel: bool | ExpertParallel = False
+    speculation: str | Path | Speculation | None = field(
+        default=None,
+        metadata=_option(
+            str,
+            "Draft tokens by prompt lookup (ngram), by an MTP head (heads) or by a smaller model.",
+            flag="--speculate",
+            metavar="ngram|heads|MODEL",
+        ),
+    )
+    max_sequences: int = field(
+        default=64, metadata=_option(int, "Answers that run at once.", min=1)
+    )
+    max_step_tokens: int = field(
+        default=2048, metadata=_option(int, "Tokens that one step computes.", min=1)
+    )
+    cache_tokens: int | None = field(
+        default=None,
+        metadata=_option(
+            int, "Size of the KV cache in tokens; the default uses free memory.", min=1
+        ),
+    )
+    memory_fraction: float | None = field(
+        default=None,
+        metadata=_option(
+            float, "Fraction of the free memory for the KV cache, above 0 and at most 1."
+        ),
+    )
+    prefix_cache: bool | PrefixCache = field(
+        default=False, metadata=_option(bool, "Compute shared prefixes of prompts only once.")
+    )
+    offload: bool | int | str | None = field(
+        default=None,
+        metadata=_option(
+            str, "Weights to keep in memory, as 8GiB or 50%; others are streamed.", metavar="SIZE"
+        ),
+    )
+    adapters: Mapping[str, str | Path] = field(default_factory=dict)
+    progress: Callable[[int, int], None] | None = None
 
     def check(self) -> None:
         """Check the sizes and settings that need no model.
@@ -47,6 +110,9 @@ class LoadOptions:
         Raises: ConfigError: a size is no positive integer, a fraction is not between 0 and 1, or
             the settings of a prefix cache or of speculative decoding contradict each other.
         """
+        from interposer_engine._kv_cache_budget import check_sizes
+        from interposer_engine._kv_cache_size import check_fraction
+
         check_sizes(**self.sizes, cache_tokens=self.cache_tokens)
         check_fraction(self.memory_fraction, self.cache_tokens)
         _ = self.speculation_settings, self.prefix_settings
@@ -59,11 +125,15 @@ class LoadOptions:
     @property
     def speculation_settings(self) -> Speculation | None:
         """The settings of speculative decoding; None if draft tokens are not requested."""
+        from interposer_engine._speculation.settings import Speculation
+
         return None if self.speculation is None else Speculation.of(self.speculation)
 
     @property
     def prefix_settings(self) -> PrefixCache | None:
         """The settings of the prefix cache, None without one."""
+        from interposer_engine._prefix_settings import PrefixCache
+
         return PrefixCache.of(self.prefix_cache)
 
     def for_loader(self) -> dict[str, Any]:

@@ -1,16 +1,19 @@
 """Markers of the fields of ``SamplingParams``: where a field takes effect, and who may set it.
 
+Ops are named, not imported: the commands read the fields for ``--help``, which imports no torch.
+
 Dimensions: B sequences, V vocabulary.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from interposer import CustomOp
+    from interposer import CustomOp
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +21,17 @@ class Draw:
     """The field is the argument of ``sample_tokens`` with its name.
 
     Attributes:
-        op: Op that applies the field alone to logits, for the distributions of draft tokens. Fields
-            of one op are its arguments after the logits, in the order of the fields.
+        op_name: Op of ``interposer_ops.sampling`` that applies the field alone to logits, for the
+            distributions of draft tokens. Fields of one op are its arguments after the logits, in
+            the order of the fields.
     """
 
-    op: CustomOp[..., Any]
+    op_name: str
+
+    @property
+    def op(self) -> CustomOp[..., Any]:
+        """The op of the name."""
+        return _op(self.op_name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +50,17 @@ class LogitEdit:
     """The field edits the logits before penalties and draws.
 
     Attributes:
-        op: Op ``(logits, values) -> logits`` with one value ``[B]`` per row of ``[B, V]``, which
-            leaves a row with the field's default unchanged; None for a field whose arguments
-            ``RequestEdits`` builds.
+        op_name: Op of ``interposer_ops.sampling``, ``(logits, values) -> logits`` with one value
+            ``[B]`` per row of ``[B, V]``, which leaves a row with the field's default unchanged;
+            None for a field whose arguments ``RequestEdits`` builds.
     """
 
-    op: CustomOp[..., Tensor] | None = None
+    op_name: str | None = None
+
+    @property
+    def op(self) -> CustomOp[..., Tensor] | None:
+        """The op of the name."""
+        return None if self.op_name is None else _op(self.op_name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +83,15 @@ class RequestField:
     """
 
     description: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CommandField:
+    """The commands that generate have an option for the field, with its description and bounds."""
+
+
+def _op(name: str) -> CustomOp[..., Any]:
+    from interposer_ops import sampling
+
+    op: CustomOp[..., Any] = getattr(sampling, name)
+    return op

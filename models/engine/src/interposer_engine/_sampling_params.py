@@ -11,9 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hin
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from interposer.errors import RequestError, UnknownNameError
-from interposer_engine._sampling_fields import Draw, LogitEdit, Penalty, RequestField, Suggested
-from interposer_ops.layers.logit_edits import MOST_LIKELY
-from interposer_ops.sampling import apply_temperature, mask_min_p, mask_top_k_top_p
+from interposer_engine._sampling_fields import (
+    CommandField,
+    Draw,
+    LogitEdit,
+    Penalty,
+    RequestField,
+    Suggested,
+)
+from interposer_ops.layers import MOST_LIKELY
 
 Kind = Literal["JSON schema", "regex", "choice", "grammar"]
 
@@ -173,28 +179,42 @@ class SamplingParams(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     max_new_tokens: int = Field(default=16, ge=1, description="an integer of at least 1")
-    temperature: Annotated[float, Draw(apply_temperature), Suggested(), RequestField()] = Field(
-        default=0.0, ge=0, le=1000, description="a number from 0, which is greedy, to 1000"
-    )
+    temperature: Annotated[
+        float, Draw("apply_temperature"), Suggested(), RequestField(), CommandField()
+    ] = Field(default=0.0, ge=0, le=1000, description="a number from 0, which is greedy, to 1000")
     top_k: Annotated[
-        int, Draw(mask_top_k_top_p), Suggested(), RequestField("an integer of at least 0")
+        int,
+        Draw("mask_top_k_top_p"),
+        Suggested(),
+        RequestField("an integer of at least 0"),
+        CommandField(),
     ] = Field(
         default=0,
         ge=0,
         le=_INT64_MAX,
         description="0, which keeps all tokens, or a positive integer",
     )
-    top_p: Annotated[_Fraction, Draw(mask_top_k_top_p), Suggested(), RequestField()] = 1.0
-    min_p: Annotated[_Fraction, Draw(mask_min_p), Suggested(), RequestField()] = 0.0
-    repetition_penalty: Annotated[
-        float, Penalty("repetition"), Suggested(for_greedy=True), RequestField()
-    ] = Field(default=1.0, ge=0.001, le=1000, description="a number from 0.001 to 1000")
-    presence_penalty: Annotated[_MinusTwoToTwo, Penalty("presence"), RequestField()] = 0.0
-    frequency_penalty: Annotated[_MinusTwoToTwo, Penalty("frequency"), RequestField()] = 0.0
-    seed: Annotated[int | None, RequestField("an integer from 0 to 2^63 - 1")] = Field(
-        default=None, ge=0, le=_INT64_MAX, description="None or an integer from 0 to 2^63 - 1"
+    top_p: Annotated[
+        _Fraction, Draw("mask_top_k_top_p"), Suggested(), RequestField(), CommandField()
+    ] = 1.0
+    min_p: Annotated[_Fraction, Draw("mask_min_p"), Suggested(), RequestField(), CommandField()] = (
+        0.0
     )
-    stop: tuple[_Text, ...] = Field(
+    repetition_penalty: Annotated[
+        float, Penalty("repetition"), Suggested(for_greedy=True), RequestField(), CommandField()
+    ] = Field(default=1.0, ge=0.001, le=1000, description="a number from 0.001 to 1000")
+    presence_penalty: Annotated[
+        _MinusTwoToTwo, Penalty("presence"), RequestField(), CommandField()
+    ] = 0.0
+    frequency_penalty: Annotated[
+        _MinusTwoToTwo, Penalty("frequency"), RequestField(), CommandField()
+    ] = 0.0
+    seed: Annotated[int | None, RequestField("an integer from 0 to 2^63 - 1"), CommandField()] = (
+        Field(
+            default=None, ge=0, le=_INT64_MAX, description="None or an integer from 0 to 2^63 - 1"
+        )
+    )
+    stop: Annotated[tuple[_Text, ...], CommandField()] = Field(
         default=(), strict=False, description="a list or tuple of texts that are not empty"
     )
     stop_token_ids: tuple[_TokenId, ...] = Field(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from interposer import CustomOp, Site
+from interposer_ops.layers import MOST_LIKELY
 from interposer_ops.sampling._logit_masks import (
     apply_logit_bias,
     apply_token_bitmask,
@@ -21,9 +22,6 @@ from interposer_ops.sampling._logit_masks import (
 from interposer_ops.sampling._logprobs import token_logprobs
 
 __all__ = ["MOST_LIKELY", "LogitEditor", "LogitEdits"]
-
-MOST_LIKELY = 20
-"""Largest number of top log probabilities per position, as in the OpenAI API."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,23 +14,15 @@ from typing import Annotated
 
 import typer
 
-from interposer_tools.options import (
-    Dtype,
-    ExpertParallel,
-    Kernels,
-    Locked,
-    PlatformName,
-    Quantization,
-    Speculate,
-    TensorParallel,
-    policy,
-)
+from interposer_engine.options import Values, load_options, takes
+from interposer_tools.options import Kernels, Locked, PlatformName, TensorParallel, policy
 
 _BACKLOG = 2048
 _OTHER_FILES = 128  # open files of the process that are not connections
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
+@takes(options=load_options())
 def serve(
     model_dir: Annotated[
         Path,
@@ -38,6 +30,7 @@ def serve(
             help="Model directory, name such as Qwen/Qwen3-0.6B, or file that a plugin can read."
         ),
     ],
+    *,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen on; 0 selects a free port.")
@@ -79,7 +72,6 @@ def serve(
     connections_per_address: Annotated[
         int, typer.Option(min=1, help="Open connections from one address, such as a proxy.")
     ] = 256,
-    max_sequences: Annotated[int, typer.Option(min=1, help="Answers that run at once.")] = 64,
     adapter: Annotated[
         list[str] | None,
         typer.Option(
@@ -87,18 +79,8 @@ def serve(
             help="LoRA adapter that clients request as the model NAME. Repeatable.",
         ),
     ] = None,
-    cache_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Size of the KV cache in tokens; the default uses free memory."),
-    ] = None,
-    prefix_cache: Annotated[
-        bool, typer.Option(help="Compute shared prefixes of prompts only once.")
-    ] = False,
-    dtype: Dtype = "auto",
-    quantization: Quantization = None,
-    speculate: Speculate = None,
+    options: Values,
     tensor_parallel: TensorParallel = 1,
-    expert_parallel: ExpertParallel = False,
     platform: PlatformName = None,
     kernel: Kernels = None,
     locked: Locked = False,
@@ -116,11 +98,8 @@ def serve(
 
     # Check all options before loading the model, which can take minutes.
     adapters = _adapters(adapter or (), embed)
-    if speculate is not None and embed:
-        raise ConfigError(f"--speculate {speculate!r} is given with --embed. Try: one of them")
-    if (tensor_parallel > 1 or expert_parallel) and embed:
-        option = "--expert-parallel" if expert_parallel else f"--tensor-parallel {tensor_parallel}"
-        raise ConfigError(f"{option} is given with --embed. Try: without")
+    if embed:
+        _check_embed(options, tensor_parallel)
     listening = _listen(host, port)  # first, because loading the model can take minutes
 
     from interposer_adapt import Encoder, load_encoder
@@ -137,20 +116,11 @@ def serve(
     with launched(tensor_parallel, config) as load:
         model: LanguageModel | Encoder
         if embed:
-            model = load_encoder(model_dir, dtype, config, quantization=quantization)
-        else:
-            model = load(
-                model_dir,
-                dtype,
-                config=config,
-                quantization=quantization,
-                expert_parallel=expert_parallel,
-                cache_tokens=cache_tokens,
-                max_sequences=max_sequences,
-                prefix_cache=prefix_cache,
-                adapters=adapters,
-                speculation=speculate,
+            model = load_encoder(
+                model_dir, options["dtype"], config, quantization=options["quantization"]
             )
+        else:
+            model = load(model_dir, config=config, adapters=adapters, **options)
         model_name = name or model_dir.resolve().name
         # Without keys on a loopback address, check the Host header against DNS rebinding.
         hosts = {*_LOOPBACK, host} if is_local and not keys else None
@@ -167,6 +137,26 @@ def serve(
         server.serve_until_stopped()
     if server.is_forced:
         raise typer.Exit(130)  # the exit code of a program that Ctrl-C ended
+
+
+def _check_embed(options: Values, tensor_parallel: int) -> None:
+    """Raise ConfigError if an option is only for models that generate."""
+    from interposer.errors import ConfigError
+
+    if options["speculation"] is not None:
+        raise ConfigError(
+            f"--speculate {options['speculation']!r} is given with --embed. Try: one of them"
+        )
+    if options["offload"] is not None:
+        raise ConfigError(
+            f"--offload {options['offload']!r} is given with --embed. Try: one of them"
+        )
+    if options["expert_parallel"]:
+        raise ConfigError("--expert-parallel is given with --embed. Try: without")
+    if tensor_parallel > 1:
+        raise ConfigError(
+            f"--tensor-parallel {tensor_parallel} is given with --embed. Try: without"
+        )
 
 
 def _print_error(text: str) -> None:

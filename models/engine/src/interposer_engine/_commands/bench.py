@@ -9,27 +9,27 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from interposer_tools.options import (
-    AsJson,
-    Dtype,
-    ExpertParallel,
-    Kernels,
-    Locked,
-    PlatformName,
-    Quantization,
-    Speculate,
-    TensorParallel,
-    policy,
-)
+from interposer_engine.options import Values, load_options, takes
+from interposer_tools.options import AsJson, Kernels, Locked, PlatformName, TensorParallel, policy
 
 if TYPE_CHECKING:
     from interposer_engine._bench.report import Progress
 
 
+_MEASURED_SIZES = (
+    "cache_tokens",
+    "max_sequences",
+    "max_step_tokens",
+    "memory_fraction",
+    "prefix_cache",
+)
+
+
+@takes(options=load_options(without=_MEASURED_SIZES))
 def bench(
     model_dir: Annotated[
         Path,
@@ -37,6 +37,7 @@ def bench(
             help="A model directory, a name as Qwen/Qwen3-0.6B, or a file that a plugin reads."
         ),
     ],
+    *,
     prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
     contexts: Annotated[
         str, typer.Option(help="Context lengths of the decode rows, in tokens.")
@@ -52,11 +53,8 @@ def bench(
     shared_prefix: Annotated[
         int, typer.Option(metavar="TOKENS", help="Add rows with prompts that share a prefix.")
     ] = 0,
-    speculate: Speculate = None,
+    options: Values,
     tensor_parallel: TensorParallel = 1,
-    expert_parallel: ExpertParallel = False,
-    dtype: Dtype = "auto",
-    quantization: Quantization = None,
     threads: Annotated[int | None, typer.Option(help="Threads of torch on the host.")] = None,
     platform: PlatformName = None,
     kernel: Kernels = None,
@@ -103,6 +101,7 @@ def bench(
     if threads is not None:
         torch.set_num_threads(threads)
     config = policy(kernel, platform, locked)
+    dtype, quantization = options["dtype"], options["quantization"]
     planned = plan(model_dir, dtype, config=config, quantization=quantization)
     if has_encoder_inputs(planned.model):
         raise ConfigError(
@@ -120,11 +119,8 @@ def bench(
         lm = load_with_progress(
             load,
             model_dir,
-            dtype,
-            quantization,
-            config,
-            speculate,
-            expert_parallel=expert_parallel,
+            config=config,
+            **options,
             max_sequences=sizes.max_sequences,
             # A prefix LM computes a prompt in one step, which must hold the longest prompt.
             max_step_tokens=max(sizes.cached_prefix, longest)
@@ -134,8 +130,14 @@ def bench(
             prefix_cache=bool(sizes.shared),
         )
         load_s = time.perf_counter() - started
-        options: dict[str, Any] = {"adapter": adapter is not None, "whole_prompts": has_prefix_lm}
-        kinds = list(kinds_of(sizes, speculates=speculate is not None, **options))
+        kinds = list(
+            kinds_of(
+                sizes,
+                speculates=options["speculation"] is not None,
+                adapter=adapter is not None,
+                whole_prompts=has_prefix_lm,
+            )
+        )
         with _progress() as progress:
             runs = measured_runs(lm, kinds, rounds, adapter, progress)
             peak = peak_memory(lm)  # before the bandwidth is measured, which needs more memory

@@ -11,27 +11,21 @@ from typing import Annotated
 
 import typer
 
-from interposer_tools.options import (
-    AsJson,
-    Dtype,
-    Kernels,
-    Locked,
-    PlatformName,
-    Quantization,
-    policy,
-)
+from interposer_engine.options import Values, load_options, takes
+from interposer_tools.options import AsJson, Kernels, Locked, PlatformName, policy
 
 
+@takes(options=load_options(only=("dtype", "quantization")))
 def pack(
     model_dir: Annotated[Path, typer.Argument(help="A model directory, a name, or a file.")],
+    *,
     output: Annotated[
         Path | None, typer.Option(help="The folder to write to; by default next to the model.")
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Verify existing packed files; write nothing.")
     ] = False,
-    dtype: Dtype = "auto",
-    quantization: Quantization = None,
+    options: Values,
     platform: PlatformName = None,
     kernel: Kernels = None,
     locked: Locked = False,
@@ -55,7 +49,7 @@ def pack(
         if any(faults_by_path.values()):
             raise typer.Exit(1)
         return
-    packed = write(model_dir, output, dtype, config=config, quantization=quantization)
+    packed = write(model_dir, output, config=config, **options)
     if as_json:
         facts = {"version": 1, "path": str(packed.path), "bytes": packed.num_bytes}
         print(json.dumps({**facts, "seconds": packed.seconds}, indent=2))

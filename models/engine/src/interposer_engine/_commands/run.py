@@ -15,24 +15,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from interposer_tools.options import (
-    AsJson,
-    Dtype,
-    ExpertParallel,
-    Kernels,
-    Locked,
-    PlatformName,
-    Quantization,
-    Speculate,
-    TensorParallel,
-    policy,
-)
+from interposer_engine.options import Values, load_options, sampling_options, takes
+from interposer_tools.options import AsJson, Kernels, Locked, PlatformName, TensorParallel, policy
 
 if TYPE_CHECKING:
-    from interposer import Config
     from interposer_engine._language_model import LanguageModel
 
 
+# One request has no other to share a prefix with.
+@takes(
+    sampling=sampling_options(),
+    options=load_options(without=("max_sequences", "prefix_cache")),
+)
 def run(
     model_dir: Annotated[
         Path,
@@ -40,50 +34,38 @@ def run(
             help="A model directory, a name as Qwen/Qwen3-0.6B, or a file that a plugin reads."
         ),
     ],
-    prompt: Annotated[str, typer.Option(help="The text to continue.")],
+    *,
+    prompt: Annotated[
+        str | None, typer.Option(help="The text to continue; - reads standard input.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A file in UTF-8 with the text to continue.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens to generate.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    sampling: Values,
     adapter: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="A LoRA adapter, or its name on the hub.")
     ] = None,
-    dtype: Dtype = "auto",
-    quantization: Quantization = None,
-    speculate: Speculate = None,
+    options: Values,
     tensor_parallel: TensorParallel = 1,
-    expert_parallel: ExpertParallel = False,
-    offload: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Weights to keep in memory, as 8GiB or 50%; others are streamed.",
-        ),
-    ] = None,
     platform: PlatformName = None,
     kernel: Kernels = None,
     locked: Locked = False,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a prompt with the model, and report the speed."""
+    """Continue a prompt with the model, and report the speed.
+
+    The text is greedy unless you give a temperature.
+    """
     from interposer_engine._distributed.launcher import launched
     from interposer_engine._sampling_params import SamplingParams
 
-    params = SamplingParams(
-        max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, adapter=adapter
-    )
+    text_prompt = _prompt_text(prompt, prompt_file)
+    params = SamplingParams(max_new_tokens=max_new_tokens, adapter=adapter, **_given(sampling))
     config = policy(kernel, platform, locked)
     with launched(tensor_parallel, config) as load:
         started = time.perf_counter()
-        lm = load_with_progress(
-            load,
-            model_dir,
-            dtype,
-            quantization,
-            config,
-            speculate,
-            offload=offload,
-            expert_parallel=expert_parallel,
-        )
+        lm = load_with_progress(load, model_dir, config=config, **options)
         if adapter is not None:
             lm.load_adapter(adapter, adapter)
         load_s = time.perf_counter() - started
@@ -93,7 +75,7 @@ def run(
         token_ids: list[int] = []
         reason: str | None = None
         started = time.perf_counter()
-        for delta in lm.stream(prompt, params):
+        for delta in lm.stream(text_prompt, params):
             arrivals.append(time.perf_counter() - started)
             text.append(delta.text)
             token_ids.append(delta.token_id)
@@ -120,20 +102,50 @@ def run(
         print(_summary(len(token_ids), reason, statistics), file=sys.stderr)
 
 
+def _given(sampling: Values) -> Values:
+    """Return the sampling options that the user gave."""
+    return {name: value for name, value in sampling.items() if value is not None}
+
+
+def _prompt_text(prompt: str | None, file: Path | None) -> str:
+    """Return the prompt from the command line, standard input or a file.
+
+    One newline at the end of an input is not part of the prompt: editors and ``echo`` add it.
+
+    Raises: ConfigError: the prompt is given twice, or cannot be read.
+    """
+    from interposer.errors import ConfigError
+
+    if prompt is not None and file is not None:
+        raise ConfigError("--prompt and --prompt-file both give the prompt. Try: only one of them")
+    if file is None and prompt is None:
+        raise typer.BadParameter("no prompt is given. Try: --prompt TEXT, or --prompt-file FILE")
+    if file is None and prompt != "-":
+        return prompt or ""
+    name = "standard input" if file is None else f"--prompt-file {file}"
+    try:
+        data = sys.stdin.buffer.read() if file is None else file.read_bytes()
+        text = data.decode()
+    except OSError as error:
+        raise ConfigError(
+            f"{name} cannot be read: {error.strerror}. Try: a file with the prompt"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{name} is no text in UTF-8: {error.reason} at byte {error.start}. "
+            "Try: convert it, for example with iconv -t UTF-8"
+        ) from None
+    return text.removesuffix("\n").removesuffix("\r")
+
+
 def load_with_progress(
-    load: Callable[..., LanguageModel],
-    path: Path,
-    dtype: str,
-    quantization: str | None,
-    config: Config,
-    speculation: str | None = None,
-    **sizes: Any,
+    load: Callable[..., LanguageModel], path: Path, **options: Any
 ) -> LanguageModel:
     """Load a model for one request at a time, with a progress bar if stderr is a terminal.
 
     Args:
         load: ``interposer_engine.load``, or that of launched ranks.
-        sizes: more options of ``load``, for example ``max_sequences``.
+        options: arguments of ``load``.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -148,15 +160,7 @@ def load_with_progress(
         def advance(done_bytes: int, total_bytes: int) -> None:
             bar.update(task, completed=done_bytes, total=total_bytes)
 
-        return load(
-            path,
-            dtype,
-            config=config,
-            quantization=quantization,
-            speculation=speculation,
-            progress=advance,
-            **{"max_sequences": 1, **sizes},
-        )
+        return load(path, progress=advance, **{"max_sequences": 1, **options})
 
 
 def speed(arrivals: list[float]) -> dict[str, float]:
@@ -209,17 +213,15 @@ _HELP = """\
 Ctrl-C stops an answer; the part shown so far stays in the conversation."""
 
 
+@takes(sampling=sampling_options(), options=load_options(without=("max_sequences",)))
 def chat(
     model_dir: Annotated[
         Path, typer.Argument(help="A model directory, a name, or a file that a plugin reads.")
     ],
+    *,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.")] = 2048,
-    temperature: Annotated[
-        float | None,
-        typer.Option(help="0 is greedy; the default is that of generation_config.json."),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    sampling: Values,
     template: Annotated[
         Path | None,
         typer.Option(
@@ -228,26 +230,26 @@ def chat(
             help="A file with a chat template, instead of the model's.",
         ),
     ] = None,
-    dtype: Dtype = "auto",
-    quantization: Quantization = None,
+    options: Values,
     tensor_parallel: TensorParallel = 1,
-    expert_parallel: ExpertParallel = False,
     platform: PlatformName = None,
     kernel: Kernels = None,
     locked: Locked = False,
 ) -> None:
-    """Talk with the model in the terminal."""
-    from interposer_engine._distributed.launcher import launched
+    """Talk with the model in the terminal.
 
+    The default of each sampling option is the value in the model's generation_config.json.
+    """
+    from interposer_engine._distributed.launcher import launched
+    from interposer_engine._sampling_params import SamplingParams
+
+    settings = {**_given(sampling), "max_new_tokens": max_new_tokens}
+    SamplingParams(**settings)  # refuses wrong values before the model is loaded
     template_text = None if template is None else template.read_text(encoding="utf-8")
     config = policy(kernel, platform, locked)
     with launched(tensor_parallel, config) as load:
-        lm = load_with_progress(
-            load, model_dir, dtype, quantization, config, expert_parallel=expert_parallel
-        )
-        settings = {**lm.suggested, "max_new_tokens": max_new_tokens, "seed": seed}
-        if temperature is not None:
-            settings["temperature"] = temperature
+        lm = load_with_progress(load, model_dir, config=config, **options)
+        settings = {**lm.suggested, **settings}
         conversation = _Conversation(lm, system, settings, template_text)
         conversation.prompt("")  # fails early for a model without a template
         context = lm.engine.model.config.max_position_embeddings
