@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -225,3 +226,16 @@ def test_weights_can_be_quantized(tmp_path: Path) -> None:
     near = torch.cosine_similarity(plain.embed(TEXTS), quantized.embed(TEXTS))
     assert float(near.min()) > 0.999
     assert "int8" in str(interposer.explain(quantized.adapted))
+
+
+def test_a_closed_encoder_frees_the_weights_and_refuses_texts(tmp_path: Path) -> None:
+    write(tmp_path, BERT)
+    with load_encoder(tmp_path) as encoder:
+        assert repr(encoder).startswith(f"<Encoder {tmp_path}: BertModel, 0.")
+        assert "float32 on cpu (cpu: " in repr(encoder)
+        model = weakref.ref(encoder.adapted.model)
+    assert model() is None
+    assert repr(encoder) == "<Encoder: closed>"
+    encoder.close()  # again does nothing
+    with pytest.raises(RequestError, match=r"was closed\. Try: load it again"):
+        encoder.embed("a text")

@@ -8,11 +8,12 @@ Dimensions: B texts, T tokens, H hidden size.
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from interposer import Config, effective_config, place
 from interposer.errors import CheckpointError, RequestError, UnknownNameError, UnsupportedModelError
 from interposer_adapt._api import Adapted, adapt
 from interposer_engine.parts import (
+    ClosedModel,
     FairLock,
     WeightCheck,
     is_listing,
@@ -174,6 +176,7 @@ class Encoder:
     ``interposer.explain(encoder.adapted)`` lists its kernels.
 
     Any thread may call the methods; threads take turns, batch by batch.
+    ``with load_encoder(...) as encoder:`` closes the encoder at the end of the block.
 
     Attributes:
         adapted: the adapted model.
@@ -193,6 +196,42 @@ class Encoder:
         if tokenizer.pad_token is None:
             # The attention mask hides padding, so that any token can pad.
             tokenizer.pad_token = tokenizer.eos_token
+        self._is_closed = False
+
+    def __enter__(self) -> Self:
+        """Return the encoder."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the encoder."""
+        self.close()
+
+    def close(self) -> None:
+        """Free the weights, after the batches that run; closing again does nothing.
+
+        Later calls raise RequestError.
+        """
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self.adapted = ClosedModel.of(self.adapted.model.name_or_path)
+        gc.collect()  # modules and kernels refer to each other
+
+    def __repr__(self) -> str:
+        """Describe class, size, dtype, device and longest text of the encoder."""
+        if self._is_closed:
+            return f"<{type(self).__name__}: closed>"
+        model = self.adapted.model
+        placement = self.adapted.placement
+        facts = [
+            type(model).__name__,
+            f"{model.num_parameters() / 1e6:.1f} million parameters",
+            f"{model.dtype} on {placement.device.torch_device} ".removeprefix("torch.")
+            + f"({placement.platform.name}: {placement.device.name})",
+            f"texts of {self.pooling.max_tokens or self.tokenizer.model_max_length} tokens",
+        ]
+        return f"<{type(self).__name__} {model.name_or_path}: {', '.join(facts)}>"
 
     def embed(
         self, texts: str | Sequence[str], *, prompt: str | None = None, batch_size: int = 32

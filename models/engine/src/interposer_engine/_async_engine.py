@@ -101,13 +101,19 @@ class AsyncLanguageModel:
     def close(self) -> None:
         """Cancel unfinished requests, and end the threads after the present step.
 
-        Unfinished and later requests raise RequestError where they are awaited.
+        Unfinished and later requests raise RequestError where they are awaited. ``model`` stays
+        open: close it with ``model.close()``.
         """
         self._stop()
 
     async def aclose(self) -> None:
         """Call ``close`` in a thread, so that the event loop does not wait."""
         await asyncio.to_thread(self.close)
+
+    def __repr__(self) -> str:
+        """Describe the model and the unfinished answers."""
+        state = f"{self.num_unfinished} unfinished answers" if self._steps.alive else "closed"
+        return f"<{type(self).__name__} of {self.model!r}: {state}>"
 
     @property
     def trouble(self) -> str:

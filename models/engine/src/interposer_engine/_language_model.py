@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 
@@ -15,6 +16,7 @@ from interposer_engine import _sequence as sequences
 from interposer_engine._chat import Message
 from interposer_engine._checkpoint.updates import Offer
 from interposer_engine._checkpoint.weights import Weights
+from interposer_engine._closed_model import ClosedModel
 from interposer_engine._constrained_decoding.constraints import Constraints
 from interposer_engine._engine import Engine
 from interposer_engine._generation_config import GenerationSettings
@@ -207,6 +209,8 @@ class LanguageModel:
     Any thread may call the methods; requests of several threads run as one batch. An iterator of
     ``stream`` must be used in one thread.
 
+    ``with load(...) as lm:`` closes the model at the end of the block.
+
     If the model has an encoder, a prompt is the encoder input, and the decoder starts with the
     tokens that the checkpoint names.
     """
@@ -231,10 +235,60 @@ class LanguageModel:
         self._generation = generation_settings or GenerationSettings.of_folder(plan.path)
         # A plan of another library has only the fields of ``Planned``, so the others have defaults.
         self.quantization = getattr(plan, "quantization", None)  # other ranks plan with it
+        self._dtype: torch.dtype | None = getattr(plan, "dtype", None)
         self._graphs: Verdict | None = getattr(plan, "graphs", None)
         self.compiled: Verdict | None = getattr(plan, "compiled", None)
         self._adapters = Adapters(engine, plan, takes_none=weights is None)
         self._adapters.start(adapters or {})
+        self._is_closed = False
+
+    def __enter__(self) -> Self:
+        """Return the model."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the model."""
+        self.close()
+
+    def close(self) -> None:
+        """Free weights, caches, threads and child processes of the model, after the present step.
+
+        Unfinished requests and later calls raise RequestError. Closing again does nothing.
+        """
+        engine = self.engine
+        if self._is_closed:
+            return
+        with engine.lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._release()
+        del engine
+        gc.collect()  # layers and kernels refer to each other
+
+    def _release(self) -> None:
+        """End the child processes, and drop the references to weights and caches."""
+        if self.engine.constraints is not None:
+            self.engine.constraints.limit(None)
+        closed = ClosedModel.of(self.path)
+        self.engine, self.weights, self._adapters = closed, closed, closed
+
+    def __repr__(self) -> str:
+        """Describe architecture, size, dtype, device and context of the model."""
+        return f"<{type(self).__name__} {self.path}: {', '.join(self._facts())}>"
+
+    def _facts(self) -> Iterator[str]:
+        kinds = {choice.request.kind: choice for choice, _ in self._resolver.choices.values()}
+        if "model" in kinds:
+            yield kinds["model"].request.name
+        if not self._is_closed and isinstance(self.engine.model, torch.nn.Module):
+            yield f"{num_weights(self.engine.model) / 1e6:.1f} million weights"
+        device = self.placement.device
+        dtype = "" if self._dtype is None else f"{self._dtype} on ".removeprefix("torch.")
+        yield f"{dtype}{device.torch_device} ({self.placement.platform.name}: {device.name})"
+        if self._is_closed:
+            yield "closed"
+        else:
+            yield f"context of {self.engine.model.config.max_position_embeddings} tokens"
 
     @property
     def resolver(self) -> Resolver:
@@ -601,6 +655,8 @@ class LanguageModel:
             for stream in streams:
                 self.engine.cancel(stream.sequence)
 
+        if self._is_closed:
+            return
         if any(stream.sequence.finish_reason is None for stream in streams):
             self.engine.lock.call_soon(cancel)
 
@@ -614,6 +670,20 @@ class LanguageModel:
         if stream.ended:
             self.engine.cancel(stream.sequence)
         return deltas
+
+
+def num_weights(model: torch.nn.Module) -> int:
+    """Return the number of elements of the model's matrices on this rank, before packing."""
+    from interposer_engine._bench.roofline import ModelWork
+    from interposer_ops.layers.embedding import Embedding
+
+    # ``ModelWork`` counts a shared table as the head, and leaves other tables out.
+    tables = {
+        module: module.vocab_size * module.hidden_size
+        for module in model.modules()
+        if isinstance(module, Embedding) and not module.is_tied
+    }
+    return ModelWork.of(cast(Any, model)).numbers + sum(tables.values())
 
 
 def requests(

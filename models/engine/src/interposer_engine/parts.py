@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from interposer_engine._checkpoint.tensors import unplaced_tensor_error
     from interposer_engine._checkpoint.weight_check import WeightCheck
     from interposer_engine._checkpoint.weights import Weights
+    from interposer_engine._closed_model import ClosedModel
     from interposer_engine._engine import Engine
     from interposer_engine._generation_config import GenerationSettings, end_token_ids, stop_tokens
     from interposer_engine._kv_cache import CacheGroup, CacheShape, PagedLayer
@@ -53,6 +54,7 @@ __all__ = [
     "CacheGroup",
     "CacheShape",
     "Chunk",
+    "ClosedModel",
     "Engine",
     "FairLock",
     "GenerationSettings",
@@ -96,6 +98,7 @@ __getattr__ = lazy_attributes(
         "interposer_engine._checkpoint.tensors": "unplaced_tensor_error",
         "interposer_engine._checkpoint.weight_check": "WeightCheck",
         "interposer_engine._checkpoint.weights": "Weights",
+        "interposer_engine._closed_model": "ClosedModel",
         "interposer_engine._engine": "Engine",
         "interposer_engine._generation_config": "GenerationSettings end_token_ids stop_tokens",
         "interposer_engine._kv_cache": "CacheGroup CacheShape PagedLayer",

@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any, Self, cast
+from typing import Any, cast
 from zlib import crc32
 
 import torch
 
 from interposer import Resolver, explain
 from interposer.errors import ConfigError, RankError
+from interposer_engine._closed_model import ClosedModel
 from interposer_engine._distributed.estimate import (
     NOTE,
     ExpertLoads,
@@ -145,7 +146,8 @@ class RankedLanguageModel(LanguageModel):
     """A model that several ranks compute; each call runs on every rank.
 
     If a command started the other ranks, rank 0 makes all calls. Otherwise every rank must make
-    the same calls. ``close`` releases the memory that ranks share.
+    the same calls. ``close`` also releases the memory that ranks share. Processes that ``launched``
+    started end with its block.
     """
 
     engine: RankedEngine
@@ -167,19 +169,13 @@ class RankedLanguageModel(LanguageModel):
         resolver.notes[:] = [*other_notes, *load_notes(self.engine.model)]
         return resolver
 
-    def __enter__(self) -> Self:
-        """Return the model."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close the model."""
-        self.close()
-
-    def close(self) -> None:
-        """Close the communicators; the model is unusable afterwards."""
+    def _release(self) -> None:
+        """Close the communicators too."""
         self.engine.coordinator.close()
         for communicator in self._resolver.communicators.values():
             communicator.close()
+        self._plan = ClosedModel.of(self.path)
+        super()._release()
 
     def explanations(self) -> list[dict[str, Any]]:
         """Return ``interposer.explain(model).to_dict()`` of each rank, in order.

@@ -1,0 +1,24 @@
+"""The stand-in for the parts of a closed model."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from interposer.errors import RequestError
+
+
+class ClosedModel:
+    """Raises RequestError for each use of a model's engine after the model was closed."""
+
+    trouble = "the model was closed"
+
+    def __init__(self, name: object) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        raise RequestError(f"The model {self._name} was closed. Try: load it again")
+
+    @classmethod
+    def of(cls, name: object) -> Any:
+        """Return a stand-in for any part of the model with this name."""
+        return cls(name)
