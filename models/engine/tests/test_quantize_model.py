@@ -547,7 +547,7 @@ def test_broken_weights_are_refused(
 REFUSED: list[tuple[dict[str, Any], type[InterposerError], str]] = [
     ({"scheme": "int5"}, UnknownNameError, "Unknown scheme 'int5'.*'int4'"),
     (
-        {"scheme": "int4"},
+        {"scheme": "int4", "group_size": 128},
         ConfigError,
         r"model.layers.0.self_attn.q_proj and 13 more layers: groups of 128 do not divide the 64 "
         r"inputs.*--ignore 're:\.\*down_proj' .*--group-size 32, which",
@@ -578,6 +578,18 @@ def test_impossible_settings_are_refused_before_writing(
     with pytest.raises(kind, match=message):
         quantize(plain, tmp_path / "out", **options)
     assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("scheme", "ignored", "size"),
+    [("int4", (), 32), ("w4a8", (), 32), ("int4", ("re:.*down_proj",), 64)],
+)
+def test_groups_divide_the_inputs_of_all_layers_by_default(
+    plain: Path, tmp_path: Path, scheme: str, ignored: tuple[str, ...], size: int
+) -> None:
+    result = quantize(plain, tmp_path / "out", scheme, ignore=ignored)
+    assert result.group_size == size
+    assert load(result.path, cache_tokens=64).generate("def", max_new_tokens=2)[0].token_ids
 
 
 def test_a_short_text_is_refused(plain: Path, tmp_path: Path) -> None:

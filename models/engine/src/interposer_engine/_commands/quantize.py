@@ -25,7 +25,11 @@ def quantize(
     out_dir: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
     scheme: Annotated[str, typer.Option(help="fp8, int8, int4, w4a8, mxfp8, mxfp4 or nvfp4.")],
     group_size: Annotated[
-        int | None, typer.Option(help="int4, w4a8: inputs that share a scale; default 128.")
+        int | None,
+        typer.Option(
+            help="int4, w4a8: inputs that share a scale; default: the first of 128, 64, 32 and 16 "
+            "that divides the inputs of all layers."
+        ),
     ] = None,
     asymmetric: Annotated[
         bool, typer.Option("--asymmetric", help="int4, w4a8: store a zero point per group.")
@@ -106,10 +110,12 @@ def _progress() -> Iterator[Progress]:
 
 
 def _facts(result: Quantized) -> dict[str, object]:
+    groups = {} if result.group_size is None else {"group_size": result.group_size}
     return {
         "version": 1,
         "path": str(result.path),
         "scheme": result.scheme,
+        **groups,
         "layers": result.num_layers,
         "plain_layers": result.num_plain,
         "bytes_before": result.bytes_before,
@@ -120,10 +126,11 @@ def _facts(result: Quantized) -> dict[str, object]:
 
 
 def _summary(result: Quantized) -> str:
+    groups = "" if result.group_size is None else f" with groups of {result.group_size}"
     plain = f", {result.num_plain} left plain" if result.num_plain else ""
     resumed = ", going on from an interrupted run" if result.resumed else ""
     return (
-        f"{result.path}: {result.num_layers} linear layers in {result.scheme}{plain}, "
+        f"{result.path}: {result.num_layers} linear layers in {result.scheme}{groups}{plain}, "
         f"{result.bytes_before / 1e6:.1f} MB to {result.bytes_after / 1e6:.1f} MB "
         f"in {result.seconds:.1f} s{resumed}"
     )

@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from interposer_engine._quantize.rounding import (
     Progress,
     RoundedLayers,
     check_groups,
+    fitting_group_size,
     layers_of,
     plain_patterns,
     unignored_layers,
@@ -36,6 +38,7 @@ class Quantized:
     Attributes:
         num_layers: linear layers that were quantized.
         num_plain: linear layers that stay unquantized, not counting ``lm_head``.
+        group_size: inputs per scale; None for one scale per output.
         resumed: the call continued the work of an interrupted one.
     """
 
@@ -43,6 +46,7 @@ class Quantized:
     scheme: str
     num_layers: int
     num_plain: int
+    group_size: int | None
     bytes_before: int
     bytes_after: int
     seconds: float
@@ -71,7 +75,8 @@ def quantize(
 
     Args:
         scheme: one of ``interposer_quantization.writing._schemes.SCHEMES``.
-        group_size: inputs per scale of int4 and w4a8, by default 128.
+        group_size: inputs per scale of int4 and w4a8, by default the first of 128, 64, 32 and 16
+            that divides the inputs of every layer.
         asymmetric: int4 and w4a8 with a zero point for each group.
         activations: ``"int8"`` quantizes the inputs of int8 or int4 per token, ``"none"`` does not;
             by default int8 quantizes inputs and int4 does not.
@@ -92,9 +97,8 @@ def quantize(
             settings.
     """
     started = time.perf_counter()
-    target_format = weight_format(
-        scheme, group_size, asymmetric=asymmetric, activations=activations
-    )
+    format_of = partial(weight_format, scheme, asymmetric=asymmetric, activations=activations)
+    target_format = format_of(group_size)  # before the plan, because it checks the arguments
     checkpoint = open_folder(model_dir)
     _check_plain(checkpoint)
     text = None if calibrate is None else Path(calibrate)
@@ -102,7 +106,6 @@ def quantize(
     settings: dict[str, Any] = {
         "version": 1,
         "scheme": scheme,
-        "group_size": target_format.inputs_per_scale,
         "asymmetric": asymmetric,
         "activations": activations,
         "ignore": list(ignore),
@@ -115,7 +118,11 @@ def quantize(
     planned = plan(checkpoint.path, "float32", config=config)
     layers = layers_of(planned.model)
     selected = unignored_layers(layers, ignore)
-    check_groups(selected, target_format, adjustable=scheme in ("int4", "w4a8"))
+    has_groups = scheme in ("int4", "w4a8")
+    if has_groups and group_size is None and target_format.inputs_per_scale is not None:
+        target_format = format_of(fitting_group_size(selected, target_format.inputs_per_scale))
+    settings["group_size"] = target_format.inputs_per_scale
+    check_groups(selected, target_format, adjustable=has_groups)
     source = TensorSource(checkpoint.shards)
     rounded = RoundedLayers(source, target_format, selected, checkpoint.path)
     writer = CopyWriter(checkpoint, source, rounded)
@@ -145,6 +152,7 @@ def quantize(
         scheme,
         len(selected),
         len(layers) - len(selected),
+        target_format.inputs_per_scale,
         checkpoint.num_bytes,
         sum(path.stat().st_size for path in folder.target.glob("*.safetensors")),
         time.perf_counter() - started,

@@ -34,6 +34,7 @@ from interposer_quantization.writing import (
 
 _REGEX = "re:"
 _MAX_SUGGESTIONS = 8
+_GROUP_SIZES = (128, 64, 32, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,18 @@ def unignored_layers(layers: Sequence[Layer], ignore: Sequence[str]) -> list[Lay
                 f"matmul: {', '.join(parts)}. Try: name all of them, or none"
             )
     return remaining
+
+
+def fitting_group_size(layers: Sequence[Layer], default: int) -> int:
+    """Return the first usual group size that divides the inputs of every layer, else ``default``.
+
+    Args:
+        default: the group size of the scheme.
+    """
+    sizes = (size for size in _GROUP_SIZES if size <= default)
+    return next(
+        (size for size in sizes if not any(layer.in_features % size for layer in layers)), default
+    )
 
 
 def check_groups(layers: Sequence[Layer], chosen: WeightFormat, adjustable: bool) -> None:
