@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from interposer import Capability, Device, PlatformEntry, Registry
+from interposer import Capability, Device, PlatformEntry, Registry, current_registry
 from interposer.errors import (
     ConfigError,
     MissingMemberError,
@@ -21,7 +21,9 @@ from interposer.errors import (
     UnknownNameError,
 )
 from interposer.records import DeviceEntry
+from interposer.tooling import Skipped
 from interposer_testing.described import (
+    _PACKAGES,
     DescribedPlatform,
     DeviceDescription,
     described_placement,
@@ -199,6 +201,35 @@ def test_an_unknown_name_lists_the_known_ones_and_a_missing_file_is_named(
     for path in ("nien.json", "folder/nien"):
         with pytest.raises(StorageError, match="cannot be read"):
             find_description(registry, path)
+
+
+def test_a_device_of_a_package_that_is_missing_names_the_package(
+    registry: Registry, tmp_path: Path
+) -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        find_description(registry, "h100")
+    assert caught.value.hint == (
+        "interposer-cuda describes 'h100', and is not installed.\nTry: pip install interposer-cuda"
+    )
+    path = tmp_path / "card.json"
+    path.write_text(json.dumps({**FACTS, "platform": "rocm"}))
+    with pytest.raises(UnknownNameError, match="Try: pip install interposer-rocm"):
+        described_placement(registry, path)
+
+
+def test_a_device_of_a_package_that_is_left_out_says_why(registry: Registry) -> None:
+    reason = "disabled by the configuration"
+    registry.plugins.skipped.append(Skipped("cuda", "interposer-cuda", reason))
+    with pytest.raises(UnknownNameError, match=f"'h100', and is not used: {reason}"):
+        find_description(registry, "h100")
+
+
+def test_the_packages_describe_the_devices_that_they_ship() -> None:
+    shipped: dict[str, set[str]] = {}
+    for _, entry in current_registry().records(DeviceEntry):
+        shipped.setdefault(entry.platform, set()).add(entry.name)
+    for platform, (_, names) in _PACKAGES.items():
+        assert {*names} == shipped.get(platform, {*names})
 
 
 def test_a_file_without_a_suffix_is_found(registry: Registry, file: Path) -> None:
