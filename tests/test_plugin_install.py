@@ -84,6 +84,18 @@ def build(project: Path, wheels: Path) -> Path:
     return wheel
 
 
+def link_packages(folder: Path, *omitted: str) -> None:
+    """Link this environment's packages into another, except files with an ``omitted`` name."""
+    inside = {"base": str(folder), "platbase": str(folder)}
+    for kind in ("purelib", "platlib"):
+        packages = Path(sysconfig.get_path(kind, vars=inside))
+        packages.mkdir(parents=True, exist_ok=True)
+        for entry in Path(sysconfig.get_path(kind)).iterdir():
+            link = packages / entry.name
+            if not (any(name in entry.name for name in omitted) or link.exists()):
+                link.symlink_to(entry)
+
+
 class Environment:
     """A virtual environment of its own, with this one's packages except the example plugin.
 
@@ -94,14 +106,7 @@ class Environment:
         done = execute(sys.executable, "-m", "venv", "--without-pip", folder)
         assert done.returncode == 0, done.stderr
         self.python = folder / "bin" / "python"
-        inside = {"base": str(folder), "platbase": str(folder)}
-        for kind in ("purelib", "platlib"):
-            packages = Path(sysconfig.get_path(kind, vars=inside))
-            packages.mkdir(parents=True, exist_ok=True)
-            for entry in Path(sysconfig.get_path(kind)).iterdir():
-                link = packages / entry.name
-                if "interposer_example_norm" not in entry.name and not link.exists():
-                    link.symlink_to(entry)
+        link_packages(folder, "interposer_example_norm")
         self._forks = Forks(self.python)
 
     def close(self) -> None:
@@ -273,3 +278,27 @@ def test_a_plugin_that_breaks_is_recorded_and_a_healthy_one_beside_it_works(
     done = environment.run("-m", "interposer_tools", "doctor")
     assert done.returncode == 1
     assert "plugin 'hook' of acme-hook" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_printed_installation_of_a_new_plugin_works_with_the_pip_of_a_new_environment(
+    tmp_path: Path,
+) -> None:
+    options = ("--kind", "kernel", "--into", tmp_path)
+    done = execute(sys.executable, "-m", "interposer_tools", "new", "plugin", "acme-silu", *options)
+    assert done.returncode == 0, done.stderr
+    command = done.stdout.splitlines()[1].removeprefix("Try: ")
+    environment = tmp_path / "environment"
+    # The pip comes with Python, so that it may be years old.
+    assert execute(sys.executable, "-m", "venv", environment).returncode == 0
+    link_packages(environment, "pip", "setuptools")
+    variables = {
+        "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",  # the build system is linked, and there is no index
+    }
+    done = execute("bash", "-c", command, env={**os.environ, **variables})
+    assert done.returncode == 0, done.stderr
+    program = "from importlib.metadata import version; print(version('acme-silu'))"
+    done = execute(environment / "bin" / "python", "-c", program)
+    assert done.stdout == "0.1.0\n", done.stderr

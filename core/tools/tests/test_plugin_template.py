@@ -182,7 +182,7 @@ def test_ci_runs_the_tests_and_the_verification(kind: str, written: dict[str, Pa
     assert versions == ["${{ matrix.python }}"]
     readme = (written[kind] / "README.md").read_text(encoding="utf-8")
     assert readme.startswith(f"# acme-{kind}\n")
-    for step in steps[2:]:  # what is to be run by hand is what CI runs, but for the installation
+    for step in steps[1:]:  # what is to be run by hand is what CI runs, but for the installation
         assert step in readme
 
 

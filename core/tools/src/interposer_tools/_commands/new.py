@@ -37,4 +37,4 @@ def new(
     title = f"native {kind}" if native else kind
     article = "an" if title.startswith("a") else "a"
     print(f"{target}: {article} {title} plugin, {count} files")
-    print(f"Try: cd {shlex.quote(str(target))} && python -m pip install -e . --group dev")
+    print(f"Try: cd {shlex.quote(str(target))} && python -m pip install -e '.[dev]'")
