@@ -21,11 +21,13 @@ import interposer
 import interposer_sandbox
 from interposer import Config
 from interposer._config.storage import default_store
+from interposer._examination import examiner
 from interposer._examination.examiner import (
     SANDBOX,
     VerdictWarning,
     examine,
     forget_verdicts,
+    prepare,
 )
 from interposer._examination.task import Task
 from interposer._validation.distribution import Distribution
@@ -290,6 +292,28 @@ def test_a_verdict_is_remembered_in_memory_and_on_disk(
     examine(plugin.distributed("1.1"), plugin.task, config)
     examine(plugin.distribution, plugin.task, config, driver="2")
     assert note.read_text() == "xxx"
+
+
+def test_the_examination_of_new_plugins_is_logged_once(
+    make: Callable[..., Plugin],
+    config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(examiner, "_is_announced", False)
+    caplog.set_level("INFO", "interposer")
+    plugins = [make(plugin=_HEALTHY), make(plugin=_HEALTHY)]
+    tasks = [(plugin.distribution, plugin.task) for plugin in plugins]
+    prepare(tasks, Config(cache_dir=config.cache_dir, isolation="off"))
+    assert not caplog.messages
+    for _ in range(2):
+        prepare(tasks, config)
+        assert all(examine(*task, config) for task in tasks)
+    assert caplog.messages == ["Examining 2 plugins, once; the verdicts are remembered"]
+    monkeypatch.setattr(examiner, "_is_announced", False)
+    forget_verdicts()
+    prepare(tasks, config)
+    assert len(caplog.messages) == 1
 
 
 def test_a_corrupt_verdict_is_replaced(make: Callable[..., Plugin], config: Config) -> None:

@@ -351,6 +351,29 @@ def test_slow_modules_are_imported_before_any_limit_applies(folder: Path) -> Non
         assert sandbox.run(visit, {"module": later}, WAIT_SECONDS)
 
 
+def test_a_server_that_is_started_early_imports_the_slow_modules(folder: Path) -> None:
+    (folder / "acme_slow.py").write_text("")
+    starts: list[int] = []
+    host = Host(slow_modules=("acme_slow",))
+    with Sandbox(host, lambda: starts.append(1)) as sandbox:
+        sandbox.start()
+        sandbox.start()
+        assert sandbox.pid is not None
+        name = write(folder, "import sys; assert 'acme_slow' in sys.modules")
+        assert sandbox.run(function("visit"), {"module": name}, WAIT_SECONDS)
+    assert len(starts) == 1
+
+
+def test_a_process_that_cannot_start_early_is_reported_by_the_first_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with Sandbox(HOST) as sandbox:
+        sandbox.start()
+        with pytest.raises(UnavailableError, match="/nowhere/python cannot be started"):
+            sandbox.run(function("visit"), {"module": write(folder, "")}, WAIT_SECONDS)
+
+
 def test_requested_modules_are_imported_before_the_fork(folder: Path) -> None:
     name = write(folder, "import sys; assert 'acme_late' in sys.modules")
     (folder / "acme_late.py").write_text("")

@@ -22,6 +22,7 @@ from interposer._contract.errors import (
     UnsupportedModelError,
     described,
     foreign_errors,
+    near_names,
     nearest_first,
 )
 
@@ -32,6 +33,7 @@ __all__ = [
     "PlatformUnavailableError",
     "PluginConflictError", "PluginError", "RankError", "RecordError", "RequestError",
     "StorageError", "UnknownNameError", "UnsupportedModelError", "described", "foreign_errors",
+    "near_names",
     "nearest_first",
 ]
 # fmt: on

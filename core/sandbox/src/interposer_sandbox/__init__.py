@@ -30,7 +30,13 @@ if TYPE_CHECKING:
         UnavailableError,
     )
     from interposer_sandbox._content import digest, file_facts, is_altered
-    from interposer_sandbox._foreign import described, foreign_errors, nearest_first, traced
+    from interposer_sandbox._foreign import (
+        described,
+        foreign_errors,
+        near_names,
+        nearest_first,
+        traced,
+    )
     from interposer_sandbox._host import Guarded, Host
     from interposer_sandbox._import_string import check_import_string, is_loaded
     from interposer_sandbox._installation import (
@@ -64,7 +70,7 @@ __all__ = [
     "editable_folder", "endless_entry_points", "entry_points", "file_facts", "foreign_errors",
     "has_module",
     "is_altered", "is_loaded", "lazy_attributes", "metadata_folder", "metadata_headers",
-    "metadata_text", "nearest_first",
+    "metadata_text", "near_names", "nearest_first",
     "recorded_files", "run_here", "shadowed", "surroundings", "traced",
     "unreadable_entry_points",
 ]
@@ -75,7 +81,7 @@ __getattr__ = lazy_attributes(
     {
         "interposer_sandbox._client": "NestedError Sandbox SandboxError UnavailableError",
         "interposer_sandbox._content": "digest file_facts is_altered",
-        "interposer_sandbox._foreign": "described foreign_errors nearest_first traced",
+        "interposer_sandbox._foreign": "described foreign_errors near_names nearest_first traced",
         "interposer_sandbox._host": "Guarded Host",
         "interposer_sandbox._import_string": "check_import_string is_loaded",
         "interposer_sandbox._installation": "endless_entry_points shadowed unreadable_entry_points",

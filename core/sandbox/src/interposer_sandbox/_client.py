@@ -48,7 +48,7 @@ class _ServerEnded(Exception):
 
 
 class _ForkServer:
-    def __init__(self, host: Host, starting: Callable[[], object]) -> None:
+    def __init__(self, host: Host, starting: Callable[[], object], imports: bool = False) -> None:
         if not sys.executable or getattr(sys, "frozen", False):
             raise UnavailableError("this program has no interpreter of its own to start")
         if not hasattr(os, "fork"):
@@ -60,6 +60,7 @@ class _ForkServer:
             "guarded": host.guarded,
             "modules": host.modules,
             "slow_modules": host.slow_modules,
+            "imports": imports,
         }
         command = [sys.executable, *flags, "-c", _PROGRAM, json.dumps(_path()), json.dumps(names)]
         pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
@@ -200,6 +201,15 @@ class Sandbox:
             "the process that examines it ended twice without an answer, "
             "by the code or by the system"
         )
+
+    def start(self) -> None:
+        """Start the server, which imports the slow modules while this process does other work.
+
+        Does nothing if a server runs, or if none can be started: ``run`` raises the reason.
+        """
+        with self._lock.held, suppress(UnavailableError):
+            if self._process is None and _forbidden is None:
+                self._process = _ForkServer(self._host, self._starting, imports=True)
 
     def stop(self) -> None:
         """Stop the server; the next ``run`` starts another."""

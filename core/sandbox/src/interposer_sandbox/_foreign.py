@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterable
 
 _LONGEST_NAME = 64  # the time to compare names grows with the product of their lengths
+_MAX_SHOWN = 3
 
 
 def foreign_errors() -> tuple[type[BaseException], ...]:
@@ -59,3 +60,11 @@ def nearest_first(name: str, known: Iterable[str]) -> list[str]:
         return -ratio, candidate
 
     return sorted(set(known), key=distance)
+
+
+def near_names(name: str, known: Iterable[str]) -> str:
+    """Return as text the three known names that resemble ``name`` most, and how many others are."""
+    ordered = nearest_first(name, known)
+    shown = ", ".join(map(repr, ordered[:_MAX_SHOWN])) or "(none)"
+    num_others = len(ordered) - _MAX_SHOWN
+    return f"{shown}, and {num_others} more" if num_others > 0 else shown

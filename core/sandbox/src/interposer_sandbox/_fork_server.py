@@ -60,9 +60,16 @@ class _Host(NamedTuple):
 
 
 def main(
-    guarded: Iterable[Iterable[str]], modules: Iterable[str], slow_modules: Iterable[str]
+    guarded: Iterable[Iterable[str]],
+    modules: Iterable[str],
+    slow_modules: Iterable[str],
+    imports: bool,
 ) -> NoReturn:
-    """Serve requests from descriptor 0 with answers on descriptor 1 until the client ends."""
+    """Serve requests from descriptor 0 with answers on descriptor 1 until the client ends.
+
+    Args:
+        imports: import the slow modules before the first request.
+    """
     try:
         host = _Host(Guarded(*map(tuple, guarded)), tuple(slow_modules))
         for module in modules:
@@ -89,7 +96,7 @@ def main(
             _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         snapshot_for_forks(host.guarded)
         gc.freeze()
-        _serve(request_fd, answer_fd, host)
+        _serve(request_fd, answer_fd, host, imports and _import(host))
         _exit(0)
     except (Ended, BrokenPipeError):
         _exit(0)
@@ -97,8 +104,7 @@ def main(
         _exit(1)
 
 
-def _serve(request_fd: int, answer_fd: int, host: _Host) -> None:
-    warm = False
+def _serve(request_fd: int, answer_fd: int, host: _Host, warm: bool) -> None:
     questions = os.fdopen(request_fd, "rb")
     while select.select([request_fd], [], [], _IDLE_SECONDS)[0] and (line := questions.readline()):
         request = json.loads(line)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 # Re-exported: modules import everything that errors need from here.
 from interposer_sandbox import described as described
 from interposer_sandbox import foreign_errors as foreign_errors
+from interposer_sandbox import near_names as near_names
 from interposer_sandbox import nearest_first as nearest_first
 from interposer_sandbox import traced as traced
 
@@ -19,6 +20,15 @@ if TYPE_CHECKING:
 
 _PUBLIC = "interposer.errors"
 # A warning names the innermost frame outside these modules, which is the user's code.
+_LISTING_COMMANDS = {
+    "op": "interposer ops",
+    "distribution": "interposer doctor",
+    "platform": "interposer doctor",
+    **dict.fromkeys(
+        ("layer id", "attention type", "quantization method", "architecture", "collective"),
+        "interposer explain",
+    ),
+}
 _SKIPPED_MODULES = ("interposer", "contextlib", "functools", "pluggy", "torch.nn")
 
 
@@ -56,7 +66,8 @@ class LockError(ConfigError):
 class UnknownNameError(ConfigError):
     """A name is unknown; ``known`` lists the known names, nearest first.
 
-    ``where`` says in which place the name appeared, such as ``"in Config.kernels"``.
+    The text suggests three of them. ``where`` says in which place the name appeared, such as
+    ``"in Config.kernels"``.
     """
 
     def __init__(
@@ -67,7 +78,9 @@ class UnknownNameError(ConfigError):
         self.known = nearest_first(name, known)
         self.hint = hint
         self.where = where
-        listed = ", ".join(repr(k) for k in self.known) or "(none)"
+        listed = near_names(name, self.known)
+        if kind in _LISTING_COMMANDS and listed.endswith(" more"):
+            listed += f": `{_LISTING_COMMANDS[kind]}` lists all"
         tail = f"\n{hint}" if hint else ""
         place = f" {where}" if where else ""
         super().__init__(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +43,18 @@ _NESTED = (
 )
 _MEND = "Config(isolation='off') runs plugins without examining them in another process"
 
-SANDBOX = Sandbox(
-    HOST,
-    lambda: _log.info("Examining plugins in another process; the verdicts are remembered."),
-)
+_is_announced = False
+
+
+def _announce(text: str = "Examining the code of plugins, once") -> None:
+    """Log the reason of the delay, once in this process."""
+    global _is_announced
+    if not _is_announced:
+        _is_announced = True
+        _log.info("%s; the verdicts are remembered", text)
+
+
+SANDBOX = Sandbox(HOST, _announce)
 _remembered: dict[str, Finding] = {}
 _warned: set[str] = set()
 _lock = ForkSafeLock()
@@ -69,33 +79,47 @@ def examine(dist: Distribution, task: Task, config: Config, *, driver: str = "")
     """
     SANDBOX.release()
     key = _key(dist, task, config, driver)
-    memory_key = json.dumps([key, config.cache_dir], sort_keys=True)
+    memory_key = _memory_key(key, config)
     finding = _remembered.get(memory_key)
     if finding is not None and finding.stands(config.probe_seconds):
         return finding
     # Checked again below, because another thread may have finished meanwhile.
     with _lock.held:  # concurrent threads share one examination
-        finding = _remembered.get(memory_key)
-        if finding is not None and finding.stands(config.probe_seconds):
-            return finding
-        store = default_store(config)
-        finding = _read(store, key)
-        is_valid = finding is not None and finding.stands(config.probe_seconds)
-        if finding is not None and is_valid and not _may_retry(finding, config):
-            _remembered[memory_key] = finding
+        finding, was_late = _recall(key, config)
+        if finding is not None:
             return finding
         start = time.time_ns()
         finding, is_lasting = _examine_now(task, config)
         span = (start, time.time_ns())
-        if is_valid and "limit_seconds" in finding.facts:
+        if was_late and "limit_seconds" in finding.facts:
             finding = replace(finding, facts={**finding.facts, "times_late": 2})
         if is_lasting:
             _remembered[memory_key] = finding
             # A process that was killed from outside says nothing about the code, so it is not
             # stored.
             if not finding.facts.get("passing"):
-                _write(store, key, finding)
+                _write(default_store(config), key, finding)
         return replace(finding, span=span)
+
+
+def prepare(plugins: Iterable[tuple[Distribution, Task]], config: Config) -> None:
+    """Announce the examination of the plugins without a remembered verdict, and speed it up.
+
+    Does nothing if every verdict is remembered, or if the code runs in this process.
+    """
+    if config.isolation == "off":
+        return
+    with _lock.held:
+        verdicts = [_recall(_key(dist, task, config, ""), config)[0] for dist, task in plugins]
+    num_plugins = verdicts.count(None)
+    if not num_plugins:
+        return
+    _announce(f"Examining {num_plugins} plugin{'s' if num_plugins > 1 else ''}, once")
+    if num_plugins > 1:  # one plugin may not need torch, which takes longest
+        SANDBOX.start()
+        # This process needs torch as well. Both processes import it at the same time.
+        with suppress(ImportError):
+            import_module("torch")
 
 
 def forget_verdicts() -> None:
@@ -120,6 +144,28 @@ def _examine_now(task: Task, config: Config) -> tuple[Finding, bool]:
         return Finding.refuse(f"cannot be examined: {_NESTED}"), False
     except SandboxError as error:  # do not fall back to this process, which the code could kill
         return Finding.refuse(f"cannot be examined: {error}"), False
+
+
+def _recall(key: Mapping[str, Any], config: Config) -> tuple[Finding | None, bool]:
+    """Return the remembered finding, or None; and whether the code exceeded the limit once.
+
+    The caller holds the lock.
+    """
+    memory_key = _memory_key(key, config)
+    finding = _remembered.get(memory_key)
+    if finding is not None and finding.stands(config.probe_seconds):
+        return finding, False
+    finding = _read(default_store(config), key)
+    if finding is None or not finding.stands(config.probe_seconds):
+        return None, False
+    if _may_retry(finding, config):
+        return None, True
+    _remembered[memory_key] = finding
+    return finding, False
+
+
+def _memory_key(key: Mapping[str, Any], config: Config) -> str:
+    return json.dumps([key, config.cache_dir], sort_keys=True)
 
 
 def _may_retry(finding: Finding, config: Config) -> bool:

@@ -12,11 +12,11 @@ from packaging.utils import canonicalize_name
 
 from interposer import hookspecs
 from interposer._config.config import Config
-from interposer._contract.errors import described, foreign_errors, nearest_first, warn
+from interposer._contract.errors import described, foreign_errors, near_names, warn
 from interposer._contract.lazy_names import import_problem
 from interposer._contract.records import OpEntry
 from interposer._contract.verdict import Verdict
-from interposer._examination.examiner import examine
+from interposer._examination.examiner import examine, prepare
 from interposer._examination.inspection import load_value
 from interposer._examination.task import Task
 from interposer._plugins.plugins import Plugins, PluginWarning, Skipped, Source
@@ -68,6 +68,7 @@ def discover(config: Config | None = None) -> Plugins:
         for source in sound
         if source.installed is not None and (config.isolation != "off" or not source.standard)
     }
+    prepare(tasks.values(), config)
     findings = {name: examine(dist, task, config) for name, (dist, task) in tasks.items()}
     for source in sound:
         finding = findings.get(source.name)
@@ -213,8 +214,10 @@ def _filter_sources(plugins: Plugins, sources: list[Source], config: Config) -> 
 def _warn_of_unknown(disabled: set[str], installed_names: Iterable[str]) -> None:
     """Only warn, because one policy may serve machines with different plugins."""
     for name in sorted(disabled.difference(installed_names)):
-        listed = ", ".join(repr(k) for k in nearest_first(name, installed_names)) or "(none)"
-        text = f"The configuration disables {name!r}, which is not installed. Installed: {listed}."
+        text = (
+            f"The configuration disables {name!r}, which is not installed. Installed, nearest "
+            f"first: {near_names(name, installed_names)}."
+        )
         warn(text, PluginWarning)
 
 
@@ -255,8 +258,8 @@ def _check_metadata(source: Source) -> Verdict:
 def _quarantine_refused(plugins: Plugins, source: Source, finding: Finding) -> None:
     platforms = tuple((p["name"], p["score"]) for p in finding.facts.get("platforms", ()))
     mend = (
-        f"mend or uninstall it, or disable it: {source.disabling}; "
-        "`interposer doctor --fresh` examines it anew"
+        f"fix or uninstall it, or disable it: {source.disabling}; "
+        "`interposer doctor --fresh` examines it again"
     )
     plugins.quarantine(source, finding.reason, mend, trace=finding.traceback, platforms=platforms)
 
