@@ -5,6 +5,7 @@ A platform's ``test_inertness.py`` derives a class from ``InertPlugin``.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ MODEL = Path(__file__).parents[1] / "examples" / "models" / "stdlib-lm"
 _EXPLAIN = """
 import interposer
 with interposer.use(disable=%r):
-    print(interposer.explain(%r))
+    print(interposer.explain(%r).to_json())
 """
 # What the process maps and has imported, and whether torch has touched a device.
 _STATE = """
@@ -58,17 +59,22 @@ class InertPlugin:
 
     def test_explanations_differ_by_refusals_alone(self) -> None:
         """Compare explanations with and without the plugin."""
-        without = run(_EXPLAIN % ({self.platform, "otel"}, str(MODEL))).splitlines()
-        present = run(_EXPLAIN % ({"otel"}, str(MODEL))).splitlines()
-        added = [line for line in present if f"(interposer-{self.platform} " in line]
-        assert len(without) > 100
-        assert [line for line in present if line not in added and " disable = " not in line] == [
-            line for line in without if " disable = " not in line
-        ]
-        assert added[0].startswith(f"     not {self._refusal()}")
-        assert all(line.startswith("     not ") for line in added)
-        elsewhere = f": runs on {self.platform}, the request is for cpu"
-        assert all(line.endswith(elsewhere) for line in added[1:])
+        without = json.loads(run(_EXPLAIN % ({self.platform, "otel"}, str(MODEL))))
+        present = json.loads(run(_EXPLAIN % ({"otel"}, str(MODEL))))
+        added, provider = [], f"interposer-{self.platform} "
+        for choice in present["choices"]:
+            refused = choice["refused"]
+            of_plugin = [r for r in refused if r["provider"].startswith(provider)]
+            choice["refused"] = [refusal for refusal in refused if refusal not in of_plugin]
+            added += of_plugin
+        assert len(without["choices"]) > 10
+        # The policies differ by ``disable``.
+        assert {**present, "policy": []} == {**without, "policy": []}
+        first = added[0]
+        text = f"{first['candidate']} ({first['provider']}): {first['reason']}"
+        assert text.startswith(self._refusal())
+        elsewhere = f"runs on {self.platform}, the request is for cpu"
+        assert {refusal["reason"] for refusal in added[1:]} <= {elsewhere}
 
     def test_the_plugin_module_is_light(self) -> None:
         """Import the plugin alone, in an interpreter that has imported nothing yet."""

@@ -55,7 +55,7 @@ def write(distribution: str, folder: Path) -> None:
             if variant != "plain":
                 quantize(MODEL, path, variant, **VARIANTS[variant])
             for device in devices:
-                told = str(explain(path, device, config)).splitlines()
+                told = str(explain(path, device, config).all()).splitlines()
                 file = folder / f"{device}-{variant}.txt"
                 kept = [line for line in told if not line.startswith(UNTOLD)]
                 file.write_text("\n".join(kept) + "\n", encoding="utf-8")

@@ -19,6 +19,7 @@ from interposer import (
     Device,
     DeviceEntry,
     Dim,
+    Explanation,
     Kernel,
     LayerEntry,
     OpEntry,
@@ -85,8 +86,68 @@ def site(registered: Callable[..., Registry]) -> Site:
     return site
 
 
-def test_the_text_has_every_choice_with_places_reasons_and_refusals(site: Site) -> None:
+def test_the_text_has_one_line_per_choice(site: Site) -> None:
     assert str(explain(site)) == (
+        "device: cpu (a device)\n"
+        "\n"
+        "policy:\n"
+        "  kernels.negate@layers.2 = negate_slow (argument)\n"
+        "  strict = yes (argument)\n"
+        "\n"
+        "kernel 'negate' [float32 host size=4]: negate_fast (acme in code), highest score (20); "
+        "2 places\n"
+        "kernel 'negate' [float32 host size=4]: negate_slow (acme in code), pinned by the "
+        "configuration; at layers.2\n"
+        "\n"
+        "6 other candidates are not shown. Show them with --all, or those of one part with "
+        "--why NAME. In Python: explanation.all(), explanation.why(NAME)"
+    )
+
+
+def test_all_adds_the_refusals_and_counts_the_candidates_of_other_platforms(
+    registered: Callable[..., Registry],
+) -> None:
+    elsewhere = [
+        Kernel("negate", f"negate_{platform}", f"{__name__}:negate", platform)
+        for platform in ("abacus", "loom")
+    ]
+    registry = registered(*RECORDS, *elsewhere)
+    site = Site(Resolver(registry, HOST, Config()), "layers", torch.float32)
+    site.bind(NEGATE, size=4)
+    explanation = explain(site)
+    text = str(explanation.all())
+    assert text.endswith(
+        "     not negate_wide (acme in code): needs avx512, which the device lacks\n"
+        "     not 2 candidates of other platforms: abacus, loom"
+    )
+    assert explanation.all().to_dict() == explanation.to_dict()
+    assert "not negate_loom (acme in code): runs on loom" in str(explanation.why("negate"))
+
+
+def test_without_a_model_the_text_has_one_line_per_subject(
+    registered: Callable[..., Registry],
+) -> None:
+    registry = registered(*RECORDS, *UNASKED)
+    subjects = inventory(registry, HOST)
+    explanation = Explanation(HOST, subjects=subjects)
+    assert str(explanation) == (
+        "device: cpu (a device)\n"
+        "\n"
+        "kernel 'halve': reference (acme in code), score 0; 1 of 2 candidates fit the device\n"
+        "kernel 'negate': negate_fast (acme in code), score 20; 3 of 4 candidates fit the device\n"
+        "attention backends: no candidate fits the device, of 1\n"
+        "layer 'negation': standard (acme in code), score 0\n"
+        "\n"
+        "4 other candidates are not shown. Show them with --all, or those of one part with "
+        "--why NAME. In Python: explanation.all(), explanation.why(NAME)"
+    )
+    text = str(explanation.all())
+    assert "kernel 'halve'\n  reference (acme in code): score 0, fits the device\n" in text
+    assert "\n  1 candidate of another platform: abacus\n" in text
+
+
+def test_the_complete_text_has_places_reasons_and_refusals(site: Site) -> None:
+    assert str(explain(site).all()) == (
         "device: cpu (a device)\n"
         "\n"
         "policy:\n"
@@ -117,7 +178,7 @@ def test_the_json_has_the_facts_of_the_text(site: Site) -> None:
         {"setting": "kernels.negate@layers.2", "value": "negate_slow", "source": "argument"},
         {"setting": "strict", "value": "yes", "source": "argument"},
     ]
-    text = str(explanation)
+    text = str(explanation.all())
     assert [choice["places"] for choice in facts["choices"]] == [
         ["layers.0", "layers.1"],
         ["layers.2"],
@@ -154,10 +215,12 @@ def test_run_times_notes_and_failures_are_shown(site: Site) -> None:
     )
     failure = Refusal("negate_wide", "acme 1", "raised OSError()", "Traceback\n  OSError")
     explained = replace(explanation, rows=(Row(choice, ("a",)),), failures=(failure,))
-    text = str(explained)
+    text = str(explained.all())
     figures = "acme/negate_fast 12.3 us, acme/reference 2.5 ms, acme/negate_slow 1.5 s"
     assert f"\n     measured: {figures}\n     note: 'acme/x*' is preferred: not there\n" in text
     assert text.endswith("failed while running:\n  negate_wide (acme 1): raised OSError()")
+    assert "; at a\n  note: 'acme/x*' is preferred: not there\n" in str(explained)
+    assert "raised OSError()" in str(explained)
     facts = explained.to_dict()
     assert facts["choices"][0]["seconds"] == seconds
     assert facts["choices"][0]["notes"] == ["'acme/x*' is preferred: not there"]
@@ -239,7 +302,7 @@ def test_the_inventory_judges_only_the_device(
 
 
 def test_a_config_for_a_built_model_is_refused(site: Site) -> None:
-    with pytest.raises(ConfigError, match="it has had its own"):
+    with pytest.raises(ConfigError, match="which has one already"):
         explain(site, config=Config())
 
 
@@ -339,13 +402,15 @@ def test_why_of_a_candidate_names_its_subject(site: Site) -> None:
         explain(site).why("beads")
 
 
-def test_an_unknown_name_lists_the_eight_nearest(registered: Callable[..., Registry]) -> None:
+def test_an_unknown_name_names_the_command_that_lists_all(
+    registered: Callable[..., Registry],
+) -> None:
     ops = [OpEntry(f"negate_{number}", f"{__name__}:NEGATE") for number in range(12)]
     explanation = explain(Site(Resolver(registered(*ops), HOST, Config()), "", torch.float32))
     with pytest.raises(UnknownNameError) as caught:
         explanation.why("negate_x")
-    assert len(caught.value.known) == 8
-    assert str(caught.value).endswith("\n... and 4 more: interposer explain")
+    assert len(caught.value.known) == 12
+    assert str(caught.value).endswith(", and 9 more.\n`interposer explain` lists all.")
 
 
 def test_a_kernel_for_an_undefined_op_is_explained(
@@ -356,7 +421,7 @@ def test_a_kernel_for_an_undefined_op_is_explained(
     text = str(explain(site).why("nagate"))
     assert (
         "  negate_lost (acme in code): score 10, "
-        "refused: it is for the op 'nagate', which nobody defines; nearest: 'negate'\n"
+        "refused: it is for the op 'nagate', which no installed plugin defines; nearest: 'negate'\n"
     ) in text
 
 

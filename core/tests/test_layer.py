@@ -158,7 +158,7 @@ def test_a_replacement_must_be_a_subclass(wrong: object) -> None:
 def test_a_replacement_that_cannot_be_imported_is_refused(build: Build) -> None:
     site = build(LayerEntry("scale", "gone", "acme_of_nowhere.layers:Scale"))
     assert type(Scale(site, 3)) is Scale
-    assert "'acme_of_nowhere.layers:Scale' cannot be loaded" in str(explain(site))
+    assert "'acme_of_nowhere.layers:Scale' cannot be loaded" in str(explain(site).all())
 
 
 def test_a_nested_site_has_a_dotted_prefix(build: Build) -> None:

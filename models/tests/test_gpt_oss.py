@@ -198,14 +198,14 @@ def test_experts_are_in_memory_once_in_four_bits(checkpoint: Path) -> None:
 
 
 def test_choices_are_explained(checkpoint: Path) -> None:
-    text = str(explain(load(checkpoint, cache_tokens=1024)))
+    text = str(explain(load(checkpoint, cache_tokens=1024)).all())
     assert "kernel 'fused_experts_mxfp4'" in text
     assert "scheme 'mxfp4'" in text
     assert "sdpa (interposer-cpu 0.1.0): does not do sinks" in text
     assert "layer 'router'" in text
     for backend in ("paged",):
         pinned = Config(attention={"decoder": backend})
-        assert f"-> {backend}" in str(explain(plan(checkpoint, config=pinned)))
+        assert f"]: {backend} (" in str(explain(plan(checkpoint, config=pinned)))
 
 
 def test_the_default_dtype_is_bfloat16(copied: Path) -> None:

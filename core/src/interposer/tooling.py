@@ -37,7 +37,15 @@ if TYPE_CHECKING:
     )
     from interposer._contract.platform import applied
     from interposer._contract.request import Kind
-    from interposer._explanation.inventory import Row, Subject, answer, figures, strays
+    from interposer._explanation.inventory import Row, Subject, strays
+    from interposer._explanation.text import (
+        answer,
+        figures,
+        options_here,
+        places_summary,
+        refused_lines,
+        subject_summary,
+    )
     from interposer._plugins.acceptance import acceptance_of
     from interposer._plugins.discovery import entry_points, installed_distributions
     from interposer._plugins.plugins import Plugin, Plugins, PluginWarning, Skipped
@@ -57,8 +65,9 @@ __all__ = [
     "check_classes", "check_lock", "check_records", "checksum", "child_environment",
     "config_sources", "default_store", "entry_points", "figures", "forget_discovery",
     "gather_bytes", "import_problem", "installed_distributions", "irregular",
-    "lazy_attributes", "lock_path", "open_owned", "parse_rules", "policy_for", "steady_time_ns",
-    "strays", "unless_explicit", "unreadable_entry_points", "variables",
+    "lazy_attributes", "lock_path", "open_owned", "options_here", "parse_rules",
+    "places_summary", "policy_for", "refused_lines", "steady_time_ns", "strays",
+    "subject_summary", "unless_explicit", "unreadable_entry_points", "variables",
     "warn_if_shared", "write_text",
 ]
 # fmt: on
@@ -79,7 +88,10 @@ __getattr__ = lazy_attributes(
         "interposer._contract.gathering": "gather_bytes",
         "interposer._contract.platform": "applied",
         "interposer._contract.request": "Kind",
-        "interposer._explanation.inventory": "Row Subject answer figures strays",
+        "interposer._explanation.inventory": "Row Subject strays",
+        "interposer._explanation.text": (
+            "answer figures options_here places_summary refused_lines subject_summary"
+        ),
         "interposer._contract.lazy_names": "import_problem lazy_attributes unreadable_entry_points",
         "interposer._plugins.acceptance": "acceptance_of",
         "interposer._plugins.discovery": "entry_points installed_distributions",

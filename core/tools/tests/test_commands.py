@@ -196,6 +196,9 @@ def test_explain_without_a_model_lists_platform_policy_and_candidates(command: C
     assert ("kernel", "negate") in [(c["kind"], c["name"]) for c in report["candidates"]]
     code, out, _ = command("explain")
     assert code == 0
+    assert "kernel 'negate': negate_slide (acme in code), score 10; 2 of 2 candidates fit" in out
+    code, out, _ = command("explain", "--all")
+    assert code == 0
     assert "kernel 'negate'\n  negate_slide (acme in code): score 10 on abacus, fits" in out
     assert "\nplatform\n  -> abacus (acme in code): " in out  # it is for all places
 

@@ -69,6 +69,10 @@ def printed(renderables: Iterator[Any]) -> str:
 
 def test_an_explanation_is_shown(site: Site) -> None:
     text = printed(explanation_tables(explain(site)))
+    assert "negate_fast" in text
+    assert "negate_wide" not in text
+    assert "4 other candidates are not shown" in text
+    text = printed(explanation_tables(explain(site).all()))
     for words in (
         "device: cpu (a device)",
         "kernels.negate@layers.2",
@@ -91,6 +95,9 @@ def test_measurements_and_failures_of_an_explanation_are_shown(site: Site) -> No
 
 def test_candidates_are_shown_without_a_model() -> None:
     text = printed(explanation_tables(explain()))
+    assert "kernel 'rms_norm'" in text
+    assert "fit the device" in text
+    text = printed(explanation_tables(explain().all()))
     assert "rms_norm" in text
     assert "fits the device" in text
 

@@ -116,7 +116,7 @@ def test_explanation_shows_the_plugin() -> None:
     RMSNorm(place, 64, 1e-5)
     text = str(explain(place))
     for name in ("example_norm", "rms_norm_example", "fused_add_rms_norm_example"):
-        assert f"-> {name} ({DISTRIBUTION} 0.1.0)" in text
+        assert f": {name} ({DISTRIBUTION} 0.1.0), highest score" in text
 
 
 @pytest.mark.parametrize("name", ["example-norm", DISTRIBUTION])
@@ -134,10 +134,11 @@ def test_disabled_plugin_is_no_candidate(name: str) -> None:
 def test_another_dtype_is_refused_with_a_reason() -> None:
     place = site(torch.float16)
     assert type(RMSNorm(place, 64, 1e-5)) is RMSNorm
-    assert "needs dtype float32 or bfloat16, got float16" in str(explain(place))
+    assert "needs dtype float32 or bfloat16, got float16" in str(explain(place).all())
 
 
 def test_pinned_reference_outranks_the_example() -> None:
     place = site(config=Config(kernels={"rms_norm": "reference"}))
     assert RMSNorm(place, 64, 1e-5).norm is rms_norm.reference
-    assert "rms_norm_example (interposer-example-norm 0.1.0): accepted, but" in str(explain(place))
+    text = str(explain(place).all())
+    assert "rms_norm_example (interposer-example-norm 0.1.0): accepted, but" in text

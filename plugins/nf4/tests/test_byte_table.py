@@ -49,6 +49,6 @@ def test_other_platforms_get_the_reference() -> None:
     site = Site(Resolver(current_registry(), device, Config()), "block.o_proj", torch.float32)
     bound = site.bind_kernel(nf4_linear, in_features=64, out_features=64)
     assert bound.function is nf4_linear.reference
-    text = str(explain(site))
+    text = str(explain(site).why("nf4_linear"))
     assert "dequantizes, then multiplies floats" in text
     assert "nf4_linear_byte_table (interposer-nf4 0.1.0): runs on cpu" in text

@@ -11,21 +11,19 @@ from typing import Any, Protocol, cast, get_args
 from interposer._config.config import Config, config_sources, effective_config
 from interposer._config.rules import Rule
 from interposer._contract.capability import Device
-from interposer._contract.errors import ConfigError, UnknownNameError, nearest_first
+from interposer._contract.errors import ConfigError, UnknownNameError
 from interposer._contract.layer import Binder
 from interposer._contract.platform import Placement
 from interposer._contract.records import load_target
 from interposer._contract.request import AttentionType, Request
 from interposer._contract.verdict import Refusal, Verdict
-from interposer._explanation.inventory import (
-    Option,
-    Row,
-    Subject,
-    inventory,
+from interposer._explanation.inventory import Option, Row, Subject, inventory, requirements
+from interposer._explanation.text import (
     refused_lines,
-    requirements,
     row_lines,
+    row_summary,
     subject_lines,
+    subject_summary,
 )
 from interposer._plugins.registry import Registry, current_registry
 from interposer._selection.placement import Planned, place, planned
@@ -33,7 +31,6 @@ from interposer._selection.placement import Planned, place, planned
 VERSION = 1
 """The version of the format of ``Explanation.to_dict``."""
 
-_MAX_NAMES = 8
 # The conformance kit depends on the core, so the core names it and imports it only on use.
 _DESCRIBED = "interposer_testing.described:described_placement"
 
@@ -64,12 +61,16 @@ class Setting:
 class Explanation:
     """All choices made for one model; prints as text, converts to JSON.
 
+    The text has one line for each choice. ``all`` and ``why`` return explanations whose text has
+    the refused candidates too.
+
     Attributes:
         policy: every setting that is not left to the selection.
         subjects: everything that can be chosen, if no model is explained.
         failures: kernels that failed at run time and were replaced.
         notes: further facts.
         unasked: everything that can be chosen, if a model is explained.
+        all_candidates: the text includes the refused candidates.
         full: the text includes every place, requirement and traceback.
     """
 
@@ -80,7 +81,15 @@ class Explanation:
     failures: tuple[Refusal, ...] = ()
     notes: tuple[str, ...] = ()
     unasked: tuple[Subject, ...] = ()
+    all_candidates: bool = False
     full: bool = False
+
+    def all(self) -> Explanation:
+        """Return the same explanation, whose text lists the refused candidates with reasons.
+
+        The candidates of other platforms are only counted.
+        """
+        return replace(self, all_candidates=True)
 
     def why(self, name: str) -> Explanation:
         """Return the part about one op, layer, attention type, scheme, architecture or collective.
@@ -109,6 +118,7 @@ class Explanation:
             notes=(*self.notes, f"the model does not ask for {name!r}")
             if is_unrequested
             else self.notes,
+            all_candidates=True,
             full=True,
         )
 
@@ -129,11 +139,8 @@ class Explanation:
             first, *other_subjects = sorted(serves)
             more = f" and {len(other_subjects)} more" if other_subjects else ""
             return ConfigError(f"{name!r} is a candidate for {first!r}{more}. Try: --why {first}")
-        nearest = nearest_first(name, names)
-        num_omitted = len(nearest) - _MAX_NAMES
-        hint = f"... and {num_omitted} more: interposer explain" if num_omitted > 0 else ""
         kind = "op, layer id, attention type, scheme or architecture"
-        return UnknownNameError(kind, name, nearest[:_MAX_NAMES], hint)
+        return UnknownNameError(kind, name, names, "`interposer explain` lists all.")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of the text as plain lists and dictionaries."""
@@ -168,16 +175,33 @@ class Explanation:
         notes = (f"note: {note}" for note in self.notes)
         return "\n".join((f"device: {self.device.torch_device} ({self.device.name})", *notes))
 
+    @property
+    def hint(self) -> str:
+        """The sentence that says how to show the omitted candidates; empty if there are none."""
+        num_refused = sum(len(row.choice.refusals) for row in self.rows)
+        num_omitted = num_refused + sum(len(subject.options) - 1 for subject in self.subjects)
+        if self.all_candidates or not num_omitted:
+            return ""
+        return (
+            f"{num_omitted} other candidates are not shown. Show them with --all, or those of one "
+            "part with --why NAME. In Python: explanation.all(), explanation.why(NAME)"
+        )
+
     def __str__(self) -> str:
         blocks = [[self.head]]
         if self.policy:
             lines = (f"  {setting} = {setting.value} ({setting.source})" for setting in self.policy)
             blocks.append(["policy:", *lines])
-        blocks += [row_lines(row, self.full) for row in self.rows]
-        blocks += [subject_lines(subject, self.full) for subject in self.subjects]
+        if self.all_candidates:
+            blocks += [row_lines(row, self.full) for row in self.rows]
+            blocks += [subject_lines(subject, self.full) for subject in self.subjects]
+        else:
+            blocks.append([line for row in self.rows for line in row_summary(row)])
+            blocks.append([subject_summary(subject) for subject in self.subjects])
         if self.failures:
             blocks.append(["failed while running:", *refused_lines(self.failures, self.full, "  ")])
-        return "\n\n".join("\n".join(block) for block in blocks)
+        blocks.append([self.hint] if self.hint else [])
+        return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
 def explain(
@@ -220,24 +244,24 @@ def explain(
     is_built = model is not None and not isinstance(model, str | os.PathLike)
     if is_built and not hasattr(model, "resolver"):
         raise ConfigError(
-            f"model is of the type {type(model).__name__}, must be a model directory or what was "
-            "built through a resolver. Try: explain(path)"
+            f"model is of the type {type(model).__name__}, must be a model directory or a "
+            "loaded model. Try: explain(path)"
         )
     if is_built and device is None:
         if config is not None:
             raise ConfigError(
-                "explain() takes no config for what is built already: it has had its own. "
+                "explain() takes no config for a loaded model, which has one already. "
                 "Try: explain(path, config=...)"
             )
         if quantization is not None:
             raise ConfigError(
-                "explain() takes no quantization for what is built already: its weights are "
+                "explain() takes no quantization for a loaded model: its weights are "
                 "stored as they are. Try: explain(path, quantization=...)"
             )
         for name, value in (("tensor", tensor_parallel), ("expert", expert_parallel)):
             if value is not None:
                 raise ConfigError(
-                    f"explain() takes no {name}_parallel for what is built already. "
+                    f"explain() takes no {name}_parallel for a loaded model. "
                     f"Try: explain(path, {name}_parallel=...)"
                 )
         return _explain_built(cast(Explainable, model))

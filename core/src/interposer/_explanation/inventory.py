@@ -1,8 +1,8 @@
-"""Candidates for everything that a model can request; candidates and choices as text."""
+"""Candidates for everything that a model can request."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,11 +12,10 @@ from interposer._contract.errors import nearest_first
 from interposer._contract.records import AttentionEntry, CommunicatorEntry, Kernel, LayerEntry
 from interposer._contract.request import Kind, Request
 from interposer._contract.requires import Dim, Requires
-from interposer._contract.verdict import Refusal, Verdict
+from interposer._contract.verdict import Verdict
 from interposer._plugins.acceptance import judge_requirements
 from interposer._plugins.plugins import Plugin
 from interposer._plugins.registry import Registry
-from interposer._selection.figures import duration
 
 KINDS: tuple[Kind, ...] = ("kernel", "attention", "layer", "scheme", "model", "communicator")
 _RECORDS_WITH_REQUIREMENTS = (Kernel, LayerEntry, AttentionEntry, CommunicatorEntry)
@@ -60,7 +59,8 @@ class Stray:
         """The fault and the next action, as text."""
         return (
             f"Kernel {self.kernel.name!r} of {self.plugin.distribution} {self.plugin.version} "
-            f"is for {self.reason}. Try: correct it, or install what defines the op"
+            f"is for {self.reason}. Try: correct the name, or install the plugin that defines the "
+            "op"
         )
 
 
@@ -86,7 +86,7 @@ def strays(registry: Registry) -> list[Stray]:
         if kernel.op not in registry.ops:
             nearest = nearest_first(kernel.op, registry.ops)[:1]
             hint = f"; nearest: {nearest[0]!r}" if nearest else ""
-            reason = f"the op {kernel.op!r}, which nobody defines{hint}"
+            reason = f"the op {kernel.op!r}, which no installed plugin defines{hint}"
             result.append(Stray(plugin, kernel, reason))
     return result
 
@@ -146,7 +146,7 @@ def _judge(
     request = Request(kind, name, device.platform, device.capability)
     verdict = judge_requirements(replace(record, requires=requires), request, registry.runs)
     if verdict and not candidate.is_proven_on(device.capability.architecture):
-        return Verdict.accept("never measured on it")
+        return Verdict.accept("its author never ran it there")
     return verdict
 
 
@@ -171,59 +171,3 @@ class Row:
 
     choice: Choice
     prefixes: tuple[str, ...]
-
-
-def row_lines(row: Row, full: bool) -> list[str]:
-    """Return the text of one choice: the chosen candidate, the reason, and the refusals."""
-    choice = row.choice
-    first, *other_places = (prefix or "(model)" for prefix in row.prefixes)
-    if choice.request.kind == "platform":
-        lines = [str(choice.request)]  # a platform applies to all places
-    elif full and other_places:
-        lines = [f"{choice.request}, at", *(f"  {place}" for place in (first, *other_places))]
-    else:
-        suffix = f" and {len(other_places)} more" if other_places else ""
-        lines = [f"{choice.request}, at {first}{suffix}"]
-    lines.append(f"  -> {choice.chosen.name} ({choice.chosen.origin}): {choice.why}")
-    if choice.seconds:
-        lines.append(f"     measured: {', '.join(figures(choice))}")
-    lines += [f"     {line}" for line in reads(choice.chosen) if full]
-    lines += [f"     note: {note}" for note in choice.notes]
-    return [*lines, *refused_lines(choice.refusals, full, "     not ")]
-
-
-def refused_lines(refusals: Iterable[Refusal], full: bool, start: str) -> Iterator[str]:
-    """Yield a line for every refusal; ``full`` adds tracebacks."""
-    for refusal in refusals:
-        yield f"{start}{refusal}"
-        if full:
-            yield from (f"         {line}" for line in refusal.traceback.splitlines())
-
-
-def subject_lines(subject: Subject, full: bool) -> list[str]:
-    """Return the text of one subject: each candidate, and whether it fits the device."""
-    lines = [str(subject)]
-    for option in subject.options:
-        candidate = option.candidate
-        where = f" on {option.platform}" if option.platform else ""
-        summary = f"{candidate.name} ({candidate.origin}): score {candidate.score:g}{where}"
-        lines.append(f"  {summary}, {answer(option)}")
-        if full:
-            lines.append(f"      target: {getattr(candidate.record, 'target', '')}")
-            lines += [f"      needs {need}" for need in requirements(candidate)]
-            lines += [f"      {line}" for line in reads(candidate)]
-            if candidate.properties:
-                lines.append(f"      promises {', '.join(sorted(candidate.properties))}")
-    return lines
-
-
-def answer(option: Option) -> str:
-    """Say whether the device meets the requirements of a candidate."""
-    reason = f": {option.verdict.reason}" if option.verdict.reason else ""
-    return ("fits the device" if option.verdict else "refused") + reason
-
-
-def figures(choice: Choice) -> list[str]:
-    """Return the run times of the candidates as text, the fastest first."""
-    fastest_first = sorted(choice.seconds.items(), key=lambda item: (item[1], item[0]))
-    return [f"{name} {duration(seconds, digits=3)}" for name, seconds in fastest_first]

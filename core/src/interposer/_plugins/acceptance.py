@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -30,6 +31,9 @@ Judged = Kernel | LayerEntry | AttentionEntry | CommunicatorEntry
 """The records that declare a platform and requirements."""
 Runs = Callable[[str], Collection[str]]
 """Returns the platforms whose records run on the named one; an empty name means any."""
+# The reason that ``judge_requirements`` gives for a candidate of another platform.
+_OTHER_PLATFORM = "runs on {}, the request is for {}"
+_IS_OTHER_PLATFORM = re.compile(_OTHER_PLATFORM.format(r"(\S+)", r"\S+"))
 
 
 class Code:
@@ -83,7 +87,7 @@ class PluginCode(Code):
             self.plugin.name,
             self.plugin.source.origin,
             f"{target!r} cannot be loaded: {verdict.reason}",
-            f"mend or reinstall it, or disable it: {self.plugin.source.disabling}",
+            f"fix or reinstall it, or disable it: {self.plugin.source.disabling}",
             verdict.traceback,
         ) from cause
 
@@ -169,13 +173,19 @@ def judge_requirements(record: Judged, request: Request, runs: Runs) -> Verdict:
     """
     record_platform, request_platform = record.platform, request.platform
     if record_platform not in runs(request_platform):
-        return Verdict.refuse(f"runs on {record_platform}, the request is for {request_platform}")
+        return Verdict.refuse(_OTHER_PLATFORM.format(record_platform, request_platform))
     verdict = record.requires.judge(request)
     if verdict and record_platform not in ("", request_platform):
         return Verdict.accept(
             f"for {record_platform}, whose kernels {request_platform} runs by its own statement"
         )
     return verdict
+
+
+def platform_of_refusal(reason: str) -> str:
+    """Return the platform of a candidate that was refused for its platform, else ""."""
+    match = _IS_OTHER_PLATFORM.fullmatch(reason)
+    return match[1] if match else ""
 
 
 class _Acceptance:

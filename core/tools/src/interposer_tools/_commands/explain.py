@@ -25,7 +25,7 @@ from interposer_tools.options import (
 def explain(
     model: Annotated[
         Path | None,
-        typer.Argument(help="Model directory or name. Without it: all installed candidates."),
+        typer.Argument(help="Model directory or name. Without it: every op and layer."),
     ] = None,
     why: Annotated[
         str | None,
@@ -35,6 +35,9 @@ def explain(
             help="Explain one op, layer id, attention type, scheme or architecture in full.",
         ),
     ] = None,
+    all_candidates: Annotated[
+        bool, typer.Option("--all", help="List the refused candidates with the reasons, too.")
+    ] = False,
     on: Annotated[
         str | None,
         typer.Option(
@@ -50,7 +53,7 @@ def explain(
     locked: Locked = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the selected candidate for every part of a model, and why others were not selected."""
+    """Show the kernel, layer or backend that each part of a model would use, and the reason."""
     if on is not None and platform is not None:
         raise ConfigError("--on and --platform both choose the device. Try: only one of the two")
     import interposer
@@ -65,6 +68,8 @@ def explain(
         tensor_parallel if tensor_parallel > 1 else None,
         expert_parallel or None,
     )
+    if all_candidates:
+        explanation = explanation.all()
     if why is not None:
         explanation = explanation.why(why)
     print_facts(explanation, as_json, explanation_tables if why is None else None)
