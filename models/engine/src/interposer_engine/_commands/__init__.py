@@ -1,1 +1,1 @@
-"""The subcommands of ``interposer`` that run or rewrite a model."""
+"""The subcommands of ``interposer`` that run or rewrite a model, or manage downloaded ones."""

@@ -1,0 +1,162 @@
+"""Models in the cache of huggingface_hub: list, download and remove them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from interposer import Verdict
+from interposer.errors import CheckpointError, ConfigError, UnknownNameError
+from interposer_engine._checkpoint.files import HubModel, read_json, weight_files
+
+_COMMIT_DIGITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """One revision of a model in the cache.
+
+    Attributes:
+        name: ``namespace/name``.
+        commit: the full hash.
+        refs: the branches and tags that point to the commit.
+        num_bytes: size of the files; revisions can share files.
+        last_used: time of the last access to the model, in seconds since the epoch.
+        loads: whether the engine loads it, by the architecture and the files.
+    """
+
+    name: str
+    commit: str
+    refs: tuple[str, ...]
+    path: Path
+    num_bytes: int
+    last_used: float
+    loads: Verdict
+
+    @property
+    def revision(self) -> str:
+        """The branches and tags, or the beginning of the commit."""
+        return ", ".join(self.refs) or self.commit[:_COMMIT_DIGITS]
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """Revisions to remove from the cache.
+
+    Attributes:
+        models: the revisions.
+        freed_bytes: size of the files that no other revision needs.
+        execute: removes them.
+    """
+
+    models: tuple[CachedModel, ...]
+    freed_bytes: int
+    execute: Callable[[], None]
+
+
+def cached_models(architectures: Collection[str]) -> list[CachedModel]:
+    """Return every cached revision of every model, in the order of the last use.
+
+    Args:
+        architectures: the architectures that an installed family builds.
+    """
+    return sorted(
+        _cached_models(_scan(), architectures), key=lambda m: (m.last_used, m.name, m.commit)
+    )
+
+
+def pull(name: str) -> Path:
+    """Download the files of a model that loading it needs, and return the folder in the cache.
+
+    Raises:
+        ConfigError: ``name`` is no name on a hub.
+        CheckpointError: the model does not exist, needs permission, or cannot be downloaded.
+    """
+    model = _hub_model(name)
+    folder = model.description()
+    model.weights(folder, weight_files(folder))
+    return folder
+
+
+def removal(name: str) -> Removal:
+    """Return what removing a model removes: all its revisions, or the one after an ``@``.
+
+    Raises:
+        ConfigError: ``name`` is no name on a hub.
+        UnknownNameError: the cache has no such model or revision.
+    """
+    model, scanned = _hub_model(name), _scan()
+    cached = list(_cached_models(scanned, ()))
+    of_name = [m for m in cached if m.name == model.repository]
+    hint = "`interposer list` lists all cached models."
+    if not of_name:
+        raise UnknownNameError("cached model", model.repository, {m.name for m in cached}, hint)
+    chosen = [m for m in of_name if model.revision is None or _is_of(m, model.revision)]
+    if not chosen:
+        revisions = {r for m in of_name for r in (*m.refs, m.commit[:_COMMIT_DIGITS])}
+        where = f"of the cached model {model.repository!r}"
+        raise UnknownNameError("revision", str(model.revision), revisions, hint, where)
+    strategy = scanned.delete_revisions(*(m.commit for m in chosen))
+    return Removal(tuple(chosen), strategy.expected_freed_size, strategy.execute)
+
+
+def _scan() -> Any:
+    """Return huggingface_hub's description of the cache; an empty one without a cache."""
+    # Imported here: the import takes long.
+    from huggingface_hub import HFCacheInfo, constants, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        return scan_cache_dir(constants.HF_HUB_CACHE)
+    except CacheNotFound:
+        return HFCacheInfo(size_on_disk=0, repos=frozenset(), warnings=[])
+
+
+def _cached_models(scanned: Any, architectures: Collection[str]) -> Iterator[CachedModel]:
+    for repository in scanned.repos:
+        if repository.repo_type != "model":
+            continue
+        for revision in repository.revisions:
+            yield CachedModel(
+                repository.repo_id,
+                revision.commit_hash,
+                tuple(sorted(revision.refs)),
+                revision.snapshot_path,
+                revision.size_on_disk,
+                repository.last_accessed,
+                _judge(revision.snapshot_path, architectures),
+            )
+
+
+def _judge(folder: Path, architectures: Collection[str]) -> Verdict:
+    """Judge by the description of a model whether the engine loads it."""
+    if not (folder / "config.json").is_file():
+        is_adapter = (folder / "adapter_config.json").is_file()
+        return Verdict.refuse("a LoRA adapter" if is_adapter else "no config.json")
+    try:
+        named = read_json(folder / "config.json").get("architectures")
+        files = weight_files(folder)
+    except CheckpointError as error:
+        return Verdict.refuse(error.reason)
+    if not isinstance(named, list) or not named:
+        return Verdict.refuse("config.json names no architecture")
+    if not any(name in architectures for name in named):
+        return Verdict.refuse(f"no model family for {named[0]}")
+    if missing := [file for file in files if not (folder / file).is_file()]:
+        return Verdict.refuse(f"{len(missing)} of {len(files)} weight files are missing")
+    return Verdict.accept()
+
+
+def _is_of(model: CachedModel, revision: str) -> bool:
+    """Tell whether a revision is a branch or tag of ``model``, or begins its commit."""
+    return revision in model.refs or model.commit.startswith(revision)
+
+
+def _hub_model(name: str) -> HubModel:
+    model = HubModel.named(name)
+    if model is None:
+        fault = "is a path on this disk" if Path(name).exists() else "is no name on a hub"
+        raise ConfigError(f"{name!r} {fault}. Try: a name such as Qwen/Qwen3-0.6B")
+    return model
