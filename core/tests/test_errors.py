@@ -38,6 +38,17 @@ def test_unknown_name_lists_the_known_nearest_first() -> None:
     )
 
 
+def test_an_unknown_name_gets_three_suggestions_and_the_command_that_lists_all() -> None:
+    known = [f"norm_{number}" for number in range(9)]
+    error = UnknownNameError("op", "norm_x", known)
+    assert error.known == known
+    assert str(error) == (
+        "Unknown op 'norm_x'. Known, nearest first: 'norm_0', 'norm_1', 'norm_2', and 6 more: "
+        "`interposer ops` lists all."
+    )
+    assert str(UnknownNameError("field", "norm_x", known)).endswith("'norm_2', and 6 more.")
+
+
 def test_unknown_name_without_any_known() -> None:
     assert str(UnknownNameError("op", "x", [])) == "Unknown op 'x'. Known, nearest first: (none)."
 

@@ -165,7 +165,9 @@ def test_failed_plugins_are_among_the_reasons(installed: Install) -> None:
         current_platform()
     with pytest.raises(PlatformUnavailableError) as caught:
         current_platform(Config(platform="tpu"))
-    assert str(caught.value).startswith("No platform 'tpu'; known: absent.\n  accelerator (")
+    assert str(caught.value).startswith(
+        "No platform 'tpu'; known, nearest first: 'absent'.\n  accelerator ("
+    )
 
 
 @pytest.mark.parametrize("better", [Broken, Undecided])
@@ -255,7 +257,7 @@ def test_an_explicit_platform_is_neither_chosen_nor_probed_unless_named(
     assert type(placement.platform) is Host
     assert placement.choice.why == "the only one accepted"
     assert [str(r) for r in placement.choice.refusals] == [
-        "unasked (acme in code): is taken only where it is named: Config(platform='unasked')"
+        "unasked (acme in code): is used only if you name it: Config(platform='unasked')"
     ]
     with pytest.raises(PlatformUnavailableError, match="it was probed"):
         place(Config(platform="unasked"))

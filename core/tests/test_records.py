@@ -97,11 +97,11 @@ def test_a_score_must_be_a_number(make: Callable[..., Record], score: Any) -> No
         make(score=score)
 
 
-def test_unknown_properties_list_the_known() -> None:
+def test_an_unknown_property_is_named_with_the_nearest() -> None:
     with pytest.raises(RecordError) as caught:
         Kernel("linear", "fast", TARGET, properties=frozenset({"determinstic", "traceable"}))
     assert "['determinstic']" in str(caught.value)
-    assert "known: batch_invariant, deterministic, graph_safe" in str(caught.value)
+    assert "known, nearest first: 'deterministic', " in str(caught.value)
 
 
 def test_only_the_op_itself_is_the_reference() -> None:

@@ -149,7 +149,7 @@ def test_every_edit_of_a_lock_is_detected(data: st.DataObject) -> None:
         assert again == lock
     else:
         assert str(path) in complaint
-        assert "Try: write it from what is installed: interposer lock" in complaint
+        assert "Try: interposer lock, which writes it" in complaint
 
 
 def signed(**fields: object) -> str:
@@ -237,7 +237,8 @@ def test_every_difference_is_named_at_once(install: Install, tmp_path: Path) -> 
         "  acme-rebuilt 1.0 has other files than when it was locked",
         "  acme-released 1.0 was locked as editable and no longer is",
         "  acme-gone 1.0 is locked, but not installed",
-        "Try: install what is locked; reinstall it: pip install --force-reinstall acme-altered",
+        "Try: install the locked versions; reinstall it: "
+        "pip install --force-reinstall acme-altered",
     ]
 
 

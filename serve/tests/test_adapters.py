@@ -58,7 +58,7 @@ def test_an_adapter_is_requested_as_a_model(adapted: LanguageModel) -> None:
         ]
         assert server.ask("/v1/models/two").body == listed[2]
         refused = server.complete(model="three")
-        message = f"model is 'three'; allowed is '{NAME}' or 'one' or 'two'"
+        message = f"model is 'three'; allowed is 'one', 'two', '{NAME}'"
         assert (refused.status, refused.error["message"]) == (404, message)
         assert server.ask("/v1/models/three").status == 404
 

@@ -117,7 +117,7 @@ def test_a_healthy_installation_is_listed(cache: Path) -> None:
     assert facts["torch"]["version"] == torch.__version__
     interpreter, host = sorted(facts["platforms"], key=lambda platform: platform["score"])
     assert not interpreter["accepted"]
-    assert interpreter["reason"].startswith("is taken only where it is named")
+    assert interpreter["reason"].startswith("is used only if you name it")
     assert host == {
         "name": "host",
         "provider": "host",
@@ -384,8 +384,9 @@ def test_a_kernel_for_an_unknown_op_is_a_warning(
         health = doctor()
     assert health.healthy
     assert (
-        "Kernel 'double_fast' of fine in code is for the op 'duoble', which nobody defines; "
-        "nearest: 'double'. Try: correct it, or install what defines the op"
+        "Kernel 'double_fast' of fine in code is for the op 'duoble', which no installed plugin "
+        "defines; nearest: 'double'. Try: correct the name, or install the plugin that defines "
+        "the op"
     ) in health.warnings
 
 

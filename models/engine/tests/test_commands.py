@@ -230,7 +230,7 @@ def test_explain_plans_online_quantization(command: Command, llama: Path) -> Non
     code, out, err = command("explain", "--quantization", "fp8")
     assert (code, out) == (1, "")
     assert "quantization='fp8' is about a model, and none is given" in err
-    with pytest.raises(ConfigError, match="takes no quantization for what is built already"):
+    with pytest.raises(ConfigError, match="takes no quantization for a loaded model"):
         explain(lm, quantization="fp8")
 
 

@@ -15,6 +15,7 @@ from interposer.errors import (
     UnsupportedModelError,
     described,
     foreign_errors,
+    near_names,
 )
 from interposer.records import ModelEntry
 from interposer_models._decoder.settings import UNKNOWN_MEND
@@ -44,10 +45,10 @@ def choose_family(resolver: Resolver, config: Mapping[str, Any], source: object)
         # Another unknown name, for example one of the user's rules.
         if error.kind != "architecture":
             raise
-        supported_names = ", ".join(error.known) or "none"
+        near = near_names(architecture, error.known)
         raise UnsupportedModelError(
             source,
-            f"architecture {architecture!r} is not supported; supported are {supported_names}",
+            f"architecture {architecture!r} is not supported; supported are {near}",
             "interposer_engine.load or `interposer run`, which adapt the model of transformers, "
             f"or a plugin with a family for it{error.hint and f'. {error.hint}'}",
         ) from None

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from interposer.errors import InterposerError
+from interposer.errors import InterposerError, near_names
 
 _TYPES = {
     401: "authentication_error",
@@ -97,7 +97,7 @@ def check_model(name: str, names: Collection[str]) -> None:
     Raises: ApiError: no served model or adapter has the name.
     """
     if name not in names:
-        message = f"model is {name!r:.100}; allowed is {' or '.join(map(repr, names))}"
+        message = f"model is {name!r:.100}; allowed is {near_names(name, names)}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
 

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from interposer._contract.errors import RecordError, nearest_first
+from interposer._contract.errors import RecordError, near_names, nearest_first
 from interposer._contract.requires import Requires
 
 PROPERTIES = frozenset(
@@ -376,9 +376,9 @@ def _check(record: Record) -> None:
         raise RecordError(f"{record.name!r} has the score {score!r}, which is not a number")
     unknown = sorted(getattr(record, "properties", frozenset()) - PROPERTIES)
     if unknown:
-        known_properties = ", ".join(sorted(PROPERTIES))
         raise RecordError(
-            f"{record.name!r} has unknown properties {unknown}; known: {known_properties}"
+            f"{record.name!r} has unknown properties {unknown}; known, nearest first: "
+            f"{near_names(unknown[0], PROPERTIES)}"
         )
     if isinstance(record, DeviceEntry | TuningEntry):
         package, _, inside = record.resource.partition(":")

@@ -354,7 +354,7 @@ class Plugins:
         platforms: tuple[tuple[str, float], ...] = (),
     ) -> None:
         """Record ``source`` as failed, warn, and notify the observers."""
-        mend = mend or f"mend or uninstall it, or disable it: {source.disabling}"
+        mend = mend or f"fix or uninstall it, or disable it: {source.disabling}"
         if cause is not None:
             trace = traced(cause)
         self._file(source, PluginError(source.name, source.origin, reason, mend), trace, platforms)

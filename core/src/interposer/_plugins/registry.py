@@ -113,7 +113,7 @@ class Registry:
         """
         subjects = self.subjects(kind)
         if subject and subject not in subjects:
-            hint = "Is the plugin for it installed? `interposer doctor` says what is."
+            hint = "Is the plugin for it installed? `interposer doctor` lists the installed ones."
             if kind == "scheme" and (instead := self._recommended_methods(subject)):
                 hint = f"It is not read. Try: a checkpoint of the same model in {instead}"
             raise UnknownNameError(_SUBJECTS[kind], subject, subjects, self._hint(hint))
@@ -222,7 +222,7 @@ class Registry:
         """Append the failed plugins, one of which may provide the missing name."""
         failed = [f"  {f.name} ({f.distribution}): {f.error.reason}" for f in self.plugins.failed]
         if failed:
-            failed.insert(0, "Plugins that failed, one of which may be what is missing:")
+            failed.insert(0, "Plugins that failed, one of which may provide it:")
         return "\n".join([hint, *failed] if hint else failed)
 
 

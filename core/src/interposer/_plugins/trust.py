@@ -204,9 +204,9 @@ class _Problem:
 def _lock_error(head: str, problems: Iterable[_Problem]) -> LockError:
     mends = dict.fromkeys(problem.mend for problem in problems)
     # Suggest `interposer lock` only if no problem needs a remedy first.
-    default_mend = "install what is locked"
+    default_mend = "install the locked versions"
     if [*mends] == [""]:
-        default_mend += ", or lock what is installed: interposer lock"
+        default_mend += ", or lock the installed ones: interposer lock"
     lines = "\n  ".join([head, *(problem.line for problem in problems)])
     return LockError(f"{lines}\nTry: {'; '.join(mend or default_mend for mend in mends)}")
 
@@ -250,4 +250,4 @@ def _difference(distribution: Distribution, locked: LockedDistribution | None) -
 
 
 def _unusable(path: Path, reason: str) -> str:
-    return f"{path} {reason}.\nTry: write it from what is installed: interposer lock"
+    return f"{path} {reason}.\nTry: interposer lock, which writes it"

@@ -21,6 +21,7 @@ from interposer._contract.errors import (
     UnknownNameError,
     described,
     foreign_errors,
+    near_names,
     traced,
 )
 from interposer._contract.platform import Placement, Platform
@@ -61,7 +62,10 @@ def _place(registry: Registry, policy: Policy) -> Placement:
         omitted = registry.plugins.omissions()
         action = "pip install interposer-cpu"
         if failures or omitted:
-            action = f"mend what failed, allow what the configuration leaves out, or {action}"
+            action = (
+                "fix the plugins that failed, allow those that the configuration omits, or "
+                f"{action}"
+            )
         raise PlatformUnavailableError("platform", (*refusals, *failures, *omitted), action)
     requested = f"platform {policy.pin!r}"
     try:
@@ -70,14 +74,14 @@ def _place(registry: Registry, policy: Policy) -> Placement:
         if not failures:
             raise
         # The plugin that provides the platform may be among the plugins that failed.
-        what = f"{requested}; known: {', '.join(error.known)}"
-        raise PlatformUnavailableError(what, failures, "mend what failed") from error
+        what = f"{requested}; known, nearest first: {near_names(error.name, error.known)}"
+        raise PlatformUnavailableError(what, failures, "fix the plugins that failed") from error
     except NoCandidateError as error:
         raise PlatformUnavailableError(
             "usable platform" if policy.pin is None else f"{requested}, which was asked for",
             (*error.refusals, *failures),
             error.action
-            or "install a plugin for this machine; `interposer doctor` lists what is there",
+            or "install a plugin for this machine; `interposer doctor` lists the installed ones",
         ) from error
     placement = _open(registry, choice)
     if policy.pin is None:
@@ -90,7 +94,7 @@ def unless_explicit(candidate: Candidate, policy: Policy) -> Candidate:
     is_pinned = policy.pin in (candidate.name, candidate.qualified_name)
     if is_pinned or not _is_explicit(candidate):
         return candidate
-    reason = f"is taken only where it is named: Config(platform={candidate.name!r})"
+    reason = f"is used only if you name it: Config(platform={candidate.name!r})"
     return replace(candidate, judge=lambda _: Verdict.refuse(reason))
 
 
@@ -113,7 +117,7 @@ def _open(registry: Registry, choice: Choice) -> Placement:
         raise PlatformUnavailableError(
             f"device on platform {chosen.name!r}",
             [Refusal(chosen.name, chosen.origin, failure, traced(error))],
-            f"mend or reinstall {chosen.provider}, or ask for another with INTERPOSER_PLATFORM",
+            f"fix or reinstall {chosen.provider}, or choose another with INTERPOSER_PLATFORM",
         ) from error
     return Placement(platform, device, choice)
 
@@ -147,7 +151,7 @@ def _refuse_silent_fallback(
         raise PlatformUnavailableError(
             f"automatic platform: {chosen.name!r} would be a silent fallback, for others failed",
             failures,
-            f"mend what failed, or ask for it: INTERPOSER_PLATFORM={chosen.name}",
+            f"fix the plugins that failed, or choose it: INTERPOSER_PLATFORM={chosen.name}",
         )
 
 

@@ -23,7 +23,7 @@ from interposer._contract.errors import (
     ConfigError,
     NoCandidateError,
     UnknownNameError,
-    nearest_first,
+    near_names,
 )
 from interposer._contract.layer import BoundKernel, PluggableLayer, Site
 from interposer._contract.model import ModelFamily
@@ -285,10 +285,9 @@ class Resolver:
                         for requested_name, place in requested
                         if name in ("*", requested_name)
                     }
-                    nearest = ", ".join(nearest_first(glob, places)[:5]) or "(none)"
                     raise ConfigError(
                         f"The rule {key!r} matches no place where this model asks for {name!r}. "
-                        f"Places, nearest first: {nearest}"
+                        f"Places, nearest first: {near_names(glob, places)}"
                     )
 
     def _choose(
@@ -362,9 +361,11 @@ class Resolver:
                 if not failures:
                     raise
                 # The plugin that provides the name may be among the plugins that failed.
-                known_names = ", ".join(error.known)
-                what = f"{request.kind} {error.name!r} for {request}; known: {known_names}"
-                raise NoCandidateError(what, failures, "mend what failed") from error
+                what = (
+                    f"{request.kind} {error.name!r} for {request}; known, nearest first: "
+                    f"{near_names(error.name, error.known)}"
+                )
+                raise NoCandidateError(what, failures, "fix the plugins that failed") from error
         except NoCandidateError as error:
             plugins.observe("interposer_refused", error=error)
             raise

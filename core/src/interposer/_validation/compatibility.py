@@ -171,7 +171,7 @@ def register_hooks(manager: pluggy.PluginManager, plugin: Any, name: str) -> lis
         elif label in _KNOWN:
             faults.append(f"{label} is not marked with @hookimpl, so that it is never called")
     if not (has_hooks or faults):
-        faults = [f"it has no hook; hooks are {', '.join(_KNOWN)}"]
+        faults = ["it has no hook, such as interposer_records; `interposer.hookspecs` has all"]
     if not faults:
         try:
             manager.register(plugin, name=name)

@@ -10,14 +10,12 @@ from types import FunctionType
 from typing import Any, Literal
 
 from interposer import Device, Registry
-from interposer.errors import UnknownNameError, nearest_first
+from interposer.errors import UnknownNameError
 from interposer.records import DeviceEntry, TuningEntry
 from interposer_testing._checks.fault import Fault
 from interposer_testing._trials.conformance import conformance
 from interposer_testing._trials.host import find_host, host_trials
 from interposer_testing._trials.trial import Trial
-
-_MAX_LABELS = 12
 
 Progress = Callable[[int, str], None]
 """Called before each trial with the number of finished trials and the name of the next one."""
@@ -113,12 +111,9 @@ def trials(registry: Registry, device: Device, scope: Scope) -> Iterator[Trial]:
         if scope.case in ("", trial.label):
             yield trial
     if scope.case and scope.case not in labels:
-        nearest, where = nearest_first(scope.case, labels), f"of {scope.op or scope.distribution}"
-        num_omitted = len(nearest) - _MAX_LABELS
-        hint = (
-            f"There are {num_omitted} more; a report lists failed ones." if num_omitted > 0 else ""
-        )
-        raise UnknownNameError("case", scope.case, nearest[:_MAX_LABELS], hint, where)
+        where = f"of {scope.op or scope.distribution}"
+        hint = "A report shows the labels of the cases that failed."
+        raise UnknownNameError("case", scope.case, labels, hint, where)
 
 
 def outcome_of(trial: Trial) -> Outcome:

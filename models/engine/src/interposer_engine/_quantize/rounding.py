@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from interposer.errors import CheckpointError, ConfigError, UnknownNameError, nearest_first
+from interposer.errors import CheckpointError, ConfigError, UnknownNameError
 from interposer_engine._plan import Plan
 from interposer_engine._quantize.calibration import CalibratedBlocks, decoder_of
 from interposer_engine._quantize.files import (
@@ -33,7 +33,6 @@ from interposer_quantization.writing import (
 )
 
 _REGEX = "re:"
-_MAX_SUGGESTIONS = 8
 _GROUP_SIZES = (128, 64, 32, 16)
 
 
@@ -177,8 +176,7 @@ def _raise_unmatched(pattern: str, layers: Sequence[Layer]) -> None:
         )
     is_part_of_name = any(pattern in name for name in names)
     hint = f"Try: --ignore 're:.*{re.escape(pattern)}'" if is_part_of_name else ""
-    suggestions = nearest_first(pattern, names)[:_MAX_SUGGESTIONS]
-    raise UnknownNameError("layer", pattern, suggestions, hint, "in --ignore")
+    raise UnknownNameError("layer", pattern, names, hint, "in --ignore")
 
 
 Progress = Callable[[str, int, int], None]
