@@ -132,7 +132,7 @@ def _placeholder(points: list[importlib_metadata.EntryPoint]) -> Callable[[], No
     def command() -> None:
         raise AssertionError("a requested command is imported, so this one never runs")
 
-    command.__doc__ = f"(of {' and of '.join(sorted(map(_provider, points)))})"
+    command.__doc__ = f"(a command of {' and of '.join(sorted(map(_provider, points)))})"
     return command
 
 

@@ -25,23 +25,25 @@ from interposer_tools.options import (
 def explain(
     model: Annotated[
         Path | None,
-        typer.Argument(help="Model directory or name. Without it: every op and layer."),
+        typer.Argument(metavar="MODEL", help="Model directory or name; without it, all ops."),
     ] = None,
     why: Annotated[
         str | None,
         typer.Option(
             "--why",
-            metavar="OP",
-            help="Explain one op, layer id, attention type, scheme or architecture in full.",
+            metavar="NAME",
+            help="Show one op, layer id, attention type, scheme or architecture in full.",
         ),
     ] = None,
     all_candidates: Annotated[
-        bool, typer.Option("--all", help="List the refused candidates with the reasons, too.")
+        bool, typer.Option("--all", help="List also the candidates that are not used, and why.")
     ] = False,
     on: Annotated[
         str | None,
         typer.Option(
-            "--on", metavar="NAME_OR_FILE", help="Explain for this described device instead."
+            "--on",
+            metavar="NAME_OR_FILE",
+            help="Explain for a described device, such as h100, instead of this machine.",
         ),
     ] = None,
     dtype: Dtype = "auto",

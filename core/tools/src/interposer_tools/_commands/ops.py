@@ -13,7 +13,7 @@ from interposer_tools.options import AsJson
 def ops(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[OP]...", help="Ops to list. A single op is shown in full."),
+        typer.Argument(metavar="OP", help="Ops to list. A single op is shown in full."),
     ] = None,
     provider: Annotated[
         str | None,

@@ -33,22 +33,30 @@ if TYPE_CHECKING:
 def tune(
     model_dir: Annotated[
         Path | None,
-        typer.Argument(help="Model directory or name. Without it, nothing is measured."),
+        typer.Argument(
+            metavar="MODEL", help="Model directory or name. Without it, nothing is measured."
+        ),
     ] = None,
     tokens: Annotated[
-        str, typer.Option(help="Tokens per step to measure, separated by commas.")
+        str,
+        typer.Option(
+            metavar="N,N", help="Numbers of tokens per step to measure, separated by commas."
+        ),
     ] = "1,16,256",
-    repeats: Annotated[int, typer.Option(help="Timed runs per median.")] = 15,
+    repeats: Annotated[int, typer.Option(metavar="N", help="Timed runs per median.")] = 15,
     dtype: Dtype = "auto",
     platform: PlatformName = None,
     locked: Locked = False,
     import_file: Annotated[
-        Path | None, typer.Option("--import", help="Import the measurements in FILE.")
+        Path | None,
+        typer.Option("--import", metavar="FILE", help="Import the measurements in FILE."),
     ] = None,
     export_file: Annotated[
         Path | None,
         typer.Option(
-            "--export", help="Write the new measurements to FILE; without a model, all stored ones."
+            "--export",
+            metavar="FILE",
+            help="Write the new measurements to FILE; without a model, all stored ones.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -59,7 +67,7 @@ def tune(
     """
     if model_dir is None and import_file is None and export_file is None:
         raise ConfigError(
-            "There is nothing to do. Try: interposer tune MODEL_DIR, or --import or --export FILE"
+            "There is nothing to do. Try: interposer tune MODEL, or --import or --export FILE"
         )
     counts = _numbers(tokens)
     # Check the export first: the measurement can take minutes.

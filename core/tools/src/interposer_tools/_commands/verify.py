@@ -25,7 +25,7 @@ def verify(
             metavar="DIST", help="Distribution to verify; with --merge, JSON report files."
         ),
     ],
-    op: Annotated[str, typer.Option(help="Verify only records for this op.")] = "",
+    op: Annotated[str, typer.Option(metavar="OP", help="Verify only records for OP.")] = "",
     platform: Annotated[str, typer.Option(metavar="NAME", help="Platform to run on.")] = "",
     case: Annotated[
         str, typer.Option(metavar="LABEL", help="Run only the test case with this label.")
@@ -33,7 +33,7 @@ def verify(
     quick: Annotated[
         bool,
         typer.Option(
-            "--quick", help="Few cases per op that still cover every value of every axis."
+            "--quick", help="Run few cases per op, which still cover every value of every axis."
         ),
     ] = False,
     seed: Annotated[int, typer.Option(help="Random seed of the test cases.")] = 0,
@@ -43,11 +43,13 @@ def verify(
     ] = False,
     jobs: Annotated[
         int | None,
-        typer.Option("--jobs", "-j", metavar="N", help="Like --isolate, in N processes."),
+        typer.Option(
+            "--jobs", "-j", metavar="N", help="Run in N child processes; implies --isolate."
+        ),
     ] = None,
     host: Annotated[
         str,
-        typer.Option(metavar="NAME", help="Test kernels inside this engine's layers."),
+        typer.Option(metavar="NAME", help="Test kernels inside the layers of this engine."),
     ] = "",
     merge: Annotated[
         bool, typer.Option("--merge", help="Run nothing; combine the reports of several devices.")
