@@ -15,6 +15,7 @@ from interposer.errors import (
     UnsupportedModelError,
     described,
     foreign_errors,
+    near_names,
 )
 from interposer_adapt._api import adapt, add_note
 from interposer_adapt._language_model import language_model
@@ -142,7 +143,7 @@ def _decoder_class(architecture: str, source: object, families: Iterable[str]) -
     model_class = getattr(transformers, architecture, None)
     reason = (
         f"architecture {architecture!r} is not supported: transformers {transformers.__version__} "
-        f"has no such model, and families are installed for {', '.join(families)}"
+        f"has no such model, and families are installed for {near_names(architecture, families)}"
     )
     suggestion = "a later transformers, or a plugin with a family for it"
     if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):

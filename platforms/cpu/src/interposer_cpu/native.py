@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 
 from interposer import Capability, Request, Verdict
-from interposer.errors import ConfigError, nearest_first
+from interposer.errors import ConfigError, near_names
 from interposer_cpu._features import architecture
 
 __all__ = [
@@ -165,8 +165,8 @@ def force_level(name: str | None) -> None:
     """
     number = 0 if name is None else {v: k for k, v in LEVELS.items()}.get(name, -1)
     if not library().force_level(number):
-        supported = ", ".join(nearest_first(str(name), levels()))
-        raise ConfigError(f"there is no level {name!r} here. This processor has: {supported}")
+        near = near_names(str(name), levels())
+        raise ConfigError(f"there is no level {name!r} here. Those of this processor: {near}")
 
 
 def judge(request: Request) -> Verdict:

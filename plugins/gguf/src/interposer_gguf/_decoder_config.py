@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from interposer.errors import CheckpointError, UnsupportedModelError, nearest_first
+from interposer.errors import CheckpointError, UnsupportedModelError, near_names
 from interposer_gguf._architecture import Architecture
 from interposer_gguf._architectures import ARCHITECTURES, architecture_of
 from interposer_gguf._file_format import GGUFFile
@@ -28,9 +28,9 @@ def decoder_config(file: GGUFFile, metadata: MetadataReader) -> dict[str, Any]:
     """
     name = metadata.architecture
     if name not in ARCHITECTURES:
-        supported = ", ".join(nearest_first(name, ARCHITECTURES))
+        near = near_names(name, ARCHITECTURES)
         raise UnsupportedModelError(
-            file.path, f"has the architecture {name[:100]!r}; supported are {supported}"
+            file.path, f"has the architecture {name[:100]!r}; supported are {near}"
         )
     architecture = architecture_of(metadata)
     # Some dense architectures have MoE variants under the same name.
