@@ -78,7 +78,7 @@ def test_an_explanation_is_shown(site: Site) -> None:
         "kernels.negate@layers.2",
         "kernel 'negate' [float32 host size=4]",
         "highest score (20)",
-        "negate_wide: needs avx512, which the device lacks",
+        "negate_wide (acme in code): needs avx512, which the device lacks",
     ):
         assert words in text
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from interposer import Verdict
 from interposer.errors import CheckpointError, ConfigError, UnknownNameError
 from interposer_engine._checkpoint.files import HubModel, read_json, weight_files
+
+if TYPE_CHECKING:
+    from huggingface_hub import HFCacheInfo
 
 _COMMIT_DIGITS = 8
 
@@ -91,7 +94,7 @@ def removal(name: str) -> Removal:
     cached = list(_cached_models(scanned, ()))
     of_name = [m for m in cached if m.name == model.repository]
     hint = "`interposer list` lists all cached models."
-    if not of_name:
+    if scanned is None or not of_name:
         raise UnknownNameError("cached model", model.repository, {m.name for m in cached}, hint)
     chosen = [m for m in of_name if model.revision is None or _is_of(m, model.revision)]
     if not chosen:
@@ -102,20 +105,22 @@ def removal(name: str) -> Removal:
     return Removal(tuple(chosen), strategy.expected_freed_size, strategy.execute)
 
 
-def _scan() -> Any:
-    """Return huggingface_hub's description of the cache; an empty one without a cache."""
+def _scan() -> HFCacheInfo | None:
+    """Return huggingface_hub's description of the cache, or None if there is no cache yet."""
     # Imported here: the import takes long.
-    from huggingface_hub import HFCacheInfo, constants, scan_cache_dir
+    from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
         return scan_cache_dir(constants.HF_HUB_CACHE)
     except CacheNotFound:
-        return HFCacheInfo(size_on_disk=0, repos=frozenset(), warnings=[])
+        return None
 
 
-def _cached_models(scanned: Any, architectures: Collection[str]) -> Iterator[CachedModel]:
-    for repository in scanned.repos:
+def _cached_models(
+    scanned: HFCacheInfo | None, architectures: Collection[str]
+) -> Iterator[CachedModel]:
+    for repository in () if scanned is None else scanned.repos:
         if repository.repo_type != "model":
             continue
         for revision in repository.revisions:
