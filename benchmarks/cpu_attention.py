@@ -148,7 +148,7 @@ def attention_call(
     if not spec.is_quantized:
         return lambda: backend.forward(*given, next(turn), plan)
     scales = backend.prepare_scales(*torch.full((2, 1), 1 / deviation).unbind())
-    return lambda: backend.forward_quantized(*given, next(turn), plan, scales)
+    return lambda: backend.forward(*given, next(turn), plan, scales=scales)
 
 
 def _batch(num_seqs: int, query_tokens: int, context: int) -> AttentionBatch:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from interposer import (
+    AttentionBackend,
     AttentionEntry,
     AttentionSpec,
     Capability,
@@ -300,8 +301,9 @@ def test_a_family_with_a_missing_target_is_refused(registered: Callable[..., Reg
         resolver.choose_model("Germ", {}, "config.json")
 
 
-class Backend:
+class Backend(AttentionBackend):
     built = 0
+    kv_layout = plan = forward = lambda self, *_: None  # type: ignore[assignment]
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         type(self).built += 1

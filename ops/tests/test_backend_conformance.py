@@ -36,29 +36,33 @@ class HeadsFirst(PagedBackend):
         return KVCacheLayout(page_shape, 0, (1, 2, 3, 0, 4), spec.cache_dtype)
 
     def forward(
-        self, query: Any, key: Any, value: Any, cache: torch.Tensor, plan: AttentionBatch
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        cache: torch.Tensor,
+        plan: AttentionBatch,
+        **options: Any,
     ) -> torch.Tensor:
-        return super().forward(query, key, value, cache.permute(1, 0, 3, 2, 4), plan)
+        return super().forward(query, key, value, cache.permute(1, 0, 3, 2, 4), plan, **options)
 
 
 class Filling(PagedBackend):
     """Right: writes its result to memory that it is given."""
 
-    takes_out = True
-
-    def forward(self, *step: Any, out: torch.Tensor | None = None) -> torch.Tensor:
-        result = super().forward(*step)
+    def forward(self, *step: Any, out: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+        result = super().forward(*step, **options)
         return result if out is None else out.copy_(result)
 
 
 class LeavingOut(Filling):
-    def forward(self, *step: Any, out: torch.Tensor | None = None) -> torch.Tensor:
-        return super().forward(*step)
+    def forward(self, *step: Any, out: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+        return super().forward(*step, **options)
 
 
 class FillingHalf(Filling):
-    def forward(self, *step: Any, out: torch.Tensor | None = None) -> torch.Tensor:
-        result = super().forward(*step)
+    def forward(self, *step: Any, out: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+        result = super().forward(*step, **options)
         if out is None:
             return result
         out[..., ::2] = result[..., ::2]
@@ -99,9 +103,15 @@ class WritingToTheNeighbour(PagedBackend):
 
 class ForgettingEarlierSteps(PagedBackend):
     def forward(
-        self, query: Any, key: Any, value: Any, cache: torch.Tensor, plan: AttentionBatch
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        cache: torch.Tensor,
+        plan: AttentionBatch,
+        **options: Any,
     ) -> torch.Tensor:
-        return super().forward(query, key, value, torch.zeros_like(cache), plan)
+        return super().forward(query, key, value, torch.zeros_like(cache), plan, **options)
 
 
 class SpendingItsPlan(PagedBackend):
@@ -109,44 +119,70 @@ class SpendingItsPlan(PagedBackend):
         return [batch]
 
     def forward(
-        self, query: Any, key: Any, value: Any, cache: torch.Tensor, plan: Any
+        self, query: Any, key: Any, value: Any, cache: torch.Tensor, plan: Any, **options: Any
     ) -> torch.Tensor:
         batch = plan.pop() if plan else None
-        return query if batch is None else super().forward(query, key, value, cache, batch)
+        return (
+            query if batch is None else super().forward(query, key, value, cache, batch, **options)
+        )
 
 
 class ScalingTheQueryInPlace(PagedBackend):
     def forward(
-        self, query: Any, key: Any, value: Any, cache: torch.Tensor, plan: AttentionBatch
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        cache: torch.Tensor,
+        plan: AttentionBatch,
+        **options: Any,
     ) -> torch.Tensor:
-        out = super().forward(query, key, value, cache, plan)
+        out = super().forward(query, key, value, cache, plan, **options)
         query.mul_(self.spec.scale)
         return out
 
 
 class ReturningFloat32(PagedBackend):
     def forward(
-        self, query: Any, key: Any, value: Any, cache: torch.Tensor, plan: AttentionBatch
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        cache: torch.Tensor,
+        plan: AttentionBatch,
+        **options: Any,
     ) -> torch.Tensor:
-        return super().forward(query, key, value, cache, plan).float()
+        return super().forward(query, key, value, cache, plan, **options).float()
 
 
 class FlatteningHeads(PagedBackend):
     def forward(
-        self, query: Any, key: Any, value: Any, cache: torch.Tensor, plan: AttentionBatch
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        cache: torch.Tensor,
+        plan: AttentionBatch,
+        **options: Any,
     ) -> torch.Tensor:
-        return super().forward(query, key, value, cache, plan).flatten(1)
+        return super().forward(query, key, value, cache, plan, **options).flatten(1)
 
 
 class MixingHeads(PagedBackend):
     """Query heads take turns over the kv heads, instead of standing in groups."""
 
     def forward(
-        self, query: Any, key: Any, value: Any, cache: torch.Tensor, plan: AttentionBatch
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        cache: torch.Tensor,
+        plan: AttentionBatch,
+        **options: Any,
     ) -> torch.Tensor:
         kv_heads = self.spec.num_kv_heads
         order = torch.arange(query.shape[1]).view(-1, kv_heads).T.flatten()
-        out = super().forward(query[:, order], key, value, cache, plan)
+        out = super().forward(query[:, order], key, value, cache, plan, **options)
         return out[:, order.argsort()]
 
 
@@ -217,26 +253,17 @@ def test_few_specs_have_every_value_of_all() -> None:
 
 
 class WithoutSinks(PagedBackend):
-    def forward_with_sinks(self, *arguments: Any) -> torch.Tensor:
-        return self.forward(*arguments[:-1])
+    def forward(self, *step: Any, sinks: Any = None, **options: Any) -> torch.Tensor:
+        return super().forward(*step, **options)
 
 
 class SharingTheFirstSink(PagedBackend):
-    def forward_with_sinks(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: AttentionBatch,
-        sinks: torch.Tensor,
-    ) -> torch.Tensor:
-        shared = sinks[:1].expand_as(sinks)
-        return super().forward_with_sinks(query, key, value, cache, plan, shared)
+    def forward(self, *step: Any, sinks: Any = None, **options: Any) -> torch.Tensor:
+        return super().forward(*step, sinks=sinks[:1].expand_as(sinks), **options)
 
 
-class PromisingSinks(AttentionBackend):
-    """Wrong: accepts them, but overrides nothing for them."""
+class PromisingMuch(AttentionBackend):
+    """Wrong: accepts specs whose keywords its ``forward`` does not take."""
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Any) -> Any:
@@ -248,8 +275,8 @@ class PromisingSinks(AttentionBackend):
     def plan(self, batch: AttentionBatch) -> AttentionBatch:
         return batch
 
-    def forward(self, *arguments: Any) -> torch.Tensor:
-        return arguments[0]  # type: ignore[no-any-return]
+    def forward(self, *step: Any) -> torch.Tensor:
+        return step[0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -311,10 +338,19 @@ def test_slopes_are_checked(make_site: Callable[..., Site]) -> None:
     assert "value" in {fault.check for fault in check_attention(UsualSlopes, spec, site)}
 
 
-def test_accepting_sinks_without_a_forward_method_fails(make_site: Callable[..., Site]) -> None:
-    spec, site = spec_of(torch.float32, "full", "sinks"), make_site("attention", torch.float32)
-    with pytest.raises(MissingMemberError, match="PromisingSinks accepted a spec with sinks"):
-        check_attention(PromisingSinks, spec, site)
+@pytest.mark.parametrize(
+    ("extra", "keyword"),
+    [("sinks", "sinks"), ("e4m3", "scales"), ("shared", "stored"), ("source", "stored")],
+)
+def test_accepting_a_spec_without_its_keyword_fails(
+    extra: str, keyword: str, make_site: Callable[..., Site]
+) -> None:
+    spec, site = spec_of(torch.float32, "full", extra), make_site("attention", torch.float32)
+    message = f"PromisingMuch accepted a spec with .*, but its forward takes no '{keyword}'"
+    with pytest.raises(MissingMemberError, match=message):
+        check_attention(PromisingMuch, spec, site)
+    assert PagedBackend.takes(keyword)
+    assert not PromisingMuch.takes(keyword)
 
 
 def test_memory_for_the_output_is_checked(make_site: Callable[..., Site]) -> None:
@@ -325,28 +361,31 @@ def test_memory_for_the_output_is_checked(make_site: Callable[..., Site]) -> Non
 
 
 class WritingQueries(PagedBackend):
-    """Wrong: stores something where it is to read alone, though what it returns is right."""
+    """Wrong: writes the cache while it reads stored keys, though its result is right."""
 
-    def forward_stored(self, query: Any, cache: Any, plan: Any, *rest: Any) -> torch.Tensor:
-        out = super().forward_stored(query, cache, plan, *rest)
-        cache.flatten(1, 2)[0, plan.slots] += 1
+    def forward(self, *step: Any, stored: bool = False, **options: Any) -> torch.Tensor:
+        out = super().forward(*step, stored=stored, **options)
+        if stored:
+            cache, plan = step[3:]
+            cache.flatten(1, 2)[0, plan.slots] += 1
         return out
 
 
 class AttendingBeforeTheStep(PagedBackend):
-    def forward_stored(self, query: Any, cache: Any, plan: Any, *rest: Any) -> torch.Tensor:
-        earlier = replace(plan, seq_lens=(plan.seq_lens - 1).clamp(min=1))
-        return super().forward_stored(query, cache, earlier, *rest)
+    def forward(self, *step: Any, stored: bool = False, **options: Any) -> torch.Tensor:
+        if stored:
+            *tensors, plan = step
+            earlier = replace(plan, seq_lens=(plan.seq_lens - 1).clamp(min=1))
+            step = (*tensors, earlier)
+        return super().forward(*step, stored=stored, **options)
 
 
 @pytest.mark.parametrize("extra", ["shared", "int8 with sinks, shared"])
-def test_forward_stored_is_checked(extra: str, make_site: Callable[..., Site]) -> None:
+def test_stored_keys_are_checked(extra: str, make_site: Callable[..., Site]) -> None:
     spec, site = spec_of(torch.float32, "window", extra), make_site("attention", torch.float32)
     assert check_attention(PagedBackend, spec, site) == []
     for wrong, check in ((WritingQueries, "mutation"), (AttendingBeforeTheStep, "value")):
         assert check in {fault.check for fault in check_attention(wrong, spec, site)}
-    with pytest.raises(MissingMemberError, match="accepted a spec with a shared cache"):
-        AttentionBackend.forward_stored(PagedBackend(spec, site), *[None] * 3)  # type: ignore[arg-type]
 
 
 class SeeingWhatCameBefore(PagedBackend):
@@ -363,8 +402,9 @@ class SeeingItsFirstPage(PagedBackend):
 
 
 class ForgettingToWrite(PagedBackend):
-    def forward(self, query: Any, key: Any, value: Any, cache: Any, plan: Any) -> torch.Tensor:
-        return query if not len(query) else super().forward(query, key, value, cache, plan)
+    def forward(self, *step: Any, **options: Any) -> torch.Tensor:
+        query: torch.Tensor = step[0]
+        return super().forward(*step, **options) if len(query) else query
 
 
 @pytest.mark.parametrize("mask", ["full", "softcap"])
@@ -428,13 +468,8 @@ class StoringPrecisely(PagedBackend):
     def prepare_scales(self, key_scale: torch.Tensor, value_scale: torch.Tensor) -> Any:
         return None
 
-    def forward_quantized(self, *arguments: Any) -> torch.Tensor:
-        return self.forward(*arguments[:-1])
-
-
-class PromisingTooMuch(AttentionBackend):
-    accepts = PagedBackend.accepts
-    kv_layout, plan, forward = PagedBackend.kv_layout, PagedBackend.plan, PagedBackend.forward
+    def forward(self, *step: Any, scales: Any = None, **options: Any) -> torch.Tensor:
+        return super().forward(*step, **options)
 
 
 CACHES = ("e4m3", "e4m3 per head", "e5m2")
@@ -473,22 +508,14 @@ def test_wrong_quantized_caches_fail(
     assert "value" in {fault.check for fault in check_attention(backend, spec, site)}
 
 
-def test_a_backend_that_accepts_a_quantized_cache_must_serve_it(
-    make_site: Callable[..., Site],
-) -> None:
-    spec = spec_of(torch.float32, "full", "e4m3")
-    with pytest.raises(MissingMemberError, match="accepted a cache"):
-        check_attention(PromisingTooMuch, spec, make_site("attention", torch.float32))
-
-
 class Unsettled(PagedBackend):
     """Wrong: what it returns depends on how often it was called."""
 
     calls = 0
 
-    def forward(self, *arguments: Any) -> torch.Tensor:
+    def forward(self, *step: Any, **options: Any) -> torch.Tensor:
         Unsettled.calls += 1
-        output = super().forward(*arguments)
+        output = super().forward(*step, **options)
         return output * (1 + 1e-6 * Unsettled.calls)
 
 
@@ -496,7 +523,13 @@ class OneByOne(PagedBackend):
     """Right in both respects: each sequence goes through the reference by itself."""
 
     def forward(
-        self, query: Any, key: Any, value: Any, cache: torch.Tensor, plan: AttentionBatch
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        cache: torch.Tensor,
+        plan: AttentionBatch,
+        **options: Any,
     ) -> torch.Tensor:
         outputs = []
         bounds = plan.query_starts.tolist()
@@ -511,16 +544,18 @@ class OneByOne(PagedBackend):
                 max_query_tokens=end - start,
                 max_seq_tokens=length,
             )
-            outputs.append(super().forward(query[rows], key[rows], value[rows], cache, part))
+            outputs.append(
+                super().forward(query[rows], key[rows], value[rows], cache, part, **options)
+            )
         return torch.cat(outputs)
 
 
 class ScaledByBatch(OneByOne):
     """Wrong: a bit more with every sequence of the batch."""
 
-    def forward(self, *arguments: Any) -> torch.Tensor:
-        batch: AttentionBatch = arguments[-1]
-        return super().forward(*arguments) * (1 + 1e-6 * len(batch.seq_lens))
+    def forward(self, *step: Any, **options: Any) -> torch.Tensor:
+        batch: AttentionBatch = step[-1]
+        return super().forward(*step, **options) * (1 + 1e-6 * len(batch.seq_lens))
 
 
 def test_declared_properties_of_backends_are_checked(make_site: Callable[..., Site]) -> None:

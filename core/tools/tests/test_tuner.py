@@ -217,16 +217,12 @@ class Paged(AttentionBackend):
         value: torch.Tensor,
         cache: torch.Tensor,
         plan: AttentionBatch,
+        *,
+        stored: bool = False,
     ) -> torch.Tensor:
+        assert stored == (self.spec.type == "encoder_decoder")
         assert not cache.isnan().any()
         assert int(plan.slots.max()) < cache.shape[1] * self.spec.page_size
-        TIMER.advance(self.seconds)
-        return query
-
-    def forward_stored(
-        self, query: torch.Tensor, cache: torch.Tensor, plan: AttentionBatch, *rest: Any
-    ) -> torch.Tensor:
-        assert self.spec.type == "encoder_decoder"
         TIMER.advance(self.seconds)
         return query
 

@@ -132,7 +132,7 @@ class CrossAttention(PluggableLayer):
     def forward(self, x: Tensor, cache: Any, plan: Any, rows: Tensor | None) -> Tensor:
         """Compute the output projection ``[T, H]``, or ``[rows, H]`` of the tokens in ``rows``."""
         query = self.q_proj(x).unflatten(-1, (-1, self.head_size))
-        mixed = self.attn.backend.forward_stored(query, cache, plan)
+        mixed = self.attn.read(query, cache, plan)
         if rows is not None:
             mixed = mixed[rows]
         return self.o_proj(mixed.flatten(1))  # type: ignore[no-any-return]

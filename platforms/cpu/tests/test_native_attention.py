@@ -134,7 +134,7 @@ def rounded_step(attention_spec: AttentionSpec, length: int) -> tuple[torch.Tens
         batch = paged_batch(table, [start], [count], attention_spec.page_size)
         new = slice(start, start + count)
         plan, prepared = backend.plan(batch), backend.prepare_scales(*scales)
-        actual = backend.forward_quantized(query[new], key[new], value[new], cache, plan, prepared)
+        actual = backend.forward(query[new], key[new], value[new], cache, plan, scales=prepared)
     codes = ((x.float() / s).round() for x, s in zip((key, value), scales, strict=True))
     keys, values = (c.double() * s.double() for c, s in zip(codes, scales, strict=True))
     group = attention_spec.num_heads // attention_spec.num_kv_heads

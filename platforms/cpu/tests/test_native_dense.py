@@ -275,11 +275,11 @@ def test_the_compiled_rows_backend_calls_the_registered_op() -> None:
         attention_spec, 12, torch.Generator().manual_seed(0), fused=True
     )
     scales = backend.prepare_scales(torch.tensor([0.01]), torch.tensor([0.02]))
-    compiled = torch.compile(backend.forward_quantized, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(backend.forward, backend="aot_eager", fullgraph=True)
     results = []
-    for attend in (backend.forward_quantized, compiled):
+    for attend in (backend.forward, compiled):
         (cache,) = backend.kv_layout().allocate(1, 3, "cpu")
-        results.append(attend(query, key, value, cache, plan, scales))
+        results.append(attend(query, key, value, cache, plan, scales=scales))
     assert torch.equal(*results)
 
 

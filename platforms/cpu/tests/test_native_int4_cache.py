@@ -73,11 +73,10 @@ def outputs(
     for count in counts:
         plan = backend.plan(paged_batch([pages], [start], [count], PAGE))
         query, key, value = (x[start : start + count] for x in tensors)
+        options = {}
         if attention_spec.is_quantized:
-            prepared = backend.prepare_scales(*scales)
-            actual.append(backend.forward_quantized(query, key, value, cache, plan, prepared))
-        else:
-            actual.append(backend.forward(query, key, value, cache, plan))
+            options["scales"] = backend.prepare_scales(*scales)
+        actual.append(backend.forward(query, key, value, cache, plan, **options))
         start += count
     return torch.cat(actual)
 

@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from interposer._contract.capability import Capability
 from interposer._contract.errors import MissingMemberError, RecordError
+from interposer._contract.former_attention import adapt_former_methods
 from interposer._contract.layer import Site
 from interposer._contract.request import AttentionType
 from interposer._contract.verdict import Verdict
@@ -30,7 +32,7 @@ class AttentionSpec:
     Attributes:
         type: with ``encoder_decoder`` a query attends to all tokens of the encoder input.
             ``forward`` writes the keys and values of these tokens, to slots without a sequence, and
-            ``forward_stored`` reads the stored ones.
+            reads them with ``stored``.
         cache_dtype: of stored keys and values. If different from ``dtype``, stored keys and values
             are divided by scales and rounded; uint4 is quantized in groups with a step and a base
             each.
@@ -250,20 +252,20 @@ class AttentionBackend(ABC):
     """One implementation of attention over a paged cache.
 
     A backend is constructed once per distinct spec. Layers with equal specs share the backend, and
-    ``plan`` runs once per step for all these layers. Members for quantized caches and for sinks are
-    called only if ``accepts`` accepted such a spec.
+    ``plan`` runs once per step for all these layers.
 
     Attributes:
         plans_on_host: the plan depends on values of the batch that are read on the host. A graph
             does not repeat host code, so ``plan_fixed`` and ``update_plan`` are called around the
             graph. Without this flag, ``plan`` of a backend that promises ``graph_safe`` becomes
             part of the graph.
-        takes_out: ``forward`` and the variants for such specs accept ``out``: contiguous memory of
-            the result's shape and dtype, which is written and returned.
     """
 
     plans_on_host: ClassVar[bool] = False
-    takes_out: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        adapt_former_methods(cls)
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         self.spec = spec
@@ -295,6 +297,20 @@ class AttentionBackend(ABC):
     ) -> Tensor:
         """Write ``key`` and ``value`` to ``cache``, then attend.
 
+        A subclass adds the keyword-only parameters that it supports, all of them optional:
+
+        - ``scales=None``: result of ``prepare_scales``, for specs that are ``is_quantized``.
+        - ``sinks=None``: ``[N]``, dtype of ``query``: learned scores in the softmax, which have no
+          value vector; for specs with ``sinks``.
+        - ``stored=False``: True reads the keys and values that the cache holds already and writes
+          nothing; ``key`` and ``value`` have no tokens. For specs with ``shared``, whose cache
+          another layer writes, and for encoder inputs.
+        - ``out=None``: contiguous memory of the result's shape and dtype, to write and return.
+
+        The signature is the declaration: a backend is not chosen for a spec that needs a keyword
+        which ``forward`` lacks. Callers pass only the keywords that the spec needs, and ``out``
+        only to backends that take it.
+
         Args:
             query: ``[T, N, D]``.
             key: ``[T, K, D]``.
@@ -303,6 +319,36 @@ class AttentionBackend(ABC):
             plan: of this step.
         Returns: ``[T, N, D]``, dtype of ``query``.
         """
+
+    @classmethod
+    def takes(cls, keyword: str) -> bool:
+        """Tell whether ``forward`` takes ``keyword``; ``**options`` pass it to the parent class."""
+        for parent in cls.__mro__:
+            if function := vars(parent).get("forward"):
+                parameters = signature(function).parameters
+                if keyword in parameters:
+                    return True
+                if all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+                    break
+        return False
+
+    @classmethod
+    def check_keywords(cls, spec: AttentionSpec) -> None:
+        """Check that ``forward`` takes the keywords that ``spec`` needs.
+
+        Raises: MissingMemberError: ``forward`` lacks one of them.
+        """
+        needs_stored = spec.shared or spec.type == "encoder_decoder"
+        for is_needed, keyword, feature in (
+            (spec.is_quantized, "scales", f"a cache of {spec.cache_dtype}"),
+            (spec.sinks, "sinks", "sinks"),
+            (needs_stored, "stored", "keys and values that are stored already"),
+        ):
+            if is_needed and not cls.takes(keyword):
+                raise MissingMemberError(
+                    f"{cls.__name__} accepted a spec with {feature}, but its forward takes no "
+                    f"{keyword!r}. Try: add the keyword, or refuse such specs in accepts"
+                )
 
     def plan_fixed(self, batch: AttentionBatch) -> Any:
         """Create a plan for a graph; updates keep the addresses of the plan's tensors.
@@ -313,14 +359,14 @@ class AttentionBackend(ABC):
         Raises: MissingMemberError: not overridden. Backends with ``plans_on_host`` must override
             this member.
         """
-        raise _lacking(self, "plans on the host", "plan_fixed")
+        raise _lacking(self, "plan_fixed")
 
     def update_plan(self, plan: Any, batch: AttentionBatch) -> None:
         """Update ``plan``, made by ``plan_fixed``, to ``batch`` before a replay of the graph."""
-        raise _lacking(self, "plans on the host", "update_plan")
+        raise _lacking(self, "update_plan")
 
     def prepare_scales(self, key_scale: Tensor, value_scale: Tensor) -> Any:
-        """Convert the scales of one layer to the form that ``forward_quantized`` takes.
+        """Convert the scales of one layer to the ``scales`` that ``forward`` takes.
 
         Called once for each layer, after the layer's weights were loaded.
 
@@ -330,72 +376,9 @@ class AttentionBackend(ABC):
         """
         return key_scale, value_scale
 
-    def forward_quantized(
-        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any, scales: Any
-    ) -> Tensor:
-        """Write to and attend over a quantized cache; otherwise like ``forward``.
 
-        Args:
-            scales: result of ``prepare_scales``.
-        Raises: MissingMemberError: not overridden.
-        """
-        raise _lacking(self, f"accepted a cache of {self.spec.cache_dtype}", "forward_quantized")
-
-    def forward_with_sinks(
-        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any, sinks: Tensor
-    ) -> Tensor:
-        """Attend with one extra score per head in the softmax; otherwise like ``forward``.
-
-        Args:
-            sinks: ``[N]``, dtype of ``query``: learned scores, which have no value vector.
-        Raises: MissingMemberError: not overridden.
-        """
-        raise _lacking(self, "accepted a spec with sinks", "forward_with_sinks")
-
-    def forward_quantized_with_sinks(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cache: Tensor,
-        plan: Any,
-        scales: Any,
-        sinks: Tensor,
-    ) -> Tensor:
-        """Attend over a quantized cache with one extra score per head in the softmax.
-
-        Raises: MissingMemberError: not overridden.
-        """
-        accepted = f"accepted a spec with sinks and a cache of {self.spec.cache_dtype}"
-        raise _lacking(self, accepted, "forward_quantized_with_sinks")
-
-    def forward_stored(
-        self,
-        query: Tensor,
-        cache: Tensor,
-        plan: Any,
-        scales: Any = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Attend to keys and values that are already in the cache; nothing is written.
-
-        Called for specs with ``shared``, whose cache another layer writes, and for encoder inputs.
-
-        Args:
-            query: ``[T, N, D]``.
-            cache: written by the other layer with this backend.
-            plan: of this step.
-            scales: result of ``prepare_scales`` for the other layer; None if the cache has no
-                scales.
-            sinks: ``[N]``, dtype of ``query``, if the spec has sinks.
-        Returns: ``[T, N, D]``, dtype of ``query``.
-        Raises: MissingMemberError: not overridden.
-        """
-        raise _lacking(self, "accepted a spec with a shared cache", "forward_stored")
-
-
-def _lacking(backend: AttentionBackend, claim: str, member: str) -> MissingMemberError:
-    text = (
-        f"{type(backend).__name__} {claim} but has no {member}. Try: override it, or refuse such "
+def _lacking(backend: AttentionBackend, member: str) -> MissingMemberError:
+    return MissingMemberError(
+        f"{type(backend).__name__} plans on the host but has no {member}. "
+        "Try: override it, or do not promise graph_safe"
     )
-    return MissingMemberError(f"{text}specs in accepts, or do not promise graph_safe")

@@ -83,9 +83,7 @@ def backend_loader(
         if key not in built:
             backend = registry.load(candidate, candidate.record.target)
             # A backend whose ``accepts`` checks features one by one may predate this feature.
-            reads_stored_cache = spec.shared or spec.type == "encoder_decoder"
-            if reads_stored_cache and backend.forward_stored is AttentionBackend.forward_stored:
-                raise _refused("accepted to read a stored cache, has no forward_stored")
+            backend.check_keywords(spec)
             built[key] = backend(spec, site)
         return built[key]
 

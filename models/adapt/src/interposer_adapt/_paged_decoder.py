@@ -49,11 +49,8 @@ class PagedLayer:
     def attend(self, call: AttentionCall, cache: Tensor, plan: object) -> Tensor:
         """Write the keys and values of the step to pages, and attend, ``[1, T, N, E]``."""
         query, key, value = (self._rows(states) for states in (call.query, call.key, call.value))
-        if self.spec.sinks:
-            sinks = call.options["s_aux"].to(self.spec.dtype)
-            out = self.backend.forward_with_sinks(query, key, value, cache, plan, sinks)
-        else:
-            out = self.backend.forward(query, key, value, cache, plan)
+        sinks = {"sinks": call.options["s_aux"].to(self.spec.dtype)} if self.spec.sinks else {}
+        out = self.backend.forward(query, key, value, cache, plan, **sinks)
         return out[..., : self._value_size].unsqueeze(0)
 
     def _rows(self, states: Tensor) -> Tensor:

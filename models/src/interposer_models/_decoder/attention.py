@@ -229,7 +229,7 @@ class SharedCacheAttention(PluggableLayer):
         Args:
             plan: the backend's plan of this step.
         """
-        return self.backend.forward_stored(query, cache, plan, self.cache_writer[0].scales)
+        return self.cache_writer[0].read(query, cache, plan)
 
 
 def connect_cache_readers(modules: Iterable[nn.Module]) -> None:

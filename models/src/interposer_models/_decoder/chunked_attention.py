@@ -89,17 +89,18 @@ class ChunkedBackend(AttentionBackend):
         self.inner.update_plan(plan.plan, captured)
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: Tensor,
+        plan: Any,
+        **options: Any,
     ) -> Tensor:
-        return self.inner.forward(query, key, value, cache, _inner_plan(plan))
+        return self.inner.forward(query, key, value, cache, _inner_plan(plan), **options)
 
     def prepare_scales(self, key_scale: Tensor, value_scale: Tensor) -> Any:
         return self.inner.prepare_scales(key_scale, value_scale)
-
-    def forward_quantized(
-        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any, scales: Any
-    ) -> Tensor:
-        return self.inner.forward_quantized(query, key, value, cache, _inner_plan(plan), scales)
 
     def _chunks(self, batch: AttentionBatch) -> AttentionBatch:
         return chunks_of(batch, self.chunk_tokens, self.spec.page_size)

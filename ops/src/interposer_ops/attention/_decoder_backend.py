@@ -17,7 +17,8 @@ from torch import Tensor
 from interposer import AttentionBackend, AttentionSpec, Capability, KVCacheLayout, Site, Verdict
 from interposer_ops.caches._cache_writer import CacheWriter
 
-_NO_SCALES = (None, None)
+# For reading and for writing, as ``prepare_scales`` returns them.
+_NO_SCALES = ((None, None), ())
 _8_BIT_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 
@@ -67,60 +68,20 @@ class DecoderBackend(AttentionBackend):
         return (key_scale, value_scale), self._writer.prepared(key_scale, value_scale)
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any
-    ) -> Tensor:
-        """Write, then attend; see ``AttentionBackend.forward``."""
-        return self._step(query, key, value, cache, plan)
-
-    def forward_with_sinks(
-        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any, sinks: Tensor
-    ) -> Tensor:
-        """Write, then attend; see ``AttentionBackend.forward_with_sinks``."""
-        return self._step(query, key, value, cache, plan, sinks)
-
-    def forward_quantized(
-        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any, scales: Any
-    ) -> Tensor:
-        """Quantize and write, then attend; see ``AttentionBackend.forward_quantized``."""
-        return self._step(query, key, value, cache, plan, None, *scales)
-
-    def forward_quantized_with_sinks(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         cache: Tensor,
         plan: Any,
-        scales: Any,
-        sinks: Tensor,
-    ) -> Tensor:
-        """Quantize and write, then attend with sinks; see ``AttentionBackend``."""
-        return self._step(query, key, value, cache, plan, sinks, *scales)
-
-    def forward_stored(
-        self,
-        query: Tensor,
-        cache: Tensor,
-        plan: Any,
+        *,
         scales: Any = None,
         sinks: Tensor | None = None,
+        stored: bool = False,
     ) -> Tensor:
-        """Attend to the stored tokens; see ``AttentionBackend.forward_stored``."""
+        """Write, then attend; see ``AttentionBackend.forward``."""
+        read_scales, write_scales = _NO_SCALES if scales is None else scales
         keys, values = cache.unbind(0)
-        return self.attend_to(query, keys, values, plan, sinks, scales[0] if scales else _NO_SCALES)
-
-    def _step(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cache: Tensor,
-        plan: Any,
-        sinks: Tensor | None = None,
-        scales: Any = _NO_SCALES,
-        rounding: tuple[Any, ...] = (),
-    ) -> Tensor:
-        # ``rounding`` are the write kernel's extra arguments; empty for an unquantized cache.
-        keys, values = cache.unbind(0)
-        self.write(key, value, keys, values, plan.slots, *rounding)
-        return self.attend_to(query, keys, values, plan, sinks, scales)
+        if not stored:
+            self.write(key, value, keys, values, plan.slots, *write_scales)
+        return self.attend_to(query, keys, values, plan, sinks, read_scales)

@@ -89,35 +89,20 @@ class GroupedBackend(AttentionBackend):
         return GroupedPlan(table.flatten(), replace(batch, page_table=copies))
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: GroupedPlan
-    ) -> Tensor:
-        """Write, then attend; see ``AttentionBackend.forward``."""
-        # This step's tokens are read back from the cache, rounded as later steps will see them.
-        self._write(key, value, cache, plan.batch.slots)
-        return self.forward_stored(query, cache, plan)
-
-    def forward_with_sinks(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         cache: Tensor,
         plan: GroupedPlan,
-        sinks: Tensor,
-    ) -> Tensor:
-        """Write, then attend; see ``AttentionBackend.forward_with_sinks``."""
-        self._write(key, value, cache, plan.batch.slots)
-        return self.forward_stored(query, cache, plan, sinks=sinks)
-
-    def forward_stored(
-        self,
-        query: Tensor,
-        cache: Tensor,
-        plan: GroupedPlan,
-        scales: Any = None,
+        *,
         sinks: Tensor | None = None,
+        stored: bool = False,
     ) -> Tensor:
-        """Attend to the stored tokens; see ``AttentionBackend.forward_stored``."""
+        """Write, then attend; see ``AttentionBackend.forward``."""
+        if not stored:
+            self._write(key, value, cache, plan.batch.slots)
+        # This step's tokens are read back from the cache, rounded as later steps will see them.
         keys, values = (read_groups(part[plan.pages], query.dtype) for part in cache.unbind(0))
         spec, batch = self.spec, plan.batch
         prefixes = batch.prefix_lens if spec.prefix_lm else None

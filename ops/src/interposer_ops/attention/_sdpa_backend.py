@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,27 +104,22 @@ class SdpaBackend(AttentionBackend):
         return SdpaPlan(batch.slots, tuple(parts))
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: SdpaPlan
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: Tensor,
+        plan: SdpaPlan,
+        *,
+        stored: bool = False,
     ) -> Tensor:
         """Write, then attend; see ``AttentionBackend.forward``."""
         keys, values = cache.flatten(1, 2).unbind(0)  # each [P S, K, D]
         # Written first: chunks and decode steps read this step's own tokens from the cache.
-        keys[plan.slots] = key
-        values[plan.slots] = value
+        if not stored:
+            keys[plan.slots] = key
+            values[plan.slots] = value
         return self._attend(query, (key, value), (keys, values), plan)
-
-    def forward_stored(
-        self,
-        query: Tensor,
-        cache: Tensor,
-        plan: SdpaPlan,
-        scales: Any = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Attend to encoder inputs; see ``AttentionBackend.forward_stored``."""
-        keys, values = cache.flatten(1, 2).unbind(0)
-        unread = query, query  # every part of the plan reads the cache
-        return self._attend(query, unread, (keys, values), plan)
 
     def _attend(self, query: Tensor, new: Pair, stored: Pair, plan: SdpaPlan) -> Tensor:
         """Compute ``[T, N, D]`` from this step's (keys, values) and the cached (keys, values)."""

@@ -98,16 +98,21 @@ class Attention(PluggableLayer):
             cache: the layer's cache, in the layout of the backend.
             plan: the value that the backend's ``plan`` returned for this step.
         """
+        return self.backend.forward(query, key, value, cache, plan, **self._options())
+
+    def read(self, query: Tensor, cache: Tensor, plan: object) -> Tensor:
+        """Compute attention ``[T, N, D]`` to the stored keys and values, and write nothing."""
+        nothing = query[:0, : self.spec.num_kv_heads]
+        options = self._options(stored=True)
+        return self.backend.forward(query, nothing, nothing, cache, plan, **options)
+
+    def _options(self, **options: Any) -> dict[str, Any]:
+        """Return ``options`` with the keywords that the spec needs; see ``AttentionBackend``."""
+        if self.scales is not None:
+            options["scales"] = self.scales
         if self.spec.sinks:
-            sinks = self.get_parameter("sinks")
-            if self.scales is None:
-                return self.backend.forward_with_sinks(query, key, value, cache, plan, sinks)
-            return self.backend.forward_quantized_with_sinks(
-                query, key, value, cache, plan, self.scales, sinks
-            )
-        if self.scales is None:
-            return self.backend.forward(query, key, value, cache, plan)
-        return self.backend.forward_quantized(query, key, value, cache, plan, self.scales)
+            options["sinks"] = self.get_parameter("sinks")
+        return options
 
 
 class PagedBackend(DecoderBackend):

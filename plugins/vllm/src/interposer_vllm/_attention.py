@@ -57,11 +57,13 @@ class Chosen:
     Attributes:
         view: views vLLM's blocks as the backend's cache.
         attend: attends, given query, key, value, cache and plan.
+        takes_out: ``attend`` also takes ``out``.
     """
 
     backend: AttentionBackend
     view: View
     attend: Callable[..., Tensor]
+    takes_out: bool
 
 
 class Impl(CPUAttentionBackendImpl):  # type: ignore[misc]
@@ -81,7 +83,8 @@ class Impl(CPUAttentionBackendImpl):  # type: ignore[misc]
             worker_session = session()
             spec = spec_of(name, layer, page_size, config)
             backend = worker_session.resolver.attention(spec, worker_session.site(name, spec.dtype))
-            self.chosen = Chosen(backend, view_for(backend), self._bind_forward(backend, layer))
+            attend = self._bind_forward(backend, layer)
+            self.chosen = Chosen(backend, view_for(backend), attend, backend.takes("out"))
             worker_session.taken.append(name)
         except InterposerError as error:
             self.chosen = None
@@ -89,21 +92,14 @@ class Impl(CPUAttentionBackendImpl):  # type: ignore[misc]
 
     def _bind_forward(self, backend: AttentionBackend, layer: Any) -> Callable[..., Tensor]:
         spec = backend.spec
-        bound_arguments: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if spec.is_quantized:
             scales = (layer._k_scale_float, layer._v_scale_float)
             tensors = (torch.tensor([scale]) for scale in scales)
-            bound_arguments["scales"] = backend.prepare_scales(*tensors)
+            options["scales"] = backend.prepare_scales(*tensors)
         if spec.sinks:
-            bound_arguments["sinks"] = self.sinks.detach().to(spec.dtype).contiguous()
-        match spec.is_quantized, spec.sinks:
-            case False, False:
-                return backend.forward
-            case False, True:
-                return partial(backend.forward_with_sinks, **bound_arguments)
-            case True, False:
-                return partial(backend.forward_quantized, **bound_arguments)
-        return partial(backend.forward_quantized_with_sinks, **bound_arguments)
+            options["sinks"] = self.sinks.detach().to(spec.dtype).contiguous()
+        return partial(backend.forward, **options) if options else backend.forward
 
     def forward(
         self,
@@ -155,7 +151,7 @@ class Impl(CPUAttentionBackendImpl):  # type: ignore[misc]
         out, count = output, attn_metadata.num_actual_tokens
         if count != query.shape[0]:
             query, key, value, out = query[:count], key[:count], value[:count], output[:count]
-        if backend.takes_out:
+        if chosen.takes_out:
             chosen.attend(query, key, value, self._cache, plan, out=out)
         else:
             out.copy_(chosen.attend(query, key, value, self._cache, plan))

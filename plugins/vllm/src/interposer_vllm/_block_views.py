@@ -6,6 +6,7 @@ Shapes: K kv heads, D head size, P pages (vLLM's blocks), S page size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,16 +95,10 @@ def _attend(
     cache: Tensor,
     batch: AttentionBatch,
 ) -> Tensor:
-    spec, plan = backend.spec, backend.plan(batch)
-    unit_scales = torch.ones(spec.num_kv_heads if spec.head_scales else 1)
-    sinks = torch.zeros(spec.num_heads, dtype=spec.dtype)
-    match spec.is_quantized, spec.sinks:
-        case False, False:
-            return backend.forward(*step, cache, plan)
-        case False, True:
-            return backend.forward_with_sinks(*step, cache, plan, sinks)
-        case True, False:
-            scales = backend.prepare_scales(unit_scales, unit_scales)
-            return backend.forward_quantized(*step, cache, plan, scales)
-    scales = backend.prepare_scales(unit_scales, unit_scales)
-    return backend.forward_quantized_with_sinks(*step, cache, plan, scales, sinks)
+    spec, options = backend.spec, dict[str, Any]()
+    if spec.is_quantized:
+        unit_scales = torch.ones(spec.num_kv_heads if spec.head_scales else 1)
+        options["scales"] = backend.prepare_scales(unit_scales, unit_scales)
+    if spec.sinks:
+        options["sinks"] = torch.zeros(spec.num_heads, dtype=spec.dtype)
+    return backend.forward(*step, cache, backend.plan(batch), **options)

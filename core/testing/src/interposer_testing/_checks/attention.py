@@ -6,7 +6,7 @@ Dimensions: T tokens, N heads, K kv heads, D head size, C latent size, P pages, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -48,6 +48,7 @@ def check_attention(
             ``sparse_latent_attention`` instead, and for indexers ``indexer_scores``.
     Returns: the faults of the first wrong step; empty if all steps are correct.
     """
+    backend.check_keywords(spec)
     generator = torch.Generator().manual_seed(seed)
     with poisoned_memory():
         return _run_steps(backend(spec, site), spec, site, generator)
@@ -128,18 +129,15 @@ class _Layer:
         key: torch.Tensor,
         value: torch.Tensor,
         plan: Any,
-        **out: torch.Tensor,
+        **options: Any,
     ) -> torch.Tensor:
-        """Call the ``forward`` method of the backend that fits the spec of this layer."""
-        call: Callable[..., torch.Tensor]
-        step = (query, key, value, self.cache, plan)
-        sinks = () if self.sinks is None else (self.sinks.to(self.device),)
-        if not self.scales:
-            call = backend.forward_with_sinks if sinks else backend.forward
-            return call(*step, *sinks, **out)
-        scales = backend.prepare_scales(*(scale.to(self.device) for scale in self.scales))
-        call = backend.forward_quantized_with_sinks if sinks else backend.forward_quantized
-        return call(*step, scales, *sinks, **out)
+        """Call ``forward`` of the backend with the scales and sinks of this layer."""
+        if self.scales:
+            scales = (scale.to(self.device) for scale in self.scales)
+            options["scales"] = backend.prepare_scales(*scales)
+        if self.sinks is not None:
+            options["sinks"] = self.sinks.to(self.device)
+        return backend.forward(query, key, value, self.cache, plan, **options)
 
     def step(
         self,
@@ -163,7 +161,7 @@ class _Layer:
         query, key, value = (operand.tensor for operand in operands)
         expected = self._expected(batch, *projections)
         buffers = {}
-        if fused and backend.takes_out:
+        if fused and backend.takes("out"):
             buffers["out"] = query.new_empty(expected.shape)
         output = self.forward(backend, query, key, value, plan, **buffers)
         if buffers and output is not buffers["out"]:
@@ -216,19 +214,16 @@ class _Layer:
         query: torch.Tensor,
         projections: tuple[torch.Tensor, ...],
     ) -> Iterator[Fault]:
-        """Check ``forward_stored``: another layer's query attends to the keys of this step."""
+        """Check that another layer's query attends to the stored keys of this step."""
         # ``-query`` stands for the query of another layer that shares this layer's keys.
         before = self.cache.clone()
-        sinks = None if self.sinks is None else self.sinks.to(self.device)
-        scales = None
-        if self.scales:
-            scales = backend.prepare_scales(*(scale.to(self.device) for scale in self.scales))
-        output = backend.forward_stored(-query, self.cache, plan, scales, sinks)
+        nothing = query[:0, : self.spec.num_kv_heads]
+        output = self.forward(backend, -query, nothing, nothing, plan, stored=True)
         expected = self._expected(batch, -projections[0], *projections[1:])
         yield from self._compare("output of stored", output, query, expected, batch)
         bits = [cache.contiguous().view(torch.uint8) for cache in (before, self.cache)]
         if not torch.equal(*bits):
-            yield Fault("mutation", "forward_stored", "it writes the cache")
+            yield Fault("mutation", "forward with stored=True", "it writes the cache")
 
     def _compare(
         self,

@@ -46,7 +46,7 @@ def _outputs(
     generator = torch.Generator().manual_seed(seed)
     device = site.resolver.device.torch_device
     (cache,) = backend.kv_layout().allocate(1, num_pages_needed(spec.page_size), device)
-    sinks = random_sinks(spec, generator).to(device) if spec.sinks else None
+    options = {"sinks": random_sinks(spec, generator).to(device)} if spec.sinks else {}
     outputs_by_step = {}
     for step, batch in enumerate(chunked_steps(spec, generator)):
         num_tokens = int(batch.query_starts[-1])
@@ -60,11 +60,7 @@ def _outputs(
         ):
             rows = slice(start, end)
             plan = backend.plan(moved_batch(part, device))
-            part_of_step = (query[rows], key[rows], value[rows], cache, plan)
-            if sinks is None:
-                output = backend.forward(*part_of_step)
-            else:
-                output = backend.forward_with_sinks(*part_of_step, sinks)
+            output = backend.forward(query[rows], key[rows], value[rows], cache, plan, **options)
             # A backend may write the next output to the same buffer.
             outputs.append(output.clone())
         outputs_by_step[f"output of step {step}"] = torch.cat(outputs)

@@ -121,23 +121,16 @@ class TimedAttention(TimedRequest):
             )
             plan = backend.plan(moved_batch(batch, self.device))
             query, key, value = (part.to(self.device) for part in projections)
-            arguments = (query, key, value, cache, plan)
+            options: dict[str, Any] = {}
             if spec.is_quantized:
                 scales = (scale.to(self.device) for scale in random_scales(spec, generator))
-                prepared = backend.prepare_scales(*scales)
-                if spec.sinks:
-                    sinks = random_sinks(spec, generator).to(self.device)
-                    forward = backend.forward_quantized_with_sinks
-                    calls.append(partial(forward, *arguments, prepared, sinks))
-                else:
-                    calls.append(partial(backend.forward_quantized, *arguments, prepared))
-            elif spec.type == "encoder_decoder":  # keys come from the encoder, not the step
-                calls.append(partial(backend.forward_stored, query, cache, plan))
-            elif spec.sinks:
-                sinks = random_sinks(spec, generator).to(self.device)
-                calls.append(partial(backend.forward_with_sinks, *arguments, sinks))
-            else:
-                calls.append(partial(backend.forward, *arguments))
+                options["scales"] = backend.prepare_scales(*scales)
+            if spec.sinks:
+                options["sinks"] = random_sinks(spec, generator).to(self.device)
+            if spec.type == "encoder_decoder":  # keys come from the encoder, not the step
+                options["stored"] = True
+                key = value = query[:0, : spec.num_kv_heads]
+            calls.append(partial(backend.forward, query, key, value, cache, plan, **options))
         return calls
 
     @property

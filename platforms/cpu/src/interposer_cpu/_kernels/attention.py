@@ -102,17 +102,19 @@ class NativeBackend(NativePagedBackend):
         self._plan(*arguments, address)
         return Plan(blocks, address, batch)
 
-    def _forward(
+    def forward(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         cache: torch.Tensor,
         plan: Plan,
-        sinks: torch.Tensor | None = None,
+        *,
         scales: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Write keys and values, then attend; see ``AttentionBackend.forward``."""
         query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
         dense_strides = self._head_strides
         # Query, key and value are usually views of one projection: only gaps inside a token copy.

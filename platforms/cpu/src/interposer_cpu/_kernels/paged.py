@@ -24,15 +24,12 @@ from interposer_cpu._kernels.interface import CACHE_TYPES, TYPES, float64_bits
 
 
 class NativePagedBackend(AttentionBackend):
-    """Paged attention that implements all variants (sinks, quantized cache) by one ``_forward``.
+    """Paged attention with sinks and quantized caches; a subclass adds ``forward`` and ``plan``.
 
     Attributes:
-        reads_stored: the subclass has ``forward_stored``.
         rounded_dtypes: cache dtypes that are accepted in addition to the dtype of the spec.
     """
 
-    takes_out: ClassVar[bool] = True
-    reads_stored: ClassVar[bool] = False
     rounded_dtypes: ClassVar[tuple[torch.dtype, ...]] = (
         torch.float8_e4m3fn,
         torch.float8_e5m2,
@@ -59,7 +56,7 @@ class NativePagedBackend(AttentionBackend):
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
         """Accept decoders with supported sizes and a cache of their dtype or ``rounded_dtypes``.
 
-        Cross-attention to an encoder input is accepted if ``reads_stored``.
+        Cross-attention to an encoder input is accepted if ``forward`` takes ``stored``.
         """
         if spec.dtype not in TYPES:
             return Verdict.refuse(f"computes in 32 or 16 bit floats, got {spec.dtype}")
@@ -72,10 +69,11 @@ class NativePagedBackend(AttentionBackend):
                 f"stores the cache as {spec.dtype}, {', '.join(names)} or {last}, "
                 f"asked for {spec.cache_dtype}"
             )
-        shared = spec.shared and not cls.reads_stored
+        reads_stored = cls.takes("stored")
+        shared = spec.shared and not reads_stored
         # Sinks and quantized caches are supported: check the rest of the spec without them.
         plain = replace(spec, cache_dtype=spec.dtype, sinks=False, shared=shared)
-        if spec.type == "encoder_decoder" and cls.reads_stored:
+        if spec.type == "encoder_decoder" and reads_stored:
             if spec.window_tokens is not None:
                 return Verdict.refuse("has no windows in a source")
             plain = replace(spec, type="decoder")
@@ -98,78 +96,6 @@ class NativePagedBackend(AttentionBackend):
         page_shape = (spec.num_kv_heads, 2, spec.page_size, spec.head_size)
         return KVCacheLayout(page_shape, 1, (1, 0, 2, 3, 4), spec.cache_dtype, layers_axis=1)
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: Any,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Write keys and values, then attend; see ``AttentionBackend.forward``."""
-        return self._forward(query, key, value, cache, plan, out=out)
-
-    def forward_with_sinks(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: Any,
-        sinks: torch.Tensor,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Write, then attend with sinks; see ``AttentionBackend.forward_with_sinks``."""
-        return self._forward(query, key, value, cache, plan, sinks=sinks, out=out)
-
     def prepare_scales(self, key_scale: torch.Tensor, value_scale: torch.Tensor) -> Any:
         """Stack the scales in one tensor ``[2, 1]`` or ``[2, K]``, float32."""
         return torch.stack((key_scale, value_scale)).float()
-
-    def forward_quantized(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: Any,
-        scales: torch.Tensor,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Quantize and write, then attend; see ``AttentionBackend.forward_quantized``."""
-        return self._forward(query, key, value, cache, plan, scales=scales, out=out)
-
-    def forward_quantized_with_sinks(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: Any,
-        scales: torch.Tensor,
-        sinks: torch.Tensor,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Quantize, write, attend with sinks; see the method of ``AttentionBackend``."""
-        return self._forward(query, key, value, cache, plan, sinks=sinks, scales=scales, out=out)
-
-    @abstractmethod
-    def _forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: Any,
-        sinks: torch.Tensor | None = None,
-        scales: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Store keys and values, then compute attention ``[T, N, D]``.
-
-        Args:
-            sinks: ``[N]``.
-            scales: ``[2, 1]`` or ``[2, K]``, from ``prepare_scales``.
-            out: contiguous ``[T, N, D]`` for the result; None allocates a new tensor.
-        """

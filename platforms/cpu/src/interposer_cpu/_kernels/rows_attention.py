@@ -19,8 +19,6 @@ from interposer_ops.attention import lone_queries
 class NativeRowsBackend(NativePagedBackend):
     """Native paged attention over rows of keys, which are transposed at every use."""
 
-    reads_stored = True
-
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
         self._attend = native.library().page_attention
@@ -40,31 +38,22 @@ class NativeRowsBackend(NativePagedBackend):
         pages = batch.page_table
         return batch if pages.stride(-1) == 1 else replace(batch, page_table=pages.contiguous())
 
-    def forward_stored(
-        self,
-        query: torch.Tensor,
-        cache: torch.Tensor,
-        plan: AttentionBatch,
-        scales: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attend to the stored keys and values; see ``AttentionBackend.forward_stored``."""
-        # Without slots nothing is stored, so only the shape of the keys and values is used.
-        placeholder = query[:, : self.spec.num_kv_heads]
-        read_only_plan = replace(plan, slots=plan.slots[:0])
-        return self._forward(query, placeholder, placeholder, cache, read_only_plan, sinks, scales)
-
-    def _forward(
+    def forward(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         cache: torch.Tensor,
         plan: AttentionBatch,
-        sinks: torch.Tensor | None = None,
+        *,
         scales: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+        stored: bool = False,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Write keys and values, then attend; see ``AttentionBackend.forward``."""
+        if stored:
+            plan = replace(plan, slots=plan.slots[:0])  # nothing is written
         query, key, value = (
             x if x.stride()[1:] == self._head_strides else x.contiguous()
             for x in (query, key, value)

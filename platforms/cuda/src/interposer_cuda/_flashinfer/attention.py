@@ -125,6 +125,11 @@ class FlashInferBackend(AttentionBackend):
         pages = pages_of(batch, self.spec.page_size)
         plan.wrapper.plan(*pages, *self._sizes, **self._plan_arguments)
 
+    def prepare_scales(self, key_scale: torch.Tensor, value_scale: torch.Tensor) -> Any:
+        """Return the scale arguments of the cache writer, and the scales as Python floats."""
+        numbers = {"k_scale": key_scale.item(), "v_scale": value_scale.item()}
+        return self._writer.prepared(key_scale, value_scale), numbers
+
     def forward(
         self,
         query: torch.Tensor,
@@ -132,49 +137,20 @@ class FlashInferBackend(AttentionBackend):
         value: torch.Tensor,
         cache: torch.Tensor,
         plan: FlashInferPlan,
+        *,
+        scales: Any = None,
     ) -> torch.Tensor:
         """Write keys and values, then attend; see ``AttentionBackend.forward``.
 
         Raises: RequestError: a newer plan has replaced ``plan``.
         """
-        return self._attend(query, key, value, cache, plan, (), {})
-
-    def prepare_scales(self, key_scale: torch.Tensor, value_scale: torch.Tensor) -> Any:
-        """Return the scale arguments of the cache writer, and the scales as Python floats."""
-        numbers = {"k_scale": key_scale.item(), "v_scale": value_scale.item()}
-        return self._writer.prepared(key_scale, value_scale), numbers
-
-    def forward_quantized(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: FlashInferPlan,
-        scales: Any,
-    ) -> torch.Tensor:
-        """Quantize and write keys and values, then attend; see ``forward_quantized`` of the base.
-
-        Raises: RequestError: a newer plan has replaced ``plan``.
-        """
-        return self._attend(query, key, value, cache, plan, *scales)
-
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: FlashInferPlan,
-        rounding: tuple[Any, ...],
-        scales: dict[str, float],
-    ) -> torch.Tensor:
+        write_scales, read_scales = ((), {}) if scales is None else scales
         self._wrappers.check(plan)
         keys, values = cache.unbind(0)
-        self._writer.store(key, value, keys, values, plan.slots, *rounding)
+        self._writer.store(key, value, keys, values, plan.slots, *write_scales)
         if plan.wrapper is None:
             return torch.empty_like(query)
-        out: torch.Tensor = plan.wrapper.run(query.contiguous(), (keys, values), **scales)
+        out: torch.Tensor = plan.wrapper.run(query.contiguous(), (keys, values), **read_scales)
         return out
 
     def _wrapper(self, name: str, batch: AttentionBatch) -> Any:
