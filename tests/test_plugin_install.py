@@ -291,7 +291,10 @@ def test_the_printed_installation_of_a_new_plugin_works_with_the_pip_of_a_new_en
     environment = tmp_path / "environment"
     # The pip comes with Python, so that it may be years old.
     assert execute(sys.executable, "-m", "venv", environment).returncode == 0
-    link_packages(environment, "pip", "setuptools")
+    python = environment / "bin" / "python"
+    # The setuptools next to it is too old for torch.
+    assert execute(python, "-m", "pip", "uninstall", "--yes", "setuptools").returncode == 0
+    link_packages(environment, "pip-")
     variables = {
         "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "PIP_NO_INDEX": "1",
@@ -300,5 +303,5 @@ def test_the_printed_installation_of_a_new_plugin_works_with_the_pip_of_a_new_en
     done = execute("bash", "-c", command, env={**os.environ, **variables})
     assert done.returncode == 0, done.stderr
     program = "from importlib.metadata import version; print(version('acme-silu'))"
-    done = execute(environment / "bin" / "python", "-c", program)
+    done = execute(python, "-c", program)
     assert done.stdout == "0.1.0\n", done.stderr

@@ -272,7 +272,7 @@ def test_an_explicit_platform_is_chosen_if_named(name: str, installed: Install) 
 
 def test_an_explicit_platform_is_no_fallback(installed: Install) -> None:
     installed(entry(Absent), explicit(Simulator))
-    with pytest.raises(PlatformUnavailableError, match=r"simulator .*only where it is named"):
+    with pytest.raises(PlatformUnavailableError, match=r"simulator .*only if you name it"):
         place()
 
 

@@ -69,7 +69,7 @@ def test_a_table_is_imported_and_exported(
 
 
 def test_nothing_to_do_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="interposer tune MODEL_DIR"):
+    with pytest.raises(ConfigError, match="interposer tune MODEL"):
         tune()
 
 

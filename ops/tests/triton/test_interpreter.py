@@ -81,7 +81,7 @@ def test_the_interpreter_must_be_named_and_enabled() -> None:
     (entry,) = (record for record in interposer_records() if isinstance(record, PlatformEntry))
     assert entry.explicit
     refusals = {refusal.candidate: refusal.reason for refusal in place().choice.refusals}
-    assert "taken only where it is named" in refusals["interpreter"]
+    assert "used only if you name it" in refusals["interpreter"]
     with pytest.raises(PlatformUnavailableError, match="set TRITON_INTERPRET=1 before Python"):
         place(Config(platform="interpreter"))
 
