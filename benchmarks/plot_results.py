@@ -1,4 +1,4 @@
-"""Write the figure, the table and the losses of docs/performance.md from benchmarks/results.
+"""Write the figure, the tables and the losses of README.md and docs/performance.md from results.
 
     python benchmarks/plot_results.py [--check]
 
@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-__all__ = ["Bar", "Cell", "Figure", "figures", "losses", "page", "read_tables", "table"]
+__all__ = ["Bar", "Cell", "Figure", "figures", "losses", "read_tables", "summary", "table"]
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "docs" / "figures"
 PAGE = ROOT / "docs" / "performance.md"
+README = ROOT / "README.md"
 
 # A machine and the end of the names of its files.
 MACHINES = {
@@ -233,14 +234,27 @@ def losses() -> str:
     return "\n".join(lines)
 
 
-def page() -> str:
-    """Return the page on performance with its table and losses as the results have them."""
-    written = PAGE.read_text(encoding="utf-8")
-    for name, part in (("table", table()), ("losses", losses())):
+def summary() -> str:
+    """Return the table of the README: decoding by one request, machines by row."""
+    weights = {name: bits for bits, columns in COLUMNS.items() for name in columns}
+    lines = [f"| decode, one request | {' | '.join(weights)} |", "|---" * (1 + len(weights)) + "|"]
+    for machine, suffix in MACHINES.items():
+        cells = [
+            cell(RESULTS / f"cpu_decode_{bits}_bits{suffix}.txt", SHOWN[0], COLUMNS[bits][name])
+            for name, bits in weights.items()
+        ]
+        lines.append(f"| {machine} | {' | '.join(each.shown if each else '' for each in cells)} |")
+    return "\n".join(lines)
+
+
+def insert(file: Path, parts: Mapping[str, str]) -> str:
+    """Return the text of a page with each part between the comments of its name."""
+    written = file.read_text(encoding="utf-8")
+    for name, part in parts.items():
         start, end = f"<!-- {name}: plot_results.py -->\n", f"<!-- end of {name} -->"
         before, _, rest = written.partition(start)
         _, found, after = rest.partition(end)
-        assert found, f"{PAGE.name} has no place for the {name}"
+        assert found, f"{file.name} has no place for the {name}"
         written = f"{before}{start}\n{part}\n\n{end}{after}"
     return written
 
@@ -299,13 +313,16 @@ def draw(figure: Figure) -> str:
 
 
 def figures() -> dict[Path, str]:
-    """Return the text of every figure, and of the page, by its file."""
+    """Return the text of every figure, and of the pages with tables, by its file."""
     drawn = {FIGURES / f"{figure.name}.svg": draw(figure) for figure in FIGURES_DRAWN}
-    return drawn | {PAGE: page()}
+    return drawn | {
+        PAGE: insert(PAGE, {"table": table(), "losses": losses()}),
+        README: insert(README, {"summary": summary()}),
+    }
 
 
 def main() -> None:
-    """Write the figure and the page, or compare them with the files."""
+    """Write the figure and the pages, or compare them with the files."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
     check = parser.parse_args().check
