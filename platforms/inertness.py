@@ -87,7 +87,7 @@ class InertPlugin:
     def test_asking_for_it_says_why_it_cannot_be_had(self) -> None:
         """Ask for the platform by name."""
         text = run(_ASK % self.platform)
-        assert f"No platform {self.platform!r}, which was asked for" in text
+        assert f"No platform {self.platform!r}, which was requested" in text
         assert self._refusal() in text
 
     def assert_nothing_is_loaded(self, statement: str) -> None:

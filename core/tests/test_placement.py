@@ -227,7 +227,7 @@ def test_the_pinned_platform_is_never_replaced(installed: Install) -> None:
     with pytest.raises(PlatformUnavailableError) as caught:
         current_platform(Config(platform="absent"))
     assert str(caught.value) == (
-        "No platform 'absent', which was asked for.\n"
+        "No platform 'absent', which was requested.\n"
         "  absent (acme in code): no such device\n"
         "Try: remove the pin; accepted here: 'host'"
     )

@@ -339,7 +339,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ),
         ({**CONFIG, "kv_lora_rank": 0}, "kv_lora_rank: Input should be greater than 0"),
         ({**CONFIG, "qk_rope_head_dim": 7}, "the rotated part of a head is 7, must be positive"),
-        ({**CONFIG, "qk_nope_head_dim": 2**23}, "are more than a model can have"),
+        ({**CONFIG, "qk_nope_head_dim": 2**23}, "exceed the limit of 16777216 elements"),
         ({**CONFIG, "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, but"),
         ({**CONFIG, "scoring_func": "softmax"}, "scoring_func: Input should be 'sigmoid'"),
         ({**CONFIG, "topk_method": "greedy"}, "topk_method: Input should be 'noaux_tc'"),

@@ -195,7 +195,7 @@ def changed(model: Path, path: Path, **fields: Any) -> Path:
     [
         ({"index_head_dim": 4}, "index_head_dim 4 is less than qk_rope_head_dim 8"),
         ({"index_topk": 0}, "index_topk: Input should be greater than 0"),
-        ({"index_n_heads": 2**23}, "index heads of 16 are more than a model can have"),
+        ({"index_n_heads": 2**23}, "index heads of 16 exceed the limit of 16777216 elements"),
         ({"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 of 3 layers"),
         ({"layer_types": ["full_attention"] * 3}, "layer_types.0: Input should be 'indexed"),
         ({"rope_interleave": False}, "rope_interleave: Input should be True"),

@@ -44,7 +44,7 @@ def test_flex_attention_matches_the_ops(
     [
         ({"dtype": torch.float64}, "computes in 32 or 16 bit floats, got torch.float64"),
         ({"head_size": 8}, "takes heads of 16 or more, got 8"),
-        ({"cache_dtype": torch.float16}, "stores the cache as torch.float32, asked for torch."),
+        ({"cache_dtype": torch.float16}, "stores the cache as torch.float32, requested torch."),
         ({"alibi": True}, "does not do alibi"),
         ({"prefix_lm": True}, "does not do prefix_lm"),
         ({"num_heads": 3, "num_kv_heads": 2}, "needs heads in groups of one size, got 3 heads"),

@@ -247,7 +247,7 @@ def test_experts_with_only_a_reference_kernel_are_dequantized_once(tmp_path: Pat
 
 def test_experts_one_by_one_are_not_compiled(tmp_path: Path) -> None:
     config = Config(compile="eager")
-    with pytest.raises(ConfigError, match=r"was asked for, but a graph .*one after the other"):
+    with pytest.raises(ConfigError, match=r"was requested, but a graph .*one after the other"):
         load(write(tmp_path, "int8", "qwen3")[0], dtype="float32", config=config)
 
 

@@ -357,8 +357,8 @@ def test_the_context_defaults_to_the_cache_size() -> None:
         ({"max_sequences": 0}, Config(), "max_sequences is 0, must be an integer"),
         ({"cache_tokens": 10**15}, Config(), r"Try: language_model\(\.\.\., cache_tokens="),
         ({"tokenizer": 3}, Config(), "tokenizer is of the type int"),
-        ({}, Config(graphs="on"), "graphs='on' was asked for, but the forward"),
-        ({}, Config(compile="eager"), "compile='eager' was asked for, but the forward"),
+        ({}, Config(graphs="on"), "graphs='on' was requested, but the forward"),
+        ({}, Config(compile="eager"), "compile='eager' was requested, but the forward"),
     ],
 )
 def test_unsupported_settings_are_refused(

@@ -161,7 +161,7 @@ def test_by_default_a_model_that_cannot_be_captured_runs_without(llama: Path) ->
         )
         assert f"note: decode steps run without graphs: {reason}" in str(explain(lm))
         assert f"without graphs: {reason}" in str(explain(llama, config=config()))
-        with pytest.raises(ConfigError, match=r"graphs='on' was asked for, but cannot be capt"):
+        with pytest.raises(ConfigError, match=r"graphs='on' was requested, but cannot be capt"):
             loaded(llama, "on")
         assert loaded(llama, "on", require={"graph_safe"}).engine.runner.graphs is not None
 
@@ -229,7 +229,7 @@ def test_a_compiled_model_is_not_captured(llama: Path) -> None:
     assert f"without graphs: {lm.graphs.reason}" in str(explain(lm))
     required = loaded(llama, "on")
     required.engine.model.model.norm.compile(backend="eager")
-    with pytest.raises(ConfigError, match=r"graphs='on' was asked for, but RMSNorm, a part"):
+    with pytest.raises(ConfigError, match=r"graphs='on' was requested, but RMSNorm, a part"):
         required.generate(PROMPTS, max_new_tokens=4)
 
 

@@ -89,7 +89,7 @@ def test_a_cache_of_as_many_bytes_holds_more_tokens() -> None:
 
 def test_what_cannot_be_stored_so_is_refused(tmp_path: Path) -> None:
     for name, config, reason in (
-        ("latent", examples.deepseek_v2()["lite"], "asked for torch.uint4"),
+        ("latent", examples.deepseek_v2()["lite"], "requested torch.uint4"),
         ("odd", {**examples.llama()["grouped"], "head_dim": 20}, "groups of 32 numbers"),
     ):
         (tmp_path / name).mkdir()

@@ -266,7 +266,7 @@ def test_a_device_gets_blocks_from_host_memory(
 
 def test_graphs_and_compilation_are_refused(deep: Path, own: dict[str, Any], tape: None) -> None:
     graphs = policy("tape", graphs="on")
-    with pytest.raises(ConfigError, match=r"graphs='on' was asked for, but weights are offloaded"):
+    with pytest.raises(ConfigError, match=r"graphs='on' was requested, but weights are offloaded"):
         load(deep, offload="65%", **{**own, "config": graphs})
     own["config"] = own["config"].model_copy(update={"compile": "on"})
     with pytest.raises(ConfigError, match="weights are offloaded"):

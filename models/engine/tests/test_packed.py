@@ -237,7 +237,7 @@ def test_a_kernel_of_another_layout_is_refused(
     with register(kernel(0)):
         with pytest.raises(ConfigError, match="linear_turned prepares constants and states no"):
             pack(copied)
-        with pytest.raises(ConfigError, match="packed='on' was asked for, but turned/linear"):
+        with pytest.raises(ConfigError, match="packed='on' was requested, but turned/linear"):
             loaded(copied, ON)
 
 
@@ -346,7 +346,7 @@ def test_the_cache_evicts_the_least_recently_used_file(llama: Path, cache: Path)
 
 def test_loading_works_without_a_writable_cache(llama: Path, cache: Path) -> None:
     (cache / "packed").write_text("a file, where the folder should be")
-    with pytest.raises(ConfigError, match=r"packed='on' was asked for, but .* cannot be written"):
+    with pytest.raises(ConfigError, match=r"packed='on' was requested, but .* cannot be written"):
         loaded(llama, Config(packed="on", cache_dir=cache))
 
 

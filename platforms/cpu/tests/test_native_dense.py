@@ -255,7 +255,7 @@ def test_the_rows_backend_is_selected_for_sizes_without_tiles() -> None:
         ({"type": "encoder"}, "encoder"),
         ({"dtype": torch.float64}, "float64"),
         ({"num_kv_heads": 3}, "3 kv heads"),
-        ({"cache_dtype": torch.bfloat16}, "or int8, asked for torch.bfloat16"),
+        ({"cache_dtype": torch.bfloat16}, "or int8, requested torch.bfloat16"),
         ({"latent": True}, "latent"),
         ({"alibi": True}, "alibi"),
     ],

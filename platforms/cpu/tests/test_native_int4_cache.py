@@ -184,4 +184,4 @@ def test_refusals_have_reasons() -> None:
     verdict = NativeBackend.accepts(spec(head_size=48), DEVICE.capability)
     assert "groups of 32 numbers of 4 bits, the head size is 48" in verdict.reason
     verdict = NativeRowsBackend.accepts(spec(), DEVICE.capability)
-    assert "or int8, asked for torch.uint4" in verdict.reason
+    assert "or int8, requested torch.uint4" in verdict.reason

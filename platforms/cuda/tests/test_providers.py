@@ -164,10 +164,10 @@ OWN: dict[type[AttentionBackend], list[tuple[dict[str, Any], str]]] = {
     FlashAttention2Backend: [
         ({"page_size": 16}, "reads pages of multiples of 256 tokens, got 16"),
         ({"head_size": 100}, "takes heads of multiples of 8 up to 256, got 100"),
-        (FLOAT_8, "stores the cache as torch.bfloat16, asked for torch.float8_e4m3fn"),
+        (FLOAT_8, "stores the cache as torch.bfloat16, requested torch.float8_e4m3fn"),
     ],
     FlashAttention2GatheredBackend: [
-        (FLOAT_8, "stores the cache as torch.bfloat16, asked for torch.float8_e4m3fn"),
+        (FLOAT_8, "stores the cache as torch.bfloat16, requested torch.float8_e4m3fn"),
     ],
     FlashAttention3Backend: [
         ({"head_size": 320}, "takes heads of multiples of 8 up to 256, got 320"),

@@ -120,7 +120,7 @@ class AttentionSpec:
         if self.type != "decoder":
             return Verdict.refuse(f"serves decoder attention only, got {self.type}")
         if self.cache_dtype != self.dtype:
-            return Verdict.refuse(f"stores the cache as {self.dtype}, asked for {self.cache_dtype}")
+            return Verdict.refuse(f"stores the cache as {self.dtype}, requested {self.cache_dtype}")
         for feature in ("sinks", "latent", "sparse", "prefix_lm", "alibi"):
             if getattr(self, feature):
                 return Verdict.refuse(f"does not do {feature}")

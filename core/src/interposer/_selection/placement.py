@@ -78,7 +78,7 @@ def _place(registry: Registry, policy: Policy) -> Placement:
         raise PlatformUnavailableError(what, failures, "fix the plugins that failed") from error
     except NoCandidateError as error:
         raise PlatformUnavailableError(
-            "usable platform" if policy.pin is None else f"{requested}, which was asked for",
+            "usable platform" if policy.pin is None else f"{requested}, which was requested",
             (*error.refusals, *failures),
             error.action
             or "install a plugin for this machine; `interposer doctor` lists the installed ones",

@@ -142,13 +142,13 @@ def _check_adapted(adapted: Adapted[Any]) -> None:
     config = adapted.resolver.config
     if config.kv_cache != "auto":
         raise ConfigError(
-            f"kv_cache={config.kv_cache!r} was asked for, but the layers of an adapted model are "
+            f"kv_cache={config.kv_cache!r} was requested, but the layers of an adapted model are "
             "compared with their own, which round nothing. Try: interposer_engine.load"
         )
     for name, setting in (("graphs", config.graphs == "on"), ("compile", config.compile != "off")):
         if setting:
             raise ConfigError(
-                f"{name}={getattr(config, name)!r} was asked for, but the forward of an adapted "
+                f"{name}={getattr(config, name)!r} was requested, but the forward of an adapted "
                 f"model runs as it is. Try: Config({name}='off')"
             )
 

@@ -72,7 +72,7 @@ def load_adapted(
     for name, value in others.items():
         if value and value != _UNSUPPORTED_ARGUMENTS.get(name):
             raise ConfigError(
-                f"{name}={value!r:.100} was asked for, but no family is installed for the "
+                f"{name}={value!r:.100} was requested, but no family is installed for the "
                 f"architecture {architecture!r} of {source}: the model of transformers is adapted, "
                 f"which takes none. Try: load(path) without {name}"
             )

@@ -282,7 +282,7 @@ class TokenizerSettings:
 
     def _refuse(self, file: str, field: str, value: Any, allowed: str) -> Never:
         raise CheckpointError(
-            self._file(file), f"{field} is {value!r:.100}, must be {allowed}", "mend the field"
+            self._file(file), f"{field} is {value!r:.100}, must be {allowed}", "correct the field"
         )
 
 

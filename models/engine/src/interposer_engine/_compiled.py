@@ -234,7 +234,7 @@ def backend_name(config: Config, placement: Placement, verdict: Verdict) -> str:
         UnknownNameError: torch has no such backend.
     """
     if not verdict:
-        raise ConfigError(f"compile={config.compile!r} was asked for, but {verdict.reason}")
+        raise ConfigError(f"compile={config.compile!r} was requested, but {verdict.reason}")
     name = config.compile
     if name == "on":
         name = placement.platform.compile_backend()

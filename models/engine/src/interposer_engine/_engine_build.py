@@ -191,7 +191,7 @@ def _reserve_memory(planned: Plan, options: LoadOptions) -> _Memory:
         shape = cache_shape(planned, **options.sizes)
         check_cache("load", free_bytes, shape, options.cache_tokens, num_state_bytes)
     if _requires_graphs(planned) and planned.graphs is not None and not planned.graphs:
-        raise ConfigError(f"graphs='on' was asked for, but {planned.graphs.reason}")
+        raise ConfigError(f"graphs='on' was requested, but {planned.graphs.reason}")
     return _Memory(check, adapters, adapter_memory, num_state_bytes)
 
 

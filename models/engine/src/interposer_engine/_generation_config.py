@@ -122,7 +122,7 @@ def start_tokens(path: Path, config: dict[str, Any], vocab_size: int) -> tuple[i
     for name in used_names:
         if type(settings[name]) is not int or not 0 <= settings[name] < vocab_size:
             reason = f"{name} is {settings[name]!r}, must be a token of {vocab_size}"
-            raise CheckpointError(path, reason, "mend generation_config.json or config.json")
+            raise CheckpointError(path, reason, "correct generation_config.json or config.json")
     return tuple(settings[name] for name in used_names)
 
 
@@ -170,7 +170,7 @@ class GenerationSettings:
                 SamplingParams(**{name: value})
             except RequestError as error:
                 raise CheckpointError(
-                    self.source, str(error), f"mend {name}, or remove it"
+                    self.source, str(error), f"correct {name}, or remove it"
                 ) from None
         if is_sampled:
             return {"temperature": 1.0, **suggested}

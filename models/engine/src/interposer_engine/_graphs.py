@@ -362,7 +362,7 @@ class DecodeGraphs:
     def _judge(self) -> Verdict:
         verdict = Verdict.accept() if self._model is None else judge_compilation(self._model)
         if self._required and not verdict:
-            raise ConfigError(f"graphs='on' was asked for, but {verdict.reason}")
+            raise ConfigError(f"graphs='on' was requested, but {verdict.reason}")
         return verdict
 
     def _graph_of(self, bucket: Bucket) -> _Captured:

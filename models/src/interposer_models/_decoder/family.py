@@ -38,7 +38,7 @@ def stored_as(site: Site) -> tuple[torch.dtype, bool]:
         )
     if cache_format is not None:
         raise ConfigError(
-            f"{_OPTION} was asked for, but the checkpoint stores the cache of {site.prefix!r} as "
+            f"{_OPTION} was requested, but the checkpoint stores the cache of {site.prefix!r} as "
             f"{cache_format.dtype}, with its own scales. Try: leave kv_cache out, or remove the "
             "scheme of the cache from quantization_config"
         )
@@ -55,7 +55,7 @@ def cache_note(model: CausalModel, config: Config, page_size: int) -> str:
     int4_layers = [a for a in model.attention_layers if a.backend.spec.cache_dtype == UINT4]
     if not int4_layers:
         raise ConfigError(
-            f"{_OPTION} was asked for, but no layer of {type(model).__name__} can store keys and "
+            f"{_OPTION} was requested, but no layer of {type(model).__name__} can store keys and "
             "values in 4 bits. Try: leave kv_cache out"
         )
     token_bytes = sum(layer.backend.kv_layout().page_bytes() for layer in int4_layers) / page_size

@@ -469,7 +469,9 @@ class LatentFamily(GroupedFamily):
             )
         size = self.qk_nope_head_dim + max(self.qk_rope_head_dim, self.v_head_dim)
         if heads * size > _LARGEST_WIDTH:
-            raise ValueError(f"{heads} heads of {size} are more than a model can have")
+            raise ValueError(
+                f"{heads} heads of {size} exceed the limit of {_LARGEST_WIDTH} elements"
+            )
         if self.partial_rotary_factor != 1:
             raise ValueError(
                 f"partial_rotary_factor is {self.partial_rotary_factor}, but qk_rope_head_dim "

@@ -100,7 +100,9 @@ class MixtureFamily(DecoderFamily):
             raise ValueError(f"num_local_experts is {num_experts}, must be at most {MOST_EXPERTS}")
         if num_experts * self.hidden_size * self.expert_size > LARGEST_TENSOR:
             sizes = f"{self.hidden_size} x {self.expert_size}"
-            raise ValueError(f"{num_experts} experts of {sizes} are more than a model can have")
+            raise ValueError(
+                f"{num_experts} experts of {sizes} exceed the limit of {LARGEST_TENSOR} elements"
+            )
         # The expert kernels of these families implement SwiGLU with SiLU only.
         if self.hidden_act not in ("silu", "swish"):
             raise ValueError(f"hidden_act is {self.hidden_act!r}, experts compute with 'silu'")

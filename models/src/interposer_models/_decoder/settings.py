@@ -38,7 +38,7 @@ class FieldError(ValueError):
         mend: the hint to the user, in the imperative.
     """
 
-    def __init__(self, reason: str, mend: str = "mend the field") -> None:
+    def __init__(self, reason: str, mend: str = "correct the field") -> None:
         super().__init__(reason)
         self.mend = mend
 
@@ -63,7 +63,8 @@ def check_state(heads: int, rows: int, columns: int) -> None:
     """Raise ValueError if a layer's state would be larger than in any model."""
     if heads * rows * columns > _LARGEST_STATE:
         raise ValueError(
-            f"a state of {heads} heads of {rows} x {columns} is more than a model can have"
+            f"a state of {heads} heads of {rows} x {columns} exceeds the limit of "
+            f"{_LARGEST_STATE} elements"
         )
 
 
@@ -398,7 +399,9 @@ class DecoderSettings(BaseModel, ModelFamily):
             self._check_partial_rotary_factor(kind)
         # A corrupt config must fail here, not by allocating an absurd weight.
         if heads * self.head_size > 2**24:
-            raise ValueError(f"{heads} heads of {self.head_size} are more than a model can have")
+            raise ValueError(
+                f"{heads} heads of {self.head_size} exceed the limit of {2**24} elements"
+            )
         # Rotary embedding rotates pairs of elements.
         if self.rotary_size <= 0 or self.rotary_size % 2:
             raise ValueError(
@@ -474,7 +477,9 @@ class DecoderSettings(BaseModel, ModelFamily):
                 error.kind, error.name, error.known, UNKNOWN_MEND, where
             ) from error
         except ConfigError as error:
-            raise CheckpointError(source, f"rope_parameters: {error}", "mend the field") from error
+            raise CheckpointError(
+                source, f"rope_parameters: {error}", "correct the field"
+            ) from error
         except ValidationError as error:
             first = error.errors()[0]
             if isinstance(refused := first.get("ctx", {}).get("error"), FieldError):
@@ -484,7 +489,7 @@ class DecoderSettings(BaseModel, ModelFamily):
                 f" (got {first['input']!r})" if field_path and first["type"] != "missing" else ""
             )
             reason = f"{field_path or 'config'}: {first['msg']}{value}"
-            raise CheckpointError(source, reason, "mend the field") from error
+            raise CheckpointError(source, reason, "correct the field") from error
 
 
 def _value_or_default(field: FieldInfo, name: str, fields: Mapping[str, Any]) -> Any:

@@ -143,7 +143,9 @@ class DeepseekV32(DeepseekV3):
                 "the number of its rotated elements"
             )
         if heads * size > _LARGEST_WIDTH:
-            raise ValueError(f"{heads} index heads of {size} are more than a model can have")
+            raise ValueError(
+                f"{heads} index heads of {size} exceed the limit of {_LARGEST_WIDTH} elements"
+            )
         if kinds is not None and len(kinds) != self.num_hidden_layers:
             raise ValueError(f"mlp_layer_types has {len(kinds)} of {self.num_hidden_layers} layers")
         return self

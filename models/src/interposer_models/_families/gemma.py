@@ -161,7 +161,7 @@ class T5Gemma(Gemma2, EncoderDecoderFamily):
         for name, side in sides.items():
             if not isinstance(side, Mapping):
                 reason = f"{name}: must be the settings of the {name} (got {side!r:.100})"
-                raise CheckpointError(source, reason, "mend the field")
+                raise CheckpointError(source, reason, "correct the field")
         common = {name: config[name] for name in _COMMON if name in config}
         encoder = T5GemmaEncoderSettings.parse(sides["encoder"], f"{source}, encoder")  # type: ignore[arg-type]
         # Common fields take precedence over the decoder's copies of them.

@@ -197,7 +197,8 @@ class NemotronH(DecoderFamily):
         expert_sizes = self.moe_latent_size or self.hidden_size, self.moe_intermediate_size
         if num_experts * expert_sizes[0] * expert_sizes[1] > LARGEST_TENSOR:
             raise ValueError(
-                f"{num_experts} experts of {expert_sizes} are more than a model can have"
+                f"{num_experts} experts of {expert_sizes} exceed the limit of "
+                f"{LARGEST_TENSOR} elements"
             )
         if num_experts % num_groups or num_experts < 2 * num_groups:
             raise ValueError(f"{num_experts} experts are not {num_groups} groups of at least two")

@@ -94,7 +94,7 @@ def load_offloaded(
     if refusal is None:
         return offload_notes
     if not offloading.is_automatic:
-        raise ConfigError(f"offload was asked for, but {refusal}") from refusal
+        raise ConfigError(f"offload was requested, but {refusal}") from refusal
     notes = load_weights(planned, checkpoint, weights, progress)
     return [f"{OFFLOAD_NOTE}none, {refusal}", *notes]
 

@@ -359,7 +359,7 @@ def plan_offloading(
         return None, []
     source_or_refusal = _source(model, placement, packed)
     if settings is not None and isinstance(source_or_refusal, Verdict):
-        raise ConfigError(f"offload was asked for, but {source_or_refusal.reason}")
+        raise ConfigError(f"offload was requested, but {source_or_refusal.reason}")
     free_bytes = _free_bytes(placement, asks=settings is not None or is_host(placement.platform))
     # Devices belong to one rank each, but the ranks of a host share its memory.
     if ranks is not None and is_host(placement.platform):

@@ -82,7 +82,7 @@ def load_weights(
         if refusal is None:
             return notes
         if setting == "on":
-            raise ConfigError(f"packed='on' was asked for, but {refusal}") from refusal
+            raise ConfigError(f"packed='on' was requested, but {refusal}") from refusal
         note = f"packed weights: none, {refusal}"
         if not isinstance(refusal, _TooSmallError):
             notes.append(note)

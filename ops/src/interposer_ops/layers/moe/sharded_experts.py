@@ -166,8 +166,8 @@ def _dispatch_tokens(
     """
     size, requested = _ranks(site).size, settings.dispatch_tokens
     if requested is not None:
-        reason = f"tokens are sent to their experts from {requested} of a step on, as asked for"
-        return (requested, reason) if requested else (None, "results are added up, as asked for")
+        reason = f"tokens are sent to their experts from {requested} of a step on, as requested"
+        return (requested, reason) if requested else (None, "results are added up, as requested")
     # D: expected number of distinct ranks among top_k experts that are uniform over the ranks.
     reached = size * (1 - (1 - 1 / size) ** spec.top_k)
     rows = f"a token reaches {reached:.2g} of {size} ranks"

@@ -67,7 +67,7 @@ class NativePagedBackend(AttentionBackend):
             *names, last = (str(dtype).removeprefix("torch.") for dtype in cls.rounded_dtypes)
             return Verdict.refuse(
                 f"stores the cache as {spec.dtype}, {', '.join(names)} or {last}, "
-                f"asked for {spec.cache_dtype}"
+                f"requested {spec.cache_dtype}"
             )
         reads_stored = cls.takes("stored")
         shared = spec.shared and not reads_stored

@@ -77,7 +77,7 @@ def judge_format(request: Request) -> Verdict:
     """Accept only float8_e4m3fn as the dtype of the quantized values."""
     out_dtype = request.dims["out_dtype"]
     if out_dtype != "float8_e4m3fn":
-        return Verdict.refuse(f"makes codes of float8_e4m3fn, asked for {out_dtype}")
+        return Verdict.refuse(f"makes codes of float8_e4m3fn, requested {out_dtype}")
     return native.judge(request)
 
 

@@ -14,8 +14,8 @@ _LIBRARY = "libcuda.so.1"
 _LIMIT_SECONDS = 60.0
 # Explanations of CUresult codes whose driver text does not tell a user what to do.
 _EXPLANATIONS = {
-    34: "only the stub of the driver's library is found, which is there to link with. Take the "
-    "folder of stubs out of LD_LIBRARY_PATH",
+    34: "only the stub of the driver's library is found, which programs can link but not call. "
+    "Take the folder of stubs out of LD_LIBRARY_PATH",
     46: "the device is in use by a process that has it for itself",
     100: "no device is visible",
     802: "the fabric of the GPUs is not ready. Start nvidia-fabricmanager",

@@ -67,20 +67,20 @@ class System:
     def _judge_files(self) -> Verdict:
         if not self.allowed:
             return Verdict.refuse(
-                "/dev/kfd is there, but this user may not open it. Add the user to its group: "
+                "/dev/kfd exists, but this user may not open it. Add the user to its group: "
                 "usermod -a -G render,video USER; then log in again"
             )
         if not self.topology.gpus:
             unreadable = self.topology.unreadable
             note = f"; {unreadable} nodes cannot be read, as of GPUs that a container was not given"
             return Verdict.refuse(
-                f"/dev/kfd is there, but the driver shows no GPU{note if unreadable else ''}"
+                f"/dev/kfd exists, but the driver shows no GPU{note if unreadable else ''}"
             )
         missing = [g for g in self.topology.gpus if g.render_node not in self.render_files]
         if len(missing) == len(self.topology.gpus):
             names = ", ".join(f"/dev/dri/renderD{gpu.render_node}" for gpu in missing)
             return Verdict.refuse(
-                f"/dev/kfd is there, but not {names}, through which GPUs get their memory. In a "
+                f"/dev/kfd exists, but not {names}, through which GPUs get their memory. In a "
                 "container: --device=/dev/dri"
             )
         return Verdict.accept()
