@@ -41,7 +41,7 @@ def call_makers(
     generator = torch.Generator().manual_seed(0)
     rows = random_rows(layout, out_features, in_features, generator, in_features**-0.5)
     blocks = [rows.clone() for _ in range(WEIGHTS_BYTES // rows.nbytes + 1)]
-    halves = [kernels.in_halves(one, None, layout.name)["weight"] for one in blocks]
+    halves = [kernels.pack_halves(one, None, layout.name)["weight"] for one in blocks]
     dense = layout.dequantized(rows, torch.float32).bfloat16()
     plain = [dense.clone() for _ in range(WEIGHTS_BYTES // dense.nbytes + 1)]
 

@@ -81,14 +81,14 @@ def test_the_kernel_agrees_over_several_steps(layout: BlockFormat, dtype: torch.
     }
     case = gguf_linear_sample(dtype, dims, 3, 0)
     assert check_kernel(gguf_linear, kernels.gguf_linear, case) == []
-    assert check_kernel(gguf_linear, kernels.gguf_linear, case, prepare=kernels.in_halves) == []
+    assert check_kernel(gguf_linear, kernels.gguf_linear, case, prepare=kernels.pack_halves) == []
 
 
 @each_format
 def test_preparation_needs_no_more_memory(layout: BlockFormat) -> None:
     for in_features in (256, 256 + layout.size):
         rows = random_rows(layout, 5, in_features, torch.Generator().manual_seed(0))
-        prepared = kernels.in_halves(rows, None, layout.name)["weight"]
+        prepared = kernels.pack_halves(rows, None, layout.name)["weight"]
         parts = prepared if isinstance(prepared, tuple) else (prepared,)
         assert sum(part.nbytes for part in parts) == rows.nbytes
 

@@ -25,7 +25,7 @@ Rows = Callable[[slice], torch.Tensor]
 Halves = tuple[torch.Tensor, torch.Tensor]
 
 
-def in_halves(weight: torch.Tensor, bias: torch.Tensor | None, stored_as: str) -> dict[str, Any]:
+def pack_halves(weight: torch.Tensor, bias: torch.Tensor | None, stored_as: str) -> dict[str, Any]:
     """Repack a weight of four-bit values as two tensors; the total size stays the same.
 
     Byte i of a row of the first tensor, ``[O, I / 2]``, packs inputs i and i + I / 2, so that
@@ -102,7 +102,7 @@ def _linear_by_halves(
     bias: torch.Tensor | None,
     layout: BlockFormat,
 ) -> torch.Tensor:
-    """Multiply by a weight that ``in_halves`` repacked.
+    """Multiply by a weight that ``pack_halves`` repacked.
 
     All inputs of a group share one offset, so the offset is multiplied by the sum of inputs.
     """

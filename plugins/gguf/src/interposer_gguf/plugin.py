@@ -76,7 +76,7 @@ def interposer_records() -> list[Record]:
                 f"interposer_gguf._kernels:{op}",
                 "cpu",
                 Requires(dtypes=_FLOATS, dims=dims),
-                prepare="interposer_gguf._kernels:in_halves" if op == "gguf_linear" else "",
+                prepare="interposer_gguf._kernels:pack_halves" if op == "gguf_linear" else "",
                 layout=1 if op == "gguf_linear" else 0,
                 score=score,
                 properties=_OPAQUE,
