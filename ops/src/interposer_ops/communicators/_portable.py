@@ -56,7 +56,7 @@ class TorchCommunicator(Communicator):
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """Return the rows of all ranks in rank order, ``[sum(sizes), ...]``."""
-        self._check_rows("all_gather", x, sizes, sizes[self.ranks.rank])
+        check_row_counts(self.ranks, "all_gather", x, sizes, sizes[self.ranks.rank])
         max_rows = max(sizes)
         row_bytes = _row_bytes(x)
         sent = _as_bytes(self._to_backend(x))
@@ -74,15 +74,15 @@ class TorchCommunicator(Communicator):
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """Sum ``x`` over the ranks, rounded once, and return this rank's rows."""
         # Exchange all parts and sum locally: the order of summation is then that of the ranks.
-        self._check_rows("reduce_scatter", x, sizes, sum(sizes))
+        check_row_counts(self.ranks, "reduce_scatter", x, sizes, sum(sizes))
         size = sizes[self.ranks.rank]
         parts = self.all_to_all(x, sizes, [size] * self.ranks.size)
         return sum_of_parts(parts.reshape(self.ranks.size, size, *x.shape[1:]))
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send rows to every rank; return the rows received from the ranks, in rank order."""
-        self._check_rows("all_to_all", x, sent, sum(sent))
-        self._check_rows("all_to_all", x, received, len(x))
+        check_row_counts(self.ranks, "all_to_all", x, sent, sum(sent))
+        check_row_counts(self.ranks, "all_to_all", x, received, len(x))
         row_bytes, sent_rows = _row_bytes(x), _as_bytes(self._to_backend(x))
         received_rows = sent_rows.new_empty(sum(received) * row_bytes)
         with self._own.guarded("all_to_all"):
@@ -130,13 +130,24 @@ class TorchCommunicator(Communicator):
         flat = data.view(-1).view(x.dtype)
         return flat.view(num_rows, *x.shape[1:]).to(x.device)
 
-    def _check_rows(self, collective: str, x: Tensor, sizes: Sequence[int], rows: int) -> None:
-        num_rows = x.shape[0] if x.dim() else None
-        if len(sizes) != self.ranks.size or min(sizes) < 0 or num_rows != rows:
-            raise RequestError(
-                f"{collective} of {[*x.shape]} with rows {[*sizes]} on rank {self.ranks.rank} of "
-                f"{self.ranks.size}. Try: a number of rows for each rank, of which x has {rows}"
-            )
+
+def check_row_counts(
+    ranks: Ranks, collective: str, x: Tensor, sizes: Sequence[int], rows: int
+) -> None:
+    """Check the arguments of a collective that moves a number of rows per rank.
+
+    Args:
+        collective: name of the collective, for the error.
+        sizes: number of rows of each rank.
+        rows: number of rows that ``x`` must have.
+    Raises: RequestError: ``sizes`` has not one number per rank, or ``x`` has other rows.
+    """
+    num_rows = x.shape[0] if x.dim() else None
+    if len(sizes) != ranks.size or min(sizes) < 0 or num_rows != rows:
+        raise RequestError(
+            f"{collective} of {[*x.shape]} with rows {[*sizes]} on rank {ranks.rank} of "
+            f"{ranks.size}. Try: one number of rows per rank, and an x of {rows} rows"
+        )
 
 
 def sum_of_parts(parts: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from interposer_cpu import _collective_ops as ops
 from interposer_cpu import native
 from interposer_cpu._kernels.interface import TYPES
 from interposer_cpu._segment import join_ranks
+from interposer_ops.communicators import check_row_counts
 
 __all__ = ["SharedMemoryCommunicator", "judge"]
 
@@ -148,7 +149,7 @@ class SharedMemoryCommunicator(Communicator):
         """Concatenate the rows of all ranks in rank order, ``[sum(sizes), ...]``."""
         if is_compiling():
             return ops.all_gather(x, sizes, self._number)  # type: ignore[no-any-return]
-        self._check_rows("all_gather", x, sizes, sizes[self.ranks.rank])
+        check_row_counts(self.ranks, "all_gather", x, sizes, sizes[self.ranks.rank])
         x, row = x.contiguous(), x.shape[1:].numel() * x.element_size()
         out = x.new_empty(sum(sizes), *x.shape[1:])
         num_bytes = [size * row for size in sizes]
@@ -159,7 +160,7 @@ class SharedMemoryCommunicator(Communicator):
         """Sum ``x`` over the ranks, rounded once, and return this rank's rows of the sum."""
         if is_compiling():
             return ops.reduce_scatter(x, sizes, self.ranks.rank, self._number)  # type: ignore[no-any-return]
-        self._check_rows("reduce_scatter", x, sizes, sum(sizes))
+        check_row_counts(self.ranks, "reduce_scatter", x, sizes, sum(sizes))
         kind = _SUM_TYPES.get(x.dtype)
         if kind is None:
             raise self._dtype_error("reduce_scatter", x)
@@ -173,8 +174,9 @@ class SharedMemoryCommunicator(Communicator):
         """Send rows to every rank and return the received rows in rank order."""
         if is_compiling():
             return ops.all_to_all(x, sent, received, self._number)  # type: ignore[no-any-return]
-        self._check_rows("all_to_all", x, sent, sum(sent))
-        self._check_rows("all_to_all", x, received, len(x))  # only checks the length of received
+        check_row_counts(self.ranks, "all_to_all", x, sent, sum(sent))
+        # Any number of received rows is valid; this checks that there is one number per rank.
+        check_row_counts(self.ranks, "all_to_all", x, received, len(x))
         x, row = x.contiguous(), x.shape[1:].numel() * x.element_size()
         out = x.new_empty(sum(received), *x.shape[1:])
         num_bytes = [size * row for size in (*sent, *received)]
@@ -225,14 +227,6 @@ class SharedMemoryCommunicator(Communicator):
         return RequestError(
             f"{collective} of {x.dtype} through shared memory. Try: one of {', '.join(_SUM_NAMES)}"
         )
-
-    def _check_rows(self, collective: str, x: Tensor, sizes: Sequence[int], rows: int) -> None:
-        num_rows = x.shape[0] if x.dim() else None
-        if len(sizes) != self.ranks.size or min(sizes) < 0 or num_rows != rows:
-            raise RequestError(
-                f"{collective} of {[*x.shape]} with rows {[*sizes]} on rank {self.ranks.rank} of "
-                f"{self.ranks.size}. Try: a number of rows for each rank, of which x has {rows}"
-            )
 
 
 def _leave(address: int, process: int) -> None:
