@@ -226,7 +226,7 @@ def test_pages_are_allocated_lowest_first(counts: list[int], num_pages: int) -> 
             "nemotron_h",
             "latent",
             {"n_routed_experts": 2**14, "moe_intermediate_size": 2**24, "moe_latent_size": 2**14},
-            "more than a model can",
+            "exceed the limit of 281474976710656 elements",
         ),
         ("nemotron_h", "kinds", {"layers_block_type": None}, "layers_block_type"),
         ("qwen3_5", "usual", {"linear_num_value_heads": 3}, "not a multiple of linear_num_key"),
