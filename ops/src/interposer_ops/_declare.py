@@ -43,8 +43,8 @@ def standard_op(
 
     Args:
         cases: the module that holds ``<name>_cases`` and, with ``sample``, ``<name>_sample``.
-        batch_invariant: set if the reference only copies, compares, adds, multiplies and divides,
-            so that an element's rounding does not depend on its position in the batch. Torch may
+        batch_invariant: set if the reference only copies, compares, adds, multiplies and divides.
+            The rounding of an element then does not depend on the position in the batch. Torch may
             split a sum over a row differently for more rows, and may compute an exponential
             differently at the end of a chunk of memory.
         emulation: see ``OpEntry``.

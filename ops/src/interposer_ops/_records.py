@@ -41,6 +41,7 @@ def _row(record: OpEntry | Kernel) -> dict[str, Any]:
         value = getattr(record, field.name)
         if isinstance(value, Requires):
             value = {k: _plain(v) for k, v in _changed(asdict(value), asdict(Requires())).items()}
+        # An empty ``proven_on`` is kept: unlike None, it declares the kernel unproven everywhere.
         if value != field.default and (value or field.name == "proven_on"):
             row[field.name] = _plain(value)
     return row

@@ -1,7 +1,7 @@
 """Quantization methods that are not supported, listed under the supported method to use instead.
 
-Three kinds are listed: methods of unmaintained libraries, layouts that only one kernel reads, and
-names that other runtimes use internally for a checkpoint format.
+Three kinds are listed: methods of unmaintained libraries, layouts of a single kernel, and internal
+names of other runtimes for a checkpoint format.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class ParsedScheme(QuantizationScheme):
 
 
 class StoredScheme(ParsedScheme):
-    """A scheme that picks a layer's method from how the checkpoint stores that layer.
+    """A scheme that chooses the method of a layer by the layer's storage in the checkpoint.
 
     ``settings.stored(name)`` returns the storage of the linear layer ``name``, or None if the layer
     is not quantized.
@@ -74,5 +74,5 @@ class HeadScheme(StoredScheme):
 
     def head_method(self, prefix: str) -> LinearMethod | None:
         """Return the method for an untied lm_head, or None to leave it unquantized."""
-        # An lm_head fuses nothing: its only part is its own name.
+        # An lm_head fuses nothing: the list of parts is the name of the head.
         return self.linear_method(prefix, (prefix.rpartition(".")[2],))

@@ -51,7 +51,7 @@ class Target:
 
         Below sm_80 triton has no matrix instructions of any dtype, although the hardware has
         ``mma.sync.m16n8k8``. There, triton multiplies element by element and fails on integers (the
-        pass TritonGPUAccelerateMatmul of 3.7.1 reports that they were deprecated).
+        pass TritonGPUAccelerateMatmul of 3.7.1 reports integer operands as deprecated).
         """
         return self.gpu.backend != "cuda" or int(self.gpu.arch) >= 80
 

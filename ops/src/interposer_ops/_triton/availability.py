@@ -53,7 +53,7 @@ def judge(request: Request) -> Verdict:
 
 
 def judge_fp8(request: Request) -> Verdict:
-    """Accept if ``judge`` does and triton converts to the requested 8-bit float.
+    """Accept if ``judge`` accepts and triton can convert to the requested 8-bit float.
 
     The 8-bit float is the dim ``out_dtype`` or ``cache_dtype``, or else the request's dtype.
 
@@ -73,7 +73,7 @@ def judge_fp8(request: Request) -> Verdict:
 
 
 def judge_operands(request: Request) -> Verdict:
-    """Accept if ``judge`` does and the kernels can multiply both 8-bit operands.
+    """Accept if ``judge`` accepts and the kernels can multiply both 8-bit operands.
 
     Kernels convert formats that the hardware lacks bit by bit, except formats without infinities
     and negative zero (fnuz). These are accepted only on gfx942: the interpreter of triton 3.7.1
@@ -85,7 +85,7 @@ def judge_operands(request: Request) -> Verdict:
 
 
 def judge_integers(request: Request) -> Verdict:
-    """Accept if ``judge`` does and triton can multiply int8 matrices on the device.
+    """Accept if ``judge`` accepts and triton can multiply int8 matrices on the device.
 
     Triton 3.7.1 has no matrix instructions for NVIDIA GPUs older than sm_80. There, triton computes
     float matmuls without matrix instructions, and fails on int8 in the pass
@@ -100,7 +100,7 @@ def judge_integers(request: Request) -> Verdict:
 
 
 def judge_split(request: Request) -> Verdict:
-    """Accept if ``judge_operands`` does and the device profits from split-K for few rows.
+    """Accept if ``judge_operands`` accepts and the device profits from split-K for few rows.
 
     The reason of an acceptance states the maximum number of rows.
     """
@@ -130,7 +130,7 @@ def judge_package() -> Verdict:
 
 
 def _judge_fnuz(request: Request, *dtypes: str) -> Verdict:
-    """Accept if ``judge`` does and no dtype is fnuz, except on gfx942."""
+    """Accept if ``judge`` accepts and no dtype is fnuz, except on gfx942."""
     architecture = request.capability.architecture
     for dtype in dtypes:
         if dtype.endswith("fnuz") and architecture != "gfx942":

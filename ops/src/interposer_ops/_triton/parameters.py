@@ -44,6 +44,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _PACKAGE = Path(__file__).parents[1]
 _META = torch.device("meta")
 _assumptions: dict[torch.device, str] = {}
+# The caches of all ``per_device`` functions, which ``assumed`` has to clear.
 _caches: list[Any] = []
 
 
@@ -73,7 +74,7 @@ class Parameters(BaseModel):
 
     @property
     def compiled(self) -> dict[str, int]:
-        """Launch options of triton."""
+        """``num_warps`` and ``num_stages`` as keyword arguments of a launch."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
@@ -139,6 +140,7 @@ def architecture(device: torch.device) -> str:
     target = triton.runtime.driver.active.get_current_target()
     if target.backend == "cuda":
         return f"sm_{target.arch}"
+    # HIP appends features of the device, as in gfx90a:sramecc+:xnack-.
     return target.arch.split(":")[0] if target.backend == "hip" else str(target.backend)
 
 
@@ -160,7 +162,7 @@ def _clear_caches() -> None:
 
 
 def _nearest(name: str, table: Mapping[str, Parameters]) -> str:
-    """Return the name of the entry for the architecture, see the module's docstring."""
+    """Return the entry ``name``, or the nearest older one of the same family, else "default"."""
     family, number = _generation(name)
     same_family = [
         (_generation(entry)[1], entry)
@@ -174,6 +176,7 @@ def _generation(name: str) -> tuple[str, int]:
     """Return family and generation: ("sm", 90) for sm_90a, ("gfx9", 0x42) for gfx942."""
     if match := re.fullmatch(r"sm_(\d+)[af]?", name):
         return "sm", int(match[1])
+    # Minor version and stepping of a gfx architecture are hexadecimal digits.
     if match := re.fullmatch(r"(gfx\d+)([0-9a-f]{2})", name):
         return match[1], int(match[2], 16)
     return name, 0

@@ -48,6 +48,7 @@ def row_tile(kernel: str, device: torch.device, width: int) -> RowTile:
     blocks = parameters.blocks
     columns = min(triton.next_power_of_2(width), blocks["width"])
     rows = max(1, blocks["tile"] // columns)
+    # More warps than one per ``warp`` elements would have nothing to load.
     num_warps = min(parameters.num_warps, max(1, rows * columns // blocks["warp"]))
     return RowTile(rows, columns, {**parameters.compiled, "num_warps": num_warps})
 
@@ -56,4 +57,5 @@ def as_rows(x: Tensor) -> Tensor:
     """View ``x`` as ``[rows, H]`` with contiguous rows; copy only if a view is impossible."""
     if x.ndim != 2:
         x = x.reshape(-1, x.shape[-1])
+    # The stride of a dimension of size 1 has no effect.
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()

@@ -52,7 +52,7 @@ _Bound = Callable[[float, float, _Options], float]
 
 
 def _product(gate: float, up: float, _: _Options) -> float:
-    """Bound the magnitude by gate * up.
+    """Return the magnitude of gated results: the largest gate times the largest up element.
 
     An activation takes about four float32 operations. 1 + erf may cancel and leave the absolute
     error of 1, so that the error is relative to gate * up, not to the result.
@@ -66,7 +66,7 @@ def _no_magnitude(_: float, __: float, ___: _Options) -> float:
 
 
 def _clamped_product(gate: float, up: float, options: _Options) -> float:
-    """Bound the magnitude by the clamped gate times (1 + the clamped up element).
+    """Return the magnitude of swiglu_oai results: clamped gate times (1 + clamped up element).
 
     A negative gate has no lower limit, but there the error is relative to gate * sigmoid, which is
     at most 1 for an alpha of at least 0.5.

@@ -44,6 +44,7 @@ class CacheWriter:
 
 def cache_dims(spec: AttentionSpec) -> dict[str, Any]:
     """Return the dims of requests for ops that read or write the cache of a spec."""
+    # The ops for int8 have no dim ``cache_dtype``.
     facts = spec.dims()
     names = (
         _QUANTIZED_DIMS

@@ -179,8 +179,8 @@ def _gather_rows(
     SEQUENCES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    # A row's sequence is the number of sequences that end at or before the row; its first row is
-    # the end of the last of these.
+    # The sequence of a row is the number of sequences that end at or before the row. The sequence
+    # begins where the last of these sequences ends.
     sequence = tl.zeros([ROWS], tl.int64)
     first_row = tl.zeros([ROWS], tl.int64)
     total_tokens = tl.sum(first_row, 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Pages of no sequence, which kernels must not touch.
 SPARE_PAGES = 3
 
 
@@ -41,6 +42,7 @@ def scattered(
 
 def caches(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return two caches ``[P, S, K, D]`` filled with NaN, or with -128 for integers."""
+    # A kernel that reads an unwritten slot then returns NaN or a wrong large number.
     filler = torch.nan if dtype.is_floating_point else -128.0
     keys, values = torch.full((2, *shape), filler).to(dtype)
     return keys, values

@@ -44,7 +44,7 @@ def _writing(
     valid: Callable[[Point], bool] = lambda _: True,
     special: Mapping[str, Sequence[Special]] | None = None,
 ) -> CaseSpace:
-    """Return the cases for storing ordinary numbers and these kinds of numbers."""
+    """Return the cases that store ordinary numbers and the kinds listed in ``numbers``."""
     return CaseSpace(
         _write,
         Axis("tokens", {"many tokens": 33, "one token": 1, "no tokens": 0}),
@@ -195,7 +195,7 @@ def _cache_dtype(dims: Dims) -> torch.dtype:
 
 
 def _scale(dims: Dims, numbers: str, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Return scales with which the stored numbers times the scale fit float16."""
+    """Draw scales for which every dequantized number fits float16."""
     is_float = _cache_dtype(dims).is_floating_point
     shape = (int(dims["num_kv_heads"]) if dims["per_head"] else 1,)
     if numbers == "ties":
@@ -214,8 +214,8 @@ def _near_grid(
     """Return numbers near the numbers of a float dtype, times ``scale``.
 
     Each number differs from a representable one by up to 1/50 of its size, while the nearest tie is
-    at least 1/32 away; storing as bfloat16 changes a number by at most 1/256. Ties are exact, as
-    their scales are powers of two. Quotients beyond the largest number are clamped anyway.
+    at least 1/32 away; storing as bfloat16 changes a number by at most 1/256. Ties are exact,
+    because their scales are powers of two. Quotients beyond the largest number are clamped anyway.
     """
     facts = torch.finfo(cache_dtype)
     spread = {"subnormal": facts.smallest_normal, "saturated": 1.2 * facts.max}.get(numbers, 4.0)

@@ -62,8 +62,8 @@ class DriverInquiry:
             DriverError: the driver cannot be loaded, or returns an error.
             DriverLostError: the driver crashes, or does not answer within ``limit_seconds``.
         """
-        # -I and -S keep the user's Python settings and site-packages out of the child: these are
-        # slow to import, and could fail or initialise the driver on their own.
+        # -I and -S keep the user's Python settings and site-packages out of the child:
+        # site-packages are slow to import, and an import could fail or initialise the driver.
         command = [sys.executable, "-I", "-S", str(self.program), *arguments]
         try:
             process = subprocess.run(

@@ -84,7 +84,7 @@ class GraphRecorder:
 
         The default stream cannot be captured. Warm-up, capture and all steps use the same stream: a
         library that initialises once per stream (pytorch/pytorch, pull request 187745) would
-        otherwise do so during a capture, where it must not allocate.
+        otherwise allocate during a capture, where no allocation is allowed.
         """
         device = self._module.current_device()
         if device not in self._streams:

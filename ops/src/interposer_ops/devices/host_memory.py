@@ -58,13 +58,14 @@ _Take = Callable[[int, bool], Tensor | None]
 def empty(shape: Sequence[int], dtype: torch.dtype, *, lasting: bool = False) -> Tensor:
     """Allocate uninitialised memory, in huge pages if the system provides them on request.
 
-    Memory of 256 KiB or more lies outside the heap: inside the heap, long-lived tensors would keep
-    freed memory around them from being returned, up to 320 MB while a model of 1.1 GB is loaded.
+    Memory of 256 KiB or more lies outside the heap. Inside the heap, long-lived tensors would keep
+    the C library from returning the freed memory between them: up to 320 MB while a model of 1.1 GB
+    is loaded.
 
     Args:
-        lasting: the memory is read in every step of a model, so all of it should lie in huge pages,
-            which it shares with other lasting memory. Otherwise the tensor gets a mapping of its
-            own, whose last part, smaller than a huge page, lies in small pages.
+        lasting: the memory is read in every step of a model, so all of it should lie in huge pages.
+            Lasting tensors share huge pages. Any other tensor gets a separate mapping, and the last
+            part of the mapping, smaller than a huge page, lies in small pages.
     """
     count, take = prod(shape), _placing.get()
     if count and take and (memory := take(count * dtype.itemsize, lasting)) is not None:
@@ -88,9 +89,9 @@ def cache_memory(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tenso
 def reused(spare: Spare | None = None) -> Iterator[None]:
     """Reuse the memory of freed tensors for the next tensor of the same size, in a ``with`` block.
 
-    Loading creates many short-lived weights of a few sizes. New memory is cleared by the system and
-    is in no cache, which takes as long as copying a weight there. Up to 16 MiB are kept until the
-    block ends. Other threads are not affected.
+    Loading creates many short-lived weights of a few sizes. The system clears new memory, and new
+    memory is in no cache: together this takes as long as copying a weight. Up to 16 MiB are kept
+    until the block ends. Other threads are not affected.
 
     Args:
         spare: memory kept from an earlier block, and kept for later blocks.

@@ -56,7 +56,7 @@ class MemoryProfile:
         return self.after.other_bytes - self.before.other_bytes
 
     def room_bytes(self, share: float = 0.9) -> int:
-        """Return the bytes that are free if at most ``share`` of the device is used at the peak.
+        """Return the bytes left for a cache if the peak may use ``share`` of the device.
 
         The peak of torch's tensors counts, not the allocator's cache; memory of others counts in
         full. 0 if nothing is free.

@@ -19,8 +19,9 @@ def bind_threads(
 ) -> Verdict:
     """Bind this process's threads to cores, one thread per core, and report which cores.
 
-    Call this before a model is loaded, so that memory is allocated near the cores that read it. If
-    the system denies the binding, as in some containers, the verdict says why and nothing changes.
+    Call this function before you load a model: the system then allocates the weights near the cores
+    that read them. If the system denies the binding, as in some containers, the verdict says why
+    and nothing changes.
 
     Args:
         node: NUMA node; None: cores of all nodes.

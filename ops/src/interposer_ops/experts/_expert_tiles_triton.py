@@ -50,7 +50,7 @@ def _form(dtype: torch.dtype, device: torch.device) -> str:
 def expert_tile(num_blocks, NUM_TILES: tl.constexpr, BAND: tl.constexpr):
     """Return the block of slots and the tile of columns of this program.
 
-    Concurrent programs work on one band of blocks, so that they share tiles of weights in cache.
+    Concurrent programs work on one band of blocks and so share tiles of weights in the cache.
     """
     program = tl.program_id(0)
     first = program // (BAND * NUM_TILES) * BAND

@@ -1,8 +1,8 @@
 """Experts of MoE layers. T tokens, H hidden size, E experts, I intermediate size, K chosen experts.
 
 Each expert is a gated MLP. The first half of the first projection's outputs are gates, the second
-half the up projection. The expert id -1 means an expert on another rank: it contributes nothing,
-and its weight is not read.
+half the up projection. The expert id -1 means an expert on another rank: the slot contributes
+nothing, and its routing weight is not read.
 """
 
 from __future__ import annotations

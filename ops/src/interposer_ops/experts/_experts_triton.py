@@ -95,7 +95,7 @@ def fused_experts_mxfp4_triton(
 
 
 class _Matrices(NamedTuple):
-    """One projection of all experts.
+    """Stored weights, scales and biases of one projection of all experts.
 
     Attributes:
         stored: ``[E, outputs, inputs]``, or half as many bytes if two values share a byte.

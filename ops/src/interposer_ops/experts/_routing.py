@@ -81,9 +81,9 @@ def grouped_topk(
 ) -> tuple[Tensor, Tensor]:
     """Choose the best groups of experts first, then the best experts within these groups.
 
-    Experts are compared by score plus bias, or by their logits if there is no bias. A group's value
-    is that of its best expert, or with a bias the sum of its two best. Ties go to the lowest group
-    and the lowest id. Weights are the scores without the bias.
+    Experts are compared by score plus bias, or by their logits if there is no bias. The value of a
+    group is the value of the best expert in the group or, with a bias, the sum of the two best.
+    Ties go to the lowest group and the lowest id. Weights are the scores without the bias.
 
     Args:
         logits, bias, renormalize, scale: as in ``topk_sigmoid``.

@@ -53,7 +53,7 @@ _GROUPED = {
 }
 _LOGITS = {"": _STEP, "far apart": 0.5, "tied": None, "ruled out": _STEP}
 _RENORMALIZE = {"": True, "not renormalised": False}
-# Factors unlike 1, so that a kernel fails if it forgets the scale or applies it too early.
+# Factors unlike 1: a kernel that forgets the scale, or applies the scale too early, fails.
 _SCALES = {True: 2.5, False: 16.0}
 _BIAS = {"": None, "bias": torch.float32, "bias like logits": "own"}
 
@@ -166,7 +166,7 @@ def _logits(
     point: Point, num_experts: int, top_k: int, dtype: torch.dtype, generator: torch.Generator,
     tokens: int,
 ) -> Tensor:  # fmt: skip
-    """Draw rows ``[T, E]`` of the kind that ``point`` describes."""
+    """Draw logits ``[T, E]`` of the kind that ``point`` names: clear, tied or partly masked."""
     step = point["logits"]
     if step is None:
         if point.values.get("bias") is not None:
@@ -208,7 +208,7 @@ def _is_clear(compared: Tensor, top_k: int) -> Tensor:
 def _is_clear_grouped(
     logits: Tensor, bias: Tensor, num_groups: int, top_groups: int, top_k: int, scoring: str
 ) -> Tensor:
-    """Check for each row that its groups, and the experts in the chosen groups, are clear."""
+    """Check for each row that groups, and experts in the chosen groups, differ clearly."""
     wide = logits.double()
     scores = wide.sigmoid() if scoring == "sigmoid" else wide.softmax(-1)
     groups = (scores + bias).unflatten(-1, (num_groups, -1))

@@ -71,7 +71,7 @@ def spec_at(spec: AttentionSpec, site: Site) -> AttentionSpec:
 
 
 class Step:
-    """The new tokens of some sequences, whose earlier tokens are already in the cache."""
+    """A batch: new tokens of several sequences, whose earlier tokens are already in the cache."""
 
     def __init__(self, lengths: Lengths, spec: AttentionSpec, generator: torch.Generator) -> None:
         self.lengths, self.spec = lengths, spec

@@ -153,7 +153,7 @@ def gated_mlp_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
                 magnitude=peak(terms),
                 rounded=peak(terms),
             ),
-            # Of gate, up, the activation and the result, as their ops have them.
+            # Roundings that the ops of gate, up, activation and down projection are allowed.
             tolerance=Tolerance(roundings=2 + 2 + 3 + 2),
         )
 
@@ -163,10 +163,10 @@ def self_attention_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
 
     The rest of the layer, the backend and a ``linear``, has cases of its own.
 
-    Error bound: behind a norm, an error e of a projected number becomes at most |w| / rms * e * (1
-    + r), where r is the largest number of a head divided by its root mean square, which itself
-    changes by e at most. The rotation adds two numbers with factors of at most 1. This gain times
-    the largest projected number is also an upper bound of the norm's result.
+    Error bound: a norm turns an error e of a projected number into at most |w| / rms * e * (1 + r).
+    r is the largest number of a head divided by the root mean square of the head; the root mean
+    square changes by e at most. The rotation adds two numbers with factors of at most 1. This gain
+    times the largest projected number is also an upper bound of the norm's result.
     """
     generator = torch.Generator().manual_seed(seed)
     for num_tokens, hidden_size, heads, kv_heads, size, rotary_size, normed, biased in (
@@ -221,7 +221,7 @@ def self_attention_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
                 magnitude=2 * gain * peak(terms),
                 rounded=2 * gain * peak(projected),
             ),
-            # Of the projection, the norm and the rotation, as their ops have them.
+            # Roundings that the ops of projection, norm and rotation are allowed.
             tolerance=Tolerance(roundings=2 + 3 + 3),
         )
 
@@ -229,8 +229,7 @@ def self_attention_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
 def router_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
     """Yield cases whose logits are exact: the weight is the identity, so that logits equal ``x``.
 
-    In the cases with a bias, one expert has weight 0 and a very low bias, so that it is never
-    chosen.
+    In the cases with a bias, one expert has weight 0 and a very low bias, and so is never chosen.
     """
     for case in few_cases(topk_softmax, dtype, seed):
         logits, top_k = case.arguments["logits"], case.arguments["top_k"]

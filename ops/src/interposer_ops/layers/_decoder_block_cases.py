@@ -143,7 +143,7 @@ def _compute(
 ) -> None:
     """Compute a block in float64 from formulas, and record every intermediate result in ``errors``.
 
-    The number of roundings of each step is that which the ops of the parts are allowed.
+    Each step gets as many roundings as the tolerance of its op allows.
     """
     weights = {name: tensor.double() for name, tensor in parameters.items()}
     x, cos, sin = (tensor.double() for tensor in (inputs.x, inputs.cos, inputs.sin))

@@ -116,7 +116,7 @@ class Attention(PluggableLayer):
 
 
 class PagedBackend(DecoderBackend):
-    """Decoder attention with ``paged_attention`` and the ops that write its cache.
+    """Decoder attention by the op ``paged_attention``; other ops write the cache.
 
     In addition to ``DecoderBackend`` this backend supports ``alibi``, ``prefix_lm`` and attention
     to encoder inputs.
@@ -164,8 +164,8 @@ class LatentBackend(AttentionBackend):
 
     One call of ``latent_attention_decode`` serves prompts, chunks and decode steps, because the op
     takes queries of any length. A platform with a faster function for some steps subclasses this
-    class: its ``plan`` returns an object with ``slots`` and everything that its ``attend`` reads,
-    and the other steps are left to this class.
+    class. For such steps the ``plan`` of the subclass returns an object with ``slots`` and all
+    arguments of ``attend``; other steps use the methods of this class.
     """
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:

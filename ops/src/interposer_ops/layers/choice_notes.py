@@ -19,7 +19,7 @@ def annotate_place(
         idle: the chosen kernel is never called.
         waits: the layer reads results on the host between calls of the kernel.
     """
-    # Values are (choice, prefixes that share it); the last prefix asked for the choice last.
+    # Values are (choice, prefixes that share the choice), in the order of requests.
     choices = site.resolver.choices
     for key, (choice, prefixes) in choices.items():
         request = choice.request

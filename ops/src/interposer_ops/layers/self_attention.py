@@ -22,8 +22,8 @@ __all__ = ["SelfAttention"]
 class SelfAttention(PluggableLayer):
     """Merged QKV projection, optional QK norm, rotary embedding, attention, output projection.
 
-    The parts are layers themselves, which load their weights and bind their kernels. A replacement
-    class may compute several parts at once, as long as the replaced parts hold the weights.
+    Each part is a layer, which loads weights and binds kernels. A replacement class may compute
+    several parts at once, as long as the replaced parts hold the weights.
 
     Args:
         rotary_size: R.

@@ -34,7 +34,7 @@ class StateLayout:
     parts: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
     def slot_bytes(self) -> int:
-        """Return the bytes per sequence."""
+        """Return the bytes of one slot, which holds the state of one sequence."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.parts)
 
     def allocate(

@@ -36,6 +36,7 @@ class WideLinear(PluggableLayer):
         """Prepare the weights if the kernel requires preparation."""
         weight, bias = self.get_parameter("weight"), self._parameters["bias"]
         prepared = self.bound.prepared(weight=weight, bias=bias)
+        # The kernel keeps the prepared copy; keeping the original too would double the memory.
         if prepared["weight"] is not weight:
             self.register_parameter("weight", None)
         self.operands = prepared["weight"], prepared["bias"]

@@ -101,6 +101,7 @@ def _shrink(
 ):  # fmt: skip
     adapter = tl.program_id(2)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    # -2 for rows past the end: no adapter, and unlike -1 no zeros to store.
     token_adapter = tl.load(adapter_ids + token, mask=token < num_tokens, other=-2)
     uses_adapter = token_adapter == adapter
     # The programs of adapter 0 also store the zeros of rows without adapter.
@@ -109,6 +110,7 @@ def _shrink(
     # Columns past the end compute the last column again and are not stored.
     row = adapter.to(tl.int64) * RANK + tl.minimum(column, RANK - 1)
     total = tl.zeros((TOKENS, FEATURES), tl.float32)
+    # The range is empty if no row of the tile uses the adapter.
     for first in range(0, tl.max(uses_adapter.to(tl.int32)) * WIDTH, INPUTS):
         element = first + tl.arange(0, INPUTS)
         inside = element < WIDTH
@@ -168,6 +170,7 @@ def _add_matmul(total, inputs, weights):
     if weights.dtype == tl.float32:
         total = tl.dot(inputs, weights, total, input_precision="ieee")
     else:
+        # Small products are added first; added to a large sum they would be rounded away.
         high = inputs.to(tl.bfloat16)
         remainder = _rounding_error(inputs, high)
         middle = remainder.to(tl.bfloat16)

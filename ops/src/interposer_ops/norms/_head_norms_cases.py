@@ -147,7 +147,7 @@ gated_rms_norm_cases = CaseSpace(
         "values": ("",),
     },
     alone={"tokens": ("no rows",)},
-    # One row differs from many rows only in its tiles, which do not depend on values.
+    # One row differs from many rows only in the tiles, and tiles do not depend on values.
     valid=lambda point, _: point.labels["tokens"] == "" or not point.labels["values"],
 )
 """Groups of several sizes, gates that open, close and overflow, in both orders."""

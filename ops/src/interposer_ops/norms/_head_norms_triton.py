@@ -63,6 +63,7 @@ def _norm_heads(
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
+    # One launch for both tensors: the first programs take the heads of the query.
     if block < query_blocks:
         head = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
         token = head // NUM_HEADS

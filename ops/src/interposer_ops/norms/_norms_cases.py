@@ -1,8 +1,8 @@
 """Cases of the norms over the hidden states. T tokens, H hidden size.
 
-Quantized results are compared exactly, so that no element may lie so close to a rounding boundary
-that float32 errors decide its side. No element lies on a tie: a reciprocal root is not exact, so
-that no kernel must round ties correctly here.
+Quantized results are compared exactly. So no element lies close to a rounding boundary, where
+float32 errors would decide the result. No element lies on a tie either: a reciprocal root is not
+exact, and kernels need not round ties correctly here.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def norm_weight(
 def rms_peak(rows: Tensor) -> float:
     """Return the largest magnitude of the normalised rows.
 
-    All squares are positive, so that the error of their sum is a relative error of the result. So
-    the largest result is the magnitude of a case.
+    All squares are positive, so the error of the sum is a relative error of the result, and the
+    largest result is the magnitude of a case.
     """
     wide = rows.double()
     ratio = wide.abs().amax(-1) / wide.square().mean(-1).sqrt()
@@ -183,7 +183,7 @@ layer_norm_cases = CaseSpace(
     },
     crossed={**_CROSSED, "rows": ("",), "affine": ("", "no weight")},
     alone=_ALONE,
-    # One element equals its mean, so that its magnitude does not matter.
+    # A row of one element equals its mean: the magnitude has no effect.
     valid=lambda point, _: point.labels["shape"] != "one element" or not point.labels["rows"],
 )
 """Rows of several shapes, means and deviations, with and without weight and bias."""

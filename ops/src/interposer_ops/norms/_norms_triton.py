@@ -149,7 +149,9 @@ def norm_rows(
             length 1; "layer" shifts to mean 0 and scales to variance 1.
     """
     column = tl.arange(0, COLUMNS)[None, :]
+    # The length of a row is the root of the sum of squares, not of the mean.
     scale_of_sum: tl.constexpr = 1.0 if KIND == "l2" else 1.0 / SIZE
+    # A row that fits the tile is read once; a longer row is read again in each pass.
     if COLUMNS >= SIZE:
         inside = row_mask & (column < SIZE)
         value = _norm_input(x, residual, gate, total, column, inside, KIND)

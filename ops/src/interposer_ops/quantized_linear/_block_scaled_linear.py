@@ -1,7 +1,8 @@
 """Linear layers of MXFP4, MXFP8 and NVFP4.
 
-The scales are in the order of their blocks, not in that of ``tile_scales``. Dequantized numbers and
-sums are float32 or wider; if both operands are quantized, the bias is added before the rounding.
+The scales are in the order of the blocks, not in the tiled order of ``tile_scales``. Dequantized
+numbers and sums are float32 or wider; if both operands are quantized, the bias is added before the
+rounding.
 
 I input features, O output features.
 """

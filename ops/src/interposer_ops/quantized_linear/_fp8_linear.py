@@ -85,6 +85,7 @@ def fp8_block_linear(
     """
     wide = x_scales.dtype
     out_features, in_features = weight.shape
+    # The last block of a dimension may be smaller than the others.
     x_factors = x_scales.repeat_interleave(block_columns, -1)[..., :in_features]
     row_scales = weight_scales.repeat_interleave(block_rows, 0)[:out_features]
     weight_factors = row_scales.repeat_interleave(block_columns, 1)[:, :in_features]

@@ -90,8 +90,8 @@ def linear_case(
     Args:
         x: ``[..., I]`` float64, dequantized.
         weight: ``[O, I]`` float64, dequantized.
-        scalings: number of float32 multiplications of each term or of the sum; their roundings
-            count like those of additions.
+        scalings: number of float32 multiplications of each term or of the sum; each counts like an
+            addition.
         beside: bound of sums that a kernel may add and subtract again.
         stored_product: True if a kernel may round the matmul before the bias is added.
     """

@@ -43,6 +43,7 @@ def fp8_linear_scaled_mm(
     """
     rows = _aligned(x.reshape(-1, x.shape[-1]))
     columns = _aligned(weight).t()
+    # The operator takes one scale per operand, or one per row of both: expand a single scale.
     if x_scale.numel() > 1 or weight_scale.numel() > 1:
         x_scale = x_scale.reshape(-1, 1).expand(rows.shape[0], 1)
         weight_scale = weight_scale.reshape(1, -1).expand(1, weight.shape[0])

@@ -179,7 +179,7 @@ def _nv_scale(peak, global_scale):
     """Return the scale as a float8_e4m3fn code, and the float32 divisor of the block's elements."""
     code = fp8_codes(tl.minimum(divide(peak * global_scale, 6.0), 448.0), 3, 7, False)
     rounded_scale = decode(code, "e4m3").to(tl.float32)
-    # If the scale rounds to zero, division by infinity yields zeros that keep their signs.
+    # If the scale rounds to zero, division by infinity yields zeros with the signs of x.
     return code, tl.where(rounded_scale > 0, rounded_scale, float("inf"))
 
 

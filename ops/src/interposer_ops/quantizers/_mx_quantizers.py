@@ -114,7 +114,7 @@ def quantize_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     exact_scales = blocks.abs().amax(-1) * global_scale / E2M1_MAX
     scales = exact_scales.clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
     rounded_scales = scales.to(wide.dtype)
-    # A scale of 0 becomes a divisor of infinity, which makes zeros that keep their signs.
+    # A scale of 0 becomes a divisor of infinity: every quotient is a zero with the sign of x.
     divisors = torch.where(rounded_scales > 0, rounded_scales, torch.inf).unsqueeze(-1)
     codes = encode_e2m1(blocks * global_scale / divisors)
     return pack_nibbles(codes.flatten(-2)), scales

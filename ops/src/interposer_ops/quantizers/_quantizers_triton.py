@@ -121,6 +121,7 @@ def _quantize_blocks(
     dtype: tl.constexpr = q.dtype.element_ty
     x += (block // PER_ROW) * x_stride + first
     q += (block // PER_ROW) * WIDTH + first
+    # Masked elements load as 0, which changes no peak, and which every asymmetric range includes.
     if COLUMNS >= BLOCK:
         inside = block_mask & (column < size)
         value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
@@ -177,6 +178,7 @@ def _scale(low, high, zero_points, scale_limit, largest, POWER_OF_TWO: tl.conste
 def _round_up_to_power_of_two(scale):
     """Round ``scale`` up to a power of two; a scale of zero becomes 1."""
     bits = scale.to(tl.int32, bitcast=True)
+    # Adding all mantissa bits carries into the exponent unless the mantissa is 0.
     raised = (bits + 0x7FFFFF) & 0x7F800000
     # The bits of a subnormal number are an integer multiple of 2^-149; round that integer up.
     multiple = bits.to(tl.float32).to(tl.int32, bitcast=True)

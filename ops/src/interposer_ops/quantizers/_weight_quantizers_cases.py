@@ -38,7 +38,7 @@ _SIGNS = {"": 0, "not negative": 1, "not positive": -1}
 # A scale is a difference divided by a constant, or multiplied by the constant's rounded reciprocal:
 # up to three roundings. The error bound of sums allows twice that.
 _bounded = partial(with_scale_bound, roundings=3)
-# More than the error of these roundings, so that all kernels round a scale to the same 16 bits.
+# Larger than the error of these roundings: all kernels then round a scale to the same 16 bits.
 _SCALE_MARGIN = 2.0**-20
 _LARGEST = 7.5  # magnitude of a 4-bit number in units of the scale
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from interposer_ops.caches._paging_cases import starts_of
 from interposer_testing.workload import typical_sequences
 
+# Rows of the pool without a sequence, which kernels must leave unchanged.
 _SPARE_ROWS = 3
 
 

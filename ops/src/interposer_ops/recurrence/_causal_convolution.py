@@ -67,6 +67,7 @@ def causal_convolution(
     tokens = torch.arange(x.shape[0], device=x.device)
     total = torch.zeros(x.shape, dtype=wide, device=x.device)
     for tap in range(num_taps):
+        # Both sources are indexed for every token; the clamps keep unselected indices in range.
         distance = num_taps - 1 - tap
         window_inputs = initial_windows[
             sequences, :, (num_taps - 1 + offsets - distance).clamp(max=num_taps - 2)

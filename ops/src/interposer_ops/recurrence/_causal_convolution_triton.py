@@ -97,7 +97,7 @@ def _convolve(
         source = last - BEFORE + column
         in_step = store_mask & (source >= first)
         step_input = tl.load(x + source * x_stride + channel, mask=in_step, other=0.0)
-        # This column is after the one to be stored, so that the loop has not overwritten it yet.
+        # The loop has not overwritten this column yet: it comes after the stored one.
         window_column = source - first + BEFORE
         in_window = store_mask & (source < first) & has_window
         window_input = tl.load(window + window_column, mask=in_window, other=0.0)

@@ -48,7 +48,9 @@ def chunks_of(query_starts: Tensor, num_tokens: int) -> Chunks:
     """Split sequences into chunks; M and C depend only on the numbers of tokens and sequences."""
     num_sequences, device = len(query_starts) - 1, query_starts.device
     average = -(-num_tokens // num_sequences)
+    # A power of two near the mean length: short sequences would leave long chunks mostly empty.
     size = min(_MAX_CHUNK_TOKENS, 1 << (average - 1).bit_length())
+    # An upper bound from shapes alone: the lengths are known only to the device.
     max_chunks = (num_tokens + num_sequences * (size - 1)) // size
     counts = (query_starts.diff() + size - 1) // size
     ends = counts.cumsum(0)

@@ -49,6 +49,7 @@ def gated_delta_rule_chunked(
     scores = (queries @ keys.mT).repeat_interleave(grouped, 1) * between
     key_products = (keys @ keys.mT).repeat_interleave(grouped, 1) * between
     queries, keys = (rows.repeat_interleave(grouped, 1) for rows in (queries, keys))
+    # One triangular solve for both right-hand sides: U from the values, W from the decayed keys.
     sides = torch.cat((factors * values, factors * since[..., None] * keys), -1)
     system = (factors * key_products).tril(-1)
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
@@ -57,6 +58,7 @@ def gated_delta_rule_chunked(
     decayed_keys = (keys * between[:, :, -1, :, None]).mT  # [M, V, K, C]
     sequence_states = load_states(states, slots, num_cached, wide)
     y = torch.empty_like(values)
+    # The only sequential part: a chunk needs the state after the chunk before.
     for chunk in range(len(chunks.sequences)):
         sequence = chunks.sequences[chunk : chunk + 1]
         state = sequence_states.index_select(0, sequence)[0]

@@ -68,12 +68,14 @@ def _apply(
     first = tl.load(query_starts + sequence)
     last = tl.load(query_starts + sequence + 1)
     slot = tl.load(slots + sequence)
+    # Without cached tokens the row of the pool may hold anything: start from zeros.
     has_state = (slot >= 0) & (tl.load(num_cached + sequence) > 0)
     key_mask, value_mask = row < KEY_SIZE, column < VALUE_SIZE
     inside = key_mask[:, None] & value_mask[None, :]
     element = (head * KEY_SIZE + row)[:, None] * VALUE_SIZE + column[None, :]
     state_pointer = states + slot * state_stride + element
     state = tl.load(state_pointer, mask=inside & has_state, other=0.0)
+    # Several value heads share one query and key head.
     source = head // GROUPED * KEY_SIZE + row
     for token in range(first, last):
         k = tl.load(key + token * key_stride + source, mask=key_mask, other=0.0).to(tl.float32)
@@ -88,6 +90,7 @@ def _apply(
         result = tl.where(slot >= 0, result, 0.0)
         target = y + (token * HEADS + head) * VALUE_SIZE + column
         tl.store(target, result.to(y.dtype.element_ty), mask=value_mask)
+    # A sequence without tokens in this step must keep its state.
     tl.store(state_pointer, state, mask=inside & (slot >= 0) & (last > first))
 
 

@@ -39,9 +39,11 @@ def state_space_scan_chunked(
     between, since = chunk_decays(widths * decay)
     added = widths.transpose(1, 2)[..., None] * inputs
     scores = (queries @ keys.mT).repeat_interleave(grouped, 1) * between
+    # The tokens of the same chunk; the loop below adds the contribution of the earlier state.
     y = scores @ added  # [M, N, C, P]
     keys, queries = (rows.repeat_interleave(grouped, 1) for rows in (keys, queries))
     queries = queries * since[..., None]
+    # Each token, decayed to the end of the chunk.
     updates = (added * between[:, :, -1, :, None]).mT  # [M, N, P, C]
     sequence_states = load_states(states, slots, num_cached, wide)
     for chunk in range(len(chunks.sequences)):

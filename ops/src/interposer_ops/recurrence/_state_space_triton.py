@@ -67,6 +67,7 @@ def _scan(
     first = tl.load(query_starts + sequence)
     last = tl.load(query_starts + sequence + 1)
     slot = tl.load(slots + sequence)
+    # Without cached tokens the row of the pool may hold anything: start from zeros.
     has_state = (slot >= 0) & (tl.load(num_cached + sequence) > 0)
     row_mask, column_mask = row < SIZE, column < STATE
     inside = row_mask[:, None] & column_mask[None, :]
@@ -79,6 +80,7 @@ def _scan(
         inputs = tl.load(x + token * x_stride + head * SIZE + row, mask=row_mask, other=0.0)
         inputs = inputs.to(tl.float32)
         step = tl.load(steps + token * step_stride + head)
+        # Several heads share one group of keys and queries.
         group = head // GROUPED * STATE + column
         key = tl.load(b + token * b_stride + group, mask=column_mask, other=0.0).to(tl.float32)
         query = tl.load(c + token * c_stride + group, mask=column_mask, other=0.0).to(tl.float32)
@@ -89,6 +91,7 @@ def _scan(
         result = tl.where(slot >= 0, result, 0.0)
         target = y + (token * HEADS + head) * SIZE + row
         tl.store(target, result.to(y.dtype.element_ty), mask=row_mask)
+    # A sequence without tokens in this step must keep its state.
     tl.store(state_pointer, state, mask=inside & (slot >= 0) & (last > first))
 
 

@@ -25,9 +25,9 @@ def load_states(states: Tensor, slots: Tensor, num_cached: Tensor, wide: torch.d
 def store_states(states: Tensor, final_states: Tensor, slots: Tensor, query_starts: Tensor) -> None:
     """Write the final state of each sequence into the sequence's row of the pool.
 
-    Padding and sequences without tokens must not change the pool. To avoid a synchronization on
-    their number, these repeat the write of a valid sequence, or rewrite a row unchanged if no
-    sequence is valid.
+    Padding and sequences without tokens must not change the pool. The number of valid sequences is
+    known only to the device. To avoid a synchronization, each such sequence repeats the write of a
+    valid sequence, or rewrites a row unchanged if no sequence is valid.
 
     Args:
         final_states: ``[B, ...]``.

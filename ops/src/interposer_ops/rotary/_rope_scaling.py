@@ -87,6 +87,7 @@ def _dynamic(
     """Increase the base if the context is longer than ``max_position_embeddings``."""
     longest = _number(scaling, "max_position_embeddings")
     factor, context = _number(scaling, "factor"), max(num_positions or 0, longest)
+    # The exponent R / (R - 2) is undefined for a single pair.
     if rotary_size > 2:
         growth = factor * context / longest - (factor - 1)
         theta *= growth ** (rotary_size / (rotary_size - 2))
@@ -123,6 +124,7 @@ def _yarn(
     factor = _number(scaling, "factor")
     original = _number(scaling, "original_max_position_embeddings")
 
+    # Index of the pair that makes ``turns`` turns over the original context.
     def dimension(turns: float) -> float:
         return rotary_size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
@@ -131,6 +133,7 @@ def _yarn(
     if scaling.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rotary_size - 1)
+    # The lower bound avoids a division by zero if both ends are equal.
     ramp = (torch.arange(rotary_size // 2, dtype=torch.float32) - first) / max(last - first, 0.001)
     stretched = ramp.clamp(0, 1)
     if scaling.get("attention_factor") is None:

@@ -62,6 +62,7 @@ def _rotate(
     HEAD_SIZE: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
+    # One launch for both tensors: the first programs take the heads of the query.
     if block < query_blocks:
         _rotate_heads(
             query, rotated, cos, sin, block, num_tokens, query_stride, cos_stride, sin_stride,
@@ -103,6 +104,7 @@ def _rotate_heads(
         b = tl.load(source + second, mask=inside, other=0.0).to(tl.float32)
         tl.store(target + first, (a * c - b * s).to(dtype), mask=inside)
         tl.store(target + second, (b * c + a * s).to(dtype), mask=inside)
+    # The rest of a head is copied: the result is a new tensor.
     if 2 * HALF < HEAD_SIZE:
         position = 2 * HALF + tl.arange(0, triton.next_power_of_2(HEAD_SIZE - 2 * HALF))[None, :]
         inside = token_mask & (position < HEAD_SIZE)

@@ -36,6 +36,7 @@ def apply_logit_bias(logits: Tensor, token_ids: Tensor, values: Tensor) -> Tenso
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     batch_size, vocab_size = logits.shape
+    # The extra column takes the values of padding (-1), which are cut off below.
     bias = torch.zeros(batch_size, vocab_size + 1, dtype=wide, device=logits.device)
     bias = bias.scatter(1, _columns(token_ids, vocab_size), values.to(wide))
     return (logits.to(wide) + bias[:, :vocab_size]).to(logits.dtype)
@@ -56,6 +57,7 @@ def apply_token_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
     Source: the token bit masks of xgrammar and of llguidance.
     """
     bits = torch.arange(_WORD, dtype=torch.int32, device=bitmask.device)
+    # The last word may have bits beyond the vocabulary.
     allowed = ((bitmask[..., None] >> bits) & 1).bool().flatten(-2)[:, : logits.shape[1]]
     return torch.where(allowed, logits, float("-inf"))
 

@@ -135,6 +135,7 @@ def _penalties(
     prompted = tl.load(prompt_mask + row * mask_stride + column, mask=inside, other=0) != 0
     count = tl.load(output_counts + row * counts_stride + column, mask=inside, other=0)
     generated = count > 0
+    # div_rn does not broadcast, so the factor is added to zeros of the shape of ``value``.
     quotient = tl.div_rn(value, tl.zeros_like(value) + factor)
     repeated = tl.where(value > 0, quotient, value * factor)
     value = tl.where(prompted | generated, repeated, value)
@@ -217,6 +218,7 @@ def _edit_listed(
     row_mask = row < num_rows
     listed_mask = row_mask & (position < length)
     token = tl.load(token_ids + row * stride + position, mask=listed_mask, other=-1).to(tl.int64)
+    # Padding has the token -1.
     listed_mask = listed_mask & (token >= 0)
     target = y + row * VOCAB_SIZE + token
     if values is not None:

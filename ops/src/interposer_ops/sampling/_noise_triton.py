@@ -49,7 +49,7 @@ def gumbel_noise(key, token):
 @triton.jit
 def natural_log(x):
     """Return the natural logarithm of float32 numbers >= 0; -inf for 0."""
-    # A subnormal number has no exponent of its own, so scale it by 2^24 first.
+    # The exponent bits of a subnormal number are 0: scale the number by 2^24 first.
     is_subnormal = x < 1.1754943508222875e-38
     f, exponent = _split(tl.where(is_subnormal, x * 16777216.0, x))
     result = _log_of_parts(f, tl.where(is_subnormal, exponent - 24.0, exponent))

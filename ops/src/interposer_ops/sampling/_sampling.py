@@ -104,6 +104,7 @@ def sample_tokens(
         scaled = temper(wide, temperature)
         is_kept = scaled >= truncation_threshold(scaled, top_k, top_p, min_p)
         noise = gumbel_noise(seeds, steps, logits.shape[-1], wide.dtype)
+        # Greedy rows get no noise: the argmax then takes the largest logit.
         noise = torch.where(temperature[:, None] > 0, noise, 0)
         tokens = torch.where(is_kept, scaled + noise, float("-inf")).argmax(-1)
     chosen = wide.gather(-1, tokens[:, None]).squeeze(-1)
@@ -131,5 +132,6 @@ def gumbel_argmax(logits: Tensor, temperature: Tensor, seeds: Tensor, steps: Ten
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     noise = gumbel_noise(seeds, steps, logits.shape[-1], wide.dtype)
+    # Greedy rows get no noise: the argmax then takes the largest logit.
     noise = torch.where(temperature[:, None] > 0, noise, 0)
     return (temper(wide, temperature) + noise).argmax(-1)

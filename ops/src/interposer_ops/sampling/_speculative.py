@@ -89,17 +89,21 @@ def rejection_sample(
     step_of = (steps[:, None] + offsets).flatten()
 
     drafted = offsets[:-1] < num_draft[:, None]
+    # Elements after the draft tokens of a row may be any number, also no valid index for gather.
     valid_drafts = torch.where(drafted, draft_tokens, 0)[..., None]
     if draft_probs is None:
         draft = torch.zeros_like(target[:, :-1]).scatter(-1, valid_drafts, 1.0)
     else:
         draft = draft_probs.to(wide)
+    # Token V is outside the vocabulary: its noise is independent of the noise of every draw.
     uniform = uniform_noise(seed_of, step_of, vocab_size + 1)[:, vocab_size]
     uniform = uniform.view(batch_size, num_positions)[:, :-1].to(wide)
     chance = target[:, :-1].gather(-1, valid_drafts).squeeze(-1)
     is_accepted = uniform * draft.gather(-1, valid_drafts).squeeze(-1) < chance
 
     residual = (target[:, :-1] - draft).clamp(min=0)
+    # Without a residual the target distribution takes its place, as at the position after the
+    # drafts.
     has_residual = drafted[..., None] & (residual > 0).any(-1, keepdim=True)
     residual = torch.where(has_residual, residual, target[:, :-1])
     weights = torch.cat((residual, target[:, -1:]), 1)

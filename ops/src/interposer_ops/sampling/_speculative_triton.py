@@ -136,6 +136,7 @@ def _verify_greedily(
     token = tl.min(token, 1).to(tl.int64)
     drafted = tl.load(draft_tokens + row * stride + position, mask=position < count, other=0)
     is_accepted = (position < count) & (drafted == token)
+    # The first position without acceptance; positions after the drafts are never accepted.
     end = tl.min(tl.where(is_accepted, POSITIONS, position))
     result = tl.where(position < end, drafted, tl.where(position == end, token, -1))
     tl.store(tokens + row * num_positions + position, result, mask=position < num_positions)
@@ -176,6 +177,7 @@ def _draw_of_parts(
         source = draft_probs + end * draft_position_stride + column
         draft = tl.load(source, mask=inside & (end < count), other=0.0).to(tl.float32)
     else:
+        # Deterministic drafts: q is 1 for the draft token and 0 elsewhere.
         certain_token = tl.load(draft_tokens + end, mask=end < count, other=-1)
         draft = (column == certain_token).to(tl.float32)
     # At the bonus position ``draft`` is 0, so that the residual is the target distribution.

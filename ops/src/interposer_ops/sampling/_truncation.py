@@ -26,8 +26,8 @@ def truncation_threshold(
 ) -> Tensor:
     """Return the smallest value of ``scaled`` that each row keeps, ``[B, 1]``, at most 0.
 
-    A token is kept if its value reaches the threshold, so that equal tokens are kept or dropped
-    together. The truncations apply in this order:
+    A token is kept if its value reaches the threshold. Equal tokens are kept or dropped together.
+    The truncations apply in this order:
 
     - top-k keeps the k likeliest; 0 keeps all.
     - top-p renormalises the tokens that top-k keeps, and keeps a token if all likelier tokens

@@ -13,7 +13,7 @@ from interposer import Verdict
 def bind_process(processors: Iterable[int]) -> Verdict:
     """Bind every thread of this process to ``processors``; on refusal, change no binding.
 
-    Threads that start later inherit the binding of the thread that starts them.
+    A later thread inherits the binding of the thread that starts it.
     """
     requested = set(processors)
     if not requested:

@@ -30,7 +30,7 @@ def cpu_limit(root: Path = Path("/")) -> int | None:
 
 
 def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
-    """List the memory limits of this process's group and of its ancestors that have one."""
+    """List the memory limits of this process's group and of the groups above."""
     limits = []
     for folder in _folders(root, "memory"):
         limit = _text(folder / "memory.max") or _text(folder / "memory.limit_in_bytes")
@@ -45,7 +45,7 @@ def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
 def _folders(root: Path, controller: str) -> Iterator[Path]:
     """Yield the folders of this process's group and its ancestors, innermost first.
 
-    Inside a container, the path may be that of the host, which is not mounted in the container. The
+    Inside a container, the path may be a path of the host, where the container mounts nothing. The
     mounted root folder is then the container's group and the only folder yielded.
     """
     for line in _text(root / "proc/self/cgroup").splitlines():

@@ -25,7 +25,7 @@ from interposer_ops.communicators import check_row_counts
 
 __all__ = ["SharedMemoryCommunicator", "judge"]
 
-# The library's numbers of the dtypes that it sums up.
+# The library's numbers of the dtypes of sums.
 _SUM_TYPES = {**TYPES, torch.float64: 8, torch.int32: 9, torch.int64: 10}
 _SUM_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _SUM_TYPES}
 _SUM_OPS = ("all_reduce", "reduce_scatter")

@@ -45,7 +45,7 @@ def join_ranks(ranks: Ranks) -> int:
                 except OSError as error:
                     reason = f"rank {ranks.rank}: {error}"
             reasons = [text for text in _gather_reasons(ranks, reason) if text]
-        # All ranks have the same reasons, so that all of them take the same branch.
+        # All ranks have gathered the same reasons, and so take the same branch.
         if not reasons:
             native.ranks_joined(address)
             return address

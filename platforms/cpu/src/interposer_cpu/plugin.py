@@ -1,6 +1,6 @@
 """Records of the CPU platform: kernels, attention backends, layers, collectives and devices.
 
-The module and its imports must work without torch, so that records are listed quickly.
+The module must not import torch: listing records must stay fast.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def _torch_kernels() -> list[Kernel]:
             properties=frozenset({"deterministic", "opaque"}),
         )
 
-    # Each kernel is restricted to the instructions and dtypes for which it was measured fastest.
+    # Each kernel is restricted to the instructions and dtypes for which it was the fastest one
+    # measured.
     float32 = Requires(_AVX512, _X86, ("float32",))
     bfloat16 = Requires(_AVX512 | {"avx512_bf16"}, _X86, ("bfloat16",))
     by_heads = Kernel(

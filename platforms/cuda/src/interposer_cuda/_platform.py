@@ -52,7 +52,7 @@ class CUDAPlatform(Platform):
         ]
 
     def capability(self, device: str) -> Capability:
-        """Return the capability of ``device``.
+        """Return the features, number formats and sizes of ``device`` that kernels require.
 
         Raises: UnknownNameError: ``devices()`` has no such device.
         """

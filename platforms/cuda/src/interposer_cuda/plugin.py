@@ -26,8 +26,8 @@ _NARROW = ("bfloat16", "float16")
 _FLOATS = ("float32", *_NARROW)
 # FlashAttention and latent attention are compiled for Ampere and newer, which have cp.async.
 _ASYNC = frozenset({"cp_async"})
-# Kernels that never ran on a GPU. Proven kernels rank before them, unless the user prefers an
-# unproven kernel or it was measured on this machine.
+# Kernels that no GPU has run yet. Verified kernels rank first, unless a preference of the user or a
+# measurement on this machine decides otherwise.
 _UNPROVEN: frozenset[str] = frozenset()
 # Verified on an H100 or an H200.
 _HOPPER = frozenset({"sm_90"})
@@ -265,7 +265,8 @@ def _hub_kernels() -> list[Record]:
 
 def _attention_backends() -> list[Record]:
     """Return the attention backends other than ``paged``."""
-    # Gathered backends copy the cache they read, so they score below backends that read in place.
+    # Gathered backends copy the cache first, and so score below backends that read the cache in
+    # place.
     safe = frozenset({"graph_safe"})
     return [
         AttentionEntry(

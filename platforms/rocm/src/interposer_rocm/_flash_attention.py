@@ -61,6 +61,8 @@ class FlashAttentionBackend(GatheredBackend):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: GatheredStep
     ) -> torch.Tensor:
         """Attend with flash-attn; see ``GatheredBackend.attend``."""
+        # Without a softcap: CK kernels ignore the argument, so ``judge`` refuses layers with a
+        # softcap.
         out: torch.Tensor = self._attend(
             query,
             key,

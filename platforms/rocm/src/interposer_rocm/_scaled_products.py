@@ -26,6 +26,7 @@ def halved(x: torch.Tensor) -> torch.Tensor:
     Source: OCP 8-bit Floating Point Specification v1.0; arXiv:2206.02915.
     """
     bits = x.view(torch.int8)
+    # Negative zero first: the next line uses these bits for NaN.
     without_negative_zero = bits.masked_fill(bits == _NEGATIVE_ZERO_BITS, 0)
     return without_negative_zero.masked_fill(
         bits & _OCP_NAN_BITS == _OCP_NAN_BITS, _NEGATIVE_ZERO_BITS

@@ -23,8 +23,8 @@ _DRIVER_FILES = ("/sys/module/amdgpu/version", "/sys/module/amdgpu/srcversion", 
 
 _FLOATS = ("float32", "bfloat16", "float16")
 _OF_16_BITS = ("bfloat16", "float16")
-# Kernels that never ran on a GPU. Proven kernels rank before them, unless the user prefers an
-# unproven kernel or it was measured on this machine.
+# Kernels that no GPU has run yet. Verified kernels rank first, unless a preference of the user or a
+# measurement on this machine decides otherwise.
 _UNPROVEN: frozenset[str] = frozenset()
 # Extra roundings that FP8 activations cost, counted as roundings to bfloat16. FP8 has 3 mantissa
 # bits and bfloat16 has 7, so one FP8 rounding is 16 times coarser. Let C be the error of the output
@@ -41,7 +41,8 @@ def interposer_records() -> list[Record]:
     """Return the records of the platform, its kernels and backends, and the described GPUs."""
     return [
         PlatformEntry("rocm", "interposer_rocm._platform:ROCmPlatform", driver_files=_DRIVER_FILES),
-        # Gathered backends copy the cache they read, so they score below those that read in place.
+        # Gathered backends copy the cache first, and so score below backends that read the cache in
+        # place.
         AttentionEntry(
             "sdpa_gathered",
             "interposer_ops.attention:SdpaBackend",

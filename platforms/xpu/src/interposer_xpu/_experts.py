@@ -1,9 +1,9 @@
 """The op ``fused_experts_mxfp4`` by the grouped GEMM and the routing of vllm-xpu-kernels.
 
-Rows are permuted by expert, multiplied, activated, multiplied again and gathered. The grouped GEMM
-rounds its output to the dtype of the rows, which the op does not do. The record declares the extra
-roundings and ranks after kernels without extra roundings. Call arguments are tested with a stand-in
-package on the CPU; no GPU has run this module.
+Rows are permuted by expert, multiplied, activated, multiplied again and gathered. Unlike the op,
+the grouped GEMM rounds its output to the dtype of the rows. The record declares the extra roundings
+and ranks after kernels without extra roundings. Call arguments are tested with a stand-in package
+on the CPU; no GPU has run this module.
 
 Dimensions: T tokens, H hidden size, E experts, I intermediate size, K chosen experts.
 """

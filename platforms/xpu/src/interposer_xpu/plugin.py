@@ -20,8 +20,8 @@ _NARROW = ("bfloat16", "float16")
 _MULTIPLE = Dim(multiple_of=32)
 # No GPU has run these calls, so nothing is declared about graph capture or determinism.
 _OPAQUE = frozenset({"opaque"})
-# Kernels that never ran on a GPU. Proven kernels rank before them, unless the user prefers an
-# unproven kernel or it was measured on this machine.
+# Kernels that no GPU has run yet. Verified kernels rank first, unless a preference of the user or a
+# measurement on this machine decides otherwise.
 _UNPROVEN: frozenset[str] = frozenset()
 
 
@@ -68,9 +68,9 @@ def interposer_records() -> list[Record]:
         properties=_OPAQUE,
         proven_on=_UNPROVEN,
     )
-    # top_k lists the values that the package's routing is compiled for in all known versions. The
-    # grouped GEMM rounds gate g and up projection u to the dtype of x, which the op does not do.
-    # Kernels without these roundings therefore rank before it.
+    # top_k lists the values that the package's routing is compiled for in all known versions.
+    # Unlike the op, the grouped GEMM rounds gate g and up projection u to the dtype of x. Kernels
+    # without these roundings therefore rank before this kernel.
     #
     # Error of h = act(g) u, where C is the error of the output from rounding h itself:
     # - Rounding u costs C. In swiglu_oai, where h uses u + 1, the mean is not larger unless all u
@@ -112,7 +112,8 @@ def interposer_records() -> list[Record]:
         properties=_OPAQUE,
         proven_on=_UNPROVEN,
     )
-    # Gathered backends copy the cache they read, so they score below backends that read in place.
+    # Gathered backends copy the cache first, and so score below backends that read the cache in
+    # place.
     sdpa = AttentionEntry(
         "sdpa_gathered",
         "interposer_ops.attention:SdpaBackend",

@@ -65,7 +65,7 @@ def _olmo(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _mistral(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Refuse queries that are scaled by position, as in Ministral 3; no field is special.
+    """Refuse queries that are scaled by position, as in Ministral 3; return no extra fields.
 
     Raises: UnsupportedModelError: the file has such a scale.
     """
@@ -94,6 +94,7 @@ def _attention_names(attention: str) -> dict[str, str]:
 _UNBOUNDED = 2**20  # ALiBi has no table of positions.
 _POST_NORM = {"post_attention_norm": "post_attention_layernorm"}
 _POST_NORMS = {**_POST_NORM, "post_ffw_norm": "post_feedforward_layernorm"}
+# Files of GLM-4 and Phi-3 store gate and up projection as one tensor, named like the up projection.
 _GLM = {
     "post_attention_norm": "post_self_attn_layernorm",
     "post_ffw_norm": "post_mlp_layernorm",
@@ -114,6 +115,7 @@ _GPT2_OUTER = {
     "output_norm": "transformer.ln_f",
 }
 _DENSE_MLP = {"ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
+# In checkpoints of BLOOM and GPT-NeoX, the rows of query, key and value alternate by head.
 _QKV = {"attn_qkv.weight": BY_HEAD, "attn_qkv.bias": BY_HEAD}
 _HUNYUAN = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 
@@ -139,6 +141,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         fields=_gelu,
     ),
     "gpt2": Architecture(
+        # The linear layers of GPT-2 store [inputs, outputs] in checkpoints, hence ``transposed``.
         "GPT2LMHeadModel",
         _GPT2,
         _GPT2_OUTER,

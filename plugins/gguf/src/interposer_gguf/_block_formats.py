@@ -128,6 +128,8 @@ def _unpack_q4_0(blocks: torch.Tensor) -> torch.Tensor:
     return _nibbles(blocks[..., 2:]).to(torch.int8) - 8
 
 
+# In all formats of 32 values, a block begins with the float16 scale and, in *_1, the float16
+# offset.
 def _unpack_q4_1(blocks: torch.Tensor) -> torch.Tensor:
     return _nibbles(blocks[..., 4:]).to(torch.int8)
 
@@ -152,6 +154,7 @@ def _unpack_q4_k(blocks: torch.Tensor) -> torch.Tensor:
 def _unpack_q5_k(blocks: torch.Tensor) -> torch.Tensor:
     """Unpack q5_k: nibbles as in q4_k; the fifth bit of value i in group g is bit g of byte i."""
     shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device).unsqueeze(-1)
+    # Bytes 16 to 47 hold the fifth bits, the bytes after these the nibbles.
     fifth_bits = (blocks[..., None, 16:48] >> shifts & 1) << 4
     low_bits = (
         _nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)

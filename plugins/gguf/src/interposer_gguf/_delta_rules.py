@@ -129,8 +129,8 @@ DELTA_RULES: Mapping[str, Architecture] = {
         row_vectors=_ROWS,
         **_NORMS,
     ),
-    # Files split projections that checkpoints of Qwen3-Next have fused. Qwen3.5 has them split, so
-    # its family is used.
+    # Files split the projections that checkpoints of Qwen3-Next fuse. Checkpoints of Qwen3.5 split
+    # these projections, too, so a file loads as the family of Qwen3.5.
     "qwen3next": Architecture(
         "Qwen3_5MoeForCausalLM",
         _EXPERTS,

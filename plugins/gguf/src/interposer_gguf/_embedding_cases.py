@@ -23,7 +23,7 @@ def _case(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
     rows, width = point["table"]
     layout: BlockFormat = point["format"]
     token_ids = point["tokens"](rows, generator)
-    # Rows that no token uses are NaN, so that a kernel which reads a wrong row is detected.
+    # Rows that no token uses are NaN, to detect a kernel that reads a wrong row.
     weight = torch.full((rows, layout.row_bytes(width)), _ALL_ONES, dtype=torch.uint8)
     used_ids = token_ids.unique()
     weight[used_ids] = random_rows(layout, len(used_ids), width, generator)

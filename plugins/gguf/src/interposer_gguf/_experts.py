@@ -118,6 +118,7 @@ class DequantizedExperts(ExpertsMethod):
         for (part, (layout, _, _)), target in zip(self.projections.items(), targets, strict=True):
             stored = layer.get_parameter(part).data
             layer.register_parameter(part, None)
+            # Expert by expert: at any time, only one expert is in memory as float32.
             for expert, rows in enumerate(stored):
                 values = rows if layout is None else layout.dequantized(rows, torch.float32)
                 if not values.isfinite().all():

@@ -39,7 +39,7 @@ _SCALARS = {
 }
 _PLAIN = {0: ("f32", torch.float32), 1: ("f16", torch.float16), 30: ("bf16", torch.bfloat16)}
 _BLOCKS = {layout.number: layout for layout in LAYOUTS.values()}
-# Types that files may contain but that are not supported, for error texts only.
+# Unsupported types of ggml, for error texts only.
 _UNSUPPORTED = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
     19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16",
@@ -128,6 +128,7 @@ class GGUFFile:
             layout = LAYOUTS[tensor.stored_as]
             return octets.view(*tensor.shape[:-1], layout.row_bytes(tensor.shape[-1]))
         dtype = next(dtype for name, dtype in _PLAIN.values() if name == tensor.stored_as)
+        # Numbers in the file are little-endian.
         if sys.byteorder == "big":
             octets = octets.view(-1, dtype.itemsize).flip(1).contiguous().flatten()
         return octets.view(dtype).view(tensor.shape)
@@ -231,6 +232,7 @@ class _Reader:
     def _array(self, key: str) -> list[Any]:
         kind = self._number("I", f"the type of {key!r}")
         count = self._number("Q", f"the number of elements of {key!r}")
+        # A text takes at least the 8 bytes of its length.
         code = "Q" if kind == _STRING else self._code(kind, key)
         self._check_count(count, struct.calcsize(f"<{code}"), f"elements of {key!r}")
         self.num_elements += count
@@ -295,6 +297,7 @@ class _Reader:
         self, tensors: dict[str, StoredTensor], alignment: int
     ) -> dict[str, StoredTensor]:
         """Return the tensors with absolute offsets, after checking that no two tensors overlap."""
+        # Tensor data begins at the next multiple of the alignment after the descriptions.
         base = -(-self.position // alignment) * alignment
         for tensor in tensors.values():
             if tensor.start % alignment:

@@ -1,4 +1,4 @@
-"""CPU kernels in torch that dequantize and multiply a few rows at a time, which fit the cache.
+"""CPU kernels in torch that dequantize and multiply as many rows at a time as fit the cache.
 
 Shapes: T tokens, I input features, O output features, R rows of a step, G groups of inputs that
     share

@@ -33,6 +33,7 @@ def _deepseek(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
     size = metadata.integer(f"attention.key_length{key_suffix}")
     fields = {
         **grouped_experts_of(metadata),
+        # MLA makes keys and values for every head.
         "num_key_value_heads": metadata.integer("attention.head_count"),
         "head_dim": rotated,
         "partial_rotary_factor": 1.0,
@@ -74,6 +75,7 @@ _DEEPSEEK = {
     "attn_q_b": "self_attn.q_b_proj",
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    # A file stores kv_b_proj as one tensor, or as two tensors that ``_JOINED`` joins.
     "attn_kv_b": "self_attn.kv_b_proj",
     "attn_k_b": "self_attn.kv_b_proj",
     "attn_v_b": "self_attn.kv_b_proj",

@@ -56,7 +56,7 @@ class Matmul(ABC):
     Attributes:
         name: name of the parameter.
         parts: names of the fused layers, in the order of rows.
-        kernel: the kernel kernel; None for an embedding without a head.
+        kernel: the bound matmul kernel; None for an embedding without a head.
     """
 
     def __init__(self, name: str, parts: tuple[str, ...], kernel: Any) -> None:
@@ -160,6 +160,7 @@ class GroupedMatmul(BlocksMatmul):
             rows = slice(start, start + num_rows)
             quantized = layout.quantized(stored[rows])
             if is_four_bit:
+                # The op takes unsigned nibbles, of which 8 stands for 0.
                 quantized = pack_nibbles((quantized - layout.lowest).view(torch.uint8))
             weight[rows] = quantized
             scale[rows] = layout.scales(stored[rows], torch.float32)[0]

@@ -59,6 +59,7 @@ def _hunyuan(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _minimax(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
+    # Called for the error: the family supports no other function than sigmoid.
     scores_by_sigmoid(metadata, default=SIGMOID)
     size = metadata.integer("expert_feed_forward_length")
     rotated = metadata.integer("rope.dimension_count")
@@ -66,6 +67,7 @@ def _minimax(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _glm(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
+    # Called for the error: the family supports no other function than sigmoid.
     scores_by_sigmoid(metadata, default=SIGMOID)
     return {
         **grouped_experts_of(metadata),

@@ -91,8 +91,8 @@ def _parallel() -> int | None:
     # Imported here, because ``check_library`` must not import torch.
     import torch
 
-    # This library is loaded already. A symbol lookup in it searches its dependencies too, but no
-    # other OpenMP that the process may have loaded.
+    # This library is loaded already. A symbol lookup in this library also searches its
+    # dependencies, but no other OpenMP of the process.
     loaded = ctypes.CDLL(torch._C.__file__)
     if not hasattr(loaded, "GOMP_parallel"):
         return None

@@ -61,6 +61,7 @@ def _words(digits: str, letters: str = r"\p{L}", marks: str = r"\s\p{L}\p{N}") -
 def _cased(digits: str, endings: str) -> dict[str, Any]:
     """Return the step of ``_words`` that also splits before capitals; "/" may end punctuation."""
     upper, lower = (rf"[\p{{L{case}}}\p{{Lm}}\p{{Lo}}\p{{M}}]" for case in "ul")
+    # Title-case letters (Lt) count as capitals.
     upper = upper.replace(r"\p{Lu}", r"\p{Lu}\p{Lt}")
     leading = r"[^\r\n\p{L}\p{N}]?"
     return _split(
@@ -72,14 +73,19 @@ def _cased(digits: str, endings: str) -> dict[str, Any]:
     )
 
 
+# Endings of English contractions, such as "don't", are separate pieces.
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+# Line breaks; then white space, except for the last character before a word, which belongs to the
+# word.
 _SPACES = (r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+")
+# ByteLevel contains the pattern of GPT-2 (``use_regex``); other patterns need a Split step first.
 _GPT2 = PreTokenizer((_bytes(use_regex=True),))
 _LLAMA3 = PreTokenizer(
     (_words("{1,3}"), _bytes(use_regex=False)), ignore_merges=True, adds_bos=True
 )
 _NFC = {"type": "NFC"}
 _QWEN2 = PreTokenizer((_words(""), _bytes(use_regex=False)), normalizer=_NFC)
+# Qwen3.5 keeps combining marks (M) with the letters.
 _QWEN35 = PreTokenizer(
     (_words("", r"[\p{L}\p{M}]", r"\s\p{L}\p{M}\p{N}"), _bytes(use_regex=False)), normalizer=_NFC
 )
@@ -88,6 +94,7 @@ _TEKKEN = PreTokenizer((_cased("", ""), _bytes(use_regex=False)), ignore_merges=
 _DEEPSEEK3 = PreTokenizer(
     (
         _split(r"\p{N}{1,3}"),
+        # CJK ideographs, hiragana and katakana.
         _split("[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"),
         _split(
             r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+""",

@@ -51,7 +51,7 @@ class GGUF(QuantizationScheme):
                 f"quantization_config.tensors is {tensors!r:.100}, must map names of layers to "
                 f"block formats. Try: {{{_PREFIX!r}: 'q8_0'}}"
             )
-        # MXFP4 has a method of its own, because no kernel of this plugin computes with it.
+        # MXFP4 has a separate method, because no kernel of this plugin computes with MXFP4.
         mxfp4_layers = frozenset(n for n, stored_as in tensors.items() if stored_as == MXFP4.name)
         formats = {n: format_named(as_) for n, as_ in tensors.items() if n not in mxfp4_layers}
         return cls(formats, mxfp4_layers)

@@ -65,6 +65,7 @@ def _concatenate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 def _interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Interleave gates and ups to ``[E, H, 2 I]``, or to biases ``[E, 2 I]``."""
+    # Checkpoints store matrices transposed, unlike biases.
     rows = interleave_rows(gate, up)
     return rows.mT.contiguous() if rows.ndim > 2 else rows
 

@@ -75,7 +75,7 @@ def tokenizer_settings(metadata: MetadataReader, vocab_size: int) -> dict[str, A
 
 
 class _Vocabulary:
-    """The tokens of a file.
+    """Texts, ids and types of the tokens of a file.
 
     Attributes:
         tokens: texts by id.

@@ -13,8 +13,8 @@ INTERPOSER_API = ">=1.0,<2"
 _PROMISES = frozenset({"deterministic", "traceable"})
 _OPAQUE = frozenset({"deterministic", "opaque"})
 _FLOATS = ("float32", "bfloat16", "float16")
-# The kernels of other ops support only the group size of GGUF blocks. Their low score ranks them
-# below kernels that are specialized for these ops.
+# The kernels of other ops support only the group size of GGUF blocks. A low score ranks these
+# kernels below the specialized kernels of the ops.
 _GROUPS: Mapping[str, Dim] = {"group_size": Dim(one_of=(32,))}
 # All formats of _block_formats.py, repeated here because discovery must not import torch.
 _FORMATS = Dim(one_of=("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"))

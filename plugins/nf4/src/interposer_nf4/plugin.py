@@ -1,4 +1,4 @@
-"""Plugin that registers the op, its CPU kernel and the scheme, without importing their modules."""
+"""Plugin that registers op, CPU kernel and scheme by import string, without an import."""
 
 from __future__ import annotations
 

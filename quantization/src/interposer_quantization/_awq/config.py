@@ -56,7 +56,7 @@ Version = Annotated[Literal["gemm"], BeforeValidator(_lower)]
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Storage of one layer's weight.
+    """Group size and zero points of one layer's stored 4-bit weight.
 
     Attributes:
         inputs_per_scale: the group size; None if one group covers all inputs.

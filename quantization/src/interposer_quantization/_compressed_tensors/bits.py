@@ -3,7 +3,8 @@
 Dimensions: W int32 values of a row, N quantized values of a row.
 
 Source: the layout is that of ``pack_to_int32`` of compressed-tensors 0.20. Earlier releases use the
-same layout for 1, 2, 4 and 8 bits; for other widths they pad each int32 and store more of them.
+same layout for 1, 2, 4 and 8 bits. For other widths, earlier releases pad each int32 and store more
+int32 values.
 """
 
 from __future__ import annotations

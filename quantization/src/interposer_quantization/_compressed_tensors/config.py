@@ -58,7 +58,7 @@ Empty = Annotated[dict[str, Any], Field(max_length=0)]
 
 
 class DenseSparsity(SettingsModel):
-    """The ``sparsity_config`` by which early releases say that no weight is sparse."""
+    """The ``sparsity_config`` of early releases, which must declare all weights dense."""
 
     format: Literal["dense"]
     global_sparsity: float | None = None
@@ -115,7 +115,7 @@ class Settings(SettingsModel):
     # Tells transformers how to run the layers; the stored tensors are the same.
     run_compressed: Literal[True] | None = None
     use_optimized_inference: bool | None = None
-    # Accepted only with the value that leaves it without effect.
+    # Accepted only with the value that has no effect.
     dequantize: Literal[False] | None = None
 
     @classmethod

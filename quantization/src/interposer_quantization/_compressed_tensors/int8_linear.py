@@ -84,6 +84,7 @@ class Int8Linear(LinearMethod):
         # [O, 1] has one scale per output; [P] has one per fused layer.
         if scale.ndim == 2:
             return scale.squeeze(1)
+        # The op takes one scale for the tensor or one per output, but not one per fused layer.
         return scale if len(scale) == 1 else self.members.per_output(scale)
 
     def _project(

@@ -118,7 +118,7 @@ class IntLinear(WeightLinear):
         return quantized * scales[:, groups]
 
     def order(self, layer: nn.Module) -> torch.Tensor | None:
-        """Return the permutation that sorts the inputs by group, or None if they are sorted."""
+        """Return the permutation that sorts the inputs by group, or None for sorted inputs."""
         groups = self.groups(layer)
         return None if groups is None else groups.argsort(stable=True)
 

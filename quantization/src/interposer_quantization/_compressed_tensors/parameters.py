@@ -65,6 +65,7 @@ def shared_scalar(members: Members, numbers: torch.Tensor, name: str, why: str) 
 
 def drop_parameters_except(layer: nn.Module, tensors: Iterable[object]) -> None:
     """Unregister the parameters of ``layer`` that are not among ``tensors``."""
+    # By identity: ``in`` would compare the elements of tensors.
     tensor_ids = {id(tensor) for tensor in tensors}
     for name, parameter in list(layer._parameters.items()):
         if parameter is not None and id(parameter) not in tensor_ids:
@@ -76,8 +77,8 @@ def prepare_operands(
 ) -> tuple[Any, ...]:
     """Let the kernel prepare its constants and free every parameter that is no longer needed.
 
-    Parameters that the constants were derived from are freed first, so that at most two copies of
-    the weight exist.
+    Parameters whose values the constants replace are freed first: at most two copies of the weight
+    exist at a time.
     """
     drop_parameters_except(layer, constants.values())
     prepared = bound.prepared(**constants)

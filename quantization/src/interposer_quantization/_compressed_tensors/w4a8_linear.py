@@ -88,6 +88,7 @@ class W4A8Linear(LinearMethod):
         }
         del parts
         operands = prepare_operands(layer, self.bound, constants)
+        # A fused quantizer and matmul cannot permute the quantized inputs in between.
         if order is None and self.fused_kernel is not None:
             return self.fused_kernel, (*operands, *static)
         return self._project, (*operands, order, *static)
@@ -103,6 +104,8 @@ class W4A8Linear(LinearMethod):
         *static: torch.Tensor | None,
     ) -> torch.Tensor:
         quantized, scale, zero_point = self.inputs.quantized(x, *static)
+        # The scale of a token does not depend on the order of the inputs: permute the smaller int8
+        # values.
         if order is not None:
             quantized = quantized.index_select(-1, order)
         return self.bound.function(

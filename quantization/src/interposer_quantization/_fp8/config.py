@@ -69,7 +69,7 @@ class Fp8Settings(LayersLeftOut):
     scale_fmt: Literal["float", "ue8m0"] | None = None
     fmt: Literal["e4m3"] | None = None
     ignored_layers: list[Pattern] | None = None
-    # These fields are accepted only with the value that leaves them without effect.
+    # Each of these fields is accepted only with the value that has no effect.
     modules_to_convert: Annotated[list[str], Field(max_length=0)] | None = None
     dequantize: Literal[False] | None = None
     expert_dtype: Literal["fp8"] | None = None

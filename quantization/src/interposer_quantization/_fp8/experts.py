@@ -105,7 +105,7 @@ class Fp8Experts(ExpertsMethod):
         scales = _with_block_dims(
             layer.get_parameter(f"{projection.name}_{self.scale_name}").double()
         )
-        # Repeat each scale over the rows and columns that it covers.
+        # Repeat each scale over the rows and columns of its block.
         for dim in (1, 2):
             scales = scales.repeat_interleave(weight.shape[dim] // scales.shape[dim], dim)
         return weight * scales

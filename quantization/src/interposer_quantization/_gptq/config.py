@@ -76,7 +76,7 @@ class Override(SettingsModel):
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Storage of one layer's weight.
+    """Bits, group size, zero points and order of groups of one layer's stored weight.
 
     Attributes:
         inputs_per_scale: the group size; None if one group covers all inputs.

@@ -68,7 +68,7 @@ Try: quantize the original model that way"""
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Storage of a layer.
+    """Algorithm and group size with which a layer was quantized.
 
     Attributes:
         group_size: inputs that share a scale; None if the algorithm has no groups.
@@ -92,7 +92,7 @@ class CacheQuantization(SettingsModel):
 
 
 class Layer(SettingsModel):
-    """Quantization of one layer."""
+    """Settings of one layer in a model of mixed precision: algorithm and group size."""
 
     quant_algo: LayerAlgorithm
     group_size: int | None = None

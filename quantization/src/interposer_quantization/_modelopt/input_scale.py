@@ -3,7 +3,7 @@
 Dimensions: I input features, P fused layers.
 
 Source: ``pre_quant_scale`` of NVIDIA ModelOpt 0.47, with which AWQ moves magnitude from inputs to
-weights. It is not stored if it is folded into the preceding layer.
+weights. A checkpoint lacks the tensor if the exporter folded the scale into the preceding layer.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class Settings(LayersLeftOut):
 
     supported: ClassVar[str] = _SUPPORTED
     quant_method: Literal["mxfp4"] = "mxfp4"
-    # Accepted only with the value that leaves it without effect.
+    # Accepted only with the value that has no effect.
     dequantize: Literal[False] | None = None
 
 

@@ -32,7 +32,7 @@ class OnlineEmbedding(EmbeddingMethod):
 
     Args:
         format_of: function that returns the symmetric integer format.
-        scale_dtype: dtype that scales are rounded to before the weight is divided by them.
+        scale_dtype: dtype to which scales are rounded before the division.
     """
 
     def __init__(self, format_of: FormatOf, scale_dtype: torch.dtype) -> None:

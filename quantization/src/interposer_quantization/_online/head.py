@@ -62,7 +62,7 @@ class HeadSettings(LayersLeftOut):
     def embedding_method(self, prefix: str, head: str | None) -> EmbeddingMethod | None:
         """Return the method for an embedding tied to ``head``, or None to leave it unquantized.
 
-        An embedding without a tied lm_head stays plain: a step reads few of its rows.
+        An embedding without a tied lm_head stays plain: a step reads few rows.
 
         Raises: ConfigError: the head is excluded although ``head`` settings are stated.
         """

@@ -31,7 +31,7 @@ class OnlineIntegerLinear(OnlineLinear):
     """Online integer quantization, executed by a linear method of compressed-tensors.
 
     Attributes:
-        scale_dtype: dtype that scales are rounded to before the weight is divided by them.
+        scale_dtype: dtype to which scales are rounded before the division.
     """
 
     def __init__(self, format_of: FormatOf, scale_dtype: torch.dtype = torch.float32) -> None:
@@ -46,7 +46,7 @@ class OnlineIntegerLinear(OnlineLinear):
         Raises: ConfigError: groups do not divide the inputs.
         """
         self.chosen = self.format_of(site, in_features)
-        # The executed method is that of the checkpoint that ``interposer quantize`` would write.
+        # Execute the layer as the checkpoint that ``interposer quantize`` would write.
         scheme = CompressedTensors.parse(quantization_config(self.chosen, ()))
         parts = Members(layer, site, out_features).sizes
         method = scheme.linear_method(site.prefix, tuple(parts))

@@ -26,7 +26,7 @@ Try: quantize the original model that way"""
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Storage of a layer's weight; every value takes 8 bits.
+    """Number format and groups of a layer's stored weight; every value takes 8 bits.
 
     Attributes:
         inputs_per_scale: the group size; None for one scale per output.

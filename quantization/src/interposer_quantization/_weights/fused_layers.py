@@ -20,7 +20,7 @@ def stored_alike(
         mend: advice for the error message if the storages differ.
     Raises: ConfigError: the fused layers are stored in different ways.
     """
-    # The fused layer's own name does not exist in the checkpoint, only those of its parts.
+    # The checkpoint has only the names of the parts, not the name of the fused layer.
     parent = prefix.rpartition(".")[0]
     names = [f"{parent}.{part}" if parent else part for part in parts]
     storage_by_name = {name: stored(name) for name in names}

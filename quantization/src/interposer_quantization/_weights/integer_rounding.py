@@ -44,7 +44,7 @@ class IntegerRounding:
     Args:
         chosen: target format.
         sizes: O and I; the group size must divide I.
-        scale_dtype: dtype that scales are rounded to before the weight is divided by them.
+        scale_dtype: dtype to which scales are rounded before the division.
     """
 
     def __init__(

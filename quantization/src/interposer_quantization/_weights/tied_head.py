@@ -1,4 +1,4 @@
-"""Matmul of an lm_head with the quantized weight of the embedding that it is tied to.
+"""Matmul of an lm_head with the quantized weight of the tied embedding.
 
 Dimensions: T tokens, V vocabulary, H hidden size, G groups of a row.
 """

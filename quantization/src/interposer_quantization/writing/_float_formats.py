@@ -197,6 +197,7 @@ class Nvfp4Format(WeightFormat):
     def tensor_scale(self, peak: torch.Tensor) -> torch.Tensor:
         """Return the global scale that maps ``peak`` to the largest e2m1 and e4m3 values."""
         scale = _E4M3_MAX * E2M1_MAX / peak
+        # The scale of a tensor of zeros is infinite.
         return torch.where(scale.isfinite(), scale, 1.0)
 
     def stored(

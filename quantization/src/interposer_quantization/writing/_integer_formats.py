@@ -99,6 +99,7 @@ class IntegerFormat(WeightFormat):
             "weight_shape": torch.tensor(weight.shape),
         }
         if grid.zero is not None:
+            # Zero points are packed along the outputs, the weight along the inputs.
             tensors["weight_zero_point"] = self._words(grid.zero.T).T.contiguous()
         return tensors
 

@@ -98,7 +98,7 @@ def second_order_rounded(
     scale = chosen.tensor_scale(tensor_peak(remaining) if peak is None else peak)
     grid = chosen.fitted(chosen.groups(remaining), weight.dtype, scale, importance)
     size = chosen.inputs_per_scale or num_inputs
-    # Without act order, each group's scales are computed when its columns are reached, from
+    # Without act order, the scales of a group are computed when rounding reaches the group, from
     # weights that already include the compensation.
     has_late_scales = not curvature.act_order and size < num_inputs
     order, factor = curvature.order, curvature.factor

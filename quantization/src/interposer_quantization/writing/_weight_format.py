@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-# Fractions of a group's range that are tried for its scale; the first is the full range.
+# Candidate ranges for the scale of a group, as fractions of the group's range; the first is the
+# full range.
 _SHRINK_FACTORS = tuple(1 - step / 40 for step in range(17))
 
 

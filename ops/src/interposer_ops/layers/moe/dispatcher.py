@@ -154,7 +154,7 @@ class ExpertRoutes:
         ids = expert_ids.long()
         if self._max_copies == 1:
             return ids
-        # Round-robin by the token's number, so that all ranks choose the same copy on their own.
+        # Round-robin by token number: all ranks choose the same copy without communication.
         turns = torch.arange(len(ids), device=ids.device)[:, None] + ids
         return ids * self._max_copies + turns % self._copies[ids]
 
@@ -171,9 +171,9 @@ class ExpertRoutes:
 class AllToAllDispatcher(ExpertDispatcher):
     """Send this rank's tokens to the ranks of their experts, by a communicator's all-to-all.
 
-    A token goes once to each rank that holds at least one of its experts, together with its routing
-    weights. The receiving rank sums the weighted results of its experts; this rank then sums the
-    ranks' results in float32, in rank order. The host reads how many rows go to each rank.
+    Each rank with at least one chosen expert of a token receives the token once, together with the
+    routing weights. The receiving rank sums the weighted results of its experts; this rank then
+    sums the ranks' results in float32, in rank order. The host reads how many rows go to each rank.
 
     Args:
         spec: the experts that this rank holds.

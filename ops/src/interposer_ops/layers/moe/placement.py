@@ -26,10 +26,10 @@ class ExpertParallel:
     Attributes:
         redundant_experts: extra expert slots of each layer, for second copies of its busiest
             experts.
-        dispatch_tokens: smallest number of tokens in a step for which each rank takes a part of the
-            tokens and sends their rows to the ranks of the chosen experts (all-to-all). In smaller
-            steps each rank computes its own experts for all tokens, and an all-reduce sums the
-            results. None: 512 if the all-to-all then moves fewer bytes, else never; 0: never.
+        dispatch_tokens: smallest number of tokens in a step for the all-to-all: each rank takes a
+            part of the tokens and sends rows to the ranks of the chosen experts. In smaller steps
+            each rank computes its own experts for all tokens, and an all-reduce sums the results.
+            None: 512 if the all-to-all then moves fewer bytes, else never; 0: never.
     Raises: ConfigError: a number is not an integer of at least 0.
     """
 
@@ -106,8 +106,8 @@ class ExpertPlacement:
 def even_placement(num_experts: int, num_ranks: int, redundant: int = 0) -> ExpertPlacement:
     """Place experts evenly, for use before any load is known.
 
-    Consecutive experts are on the same rank, so that a rank reads one range of a tensor that stores
-    all experts. The redundant slots hold second copies of the first experts.
+    Consecutive experts are on the same rank: a rank then reads one range of a tensor with the
+    matrices of all experts. The redundant slots hold second copies of the first experts.
 
     Raises: ConfigError: there are more ranks than slots, or more redundant slots than copies that
         fit.
@@ -223,8 +223,8 @@ class _PlacementBuilder:
     def even_out(self) -> None:
         """Exchange experts between the busiest rank and others while that lowers the maximum load.
 
-        Greedy placement alone is uneven: near the end only some ranks have free slots, so the
-        last experts go to these ranks whatever their loads.
+        Greedy placement alone is uneven: near the end only some ranks have free slots, and get the
+        last experts even if heavily loaded.
         """
         for _ in range(_MAX_EXCHANGES * len(self.experts_by_rank)):
             ranks = range(len(self.experts_by_rank))
@@ -233,8 +233,8 @@ class _PlacementBuilder:
             exchanges = []
             for rank, experts in enumerate(map(set, self.experts_by_rank)):
                 gap = self.rank_loads[busiest] - self.rank_loads[rank]
-                # The best exchange moves half of the gap, so candidates rank by their distance
-                # from it.
+                # The best exchange moves half of the gap: rank candidates by the distance from that
+                # half.
                 exchanges += [
                     (abs(gap / 2 - moved_load), rank, out, into)
                     for out in busiest_experts - experts
@@ -262,7 +262,7 @@ class _PlacementBuilder:
 
 
 def _keep_slots(before: Sequence[int], after: Sequence[int]) -> Iterator[int]:
-    """Yield a rank's new experts, ordered so that experts that stay keep their slots.
+    """Yield the new experts of a rank; an expert that stays keeps the slot.
 
     Only the slots of experts that move are read again.
     """

@@ -38,6 +38,7 @@ class Router(WideLinear):
         super().__init__(site, hidden_size, num_experts, bias)
         self.top_k, self.renormalize = top_k, renormalize
         sizes = {"num_experts": num_experts, "top_k": top_k}
+        # The op takes logits in the wide dtype of this layer, not in the dtype of the model.
         self.bind_choice(replace(site, dtype=self.dtype), sizes)
 
     def bind_choice(self, site: Site, sizes: Mapping[str, int]) -> None:

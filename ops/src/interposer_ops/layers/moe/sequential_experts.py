@@ -41,8 +41,7 @@ _SEQUENTIAL = "called for one expert after the other: no op computes all of them
 class ExpertLoop:
     """Sort the tokens' rows by expert, then call the projections of each expert that has rows.
 
-    The result is that of ``fused_experts``, except that both projections round to the dtype of the
-    rows.
+    Unlike in ``fused_experts``, both projections round to the dtype of the rows.
 
     Args:
         activate: activation between the projections; None: the gated activation of ``spec``.
@@ -140,7 +139,7 @@ def separate_projections(site: Site, spec: ExpertsSpec) -> tuple[str, str, str]:
 
 
 def note_sequential(site: Site, *layers: Linear) -> None:
-    """Note on the kernel choices of these just-built layers that experts run in turn."""
+    """Add a note to the kernel choices of these new layers: experts run one after the other."""
     for layer in layers:
         annotate_place(replace(site, prefix=layer.prefix), _SEQUENTIAL)
 

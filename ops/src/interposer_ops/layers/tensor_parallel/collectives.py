@@ -1,4 +1,4 @@
-"""Collectives of sharded layers, bound to the communicators that are chosen for their sizes."""
+"""Collectives of sharded layers; the message size decides which communicator is used."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def fuse_all_reduce(
 
 
 def ends_in_projection(part: nn.Module, standard: type[PluggableLayer]) -> bool:
-    """Check whether a layer's own class declares that its last projection gives its result."""
+    """Check whether a layer's own class declares that the last projection computes the result."""
     return isinstance(part, standard) and bool(vars(type(part)).get("ends_in_projection"))
 
 

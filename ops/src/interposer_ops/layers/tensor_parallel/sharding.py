@@ -305,7 +305,7 @@ def slices_between(
 
 
 def _restated(complete: nn.Parameter, sharded: nn.Parameter) -> Slice:
-    """Return the slice of a parameter that stores its layer's sizes and is replaced, not sliced."""
+    """Return the replacement of a parameter that stores the sizes of the layer."""
     generator = torch.Generator(device="cpu")
     with torch.device("cpu"):
         sizes = [tuple(p.sample(generator).tolist()) for p in (complete, sharded)]  # type: ignore[attr-defined]

@@ -136,6 +136,8 @@ class NativeBackend(NativePagedBackend):
                 out, cache, query, key, value, plan.blocks, sink, key_scale, value_scale
             )
             return out
+        # Float32 rows of [2, 1] or [2, K]: keys, then values. Stride 0 repeats one scale for all
+        # heads.
         key_scales = value_scales = scale_stride = 0
         if scales is not None:
             key_scales = scales.data_ptr()

@@ -54,7 +54,7 @@ def hooked_module(projection: nn.Module) -> Any:
 
 
 class BlockAllReduce:
-    """The all-reduces of a decoder block, of its attention output and its MLP output.
+    """The two all-reduces of a decoder block: of the attention output and of the MLP output.
 
     Attributes:
         summand_bits: bits of interposer_summand: the results that are summed over ranks.

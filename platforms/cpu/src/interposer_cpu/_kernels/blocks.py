@@ -65,7 +65,8 @@ class NativeGatedMLP(GatedMLP):
         # read from the modules at every call, so that exchanged weights are used.
         self._parts: Any = (self.gate_up_proj, self.down_proj)
         self._quantizations = InputQuantizations()
-        # With an all-reduce, LoRA is added before it, and hooks on down_proj itself run after it.
+        # LoRA is added before the all-reduce, if there is one; hooks on down_proj itself run after
+        # the all-reduce.
         down_matmul = hooked_module(self.down_proj)
         self._is_summed = down_matmul is not self.down_proj
         watched = (self.activation, self.down_proj) if self._is_summed else (self.activation,)

@@ -49,7 +49,7 @@ class BoundBlock:
         ]
 
     def __reduce__(self) -> tuple[type[BoundBlock], tuple[tuple[object, ...], bool, None]]:
-        """Copy without the address, so that a copied layer binds memory of its own."""
+        """Copy without the address: a copied layer then binds separate memory."""
         return BoundBlock, ((), False, None)
 
 

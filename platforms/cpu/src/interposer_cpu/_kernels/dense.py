@@ -109,6 +109,7 @@ def _ragged(
         head_size,
         value_size,
         float64_bits(scale),
+        # 0 stands for no softcap and for no window.
         float64_bits(softcap or 0.0),
         window_tokens or 0,
         causal,

@@ -1,8 +1,8 @@
 """Declarations of the kernels that fused native calls can replace.
 
 A fused call computes several kernels at once, such as a norm, a matmul and an activation. Before a
-layer makes a fused call, it checks that every kernel bound to its parts is declared by ``@fused``.
-Undeclared kernels are called one by one. Kernels of other distributions can be declared too.
+fused call, the layer checks that every kernel of its parts is declared by ``@fused``. Undeclared
+kernels are called one by one. Kernels of other distributions can be declared too.
 """
 
 from __future__ import annotations

@@ -370,7 +370,7 @@ def _pack(
 
 
 def _narrow_exactly(scales: torch.Tensor) -> torch.Tensor:
-    """Convert float32 ``scales`` to a 16-bit dtype that represents them exactly, if one does."""
+    """Convert float32 ``scales`` to a 16-bit dtype if one represents all scales exactly."""
     if scales.dtype == torch.float32:
         for dtype in (torch.bfloat16, torch.float16):
             narrow = scales.to(dtype)

@@ -124,6 +124,8 @@ def _normalize(
         return empty_like(x).copy_(dense)
     out = empty_like(x, memory_format=torch.contiguous_format)
     if is_compiling():
+        # The op takes no None: the rows stand for absent tensors, and the bits say which are
+        # present.
         rows, results = x.reshape(-1, layout[2]), out.view(-1, layout[2])
         parts = _WEIGHTED * (weight is not None) + _BIASED * (bias is not None)
         torch.ops.interposer_cpu.normalise_out(

@@ -18,7 +18,7 @@ Parts = tuple[torch.Tensor | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A packed copy and weak references to the tensors that it was packed from.
+    """A packed copy, and weak references to the tensors from which the copy was packed.
 
     Attributes:
         versions: version counters of the tensors, which change with every write; None for an absent
@@ -31,7 +31,8 @@ class _Copy:
     versions: tuple[int | None, ...]
 
 
-# Copies by weight. The copy itself is referenced weakly: it is freed with the last kernel using it.
+# Copies by weight. The copy itself is referenced weakly and so freed together with the last kernel
+# that uses the copy.
 _COPIES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 

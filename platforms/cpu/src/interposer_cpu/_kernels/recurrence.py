@@ -68,6 +68,7 @@ def state_space_scan(
     num_cached: torch.Tensor,
 ) -> torch.Tensor:
     """Compute the op ``state_space_scan``: head by head, so that a state stays in the CPU cache."""
+    # The library takes one stride per tensor, the distance between tokens.
     x, b, c, steps = _with_heads(x), _with_heads(b), _with_heads(c), _with_rows(steps)
     decay = decay.contiguous()
     skip = None if skip is None else skip.contiguous()

@@ -8,8 +8,8 @@ import torch
 def row_layout(x: torch.Tensor) -> tuple[int, int, int, int, int] | None:
     """View ``x`` as rows in two dimensions, outer and inner; None if that needs a copy.
 
-    Only tensors whose dimensions are in the order of memory are viewed, so that a contiguous result
-    has the strides that torch would choose.
+    Only tensors with dimensions in the order of memory are viewed. A contiguous result then has the
+    strides that torch would choose.
 
     Returns: number of outer rows, number of inner rows, elements of a row, outer stride, inner
         stride; strides in elements.

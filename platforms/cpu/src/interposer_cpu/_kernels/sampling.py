@@ -100,6 +100,8 @@ def _sample(
     logits, seeds, steps = _with_rows(logits), seeds.contiguous(), steps.contiguous()
     columns = [None if column is None else column.contiguous() for column in optional]
     if is_compiling():
+        # The op takes no None: the seeds stand for absent columns, and the bits say which are
+        # present.
         parts = sum(1 << i for i, column in enumerate(columns) if column is not None)
         torch.ops.interposer_cpu.sample_out(
             tokens,

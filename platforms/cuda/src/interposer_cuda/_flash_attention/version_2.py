@@ -67,7 +67,7 @@ class FlashAttention2Backend(AttentionBackend):
             return Verdict.refuse(
                 f"reads pages of multiples of {_PAGE_TOKENS} tokens, got {spec.page_size}"
             )
-        # Limits of the package come first: installing it would not lift them.
+        # Limits of the package come first: installing the package would not lift the limits.
         return judge_flash(spec) and FLASH_ATTENTION_2.judge()
 
     def kv_layout(self) -> KVCacheLayout:

@@ -46,12 +46,12 @@ class FlashAttention3Backend(AttentionBackend):
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
         """Accept 16-bit decoders with a cache of the same dtype."""
         if spec.is_quantized:
-            # FlashAttention 3 quantizes queries along with an 8-bit cache, which adds a rounding
-            # that the spec does not have.
+            # With an 8-bit cache FlashAttention 3 also quantizes queries: a rounding that the spec
+            # does not allow.
             return Verdict.refuse(
                 f"would round queries of {spec.dtype} to the cache's {spec.cache_dtype} as well"
             )
-        # Limits of the package come first: installing it would not lift them.
+        # Limits of the package come first: installing the package would not lift the limits.
         return judge_flash(spec) and FLASH_ATTENTION_3.judge()
 
     def kv_layout(self) -> KVCacheLayout:

@@ -64,7 +64,7 @@ class FlashMLABackend(LatentBackend):
         verdict = super().accepts(spec, capability) and judge_sizes(spec)
         if verdict and spec.page_size != _PAGE_TOKENS:
             return Verdict.refuse(f"reads pages of {_PAGE_TOKENS} tokens, got {spec.page_size}")
-        # Limits of the package come first: installing it would not lift them.
+        # Limits of the package come first: installing the package would not lift the limits.
         return verdict and FLASH_MLA.judge()
 
     def plan(self, batch: AttentionBatch) -> Any:

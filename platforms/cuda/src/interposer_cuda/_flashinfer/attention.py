@@ -82,7 +82,7 @@ class FlashInferBackend(AttentionBackend):
             if spec.head_scales:
                 return Verdict.refuse("takes one scale for all heads of a cache, got one per head")
             spec = replace(spec, cache_dtype=spec.dtype)
-        # Limits of the package come first: installing it would not lift them.
+        # Limits of the package come first: installing the package would not lift the limits.
         return spec.judge_plain_decoder() and FLASHINFER.judge()
 
     def kv_layout(self) -> KVCacheLayout:
@@ -154,7 +154,7 @@ class FlashInferBackend(AttentionBackend):
         return out
 
     def _wrapper(self, name: str, batch: AttentionBatch) -> Any:
-        """Return the cached wrapper of that name, for steps outside a graph."""
+        """Return the wrapper ``name`` for steps outside a graph, created on first use."""
         return self._wrappers.cached(name, lambda: self._new_wrapper(name, batch.slots.device))
 
     def _new_wrapper(self, name: str, device: torch.device, **options: Any) -> Any:

@@ -107,7 +107,7 @@ def plan_step(
         query_starts, seq_lens: ``[B + 1]`` and ``[B]``; FlashInfer copies both to the host.
         layer_arguments: keyword arguments that are the same in every step.
     """
-    # FlashInfer 0.7 deprecates these parameter names, but 0.6 does not have their successors.
+    # FlashInfer 0.7 deprecates these parameter names, but 0.6 lacks the new names.
     wrapper.plan(
         qo_indptr=query_starts.to(torch.int32),
         kv_indptr=pages.starts,

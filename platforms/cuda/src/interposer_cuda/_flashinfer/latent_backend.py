@@ -1,8 +1,8 @@
 """Latent attention through FlashInfer, planned once per step, if the package is installed.
 
-Prompts and decode steps are planned alike. The standard op serves steps that exceed FlashInfer's
-work queue, and steps in which FlashInfer's causal tiles would skip a key. Call arguments are
-tested on the CPU against a stand-in class.
+Prompts and decode steps are planned alike. The standard op serves steps too large for FlashInfer's
+work queue, and steps in which FlashInfer's causal tiles would skip a key. Call arguments are tested
+on the CPU against a stand-in class.
 
 Dimensions: T tokens, N heads, C latent size, R rotary size, B sequences, M pages of the longest
 sequence, P pages, S page size.
@@ -66,7 +66,7 @@ class FlashInferLatentBackend(LatentBackend):
         verdict = super().accepts(spec, capability) and judge_sizes(spec)
         if verdict and spec.num_heads > TILE_ROWS:
             return Verdict.refuse(f"takes up to {TILE_ROWS} heads, got {spec.num_heads}")
-        # Limits of the package come first: installing it would not lift them.
+        # Limits of the package come first: installing the package would not lift the limits.
         return verdict and FLASHINFER.judge()
 
     def plan(self, batch: AttentionBatch) -> Any:

@@ -6,7 +6,8 @@ from interposer import Capability
 from interposer_cuda._hardware.architectures import architecture_of
 from interposer_cuda._hardware.driver import CUDADevice
 
-# Bandwidth features by their threshold in bytes per second; a device has all that it reaches.
+# Bandwidth features by threshold in bytes per second; a device has the feature of every threshold
+# that its bandwidth reaches.
 _BANDWIDTHS = {
     "bandwidth_250g": 250e9,
     "bandwidth_500g": 500e9,
@@ -23,7 +24,7 @@ def fixed_features(major: int, minor: int) -> frozenset[str]:
     """Return the features that follow from a compute capability alone.
 
     A device with third-generation tensor cores has ``tensor_cores_1`` to ``tensor_cores_3``, so a
-    kernel requires the oldest generation that it runs on.
+    kernel requires the oldest generation with its instructions.
     """
     architecture = architecture_of(major, minor)
     cores = {f"tensor_cores_{number}" for number in range(1, architecture.generation + 1)}

@@ -12,7 +12,7 @@ from interposer_ops.devices.driver_inquiry import DriverInquiry
 
 _LIBRARY = "libcuda.so.1"
 _LIMIT_SECONDS = 60.0
-# Explanations of CUresult codes whose driver text does not tell a user what to do.
+# Advice by CUresult code, where the driver's own text names no action.
 _EXPLANATIONS = {
     34: "only the stub of the driver's library is found, which programs can link but not call. "
     "Take the folder of stubs out of LD_LIBRARY_PATH",
@@ -81,7 +81,7 @@ class CUDADevice:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The driver's answer: the newest CUDA that it supports, and the visible devices in order."""
+    """The driver's answer: the newest supported CUDA, and the visible devices in order."""
 
     cuda: tuple[int, int]
     devices: tuple[CUDADevice, ...]

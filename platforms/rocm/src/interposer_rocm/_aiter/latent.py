@@ -89,7 +89,7 @@ def run_decode(
     scale: float,
     **scales: torch.Tensor,
 ) -> torch.Tensor:
-    """Call AITER's decode function.
+    """Attend from every query to the listed cache rows, by AITER's MLA decode function.
 
     Args:
         query: ``[T, N, C + R]``.

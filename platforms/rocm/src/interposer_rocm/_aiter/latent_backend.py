@@ -53,7 +53,7 @@ class AiterLatentBackend(LatentBackend):
             return Verdict.refuse(f"computes in torch.bfloat16, got {spec.dtype}")
         rotary = spec.head_size - spec.latent_size
         verdict = verdict and judge_latent_sizes(spec.latent_size, rotary, spec.num_heads)
-        # Limits of the package come first: installing it would not lift them.
+        # Limits of the package come first: installing the package would not lift the limits.
         return verdict and judge_device(capability.architecture)
 
     def plan(self, batch: AttentionBatch) -> Any:

@@ -115,7 +115,7 @@ def judge_scaled_experts(request: Request) -> Verdict:
 
 
 def is_quantized(dims: Mapping[str, object], dtype: str) -> bool:
-    """Say whether the cache has another dtype than the request."""
+    """Say whether the cache is quantized, that is, has another dtype than the request."""
     return dims.get("cache_dtype", dtype) != dtype
 
 

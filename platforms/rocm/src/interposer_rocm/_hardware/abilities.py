@@ -6,7 +6,8 @@ from interposer import Capability
 from interposer_rocm._hardware.architectures import GfxVersion, architecture_of
 from interposer_rocm._hardware.topology import GPU
 
-# Bandwidth features by their threshold in GB/s; a device has all that it reaches.
+# Bandwidth features by threshold in GB/s; a device has the feature of every threshold that its
+# bandwidth reaches.
 _BANDWIDTH_CLASSES = {"250g": 250, "500g": 500, "1t": 1000, "2t": 2000, "4t": 4000, "7t": 7000}
 _FP8_FEATURES = {"float8_e4m3fn": "fp8_ocp", "float8_e4m3fnuz": "fp8_fnuz"}
 

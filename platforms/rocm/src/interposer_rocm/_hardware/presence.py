@@ -41,6 +41,7 @@ class Presence:
             count = f"{len(gpus)} GPUs" if len(gpus) > 1 else "1 GPU"
             return Verdict.refuse(f"none of {count} is visible: {visible_gpus.note}")
         verdicts = [self.build.judge_architecture(str(gpu.version)) for gpu in visible_gpus.gpus]
+        # One GPU with kernels in torch is enough.
         if not any(verdicts):
             return verdicts[0]
         names = ", ".join(sorted({f"{gpu.name} ({gpu.version})" for gpu in visible_gpus.gpus}))

@@ -1,8 +1,7 @@
 """GPUs of this machine, read from the kernel driver's topology files without any library.
 
-The compute part of amdgpu (KFD) lists nodes, which are CPUs and GPUs, in the order in which ROCr
-numbers them. The properties of a GPU that this process may not use, for example in a container,
-cannot be read.
+The compute part of amdgpu (KFD) lists CPUs and GPUs as nodes, in the order of ROCr's numbers. The
+properties of a GPU that this process may not use, for example in a container, cannot be read.
 
 Source: the kernel's drivers/gpu/drm/amd/amdkfd/kfd_topology.c (names of the properties; heap
 types 1 and 2 are memory of the GPU; links of type 11 are xGMI); libdrm's data/amdgpu.ids.

@@ -6,7 +6,8 @@ from interposer import Capability
 from interposer_xpu._hardware.architectures import architecture_of
 from interposer_xpu._hardware.level_zero import XPUDevice
 
-# Bandwidth features by their threshold in bytes per second; a device has all that it reaches.
+# Bandwidth features by threshold in bytes per second; a device has the feature of every threshold
+# that its bandwidth reaches.
 _BANDWIDTHS = {
     "bandwidth_250g": 250e9,
     "bandwidth_500g": 500e9,

@@ -68,6 +68,7 @@ class System:
 
     def judge(self) -> Verdict:
         """Accept if Intel's libraries may find a GPU; otherwise name the missing part."""
+        # One device file that the user may open is enough.
         if self.nodes and set(self.nodes) == set(self.closed):
             return Verdict.refuse(
                 f"this user may not open {', '.join(self.closed)}. Join the group that owns it, "
@@ -108,6 +109,7 @@ def read_system(root: Path = ROOT) -> System:
     nodes = sorted(_node_names(root))
     node_paths = [f"/dev/dri/{name}" for name in nodes]
     closed = [f"/dev/dri/{name}" for name in nodes if not _may_open(root / "dev/dri" / name)]
+    # Windows hands on all GPUs through one device file, whatever their vendor.
     if wsl and (root / "dev/dxg").exists():
         node_paths.append("/dev/dxg")
     return System(
