@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-# A prime: the row length shares no factor with it, so that rows repeat as late as possible.
+# A prime, so that no row length shares a factor with it: rows repeat as late as possible.
 _PERIOD = 1_048_583
 
 

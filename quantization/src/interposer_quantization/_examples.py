@@ -29,10 +29,10 @@ def fbgemm_fp8_examples() -> Mapping[str, Mapping[str, Any]]:
     return {
         label: {
             "quant_method": "fbgemm_fp8",
-            "activation_scale_ub": bound,
+            "activation_scale_ub": upper_bound,
             "modules_to_not_convert": ["lm_head"],
         }
-        for label, bound in (("usual bound", 1200.0), ("low bound", 2.0))
+        for label, upper_bound in (("usual bound", 1200.0), ("low bound", 2.0))
     }
 
 

@@ -17,8 +17,8 @@ To add a kernel to ``FAMILY/_x_triton.py``:
 3. Add ``FAMILY/tuning/KERNEL.json``, see ``parameters``. Sizes that a layer fixes (widths, head
    sizes) are ``tl.constexpr``. The number of tokens is not, and must not change the tile: results
    must not depend on the batch.
-4. Add builds of the kernel to ``BUILDS``: calls on meta tensors, compiled for every architecture
-   except those in ``without``, which the record refuses. Write the records anew with
+4. Add builds of the kernel to ``BUILDS``: calls on meta tensors, compiled for every architecture.
+   List architectures that the record refuses in ``without``. Write the records anew with
    ``python -m interposer_ops._declare``; ``ops/tests/triton`` asserts that no register spills and
    that shared memory fits, and runs the kernel on the interpreter.
 

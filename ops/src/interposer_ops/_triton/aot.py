@@ -169,7 +169,7 @@ def build_reports(build: Build, targets: Iterable[Target] = TARGETS) -> list[Rep
     """Compile ``build`` for every target except ``build.without``, in a temporary cache."""
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
-        # Line info contains the path of the source, so that ``code_bytes`` would depend on it.
+        # Line info contains the path of the source: ``code_bytes`` would depend on the machine.
         with triton.knobs.compilation.scope():
             triton.knobs.compilation.disable_line_info = True
             return [

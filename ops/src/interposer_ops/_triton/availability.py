@@ -29,7 +29,7 @@ _DISTRIBUTIONS = (
     "triton-xpu",
     "triton-windows",
 )
-# GPUs with so many compute units that the tiles of few rows leave most of them idle.
+# GPUs with so many compute units that few rows of tiles leave most units idle.
 _SPLIT_K_ARCHITECTURES = ("gfx90a", "gfx942", "gfx950")
 # Triton backends by prefix of the architecture. For other prefixes, the platform declares the
 # feature "triton" if triton has a backend for its device.

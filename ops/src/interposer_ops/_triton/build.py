@@ -56,7 +56,7 @@ def meta(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def given(*values: object) -> Callable[[], tuple[Any, ...]]:
-    """Return a function that makes these arguments; ``(dtype, *shape)`` becomes a meta tensor."""
+    """Return a function that returns ``values``; ``(dtype, *shape)`` becomes a meta tensor."""
 
     def argument(value: object) -> object:
         if isinstance(value, tuple) and isinstance(value[0], torch.dtype):

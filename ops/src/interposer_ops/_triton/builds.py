@@ -1,7 +1,7 @@
 """All ahead-of-time builds: for every kernel, calls with the sizes of common models.
 
-A build calls the kernel's launcher on meta tensors, so that exactly the launch of such a call is
-compiled, with its tile and number of warps. Each ``_*_triton`` module lists its builds as
+A build calls the launcher of the kernel on meta tensors. So the launch that is compiled has the
+tile and the number of warps of a real call. Each ``_*_triton`` module lists its builds as
 ``BUILDS``.
 """
 

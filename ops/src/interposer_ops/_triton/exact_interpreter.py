@@ -83,7 +83,7 @@ class ExactBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
     create_fma = _on_numbers("create_fma")
 
     def create_dot(self, a: Any, b: Any, d: Any, *options: Any) -> Any:
-        """Return ``a @ b + d`` of the numbers, not of the integers that store them."""
+        """Return ``a @ b + d`` of numbers that the interpreter stores as integers."""
         converted = [self._converted(operand, tl.float32) for operand in (a, b)]
         wide = [o if c is None else c for o, c in zip((a, b), converted, strict=True)]
         with np.errstate(all="ignore"):

@@ -41,8 +41,8 @@ class InterpreterPlatform(Platform):
         import triton
         from triton.runtime.interpreter import InterpretedFunction
 
-        # Triton reads the variable when it defines a kernel, also one of its own. A variable set
-        # after the import of triton has no effect.
+        # Triton reads the variable at the definition of each kernel, triton's own kernels included.
+        # A variable set after the import of triton has no effect.
         if triton.knobs.runtime.interpret and isinstance(triton.language.cdiv, InterpretedFunction):
             return Verdict.accept(f"triton {triton.__version__} interprets kernels")
         return Verdict.refuse(

@@ -81,8 +81,8 @@ class Parameters(BaseModel):
 def per_device(function: F) -> F:
     """Cache all results of ``function``, which takes a device among its arguments.
 
-    Use this for every function that calls ``parameters_for``, so that each launch costs one lookup
-    and ``assumed`` can clear the caches.
+    Decorate every function that calls ``parameters_for``: each launch then costs one lookup, and
+    ``assumed`` can clear the caches.
     """
     cached = cache(function)
     _caches.append(cached)
@@ -100,7 +100,7 @@ def table_of(kernel: str, overrides: Mapping[str, Any] | None = None) -> dict[st
     """Return the parameters of ``kernel`` by architecture.
 
     Args:
-        overrides: entries in the form of a tuning file, which replace those of this package.
+        overrides: entries in the form of a tuning file; they replace entries of this package.
 
     Raises:
         UnknownNameError: unknown kernel, architecture, key or block.

@@ -102,7 +102,8 @@ def fp8_codes(value, MANTISSA: tl.constexpr, BIAS: tl.constexpr, UNSIGNED_ZERO: 
     lowest: tl.constexpr = (128 - BIAS) << 23
     exponent = tl.maximum(bits & 0x7F800000, lowest)
     # A power of two whose last mantissa bit has the value of the format's last mantissa bit at this
-    # exponent. Adding it rounds to that bit; the growth of its bits is the rounded mantissa.
+    # exponent. Adding the power rounds to that bit, and adds the rounded mantissa to the bits of
+    # the power.
     unit = exponent + ((23 - MANTISSA) << 23)
     total = tl.abs(value) + unit.to(tl.float32, bitcast=True)
     code = ((exponent - lowest) >> (23 - MANTISSA)) + total.to(tl.int32, bitcast=True) - unit

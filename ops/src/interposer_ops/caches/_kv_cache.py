@@ -74,7 +74,7 @@ def gather_cache(
     batched=("latent", "rope_key", "slots"),
 )
 def write_latent_cache(latent: Tensor, rope_key: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Store each token's latent vector, followed by its rotated key, in its slot.
+    """Store the latent vector of each token, followed by the rotated key, in the token's slot.
 
     Args:
         latent: ``[T, C]``, any float dtype; rows may be strided.

@@ -41,7 +41,7 @@ def ordered_group(members: Sequence[int], backend: str, timeout_seconds: float) 
 
 
 class RankGroup:
-    """A process group over ``ranks``, with the backend of their devices and their time limit.
+    """A process group over ``ranks``, with the backend and the time limit that ``ranks`` states.
 
     The group is separate from the group of ``ranks``, which stays usable if a lost rank breaks this
     one.

@@ -1,6 +1,6 @@
 """Checks whether the steps of a model can be captured as device graphs.
 
-The obstacles are the same on all platforms; a platform captures any step that it receives.
+The obstacles are the same on all platforms; a platform captures every step without a check.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def judge_graphs(
 ) -> Verdict | None:
     """Decide whether the steps of a planned model become graphs; None if nothing requests graphs.
 
-    By default graphs are requested on platforms that support them. A described device answers as
-    its platform would.
+    By default graphs are requested on every platform with support for graphs. A described device
+    answers as its platform would.
 
     Args:
         outside: prefixes of layers whose kernels run outside of the captured step.

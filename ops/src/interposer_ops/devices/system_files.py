@@ -1,7 +1,7 @@
 """Linux system files that describe hardware, read without raising.
 
-A platform's ``probe`` reads these files before it loads a library of the vendor. A file that is
-missing or may not be read counts as empty.
+The ``probe`` of a platform reads these files before a library of the vendor is loaded. A file that
+is missing or may not be read counts as empty.
 
 Source: the Linux kernel's documentation of the PCI bus in sysfs.
 """

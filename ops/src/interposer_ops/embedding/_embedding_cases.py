@@ -98,7 +98,7 @@ def _table(dims: Dims, dtype: torch.dtype, generator: torch.Generator) -> Tensor
 def _table_with_unread_rows(
     token_ids: Tensor, rows: int, width: int, dtype: torch.dtype, generator: torch.Generator
 ) -> Tensor:
-    """Draw a table whose rows are NaN except for those of ``token_ids``."""
+    """Draw a table with numbers in the rows ``token_ids``, and NaN in all other rows."""
     weight = torch.full((rows, width), torch.nan, dtype=dtype)
     distinct = token_ids.unique()
     weight[distinct] = normal((len(distinct), width), dtype, generator)

@@ -26,23 +26,23 @@ class Errors:
         roundings: int,
         length: int = 1,
         terms: Tensor | None = None,
-        held: Tensor | None = None,
+        stored: Tensor | None = None,
     ) -> Tensor:
         """Record errors of an intermediate result, and return the result.
 
         Args:
             numbers: the intermediate result.
-            roundings: roundings of ``numbers``, or of ``held``, to the storage dtype.
+            roundings: roundings of ``numbers``, or of ``stored``, to the storage dtype.
             length: float32 additions and other operations with an error of one unit.
             terms: sums of absolute terms; None: the absolute ``numbers``.
-            held: the stored numbers that stand for ``numbers``; None: ``numbers``.
+            stored: the stored numbers that stand for ``numbers``; None: ``numbers``.
         """
         error = torch.zeros_like(numbers, requires_grad=True)
         size = numbers.detach().abs()
         self._points.append(
             (
                 error,
-                roundings * (size if held is None else held.detach()),
+                roundings * (size if stored is None else stored.detach()),
                 length * (size if terms is None else terms.detach()),
             )
         )

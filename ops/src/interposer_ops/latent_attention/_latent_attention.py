@@ -73,7 +73,7 @@ def sparse_latent_attention(
     scale: float,
     cache_scale: Tensor | None = None,
 ) -> Tensor:
-    """Attend from each token to the latent vectors of its sequence that ``indices`` lists.
+    """Attend from each token to the latent vectors that ``indices`` lists for the token.
 
     out = softmax(scale * q c^T) c[:, :C] over the listed vectors, in float32 or wider. A token
     without listed vectors gives zeros. Tokens of ``query`` and ``indices``, pages of the cache and

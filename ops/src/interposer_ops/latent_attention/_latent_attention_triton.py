@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Attention to latent vectors of a paged cache, in Triton: split contexts, merged at the end.
 
-A split has a fixed length, so that a row's result depends on its own context alone. The heads of
-one token are the rows of a tile: all heads read the same vectors.
+A split has a fixed length: the result of a row depends on the context of the row alone. The heads
+of one token are the rows of a tile: all heads read the same vectors.
 
 Dimensions: T tokens, N heads, C latent size, R rotary size, B sequences, M pages of the longest
 sequence, P pages, S page size, X attended tokens, Z splits of the longest context.

@@ -1,9 +1,9 @@
-"""Layers that quantize their result for the next layer, by one fused kernel.
+"""Layers that compute and quantize their result in one fused kernel, for the next layer.
 
 A projection with one scale for all inputs can take quantized inputs. When both layers are built,
-the preceding layer looks for a kernel that computes its own op and the quantization. If only the
-reference implements the fused op, nothing is fused, since the reference would run both steps one
-after the other; a note on the choice says so.
+the preceding layer looks for a kernel that fuses the op of this layer with the quantization. If
+only the reference implements the fused op, nothing is fused, since the reference would run both
+steps one after the other; a note on the choice says so.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class LogitEdits:
         bias: token ids and values of ``apply_logit_bias``.
         least: steps, minimum numbers of tokens and stop ids of ``suppress_tokens_until``.
         bitmask: mask of ``apply_token_bitmask``.
-        columns: ops that take one value per row, each with its values ``[B]``; applied last, in
-            this order.
+        columns: ops that take one value per row, with the values ``[B]`` of each op; applied last,
+            in this order.
     """
 
     bias: tuple[Tensor, Tensor] | None = None

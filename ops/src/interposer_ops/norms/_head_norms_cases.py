@@ -116,8 +116,8 @@ def l2_norm_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -
 def _l2_norm_case(x: Tensor, eps: float, label: str = "") -> Case:
     """Build the case of ``x``.
 
-    All squares are positive, so that the error of their sum is a relative error of the result,
-    which is at most 1.
+    All squares are positive, so the error of the sum is a relative error of the result. Results are
+    at most 1.
     """
     dims = {"head_size": x.shape[-1]}
     return Case(label, {"x": x, "eps": eps}, dims, reduction=x.shape[-1], magnitude=1.0)
@@ -171,9 +171,9 @@ def _gated_case(
 ) -> Case:  # fmt: skip
     """Build the case of ``x``.
 
-    Squares are positive, so that the error of their sum is a relative error of the result. SiLU
-    adds four operations and the error of an exponential, |gate| roundings, which is relative too
-    where the gate is closed. A kernel may flush subnormal numbers to zero before eps amplifies the
+    Squares are positive, so the error of the sum is a relative error of the result. SiLU adds four
+    operations and the error of an exponential, |gate| roundings, which is relative too where the
+    gate is closed. A kernel may flush subnormal numbers to zero before eps amplifies the
     difference. A subnormal row in the storage dtype is rounded by as much as the smallest normal
     number is, before the gate multiplies the row.
     """

@@ -318,9 +318,9 @@ def _cleared(
 
     All squares are positive, so that the error of the result is relative: the error of the sum,
     (H - 1) roundings halved by the root, and some eight operations. The margin is twice that. A
-    moved element changes its row's mean square, so that all elements are checked again. Elements
-    move in one direction only, every second one upwards, so that the mean square stays about the
-    same. The loop ends because elements leave the format's range or reach zero.
+    moved element changes the mean square of the row: check all elements again. Elements move in one
+    direction only, every second one upwards, so that the mean square stays about the same. The loop
+    ends because elements leave the format's range or reach zero.
 
     Args:
         as_stored: rounds float64 numbers to numbers that the arguments' dtypes hold.

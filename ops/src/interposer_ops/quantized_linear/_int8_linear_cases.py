@@ -257,8 +257,8 @@ def _w4a8_case(
     """Build a case; the absolute values of a result's group sums add up to at most ``magnitude``.
 
     The sum of a group is exact. The conversion to float32, the two scalings, the bias and the
-    additions of groups round. A kernel may subtract the terms of the inputs' zero points from
-    groups that were summed without zero points, which doubles the number of additions.
+    additions of groups round. A kernel may sum groups without the zero points of the inputs and
+    subtract these terms afterwards. The number of additions then doubles.
 
     Args:
         weight: groups ``[O, G, S]``, dequantized.

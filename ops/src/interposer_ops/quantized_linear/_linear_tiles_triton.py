@@ -36,8 +36,8 @@ class LinearTile(NamedTuple):
         rows: rows of the result per program.
         outputs: columns of the result per program.
         inputs: input features per loop step.
-        group: row tiles that consecutive programs compute for the same columns, so that the weight
-            tile is still in the L2 cache.
+        group: number of row tiles that consecutive programs compute for the same columns, while the
+            weight tile is in the L2 cache.
         compiled: launch options of triton.
         operand_bits: minimum bits of matrix instruction operands: 16 where the instructions for
             8-bit floats accumulate in less than float32.

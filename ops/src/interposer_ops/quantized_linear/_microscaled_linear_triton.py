@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Triton linear layers of MXFP4, MXFP8 and NVFP4.
 
-Every element times its scale fits bfloat16 exactly, so that tiles are dequantized in registers
-without error and multiplied as bfloat16 on every architecture.
+Every element times its scale fits bfloat16 exactly. On every architecture, tiles are dequantized in
+registers without error and multiplied as bfloat16.
 
 T rows, I input features, O output features.
 """
@@ -73,7 +73,7 @@ def _launch_linear(
     rows = as_rows(x)
     row_scales = None if x_scales is None else as_rows(x_scales)
     num_rows = rows.shape[0]
-    # The scales exceed the range of float16, so that they multiply the sum of a block in float32.
+    # Scales exceed the range of float16: multiply the sum of a block by the scale in float32.
     late = x.dtype == torch.float16
     # The smallest tile leaves registers for the sum of a block, or for float32 operands, which
     # many GPUs multiply without matrix instructions.

@@ -76,7 +76,7 @@ def fp8_block_linear_triton(
     scales = x_scales.reshape(-1, x_scales.shape[-1])
     num_rows = rows.shape[0]
     tile = linear_tile("fp8_block_linear", x.device, num_rows)
-    # The largest power of two that divides a block, so that each loop step has one scale.
+    # The largest power of two that divides a block: each loop step then has one scale.
     tile = tile._replace(inputs=min(tile.inputs, block_columns & -block_columns))
     formats = operands(x.device, x.dtype, weight.dtype, tile.operand_bits)
     _block_linear[(tile.num_programs(num_rows, out_features),)](

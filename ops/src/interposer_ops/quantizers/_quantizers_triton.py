@@ -121,7 +121,7 @@ def _quantize_blocks(
     dtype: tl.constexpr = q.dtype.element_ty
     x += (block // PER_ROW) * x_stride + first
     q += (block // PER_ROW) * WIDTH + first
-    # Masked elements load as 0, which changes no peak, and which every asymmetric range includes.
+    # Masked elements load as 0: a 0 changes no peak, and every asymmetric range includes 0.
     if COLUMNS >= BLOCK:
         inside = block_mask & (column < size)
         value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)

@@ -73,7 +73,7 @@ def shared_exponents(peaks: Tensor, largest_exponent: int) -> Tensor:
         largest_exponent: exponent of the largest normal number of the element format.
     Returns: shape of ``peaks``, uint8.
     """
-    # frexp has mantissas in [0.5, 1), so that its exponent is floor(log2(peak)) + 1.
+    # frexp has mantissas in [0.5, 1): the exponent is floor(log2(peak)) + 1.
     exponents = torch.frexp(peaks).exponent
     biased = exponents - 1 - largest_exponent + _E8M0_BIAS
     return torch.where(peaks > 0, biased, 0).clamp(0, _E8M0_NAN - 1).to(torch.uint8)

@@ -144,7 +144,7 @@ def _quantize_symmetric(
 def _round_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Round scales to ``dtype`` and return float32; a scale of 0 becomes 1."""
     facts = torch.finfo(dtype)
-    # A positive scale must not round to zero, which would lose all numbers of its group.
+    # A positive scale must not round to zero: all numbers of the group would be lost.
     rounded = _round_positive(scale.clamp(min=facts.tiny * facts.eps), dtype)
     return torch.where(scale == 0, 1.0, rounded)
 

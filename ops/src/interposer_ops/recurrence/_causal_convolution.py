@@ -42,8 +42,8 @@ def causal_convolution(
     """Convolve each channel of a sequence with the channel's taps over the last W tokens.
 
     y_t = bias + sum over j of weight[:, j] * x_{t - (W - 1) + j}, then SiLU if ``silu``, in float32
-    or wider. The sequence's window holds the tokens before the step. A sequence without cached
-    tokens is preceded by zeros, so that its window may hold anything. Prefill, chunked prefill and
+    or wider. The sequence's window holds the tokens before the step. Zeros precede a sequence
+    without cached tokens; the row in ``windows`` may hold anything. Prefill, chunked prefill and
     decode are the same op.
 
     Args:

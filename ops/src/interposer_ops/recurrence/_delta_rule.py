@@ -44,8 +44,8 @@ def gated_delta_rule(
 
     With S = exp(decay_t) * S_{t-1}: u_t = beta_t * (value_t - S^T key_t), S_t = S + key_t u_t^T,
     y_t = scale * S_t^T query_t, in float32 or wider. Value head v reads query and key head
-    v // (V / H). The state of a sequence without cached tokens starts at zero, so that its row may
-    hold anything. Prefill, chunked prefill and decode are the same op.
+    v // (V / H). The state of a sequence without cached tokens starts at zero; the row in
+    ``states`` may hold anything. Prefill, chunked prefill and decode are the same op.
 
     Args:
         query: ``[T, H, K]``, any float dtype, normalised; the sequences are concatenated. Tokens

@@ -44,9 +44,9 @@ def state_space_scan(
 
     h_t = exp(steps_t * decay) * h_{t-1} + steps_t * x_t b_t^T, y_t = h_t c_t + skip * x_t, in
     float32 or wider. Head n reads group n // (N / G). The state of a sequence without cached tokens
-    starts at zero, so that its row may hold anything. Prefill, chunked prefill and decode are the
-    same op. Lightning attention is this op with ``steps`` of 1, the negative slopes as ``decay``,
-    values as ``x``, keys as ``b``, queries as ``c``, and no ``skip``.
+    starts at zero; the row in ``states`` may hold anything. Prefill, chunked prefill and decode are
+    the same op. Lightning attention is this op with ``steps`` of 1, the negative slopes as
+    ``decay``, values as ``x``, keys as ``b``, queries as ``c``, and no ``skip``.
 
     Args:
         x: ``[T, N, P]``, any float dtype; the sequences are concatenated. Tokens need not be

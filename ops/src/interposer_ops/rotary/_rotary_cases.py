@@ -89,6 +89,6 @@ def _rotary_case(
         {"head_size": query.shape[-1], "rotary_size": 2 * angles.shape[-1]},
         reduction=2,
         magnitude=2 * largest,
-        # Both terms may cancel, so that their rounding errors exceed the result.
+        # Both terms may cancel: rounding errors may then exceed the result.
         rounded=largest,
     )

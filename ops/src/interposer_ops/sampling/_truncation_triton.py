@@ -56,7 +56,7 @@ def mask_min_p_triton(logits: Tensor, min_p: Tensor) -> Tensor:
 def limits_of(
     rows: Tensor, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None
 ) -> Limits:
-    """Return the limits that top-k and top-p set for each row divided by its temperature.
+    """Return the limits of top-k and top-p for each row, after division by the temperature.
 
     The block ``pivots`` of the tuning file, 2, 4, 16 or 256, is the number of distances that each
     pass over the row tests.

@@ -180,8 +180,8 @@ def _decodes(
     first = (lengths - (spec.window_tokens or batch.max_seq_tokens)).clamp(min=0)
     first_page = first // size
     num_pages = int((-(-lengths // size) - first_page).max())
-    # Padding repeats the last page of a sequence, so that pages of other sequences, which may
-    # contain NaN, are never read.
+    # Padding repeats the last page of a sequence: pages of other sequences may contain NaN and must
+    # not be read.
     last_page = (lengths - 1) // size
     columns = (first_page[:, None] + torch.arange(num_pages)).minimum(last_page[:, None])
     pages = batch.page_table[indices[:, None], columns].flatten()

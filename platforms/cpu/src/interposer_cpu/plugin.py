@@ -91,7 +91,7 @@ def _attention() -> list[AttentionEntry]:
 
 
 def _torch_kernels() -> list[Kernel]:
-    """List kernels that call functions of torch which exist only for CPUs."""
+    """List kernels that call CPU-only functions of torch."""
 
     def packed(technique: str, needs: Requires, function: str, judge: str, prepare: str) -> Kernel:
         module = "interposer_cpu._linear"

@@ -159,7 +159,7 @@ def _communicators() -> list[Record]:
         for name, target, max_bytes, score, architectures in one_host_rows
     ]
     flashinfer = "interposer_cuda._flashinfer.communicator"
-    # The fused norm adds up a row in an order that depends on T, so it is not batch invariant.
+    # The fused norm is not batch invariant: the order of additions in a row depends on T.
     by_dtype = (
         ("flashinfer", "FlashInferCommunicator", _NARROW, (), _IN_ORDER),
         (

@@ -1,8 +1,8 @@
 """Verdicts on flash-attn for an attention layer, without importing flash-attn or torch.
 
 Source: the README of Dao-AILab/flash-attention, "AMD ROCm Support": MI200 to MI355 with CK kernels,
-MI200 to MI355 and RDNA with Triton kernels, 16-bit floats, head sizes up to 256; its
-``csrc/flash_attn_ck``, which ignores a softcap.
+MI200 to MI355 and RDNA with Triton kernels, 16-bit floats, head sizes up to 256; the code in
+``csrc/flash_attn_ck`` ignores a softcap.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ class Architecture:
         conversions: by the name of a tensor in the file.
         splits: tensors to split, by the name in the file.
         row_vectors: vectors in the file that are tensors of one row in Hugging Face checkpoints.
-        interleaved_experts: the module of experts whose gate and up rows alternate in checkpoints,
-            and which may be in MXFP4.
+        interleaved_experts: the module of experts with alternating gate and up rows in checkpoints;
+            may be in MXFP4.
     """
 
     family: str

@@ -56,8 +56,7 @@ def entries_of(
     """Return the conversion of every tensor of a file, in the order of the file.
 
     Raises:
-        CheckpointError: a tensor lacks the counterpart, or has a shape that its name does not
-            allow.
+        CheckpointError: the counterpart of a tensor is missing, or a shape does not fit the name.
         UnsupportedModelError: no supported model has a tensor of this name.
     """
     return tuple(_CheckpointEntries(file, architecture, config).entries())

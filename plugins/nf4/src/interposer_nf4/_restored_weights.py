@@ -69,7 +69,7 @@ def _is_packed(
 ) -> bool:
     names = _names(kind)
     scales = names["absmax" if isinstance(kind, FourBit) else "scales"]
-    # A layer whose scales the model takes has a linear method that reads the packed weight.
+    # If the model takes the scales of a layer, a linear method reads the packed weight.
     if f"{layer}.weight" not in places or f"{layer}.{scales}" in places:
         return False
     if key != "weight":

@@ -61,7 +61,7 @@ class EightBit:
 
 
 class Settings(SettingsModel):
-    """The fields of ``quantization_config``.
+    """Fields of the ``quantization_config`` that bitsandbytes checkpoints state.
 
     The compute dtype, the outlier threshold and the storage dtype of the packed bytes do not affect
     decoding; only their values are validated.

@@ -143,7 +143,7 @@ class Settings(SettingsModel):
         merged = self.model_copy(update=override.model_dump(exclude_none=True))
         if merged.bits >= _PLAIN_BITS:
             return None
-        # From here on, the format that packs the layer describes its storage.
+        # From here on, the storage is described as the packing format (GPTQ or AWQ) does.
         size = None if merged.group_size == -1 else merged.group_size
         if self.is_awq:
             return awq_config.Weights(size, merged.sym)
@@ -153,7 +153,7 @@ class Settings(SettingsModel):
         )
 
     def has_override(self, name: str) -> bool:
-        """Say whether a layer has its own settings; an lm_head outside all blocks needs them."""
+        """Say whether ``extra_config`` lists the layer, as an lm_head outside blocks requires."""
         return name in (self.extra_config or {})
 
     def _override(self, name: str) -> Override | None:

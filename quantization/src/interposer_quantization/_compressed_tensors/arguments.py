@@ -122,8 +122,8 @@ class InputArguments(_Arguments):
     def read(self) -> Inputs:
         """Return the quantization of the inputs.
 
-        A dynamic per-tensor scale depends on the other tokens of the batch. Each token gets its own
-        scale instead, which is also more precise.
+        A dynamic per-tensor scale depends on the other tokens of the batch. One scale per token is
+        used instead, and is also more precise.
         """
         is_dynamic = self.dynamic is not False
         uses_token_scales = self._strategy == "tensor" and is_dynamic and self.type == "float"

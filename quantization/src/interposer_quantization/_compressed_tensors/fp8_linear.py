@@ -80,10 +80,10 @@ class Fp8WeightLinear(WeightLinear):
             columns = count_groups(site, in_features, size or in_features)
             register_scales(layer, self.scale, self.members, columns)
         sizes = {"in_features": in_features, "out_features": out_features}
-        bound = site.bind_kernel(linear, **sizes, biased=bias)
+        bound_kernel = site.bind_kernel(linear, **sizes, biased=bias)
         # Reports show the note, because the layer takes more memory than its checkpoint.
         annotate_place(site, _DEQUANTIZED, op=linear.name)
-        return bound
+        return bound_kernel
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
         """Return the weight ``[O, I]``, dequantized to the model's dtype, as float64."""

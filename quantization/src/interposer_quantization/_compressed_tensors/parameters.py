@@ -73,15 +73,17 @@ def drop_parameters_except(layer: nn.Module, tensors: Iterable[object]) -> None:
 
 
 def prepare_operands(
-    layer: nn.Module, bound: BoundKernel[Any, Any], constants: Mapping[str, torch.Tensor | None]
+    layer: nn.Module,
+    bound_kernel: BoundKernel[Any, Any],
+    constants: Mapping[str, torch.Tensor | None],
 ) -> tuple[Any, ...]:
-    """Let the kernel prepare its constants and free every parameter that is no longer needed.
+    """Let the kernel prepare the constants, and free every parameter that is no longer needed.
 
     Parameters whose values the constants replace are freed first: at most two copies of the weight
     exist at a time.
     """
     drop_parameters_except(layer, constants.values())
-    prepared = bound.prepared(**constants)
+    prepared = bound_kernel.prepared(**constants)
     operands = tuple(prepared[name] for name in constants)
     drop_parameters_except(layer, operands)
     return operands

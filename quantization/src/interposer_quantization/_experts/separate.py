@@ -56,7 +56,7 @@ class Projection:
         register_stored(layer, f"{self.name}_{stored}", tensor, **attributes)
 
     def pop(self, layer: nn.Module, stored: str) -> torch.Tensor:
-        """Unregister the parameter of the checkpoint tensor ``stored`` and return its data."""
+        """Unregister the parameter of the checkpoint tensor ``stored``, and return the data."""
         tensor = layer.get_parameter(f"{self.name}_{stored}").data
         layer.register_parameter(f"{self.name}_{stored}", None)
         return tensor

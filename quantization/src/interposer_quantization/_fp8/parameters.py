@@ -81,7 +81,7 @@ def register(layer: nn.Module, **tensors: torch.Tensor | None) -> None:
 
 
 def register_transient(layer: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Register a parameter that ``finalize`` consumes; its memory is needed only until then."""
+    """Register a parameter that is needed only until ``finalize``."""
     parameter = nn.Parameter(tensor, requires_grad=False)
     # The loader then uses the file's tensor without a copy where it can.
     parameter.passing = True  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ _NAME = "pre_quant_scale"
 
 
 class ScaledInputLinear(LinearMethod):
-    """Linear method that multiplies its input by ``pre_quant_scale`` and delegates to ``method``.
+    """Linear method that scales inputs by ``pre_quant_scale`` and delegates to ``method``.
 
     ``pre_quant_scale`` is ``[I]`` per fused layer, and 1 if it is not stored. Fused layers share
     one input, so the values of all must be equal.

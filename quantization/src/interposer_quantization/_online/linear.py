@@ -55,7 +55,7 @@ class OnlineLinear(LinearMethod):
         return self.method.dequantized_input(layer, x)
 
     def dequantizable(self) -> Verdict:
-        """Refuse: the user requested quantized weights, so they must not become plain ones."""
+        """Refuse: the user requested quantized weights; dequantizing would undo the request."""
         return Verdict.refuse("the weights were plain, and are quantized on request")
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:

@@ -48,12 +48,12 @@ class WeightOnlyHead:
         return scale
 
     def call(
-        self, bound: BoundKernel[..., Any], quantized: torch.Tensor, scale: torch.Tensor
+        self, bound_kernel: BoundKernel[..., Any], quantized: torch.Tensor, scale: torch.Tensor
     ) -> Call:
         """Return the head's function and operands."""
         constants = {"weight": quantized, "scale": scale, "bias": None, "zero_points": None}
-        prepared = bound.prepared(**constants)
-        return bound.function, tuple(prepared[name] for name in constants)
+        prepared = bound_kernel.prepared(**constants)
+        return bound_kernel.function, tuple(prepared[name] for name in constants)
 
 
 class QuantizedInputHead:
@@ -87,7 +87,7 @@ class QuantizedInputHead:
         return scale if self.is_int4 else scale.squeeze(1)
 
     def call(
-        self, bound: BoundKernel[..., Any], quantized: torch.Tensor, scale: torch.Tensor
+        self, bound_kernel: BoundKernel[..., Any], quantized: torch.Tensor, scale: torch.Tensor
     ) -> Call:
         """Return the head's function and operands."""
         # The two ops name their scale operands differently.
@@ -99,8 +99,8 @@ class QuantizedInputHead:
         else:
             multiply = self._matmul_int8
             constants |= {"weight_scale": scale, "bias": None}
-        kernel = CodedProduct(self.quantize, bound.function, multiply)
-        prepared = bound.prepared(**constants)
+        kernel = CodedProduct(self.quantize, bound_kernel.function, multiply)
+        prepared = bound_kernel.prepared(**constants)
         return kernel, tuple(prepared[name] for name in constants)
 
     def _matmul_int8(

@@ -29,7 +29,7 @@ def bind_weight_only(
     op: Any = w4a16_linear if bits == 4 else w8a16_linear
     # Only the 4-bit op has a dim for the dtype of its scales.
     scales = {"scale_dtype": "float32"} if bits == 4 else {}
-    bound: BoundKernel[Any, Any] = site.bind_kernel(
+    bound_kernel: BoundKernel[Any, Any] = site.bind_kernel(
         op,
         in_features=in_features,
         out_features=out_features,
@@ -39,7 +39,7 @@ def bind_weight_only(
         biased=biased,
         **scales,
     )
-    return bound
+    return bound_kernel
 
 
 def matmul_sorted_inputs(

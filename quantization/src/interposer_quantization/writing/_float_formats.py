@@ -179,7 +179,7 @@ class Mxfp4Format(_MxFormat):
 class Nvfp4Format(WeightFormat):
     """``weight_packed`` ``[O, I / 2]`` uint8, ``weight_scale`` ``[O, I / 16]`` float8_e4m3fn.
 
-    Group scales are divided by ``weight_global_scale`` ``[1]`` float32, which brings them into the
+    Group scales are divided by ``weight_global_scale`` ``[1]`` float32, and so brought into the
     range of e4m3.
     """
 

@@ -27,8 +27,8 @@ class Dispatched(NamedTuple):
     """Rows sorted by the experts of the layer.
 
     Attributes:
-        rows: ``[M, H]``, the rows of each expert are contiguous; M may be 0. Rows after those of
-            the last expert are padding that no expert computes.
+        rows: ``[M, H]``, the rows of each expert are contiguous; M may be 0. Rows after the rows of
+            the last expert are padding and are not computed.
         starts: ``[E + 1]`` int32 or int64, the first row of each expert, then the end of the last.
         receipt: the dispatcher's data for returning the rows to their tokens.
     """

@@ -67,8 +67,8 @@ class ExpertPlacement:
 
     Attributes:
         num_experts: E, the number of experts that the router knows.
-        ranks: for each rank, the ids of its experts in storage order. An expert on several ranks
-            gets a part of its rows on each of them.
+        ranks: for each rank, the ids of its experts in storage order. The rows of an expert on
+            several ranks are divided among these ranks.
     Raises: ConfigError: an expert is on no rank, or twice on one rank, or an id is out of range.
     """
 

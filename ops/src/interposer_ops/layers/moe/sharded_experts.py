@@ -270,7 +270,7 @@ def shard_experts(site: Site, spec: ExpertsSpec) -> Experts:
     """Build the experts at ``site``: expert parallel, tensor parallel or replicated.
 
     Expert parallelism is tried if the settings of the ranks request it; then a shard along I, if
-    the scheme stores the weights so that a rank can read its part; else the experts are replicated.
+    the storage of the weights allows a rank to read a shard; else the experts are replicated.
 
     Raises: ConfigError: there are fewer experts than ranks, or too many redundant experts.
     """

@@ -33,7 +33,7 @@ __all__ = ["ColumnParallelLinear", "Projection", "RowParallelLinear", "shard_pro
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A linear layer inside another layer, with the shard of its outputs or of its inputs.
+    """A linear layer inside another layer, sharded by outputs or by inputs.
 
     Attributes:
         name: name below the enclosing layer.
@@ -52,7 +52,7 @@ class Projection:
     kind: type[Linear] = Linear
 
     def whole(self, site: Site) -> Linear:
-        """Build the replicated layer at its own site."""
+        """Build the layer with all inputs and outputs, replicated on every rank."""
         if issubclass(self.kind, MergedLinear):
             return self.kind(site, self.in_features, self.parts, self.bias)
         return self.kind(site, self.in_features, sum(self.parts.values()), self.bias)

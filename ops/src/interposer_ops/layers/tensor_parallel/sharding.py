@@ -1,7 +1,6 @@
 """Shards of layers: the part of each axis and of each parameter that one rank holds.
 
-A layer declares its shards as data (``Shard``, ``Slice``), so that the loader reads only the rank's
-part.
+A layer declares shards as data (``Shard``, ``Slice``). The loader then reads only this rank's part.
 
 No quantization format has to describe its own slicing: ``slices_between`` compares shapes. The
 quantization method creates the layer's parameters for several sizes on the meta device. The

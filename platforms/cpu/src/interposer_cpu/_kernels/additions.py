@@ -111,7 +111,7 @@ class ProjectionHooks:
     def _read(self) -> tuple[tuple[int, ...], list[torch.Tensor]] | None:
         """Build the structs of all projections; None if a hook is not plain LoRA.
 
-        Returns: addresses of the structs, and the tensors that own them.
+        Returns: addresses of the structs, and the tensors that own the memory.
         """
         # One hook per projection at most: the call adds one low-rank product.
         addresses, memory = [], []

@@ -1,8 +1,8 @@
 """MLP and self-attention layers that compute several parts by one fused native call.
 
-A layer calls its parts one by one, as the standard layer does, if a part has a non-standard class,
-a kernel that is not declared in ``fusion``, or a hook that is not LoRA, see ``additions``; and
-under torch.compile, which then optimizes across the parts.
+A layer calls its parts one by one, as the standard layer does, in these cases: a part has a
+non-standard class, a kernel without a declaration in ``fusion``, or a hook other than LoRA (see
+``additions``); or torch.compile compiles the layer, and optimizes across the parts.
 
 Dimensions: T tokens, H hidden size, N heads, K kv heads, D head size, R rotated size.
 """

@@ -258,7 +258,7 @@ class _ExpertWeights:
         weight: ``[E, outputs, inputs]``, or two 4-bit inputs per byte.
         scales: ``[E, R, C]``, each for a block of ``outputs / R`` by ``inputs / C`` weights.
         bias: ``[E, outputs]``.
-        is_scaled: the weights are multiplied by their scales when they are packed.
+        is_scaled: packing multiplies the weights by the scales.
     """
 
     form: PackedFormat

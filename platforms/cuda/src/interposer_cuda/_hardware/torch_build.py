@@ -91,8 +91,8 @@ class TorchBuild:
         """Refuse a GPU for which this build has no compiled kernel.
 
         Machine code ``sm_XY`` runs on the same major version with that minor version or a newer
-        one; intermediate code (PTX) ``compute_XY`` runs on every newer device. A suffix ``a``
-        limits both to that architecture, a suffix ``f`` to its major version.
+        one; intermediate code (PTX) ``compute_XY`` runs on every newer device. With the suffix
+        ``a`` either runs on that architecture only, with ``f`` on that major version only.
         """
         if not self.targets or any(_runs_on(target, major, minor) for target in self.targets):
             return Verdict.accept()
