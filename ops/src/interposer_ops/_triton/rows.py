@@ -32,7 +32,7 @@ class RowTile(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """Launch options of a kernel with the constants ``ROWS`` and ``COLUMNS``."""
+        """Keyword arguments of a launch: ``ROWS``, ``COLUMNS``, and the options of triton."""
         return {"ROWS": self.rows, "COLUMNS": self.columns, **self.compiled}
 
 

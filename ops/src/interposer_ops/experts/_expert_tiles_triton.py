@@ -35,7 +35,7 @@ def kernel_weights(stored: Tensor, scale: Tensor | None) -> tuple[Tensor, str]:
 
 @per_device
 def _form(dtype: torch.dtype, device: torch.device) -> str:
-    """Return the form of numbers of ``dtype`` on a device.
+    """Return how kernels on a device read weights of ``dtype``; see ``kernel_weights``.
 
     Source: ``supported_fp8_dtypes`` of the backends of triton 3.7.1; the AMD backend converts all.
     """
@@ -95,6 +95,7 @@ def load_weights(
             result = tl.load(row + begin + inner, mask=load_mask, other=0.0).to(dtype)
         else:
             packed = tl.load(row + begin + inner, mask=load_mask, other=0)
+            # Factors are 2^(127 - bias), with bias 7 (e4m3fn), 8 (e4m3fnuz) or 16 (e5m2fnuz).
             if FORM == "e4m3fn":
                 result = _number(packed, 3, 2.0**120, 0x7F).to(dtype)
             elif FORM == "e4m3fnuz":

@@ -149,7 +149,7 @@ def _project(
 
     Args:
         columns: columns of ``y`` per tile.
-        share: number of consecutive slots with the same row of ``x``.
+        slots_per_row: number of consecutive slots with the same row of ``x``.
         activation: applied to the two halves of the outputs; empty: store all outputs.
     """
     _, scale, bias = matrices

@@ -45,7 +45,7 @@ _FEATURES: dict[str, Options] = {
     "e4m3 cache with a scale": {"cache_dtype": torch.float8_e4m3fn, "scaled": True},
     "e5m2 cache with a scale": {"cache_dtype": torch.float8_e5m2, "scaled": True},
 }
-# Largest number of listed tokens, fraction of it that is used (0: none in every second row), order.
+# Largest number of listed tokens, fraction in use (0: none in every second row), order.
 _NAMED: dict[str, tuple[int, float, str]] = {
     "": (4, 1.0, "ascending"),
     "one named": (1, 1.0, "ascending"),

@@ -58,7 +58,7 @@ class LinearTile(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """Launch options of a kernel with these tile sizes."""
+        """Keyword arguments of a launch: tile sizes, and the options of triton."""
         sizes = {"ROW_TILE": self.rows, "OUTPUT_TILE": self.outputs, "STEP": self.inputs}
         return {**sizes, "GROUP": self.group, **self.compiled}
 
@@ -90,7 +90,7 @@ class FeatureTile(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """Launch options of a kernel with these tile sizes."""
+        """Keyword arguments of a launch: tile sizes, and the options of triton."""
         sizes = {"FEATURES": self.features, "TOKENS": self.tokens, "INPUTS": self.inputs}
         return {**sizes, **self.compiled}
 

@@ -296,7 +296,7 @@ def quantize_nvfp4_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed:
 
 
 def _nvfp4_case(x: Tensor, global_scale: Tensor, label: str = "") -> Case:
-    """Build a case with exact results."""
+    """Build a case of ``quantize_nvfp4`` from inputs that all kernels round alike."""
     arguments = {"x": x, "global_scale": global_scale}
     return Case(label, arguments, {"hidden_size": x.shape[-1]}, reduction=0)
 

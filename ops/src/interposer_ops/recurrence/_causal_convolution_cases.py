@@ -65,7 +65,7 @@ causal_convolution_cases = CaseSpace(
 
 
 def causal_convolution_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Make a typical step, with a bias."""
+    """Make a convolution with bias over the sequences of a typical step."""
     generator, batch = torch.Generator().manual_seed(seed), sampled_batch(num_tokens)
     sizes = int(dims["num_channels"]), int(dims["window"])
     return _case(batch, sizes, True, bool(dims["silu"]), dtype, generator, f"{num_tokens} tokens")

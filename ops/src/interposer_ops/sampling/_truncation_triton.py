@@ -89,6 +89,7 @@ def _launch_mask(
 @triton.jit
 def distance_bits(scaled):
     """Return the bits of ``-scaled`` as uint32, for float32 <= 0."""
+    # Clearing the sign bit negates a number that is not positive, also -0.
     return (scaled.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.uint32, bitcast=True)
 
 
@@ -114,6 +115,7 @@ def _limit(
     limit = tl.full((1, 1), _BEYOND, tl.uint32)
     if top_k is not None:
         count = tl.load(top_k + row)
+        # 0 and numbers from V on mean no limit: no count of nearer tokens reaches V + 1.
         max_tokens = tl.where((count > 0) & (count < VOCAB_SIZE), count, VOCAB_SIZE + 1).to(
             tl.int32
         )

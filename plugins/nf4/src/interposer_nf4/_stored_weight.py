@@ -52,6 +52,7 @@ class StoredWeight:
     @property
     def inputs_per_scale(self) -> int:
         """Return the largest G for which no group of G inputs crosses a block boundary."""
+        # Blocks may continue into the next row, so a group has to divide both block and row.
         return gcd(2 * self.codes.shape[1], self.blocksize)
 
     def scales(self, inputs_per_scale: int) -> torch.Tensor:

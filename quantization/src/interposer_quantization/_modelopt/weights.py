@@ -80,6 +80,7 @@ class Int8WeightLinear(WeightLinear):
         """Register the quantized weight and scales, and bind the 8-bit kernel."""
         weight = torch.empty(out_features, in_features, dtype=torch.int8)
         register(layer, weight=weight, weight_scale=torch.empty(out_features, dtype=torch.float32))
+        # One scale per output: a group has all inputs.
         return bind_weight_only(site, 8, in_features, out_features, in_features, biased=bias)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:

@@ -24,7 +24,7 @@ EXCHANGE = "exchange"
 
 
 class Dispatched(NamedTuple):
-    """Rows sorted by the experts of the layer.
+    """Token rows sorted by expert, with the first row of each expert.
 
     Attributes:
         rows: ``[M, H]``, the rows of each expert are contiguous; M may be 0. Rows after the rows of

@@ -194,7 +194,7 @@ def _projections(
     """Describe both projections, sharded if ``shards`` is given.
 
     Args:
-        whole: size of each axis of the outputs.
+        axis_sizes: size of each axis of the outputs, over all ranks.
         inner: the axis that the last projection reads.
         shards: shard of each axis.
     """

@@ -21,7 +21,7 @@ _WHEELS = "https://download.pytorch.org/whl/"
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """One build of torch.
+    """Version, CUDA or HIP, and compiled architectures of one build of torch.
 
     Attributes:
         cuda: CUDA version of the build, such as ``"12.8"``; empty without CUDA.

@@ -20,7 +20,7 @@ _OLDEST_HIP_FOR_GRAPHS = (7, 0)
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """One build of torch.
+    """Version, HIP or CUDA, and compiled architectures of one build of torch.
 
     Attributes:
         hip: HIP version of the build; empty without HIP.

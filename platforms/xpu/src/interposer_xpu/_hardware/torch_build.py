@@ -11,7 +11,7 @@ _WHEELS = "https://download.pytorch.org/whl/xpu"
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """One build of torch.
+    """Version of one build of torch, and the vendor of the GPUs that the build is for.
 
     Attributes:
         xpu: SYCL version of the build, such as ``"20250301"``; empty without XPU support.
