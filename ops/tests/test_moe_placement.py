@@ -88,7 +88,7 @@ def test_without_known_loads_ranks_hold_consecutive_experts() -> None:
 def test_impossible_placements_are_refused() -> None:
     with pytest.raises(ConfigError, match="8 ranks are more than 5 experts"):
         even_placement(5, 8)
-    with pytest.raises(ConfigError, match="have room for 5 further copies"):
+    with pytest.raises(ConfigError, match="can hold 5 redundant copies"):
         even_placement(5, 2, 6)
     with pytest.raises(ConfigError, match="2 has no place"):
         ExpertPlacement(3, ((0,), (1,)))

@@ -188,7 +188,7 @@ def test_notes_report_placement_and_dispatch(make_site: MakeSite) -> None:
 
 
 class Blocks(PlainExperts):
-    """Experts that are held in whatever form they are stored."""
+    """Experts whose stored form is known only after loading."""
 
     def create_weights(self, layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
         super().create_weights(layer, site, spec)
@@ -208,7 +208,7 @@ class Mixed(PlainExperts):
 
 @pytest.mark.parametrize(
     ("method", "reason"),
-    [(Blocks, "held in whatever form they are stored"), (Mixed, "not stored in one form")],
+    [(Blocks, "stored experts is known only after loading"), (Mixed, "not stored in one form")],
 )
 def test_experts_that_cannot_be_placed_say_why(
     make_site: MakeSite, method: type[PlainExperts], reason: str

@@ -292,7 +292,7 @@ def test_invalid_scheme_options_are_refused() -> None:
     for options in ({"group_size": 64}, {"asymmetric": True}, {"activations": "none"}):
         with pytest.raises(ConfigError, match=r"int[48] .*: nvfp4 is 4-bit floats"):
             weight_format("nvfp4", **options)
-    with pytest.raises(ConfigError, match=r"Only int8 and int4 can be had .*: w4a8 is 4 bits"):
+    with pytest.raises(ConfigError, match=r"Only int8 and int4 allow a choice .*: w4a8 is 4 bits"):
         weight_format("w4a8", activations="none")
     with pytest.raises(UnknownNameError, match=r"Unknown activations 'int4'.*'int8'"):
         weight_format("int4", activations="int4")

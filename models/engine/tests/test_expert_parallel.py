@@ -188,7 +188,7 @@ def test_models_without_placeable_experts_are_refused(
         load(path, expert_parallel=True)
     with pytest.raises(ConfigError, match="has no MoE layer"):
         loads(llama, expert_parallel=True, **SMALL)
-    with pytest.raises(ConfigError, match="have room for 5 further copies"):
+    with pytest.raises(ConfigError, match="can hold 5 redundant copies"):
         loads(path, expert_parallel=ExpertParallel(redundant_experts=6), **SMALL)
     cut: Any = loads(path, **SMALL)
     assert cut.expert_loads() == {}

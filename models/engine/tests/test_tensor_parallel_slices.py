@@ -141,7 +141,7 @@ def test_shards_are_parts_of_the_full_weight(
             site = site_of(registry, scheme, ranks)
             assert shard_projections(site, projections(site)[kind]) is None
             (note,) = site.resolver.notes
-            assert "is held in whatever form it is stored" in note
+            assert "is known only after loading" in note
         return
     tensors = stored(layer)
     weight = layer.method.dequantized(layer)

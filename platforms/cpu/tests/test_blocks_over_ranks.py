@@ -147,7 +147,7 @@ def test_blocks_call_their_parts_with_another_communicator(loads: Loads) -> None
     (block,) = chosen(lm, "decoder_block")
     assert block["chosen"] != "native"
     (refusal,) = (refused for refused in block["refused"] if refused["candidate"] == "native")
-    assert "by shared_memory, and torch is chosen here" in refusal["reason"]
+    assert "by shared_memory, but torch is chosen here" in refusal["reason"]
     assert not chosen(lm, FUSED)
     notes = [note for choice in chosen(lm, "all_reduce") for note in choice["notes"]]
     assert f"the next norm is not fused with the all-reduce: torch has no {FUSED}" in notes

@@ -220,7 +220,7 @@ def test_nothing_is_loaded_without_a_device_file(machine: Machine) -> None:
         ({"version": "2.13.0+cpu"}, "torch 2.13.0+cpu is built without CUDA. Try: pip install"),
         (
             {"version": "2.13.0+rocm7", "hip": "7.1.2"},
-            "torch 2.13.0+rocm7 is built for HIP 7.1.2, so that what it calls cuda are GPUs of AMD",
+            "torch 2.13.0+rocm7 is built for HIP 7.1.2: its cuda devices are AMD GPUs",
         ),
     ],
 )

@@ -195,7 +195,7 @@ def test_unsupported_attention_is_refused(packages: None, backend: type[Attentio
 def test_flashinfer_needs_the_dtype_in_hardware(packages: None) -> None:
     turing = Capability("sm_75", formats=frozenset({"float16"}))
     assert FlashInferBackend.accepts(SPEC, turing).reason == (
-        "sm_75 has no products of torch.bfloat16"
+        "sm_75 has no matrix instructions for torch.bfloat16"
     )
     half = replace(SPEC, dtype=torch.float16, cache_dtype=torch.float16)
     assert FlashInferBackend.accepts(half, turing)

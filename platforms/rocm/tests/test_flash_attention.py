@@ -118,7 +118,7 @@ def test_a_failed_import_is_reported(use: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "capability", "expected"),
     [
-        ({"softcap": 30.0}, CAPABILITY, "leaves softcapped logits as they are"),
+        ({"softcap": 30.0}, CAPABILITY, "ignores a softcap on these GPUs"),
         ({"head_size": 264}, CAPABILITY, "head_size is 264, must be a multiple of 8 up to 256"),
         ({"num_heads": 3, "num_kv_heads": 2}, CAPABILITY, "needs heads in groups of one size"),
         ({"dtype": torch.float32}, CAPABILITY, "computes in floats of 16 bits, got torch.float32"),

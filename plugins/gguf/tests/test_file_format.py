@@ -105,8 +105,11 @@ def list_or_value(value: Any) -> Any:
         ),
         (header(1) + tensor(kind=99) + bytes(99), "'x' as the unknown type 99"),
         (header(2) + tensor() * 2 + bytes(300), "holds the tensor 'x' twice"),
-        (header(2) + tensor() + tensor(b"y") + bytes(300), "'x' and 'y' over each other"),
-        (header(2) + tensor() + tensor(b"y", start=96) + bytes(400), "'x' and 'y' over each other"),
+        (header(2) + tensor() + tensor(b"y") + bytes(300), "overlapping tensors 'x' and 'y'"),
+        (
+            header(2) + tensor() + tensor(b"y", start=96) + bytes(400),
+            "overlapping tensors 'x' and 'y'",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else f"{len(value)} bytes",
 )

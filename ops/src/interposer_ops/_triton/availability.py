@@ -108,9 +108,9 @@ def judge_split(request: Request) -> Verdict:
     is_interpreted = INTERPRETER in request.capability.features
     if not is_interpreted and architecture not in _SPLIT_K_ARCHITECTURES:
         names = ", ".join(_SPLIT_K_ARCHITECTURES)
-        return Verdict.refuse(f"splits sums of few rows on {names}, the device is {architecture}")
+        return Verdict.refuse(f"uses split-K on {names} only, the device is {architecture}")
     verdict = judge_operands(request)
-    reason = f"splits sums of up to {MOST_SPLIT_ROWS} rows; more are multiplied as without it"
+    reason = f"uses split-K for up to {MOST_SPLIT_ROWS} rows, and another kernel for more rows"
     return Verdict.accept(reason) if verdict else verdict
 
 

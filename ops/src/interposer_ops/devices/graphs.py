@@ -138,7 +138,7 @@ def _provided(resolver: Resolver, placement: Placement) -> Verdict:
         try:
             platform = resolver.registry.load(chosen, chosen.record.target)
         except InterposerError as error:
-            return Verdict.refuse(f"platform {chosen.name!r} cannot be asked: {error}")
+            return Verdict.refuse(f"platform {chosen.name!r} does not answer: {error}")
     return platform.provides("capture_graph")
 
 

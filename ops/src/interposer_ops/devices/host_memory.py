@@ -153,13 +153,13 @@ def huge_pages(root: Path = _ROOT) -> Verdict:
     """
     setting = _setting(root)
     if not setting:
-        return Verdict.refuse("this system has none that a program can ask for")
+        return Verdict.refuse("this system offers no huge pages on request")
     path = f"/{_FOLDER}/enabled"
     if setting == "never":
-        return Verdict.refuse(f"{path} says 'never'; 'madvise' lets weights and caches have them")
+        return Verdict.refuse(f"{path} says 'never'; set 'madvise' to allow huge pages on request")
     size = huge_page_bytes(root)
     if not size:
-        return Verdict.refuse(f"{path} says {setting!r}, but nothing says how large they are")
+        return Verdict.refuse(f"{path} says {setting!r}, but the size of huge pages is unknown")
     unit = f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
     return Verdict.accept(f"of {unit}, for packed weights and caches ({path} says {setting!r})")
 

@@ -83,7 +83,9 @@ class StateBatch:
         Raises: MissingMemberError: the batch has no ``state_slots``.
         """
         if batch.state_slots is None:
-            raise MissingMemberError("the batch names no slots of states. Try: give state_slots")
+            raise MissingMemberError(
+                "the batch has no slots of recurrent states. Try: set state_slots"
+            )
         return cls(
             query_starts=batch.query_starts,
             slots=batch.state_slots,

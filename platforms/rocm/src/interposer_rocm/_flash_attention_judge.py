@@ -42,7 +42,7 @@ def judge(spec: AttentionSpec, capability: Capability) -> Verdict:
         heads = f"{spec.num_heads} heads, {spec.num_kv_heads} kv heads"
         return Verdict.refuse(f"needs heads in groups of one size, got {heads}")
     if spec.softcap:
-        return Verdict.refuse("leaves softcapped logits as they are on these GPUs")
+        return Verdict.refuse("ignores a softcap on these GPUs")
     verdict = spec.judge_plain_decoder()
     if not verdict:
         return verdict

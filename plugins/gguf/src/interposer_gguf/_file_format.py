@@ -319,7 +319,7 @@ class _Reader:
             if first.start + first.num_bytes > second.start:
                 raise CheckpointError(
                     self.path,
-                    f"lays the tensors {first.name!r} and {second.name!r} over each other",
+                    f"has the overlapping tensors {first.name!r} and {second.name!r}",
                 )
         return {
             t.name: StoredTensor(t.name, t.stored_as, t.shape, base + t.start, t.num_bytes)

@@ -66,9 +66,7 @@ def weight_format(
     if asymmetric and scheme not in _INT4:
         raise ConfigError(f"Zero points go with int4 and w4a8 only: {described}")
     if activations is not None and scheme not in _WITH_CHOICE:
-        raise ConfigError(
-            f"Only int8 and int4 can be had with or without inputs rounded: {described}"
-        )
+        raise ConfigError(f"Only int8 and int4 allow a choice of activations: {described}")
     if activations not in (None, *ACTIVATIONS):
         raise UnknownNameError("activations", activations, ACTIVATIONS)
     if group_size is not None and group_size < 1:

@@ -168,8 +168,8 @@ def _rank_capacities(num_experts: int, num_ranks: int, redundant: int) -> list[i
         )
     if redundant > num_experts * (num_ranks - 1):
         raise ConfigError(
-            f"redundant_experts is {redundant}, and {num_ranks} ranks have room for "
-            f"{num_experts * (num_ranks - 1)} further copies of {num_experts} experts"
+            f"redundant_experts is {redundant}, but {num_ranks} ranks can hold "
+            f"{num_experts * (num_ranks - 1)} redundant copies of {num_experts} experts at most"
         )
     return _spread(num_slots, num_ranks)
 

@@ -32,9 +32,7 @@ __all__ = [
 ExpertProjections = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 """First and last projection of one expert; each maps rows ``[M, inputs]`` to ``[M, outputs]``."""
 
-_WAITS = (
-    "how many rows each expert gets is read on the host, as experts compute one after the other"
-)
+_WAITS = "the host reads the number of rows of each expert, because experts run one after the other"
 _SEQUENTIAL = "called for one expert after the other: no op computes all of them in this format"
 
 

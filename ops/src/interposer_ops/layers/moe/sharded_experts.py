@@ -50,7 +50,7 @@ __all__ = ["ExpertParallelExperts", "TensorParallelExperts", "shard_experts"]
 
 _FIRST = "gate_up"
 _LAST_BIAS = "down_proj_bias"
-_WAITS = "how many rows go to which rank is read on the host, where tokens are sent to experts"
+_WAITS = "the host reads the number of rows for each rank, where tokens are sent to experts"
 
 
 class ExpertParallelExperts(Experts):
@@ -198,7 +198,9 @@ def _stacked_parameters(site: Site, spec: ExpertsSpec, count: int) -> frozenset[
         raise CannotShardError(f"{site.prefix}: experts are not stored in one form")
     parameters: Mapping[str, Any] = complete._parameters
     if any(getattr(parameter, "any_form", False) for parameter in complete.parameters()):
-        raise CannotShardError(f"{site.prefix}: experts are held in whatever form they are stored")
+        raise CannotShardError(
+            f"{site.prefix}: the form of stored experts is known only after loading"
+        )
     if parameters.keys() != shard._parameters.keys() or parameters.keys() != (
         larger._parameters.keys()
     ):

@@ -274,7 +274,7 @@ def slices_between(
     for name, parameter in complete.items():
         # The stored shape is unknown before loading, so no slice can be computed.
         if getattr(parameter, "any_form", False):
-            raise CannotShardError(f"{place}.{name} is held in whatever form it is stored")
+            raise CannotShardError(f"the stored form of {place}.{name} is known only after loading")
         differing_dims = _differing_dims(parameter.shape, sharded[name].shape)
         if not differing_dims:
             if hasattr(parameter, "states_sizes"):

@@ -29,9 +29,7 @@ def judge(request: Request) -> Verdict:
     """Accept a block on one rank, or on ranks whose all-reduce uses shared memory."""
     communicator = request.dims.get("all_reduce", _NAME)
     if communicator != _NAME:
-        return Verdict.refuse(
-            f"adds results of ranks up by {_NAME}, and {communicator} is chosen here"
-        )
+        return Verdict.refuse(f"all-reduces by {_NAME}, but {communicator} is chosen here")
     return native.judge(request)
 
 

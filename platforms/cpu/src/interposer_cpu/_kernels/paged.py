@@ -75,7 +75,7 @@ class NativePagedBackend(AttentionBackend):
         plain = replace(spec, cache_dtype=spec.dtype, sinks=False, shared=shared)
         if spec.type == "encoder_decoder" and reads_stored:
             if spec.window_tokens is not None:
-                return Verdict.refuse("has no windows in a source")
+                return Verdict.refuse("has no windows over encoder inputs")
             plain = replace(spec, type="decoder")
         verdict = plain.judge_plain_decoder()
         return native.judge_device(capability) if verdict else verdict

@@ -72,7 +72,9 @@ class FlashInferBackend(AttentionBackend):
         if spec.dtype not in _DTYPES:
             return Verdict.refuse(f"computes in 16 bit floats, got {spec.dtype}")
         if str(spec.dtype).removeprefix("torch.") not in capability.formats:
-            return Verdict.refuse(f"{capability.architecture} has no products of {spec.dtype}")
+            return Verdict.refuse(
+                f"{capability.architecture} has no matrix instructions for {spec.dtype}"
+            )
         if spec.head_size not in _HEAD_SIZES:
             return Verdict.refuse(
                 f"takes heads of {', '.join(map(str, _HEAD_SIZES))}, got {spec.head_size}"

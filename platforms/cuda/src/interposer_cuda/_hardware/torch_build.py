@@ -53,8 +53,8 @@ class TorchBuild:
         """Refuse a build for AMD GPUs, which torch also calls ``cuda``."""
         if self.hip:
             return Verdict.refuse(
-                f"torch {self.version} is built for HIP {self.hip}, so that what it calls cuda are "
-                "GPUs of AMD. Try: a plugin for these"
+                f"torch {self.version} is built for HIP {self.hip}: its cuda devices are AMD GPUs. "
+                "Try: pip install interposer-rocm"
             )
         return Verdict.accept()
 

@@ -92,7 +92,7 @@ class OneShot(Communicator):
             return x
         if x.nbytes > self._buffer.nbytes:
             raise RequestError(
-                f"{x.nbytes} bytes are to be added up in shared memory of {self._buffer.nbytes}. "
+                f"{x.nbytes} bytes exceed the shared buffer of {self._buffer.nbytes} bytes. "
                 'Try: Config(communicators={"all_reduce": "torch"})'
             )
         padded = -(-x.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES

@@ -49,7 +49,7 @@ def judge_quick(request: Request) -> Verdict:
     environment = variables()
     if (quantization := environment.get(_QUANTIZATION, "not set")) != _EXACT:
         return Verdict.refuse(
-            "AITER rounds what it sends to 8 bits or fewer, or leaves it off, as "
+            "AITER rounds the transfer to 8 bits or fewer, or turns it off, because "
             f"{_QUANTIZATION} is {quantization}. Try: {_QUANTIZATION}={_EXACT}"
         )
     if request.dtype == "bfloat16" and environment.get(_CAST, "1") != "0":
@@ -58,8 +58,8 @@ def judge_quick(request: Request) -> Verdict:
     min_mib = _MIN_EXACT_MIB[request.dtype][ranks]
     if num_bytes < min_mib << 20:
         return Verdict.refuse(
-            f"AITER takes it for {request.dtype} on {ranks} ranks from {min_mib} MiB on, "
-            f"got {num_bytes} bytes"
+            f"AITER uses the quick all-reduce for {request.dtype} on {ranks} ranks from {min_mib} "
+            f"MiB on, got {num_bytes} bytes"
         )
     return judge(request)
 
@@ -84,7 +84,7 @@ class AiterCommunicator(Communicator):
         total: Tensor | None = self._communicator.custom_all_reduce(x.contiguous())
         if total is None:
             raise RequestError(
-                f"AITER adds up no {x.nbytes} bytes over {self.ranks.size} ranks here. Try: unset "
+                f"AITER reduces no {x.nbytes} bytes over {self.ranks.size} ranks here. Try: unset "
                 "AITER_CUSTOM_AR_MAX_SIZE and AITER_CUSTOM_AR_MIN_SIZE, or "
                 'Config(communicators={"all_reduce": "rccl"})'
             )
@@ -120,7 +120,7 @@ class AiterQuickCommunicator(AiterCommunicator):
             return x
         if x.nbytes % 16 or x.nbytes > self._communicator.qr_max_size:
             raise RequestError(
-                f"AITER adds up multiples of 16 bytes up to {self._communicator.qr_max_size}, not "
+                f"AITER reduces multiples of 16 bytes up to {self._communicator.qr_max_size}, not "
                 f"{x.nbytes}. Try: {_SIZE}, or "
                 'Config(communicators={"all_reduce": "rccl"})'
             )

@@ -108,7 +108,7 @@ def judge_ops(use: str) -> Verdict:
     if not verdict:
         return verdict
     for name in names:
-        fault = facts.get(name, "is not among what the inquiry looked for")
+        fault = facts.get(name, "was not checked by the inquiry")
         if fault:
             return Verdict.refuse(f"{name} of vllm-xpu-kernels {installed} {fault}")
     return Verdict.accept()
