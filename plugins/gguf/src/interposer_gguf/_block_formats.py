@@ -128,7 +128,7 @@ def _unpack_q4_0(blocks: torch.Tensor) -> torch.Tensor:
     return _nibbles(blocks[..., 2:]).to(torch.int8) - 8
 
 
-# In all formats of 32 values, a block begins with the float16 scale and, in *_1, the float16
+# In these formats of 32 values, a block begins with the float16 scale and, in *_1, the float16
 # offset.
 def _unpack_q4_1(blocks: torch.Tensor) -> torch.Tensor:
     return _nibbles(blocks[..., 4:]).to(torch.int8)
