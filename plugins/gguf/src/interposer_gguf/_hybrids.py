@@ -37,6 +37,7 @@ def _has_tensor(file: GGUFFile, name: str) -> bool:
 
 def _has_attention(metadata: MetadataReader) -> list[bool]:
     """Return a list of booleans: layer i has attention, that is, kv heads."""
+    # MTP blocks, which come last, are not loaded.
     count = metadata.integer("block_count") - metadata.integer("nextn_predict_layers", 0)
     return [heads > 0 for heads in metadata.per_layer("attention.head_count_kv", int, count)]
 

@@ -184,6 +184,7 @@ class _NVML:
         code = function(*(_by_reference(argument) for argument in arguments))
         if code:
             describe = self._library.nvmlErrorString
+            # The default result type of ctypes, int, would truncate the pointer.
             describe.restype = ctypes.c_char_p
             message = describe(code) or b""
             raise NVMLError(name, code, f"{message.decode(errors='replace')} (code {code})")
