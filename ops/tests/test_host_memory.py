@@ -280,7 +280,7 @@ def test_caches_use_lasting_memory(maps: Maps) -> None:
     [
         ("always [madvise] never", True, "of 2 MiB, for packed weights and caches"),
         ("[always] madvise never", True, "says 'always'"),
-        ("always madvise [never]", False, "says 'never'; 'madvise' lets"),
+        ("always madvise [never]", False, "says 'never'; set 'madvise'"),
     ],
 )
 def test_the_verdict_reports_the_system_setting(
@@ -295,7 +295,7 @@ def test_the_verdict_reports_the_system_setting(
 
 
 def test_other_systems_have_no_huge_pages(tmp_path: Path) -> None:
-    assert "this system has none" in host_memory.huge_pages(tmp_path).reason
+    assert "this system offers no huge pages" in host_memory.huge_pages(tmp_path).reason
     write(tmp_path, "enabled", "always [madvise] never")
     assert "how large" in host_memory.huge_pages(tmp_path).reason
     assert host_memory.huge_page_bytes(tmp_path) == 0

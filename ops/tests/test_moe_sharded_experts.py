@@ -184,7 +184,7 @@ def test_notes_report_placement_and_dispatch(make_site: MakeSite) -> None:
     assert "sent to their experts from 1024 of a step on, which moves least" in dispatching
     requested = notes(ExpertParallel(dispatch_tokens=8), 3)
     assert "from 8 of a step on, as requested" in requested
-    assert "read on the host" in requested
+    assert "the host reads the number of rows" in requested
 
 
 class Blocks(PlainExperts):

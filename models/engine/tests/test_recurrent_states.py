@@ -155,7 +155,7 @@ def test_a_batch_states_the_cached_tokens() -> None:
     assert states.slots.tolist() == [1, 0]
     assert states.host is not None
     assert states.on_host().slots.data_ptr() == host.state_slots.data_ptr()  # type: ignore[union-attr]
-    with pytest.raises(MissingMemberError, match="names no slots"):
+    with pytest.raises(MissingMemberError, match="no slots of recurrent states"):
         StateBatch.of(batch(None))
 
 
