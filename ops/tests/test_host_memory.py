@@ -297,7 +297,7 @@ def test_the_verdict_reports_the_system_setting(
 def test_other_systems_have_no_huge_pages(tmp_path: Path) -> None:
     assert "this system offers no huge pages" in host_memory.huge_pages(tmp_path).reason
     write(tmp_path, "enabled", "always [madvise] never")
-    assert "how large" in host_memory.huge_pages(tmp_path).reason
+    assert "the size of huge pages is unknown" in host_memory.huge_pages(tmp_path).reason
     assert host_memory.huge_page_bytes(tmp_path) == 0
 
 
