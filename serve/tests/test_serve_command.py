@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import signal
 import socket
@@ -17,6 +18,9 @@ import pytest
 from tests.adapter_files import write_adapter
 from tests.forks import forks
 from tests.processes import served
+
+from interposer_engine.options import load_options
+from interposer_serve._commands.serve import serve
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 
@@ -143,3 +147,8 @@ def test_invalid_options_are_reported(
     process = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
     assert process.returncode in (1, 2)
     assert message in process.stderr
+
+
+def test_the_command_takes_each_option_of_load() -> None:
+    expected = {option.name for option in load_options()}
+    assert expected <= set(inspect.signature(serve).parameters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +52,7 @@ def test_later_calls_are_refused(llama: Path) -> None:
     for call in CALLS.values():
         with pytest.raises(RequestError, match=CLOSED):
             call(lm)
+    assert not any(each.name.startswith("interposer-engine") for each in threading.enumerate())
 
 
 def test_an_unfinished_stream_ends_with_an_error(llama: Path) -> None:

@@ -14,7 +14,6 @@ from interposer_engine._commands.pack import pack
 from interposer_engine._commands.run import chat, run
 from interposer_engine._load_options import CommandOption, LoadOptions
 from interposer_engine.options import load_options
-from interposer_serve._commands.serve import serve
 
 # Arguments that commands take in another form, or not at all.
 OTHERWISE = {"config", "adapters", "progress"}
@@ -23,7 +22,6 @@ SET_BY_THE_COMMAND: list[tuple[Callable[..., None], set[str]]] = [
     (run, {"max_sequences", "prefix_cache"}),
     (chat, {"max_sequences"}),
     (bench, SIZES),
-    (serve, set()),
 ]
 
 

@@ -68,15 +68,15 @@ class AsyncLanguageModel:
                 then compiles first. None for no limits.
             template_seconds: Time to render a chat template, in seconds; None for no limit.
         Raises:
-            RequestError: ``max_waiting`` is negative.
+            RequestError: ``max_waiting`` is negative, or the model was closed.
             CheckpointError: The tokenizer is not valid.
         """
         if max_waiting is not None and max_waiting < 0:
             raise RequestError(f"max_waiting is {max_waiting}, must be None or at least 0")
         model.tokenizer.read()  # now, so that the first request need not wait for it
         self.model = model
+        self._constraints = model.engine.constraints  # first: a closed model starts no thread
         self._steps = StepThread(model, max_waiting)
-        self._constraints = model.engine.constraints
         if self._constraints is not None:
             self._constraints.limit(constraint_limits)
         self._prompt_executor = ThreadPoolExecutor(1, "interposer-texts")
