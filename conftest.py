@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import platform
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,7 +64,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist starts its workers
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Let the installed plugins be examined before any test runs, as it starts processes."""
+    """Let everything that starts a process once do so before any test runs."""
+    platform.platform()  # runs `uname -p` and keeps the answer; the doctor reports the platform
     if not hasattr(session.config, "workerinput"):
         with use(isolation="process"):
             place()
