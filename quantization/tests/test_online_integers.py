@@ -222,7 +222,7 @@ def test_excluded_layers_stay_plain() -> None:
         ({"quant_method": "int8", "asymmetric": True}, ConfigError, "Zero points go with int4"),
         ({"quant_method": "w4a8", "activations": "none"}, ConfigError, "Only int8 and int4"),
         ({"quant_method": "int4", "activations": "fp8"}, ConfigError, "'int8' or 'none'"),
-        ({"quant_method": "int4", "bits": 4}, UnknownNameError, "'bits' .*'group_size'"),
+        ({"quant_method": "int4", "bits": 4}, UnknownNameError, "(?s)'bits' .*'group_size'"),
         ({"quant_method": "int4", "group_size": 0}, ConfigError, "group_size = 0"),
         (
             {"quant_method": "int4", "group_size": 128},
