@@ -30,6 +30,7 @@ from interposer_engine import (
     Completion,
     Constraint,
     Delta,
+    Generation,
     LanguageModel,
     QueueFullError,
     SamplingParams,
@@ -463,9 +464,10 @@ class CountingReader:
 
 def test_tokens_of_a_stream_are_delivered_together_after_a_pause() -> None:
     loop, reader = Timers(), CountingReader()
+    generation = cast(Generation, reader)
     delivery = Delivery(cast(asyncio.AbstractEventLoop, loop))
-    delivery.streams.add(reader)
-    delivery.deliver([(reader, None)])
+    delivery.streams.add(generation)
+    delivery.deliver([(generation, None)])
     assert (reader.num_wakes, delivery.is_paused) == (1, True)
     reader.unread += [1, 2]
     delivery.deliver([])  # starts no second timer
@@ -481,6 +483,6 @@ def test_tokens_of_a_stream_are_delivered_together_after_a_pause() -> None:
 def test_the_pause_grows_with_the_number_of_streams(num_streams: int, seconds: float) -> None:
     loop = Timers()
     delivery = Delivery(cast(asyncio.AbstractEventLoop, loop))
-    delivery.streams |= {CountingReader() for _ in range(num_streams)}
+    delivery.streams |= {cast(Generation, CountingReader()) for _ in range(num_streams)}
     delivery.deliver([])
     assert [timer[0] for timer in loop.timers] == [seconds]

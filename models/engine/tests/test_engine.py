@@ -296,6 +296,29 @@ def test_any_schedule_gives_what_each_request_gives_alone(
     assert idle(lm)
 
 
+def test_the_events_of_a_step_are_the_new_tokens(lm: LanguageModel) -> None:
+    params = SamplingParams(max_new_tokens=2, ignore_eos=True, top_logprobs=2)
+    sequence = lm.engine.add([1, 2, 3], params)
+    events = [*lm.engine.step(), *lm.engine.step()]
+    assert [event.sequence for event in events] == [sequence] * 2
+    assert [event.token_id for event in events] == sequence.output
+    assert [event.logprob for event in events] == sequence.logprobs
+    assert [event.top_logprobs for event in events] == sequence.top_logprobs
+    assert [event.finish_reason for event in events] == [None, "length"]
+
+
+def test_a_stream_gets_tokens_of_steps_that_another_request_makes(lm: LanguageModel) -> None:
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    stream = lm.start([1, 2, 3], params)
+    lm.generate([[9, 8]], params)
+    assert stream.num_unread == 4
+    deltas = [stream.read() for _ in range(4)]
+    assert stream.ended
+    assert [delta.finish_reason for delta in deltas] == [None, None, None, "length"]
+    (alone,) = lm.generate([[1, 2, 3]], params)
+    assert tuple(delta.token_id for delta in deltas) == alone.token_ids
+
+
 def test_memory_for_positions_is_taken_as_they_are_used(copied: Path) -> None:
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2**24}))

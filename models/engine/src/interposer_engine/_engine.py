@@ -181,25 +181,33 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """Compute the next step and return the new tokens.
+        """Compute the next step: schedule, run, sample, and deliver the new tokens.
 
-        The list is empty while prompts are computed in chunks, and when there is nothing to do;
-        ``busy`` distinguishes the two.
+        Each new token is an event, which the reader of its sequence gets too. The list is empty
+        while prompts are computed in chunks, and when there is nothing to do; ``busy``
+        distinguishes the two.
         """
         chunks = self.scheduler.next_step()
         if not chunks:
             return []
-        return self.run(chunks) if self.speculation is None else self.speculation.step(chunks)
+        if self.speculation is not None:
+            return self.speculation.step(chunks)
+        sequences, logits = self.run(chunks)
+        tokens, logprobs = self.sample(sequences, logits)
+        return self.deliver(sequences, tokens, logprobs)
 
-    def run(self, chunks: Sequence[Chunk]) -> list[Event]:
-        """Compute chunks without draft tokens, and return the new tokens."""
-        sampled = [chunk.sequence for chunk in chunks if chunk.is_last]
+    def run(self, chunks: Sequence[Chunk]) -> tuple[list[TokenSequence], torch.Tensor]:
+        """Compute chunks without draft tokens.
+
+        Returns: the sequences that get a new token, and their logits, ``[B, V]``.
+        """
+        sequences = [chunk.sequence for chunk in chunks if chunk.is_last]
         logits = self.runner.compute(chunks)
         # More rows than sampled sequences: some chunks request logits for prompt log probabilities.
-        if len(logits) > len(sampled):
+        if len(logits) > len(sequences):
             logits = self._prompts.record(chunks, logits)
         self.scheduler.advance(chunks)
-        return self.sample(sampled, logits) if sampled else []
+        return sequences, logits
 
     @torch.inference_mode()
     def logits(
@@ -294,8 +302,15 @@ class Engine:
         """
         return checked_tokens(token_ids, self.model.config.vocab_size)
 
-    def sample(self, sequences: list[TokenSequence], logits: torch.Tensor) -> list[Event]:
-        """Draw the next token of each sequence from ``logits``, ``[B, V]``."""
+    def sample(
+        self, sequences: list[TokenSequence], logits: torch.Tensor
+    ) -> tuple[list[int], list[float]]:
+        """Draw the next token of each sequence from ``logits``, ``[B, V]``.
+
+        Returns: the tokens, and their natural-log probabilities.
+        """
+        if not sequences:
+            return [], []
         plain = all(sequence.params.takes_likeliest for sequence in sequences)
         if plain:
             batch = SamplingBatch.greedy(len(sequences), self.device)
@@ -305,26 +320,37 @@ class Engine:
         tokens, logprobs = self.sampler(logits, batch)
         if not plain:
             self._edits.record_top_logprobs(sequences, logits, batch, tokens)
-        samples = zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True)
+        return tokens.tolist(), logprobs.tolist()
+
+    def deliver(
+        self, sequences: Sequence[TokenSequence], tokens: Sequence[int], logprobs: Sequence[float]
+    ) -> list[Event]:
+        """Append a new token to each sequence, and pass the events to the readers."""
+        samples = zip(sequences, tokens, logprobs, strict=True)
         return [self.append(*sample) for sample in samples]
 
     def append(self, sequence: TokenSequence, token: int, logprob: float) -> Event:
-        """Append a new token to a sequence, and end the sequence if the token ends it.
+        """Append a new token to a sequence, pass the event to the reader, and end the sequence.
 
-        If the logits were not finite, the sequence ends with an error and the token is not
-        appended.
+        The sequence ends only if the token ends it. If the logits were not finite, it ends with an
+        error and the token is not appended.
         """
+        reason: FinishReason | None = "error"
         if logprob != logprob:  # one NaN or infinite logit makes the log probability NaN
             place = f"after {len(sequence.prompt)} prompt and {len(sequence.output)} new tokens"
             sequence.error = non_finite(f"The logits {place}")
-            self._end(sequence, "error")
-            return Event(sequence, token, logprob)
-        sequence.output.append(token)
-        sequence.logprobs.append(logprob)
-        if (reason := self._finish_reason(sequence, token)) is not None:
+        else:
+            sequence.output.append(token)
+            sequence.logprobs.append(logprob)
+            reason = self._finish_reason(sequence, token)
             sequence.has_end_token = reason == "stop" and self._is_end_token(sequence, token)
+        top_logprobs = sequence.top_logprobs[-1] if sequence.top_logprobs else ()
+        event = Event(sequence, token, logprob, top_logprobs, reason)
+        if sequence.reader is not None:
+            sequence.reader(event)
+        if reason is not None:
             self._end(sequence, reason)
-        return Event(sequence, token, logprob)
+        return event
 
     def _finish_reason(self, sequence: TokenSequence, token: int) -> FinishReason | None:
         """Return the finish reason if the sequence ends with ``token``, else None."""
@@ -347,6 +373,7 @@ class Engine:
 
     def _end(self, sequence: TokenSequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
+        sequence.reader = None
         self.scheduler.remove(sequence)
         if self.runner.adapters is not None:
             self.runner.adapters.request_ended(sequence)

@@ -10,11 +10,11 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence, Sized
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from interposer.errors import RequestError
 from interposer.tooling import steady_time_ns
@@ -23,10 +23,10 @@ from interposer_engine._language_model import (
     Delta,
     LanguageModel,
     Stream,
-    Token,
     completions,
 )
 from interposer_engine._sampling_params import SamplingParams
+from interposer_engine._sequence import Event, TokenSequence
 
 
 class QueueFullError(RequestError):
@@ -56,23 +56,6 @@ _STREAM_PAUSE_SECONDS = 0.0005
 _MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.01, 0.04
 
 
-class Reader(Protocol):
-    """The part of a generation that a delivery uses."""
-
-    @property
-    def unread(self) -> Sized:
-        """Tokens that the reader has not taken yet."""
-        ...
-
-    def wake(self) -> None:
-        """Let the reader take the new tokens."""
-        ...
-
-    def fail(self, error: Exception) -> None:
-        """End the generation early with an error."""
-        ...
-
-
 class Delivery:
     """Wakes the readers of one event loop.
 
@@ -89,11 +72,11 @@ class Delivery:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.streams: set[Reader] = set()
+        self.streams: set[Generation] = set()
         self.is_paused = False
         self.num_open = 0
 
-    def deliver(self, outcomes: Iterable[tuple[Reader, Exception | None]]) -> None:
+    def deliver(self, outcomes: Iterable[tuple[Generation, Exception | None]]) -> None:
         """Wake readers, and fail the generations that have an error. Runs in the event loop."""
         for generation, error in outcomes:
             if error is None:
@@ -170,7 +153,7 @@ class Generation(AsyncIterator[list[Delta]]):
         self.streams = streams
         self.stages = Stages(received)
         self.answers: list[Stream] = []
-        self.unread: deque[tuple[Stream, Token | Delta]] = deque()
+        self.unread: deque[tuple[Stream, Event | Delta]] = deque()
         self.num_tokens = 0
         self.num_unfinished = self.num_answers
         self.error: Exception | None = None
@@ -237,7 +220,7 @@ class Generation(AsyncIterator[list[Delta]]):
             callback(self)
 
 
-def _deltas(tokens: list[tuple[Stream, Token | Delta]]) -> list[Delta]:
+def _deltas(tokens: list[tuple[Stream, Event | Delta]]) -> list[Delta]:
     return [token if isinstance(token, Delta) else stream.delta(token) for stream, token in tokens]
 
 
@@ -245,7 +228,8 @@ _log = logging.getLogger("interposer")
 # Tokens of an answer that is not streamed to deliver at once. So detokenizing overlaps with steps.
 _BATCH_TOKENS = 64
 T = TypeVar("T")
-Outcome = tuple[Generation, Exception | None]
+Outcomes = Mapping[Generation, Exception | None]
+"""Generations to wake, and the errors that end some of them."""
 
 
 class StepThread:
@@ -280,7 +264,8 @@ class StepThread:
         self._num_unfinished = 0
         self._closed = False
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._running: list[tuple[Generation, Stream]] = []
+        self._running: dict[TokenSequence, tuple[Generation, Stream]] = {}
+        self._events: deque[Event] = deque()  # of the running answers, from the steps of any thread
         self._deliveries: dict[asyncio.AbstractEventLoop, Delivery] = {}
         # Reentrant, because the garbage collector may close a model while this thread holds it.
         self._lock = threading.RLock()
@@ -405,10 +390,7 @@ class StepThread:
                     order()
         error = _closed_error()
         error.__cause__ = fault
-        generations = {generation: error for generation, _ in self._running}
-        for generation in generations:
-            self._leave(generation)
-        self._deliver([*generations.items()])
+        self._deliver(self._fail_all(error))
 
     def _take_orders(self) -> bool:
         """Run queued orders; wait for one if no request is unfinished. Return False at the end."""
@@ -425,83 +407,101 @@ class StepThread:
 
     def _step(self) -> None:
         start_time = self._clock()
-        outcomes: list[Outcome] = []
+        outcomes: Outcomes
         try:
             with self._model.engine.lock:
                 self._model.engine.step()
                 self.failed = False
-                outcomes = [
-                    (generation, stream.sequence.error)
-                    for generation, stream in [*self._running]
-                    if self._read(generation, stream, start_time)
-                ]
+                outcomes = self._read_events(start_time)
         except Exception as error:  # noqa: BLE001 - kernels raise any error; later requests can run
             _log.exception("a step of the engine has failed; all running requests end")
             self.failed = True
-            outcomes = [(generation, error) for generation, _ in self._running]
-            for generation, _ in outcomes:
-                self._leave(generation)
-        if outcomes:
-            self._deliver(outcomes)
+            outcomes = self._fail_all(error)
+        self._deliver(outcomes)
 
     def _join(self, generation: Generation) -> None:
         if generation.stages.ended:
             return  # it was cancelled while this order was queued
         n, answers = generation.n, generation.answers
         try:
-            for index, (prompt, params) in enumerate(generation.prompts):
-                # Each answer of a stream reports the prompt's log probabilities itself.
-                answers += self._model.start_several(
-                    prompt, params, n, index * n, shares=not generation.streams
-                )
+            # No other thread may step before the events of the answers come here.
+            with self._model.engine.lock:
+                for index, (prompt, params) in enumerate(generation.prompts):
+                    # Each answer of a stream reports the prompt's log probabilities itself.
+                    answers += self._model.start_several(
+                        prompt, params, n, index * n, shares=not generation.streams
+                    )
+                for stream in answers:
+                    stream.sequence.reader = self._events.append
+                    self._running[stream.sequence] = generation, stream
         except Exception as error:  # noqa: BLE001 - raised in the reader of this request only
             self._leave(generation)
-            self._deliver([(generation, error)])
-        else:
-            self._running += [(generation, stream) for stream in answers]
+            self._deliver({generation: error})
 
     def _leave(self, generation: Generation) -> None:
-        self._running = [entry for entry in self._running if entry[0] is not generation]
         with self._model.engine.lock:
             for stream in generation.answers:
+                self._running.pop(stream.sequence, None)
                 self._model.engine.cancel(stream.sequence)
 
-    def _read(self, generation: Generation, stream: Stream, start_time: int) -> bool:
-        """Pass new tokens of an answer to the generation; drop an answer that has ended.
+    def _fail_all(self, error: Exception) -> Outcomes:
+        """Cancel all running answers, and return the generations with the error."""
+        outcomes = {generation: error for generation, _ in self._running.values()}
+        for generation in outcomes:
+            self._leave(generation)
+        self._events.clear()
+        return outcomes
+
+    def _read_events(self, start_time: int) -> Outcomes:
+        """Pass new tokens to their generations, and return the generations to wake now.
 
         Args:
             start_time: Start of the step, in nanoseconds since the epoch.
+        """
+        for sequence, (generation, _) in self._running.items():
+            if sequence.num_computed and not generation.stages.started:
+                generation.stages.started = start_time
+        outcomes: dict[Generation, Exception | None] = {}
+        while self._events:
+            event = self._events.popleft()
+            # A step can compute tokens after a stop text, or after the request was cancelled.
+            if event.sequence in self._running:
+                generation, stream = self._running[event.sequence]
+                if self._read(generation, stream, event):
+                    outcomes[generation] = outcomes.get(generation) or event.sequence.error
+        return outcomes
+
+    def _read(self, generation: Generation, stream: Stream, event: Event) -> bool:
+        """Pass a new token to its generation; drop an answer that has ended.
+
         Returns: whether the reader must be woken now.
         """
-        stages, unread = generation.stages, generation.unread
-        if not stages.started and (stream.sequence.num_computed or stream.ended):
-            stages.started = start_time
         is_first = not generation.num_tokens
-        stops = bool(stream.sequence.params.stop)
-        while stream.num_unread and not stream.ended:
+        if event.finish_reason != "error":
             # Only answers with stop texts are detokenized here, others by the reader.
-            unread.append((stream, stream.read() if stops else stream.take()))
+            has_stops = bool(event.sequence.params.stop)
+            generation.unread.append((stream, stream.delta(event) if has_stops else event))
             generation.num_tokens += 1
-        if is_first and generation.num_tokens:
-            stages.first_token = self._clock()
-        if stream.ended:
+            if is_first:
+                generation.stages.first_token = self._clock()
+        if event.finish_reason is not None or stream.stopped:
             generation.num_unfinished -= 1
-            self._running.remove((generation, stream))
-            self._model.engine.cancel(stream.sequence)
+            del self._running[event.sequence]
+            self._model.engine.cancel(event.sequence)
             return True
         if generation.streams:
-            return bool(unread and (is_first or not generation.delivery.is_paused))
-        return len(unread) >= _BATCH_TOKENS
+            return is_first or not generation.delivery.is_paused
+        return len(generation.unread) >= _BATCH_TOKENS
 
-    def _deliver(self, outcomes: list[Outcome]) -> None:
-        by_delivery: dict[Delivery, list[Outcome]] = {}
-        for outcome in outcomes:
-            by_delivery.setdefault(outcome[0].delivery, []).append(outcome)
+    def _deliver(self, outcomes: Outcomes) -> None:
+        by_delivery: dict[Delivery, list[tuple[Generation, Exception | None]]] = {}
+        for generation, error in outcomes.items():
+            by_delivery.setdefault(generation.delivery, []).append((generation, error))
         for delivery, loop_outcomes in by_delivery.items():
             try:
                 delivery.loop.call_soon_threadsafe(delivery.deliver, loop_outcomes)
             except RuntimeError:  # the event loop was closed, so there is no reader
-                for generation in {generation for generation, _ in loop_outcomes}:
+                for generation, _ in loop_outcomes:
                     self._abandon(generation)
 
     def _abandon(self, generation: Generation) -> None:

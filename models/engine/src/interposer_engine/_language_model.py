@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self, cast
 
 import torch
 
@@ -77,24 +78,12 @@ class Delta:
     prompt_logprobs: tuple[sequences.PromptLogprob, ...] = ()
 
 
-class Token(NamedTuple):
-    """A generated token that is not detokenized yet."""
-
-    token_id: int
-    logprob: float
-    top_logprobs: sequences.TopLogprobs
-    finish_reason: sequences.FinishReason | None
-
-
 class Stream:
     """Reads the tokens of a sequence, and the text so far, cut at the first stop text.
 
-    A stream reads the sequence instead of the events of steps, because a step of any request may
-    compute tokens of this one. If you created the stream with ``LanguageModel.start``, call
-    ``lm.engine.step()`` to compute tokens, and ``lm.engine.cancel(stream.sequence)`` at the end.
-
-    ``read`` is ``take`` followed by ``delta``. If the request has no stop texts, ``delta`` may run
-    in another thread than ``take`` and the engine.
+    A stream gets the events of its sequence from every step, whichever thread steps. If you created
+    the stream with ``LanguageModel.start``, call ``lm.engine.step()`` to compute tokens, and
+    ``lm.engine.cancel(stream.sequence)`` at the end.
 
     Attributes:
         sequence: The request in the engine.
@@ -110,10 +99,12 @@ class Stream:
         self.index = index
         self.text = ""
         self.stopped = False
+        self._unread: deque[sequences.Event] = deque()
         self._num_read = 0
         self._sent = 0
         self._sent_prompt_logprobs = False
         self._detokenizer = Detokenizer(tokenizer)
+        sequence.reader = self._add_unread
 
     @property
     def ended(self) -> bool:
@@ -123,24 +114,23 @@ class Stream:
     @property
     def num_unread(self) -> int:
         """Number of computed tokens that were not read yet."""
-        return len(self.sequence.output) - self._num_read
+        return len(self._unread)
+
+    def _add_unread(self, event: sequences.Event) -> None:
+        if event.finish_reason != "error":  # the token of an error is not part of the answer
+            self._unread.append(event)
 
     def read(self) -> Delta:
-        """Take the next token of the sequence, and return the token with the added text."""
-        return self.delta(self.take())
+        """Take the next token, and return the token with the added text."""
+        return self.delta(self._unread.popleft())
 
-    def take(self) -> Token:
-        """Take the next token of the sequence, without text; see ``delta``."""
-        sequence, index = self.sequence, self._num_read
-        top_logprobs = sequence.top_logprobs[index] if sequence.top_logprobs else ()
+    def delta(self, event: sequences.Event) -> Delta:
+        """Return the token of an event with the text that the token adds.
+
+        If the request has no stop texts, this may run in another thread than the engine.
+        """
+        _, token_id, logprob, top_logprobs, reason = event
         self._num_read += 1
-        return Token(
-            sequence.output[index], sequence.logprobs[index], top_logprobs, self._finish_reason()
-        )
-
-    def delta(self, token: Token) -> Delta:
-        """Return a token with the text that the token adds."""
-        token_id, logprob, top_logprobs, reason = token
         if reason is not None and self.sequence.has_end_token:
             self.text += self._detokenizer.rest()
         else:

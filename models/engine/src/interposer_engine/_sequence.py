@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -61,6 +62,8 @@ class TokenSequence:
         top_logprobs: Likeliest tokens at each output position, if requested.
         prompt_logprobs: Log probabilities of the prompt tokens from the second on, as far as
             computed, if requested.
+        reader: Gets the event of each new token during the step, whichever thread steps; None if
+            nothing reads the tokens, and after the end.
     """
 
     id: int
@@ -85,6 +88,7 @@ class TokenSequence:
     matcher: Matcher | None = None
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
+    reader: Callable[[Event], None] | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.output)
@@ -105,10 +109,19 @@ class TokenSequence:
         return self.prompt[start:stop] + self.output[: max(0, stop - split)]
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A new token of a sequence, with the natural-log probability."""
+class Event(NamedTuple):
+    """A new token of a sequence.
+
+    Attributes:
+        sequence: The sequence.
+        token_id: The token, which is not part of the output if the finish reason is ``"error"``.
+        logprob: Natural logarithm of the probability.
+        top_logprobs: Likeliest tokens at the position, if requested.
+        finish_reason: Why the sequence ends with the token; None if it continues.
+    """
 
     sequence: TokenSequence
     token_id: int
     logprob: float
+    top_logprobs: TopLogprobs = ()
+    finish_reason: FinishReason | None = None

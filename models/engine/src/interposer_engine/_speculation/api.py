@@ -40,7 +40,10 @@ class StepSpeculation(Protocol):
         ...
 
     def step(self, chunks: list[Chunk]) -> list[Event]:
-        """Compute the chunks of a step with allocated pages; see ``Engine.step``."""
+        """Compute the chunks of a step with allocated pages, and deliver the new tokens.
+
+        See ``Engine.step``.
+        """
         ...
 
     def forget(self, sequence: TokenSequence) -> None:

@@ -86,11 +86,11 @@ class Speculator:
         starts = [chunk.sequence.num_computed for chunk in chunks]
         for chunk in chunks:
             if not self._is_decode(chunk):
-                events = self._engine.run(chunks)
+                events = self._run(chunks)
                 self._observe(chunks, starts)
                 return events
         if cost_model is not None and cost_model.skips_measurement():
-            events = self._engine.run(chunks)
+            events = self._run(chunks)
             self._observe(chunks, starts)
             self.figures.plain_steps += 1
             return events
@@ -111,7 +111,7 @@ class Speculator:
                     count, verifying_seconds, len(events), drafting_seconds
                 )
             return events
-        events = self._engine.run(chunks)
+        events = self._run(chunks)
         run_end = self._clock()
         self._observe(chunks, starts)
         self.figures.plain_steps += 1
@@ -119,6 +119,12 @@ class Speculator:
             drafting_seconds = drafting_end - start + self._clock() - run_end
             cost_model.record_plain_step(count, run_end - drafting_end, drafting_seconds)
         return events
+
+    def _run(self, chunks: list[Chunk]) -> list[Event]:
+        """Compute a step without draft tokens."""
+        engine = self._engine
+        sequences, logits = engine.run(chunks)
+        return engine.deliver(sequences, *engine.sample(sequences, logits))
 
     def _observe(self, chunks: list[Chunk], starts: list[int]) -> None:
         """Pass recorded hidden states of accepted tokens to the proposer.
@@ -214,7 +220,8 @@ class Speculator:
             if len(rows_by_verifier) > 1:
                 row_logits = logits[torch.tensor(row_indices, device=logits.device)]
             if verify is None:
-                events += engine.sample([row.chunk.sequence for row in verifier_rows], row_logits)
+                sequences = [row.chunk.sequence for row in verifier_rows]
+                events += engine.deliver(sequences, *engine.sample(sequences, row_logits))
             else:
                 events += self._append_accepted(
                     verifier_rows, verify(verifier_rows, row_logits), row_logits
