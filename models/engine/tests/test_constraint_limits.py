@@ -23,9 +23,9 @@ from interposer_engine import (
     TextTokenizer,
     load,
 )
+from interposer_engine._async_engine import TimedCalls
 from interposer_engine._constrained_decoding.constraints import Constraints
 from interposer_engine._constrained_decoding.mask_thread import MaskThread
-from interposer_engine._timed_calls import TimedCalls
 
 SHIPPED = Path(__file__).parents[3] / "examples" / "models" / "stdlib-lm"
 # Compiling this schema of 40 bytes takes minutes and gigabytes.
