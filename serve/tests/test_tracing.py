@@ -15,7 +15,7 @@ from serve.tests.conftest import NAME, serving
 from tests.stalled_steps import stalled_steps
 from tests.waiting import wait_until
 
-import interposer_serve._tracing as tracing
+import interposer_serve._telemetry as telemetry
 from interposer_engine import LanguageModel
 from interposer_serve import Limits
 
@@ -28,7 +28,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(tracing, "_TRACER", provider.get_tracer("test"))
+    monkeypatch.setattr(telemetry, "_TRACER", provider.get_tracer("test"))
     yield exporter
     provider.shutdown()
 

@@ -319,6 +319,15 @@ def test_a_stream_gets_tokens_of_steps_that_another_request_makes(lm: LanguageMo
     assert tuple(delta.token_id for delta in deltas) == alone.token_ids
 
 
+@pytest.mark.parametrize("stop", [(), ("zz", "\x01\x02\x03")])
+def test_a_delta_states_where_its_text_starts(lm: LanguageModel, stop: tuple[str, ...]) -> None:
+    text = ""
+    for delta in lm.stream("import os", max_new_tokens=40, temperature=1.5, seed=1, stop=stop):
+        assert delta.offset == len(text)
+        text += delta.text
+    assert text
+
+
 def test_memory_for_positions_is_taken_as_they_are_used(copied: Path) -> None:
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2**24}))

@@ -23,8 +23,8 @@ from interposer_engine import LanguageModel
 from interposer_serve._errors import ApiError, check_model, respond
 from interposer_serve._guard import LOOPBACK, Guard, check_keys
 from interposer_serve._limits import Limits
-from interposer_serve._metrics import Metrics
 from interposer_serve._openapi import openapi_document
+from interposer_serve._telemetry import Metrics
 from interposer_serve._text import TextEndpoints
 from interposer_serve._vectors import VectorEndpoints
 

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from interposer.errors import ConfigError
 from interposer.tooling import steady_time_ns
 from interposer_serve._errors import ApiError, respond
-from interposer_serve._metrics import Metrics
+from interposer_serve._telemetry import Metrics
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 # These paths reveal nothing about requests or the model, and need no key.

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
-from interposer.errors import UnknownNameError
+from interposer.errors import RequestError, UnknownNameError
 from interposer_engine import Constraint, SamplingParams
-from interposer_serve._constraints import of_response_format, of_structured_outputs
 from interposer_serve._errors import ApiError, shown
 
 _MAX_STOPS = 16
@@ -176,6 +175,61 @@ def _invalid(cls: type[Body], error: ValidationError, fields: dict[str, Any]) ->
     return ApiError(400, message, param=name, code="invalid_value")
 
 
+_FORMATS = (
+    "{'type': 'text'}, {'type': 'json_object'} or "
+    "{'type': 'json_schema', 'json_schema': {'name': ..., 'schema': {...}}}"
+)
+_KINDS: Mapping[str, Callable[[Any], Constraint]] = {
+    "json": Constraint.json_schema,
+    "regex": Constraint.regex,
+    "choice": Constraint.choice,
+    "grammar": Constraint.grammar,
+}
+
+
+def _of_response_format(value: dict[str, Any]) -> Constraint | None:
+    """Create the constraint of OpenAI's field ``response_format``; None for any text.
+
+    Raises: ApiError: the type is unknown, or the schema is invalid.
+    """
+    kind, json_schema = value.get("type"), value.get("json_schema")
+    if kind == "text" and len(value) == 1:
+        return None
+    if kind == "json_object" and len(value) == 1:
+        return Constraint.json_object()
+    if kind == "json_schema" and len(value) == 2 and isinstance(json_schema, dict):
+        unknown = json_schema.keys() - {"name", "description", "schema", "strict"}
+        if not unknown and isinstance(json_schema.get("schema"), dict):
+            return _create(Constraint.json_schema, json_schema["schema"], "response_format")
+    message = f"response_format is {shown(value)}; allowed is {_FORMATS}"
+    raise ApiError(400, message, param="response_format", code="invalid_value")
+
+
+def _of_structured_outputs(value: dict[str, Any]) -> Constraint:
+    """Create the constraint of vLLM's field ``structured_outputs``.
+
+    Raises: ApiError: the field does not have exactly one known key, or the value is malformed.
+    """
+    if len(value) != 1 or not value.keys() <= _KINDS.keys():
+        allowed = ", ".join(f"{name!r}" for name in _KINDS)
+        raise ApiError(
+            400,
+            f"structured_outputs is {shown(value)}; allowed is an object with one of {allowed}",
+            param="structured_outputs",
+            code="invalid_value",
+        )
+    ((name, content),) = value.items()
+    return _create(_KINDS[name], content, "structured_outputs")
+
+
+def _create(constructor: Callable[[Any], Constraint], content: Any, param: str) -> Constraint:
+    try:
+        return constructor(content)
+    except RequestError as error:
+        message = f"{param} is malformed: {error}"
+        raise ApiError(400, message, param=param, code="invalid_value") from None
+
+
 class StreamOptions(BaseModel):
     """Field ``stream_options``."""
 
@@ -231,13 +285,13 @@ class SampledBody(_WithSamplingFields):
         """
         constraint = None
         if self.response_format is not None:
-            constraint = of_response_format(self.response_format)
+            constraint = _of_response_format(self.response_format)
         if self.structured_outputs is None:
             return constraint
         if constraint is not None:
             message = "response_format and structured_outputs are both given. Try: one of them"
             raise ApiError(400, message, param="structured_outputs")
-        return of_structured_outputs(self.structured_outputs)
+        return _of_structured_outputs(self.structured_outputs)
 
     @property
     def constraint_field(self) -> str:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+import logging
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from interposer.errors import InterposerError, RequestError
 from interposer.tooling import steady_time_ns
@@ -18,21 +22,25 @@ from interposer_engine import (
     AsyncLanguageModel,
     Compiled,
     Constraint,
+    Delta,
     Generation,
     LanguageModel,
     SamplingParams,
     TextTokenizer,
 )
-from interposer_serve._admission import Admission
-from interposer_serve._chat_format import ChatFormat
-from interposer_serve._completion_format import CompletionFormat, Echo
-from interposer_serve._errors import ApiError, Gone, check_model
-from interposer_serve._formats import Answer, Format, compact_json, usage, with_parts
+from interposer_serve._errors import ApiError, Gone, api_error, check_model
+from interposer_serve._formats import (
+    ChatFormat,
+    CompletionFormat,
+    Echo,
+    Format,
+    compact_json,
+    template_messages,
+    usage,
+    with_parts,
+)
 from interposer_serve._limits import Limits
-from interposer_serve._messages import template_messages
-from interposer_serve._metrics import Metrics
-from interposer_serve._prompt_sizes import PromptSizes
-from interposer_serve._reading import BodyReader
+from interposer_serve._reading import BodyReader, PromptSizes
 from interposer_serve._requests import (
     Body,
     ChatBody,
@@ -41,12 +49,76 @@ from interposer_serve._requests import (
     SampledBody,
     TokenizeBody,
 )
-from interposer_serve._streams import DONE, EventStream, watched
-from interposer_serve._tracing import record
+from interposer_serve._telemetry import Metrics, record_spans
 
 _CLIENT_CLOSED_REQUEST = 499  # only for the metrics: the client has disconnected
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
+_DONE = b"data: [DONE]\n\n"
+_log = logging.getLogger("interposer")
 B = TypeVar("B", bound=Body)
+
+
+class Admission:
+    """Refuses requests before tokenization, if the queue is full."""
+
+    def __init__(self, model: AsyncLanguageModel, limits: Limits) -> None:
+        self._model = model
+        self._limits = limits
+        self._capacity = model.capacity or 0
+        self._num_preparing = 0
+        self._mean_seconds = 1.0
+
+    def check(self, num_answers: int, num_prepared: int = 0) -> None:
+        """Check that the queue has places for ``num_answers`` answers.
+
+        Args:
+            num_prepared: answers of other requests that are still being tokenized.
+        Raises: ApiError: the queue is full now (429), or too small for this request (400).
+        """
+        num_taken = self._model.num_unfinished + num_prepared
+        if num_answers > self._capacity:
+            raise ApiError(
+                400,
+                f"The request asks for {num_answers} answers; allowed are {self._capacity}, which "
+                "run or wait at once. Try: smaller n, or fewer prompts",
+                param="n",
+            )
+        if num_taken + num_answers > self._capacity:
+            raise ApiError(
+                429,
+                f"{num_taken} answers are running or waiting; allowed are {self._capacity}. "
+                "Try again later",
+                code="queue_full",
+                headers={"retry-after": str(self._estimated_wait_seconds())},
+            )
+
+    @contextmanager
+    def prepared(self, num_answers: int) -> Iterator[None]:
+        """Reserve places for answers while the prompts are prepared, within a block.
+
+        Raises: ApiError: see ``check``.
+        """
+        self.check(num_answers, self._num_preparing)
+        self._num_preparing += num_answers
+        try:
+            yield
+        finally:
+            self._num_preparing -= num_answers
+
+    def ended(self, generation: Generation) -> None:
+        """Update the mean duration of an answer, for the estimate in Retry-After."""
+        if generation.error is None:
+            stages = generation.stages
+            seconds = (stages.ended - stages.received) / 1e9
+            # Exponential moving average.
+            self._mean_seconds += (seconds - self._mean_seconds) / 8
+
+    def _estimated_wait_seconds(self) -> int:
+        """Estimate the time until a running request ends, in seconds."""
+        # The capacity is the number of answers that run at once plus the queue.
+        running = max(1, self._capacity - self._limits.queue)
+        rounds = max(1.0, (self._model.num_unfinished - running) / running)
+        return max(1, math.ceil(min(self._mean_seconds * rounds, self._limits.deadline_seconds)))
 
 
 class TextEndpoints:
@@ -309,7 +381,7 @@ class TextEndpoints:
             self._generations.discard(generation)
             self._admission.ended(generation)
             self._metrics.ended(generation)
-            record(request, body.model, num_prompt_tokens, generation)
+            record_spans(request, body.model, num_prompt_tokens, generation)
 
         received = request.state.received
         generation = self._model.open(
@@ -320,22 +392,23 @@ class TextEndpoints:
             self._seconds_left(request), generation.fail, self._deadline_error
         )
         self._metrics.opened(num_prompt_tokens)
-        answers = [Answer(index) for index in range(generation.num_answers)]
+        answers: list[list[Delta]] = [[] for _ in range(generation.num_answers)]
         if body.stream:
             events = self._stream(
                 request, generation, formatter, answers, num_prompt_tokens, body.tells_usage
             )
-            return EventStream(events, generation)
-        async with watched(request, generation):
+            return _EventStream(events, generation)
+        async with _watched(request, generation):
             try:
                 async for deltas in generation:
                     for delta in deltas:
-                        answers[delta.index].add(delta)
+                        answers[delta.index].append(delta)
             except Gone:
                 return Response(status_code=_CLIENT_CLOSED_REQUEST)
-            for answer in answers:
+            for index, answer in enumerate(answers):
                 # Only the first of a prompt's n answers gets the prompt's log probabilities.
-                answer.prompt_logprobs = answers[answer.index // body.n * body.n].prompt_logprobs
+                shared = answers[index // body.n * body.n][0].prompt_logprobs
+                answer[0] = replace(answer[0], prompt_logprobs=shared)
             # One choice at a time: the JSON encoder holds the GIL until a value is complete.
             choices = [await self._json(partial(formatter.choice, answer)) for answer in answers]
             parts = {"choices": "[" + ",".join(choices) + "]"}
@@ -372,18 +445,74 @@ class TextEndpoints:
         request: Request,
         generation: Generation,
         formatter: Format,
-        answers: Sequence[Answer],
+        answers: Sequence[list[Delta]],
         num_prompt_tokens: int,
         tells_usage: bool,
     ) -> AsyncGenerator[bytes, None]:
-        async with watched(request, generation):
+        async with _watched(request, generation):
             async for deltas in generation:
                 parts = []
                 for delta in deltas:
                     answer = answers[delta.index]
-                    answer.add(delta)
+                    answer.append(delta)
                     parts.append(formatter.events(answer))
                 if content := "".join(parts):
                     yield content.encode()
         num_tokens = usage(num_prompt_tokens, generation.num_tokens)
-        yield (formatter.event([], num_tokens) if tells_usage else "").encode() + DONE
+        yield (formatter.event([], num_tokens) if tells_usage else "").encode() + _DONE
+
+
+@asynccontextmanager
+async def _watched(request: Request, generation: Generation) -> AsyncIterator[None]:
+    """Cancel a generation when the client disconnects, or at the end of the block."""
+    watch = asyncio.create_task(_cancel_on_disconnect(request, generation))
+    try:
+        yield
+    finally:
+        watch.cancel()
+        generation.fail(Gone())
+
+
+async def _cancel_on_disconnect(request: Request, generation: Generation) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    generation.fail(Gone())
+
+
+class _EventStream(Response):
+    """A stream of server-sent events, which cancels the generation at the end."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], generation: Generation) -> None:
+        # Without x-accel-buffering, nginx would hold events back.
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]  # set by Starlette for the empty body
+        self._events = events
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events, and an error as the last event."""
+        try:
+            await self._send(send)
+        finally:
+            # The event generator does this too, but not if it never started.
+            self._generation.fail(Gone())
+
+    async def _send(self, send: Send) -> None:
+        head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(head)
+        async with aclosing(self._events) as events:
+            try:
+                async for part in events:
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+            except Gone:
+                return
+            except Exception as error:  # noqa: BLE001 - the status was sent already, so send an event
+                last_event = api_error(error)
+                if last_event.status == 500:
+                    _log.error("a stream failed", exc_info=error)
+                await send(
+                    {"type": "http.response.body", "body": last_event.event(), "more_body": True}
+                )
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -17,8 +17,7 @@ import interposer
 from interposer_adapt import Encoder
 from interposer_serve._errors import ApiError, check_model
 from interposer_serve._limits import Limits
-from interposer_serve._prompt_sizes import PromptSizes
-from interposer_serve._reading import BodyReader
+from interposer_serve._reading import BodyReader, PromptSizes
 from interposer_serve._requests import Body, EmbeddingBody
 
 _MAX_TEXTS = 2048  # limit of OpenAI's API

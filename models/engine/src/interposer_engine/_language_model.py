@@ -67,6 +67,7 @@ class Delta:
     Attributes:
         index: Index of the answer, if the request has several.
         prompt_logprobs: As in ``Completion``, with the first token of an answer.
+        offset: Number of characters of the answer before ``text``.
     """
 
     text: str
@@ -76,6 +77,7 @@ class Delta:
     top_logprobs: sequences.TopLogprobs = ()
     index: int = 0
     prompt_logprobs: tuple[sequences.PromptLogprob, ...] = ()
+    offset: int = 0
 
 
 class Stream:
@@ -102,7 +104,6 @@ class Stream:
         self._unread: deque[sequences.Event] = deque()
         self._num_read = 0
         self._sent = 0
-        self._sent_prompt_logprobs = False
         self._detokenizer = Detokenizer(tokenizer)
         sequence.reader = self._add_unread
 
@@ -143,12 +144,17 @@ class Stream:
             self.stopped, reason = True, "stop"
         # Hold back text that may become part of a stop text.
         end = len(self.text) if reason is not None else self._safe_end()
-        new_text, self._sent = self.text[self._sent : end], max(self._sent, end)
-        if self._sent_prompt_logprobs or self.sequence.params.prompt_logprobs is None:
-            return Delta(new_text, token_id, logprob, reason, top_logprobs, self.index)
-        self._sent_prompt_logprobs = True
+        start, self._sent = self._sent, max(self._sent, end)
+        prompt_logprobs = () if self._num_read > 1 else self._prompt_logprobs
         return Delta(
-            new_text, token_id, logprob, reason, top_logprobs, self.index, self._prompt_logprobs
+            self.text[start:end],
+            token_id,
+            logprob,
+            reason,
+            top_logprobs,
+            self.index,
+            prompt_logprobs,
+            start,
         )
 
     def completion(self) -> Completion:
