@@ -65,7 +65,7 @@ class Server:
 @contextmanager
 def serving(model: str, *options: str) -> Iterator[Server]:
     command = [sys.executable, "-m", "interposer_tools", "serve", model, "--port=0"]
-    command += [f"--name={NAME}", *options]
+    command += ["--log-level=warning", f"--name={NAME}", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         told = ""

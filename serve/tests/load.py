@@ -156,7 +156,7 @@ def main() -> int:
     name_part = parser.parse_args().only
     model = Path(__file__).parents[2] / "examples" / "models" / NAME
     command = [sys.executable, "-m", "interposer_tools", "serve", str(model), "--port=0"]
-    with served([*command, "--dtype=float32"]) as (url, process):
+    with served([*command, "--dtype=float32", "--log-level=warning"]) as (url, process):
         return _run(int(url.rpartition(":")[2]), process, name_part)
 
 

@@ -128,7 +128,10 @@ def resident_bytes(pid: int) -> int:
 @pytest.mark.skipif("not os.path.isdir('/proc/self')", reason="needs /proc")
 def test_no_body_costs_more_than_its_budget(offline: LanguageModel) -> None:
     command = [sys.executable, "-m", "interposer_tools", "serve", str(STDLIB), "--port=0"]
-    with serve_in_process([*command, "--dtype=float32"]) as (url, process):
+    with serve_in_process([*command, "--dtype=float32", "--log-level=warning"]) as (
+        url,
+        process,
+    ):
         served = Served(int(url.rpartition(":")[2]), offline)
         for path, body in [*bodies()][::40]:
             ask(served, path, body)  # memory allocated at first use does not count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -65,11 +66,15 @@ def test_the_command_serves_until_a_signal(chat_folder: Path, tmp_path: Path) ->
 
 
 STREAM = {"prompt": "x", "max_tokens": 900, "ignore_eos": True, "n": 64, "stream": True}
+LOGGED = (
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO: +client=127\.0\.0\.1 method=POST "
+    r"path=/v1/completions status=200 ms=\d+\.\d prompt_tokens=2 completion_tokens=\d+\n"
+)
 
 
-@pytest.mark.parametrize("presses", [1, 2])
+@pytest.mark.parametrize(("presses", "log_level"), [(1, "info"), (2, "warning")])
 def test_ctrl_c_lets_answers_end_and_a_second_one_ends_them(
-    chat_folder: Path, presses: int
+    chat_folder: Path, presses: int, log_level: str
 ) -> None:
     """What is cut off ends with an error, not in the midst of a stream."""
     drain = f"--drain={600 if presses == 2 else 0}"
@@ -80,6 +85,7 @@ def test_ctrl_c_lets_answers_end_and_a_second_one_ends_them(
         "serve",
         str(chat_folder),
         "--port=0",
+        f"--log-level={log_level}",
     ]
     with served([*serve_command, "--name=mine", "--cache-tokens=65536", drain]) as (url, process):
         assert process.stderr is not None
@@ -97,7 +103,8 @@ def test_ctrl_c_lets_answers_end_and_a_second_one_ends_them(
             *_, last = [line for line in stream if line.startswith(b"data: ")]
         assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "server_ends"
         assert process.wait(60) == (130 if presses == 2 else 0)
-        assert process.stderr.read() == ""
+        log = process.stderr.read()
+    assert re.fullmatch(LOGGED if log_level == "info" else "", log)
 
 
 def test_a_second_server_on_a_port_fails_before_loading(chat_folder: Path) -> None:

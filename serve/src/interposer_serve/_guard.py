@@ -1,4 +1,4 @@
-"""Middleware that checks the API key and the host of each request, and counts responses."""
+"""Middleware that checks the API key and the host of each request, counts and logs responses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from interposer.errors import ConfigError
 from interposer.tooling import steady_time_ns
 from interposer_serve._errors import ApiError, respond
-from interposer_serve._telemetry import Metrics
+from interposer_serve._telemetry import Metrics, log_request
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 # These paths reveal nothing about requests or the model, and need no key.
@@ -22,7 +22,7 @@ _OPEN_PATHS = frozenset({"/", "/health", "/ready", "/page.css", "/page.js"})
 
 
 class Guard:
-    """Refuses requests without a valid API key or with a wrong host name.
+    """Refuses requests without a valid API key or with a wrong host name, and logs all requests.
 
     Args:
         app: Application that gets the other requests.
@@ -50,20 +50,28 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope.setdefault("state", {}).update(received=steady_time_ns(), client="")
+        scope.setdefault("state", {}).update(
+            received=steady_time_ns(), client="", num_prompt_tokens=0, num_new_tokens=0
+        )
+        status = 500  # of the response to an error that the application does not handle
 
         async def count_and_send(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 name = getattr(scope.get("endpoint"), "__name__", "none")
-                self._metrics.responses.labels(name, message["status"]).inc()
+                self._metrics.responses.labels(name, status).inc()
             await send(message)
 
         refusal = self._refusal(scope)
-        if refusal is None:
-            await self._app(scope, receive, count_and_send)
-        else:
-            response = await respond(Request(scope), refusal)
-            await response(scope, receive, count_and_send)
+        try:
+            if refusal is None:
+                await self._app(scope, receive, count_and_send)
+            else:
+                response = await respond(Request(scope), refusal)
+                await response(scope, receive, count_and_send)
+        finally:
+            log_request(scope, status)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         path, headers = scope["path"], Headers(scope=scope)

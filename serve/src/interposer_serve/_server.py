@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable
 from socket import socket
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.config import LOGGING_CONFIG
 
 from interposer_serve._connections import protocol
 from interposer_serve._limits import ConnectionLimits
@@ -37,6 +39,7 @@ class Server(uvicorn.Server):
         limits: ConnectionLimits,
         *,
         drain_seconds: float,
+        log_level: str,
         name: str,
         print_line: Callable[[str], None],
     ) -> None:
@@ -47,6 +50,7 @@ class Server(uvicorn.Server):
             listening: Socket that is bound and listening.
             limits: Limits on connections.
             drain_seconds: Time for running answers after the first signal, in seconds.
+            log_level: Name of the least severe level to log, in capitals.
             name: Name of the model, for messages.
             print_line: Prints a line for the user who started the server.
         """
@@ -56,8 +60,8 @@ class Server(uvicorn.Server):
             ws="none",
             loop="asyncio",
             lifespan="on",
-            access_log=False,
-            log_level="warning",
+            log_config=_log_config(log_level),
+            access_log=False,  # the application logs its requests with times and tokens
             server_header=False,
             timeout_graceful_shutdown=_CLOSE_SECONDS,
         )
@@ -113,3 +117,21 @@ class Server(uvicorn.Server):
             await asyncio.sleep(_POLL_SECONDS)
         self._endpoints.end_answers()
         await super().shutdown(sockets)
+
+
+def _log_config(level: str) -> dict[str, Any]:
+    """Return uvicorn's logging configuration with times, for the loggers of the project too."""
+    formatter = {**LOGGING_CONFIG["formatters"]["default"]}
+    formatter["fmt"] = f"%(asctime)s {formatter['fmt']}"
+    # At INFO, uvicorn repeats the lines that ``Server`` prints.
+    levels = {"interposer": level, "uvicorn": "WARNING" if level == "INFO" else level}
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"default": formatter},
+        "handlers": {"default": LOGGING_CONFIG["handlers"]["default"]},
+        "loggers": {
+            name: {"handlers": ["default"], "level": logger_level, "propagate": False}
+            for name, logger_level in levels.items()
+        },
+    }

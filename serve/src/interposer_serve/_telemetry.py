@@ -1,13 +1,15 @@
-"""Telemetry of requests: metrics for Prometheus, and OpenTelemetry spans.
+"""Telemetry of requests: metrics for Prometheus, OpenTelemetry spans, and the access log.
 
 Spans are nearly free without a tracer provider.
 """
 
 from __future__ import annotations
 
+import logging
 from importlib.metadata import version
 from itertools import pairwise
 from typing import Any
+from urllib.parse import quote
 
 from opentelemetry import propagate, trace
 from opentelemetry.trace import Status, StatusCode
@@ -21,12 +23,16 @@ from prometheus_client import (
 )
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
+from interposer.tooling import steady_time_ns
 from interposer_engine import Generation
 from interposer_serve._errors import Gone
 
 # OpenTelemetry resolves the provider at first use, so applications can set one later.
 _TRACER = trace.get_tracer("interposer_serve", version("interposer-serve"))
+
+_access_log = logging.getLogger("interposer.access")
 
 # Buckets in seconds, from one decode step to the default deadline of a request.
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -168,3 +174,18 @@ def record_spans(
         stage = _TRACER.start_span(f"interposer.serve.{name}", context, start_time=start)
         stage.end(end)
     span.end(stages.ended)
+
+
+def log_request(scope: Scope, status: int) -> None:
+    """Log one line about an ended request, without the query, headers and bodies."""
+    client, state = scope.get("client"), scope["state"]
+    _access_log.info(
+        "client=%s method=%s path=%.200s status=%d ms=%.1f prompt_tokens=%d completion_tokens=%d",
+        client[0] if client else "-",
+        scope["method"],
+        quote(scope["path"]),  # a path can hold line breaks
+        status,
+        (steady_time_ns() - state["received"]) / 1e6,
+        state["num_prompt_tokens"],
+        state["num_new_tokens"],
+    )

@@ -381,6 +381,7 @@ class TextEndpoints:
             self._generations.discard(generation)
             self._admission.ended(generation)
             self._metrics.ended(generation)
+            request.state.num_new_tokens = generation.num_tokens
             record_spans(request, body.model, num_prompt_tokens, generation)
 
         received = request.state.received
@@ -392,6 +393,7 @@ class TextEndpoints:
             self._seconds_left(request), generation.fail, self._deadline_error
         )
         self._metrics.opened(num_prompt_tokens)
+        request.state.num_prompt_tokens = num_prompt_tokens
         answers: list[list[Delta]] = [[] for _ in range(generation.num_answers)]
         if body.stream:
             events = self._stream(

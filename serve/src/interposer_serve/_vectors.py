@@ -100,6 +100,7 @@ class VectorEndpoints:
             {"object": "embedding", "index": index, "embedding": embedding}
             for index, embedding in enumerate(_encode(vectors, body.encoding_format))
         ]
+        request.state.num_prompt_tokens = num_tokens
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
         return JSONResponse({"object": "list", "data": data, "model": self.name, "usage": usage})
 

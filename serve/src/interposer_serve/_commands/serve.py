@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import sys
 from collections.abc import Iterable
+from enum import StrEnum
 from pathlib import Path
 from socket import SO_REUSEADDR, SOCK_STREAM, SOL_SOCKET, getaddrinfo, socket
 from typing import Annotated
@@ -20,6 +21,14 @@ from interposer_tools.options import Kernels, Locked, PlatformName, TensorParall
 _BACKLOG = 2048
 _OTHER_FILES = 128  # open files of the process that are not connections
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class _LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+    CRITICAL = "critical"
 
 
 @takes(options=load_options())
@@ -62,6 +71,13 @@ def serve(
         int,
         typer.Option(min=0, help="Seconds for running answers to finish after Ctrl-C or SIGTERM."),
     ] = 30,
+    log_level: Annotated[
+        _LogLevel,
+        typer.Option(
+            help="Least severe lines to log on standard error; info includes one line per request: "
+            "client, method, path, status, milliseconds, tokens of prompts and answers."
+        ),
+    ] = _LogLevel.INFO,
     max_body: Annotated[int, typer.Option(min=1, help="Largest request body in bytes.")] = 4
     * 2**20,
     max_prompt: Annotated[
@@ -131,6 +147,7 @@ def serve(
             listening,
             connection_limits,
             drain_seconds=drain,
+            log_level=log_level.name,
             name=model_name,
             print_line=_print_error,
         )
