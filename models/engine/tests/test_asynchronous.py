@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -294,6 +295,14 @@ def test_an_unreferenced_model_and_a_closed_loop_leave_no_thread_or_request(
         assert not thread.is_alive()
 
 
+async def last_index(generation: Generation) -> int:
+    """Read a generation to the end, and return the index of the last token's answer."""
+    index = -1
+    async for deltas in generation:
+        index = deltas[-1].index
+    return index
+
+
 async def opened(model: AsyncLanguageModel) -> Any:
     return model.open([([1, 2, 3], SamplingParams(**ENDLESS))], streams=True)
 
@@ -365,6 +374,47 @@ def test_adapters_and_weights_change_between_steps(llama: Path, tmp_path: Path) 
     with stepping(lm, noted):
         asyncio.run(run())
     assert threads == {"interposer-engine"}
+
+
+def test_tokens_of_steps_in_another_thread_reach_the_answer(
+    small: LanguageModel, expected: Callable[..., tuple[Completion, ...]]
+) -> None:
+    def elsewhere(step: Callable[[], Any]) -> Any:
+        if threading.current_thread().name != "interposer-engine":
+            return step()
+        time.sleep(0)  # lets the other thread run
+        return []
+
+    async def run() -> None:
+        async with AsyncLanguageModel(small) as model:
+            answer = asyncio.create_task(model.generate("import", max_new_tokens=20))
+            await until(model, lambda: small.engine.busy)
+            (other,) = await asyncio.to_thread(small.generate, "import os", max_new_tokens=40)
+            alike(other, expected("import os", 40, 0, 1)[0])
+            alike((await answer)[0], expected("import", 20, 0, 1)[0])
+
+    with stepping(small, elsewhere):
+        asyncio.run(run())
+    assert idle(small)
+
+
+def test_an_answer_that_fails_as_another_one_ends_fails_the_request(small: LanguageModel) -> None:
+    own = small.engine.sample
+
+    def failing(*arguments: Any) -> tuple[list[int], list[float]]:
+        tokens, logprobs = own(*arguments)
+        return tokens, [*logprobs[:-1], math.nan]
+
+    async def run() -> None:
+        async with AsyncLanguageModel(small) as model:
+            generation = model.open([([1, 2], SamplingParams(max_new_tokens=1))], 2, streams=True)
+            with pytest.raises(ArithmeticError, match="are not finite"):
+                await last_index(generation)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(small.engine, "sample", failing)
+        asyncio.run(run())
+    assert idle(small)
 
 
 def test_an_error_of_a_joining_request_is_raised_in_that_request(small: LanguageModel) -> None:

@@ -1,4 +1,4 @@
-"""The endpoints of a model that generates text."""
+"""The endpoints of a model that generates text, with the limit of the queue and event streams."""
 
 from __future__ import annotations
 

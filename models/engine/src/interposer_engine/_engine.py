@@ -1,5 +1,9 @@
 """The engine: continuous batching of requests, which join one model, run step by step, and end.
 
+Each answer to a request is a ``TokenSequence``. The scheduler gives it a ``Chunk`` of a step; all
+chunks together are a ``StepBatch`` of the model and a ``SamplingBatch`` of the sampler. A new token
+is an ``Event``, and a ``Delta`` once a ``Stream`` has added the text.
+
 Dimensions: R rows of logits, B sequences, T tokens, V vocabulary.
 """
 
@@ -330,10 +334,10 @@ class Engine:
         return [self.append(*sample) for sample in samples]
 
     def append(self, sequence: TokenSequence, token: int, logprob: float) -> Event:
-        """Append a new token to a sequence, pass the event to the reader, and end the sequence.
+        """Append a new token to a sequence, and pass the event to the reader.
 
-        The sequence ends only if the token ends it. If the logits were not finite, it ends with an
-        error and the token is not appended.
+        The sequence ends if the token ends it. If the logits were not finite, the sequence ends
+        with an error and the token is not appended.
         """
         reason: FinishReason | None = "error"
         if logprob != logprob:  # one NaN or infinite logit makes the log probability NaN

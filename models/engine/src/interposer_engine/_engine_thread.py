@@ -1,6 +1,7 @@
 """The thread that steps the engine, and the generations that it fills with tokens.
 
-Requests join and leave between two steps. Event loops are woken by deliveries.
+A generation is one request, with a stream for each answer. Requests join and leave between two
+steps. Event loops are woken by deliveries.
 """
 
 from __future__ import annotations
