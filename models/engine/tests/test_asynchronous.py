@@ -417,6 +417,23 @@ def test_an_answer_that_fails_as_another_one_ends_fails_the_request(small: Langu
     assert idle(small)
 
 
+def test_an_answer_that_is_cancelled_in_the_engine_leaves_the_others(small: LanguageModel) -> None:
+    async def run() -> None:
+        async with AsyncLanguageModel(small) as model:
+            params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+            generation = model.open([([1, 2], params)], 2, streams=True)
+            await until(model, lambda: len(small.engine.scheduler.running) == 2)
+            await model.call(small.engine.cancel, generation.answers[0].sequence)
+            steps.release()
+            first, second = await generation.completions()
+            assert (first.finish_reason, second.finish_reason) == ("cancelled", "length")
+            assert len(second.token_ids) == 6
+
+    with stalled_steps(small) as steps:
+        asyncio.run(run())
+    assert idle(small)
+
+
 def test_an_error_of_a_joining_request_is_raised_in_that_request(small: LanguageModel) -> None:
     """Between its check and its first step, what it needs may have gone."""
 

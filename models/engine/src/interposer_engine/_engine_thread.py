@@ -470,6 +470,10 @@ class StepThread:
                 generation, stream = self._running[event.sequence]
                 if self._read(generation, stream, event):
                     outcomes[generation] = outcomes.get(generation) or event.sequence.error
+        for sequence, (generation, _) in [*self._running.items()]:
+            if sequence.finish_reason is not None:  # it was cancelled, which is no event
+                self._drop(sequence)
+                outcomes.setdefault(generation, None)
         return outcomes
 
     def _read(self, generation: Generation, stream: Stream, event: Event) -> bool:
@@ -486,13 +490,17 @@ class StepThread:
             if is_first:
                 generation.stages.first_token = self._clock()
         if event.finish_reason is not None or stream.stopped:
-            generation.num_unfinished -= 1
-            del self._running[event.sequence]
-            self._model.engine.cancel(event.sequence)
+            self._drop(event.sequence)
             return True
         if generation.streams:
             return is_first or not generation.delivery.is_paused
         return len(generation.unread) >= _BATCH_TOKENS
+
+    def _drop(self, sequence: TokenSequence) -> None:
+        """Count an answer as ended; cancel the sequence if the answer ended with a stop text."""
+        generation, _ = self._running.pop(sequence)
+        generation.num_unfinished -= 1
+        self._model.engine.cancel(sequence)
 
     def _deliver(self, outcomes: Outcomes) -> None:
         by_delivery: dict[Delivery, list[tuple[Generation, Exception | None]]] = {}
