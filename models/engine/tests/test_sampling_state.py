@@ -18,7 +18,7 @@ from interposer_engine._sampling import (
     penalties_of,
     sampling_batch,
 )
-from interposer_engine._sampling_params import LogitEdit
+from interposer_engine._sampling_fields import LogitEdit
 from interposer_engine._sequence import TokenSequence
 from interposer_ops.layers.sampler import SamplingBatch
 from interposer_ops.sampling import mask_min_p
