@@ -80,18 +80,18 @@ PEERS = {"llama_cpp": "llama.cpp", "openvino": "OpenVINO", "vllm": "vLLM"}
 # Why another engine is faster: every loss needs its sentence.
 REASONS = {
     ("AMD EPYC, AVX-512 BF16", "W4A8, groups of 32", "decode, context 128"): (
-        "The memory changed its bandwidth during this run; in the second run of the file, "
-        "interposer is ahead."
+        "The memory bandwidth of the machine changed during this run; in the second run of the "
+        "same results file, interposer is ahead."
     ),
     ("Intel Xeon, AMX", "bfloat16", "prefill 1024"): (
-        "Tiles are loaded from the second-level cache, and attention is slower than the GEMMs."
+        "The GEMM loads its AMX tiles from the L2 cache, and attention is slower than the GEMMs."
     ),
     ("Gemma 3 1B", "bfloat16", "decode, context 1024"): (
-        "Both engines read weights at nine tenths of the bandwidth."
+        "Both engines read weights at nine tenths of the memory bandwidth."
     ),
     ("DeepSeek-V2-Lite with fewer experts", "W4A8, groups of 32", "decode, context 128"): (
-        "Latent attention is not part of a native block, so Python runs between its kernels, and "
-        "`kv_b_proj` stays in 16 bits."
+        "A decoder block with latent attention is not a single native call yet, so Python runs "
+        "between the kernels; `kv_b_proj` stays in 16 bits."
     ),
 }
 
