@@ -36,7 +36,7 @@ Dtype = Annotated[
 Quantization = Annotated[
     str | None,
     typer.Option(
-        metavar="METHOD", help="Quantize unquantized weights with this method while loading."
+        metavar="METHOD", help="Quantize plain weights while loading, with a method such as int8."
     ),
 ]
 TensorParallel = Annotated[

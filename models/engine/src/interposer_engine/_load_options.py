@@ -69,16 +69,17 @@ class LoadOptions:
         default=None,
         metadata=_option(
             str,
-            "Draft tokens by prompt lookup (ngram), by an MTP head (heads) or by a smaller model.",
+            "Source of draft tokens: prompt lookup (ngram), the checkpoint's MTP head (heads), "
+            "or the path of an EAGLE-3 head or a smaller model.",
             flag="--speculate",
-            metavar="ngram|heads|MODEL",
+            metavar="ngram|heads|PATH",
         ),
     )
     max_sequences: int = field(
         default=64, metadata=_option(int, "Answers that run at once.", min=1)
     )
     max_step_tokens: int = field(
-        default=2048, metadata=_option(int, "Tokens that one step computes.", min=1)
+        default=2048, metadata=_option(int, "Most tokens that one step computes.", min=1)
     )
     cache_tokens: int | None = field(
         default=None,
@@ -98,7 +99,9 @@ class LoadOptions:
     offload: bool | int | str | None = field(
         default=None,
         metadata=_option(
-            str, "Weights to keep in memory, as 8GiB or 50%; others are streamed.", metavar="SIZE"
+            str,
+            "Amount of weights to keep in memory, such as 8GiB or 50%; the others are streamed.",
+            metavar="SIZE",
         ),
     )
     adapters: Mapping[str, str | Path] = field(default_factory=dict)

@@ -151,10 +151,11 @@ class SamplingParams(BaseModel):
         top_p: Draw from the likeliest tokens that together have this probability; 1 for all.
         min_p: Draw from tokens that are at least this fraction as likely as the likeliest; 0 for
             all.
-        repetition_penalty: Above 1 discourages tokens of prompt and output.
-        presence_penalty: Subtracted from the logits of tokens that were generated.
-        frequency_penalty: Subtracted once for each time that a token was generated.
-        seed: The same seed gives the same tokens, independent of other requests; None draws a seed.
+        repetition_penalty: A value above 1 discourages the tokens of prompt and output.
+        presence_penalty: Subtracted once from the logit of each token that was generated.
+        frequency_penalty: Subtracted from the logit of a token each time that it was generated.
+        seed: The same seed gives the same tokens, independent of other requests; by default, a
+            random seed.
         stop: Texts that end the request and are not part of the returned text.
         stop_token_ids: Tokens that end the request.
         ignore_eos: Whether to continue after the model's own end tokens.

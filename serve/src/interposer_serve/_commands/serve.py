@@ -36,7 +36,9 @@ def serve(
     model_dir: Annotated[
         Path,
         typer.Argument(
-            help="Model directory, name such as Qwen/Qwen3-0.6B, or file that a plugin can read."
+            metavar="MODEL",
+            help="Model directory, name on the hub such as Qwen/Qwen3-0.6B, or file of a plugin's "
+            "format, such as GGUF.",
         ),
     ],
     *,

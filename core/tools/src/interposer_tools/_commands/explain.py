@@ -25,7 +25,11 @@ from interposer_tools.options import (
 def explain(
     model: Annotated[
         Path | None,
-        typer.Argument(metavar="MODEL", help="Model directory or name; without it, all ops."),
+        typer.Argument(
+            metavar="MODEL",
+            help="Model directory, or name on the hub. The default is to list everything that a "
+            "model can request.",
+        ),
     ] = None,
     why: Annotated[
         str | None,

@@ -34,7 +34,8 @@ def tune(
     model_dir: Annotated[
         Path | None,
         typer.Argument(
-            metavar="MODEL", help="Model directory or name. Without it, nothing is measured."
+            metavar="MODEL",
+            help="Model directory, or name on the hub; needed unless you only import or export.",
         ),
     ] = None,
     tokens: Annotated[
@@ -43,7 +44,9 @@ def tune(
             metavar="N,N", help="Numbers of tokens per step to measure, separated by commas."
         ),
     ] = "1,16,256",
-    repeats: Annotated[int, typer.Option(metavar="N", help="Timed runs per median.")] = 15,
+    repeats: Annotated[
+        int, typer.Option(metavar="N", help="Timed runs of each kernel; the median counts.")
+    ] = 15,
     dtype: Dtype = "auto",
     platform: PlatformName = None,
     locked: Locked = False,

@@ -33,7 +33,9 @@ def verify(
     quick: Annotated[
         bool,
         typer.Option(
-            "--quick", help="Run few cases per op, which still cover every value of every axis."
+            "--quick",
+            help="Run fewer test cases per op; each tested size, layout and special value "
+            "still occurs.",
         ),
     ] = False,
     seed: Annotated[int, typer.Option(help="Random seed of the test cases.")] = 0,
@@ -56,7 +58,7 @@ def verify(
     ] = False,
     plan: Annotated[
         bool,
-        typer.Option("--plan", help="Run nothing; check the records for all devices."),
+        typer.Option("--plan", help="Run no kernel; check the records on all described devices."),
     ] = False,
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the report as JSON.")

@@ -34,24 +34,26 @@ def bench(
     model_dir: Annotated[
         Path,
         typer.Argument(
-            help="A model directory, a name as Qwen/Qwen3-0.6B, or a file that a plugin reads."
+            metavar="MODEL",
+            help="Model directory, name on the hub such as Qwen/Qwen3-0.6B, or file of a plugin's "
+            "format, such as GGUF.",
         ),
     ],
     *,
-    prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
+    prompt: Annotated[int, typer.Option(help="Tokens of the prompt in the prefill row.")] = 512,
     contexts: Annotated[
         str, typer.Option(help="Context lengths of the decode rows, in tokens.")
     ] = "128,1024,4096",
     new_tokens: Annotated[int, typer.Option(help="Tokens to decode.")] = 32,
     batch: Annotated[int, typer.Option(help="Requests of the batch row; 1 omits the row.")] = 8,
     rounds: Annotated[
-        int, typer.Option(help="Measured runs of each row, after one to warm up.")
+        int, typer.Option(help="Measured runs of each row, after one warm-up run.")
     ] = 3,
     adapter: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="Add rows with this LoRA adapter.")
     ] = None,
     shared_prefix: Annotated[
-        int, typer.Option(metavar="TOKENS", help="Add rows with prompts that share a prefix.")
+        int, typer.Option(metavar="TOKENS", help="Add rows for prompts with a shared prefix.")
     ] = 0,
     options: Values,
     tensor_parallel: TensorParallel = 1,
@@ -60,7 +62,8 @@ def bench(
     kernel: Kernels = None,
     locked: Locked = False,
     read_mib: Annotated[
-        int | None, typer.Option(help="MiB to measure bandwidth with; too few measure a cache.")
+        int | None,
+        typer.Option(help="MiB to read for the memory bandwidth; must exceed the CPU caches."),
     ] = None,
     as_json: AsJson = False,
     llama_bench: Annotated[

@@ -17,10 +17,17 @@ from interposer_tools.options import AsJson, Kernels, Locked, PlatformName, poli
 
 @takes(options=load_options(only=("dtype", "quantization")))
 def pack(
-    model_dir: Annotated[Path, typer.Argument(help="A model directory, a name, or a file.")],
+    model_dir: Annotated[
+        Path,
+        typer.Argument(
+            metavar="MODEL",
+            help="Model directory, name on the hub, or file of a plugin's format, such as GGUF.",
+        ),
+    ],
     *,
     output: Annotated[
-        Path | None, typer.Option(help="The folder to write to; by default next to the model.")
+        Path | None,
+        typer.Option(help="Folder for the packed file; the default is next to the model."),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Verify existing packed files; write nothing.")

@@ -21,8 +21,12 @@ if TYPE_CHECKING:
 
 
 def quantize(
-    model_dir: Annotated[Path, typer.Argument(help="A Hugging Face model directory, or a name.")],
-    out_dir: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
+    model_dir: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="Model directory, or name on the hub.")
+    ],
+    out_dir: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder to create for the quantized model.")
+    ],
     scheme: Annotated[str, typer.Option(help="fp8, int8, int4, w4a8, mxfp8, mxfp4 or nvfp4.")],
     group_size: Annotated[
         int | None,

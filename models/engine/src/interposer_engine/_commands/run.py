@@ -31,7 +31,9 @@ def run(
     model_dir: Annotated[
         Path,
         typer.Argument(
-            help="A model directory, a name as Qwen/Qwen3-0.6B, or a file that a plugin reads."
+            metavar="MODEL",
+            help="Model directory, name on the hub such as Qwen/Qwen3-0.6B, or file of a plugin's "
+            "format, such as GGUF.",
         ),
     ],
     *,
@@ -216,7 +218,12 @@ Ctrl-C stops an answer; the part shown so far stays in the conversation."""
 @takes(sampling=sampling_options(), options=load_options(without=("max_sequences",)))
 def chat(
     model_dir: Annotated[
-        Path, typer.Argument(help="A model directory, a name, or a file that a plugin reads.")
+        Path,
+        typer.Argument(
+            metavar="MODEL",
+            help="Model directory, name on the hub such as Qwen/Qwen3-0.6B, or file of a plugin's "
+            "format, such as GGUF.",
+        ),
     ],
     *,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
