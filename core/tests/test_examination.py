@@ -212,7 +212,7 @@ def test_a_plugin_must_not_load_plugins_during_its_examination(examined: Examine
     raise OSError(examine(other, task, Config(cache_dir="/nowhere")).reason)
     """
     reason = examined(source).reason
-    assert "cannot be examined: a plugin asked for other plugins while it was examined" in reason
+    assert "cannot be examined: the plugin requested other plugins while it was examined" in reason
     assert "Try: do so when it is used" in reason
 
 

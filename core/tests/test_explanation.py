@@ -257,7 +257,7 @@ def test_why_shows_unrequested_subjects_with_requirements(site: Site) -> None:
         "      needs dtype float32 or int8\n"
         "      needs size at least 2 and at most 64 and a multiple of 2\n"
         "      needs mode one of ['up']\n"
-        f"      needs what {__name__}:negate says\n"
+        f"      needs acceptance by {__name__}:negate\n"
         "      promises deterministic, traceable\n"
         "  reference (acme in code): score 0, fits the device\n"
         f"      target: {__name__}:NEGATE"

@@ -98,12 +98,12 @@ def test_the_lookup_reads_the_form_that_the_product_prepared(
     selection = resolver(*EVERY)
     assert bound(selection) == ("look_packed", "multiply_packed")
     assert reasons(selection)["multiply_own"] == (
-        "prepares a copy of the table that no kernel of 'look' reads here, so that it would be "
-        "held twice"
+        "prepares a copy of the table that no kernel of 'look' reads here, so the table would be "
+        "stored twice"
     )
     assert reasons(selection)["look_plain"] == (
-        "reads another copy of the table than multiply_packed multiplies by, so that it would be "
-        "held twice"
+        "reads another copy of the table than multiply_packed multiplies by, so the table would be "
+        "stored twice"
     )
 
 

@@ -350,7 +350,7 @@ def test_the_first_met_preference_precedes_every_score() -> None:
     assert choice.why == "preferred by the configuration"
     assert choice.notes == (
         "preferred, but refused: 'beta/*' (two: odd size)",
-        "preferred, but not there: 'gamma/*'",
+        "preferred, but no candidate matches: 'gamma/*'",
     )
     assert [str(refusal) for refusal in choice.refusals] == [
         "one (zeta 1.0): accepted, but slow is preferred",
@@ -375,7 +375,7 @@ def test_an_unmet_preference_falls_through_and_is_noted() -> None:
     choice = select(REQUEST, [candidate("fast")], Policy(prefer=("absent",)))
     assert choice.chosen.name == "fast"
     assert choice.why == "the only one accepted"
-    assert choice.notes == ("preferred, but not there: 'absent'",)
+    assert choice.notes == ("preferred, but no candidate matches: 'absent'",)
 
 
 def test_a_preference_that_the_policy_itself_forbids_names_the_rule() -> None:
@@ -597,7 +597,7 @@ def test_a_chosen_emulation_is_noted() -> None:
     assert choice.notes == ("an emulation: it dequantizes first",)
     assert select(REQUEST, [emulating()], Policy("reference")).notes == choice.notes
     preferred = select(REQUEST, [emulating()], Policy(prefer=("b",)))
-    assert preferred.notes == ("preferred, but not there: 'b'", *choice.notes)
+    assert preferred.notes == ("preferred, but no candidate matches: 'b'", *choice.notes)
 
 
 def test_a_choice_says_whether_it_was_wished() -> None:

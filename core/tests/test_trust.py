@@ -232,7 +232,7 @@ def test_every_difference_is_named_at_once(install: Install, tmp_path: Path) -> 
         "The installed plugins are not the locked ones.",
         "  acme-added 1.0 is installed, but not locked",
         "  acme-altered 1.0 was altered after it was installed: acme_altered/kernels.py",
-        "  acme-developed 1.0 is editable, what was locked is not",
+        "  acme-developed 1.0 is installed as editable, but was not locked as editable",
         "  acme-newer is locked at 1.0, installed is 1.1",
         "  acme-rebuilt 1.0 has other files than when it was locked",
         "  acme-released 1.0 was locked as editable and no longer is",

@@ -89,7 +89,7 @@ def test_all_score_features_work_with_a_4_bit_cache(change: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"cache_dtype": torch.int8}, "stores 4 bits, asked for torch.int8"),
+        ({"cache_dtype": torch.int8}, "stores 4 bits, requested torch.int8"),
         ({"head_size": 80}, "groups of 32 numbers, the head size is 80"),
         ({"latent": True, "latent_size": 16}, "latent"),
         ({"type": "encoder"}, "decoder attention only"),

@@ -120,7 +120,7 @@ def test_a_replacement_layer_must_declare_its_reduction(make_site: MakeSite, say
             choice for choice, _ in site.resolver.choices.values() if choice.refusals
         ]
         (refusal,) = refused_choices[0].refusals
-        assert "does not say that it adds results of ranks up" in refusal.reason
+        assert "does not set `reduces`" in refusal.reason
 
 
 class ForgetfulMLP(GatedMLP):

@@ -58,7 +58,7 @@ CASES: tuple[Hostile, ...] = (
     _changes(
         "leave-process",
         "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)",
-        "leaves a process behind",
+        "leaves a process running",
     ),
     _changes(
         "kill-examiner",

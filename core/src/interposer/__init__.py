@@ -17,7 +17,7 @@ except ImportError as error:
     _file = getattr(sys.modules.get("interposer_sandbox"), "__file__", None)
     raise ImportError(
         f"{error}. interposer is of {__file__}, and interposer_sandbox of {_file}. Try: reinstall "
-        "interposer-sandbox, or rename, remove or take off PYTHONPATH what stands in its place",
+        "interposer-sandbox, or rename, remove or take off PYTHONPATH the module that shadows it",
         name="interposer_sandbox",
     ) from error
 

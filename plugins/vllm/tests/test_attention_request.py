@@ -91,8 +91,8 @@ SHARING = SimpleNamespace(kv_sharing_target_layer_name=NAME)
     [
         ({"impl": {"attn_type": "encoder_only"}}, "attends as encoder_only"),
         ({"layer": {"head_size_v": 32}}, "has values of 32 and keys of 64"),
-        ({"layer": {"use_mm_prefix": True}}, "tokens see later ones"),
-        ({"layer": {"is_draft_layer": True}}, "tokens see later ones"),
+        ({"layer": {"use_mm_prefix": True}}, "without a causal mask"),
+        ({"layer": {"is_draft_layer": True}}, "without a causal mask"),
         ({"transfer": "a connector"}, "hands its cache to another engine"),
         ({"parallel": {"decode_context_parallel_size": 2}}, "on several workers"),
         ({"others": {"model.layers.9.attn": SHARING}}, "'model.layers.9.attn' reads that of"),

@@ -60,10 +60,10 @@ def test_the_request_has_the_facts_of_vllms_moe_layer(activation: str) -> None:
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"activation": "gelu_tanh"}, "'gelu_tanh', experts taken over have one of silu, gelu"),
+        ({"activation": "gelu_tanh"}, "'gelu_tanh', supported are silu, gelu"),
         ({"activation": "swigluoai"}, "'swigluoai'"),
         ({"swiglu_limit": 7.0}, r"clamped at 7\.0"),
-        ({"apply_router_weight_on_input": True}, "weights what experts read"),
+        ({"apply_router_weight_on_input": True}, "applies router weights to the inputs of experts"),
         ({"hidden_dim_unpadded": 60}, "pads"),
         ({"intermediate_size_per_partition_unpadded": 40}, "pads"),
         ({"enable_eplb": True}, "moves its experts between workers"),

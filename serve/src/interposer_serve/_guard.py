@@ -114,7 +114,7 @@ def check_keys(keys: object) -> frozenset[str]:
             raise ConfigError("An API key is empty. Try: leave it out")
         if key != key.strip() or not key.isprintable():
             raise ConfigError(
-                f"The API key {key[:2]!r}... has a space around it or a control character in it, "
+                f"The API key {key[:2]!r}... has spaces at an end or contains a control character, "
                 "which an HTTP header cannot carry. Try: the output of "
                 "python -c 'import secrets; print(secrets.token_urlsafe())'"
             )

@@ -112,11 +112,11 @@ class Metrics:
             self._gauge("accepted_tokens", "Accepted draft tokens.", lambda: counts.accepted_tokens)
 
     def opened(self, num_prompt_tokens: int) -> None:
-        """Count a queued generation."""
+        """Count a generation that entered the queue."""
         self._prompt_tokens.inc(num_prompt_tokens)
 
     def ended(self, generation: Generation) -> None:
-        """Count an ended generation, and observe the durations."""
+        """Count an ended generation, and record its durations."""
         stages, error = generation.stages, generation.error
         failure = "left" if isinstance(error, Gone) else "failed"
         self._generations.labels("finished" if error is None else failure).inc()

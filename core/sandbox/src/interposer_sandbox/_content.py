@@ -1,4 +1,4 @@
-"""Identification of the content of foreign code's files."""
+"""Digests, sizes and times of files with foreign code, to detect that the code changed."""
 
 from __future__ import annotations
 

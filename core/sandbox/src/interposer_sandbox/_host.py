@@ -1,4 +1,4 @@
-"""Description of the program that surrounds foreign code, for a sandbox."""
+"""The sandbox's settings from the program that uses it, such as trusted packages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NOTHING = Guarded()
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The program around foreign code, and the parts that code may not change.
+    """The program that runs foreign code, and the parts that the code may not change.
 
     Attributes:
         environment: returns the environment variables of this process, to compare and restore them;

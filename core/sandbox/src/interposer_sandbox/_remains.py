@@ -65,7 +65,7 @@ def offspring(light: bool, calls: bool, package: str) -> Iterator[str]:
     if _num_forks > forks:
         yield "forks the process"
     elif light and _has_children() and not had_children:
-        yield "leaves a process behind"
+        yield "leaves a process running"
     deadline = time.monotonic() + _GRACE_SECONDS
     while _num_tasks() > num_tasks and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -128,7 +128,7 @@ class _Capture(io.TextIOBase):
 
 
 def _without_ended_captures(stream: Any) -> Any:
-    """Return the stream below captures of ended blocks; another thread may still use a capture."""
+    """Return the stream below captures of ended blocks, which another thread may still use."""
     while isinstance(stream, _Capture) and not stream.owner:
         stream = stream.stream
     return stream

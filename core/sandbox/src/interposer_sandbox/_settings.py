@@ -127,7 +127,7 @@ def _autocast(torch: Any) -> Setting:
 
 
 def _interceptors(torch: Any) -> Iterator[Setting]:
-    """Yield torch's modes and hooks, which run instead of or in addition to called functions."""
+    """Yield torch's dispatch modes and hooks, which intercept calls of torch functions."""
     for kind, arguments in (("function", ()), ("dispatch", (None,))):  # None pops any mode
         depth = getattr(torch._C, f"_len_torch_{kind}_stack")
         pop = getattr(torch._C, f"_pop_torch_{kind}_stack")
@@ -252,7 +252,7 @@ def _sys_setting(name: str) -> Setting:
 
 
 def _arithmetic() -> tuple[bool, ...]:
-    """Return whether subnormal numbers exist, and three sums that show the rounding mode.
+    """Probe the FPU: whether subnormals are flushed, and three sums that show the rounding.
 
     Loading a library that was built with -ffast-math may disable subnormal numbers in the thread.
     """

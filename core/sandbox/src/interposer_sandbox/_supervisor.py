@@ -42,7 +42,7 @@ _EXTERNAL_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, si
 
 
 class Ended(Exception):
-    """The client has gone, so no answer is needed."""
+    """The client has disconnected, so nothing reads the finding."""
 
 
 class Pipes(NamedTuple):

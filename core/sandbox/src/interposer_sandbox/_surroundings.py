@@ -1,4 +1,4 @@
-"""The environment of foreign code, on which a finding depends."""
+"""Facts of machine and software that invalidate a stored finding when they change."""
 
 from __future__ import annotations
 

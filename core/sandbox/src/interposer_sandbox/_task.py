@@ -74,17 +74,17 @@ class Finding:
 
     @classmethod
     def accept(cls, reason: str = "") -> Finding:
-        """Return an acceptance."""
+        """Create a finding that accepts the code."""
         return cls(True, reason)
 
     @classmethod
     def refuse(cls, reason: str, trace: str = "", **facts: Any) -> Finding:
-        """Return a refusal."""
+        """Create a finding that refuses the code."""
         return cls(False, reason, trace, facts)
 
     @classmethod
     def raised(cls, stage: str, error: BaseException) -> Finding:
-        """Return the refusal of code that raised ``error`` during ``stage``."""
+        """Create a refusal of code that raised ``error`` during ``stage``."""
         # By its type, because the error's __class__ may lie.
         missing = error.name if issubclass(type(error), ModuleNotFoundError) else None  # type: ignore[attr-defined]
         # A missing submodule may belong to the code itself, which no other installation can add.
@@ -112,7 +112,7 @@ class Reporter:
         self.stage = stage
 
     def note(self, **facts: Any) -> None:
-        """Add to the facts."""
+        """Add facts to the finding."""
         self.facts |= facts
 
     def unmute(self) -> None:

@@ -47,7 +47,7 @@ def _as_names(plugins: Any) -> Any:
 
 
 class Config(Settings):
-    """The decisions of the user; the selection decides everything that is unset.
+    """The user's settings; the selection decides everything that is unset.
 
     The keys of rules are a name, ``name@glob`` for the places in the model whose dotted prefix
     matches the glob, ``*`` for all names, or ``*@glob``.
@@ -247,7 +247,7 @@ class Source:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields that this source sets, as plain data from which ``Config`` can be restored."""
+        """The fields that this source sets, as plain data that ``Config`` accepts."""
         return self.config.model_dump(mode="json", exclude_unset=True)
 
 

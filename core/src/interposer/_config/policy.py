@@ -25,14 +25,14 @@ _NO_RULE = Rule()
 
 
 def pin_matches(key: str, name: str, prefix: str) -> bool:
-    """Tell whether the key of a rule matches ``name`` at the place ``prefix``."""
+    """Tell whether the key of a rule matches op or layer ``name`` at the module ``prefix``."""
     key_name, at, glob = key.partition("@")
     return key_name in (name, "*") and (not at or fnmatchcase(prefix, glob))
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The wishes of the configuration for one request; the fields are those of a ``Rule``.
+    """The effective constraints and preferences for one request, with the fields of a ``Rule``.
 
     ``strict`` refuses an unmet preference, and a tie that only names could decide. Without
     ``emulation`` no emulation may be chosen. ``default`` is the platform's preference: it ranks

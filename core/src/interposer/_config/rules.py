@@ -1,4 +1,4 @@
-"""Rules: the wishes of a user for the selection, as written."""
+"""Rules: how a user pins, prefers, forbids or requires candidates in the configuration."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ AnyNames = Set[str] | list[str] | tuple[str, ...]
 
 
 class Rule(Settings):
-    """A wish for one choice; a plain string is short for a rule with this pin.
+    """Constraints and preferences of a user for one choice; a plain string is a rule with that pin.
 
     Attributes:
         pin: name or ``provider/name`` of the only candidate that may be chosen.

@@ -39,7 +39,7 @@ _FILE_OR_TEMPORARY = re.compile(rf"{_FILE.pattern}|\.{_FILE.pattern}\.[0-9a-f]{{
 
 
 class StorageWarning(UserWarning):
-    """Verdicts and measurements are not stored in the usual place."""
+    """The usual cache folder is unusable, so verdicts and measurements go to another one."""
 
 
 def canonical_json(value: object) -> str:
@@ -93,7 +93,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Entries by kind and key in ``folder``, shared by threads and processes.
+    """A persistent key-value cache in ``folder``, shared by threads and processes.
 
     The constructor touches no file; folders are created by the first write. A kind is a word such
     as ``"verdicts"``.
@@ -232,7 +232,7 @@ def _folder_without_home(problem: str) -> Path:
         private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
         if private and status.st_uid == user:
             folder = candidate
-    message = f"{problem} What is remembered is kept in {folder}. Try: set INTERPOSER_CACHE_DIR"
+    message = f"{problem} The cache is now {folder}. Try: set INTERPOSER_CACHE_DIR"
     warn(message, StorageWarning)
     return folder
 

@@ -1,1 +1,1 @@
-"""The nouns: platforms, ops, layers, backends, schemes, and requests with their answers."""
+"""Types of the plugin API: platforms, ops, layers, backends, schemes, requests, answers."""

@@ -14,7 +14,7 @@ from interposer._contract.verdict import Refusal, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One possible answer to a request, with the providing distribution."""
+    """One kernel, layer, backend or other object that may serve a request, with its provider."""
 
     name: str
     provider: str
@@ -40,18 +40,18 @@ class Candidate:
 
     @property
     def properties(self) -> frozenset[str]:
-        """The promises of the record; empty for kinds of records without promises."""
+        """The properties that the record promises, such as ``graph_safe``; empty for some kinds."""
         promised: frozenset[str] = getattr(self.record, "properties", frozenset())
         return promised
 
     @property
     def emulation(self) -> str:
-        """The substitute for the arithmetic that the op is meant for; empty for most candidates."""
+        """How the candidate emulates arithmetic that the hardware lacks; usually empty."""
         text: str = getattr(self.record, "emulation", "")
         return text
 
     def is_proven_on(self, architecture: str) -> bool:
-        """Tell whether the record claims a test on ``architecture``, or states nothing."""
+        """Tell whether the record lists ``architecture`` as tested, or lists no architectures."""
         proven_on: frozenset[str] | None = getattr(self.record, "proven_on", None)
         return proven_on is None or architecture in proven_on
 

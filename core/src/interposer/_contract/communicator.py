@@ -194,8 +194,8 @@ class Communicator(ABC):
 
     def _missing(self, collective: str) -> MissingMemberError:
         return MissingMemberError(
-            f"{type(self).__name__} has no {collective!r}. Its record names what it has in "
-            "collectives"
+            f"{type(self).__name__} has no {collective!r}. Its record lists the available methods "
+            "in collectives"
         )
 
 

@@ -55,7 +55,7 @@ class InstallationError(InterposerError, ImportError):
     def __init__(self, faults: Iterable[str], mend: str) -> None:
         self.faults = tuple(faults)
         self.mend = mend
-        lines = "\n  ".join(["What is installed cannot be imported.", *self.faults])
+        lines = "\n  ".join(["Installed packages cannot be imported.", *self.faults])
         super().__init__(f"{lines}\nTry: {mend}")
 
 
@@ -132,7 +132,7 @@ class GraphError(InterposerError):
 
 
 class MissingMemberError(InterposerError, NotImplementedError):
-    """An optional member of a platform or backend was used, but is not provided."""
+    """A caller used an optional member that this platform or backend does not provide."""
 
 
 class NoCandidateError(InterposerError):

@@ -20,7 +20,7 @@ _METHODS = {keywords: name for name, keywords in _KEYWORDS.items()}
 
 
 def adapt_former_methods(backend: type[Any]) -> None:
-    """Let ``forward`` of a class call the former methods that the class has, and warn of them."""
+    """Make ``forward`` of a class call its former methods, and issue a deprecation warning."""
     former = [name for name in _KEYWORDS if hasattr(backend, name)]
     if not former or vars(backend).keys().isdisjoint({"forward", *former}):
         return

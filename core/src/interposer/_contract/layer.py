@@ -38,7 +38,7 @@ class BoundKernel(NamedTuple, Generic[P, R]):
 
 
 class Binder(Protocol):
-    """The selection as layers see it; ``Resolver`` is the only implementation.
+    """The methods by which layers request kernels; ``Resolver`` is the only implementation.
 
     Attributes:
         registry: the ``Registry`` that provides the candidates.
@@ -88,7 +88,7 @@ class Binder(Protocol):
     def communicator(
         self, collective: str, dtype: torch.dtype, num_bytes: int, prefix: str
     ) -> tuple[Choice, Communicator | None]:
-        """Choose the communicator for a collective over ``ranks``; None if ranks are described."""
+        """Choose the communicator for a collective; None if the ranks are only described."""
         ...
 
     def choose_scheme(self, settings: Mapping[str, Any]) -> None:

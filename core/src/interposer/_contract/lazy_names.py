@@ -35,13 +35,13 @@ def lazy_attributes(module: str, homes: Mapping[str, str]) -> Callable[[str], ob
             raise
         except ImportError as error:
             if problem := import_problem(error):
-                raise _installation_error([problem], _SHADOW_MEND) from error
+                raise _installation_error([problem], _SHADOW_REMEDY) from error
             raise
 
     return attribute
 
 
-_SHADOW_MEND = "rename or remove it, or take its folder off PYTHONPATH and the working directory"
+_SHADOW_REMEDY = "rename or remove it, or take its folder off PYTHONPATH and the working directory"
 
 
 def import_problem(error: BaseException) -> str:
@@ -58,12 +58,12 @@ def _check_entry_points() -> None:
     _raise_if_any(endless_entry_points(), "reinstall or uninstall it", None)
 
 
-def _raise_if_any(faults: list[str], mend: str, cause: BaseException | None) -> None:
+def _raise_if_any(faults: list[str], remedy: str, cause: BaseException | None) -> None:
     if faults:
-        raise _installation_error(faults, mend) from cause
+        raise _installation_error(faults, remedy) from cause
 
 
-def _installation_error(faults: list[str], mend: str) -> Exception:
+def _installation_error(faults: list[str], remedy: str) -> Exception:
     from interposer._contract.errors import InstallationError
 
-    return InstallationError(faults, mend)
+    return InstallationError(faults, remedy)

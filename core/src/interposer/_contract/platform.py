@@ -1,4 +1,4 @@
-"""The platform contract.
+"""The platform contract: how a plugin describes one kind of hardware and its devices.
 
 Required members are abstract. Optional members are marked ``@optional``: an optional member raises
 ``MissingMemberError`` unless a platform overrides it, and ``provides`` tells whether one does.

@@ -252,8 +252,8 @@ class PlatformEntry:
             if not (isinstance(platform, str) and platform):
                 raise RecordError(f"{runs} {platform!r}, which is not the name of a platform")
             if platform == self.name:
-                mend = "leave it out; what names a platform runs there anyway"
-                raise RecordError(f"{runs} {platform!r}, which is itself. Try: {mend}")
+                remedy = "leave it out; kernels of a platform always run on that platform"
+                raise RecordError(f"{runs} {platform!r}, which is itself. Try: {remedy}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A question to the selection: one frozen, hashable value."""
+"""A request to the selection: kind, name, device, dtype and dims as one hashable value."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UNKNOWN = Capability(architecture="unknown")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One question to the selection.
+    """The facts by which the selection chooses one kernel, layer, backend or other object.
 
     Attributes:
         kind: the kind of thing that is requested.

@@ -38,10 +38,10 @@ _KIND = "verdicts"
 # The comparison uses fake tensors, which import torch's compiler.
 _FOR_KERNELS = (COMPARISON, "torch._dynamo")
 _NESTED = (
-    "a plugin asked for other plugins while it was examined. "
-    "Try: do so when it is used, not when it is imported or probed"
+    "the plugin requested other plugins while it was examined. "
+    "Try: request them when the plugin is used, not when it is imported or probed"
 )
-_MEND = "Config(isolation='off') runs plugins without examining them in another process"
+_REMEDY = "Config(isolation='off') runs plugins without examining them in another process"
 
 _is_announced = False
 
@@ -138,7 +138,7 @@ def _examine_now(task: Task, config: Config) -> tuple[Finding, bool]:
         function, seconds = FUNCTIONS[task.name], config.probe_seconds
         return SANDBOX.run(function, task.arguments, seconds, modules=modules), True
     except UnavailableError as error:
-        reason = f"cannot be examined: {error}. Try: {_MEND}"
+        reason = f"cannot be examined: {error}. Try: {_REMEDY}"
         return Finding.refuse(reason, unavailable=True), False
     except NestedError:
         return Finding.refuse(f"cannot be examined: {_NESTED}"), False

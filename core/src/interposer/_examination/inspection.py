@@ -124,7 +124,7 @@ def examine_plugin(arguments: Arguments, reporter: Reporter) -> Finding:
 
 
 def examine_targets(arguments: Arguments, reporter: Reporter) -> Finding:
-    """Load import strings."""
+    """Import the objects that import strings name, to detect failures and side effects."""
     _load(arguments["targets"], reporter)
     return Finding.accept()
 
@@ -274,7 +274,7 @@ def _load(targets: Iterable[str], reporter: Reporter) -> list[Any]:
 def _watch(
     value: str, reporter: Reporter, *, light: bool = True, calls: bool = False
 ) -> SideEffects:
-    """Create the watch over the code of an import string or an entry point."""
+    """Create the detector of side effects for the code of an import string or entry point."""
     package = value.partition(":")[0].partition(".")[0].strip()
     return SideEffects(HOST, light=light, alone=reporter.alone, package=package, calls=calls)
 
@@ -282,7 +282,7 @@ def _watch(
 def _verdict(
     reporter: Reporter, stage: str, watch: SideEffects, action: Callable[..., Any], *arguments: Any
 ) -> Verdict:
-    """Run a stage and return the verdict.
+    """Run one stage of plugin code and convert its result or exception to a verdict.
 
     Raises: RefusedError: the stage had side effects, or returned something else than a verdict.
     """

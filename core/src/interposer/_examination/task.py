@@ -1,4 +1,4 @@
-"""The tasks of an examination."""
+"""Tasks of the examination: the plugin code to run in a sandbox, as plain data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TaskName = Literal["plugin", "target", "platform", "predicate", "model", "kernel
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One question about a distribution's code.
+    """One piece of plugin code to run in the sandbox, such as a probe, with its arguments.
 
     Attributes:
         name: the kind of examination.

@@ -36,7 +36,7 @@ _DESCRIBED = "interposer_testing.described:described_placement"
 
 
 class Explainable(Protocol):
-    """An object that was built through a resolver and still holds the resolver."""
+    """A model, or a part of one, that still holds the resolver that it was built with."""
 
     @property
     def resolver(self) -> Binder:
@@ -402,7 +402,7 @@ def settings(config: Config, placement: Placement | None = None) -> tuple[Settin
 
 
 def _set_by(config: Config, name: str, key: str) -> Any:
-    """Return the value that ``config`` itself sets, or this function, which equals no value."""
+    """Return the value that ``config`` itself sets, or a marker that equals no value."""
     # None may be a value, so the function itself marks an unset field.
     if name not in config.model_fields_set:
         return _set_by

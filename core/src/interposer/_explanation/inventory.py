@@ -23,7 +23,7 @@ _RECORDS_WITH_REQUIREMENTS = (Kernel, LayerEntry, AttentionEntry, CommunicatorEn
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A candidate, and whether the device suits it for some dtype and dims."""
+    """A candidate, and whether it can run on the device for at least some dtype and dims."""
 
     candidate: Candidate
     verdict: Verdict
@@ -56,7 +56,7 @@ class Stray:
 
     @property
     def said(self) -> str:
-        """The fault and the next action, as text."""
+        """A sentence with the reason why the kernel is never chosen, and the next action."""
         return (
             f"Kernel {self.kernel.name!r} of {self.plugin.distribution} {self.plugin.version} "
             f"is for {self.reason}. Try: correct the name, or install the plugin that defines the "
@@ -105,7 +105,7 @@ def requirements(candidate: Candidate) -> list[str]:
     if requires.dtypes:
         needs.append(f"dtype {' or '.join(requires.dtypes)}")
     needs += [f"{name} {_bounds(dim)}" for name, dim in requires.dims.items()]
-    return [*needs, f"what {record.predicate} says"] if record.predicate else needs
+    return [*needs, f"acceptance by {record.predicate}"] if record.predicate else needs
 
 
 def reads(candidate: Candidate) -> list[str]:

@@ -21,7 +21,7 @@ def row_summary(row: Row) -> list[str]:
 
 
 def places_summary(row: Row) -> str:
-    """Return the place of a choice, or the number of places; empty for the whole model."""
+    """Return the module prefix of a choice or the number of modules; "" for the whole model."""
     if row.choice.request.kind == "platform" or row.prefixes == ("",):
         return ""
     return f"{len(row.prefixes)} places" if len(row.prefixes) > 1 else f"at {row.prefixes[0]}"
@@ -118,7 +118,7 @@ def _elsewhere(platforms: list[str]) -> str:
 
 
 def answer(option: Option) -> str:
-    """Say whether the device meets the requirements of a candidate."""
+    """Return "fits the device" or "refused", with the reason."""
     reason = f": {option.verdict.reason}" if option.verdict.reason else ""
     return ("fits the device" if option.verdict else "refused") + reason
 

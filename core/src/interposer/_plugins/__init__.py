@@ -1,1 +1,1 @@
-"""The installed plugins: found, trusted, and their records as candidates."""
+"""Discovery of installed plugins, trust in them, and the registry of their candidates."""

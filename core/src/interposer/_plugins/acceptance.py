@@ -1,4 +1,4 @@
-"""The code of plugins: trial, loading, and verdicts on requests."""
+"""Running plugin code: sandbox trials, loading of objects, and predicates on requests."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _IS_OTHER_PLATFORM = re.compile(_OTHER_PLATFORM.format(r"(\S+)", r"\S+"))
 
 
 class Code:
-    """Code that is loaded without a trial."""
+    """Trusted code, which is loaded without a trial in the sandbox."""
 
     def load(self, target: str) -> Any:
         """Load the object of an import string."""
         return load_target(target)
 
     def trial(self, _task: Task) -> Verdict:
-        """Tell whether this process may run the code of a task."""
+        """Return the verdict whether this process may run the code of ``task``."""
         return Verdict.accept()
 
 
@@ -92,7 +92,7 @@ class PluginCode(Code):
         ) from cause
 
     def trial(self, task: Task) -> Verdict:
-        """Tell whether this process may run the code of a task."""
+        """Return the verdict whether this process may run the code of ``task``."""
         source = self.plugin.source
         if source.installed is None:
             return Verdict.accept()

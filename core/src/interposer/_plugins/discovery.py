@@ -58,8 +58,8 @@ def discover(config: Config | None = None) -> Plugins:
         if verdict:
             sound.append(source)
         else:
-            mend = "install a version that fits, or uninstall it"
-            plugins.quarantine(source, verdict.reason, mend)
+            remedy = "install a version that fits, or uninstall it"
+            plugins.quarantine(source, verdict.reason, remedy)
     tasks = {
         source.name: (
             source.installed,
@@ -257,11 +257,11 @@ def _check_metadata(source: Source) -> Verdict:
 
 def _quarantine_refused(plugins: Plugins, source: Source, finding: Finding) -> None:
     platforms = tuple((p["name"], p["score"]) for p in finding.facts.get("platforms", ()))
-    mend = (
+    remedy = (
         f"fix or uninstall it, or disable it: {source.disabling}; "
         "`interposer doctor --fresh` examines it again"
     )
-    plugins.quarantine(source, finding.reason, mend, trace=finding.traceback, platforms=platforms)
+    plugins.quarantine(source, finding.reason, remedy, trace=finding.traceback, platforms=platforms)
 
 
 def _load(plugins: Plugins, source: Source) -> None:
@@ -296,5 +296,5 @@ def _resolve_op_conflicts(plugins: Plugins) -> None:
         claims = " and by ".join(sorted(source.origin for source in sources))
         for plugin in [p for p in plugins.loaded if p.source in sources]:
             if not _keeps_claim(plugin.source, sources):
-                mend = f"disable one of them: INTERPOSER_DISABLE={plugin.distribution}"
-                plugins.withdraw(plugin, f"op {op!r} is defined by {claims}", mend)
+                remedy = f"disable one of them: INTERPOSER_DISABLE={plugin.distribution}"
+                plugins.withdraw(plugin, f"op {op!r} is defined by {claims}", remedy)

@@ -1,4 +1,4 @@
-"""The plugins of one discovery: in use, failed or skipped; and the observers."""
+"""The result of a discovery: plugins in use, failed and skipped, and observer hooks."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """Failures of kernels that were detected while the kernels were used.
+    """Kernels of a plugin that failed or computed wrong results after discovery.
 
     Attributes:
         failures: reasons by qualified name, for kernels that failed at run time and are no longer
@@ -191,8 +191,8 @@ class Plugins:
         for source, plugin, records in added:
             conflict = combined._conflict(source, records)
             if conflict:
-                mend = "register another: interposer.register(plugin, name=...)"
-                raise PluginConflictError(source.name, source.origin, conflict, mend)
+                remedy = "register another: interposer.register(plugin, name=...)"
+                raise PluginConflictError(source.name, source.origin, conflict, remedy)
             combined._manager.register(plugin, name=source.name)
             combined._sources[source.name] = source
             combined.loaded.append(Plugin(source, records, hook_names(plugin)))
@@ -331,43 +331,45 @@ class Plugins:
         """Return the plugins that the policy excludes as refusals."""
         return [Refusal(s.name, s.distribution, s.reason) for s in self.skipped]
 
-    def withdraw(self, plugin: Plugin, reason: str, mend: str = "") -> None:
+    def withdraw(self, plugin: Plugin, reason: str, remedy: str = "") -> None:
         """Quarantine a plugin that is already loaded."""
         self.loaded.remove(plugin)
-        self._disown(plugin.name, reason, mend=mend)
+        self._disown(plugin.name, reason, remedy=remedy)
 
     def conflict(self, source: Source, rivals: Iterable[Source]) -> None:
         """Quarantine a plugin with a name that is claimed more than once."""
         claims = ", ".join(sorted(rival.origin for rival in rivals))
         reason = f"the name {source.name!r} is claimed by {claims}"
-        mend = f"uninstall one, or disable one: INTERPOSER_DISABLE={source.distribution}"
-        self._file(source, PluginConflictError(source.name, source.origin, reason, mend))
+        remedy = f"uninstall one, or disable one: INTERPOSER_DISABLE={source.distribution}"
+        self._file(source, PluginConflictError(source.name, source.origin, reason, remedy))
 
     def quarantine(
         self,
         source: Source,
         reason: str,
-        mend: str = "",
+        remedy: str = "",
         *,
         cause: BaseException | None = None,
         trace: str = "",
         platforms: tuple[tuple[str, float], ...] = (),
     ) -> None:
         """Record ``source`` as failed, warn, and notify the observers."""
-        mend = mend or f"fix or uninstall it, or disable it: {source.disabling}"
+        remedy = remedy or f"fix or uninstall it, or disable it: {source.disabling}"
         if cause is not None:
             trace = traced(cause)
-        self._file(source, PluginError(source.name, source.origin, reason, mend), trace, platforms)
+        self._file(
+            source, PluginError(source.name, source.origin, reason, remedy), trace, platforms
+        )
 
     def _disown(
-        self, name: str, reason: str, cause: BaseException | None = None, mend: str = ""
+        self, name: str, reason: str, cause: BaseException | None = None, remedy: str = ""
     ) -> None:
-        """Quarantine a plugin and stop calling the plugin's hooks; records stay."""
+        """Quarantine a plugin and stop calling its observer hooks; its records stay usable."""
         source = self._sources.pop(name, None)
         if source is not None:  # otherwise another thread did the same
             if self._manager.has_plugin(name):
                 self._manager.unregister(name=name)
-            self.quarantine(source, reason, mend, cause=cause)
+            self.quarantine(source, reason, remedy, cause=cause)
 
     def _file(
         self,

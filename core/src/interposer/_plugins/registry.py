@@ -151,7 +151,7 @@ class Registry:
         return self._code_of(candidate).plugin
 
     def blame(self, candidate: Candidate) -> Blame:
-        """Return the mutable record of failures that covers a candidate's kernels."""
+        """Return the mutable failures of the kernels from the candidate's plugin."""
         installed = self.owner(candidate).source.installed
         return self._own_blame if installed is None else self.plugins.blame
 
@@ -181,7 +181,7 @@ class Registry:
         return self._code[candidate.provider, identity(candidate.record)]
 
     def _file(self, record: Record, code: PluginCode) -> None:
-        """Add the candidate of a record that can be chosen."""
+        """Add the candidate for ``record`` to the registry, if its kind can be chosen."""
         kind = _KINDS.get(type(record))
         if kind is None:
             return
@@ -219,7 +219,7 @@ class Registry:
         return by_subject.get(subject, [])
 
     def _hint(self, hint: str = "") -> str:
-        """Append the failed plugins, one of which may provide the missing name."""
+        """Return a line with the failed plugins, one of which may provide the missing name."""
         failed = [f"  {f.name} ({f.distribution}): {f.error.reason}" for f in self.plugins.failed]
         if failed:
             failed.insert(0, "Plugins that failed, one of which may provide it:")
@@ -274,15 +274,15 @@ def register(plugin: Any, name: str = "") -> Registration:
             installed plugin raises at the next use of the plugins.
     """
     source = in_code(plugin, name)
-    mend = "correct it and register it again"
+    remedy = "correct it and register it again"
     try:
         records, faults = check_plugin(plugin, source.name)
         faults = faults or check_classes(records)
     except foreign_errors() as error:
         reason = f"it raised {described(error)}"
-        raise PluginError(source.name, source.origin, reason, mend) from error
+        raise PluginError(source.name, source.origin, reason, remedy) from error
     if faults:
-        raise PluginError(source.name, source.origin, "; ".join(faults), mend)
+        raise PluginError(source.name, source.origin, "; ".join(faults), remedy)
     registration = Registration(source, plugin, records)
     global _registered
     with _lock.held:

@@ -98,7 +98,7 @@ class Lock(Exact):
         for distribution in installed:
             if distribution.problem:
                 raise LockError(
-                    f"What is installed in {distribution.location} cannot be locked: "
+                    f"The distribution in {distribution.location} cannot be locked: "
                     f"{distribution.problem}.\n"
                     "Try: uninstall it, then interposer lock"
                 )
@@ -107,7 +107,7 @@ class Lock(Exact):
             *(problem for distribution in installed for problem in _alterations(distribution)),
         ]
         if problems:
-            raise _lock_error("What is installed cannot be locked.", problems)
+            raise _lock_error("The installed plugins cannot be locked.", problems)
         entries = (
             LockedDistribution(name=d.name, version=d.version, record_hash=_locked_hash(d))
             for d in installed
@@ -195,20 +195,20 @@ def _locked_hash(distribution: Distribution) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """One line of an error text; ``mend`` is the remedy for this problem alone."""
+    """One line of an error text; ``remedy`` fixes this problem alone."""
 
     line: str
-    mend: str = ""
+    remedy: str = ""
 
 
 def _lock_error(head: str, problems: Iterable[_Problem]) -> LockError:
-    mends = dict.fromkeys(problem.mend for problem in problems)
+    remedies = dict.fromkeys(problem.remedy for problem in problems)
     # Suggest `interposer lock` only if no problem needs a remedy first.
-    default_mend = "install the locked versions"
-    if [*mends] == [""]:
-        default_mend += ", or lock the installed ones: interposer lock"
+    default_remedy = "install the locked versions"
+    if [*remedies] == [""]:
+        default_remedy += ", or lock the installed ones: interposer lock"
     lines = "\n  ".join([head, *(problem.line for problem in problems)])
-    return LockError(f"{lines}\nTry: {'; '.join(mend or default_mend for mend in mends)}")
+    return LockError(f"{lines}\nTry: {'; '.join(remedy or default_remedy for remedy in remedies)}")
 
 
 def _duplicates(distributions: Iterable[Distribution]) -> Iterator[_Problem]:
@@ -233,7 +233,7 @@ def _alterations(distribution: Distribution) -> Iterator[_Problem]:
 
 
 def _difference(distribution: Distribution, locked: LockedDistribution | None) -> str:
-    """Describe how the metadata differs from the locked one, or return ""."""
+    """Describe how an installed distribution differs from its locked entry, or return ""."""
     name = f"{distribution.name} {distribution.version}"
     if locked is None:
         return f"{name} is installed, but not locked"
@@ -241,7 +241,7 @@ def _difference(distribution: Distribution, locked: LockedDistribution | None) -
         versions = f"locked at {locked.version}, installed is {distribution.version}"
         return f"{distribution.name} is {versions}"
     if distribution.editable and locked.record_hash != _EDITABLE:
-        return f"{name} is editable, what was locked is not"
+        return f"{name} is installed as editable, but was not locked as editable"
     if not distribution.editable and locked.record_hash == _EDITABLE:
         return f"{name} was locked as editable and no longer is"
     if _locked_hash(distribution) != locked.record_hash:

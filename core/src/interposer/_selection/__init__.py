@@ -1,1 +1,1 @@
-"""One way to choose: candidates are judged, ranked, and bound."""
+"""The selection: judges and ranks the candidates for a request, and loads the winner."""

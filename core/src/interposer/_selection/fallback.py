@@ -1,4 +1,4 @@
-"""A bound kernel that is replaced when it fails, if the policy asks for that.
+"""Replacement of a bound kernel that raises, if ``Config(fallback=True)``.
 
 Without ``Config(fallback=True)`` no such object exists: the bound attribute is the kernel's own
 function, and the kernel's exceptions reach the caller.
@@ -17,12 +17,15 @@ from interposer._contract.errors import described, foreign_errors, traced
 
 
 class Replace(Protocol):
-    """Quarantines the failed kernel and returns the function of the next one."""
+    """Function that quarantines a failed kernel and chooses the next one."""
 
     def __call__(
         self, failed: Candidate, reason: str, trace: str
     ) -> tuple[Callable[..., Any], Candidate]:
-        """Return the next function to call; raises NoCandidateError if every candidate failed."""
+        """Return the next kernel's function and candidate.
+
+        Raises: NoCandidateError: every other candidate is refused.
+        """
 
 
 class Fallback:

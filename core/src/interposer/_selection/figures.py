@@ -48,7 +48,7 @@ class Key(Exact):
 
 
 class Figures(Exact):
-    """The run times of one candidate.
+    """The measured run times of one candidate, in seconds per call.
 
     Attributes:
         version: of the distribution that provides the candidate.
@@ -70,7 +70,7 @@ class Figures(Exact):
 
 
 class Measurement(Exact):
-    """The stored value for a key.
+    """The run times of all candidates for one key, with the software versions.
 
     Attributes:
         driver: identifies the driver; empty if the platform names no driver files.
@@ -86,7 +86,7 @@ class Measurement(Exact):
 
 
 class Entry(Exact):
-    """One key with its measurement."""
+    """A measured request: the key and the run times of its candidates."""
 
     key: Key
     value: Measurement
@@ -99,7 +99,7 @@ class Entry(Exact):
 
     @classmethod
     def stored(cls, key: Mapping[str, JSON], value: JSON) -> Entry | str:
-        """Parse a value that a store holds under ``KIND``; return the reason if it is invalid."""
+        """Parse an entry of the store; return the reason as text if the value is invalid."""
         try:
             return cls.model_validate_json(json.dumps({"key": dict(key), "value": value}))
         except ValidationError as error:
@@ -121,21 +121,23 @@ def read_entries(path: str | Path) -> tuple[Entry, ...]:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise StorageError(path, f"cannot be read: {error}") from error
-    mend = "export it again: interposer tune MODEL_DIR --export FILE"
+    remedy = "export it again: interposer tune MODEL_DIR --export FILE"
     try:
         file = _File.model_validate_json(text)
         intact = file.checksum == checksum(json.loads(text)["entries"])
     except ValidationError as error:
-        raise StorageError(path, f"is no table: {first_fault(error)}", mend) from error
+        raise StorageError(
+            path, f"is not a table of measurements: {first_fault(error)}", remedy
+        ) from error
     except ValueError as error:
-        raise StorageError(path, f"is no table: {error}", mend) from error
+        raise StorageError(path, f"is not a table of measurements: {error}", remedy) from error
     if not intact:
-        raise StorageError(path, "is corrupt: content and checksum differ", mend)
+        raise StorageError(path, "is corrupt: content and checksum differ", remedy)
     return tuple(file.entries)
 
 
 def plain(key: Key) -> dict[str, JSON]:
-    """Convert ``key`` to the plain values that the store uses."""
+    """Convert ``key`` to plain JSON values, the key format of the store."""
     facts: dict[str, JSON] = key.model_dump(mode="json")
     return facts
 

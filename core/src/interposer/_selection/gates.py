@@ -1,4 +1,4 @@
-"""Gates: the last, costly checks of a candidate that would win, see ``select``."""
+"""Gates: costly checks that run only on the candidate that would win; see ``select``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class HasNotFailed(_OfRegistry):
     """Refuses a kernel that failed at run time before."""
 
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
-        """Accept unless a failure is recorded."""
+        """Accept a kernel without a recorded failure."""
         failure = self._registry.blame(candidate).failures.get(candidate.qualified_name)
         return _ACCEPTED if failure is None else Verdict.refuse(failure)
 
@@ -71,7 +71,10 @@ class AgreesWithReference:
         self._trusted = trusted
 
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
-        """Compare, or return the remembered refusal, which covers the dtype with any dims."""
+        """Compare the kernel with the reference, or return the dtype's remembered refusal.
+
+        A refusal applies to all requests of the dtype, whatever their dims.
+        """
         record, provider = candidate.record, candidate.provider
         if not isinstance(record, Kernel) or self._scope == "off":
             return _ACCEPTED
@@ -88,8 +91,8 @@ class AgreesWithReference:
         # After several wrong kernels of a provider, its other kernels are not compared.
         if sum(name.startswith(f"{provider}/") for name, _ in departures) >= _STRIKES:
             return Verdict.refuse(
-                f"{_STRIKES} kernels of {provider} departed from their reference, "
-                "so that its others are not tried"
+                f"{_STRIKES} kernels of {provider} differed from their references, "
+                f"so the other kernels of {provider} are not compared"
             )
         task = Task("kernel", self._arguments(candidate, record, request, definer))
         verdict = self._registry.examine(candidate, task)
@@ -142,32 +145,32 @@ class BecomesAnOp:
     """Refuses a kernel that torch.compile can neither trace nor treat as an opaque op."""
 
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
-        """Accept a traceable kernel, and one with the same arguments as the op's fake kernel."""
+        """Accept a traceable kernel, and one that takes the op's own arguments unprepared."""
         prepares = getattr(candidate.record, "prepare", "")
         if not prepares or "traceable" in candidate.properties:
             return _ACCEPTED
         return Verdict.refuse(
-            "is not traceable by torch.compile, and prepares constants, so that the reference does "
-            "not say what it returns for them"
+            "is not traceable by torch.compile, and prepares constants, so the op's reference "
+            "cannot compute the result's shape for the compiler"
         )
 
 
 class TakesStoredConstants:
-    """Refuses a kernel that needs prepared constants: a running model lacks the originals."""
+    """Refuses a kernel with ``prepare``, because a running model passes constants as stored."""
 
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
         """Accept a kernel that takes the constants as stored in the checkpoint."""
         if getattr(candidate.record, "prepare", ""):
-            return Verdict.refuse("wants prepared constants, which a running model lacks")
+            return Verdict.refuse("needs prepared constants, which a running model lacks")
         return _ACCEPTED
 
 
 Form = tuple[str, str]
-"""The provider and the name of a kernel's prepared form of the constants."""
+"""Id of a memory layout of an op's constants: provider and name; empty for the stored layout."""
 
 
 def form_of(candidate: Candidate) -> Form:
-    """Return the form in which a kernel holds the constants.
+    """Return an id of the memory layout in which a kernel keeps the op's constants.
 
     Kernels without preparation share the stored form, also across providers. A kernel with a
     preparation and without a declared form has a unique form.
@@ -178,33 +181,33 @@ def form_of(candidate: Candidate) -> Form:
 
 
 class IsReadByLookup:
-    """Accepts an lm_head kernel if some lookup kernel reads the same form of the weight."""
+    """Accepts an lm_head kernel whose weight layout some embedding-lookup kernel also reads."""
 
     def __init__(self, forms: Collection[Form], lookup: str) -> None:
         self._forms = forms
         self._lookup = lookup
 
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
-        """Refuse a form that would need a second copy for the lookup."""
+        """Refuse a weight layout that would need a second copy of the table for the lookup."""
         if form_of(candidate) in self._forms:
             return _ACCEPTED
         return Verdict.refuse(
-            f"prepares a copy of the table that no kernel of {self._lookup!r} reads here, so that "
-            "it would be held twice"
+            f"prepares a copy of the table that no kernel of {self._lookup!r} reads here, so the "
+            "table would be stored twice"
         )
 
 
 class ReadsFormOf:
-    """Accepts a lookup kernel that reads the form of the shared weight that lm_head holds."""
+    """Accepts an embedding-lookup kernel that reads the weight in the layout of lm_head."""
 
     def __init__(self, product: Choice) -> None:
         self._product = product.chosen
 
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
-        """Refuse a kernel that reads another form."""
+        """Refuse a lookup kernel that would need a second copy of the table."""
         if form_of(candidate) == form_of(self._product):
             return _ACCEPTED
         return Verdict.refuse(
-            f"reads another copy of the table than {self._product.name} multiplies by, so that it "
-            "would be held twice"
+            f"reads another copy of the table than {self._product.name} multiplies by, so the "
+            "table would be stored twice"
         )

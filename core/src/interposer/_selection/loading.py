@@ -1,4 +1,4 @@
-"""Loaders: functions that load the object that a chosen candidate's record names.
+"""Loaders: functions that import the winner's object and, if necessary, construct it.
 
 ``select_and_load`` calls a loader for the winner. A loader that raises refuses its candidate, and
 the next best one is loaded instead.
@@ -31,7 +31,7 @@ from interposer._selection.select import CandidateRefusedError, Loader
 
 
 def kernel_loader(registry: Registry, op: CustomOp[..., Any], described: bool) -> Loader:
-    """Return a loader of a kernel's function, preparation and restoration, None for a missing one.
+    """Return a loader of (function, prepare, restore) of a kernel; missing ones are None.
 
     Args:
         described: the device is only described, so that the reference stands for every kernel.
@@ -51,7 +51,7 @@ def kernel_loader(registry: Registry, op: CustomOp[..., Any], described: bool) -
 
 
 def layer_loader(registry: Registry, standard: type[PluggableLayer], has_ranks: bool) -> Loader:
-    """Return a loader of the class that replaces a standard layer, which checks the class."""
+    """Return a loader that imports a replacement of a standard layer and checks its class."""
 
     def load(candidate: Candidate) -> type[PluggableLayer]:
         assert isinstance(candidate.record, LayerEntry)
@@ -59,7 +59,7 @@ def layer_loader(registry: Registry, standard: type[PluggableLayer], has_ranks: 
         check_replacement(standard, replacement, candidate.qualified_name)
         # A class that inherits ``reduces`` may override the method that adds results up.
         if has_ranks and standard.reduces and not vars(replacement).get("reduces"):
-            raise _refused("its class does not say that it adds results of ranks up")
+            raise _refused("its class does not set `reduces`, so it may not sum over the ranks")
         return replacement
 
     return load
@@ -123,7 +123,7 @@ def scheme_loader(registry: Registry) -> Loader:
 
 
 class ModelLoader:
-    """Lets a model family parse config.json.
+    """Loader that imports a model family and parses config.json with it.
 
     Attributes:
         first_error: the refusal of the first family that refused the content of config.json.

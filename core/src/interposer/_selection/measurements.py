@@ -154,7 +154,7 @@ def _check_current(
         for name in sorted(current_versions.keys() - measured_versions.keys())
     ]
     changes += [
-        f"{name} does not accept any more"
+        f"{name} no longer accepts the request"
         for name in sorted(measured_versions.keys() - current_versions.keys())
     ]
     changes += [

@@ -47,7 +47,7 @@ def current_platform(config: Config | None = None) -> Platform:
 
 
 def place(config: Config | None = None) -> Placement:
-    """Return the current platform with the first device, see ``current_platform``."""
+    """Choose the platform and its first device; see ``current_platform`` for the errors."""
     config = effective_config(config)
     return _place(current_registry(config), policy_for(config, _REQUEST))
 
@@ -90,7 +90,7 @@ def _place(registry: Registry, policy: Policy) -> Placement:
 
 
 def unless_explicit(candidate: Candidate, policy: Policy) -> Candidate:
-    """Wrap an explicit candidate that is not pinned, so that it refuses without a probe."""
+    """Make a platform that is never chosen by default refuse without a probe, unless pinned."""
     is_pinned = policy.pin in (candidate.name, candidate.qualified_name)
     if is_pinned or not _is_explicit(candidate):
         return candidate
@@ -104,7 +104,10 @@ def _is_explicit(candidate: Candidate) -> bool:
 
 
 def _open(registry: Registry, choice: Choice) -> Placement:
-    """Load the chosen platform and the first device; raise if the platform fails here."""
+    """Create the chosen platform and query its first device.
+
+    Raises: PlatformUnavailableError: the platform raises, or lists no device.
+    """
     chosen = choice.chosen
     assert isinstance(chosen.record, PlatformEntry)
     try:
@@ -117,7 +120,7 @@ def _open(registry: Registry, choice: Choice) -> Placement:
         raise PlatformUnavailableError(
             f"device on platform {chosen.name!r}",
             [Refusal(chosen.name, chosen.origin, failure, traced(error))],
-            f"fix or reinstall {chosen.provider}, or choose another with INTERPOSER_PLATFORM",
+            f"fix or reinstall {chosen.provider}, or set INTERPOSER_PLATFORM to another platform",
         ) from error
     return Placement(platform, device, choice)
 
@@ -125,7 +128,7 @@ def _open(registry: Registry, choice: Choice) -> Placement:
 def _refuse_silent_fallback(
     registry: Registry, placement: Placement, plugin_failures: list[Refusal]
 ) -> None:
-    """Raise if the choice is only second best because a better platform or plugin failed."""
+    """Raise if a failed platform or plugin would have ranked at least as high as the choice."""
     chosen = placement.choice.chosen
     candidates = registry.candidates("platform")
     # Only a platform that would have ranked at least as high makes the choice a fallback.
@@ -149,15 +152,15 @@ def _refuse_silent_fallback(
             failures += [refusal for refusal in plugin_failures if refusal not in failures]
     if failures:
         raise PlatformUnavailableError(
-            f"automatic platform: {chosen.name!r} would be a silent fallback, for others failed",
+            f"automatic platform: {chosen.name!r} would be a silent fallback after failures",
             failures,
-            f"fix the plugins that failed, or choose it: INTERPOSER_PLATFORM={chosen.name}",
+            f"fix the failed plugins, or choose the fallback: INTERPOSER_PLATFORM={chosen.name}",
         )
 
 
 @runtime_checkable
 class Planned(Protocol):
-    """An object that was built through a resolver and still holds the resolver."""
+    """A model, or the plan of a model, that still holds the resolver that it was built with."""
 
     @property
     def resolver(self) -> Resolver:

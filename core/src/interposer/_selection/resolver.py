@@ -210,7 +210,7 @@ class Resolver:
     def communicator(
         self, collective: str, dtype: torch.dtype, num_bytes: int, prefix: str
     ) -> tuple[Choice, Communicator | None]:
-        """Choose the communicator for a collective over ``ranks``; None if ranks are described.
+        """Choose the communicator for a collective; None if the ranks are only described.
 
         Args:
             num_bytes: bytes on one rank.
@@ -286,14 +286,14 @@ class Resolver:
                         if name in ("*", requested_name)
                     }
                     raise ConfigError(
-                        f"The rule {key!r} matches no place where this model asks for {name!r}. "
+                        f"The rule {key!r} matches no place where this model requests {name!r}. "
                         f"Places, nearest first: {near_names(glob, places)}"
                     )
 
     def _choose(
         self, request: Request, gates: tuple[Gate, ...], load: Loader, *, anew: bool = False
     ) -> tuple[Choice, Any]:
-        """Return the choice for ``request`` and the object that it loaded; remember both.
+        """Return the choice for ``request`` and the loaded object, from the cache if possible.
 
         Args:
             anew: replace a remembered choice.
@@ -311,7 +311,7 @@ class Resolver:
     def _select(
         self, request: Request, gates: tuple[Gate, ...], load: Loader
     ) -> tuple[Choice, Any]:
-        """Select a candidate for ``request`` and load it, without remembering either."""
+        """Select a candidate for ``request`` and load it, without caching the result."""
         # A model may be built on the meta device, but modules of plugins that are imported here
         # must be able to create real tensors.
         with torch.device("cpu"), self._observing(request) as choices:
@@ -339,7 +339,7 @@ class Resolver:
         return request, gates, load
 
     def _all_reduce_dims(self, dtype: torch.dtype) -> Dims:
-        """Return the dims of a request for a layer that sums over ranks: how many, and by what."""
+        """Return the dims of a layer that sums over ranks: their number and the communicator."""
         if self.ranks is None:
             return {}
         if dtype not in self._all_reduce_names:
@@ -441,6 +441,6 @@ class Resolver:
         if isinstance(measured, str) and self.config.strict:
             raise ConfigError(
                 f"{measured}. Try: `interposer tune` again, or Config(tables=False), "
-                "for a strict configuration takes no table that does not fit"
+                "because a strict configuration uses only tables that match"
             )
         return measured

@@ -153,7 +153,7 @@ def select_and_load(
 def _examine(
     gates: Iterable[Gate], load: Loader | None, request: Request, candidate: Candidate
 ) -> tuple[Verdict, Any]:
-    """Return the first refusal of ``gates``, or load the candidate and return the object.
+    """Check a candidate by ``gates`` and load it; return (verdict, loaded object or None).
 
     An exception in a candidate's code is a refusal.
     """
@@ -218,7 +218,7 @@ class _Ranking:
         return self.preference(candidate) < len(self.policy.prefer)
 
     def preferred(self, candidate: Candidate) -> str:
-        """Say by which source a candidate is preferred, or return ""."""
+        """Return text that says whether user or platform prefer a candidate, or ""."""
         if self.prefers(candidate):
             return "preferred by the configuration"
         default = self.policy.default
@@ -291,9 +291,7 @@ class _Ranking:
             case "score":
                 return f"accepted, but outranked (score {candidate.score:g} < {chosen.score:g})"
             case "name":
-                return (
-                    f"accepted, but ties with {chosen.name} and stands behind by provider and name"
-                )
+                return f"accepted, but ties with {chosen.name} and ranks lower by provider and name"
 
     def notes(
         self, chosen: Candidate, refused: Iterable[tuple[Candidate, Verdict]]
@@ -305,14 +303,14 @@ class _Ranking:
             if reasons:
                 yield f"preferred, but refused: {glob!r} ({'; '.join(reasons)})"
             else:
-                yield f"preferred, but not there: {glob!r}"
+                yield f"preferred, but no candidate matches: {glob!r}"
         if chosen.emulation:
             yield f"an emulation: it {chosen.emulation}"
         if extra := getattr(chosen.record, "extra_roundings", 0):
             yield f"may be off by {extra} roundings more than the op allows"
         if self.unproven(chosen):
-            mend = "Try: interposer verify, then interposer tune"
-            yield f"never measured on this device ({self.architecture}). {mend}"
+            remedy = "Try: interposer verify, then interposer tune"
+            yield f"never measured on this device ({self.architecture}). {remedy}"
 
 
 def _acceptance_notes(

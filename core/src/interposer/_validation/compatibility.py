@@ -51,7 +51,7 @@ _LEADING_NAME = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
 
 
 def check_requirements(dist: Distribution) -> Verdict:
-    """Check the metadata, and that the required torch and SDK versions are installed.
+    """Check a distribution's metadata, and that the required torch and SDK are installed.
 
     Requirements of extras, and with a marker that is false here, are ignored.
     """
@@ -187,7 +187,7 @@ def hook_names(plugin: Any) -> tuple[str, ...]:
 
 
 def declared_records(manager: pluggy.PluginManager, name: str) -> list[Any]:
-    """Return the objects that the plugin ``name`` declares, unchecked; exceptions pass.
+    """Return the records of plugin ``name`` without checks; its exceptions reach the caller.
 
     At most one object more than the limit is read, so that an endless generator is detected.
 

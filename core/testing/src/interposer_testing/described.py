@@ -151,13 +151,13 @@ class DeviceDescription(BaseModel):
 
         Raises: StorageError: the file cannot be read, or is no valid description.
         """
-        mend = "interposer doctor --describe FILE writes one to start from"
+        remedy = "interposer doctor --describe FILE writes one to start from"
         try:
             return cls.model_validate_json(Path(path).read_bytes())
         except OSError as error:
-            raise StorageError(path, f"cannot be read: {error.strerror}", mend) from error
+            raise StorageError(path, f"cannot be read: {error.strerror}", remedy) from error
         except ValidationError as error:
-            raise StorageError(path, f"describes no device: {_faults(error)}", mend) from error
+            raise StorageError(path, f"describes no device: {_faults(error)}", remedy) from error
 
     def to_json(self) -> str:
         """Return the text of a JSON file for ``read``; equal descriptions give equal texts."""
@@ -277,7 +277,7 @@ def described_placement(registry: Registry, wanted: str | os.PathLike[str]) -> P
 
 
 def _find(registry: Registry, wanted: str | os.PathLike[str]) -> tuple[DeviceDescription, str]:
-    """Return the description and the origin, such as "in gpu.json"."""
+    """Find a description by name or file; return it with the origin, such as "in gpu.json"."""
     shipped = registry.records(DeviceEntry)
     # A ``Path`` is always a file, a text can be both: names of descriptions come first.
     if isinstance(wanted, str):
@@ -322,7 +322,7 @@ def _platform_hint(registry: Registry, platform: str) -> str:
 
 
 def _remedy(registry: Registry, package: str) -> str:
-    """Say why ``package`` is not in use, and how to change that; completes a sentence."""
+    """Return the end of a sentence: why ``package`` is not in use, and how to enable it."""
     for failure in registry.plugins.failed:
         if failure.distribution == package:
             return f"failed: {failure.error.reason}.\nTry: interposer doctor"

@@ -46,7 +46,7 @@ def typical_sequences(num_tokens: int) -> tuple[tuple[int, int], ...]:
 
 
 def typical_step(num_tokens: int, page_size: int) -> tuple[AttentionBatch, int]:
-    """Return the batch of ``typical_sequences`` in host memory, and P.
+    """Return the batch of ``typical_sequences`` in host memory, and P, the number of pages.
 
     Every sequence has consecutive pages.
     """

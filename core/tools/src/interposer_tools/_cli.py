@@ -40,8 +40,8 @@ def main() -> None:
             raise
         files = {name: getattr(sys.modules.get(name), "__file__", None) for name in _REQUIRED}
         places = [f"{name!r} is imported from {file}" for name, file in files.items() if file]
-        mend = "rename the files that hide these packages, or take their folder off PYTHONPATH"
-        _end([f"{error}", *places], mend)
+        remedy = "rename the files that hide these packages, or take their folder off PYTHONPATH"
+        _end([f"{error}", *places], remedy)
 
 
 def _check_streams() -> None:
@@ -69,7 +69,7 @@ def _null_stream(number: int, mode: str) -> TextIO:
     return io.TextIOWrapper(stream, encoding="utf-8", errors="replace")
 
 
-def _end(faults: Iterable[str], mend: str) -> None:
-    lines = "\n  ".join(["error: What is installed cannot be imported.", *faults])
-    print(f"{lines}\nTry: {mend}", file=sys.stderr)
+def _end(faults: Iterable[str], remedy: str) -> None:
+    lines = "\n  ".join(["error: Installed packages cannot be imported.", *faults])
+    print(f"{lines}\nTry: {remedy}", file=sys.stderr)
     sys.exit(1)

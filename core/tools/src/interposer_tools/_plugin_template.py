@@ -101,8 +101,8 @@ class NewPlugin:
             ) from error
         target = folder / self.name
         if target.exists() or target.is_symlink():
-            mend = "another name, another folder after --into, or remove it"
-            raise StorageError(target, "exists already", mend)
+            remedy = "another name, another folder after --into, or remove it"
+            raise StorageError(target, "exists already", remedy)
         if not folder.is_dir():
             raise StorageError(
                 folder, "is not a directory", "make it, or name another after --into"
@@ -122,7 +122,7 @@ class NewPlugin:
         return target
 
     def _answers(self) -> dict[str, str | bool]:
-        """Answer the template's questions, with the versions of the installed SDK."""
+        """Return the template's variables, with the versions of the installed SDK."""
         distribution = importlib_metadata.distribution("interposer")
         major, minor = Version(distribution.version).release[:2]
         requirements = map(Requirement, distribution.requires or ())
@@ -167,8 +167,8 @@ def _normalised(name: str) -> str:
     else:
         reason = _conflict(normalised, package)
     if reason:
-        mend = _proposed_name(normalised)
-        raise ConfigError(f"{name!r} cannot be the name of a new plugin: {reason}.\nTry: {mend}")
+        remedy = _proposed_name(normalised)
+        raise ConfigError(f"{name!r} cannot be the name of a new plugin: {reason}.\nTry: {remedy}")
     return normalised
 
 

@@ -23,7 +23,7 @@ _STARTS_PER_STEP = tl.constexpr(256)  # sequence starts compared with a token in
 
 @triton.jit
 def is_visible(queries, keys, num_keys, window, prefix, CAUSAL: tl.constexpr, BOTH: tl.constexpr):
-    """Return the mask ``[R, L]``: do queries at positions ``[R, 1]`` see keys ``[1, L]``."""
+    """Return the mask ``[R, L]`` of keys at ``[1, L]`` that queries at ``[R, 1]`` may see."""
     # The bounds of each query do not depend on the keys: the compiler hoists them out of the loop
     # over keys, which keeps one comparison.
     start, end = keys_of_any(queries, queries, num_keys, window, prefix, CAUSAL, BOTH)

@@ -38,7 +38,7 @@ class GatheredStep:
 
 
 class GatheredBackend(AttentionBackend):
-    """Attend to this step's own keys in whole-prompt steps, else to copies from the cache."""
+    """Attend to this step's keys if all prompts are complete, else to copies from the cache."""
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, step: GatheredStep) -> Tensor:

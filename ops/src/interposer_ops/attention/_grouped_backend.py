@@ -66,7 +66,7 @@ class GroupedBackend(AttentionBackend):
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
         """Accept decoders with a uint4 cache and a head size of whole groups."""
         if spec.cache_dtype != UINT4:
-            return Verdict.refuse(f"stores 4 bits, asked for {spec.cache_dtype}")
+            return Verdict.refuse(f"stores 4 bits, requested {spec.cache_dtype}")
         if spec.head_size % GROUP_SIZE:
             return Verdict.refuse(
                 f"stores groups of {GROUP_SIZE} numbers, the head size is {spec.head_size}"

@@ -1,4 +1,4 @@
-"""Attention over sequences padded to one length: the definition shared by several ops.
+"""Reference attention over sequences padded to one length, shared by several ops.
 
 Dimensions: T tokens, N heads, K kv heads, G = N / K, D head size, E size of a value, B sequences, Q
 longest query, L keys of a padded sequence, P pages, S page size, M pages of the longest sequence.

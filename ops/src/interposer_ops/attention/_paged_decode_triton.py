@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Decode over a paged cache: the keys of each query are processed in parts, which are joined.
+"""Split-KV decode over a paged cache: one program per part of the keys, then a reduction.
 
 Dimensions: R rows of queries, N heads, K kv heads, G = N / K, D head size, B sequences, P pages, S
 page size, C largest number of parts.
@@ -97,7 +97,7 @@ def mix_parts(
     strides: tuple[int, ...], sizes: dict[str, Any], out: Tensor, sinks: Tensor | None,
     value_scale: Tensor | None,
 ) -> None:  # fmt: skip
-    """Compute the rows of ``out`` for sequences with one query: parts first, then the join.
+    """Compute the rows of ``out`` for sequences with one query, by split-KV attention.
 
     Args:
         cache: keys, values, page table.
@@ -185,7 +185,7 @@ def _mix_part(
 
 @triton.jit
 def _parting(num_keys, window, PART: tl.constexpr, MOST: tl.constexpr, KEYS: tl.constexpr):
-    """Return the first key, the tokens per part and the number of parts of a sequence's last token.
+    """Return the first visible key, the keys per part and the number of parts of a sequence.
 
     A part has PART tokens, or more if the sequence would otherwise need more than MOST parts.
     """

@@ -206,7 +206,7 @@ merge_attention_states_cases = CaseSpace(
 def merge_attention_states_sample(
     dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
 ) -> Case:
-    """Build two sides of similar weight."""
+    """Build two partial attention results whose softmax sums are similar."""
     generator = torch.Generator().manual_seed(seed)
     shape = (num_tokens, int(dims["num_heads"]), int(dims["value_size"]))
     label = f"{num_tokens} tokens"

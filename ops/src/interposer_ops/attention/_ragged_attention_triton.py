@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Attention without a cache in Triton: one pass over the keys per tile of queries; merge of states.
+"""Attention without a cache in Triton, and the merge of two partial attention results.
 
 T query tokens, U key tokens, N heads, K kv heads, D size of a query and key, E size of a value, B
 sequences.

@@ -70,7 +70,7 @@ class SdpaPlan:
 
 
 class SdpaBackend(AttentionBackend):
-    """Attend to this step's own keys for whole prompts, else to copies from the cache."""
+    """Attend to this step's keys for complete prompts, else to copies from the cache."""
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:

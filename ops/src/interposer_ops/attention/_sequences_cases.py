@@ -123,7 +123,7 @@ def sampled_lengths(dims: Dims, num_tokens: int) -> Lengths:
 
 
 def sampled_scores(dims: Dims) -> dict[str, Any]:
-    """Return the score options that a sample's dims ask for."""
+    """Return the score options, such as a softcap, that a sample's dims request."""
     return {
         "window_tokens": _WINDOW_TOKENS if dims["windowed"] else None,
         "softcap": _SOFTCAP if dims["softcapped"] else None,
@@ -134,7 +134,7 @@ def sampled_scores(dims: Dims) -> dict[str, Any]:
 
 
 def sampled_storage(dims: Dims, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the cache options that a sample's dims ask for; an 8-bit cache has scales."""
+    """Return the cache options that a sample's dims request; an 8-bit cache has scales."""
     name = str(dims.get("cache_dtype") or dtype_name(dtype))
     scaled = bool(dims.get("scaled", name != dtype_name(dtype)))
     per_head = scaled and dims.get("per_head")

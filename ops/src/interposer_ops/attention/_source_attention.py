@@ -1,4 +1,4 @@
-"""Cross attention: every query of a sequence sees the whole stored encoder input.
+"""Cross attention: every query of a sequence sees all stored tokens of its encoder input.
 
 Dimensions: T tokens, B sequences, P pages.
 """

@@ -196,8 +196,8 @@ class Builder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
             return super().build(common_prefix_len, step, fast_build)
         if step.causal is not True:
             raise ConfigError(
-                "vLLM runs a step in which tokens see later ones, of layers that it described as "
-                "causal. Try: VLLM_PLUGINS without interposer"
+                "vLLM runs a step without a causal mask, in layers that it described as causal. "
+                "Try: VLLM_PLUGINS without interposer"
             )
         if self._has_all_backends:
             return Metadata(

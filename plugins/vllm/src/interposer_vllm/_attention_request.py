@@ -39,7 +39,7 @@ def spec_of(name: str, layer: Any, page_size: int, config: Any) -> AttentionSpec
         raise ConfigError(f"has values of {layer.head_size_v} and keys of {layer.head_size}")
     _check_readers(name, config)
     if layer.use_mm_prefix or getattr(layer, "is_draft_layer", False):
-        raise ConfigError("has steps in which tokens see later ones")
+        raise ConfigError("has steps without a causal mask")
     dtype = layer.dtype
     cache_dtype = _CACHE_DTYPES.get(layer.kv_cache_dtype, layer.kv_cache_torch_dtype)
     if cache_dtype != dtype and getattr(layer, "calculate_kv_scales", False):

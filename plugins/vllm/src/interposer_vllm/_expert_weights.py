@@ -48,7 +48,7 @@ def fill_experts(experts: Experts, loaded: Mapping[str, Tensor | None]) -> None:
         for name in tensors
     }
     if unread:
-        raise ConfigError(f"vLLM also holds {', '.join(sorted(unread))}, which no method reads")
+        raise ConfigError(f"vLLM also stores {', '.join(sorted(unread))}, which no method reads")
     layers = list(_layers(experts))
     for expert, layer in layers:
         tensors = tensors_by_projection[_projection_of(layer, experts)]
@@ -78,7 +78,7 @@ def _tensors(operands: Any) -> Iterator[Tensor]:
 
 
 def _layers(experts: Experts) -> Iterator[tuple[int, Linear]]:
-    """Yield (number of the expert, linear layer); kernels for all experts have no layers."""
+    """Yield (expert number, linear layer); nothing if one kernel computes all experts."""
     for name, pair in experts.named_children():
         assert isinstance(pair, nn.ModuleList)  # as ``LinearExperts`` adds them
         for layer in pair:
@@ -96,7 +96,7 @@ def _projection_of(layer: Linear, experts: Experts) -> str:
 
 
 def _fill_at_once(experts: Experts, projection: str, loaded: Mapping[str, Tensor]) -> None:
-    """Fill the parameters ``[E, ...]`` of one projection, as if of one linear layer."""
+    """Fill the parameters ``[E, ...]`` of one projection of all experts."""
     is_second = projection == _SECOND
     names = [
         name

@@ -45,11 +45,11 @@ def _refusal(layer: Any, moe: Any) -> str | None:
     padded = moe.intermediate_size_per_partition != moe.intermediate_size_per_partition_unpadded
     if activation not in _ACTIVATIONS:
         supported = ", ".join(_ACTIVATIONS)
-        return f"its activation is {activation!r}, experts taken over have one of {supported}"
+        return f"its activation is {activation!r}, supported are {supported}"
     if layer.swiglu_limit is not None:
         return f"its gates are clamped at {layer.swiglu_limit}"
     if layer.apply_router_weight_on_input:
-        return "it weights what experts read, not what they return"
+        return "it applies router weights to the inputs of experts, not to their outputs"
     if padded or moe.hidden_dim != moe.hidden_dim_unpadded:
         return "vLLM pads its weights for a kernel of its own"
     if parallel.enable_eplb:
@@ -57,7 +57,7 @@ def _refusal(layer: Any, moe: Any) -> str | None:
     if moe.is_lora_enabled:
         return "adapters of vLLM read its weights"
     if parallel.dp_size > 1 or parallel.pcp_size > 1 or parallel.is_sequence_parallel:
-        return "its tokens lie on several workers, between which vLLM's own kernel sends them"
+        return "its tokens are spread over several workers, and only vLLM's kernel exchanges them"
     if getattr(layer.quant_config, "desc_act", False):
         return "vLLM drops the order of its inputs"
     return None

@@ -126,14 +126,14 @@ class _AdoptedHead:
 
 
 def bind_untied_head(head: Any) -> None:
-    """Bind the matmul of a head that shares no table."""
+    """Bind a matmul kernel to the weight of an LM head that is not tied to the embedding."""
     site = session().site(head.prefix, head.params_dtype)
     _bind_matmul(head, site.bind_kernel(linear, **_head_sizes(head)), head.weight.data)
     free_parameters(head, head.quant_method.matmul.operands, keep=("bias",))
 
 
 def bind_tied(head: Any, table: Any) -> None:
-    """Bind a lookup and a matmul that read one prepared copy of the tied weight."""
+    """Bind lookup and matmul kernels that read one prepared copy of the tied weight."""
     site = session().site(table.prefix, table.params_dtype)
     rows, hidden = table.num_embeddings_per_partition, table.embedding_dim
     lookup, matmul = site.bind_table(

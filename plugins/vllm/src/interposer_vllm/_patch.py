@@ -59,7 +59,7 @@ def parameters(function: Callable[..., Any]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """One extension of vLLM.
+    """One extension of vLLM, with the members of vLLM that it relies on.
 
     Attributes:
         members: everything in vLLM that the patch calls or overrides.
@@ -76,6 +76,6 @@ class Patch:
     needs: tuple[str, ...] = ()
 
     def check(self) -> Verdict:
-        """Refuse with the reason of the first member that is not as expected."""
+        """Accept if vLLM has all members as expected; refuse with the first difference."""
         verdicts = (member.check() for member in self.members)
         return next((verdict for verdict in verdicts if not verdict), Verdict.accept())

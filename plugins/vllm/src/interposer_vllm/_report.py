@@ -48,7 +48,7 @@ class Report:
 
     @classmethod
     def of(cls, session: Session) -> Report:
-        """Build the report of a session in the present state."""
+        """Build the report of a session as of now."""
         seams = {name: "" if verdict else verdict.reason for name, verdict in VERDICTS.items()}
         notes = {name: v.reason for name, v in VERDICTS.items() if v and v.reason}
         explanation = explain(session).to_dict()

@@ -17,7 +17,7 @@ from interposer_ops.layers.linear import Linear
 __all__ = ["empty_layer", "fill", "narrow", "outputs_by_layer", "widen"]
 
 # The sizes of a packed weight. vLLM keeps the unsharded sizes of one of the fused layers. The
-# method needs the sizes of this worker's shard, which it got when it created its parameters.
+# method needs the sizes of this worker's shard, and received these in ``create_weights``.
 _SIZES = "weight_shape"
 
 
@@ -67,7 +67,7 @@ def fill(holder: Linear, loaded: Mapping[str, Tensor | None]) -> None:
         if tensor is not None and name not in declared and id(tensor) not in matching_ids
     }
     if unread:
-        raise ConfigError(f"vLLM also holds {', '.join(sorted(unread))}, which no method reads")
+        raise ConfigError(f"vLLM also stores {', '.join(sorted(unread))}, which no method reads")
     for name, parameter in declared.items():
         data = _converted(name, parameter, loaded.get(name), len(holder.parts))
         filled = nn.Parameter(data, requires_grad=False)

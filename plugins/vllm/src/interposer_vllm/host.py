@@ -32,7 +32,7 @@ _numbers = itertools.count()
 
 
 class VLLM(Host):
-    """Builds single vLLM layers without an engine."""
+    """Host for kernel tests that builds single vLLM layers without an engine."""
 
     def __init__(self) -> None:
         """Apply all patches, as each process of vLLM does.
@@ -42,9 +42,7 @@ class VLLM(Host):
         try:
             import vllm
         except ImportError as error:
-            raise ConfigError(
-                f"vLLM cannot be imported: {error}. Try: install it beside interposer-vllm"
-            ) from error
+            raise ConfigError(f"vLLM cannot be imported: {error}. Try: pip install vllm") from error
         register()
         patch_layers()
         self._version = str(vllm.__version__)

@@ -35,7 +35,7 @@ class Subject:
     device: str = "cpu"
 
     def given(self, case: Case, fence: Fence = "") -> CallArguments:
-        """Copy the arguments of ``case`` to guarded memory and prepare the constants."""
+        """Copy the arguments of ``case`` to guarded memory, and prepare its constants."""
         operands = {
             name: Operand(value, self.device, fence)
             for name, value in case.arguments.items()

@@ -1,4 +1,4 @@
-"""Exemplars: a few small cases of an op, for checks that are too slow for all cases."""
+"""Exemplars: a few small cases of an op, for checks that are too slow to run on all cases."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Exemplar:
 
 
 def exemplars(op: CustomOp[..., Any], seed: int) -> Iterator[Exemplar]:
-    """Yield the covering cases of ``op`` that are suitable as exemplars."""
+    """Yield the small cases of ``op`` without empty tensors or special values."""
     for planned in planned_cases(op, seed, quick=True):
         exemplar = exemplar_of(op, planned, planned.build(), seed)
         if exemplar is not None:
@@ -57,7 +57,7 @@ def exemplars(op: CustomOp[..., Any], seed: int) -> Iterator[Exemplar]:
 def exemplar_of(
     op: CustomOp[..., Any], planned: PlannedCase, case: Case, seed: int
 ) -> Exemplar | None:
-    """Create the exemplar of ``case``, built from ``planned``; None for an unsuitable case."""
+    """Create an exemplar from ``case``; None if it has empty, special or no tensors."""
     tensors = [v for v in case.arguments.values() if isinstance(v, torch.Tensor)]
     is_special = planned.point is not None and planned.point.special != ORDINARY
     if is_special or not tensors or not all(tensor.numel() for tensor in tensors):

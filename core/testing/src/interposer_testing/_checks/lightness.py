@@ -24,8 +24,8 @@ def check_lightness(module: str) -> list[Fault]:
     packages = process.stdout.split()
     if packages:
         reason = (
-            f"its import loads {', '.join(packages)}; move the code that needs them to another "
-            "module and name it by import string"
+            f"its import loads {', '.join(packages)}; move the code that needs these packages "
+            "to another module, and name that module in import strings"
         )
         return [Fault("import", where, reason)]
     return []

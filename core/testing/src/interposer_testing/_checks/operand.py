@@ -70,7 +70,7 @@ class Operand:
         return bool((self._buffer.cpu() != self._before)[self._covered].any())
 
     def strays(self) -> int:
-        """Count the changed buffer elements outside the tensor."""
+        """Count the elements that were written outside the tensor."""
         changed = self._buffer.cpu() != self._before
         return int((changed & ~self._covered).sum())
 

@@ -1,4 +1,4 @@
-"""Random values for the parameters of a quantized layer."""
+"""Random values for the parameters of a quantized layer, which may restrict their values."""
 
 from __future__ import annotations
 

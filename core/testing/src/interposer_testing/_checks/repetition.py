@@ -20,7 +20,7 @@ _SWITCH_SECONDS = 1e-5
 
 
 def check_determinism(subject: Subject, exemplar: Exemplar) -> list[Fault]:
-    """Check that five calls with equal arguments, each in new memory, give the same bits."""
+    """Check that five calls with equal arguments, each in new memory, give equal bits."""
     case, mutates = exemplar.build(), subject.op.mutates
     first = subject.call(subject.given(case)).values(mutates)
     for run in range(2, _RUNS + 1):

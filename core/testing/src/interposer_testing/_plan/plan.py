@@ -191,7 +191,7 @@ def _judge(
     device: DeviceDescription,
     capability: Capability,
 ) -> Verdict:
-    """Accept if the record accepts any request; otherwise return the most telling refusal."""
+    """Accept if the record accepts any request; otherwise return the most helpful refusal."""
     refusals = []
     for request in requests:
         verdict = judge(replace(request, platform=device.platform, capability=capability))

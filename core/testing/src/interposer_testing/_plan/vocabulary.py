@@ -14,7 +14,7 @@ from interposer_testing.described import DeviceDescription
 
 @dataclass(slots=True)
 class Lookups:
-    """The names that code looked up in a capability."""
+    """Features and formats that plugin code looked up in a ``Capability``."""
 
     features: set[str] = field(default_factory=set)
     formats: set[str] = field(default_factory=set)
@@ -22,7 +22,7 @@ class Lookups:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The names that occur in any device description."""
+    """All features, formats and architectures that at least one device description has."""
 
     features: frozenset[str]
     architectures: frozenset[str]
@@ -77,7 +77,7 @@ class Vocabulary:
 
 
 def watched(capability: Capability, lookups: Lookups) -> Capability:
-    """Return an equal capability that records in ``lookups`` which names are looked up."""
+    """Return an equal capability that records every looked-up name in ``lookups``."""
     features: Any = _Watched(capability.features, lookups.features)
     formats: Any = _Watched(capability.formats, lookups.formats)
     return replace(capability, features=features, formats=formats)

@@ -19,7 +19,7 @@ State = Literal["correct", "wrong", "refused", "not run"]
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """The device and software of a verification.
+    """The machine of a verification: device and software versions.
 
     Attributes:
         device: name of the device, such as ``"EPYC 9B45"``.
@@ -94,7 +94,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """The results of one candidate, or the reason why it has none.
+    """The results of one candidate, or the reason why it was not tested.
 
     Attributes:
         kind, subject: purpose of the candidate, such as ``"kernel"`` and the name of an op.

@@ -14,7 +14,7 @@ from interposer_testing._reports.report import Report
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A state with a text such as counts or dtypes; ``state`` is None in a cell of text only."""
+    """One cell of the support matrix: a state, with text such as counts or dtypes."""
 
     state: State | None = None
     text: str = "-"

@@ -111,8 +111,8 @@ class Report:
         try:
             return cls.from_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            mend = "interposer verify DISTRIBUTION --json FILE writes one"
-            raise StorageError(path, f"cannot be read as a report: {error}", mend) from error
+            remedy = "interposer verify DISTRIBUTION --json FILE writes one"
+            raise StorageError(path, f"cannot be read as a report: {error}", remedy) from error
 
     def write(self, path: Path) -> None:
         """Write ``to_json()`` to a file.

@@ -30,7 +30,7 @@ def examined(outcomes: Iterable[Outcome], scope: Scope, platform: str = "") -> l
 
 @dataclass(slots=True)
 class _Count:
-    """Builder of a ``Tally``."""
+    """Mutable counts of one aspect, converted to a ``Tally`` at the end."""
 
     passed: int = 0
     failed: int = 0
@@ -81,7 +81,7 @@ class _Count:
 
 
 class _Candidate:
-    """Builder of an ``Examined``."""
+    """Mutable results of one candidate, converted to an ``Examined`` at the end."""
 
     def __init__(self, first: Outcome) -> None:
         self._first = first

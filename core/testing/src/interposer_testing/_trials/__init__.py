@@ -1,1 +1,1 @@
-"""Trials: one candidate on one case in one respect, run here or in other processes."""
+"""Trials: tests of one candidate on one case, run in this process or in child processes."""

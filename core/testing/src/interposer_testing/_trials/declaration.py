@@ -68,7 +68,7 @@ def declaration_trials(registry: Registry, device: Device, distribution: str) ->
 
 
 def _reason_not_loadable(registry: Registry, record: Record, device: Device) -> str:
-    """Return the reason why the code of a record may not be importable here, or ""."""
+    """Return why the code of a record may fail to import on this machine, or ""."""
     platform = getattr(record, "platform", "")
     if isinstance(record, DeviceEntry) or platform in registry.runs(device.platform):
         return ""

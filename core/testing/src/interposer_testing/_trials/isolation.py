@@ -25,7 +25,7 @@ _MIN_CANDIDATES_PER_PROCESS = 24
 
 
 def side_by_side(platform: str = "") -> Callable[..., Iterable[Outcome]]:
-    """Return a runner that uses several processes if that saves time, otherwise this process.
+    """Return a function that runs trials, in several processes if that saves time.
 
     On a CPU, the number of processes grows with the number of candidates, up to the number of
     cores. On an accelerator, all trials run in this process: several processes would share the

@@ -132,7 +132,7 @@ def outcome_of(trial: Trial) -> Outcome:
 
 
 def untried(trial: Trial) -> Outcome:
-    """Return the outcome of a trial that has not run, without state and faults."""
+    """Create the outcome of a trial that has not run: identity only, no state or faults."""
     candidate, request, kind = trial.candidate, trial.request, _kind(trial)
     return Outcome(
         kind=kind,

@@ -140,7 +140,7 @@ def absent(
     scope: Scope,
     tested: Iterable[tuple[str, str, str, str]],
 ) -> Iterator[Examined]:
-    """Yield the candidates of the distribution that had no trial, with the reason."""
+    """Yield the candidates of the distribution that no trial tested, with the reason."""
     tested_keys = {_identity(*candidate) for candidate in tested}
     for kind, subject, candidate in declared(registry, scope):
         if _identity(kind, subject, candidate.provider, candidate.name) in tested_keys:

@@ -93,7 +93,7 @@ class CaseSpace:
             yield self.build(point, dtype, seed)
 
     def always_taken(self) -> dict[str, str]:
-        """Describe, by argument, the layouts and variations that every kernel must accept.
+        """Describe by argument the memory layouts and values that every kernel must accept.
 
         Arguments that are not listed are always dense, with a fixed dtype and number of dimensions.
         """
@@ -173,7 +173,7 @@ class CaseSpace:
                 yield point
 
     def _is_redundant(self, point: Point) -> bool:
-        """Return whether a label in ``alone`` is combined with a label that is not the first."""
+        """Tell whether a label that is tested alone is combined with another unusual label."""
         alone = [n for n, labels in self._alone.items() if point.labels[n] in labels]
         return any(
             point.labels[axis.name] != next(iter(axis.values))
@@ -185,7 +185,7 @@ class CaseSpace:
 
 @dataclass(frozen=True, slots=True)
 class PlannedCase:
-    """A case that is not built yet.
+    """The label and dtype of a case, which is built only on demand.
 
     Attributes:
         point: its point in the case space; None for a generator that is no space.

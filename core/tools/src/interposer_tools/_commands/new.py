@@ -19,7 +19,7 @@ class _Template(StrEnum):
 def new(
     what: Annotated[_Template, typer.Argument(metavar="plugin", help="The word plugin.")],
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the new distribution.")],
-    kind: Annotated[PluginKind, typer.Option(help="What the plugin provides.")],
+    kind: Annotated[PluginKind, typer.Option(help="Kind of the plugin.")],
     into: Annotated[
         Path, typer.Option(metavar="DIR", help="Parent folder of the new package.")
     ] = Path(),

@@ -152,8 +152,8 @@ def _forget(health: Health, store: Store) -> None:
 def _examine_cache(health: Health, store: Store) -> None:
     reason = _unusable(store.folder)
     if reason:
-        mend = "set cache_dir or INTERPOSER_CACHE_DIR to a folder that can be written"
-        health.problems.append(Problem(f"cache {store.folder}", reason, mend))
+        remedy = "set cache_dir or INTERPOSER_CACHE_DIR to a folder that can be written"
+        health.problems.append(Problem(f"cache {store.folder}", reason, remedy))
     entries = {}
     for kind in store.kinds():
         stored = list(store.entries(kind))
@@ -213,9 +213,9 @@ def _examine_platforms(health: Health, registry: Registry, config: Config) -> No
             )
         )
         if verdict.traceback:
-            mend = f"fix, reinstall or uninstall {candidate.provider}"
+            remedy = f"fix, reinstall or uninstall {candidate.provider}"
             subject = f"platform {candidate.name!r} of {candidate.origin}"
-            health.problems.append(Problem(subject, verdict.reason, mend, verdict.traceback))
+            health.problems.append(Problem(subject, verdict.reason, remedy, verdict.traceback))
     try:
         placement = place(config)
         health.device = DeviceDescription.of(placement).model_dump(mode="json")
@@ -231,9 +231,9 @@ def _examine_platforms(health: Health, registry: Registry, config: Config) -> No
         health.machine |= platform.facts()
     except foreign_errors() as error:
         subject = f"facts of platform {platform.name!r}"
-        mend = f"fix or reinstall {placement.choice.chosen.provider}"
+        remedy = f"fix or reinstall {placement.choice.chosen.provider}"
         reason = described(error)
-        health.problems.append(Problem(subject, reason, mend, traceback.format_exc()))
+        health.problems.append(Problem(subject, reason, remedy, traceback.format_exc()))
 
 
 def _examine_plugins(health: Health, registry: Registry) -> None:
@@ -256,18 +256,18 @@ def _examine_plugins(health: Health, registry: Registry) -> None:
 
 
 def _examine_rules(health: Health, registry: Registry, config: Config) -> None:
-    mend = "correct it in the source that sets it, or install the plugin that it names"
+    remedy = "correct the setting in its source, or install the plugin with that name"
     try:
         registry.check_rules(config)
     except ConfigError as error:
-        health.problems.append(Problem("configuration", str(error), mend))
+        health.problems.append(Problem("configuration", str(error), remedy))
         return
     wrong = _wrong_pins(registry, config)
-    health.problems += [Problem("configuration", str(error), mend) for error in wrong]
+    health.problems += [Problem("configuration", str(error), remedy) for error in wrong]
 
 
 def _wrong_pins(registry: Registry, config: Config) -> Iterator[UnknownNameError]:
-    """Yield an error for every pinned name that no candidate has."""
+    """Yield an error for every pin in the configuration that names no candidate."""
     for field_name, kind in _RULES.items():
         rules: Mapping[str, Rule] = getattr(config, field_name)
         for key, rule in rules.items():

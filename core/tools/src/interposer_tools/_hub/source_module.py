@@ -43,7 +43,7 @@ class ImportedName:
 
 @dataclass(frozen=True)
 class SourceModule:
-    """The source of one module.
+    """A parsed Python module: its text, imports and top-level definitions.
 
     Attributes:
         name: dotted name of the module.
@@ -104,7 +104,7 @@ def source_module(name: str) -> SourceModule:
 
 
 def needed_names(statement: Binding, *, decorated: bool) -> tuple[set[str], set[str]]:
-    """Return the names that a statement needs at run time, and names only in annotations.
+    """Return the names that a statement uses at run time, and those only in annotations.
 
     Args:
         decorated: include the names in the statement's own decorators.

@@ -31,10 +31,10 @@ _NOTE = "# Copied from {module} by `interposer hub-kernels`: edit the original a
 
 
 class SourceTree:
-    """Definitions from some packages, with everything that the definitions need."""
+    """A new package, filled with copies of definitions and of everything that they use."""
 
     def __init__(self, packages: Iterable[str]) -> None:
-        """Create an empty tree.
+        """Create a package without definitions.
 
         Args:
             packages: packages whose definitions are copied; all other packages are imported.
@@ -81,7 +81,7 @@ class SourceTree:
                 self._include(*self._resolved(imported.module, imported.name))
 
     def _used(self, source: SourceModule, statement: Binding) -> set[str]:
-        """Return the names of the module that a statement uses.
+        """Return the module-level names that a statement uses.
 
         Annotations of functions never run, so no further module is copied for names that occur only
         there. Such names from this module and from foreign packages are included for readers.

@@ -1,4 +1,4 @@
-"""The clock: times calls with cold caches."""
+"""Timing of calls on a device, with cold caches."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Table(_Model):
 
     @classmethod
     def stored(cls, store: Store) -> Table:
-        """Read the measurements in ``store``, without corrupt ones."""
+        """Read the valid measurements in ``store``; skip corrupt ones."""
         entries = (
             Entry.stored(entry.key, entry.value)
             for entry in store.entries(KIND)

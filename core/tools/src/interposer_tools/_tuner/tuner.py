@@ -83,7 +83,7 @@ def tune(
 
 
 class _Session:
-    """The measurement of one plan."""
+    """One tuning run: measures all requests of a planned model."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class _Session:
 
 
 class _CallError(Exception):
-    """The candidate ``name`` failed during the measurement."""
+    """A call of candidate ``name`` raised during the measurement."""
 
     def __init__(self, name: str) -> None:
         self.name = name

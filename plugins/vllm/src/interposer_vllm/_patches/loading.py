@@ -1,4 +1,4 @@
-"""The patch of model loading: applies the patches of layers before, writes the report after.
+"""The patch of model loading: patches layer classes before, writes the report after.
 
 By then all plugins of vLLM have registered, in any order. So the patches see the classes that other
 plugins have replaced, and no other plugin finds a class already replaced by interposer.
@@ -37,7 +37,7 @@ _log = logging.getLogger("vllm.interposer")
 
 
 def patch_layers() -> None:
-    """Apply the patches of layers; repeated calls do nothing."""
+    """Apply the patches of vLLM's layer classes; repeated calls do nothing."""
     import vllm
 
     apply_patches(LAYER_PATCHES, vllm.__version__)
