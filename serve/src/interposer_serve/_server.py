@@ -110,6 +110,7 @@ class Server(uvicorn.Server):
             server.close()
         for connection in [*self.server_state.connections]:
             connection.shutdown()
+        # uvicorn cancels running answers after ``_CLOSE_SECONDS``, so drain them first.
         deadline = time.monotonic() + self._drain_seconds
         while self.server_state.tasks and not self.is_forced and time.monotonic() < deadline:
             if self._endpoints.trouble:

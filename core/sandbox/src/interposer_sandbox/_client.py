@@ -28,6 +28,7 @@ main(**json.loads(sys.argv[2]))
 """
 # The server sends a sign of life every second, but not while it imports torch.
 _SILENCE_SECONDS = 150.0
+# Time for the server to kill its forks and to exit.
 _END_SECONDS = 3.0
 
 

@@ -65,6 +65,6 @@ def nearest_first(name: str, known: Iterable[str]) -> list[str]:
 def near_names(name: str, known: Iterable[str]) -> str:
     """Return as text the three known names that resemble ``name`` most, and how many others are."""
     ordered = nearest_first(name, known)
-    shown = ", ".join(map(repr, ordered[:_MAX_SHOWN])) or "(none)"
+    nearest = ", ".join(map(repr, ordered[:_MAX_SHOWN])) or "(none)"
     num_others = len(ordered) - _MAX_SHOWN
-    return f"{shown}, and {num_others} more" if num_others > 0 else shown
+    return f"{nearest}, and {num_others} more" if num_others > 0 else nearest

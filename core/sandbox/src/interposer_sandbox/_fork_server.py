@@ -80,6 +80,7 @@ def main(
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        # A crash of foreign code is a normal finding, and must not write a core file.
         _, hard = resource.getrlimit(resource.RLIMIT_CORE)
         resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
         # Move the pipes away from stdin and stdout, which code may read and print to.
@@ -95,6 +96,7 @@ def main(
         if sys.platform == "linux":  # adopt orphaned processes that left their group
             _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         snapshot_for_forks(host.guarded)
+        # A garbage collection in a fork would write to, and so copy, pages shared with the server.
         gc.freeze()
         _serve(request_fd, answer_fd, host, imports and _import(host))
         _exit(0)
@@ -180,6 +182,7 @@ def _run_in_fork(
             has tried to import the slow modules.
     """
     try:
+        # A new process group, so that the watch can kill this process with its descendants.
         os.setsid()
         if sys.platform == "linux":  # end with the server, however it ends
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -187,6 +190,7 @@ def _run_in_fork(
                 Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
         for descriptor in private:
             os.close(descriptor)
+        # Printing is forbidden until ``unmute`` redirects the output to ``pipes.output``.
         os.dup2(pipes.quiet, 1)
         os.dup2(pipes.quiet, 2)
         os.close(pipes.quiet)
@@ -273,6 +277,7 @@ class _PipeReporter(Reporter):
         line = memoryview(_dumps({"token": self._token, **message}).encode() + b"\n")
         try:
             with self._lock:
+                # A write to a full pipe may be partial.
                 while line:
                     line = line[_write(self._lines, line) :]
         except OSError:  # the code closed this pipe

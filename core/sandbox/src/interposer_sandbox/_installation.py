@@ -65,6 +65,7 @@ def shadowed(prefix: str) -> list[str]:
     Args:
         prefix: beginning of the names of top-level modules and distributions.
     """
+    # Imported here, because only the report of a failed import needs these modules.
     from importlib import metadata
 
     from interposer_sandbox._metadata import editable_folder
@@ -75,6 +76,7 @@ def shadowed(prefix: str) -> list[str]:
         file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", [])), "")
         try:
             distribution = metadata.distribution(name.replace("_", "-"))
+            # Modules of an editable installation are in its source folder, not beside its metadata.
             location = editable_folder(distribution) or Path(str(distribution.locate_file("")))
             if not file or Path(file).resolve().is_relative_to(location.resolve()):
                 continue

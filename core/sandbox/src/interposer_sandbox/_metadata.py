@@ -18,6 +18,7 @@ from interposer_sandbox._foreign import described, foreign_errors
 # Files that an installer adds to a wheel. They differ between machines, unlike the code.
 _ADDED = frozenset({"INSTALLER", "RECORD", "REQUESTED", "direct_url.json"})
 _SCRIPTS = frozenset({"bin", "Scripts"})
+# A larger file is no plausible metadata, and reading it would fill the memory.
 _MOST_BYTES = 50_000_000
 _ENTRY_POINTS = "entry_points.txt"
 _MOST_LETTERS = 100_000
@@ -33,16 +34,16 @@ class Metadata(Protocol):
         """Return the path of an installed file."""
 
 
-def metadata_folder(found: Metadata) -> Path:
+def metadata_folder(distribution: Metadata) -> Path:
     """Return the metadata folder; installers identify a distribution by the folder's name."""
     # _path is not public, but has no substitute.
-    return Path(str(getattr(found, "_path", id(found))))
+    return Path(str(getattr(distribution, "_path", id(distribution))))
 
 
-def metadata_text(found: Metadata, name: str) -> str:
+def metadata_text(distribution: Metadata, name: str) -> str:
     """Return the text of a metadata file; empty if the file is missing or unreadable."""
     try:
-        return _text(found, name)
+        return _text(distribution, name)
     except (OSError, ValueError):  # not readable, or not UTF-8
         return ""
 
@@ -86,21 +87,23 @@ def metadata_headers(text: str) -> list[tuple[str, str]]:
     return headers
 
 
-def entry_points(found: Any, group: str) -> tuple[list[Any], str]:
+def entry_points(distribution: Any, group: str) -> tuple[list[Any], str]:
     """Return the entry points of a group and ""; for a faulty file, none and the fault."""
     try:
-        text = _text(found, _ENTRY_POINTS)
+        text = _text(distribution, _ENTRY_POINTS)
     except OSError as error:
         return [], f"its {_ENTRY_POINTS} cannot be read: {error}"
     except UnicodeDecodeError:
-        return [], f"its {_ENTRY_POINTS} is not UTF-8" if _mentions_group(found, group) else ""
+        return [], f"its {_ENTRY_POINTS} is not UTF-8" if _mentions_group(
+            distribution, group
+        ) else ""
     if group not in text:
         return [], ""
     if len(text) > _MOST_LETTERS:
         limit = f"{len(text):,} characters; {_MOST_LETTERS:,} are allowed"
         return [], f"its {_ENTRY_POINTS} has {limit}"
     try:
-        return list(found.entry_points.select(group=group)), ""
+        return list(distribution.entry_points.select(group=group)), ""
     except foreign_errors() as error:
         return [], f"its {_ENTRY_POINTS} cannot be read: {described(error)}"
 
@@ -112,9 +115,9 @@ def _mentions_group(metadata: Metadata, group: str) -> bool:
         return False
 
 
-def editable_folder(found: Metadata) -> Path | None:
+def editable_folder(distribution: Metadata) -> Path | None:
     """Return the source folder of an editable installation; None for any other kind."""
-    text = metadata_text(found, "direct_url.json")
+    text = metadata_text(distribution, "direct_url.json")
     try:
         origin = json.loads(text) if text else {}
         url = urlsplit(origin["url"]) if origin["dir_info"]["editable"] is True else None

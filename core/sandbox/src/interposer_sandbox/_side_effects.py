@@ -42,12 +42,13 @@ _REPORTERS = frozenset(
     {"sys.displayhook", "sys.excepthook", "sys.unraisablehook", "threading.excepthook"}
 )
 
-
+# Later comparisons read these objects, so a replaced object would hide other changes.
 _ANCHORS = (
     *((sys, name) for name in ("modules", "meta_path", "path_hooks", "path_importer_cache")),
     *((sys, name) for name in ("stdin", "__stdin__", "__stdout__", "__stderr__")),
     (os, "environ"),
 )
+# A filter for one of these categories also hides warnings of other packages.
 _COMMON_CATEGORIES = (Warning, UserWarning, DeprecationWarning, FutureWarning, RuntimeWarning)
 
 
@@ -286,6 +287,7 @@ def _anchors() -> Iterator[str]:
 def _environment(environment: Callable[[], MutableMapping[str, str]]) -> Iterator[str]:
     before = dict(environment())
     yield ""
+    # Call ``environment`` again, because the code may have replaced the mapping.
     variables = environment()
     after = dict(variables)
     names = sorted(before.keys() | after.keys()) if after != before else ()
@@ -331,6 +333,7 @@ def _handlers() -> Iterator[str]:
     yield ""
     for number, handler in zip(_SIGNALS, before, strict=True):
         if _getsignal(number) is not handler:
+            # Python sets handlers only in the main thread, and cannot restore one of native code.
             if handler is not None and threading.current_thread() is threading.main_thread():
                 signal.signal(number, handler)
             yield f"installs a handler for {number.name}"

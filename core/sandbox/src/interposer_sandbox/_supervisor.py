@@ -23,8 +23,11 @@ DUMP_SIGNAL = signal.SIGUSR2
 DEATH_SECONDS = 1.0
 """Time limit for the end of a killed process."""
 
+# A passed deadline is noticed at most this much later.
 _POLL_SECONDS = 0.05
+# Interval of the empty lines that tell the client that the server is alive.
 _BEAT_SECONDS = 1.0
+# Time for a late process to print the tracebacks of its threads.
 _DUMP_SECONDS = 0.1
 # On a busy machine, a working process may get no processor time for shorter periods.
 _LEAST_SECONDS = 1.0
@@ -33,8 +36,10 @@ _WORKING_FRACTION = 0.02
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _CHUNK_BYTES = 1 << 16
 _MOST_CHUNKS = 16
+# A character of the quoted output has up to four bytes in UTF-8.
 _HEAD_BYTES = 800
 _PRINTED_LIMIT = 200
+# A crashing process prints its traceback last, so the end of the output is kept.
 _TAIL_BYTES = 16_000
 _LINE_BYTES = 4_000_000
 # These signals usually come from outside: from a user, or from the system when memory runs out.
@@ -102,6 +107,7 @@ class Watch:
             ending, facts = self._ending()
         finally:
             self._kill()
+        # Output that the process wrote before it ended may still be in the pipes.
         self._read()
         if self._wants_imports:
             return None

@@ -195,6 +195,7 @@ def check_replacement(standard: type[PluggableLayer], replacement: object, name:
         raise RecordError(
             f"layer {name!r} is {replacement!r}, which does not subclass {standard.__qualname__}"
         )
+    # Annotations may differ, because they do not change how a layer is called.
     standard_parameters = list(inspect.signature(standard.__init__).parameters.values())
     replacement_parameters = list(inspect.signature(replacement.__init__).parameters.values())
     signature = [(p.name, p.kind, p.default) for p in standard_parameters]

@@ -85,7 +85,7 @@ def subject_lines(subject: Subject, full: bool) -> list[str]:
             other platforms.
     """
     lines = [str(subject)]
-    options, others = (subject.options, "") if full else options_here(subject)
+    options, summary_of_others = (subject.options, "") if full else options_here(subject)
     for option in options:
         candidate = option.candidate
         where = f" on {option.platform}" if option.platform else ""
@@ -97,14 +97,18 @@ def subject_lines(subject: Subject, full: bool) -> list[str]:
             lines += [f"      {line}" for line in reads(candidate)]
             if candidate.properties:
                 lines.append(f"      promises {', '.join(sorted(candidate.properties))}")
-    return [*lines, f"  {others}"] if others else lines
+    return [*lines, f"  {summary_of_others}"] if summary_of_others else lines
 
 
 def options_here(subject: Subject) -> tuple[tuple[Option, ...], str]:
     """Return the candidates that the device's platform runs, and a line about the others."""
     platforms = [platform_of_refusal(option.verdict.reason) for option in subject.options]
-    here = tuple(o for o, other in zip(subject.options, platforms, strict=True) if not other)
-    return here, _elsewhere([*filter(None, platforms)])
+    runnable = tuple(
+        option
+        for option, other_platform in zip(subject.options, platforms, strict=True)
+        if not other_platform
+    )
+    return runnable, _elsewhere([*filter(None, platforms)])
 
 
 def _elsewhere(platforms: list[str]) -> str:

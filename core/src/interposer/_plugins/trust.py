@@ -134,6 +134,7 @@ class Lock(Exact):
             raise LockError(_unusable(path, "does not exist")) from None
         except ValidationError as error:
             raise LockError(_unusable(path, first_fault(error))) from error
+        # ``LockError`` is a ``ValueError``, which the next clause would wrap once more.
         except LockError:
             raise
         except (OSError, ValueError, RecursionError) as error:
@@ -169,6 +170,7 @@ class Lock(Exact):
         problems += [
             _Problem(f"{name} {locked[name].version} is locked, but not installed")
             for name in sorted(locked.keys() - {d.name for d in installed})
+            # A locked plugin that the policy excludes is installed, but not in ``distributions``.
             if installed_version(name) is None
         ]
         if problems:

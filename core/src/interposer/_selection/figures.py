@@ -62,6 +62,7 @@ class Figures(Exact):
     seconds: Seconds
     low: Seconds
     high: Seconds
+    # Keys are text, because JSON has no integer keys.
     per_tokens: dict[Annotated[str, Field(pattern=r"^[1-9][0-9]*$")], Seconds]
 
     def __str__(self) -> str:
@@ -101,6 +102,7 @@ class Entry(Exact):
     def stored(cls, key: Mapping[str, JSON], value: JSON) -> Entry | str:
         """Parse an entry of the store; return the reason as text if the value is invalid."""
         try:
+            # A strict model accepts dates and tuples only from JSON text, so convert the value.
             return cls.model_validate_json(json.dumps({"key": dict(key), "value": value}))
         except ValidationError as error:
             return first_fault(error)

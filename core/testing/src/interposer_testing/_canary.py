@@ -18,6 +18,7 @@ from interposer_testing._checks.call import Prepare
 from interposer_testing._checks.kernel import check_kernel
 from interposer_testing.cases import planned_cases
 
+# Few cases and tokens, because the first use of a kernel waits for the comparison.
 _MAX_CASES = 8
 _MAX_FAULTS = 3
 _NUM_TOKENS = 3

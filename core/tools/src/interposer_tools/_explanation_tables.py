@@ -57,12 +57,12 @@ def _row_cells(row: Row) -> tuple[str, ...]:
 
 def _subject_cells(subject: Subject) -> Iterator[tuple[str, ...]]:
     title = str(subject)
-    options, others = options_here(subject)
+    options, summary_of_others = options_here(subject)
     for option in options:
         candidate = option.candidate
         platform = option.platform or "any"
         score = f"{candidate.score:g}"
         yield title, candidate.name, candidate.origin, score, platform, answer(option)
         title = ""
-    if others:
-        yield title, others, "", "", "", ""
+    if summary_of_others:
+        yield title, summary_of_others, "", "", "", ""

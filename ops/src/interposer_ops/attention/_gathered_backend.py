@@ -60,7 +60,7 @@ class GatheredBackend(AttentionBackend):
         The number of slots comes from the host copy of the batch, so that nothing waits for the
         device.
         """
-        host, read = batch.on_host(), None
+        host, slots_to_read = batch.on_host(), None
         firsts, lengths = windowed(batch, self.spec.window_tokens)
         # All sequences are new: this step's own keys are complete, whatever the window.
         if bool((host.seq_lens == host.query_starts.diff()).all()):
@@ -68,10 +68,12 @@ class GatheredBackend(AttentionBackend):
         else:
             total = int(windowed(host, self.spec.window_tokens)[1].sum())
             size = self.spec.page_size
-            read = read_slots(batch.page_table, firsts, lengths, size, num_tokens=total)
+            slots_to_read = read_slots(batch.page_table, firsts, lengths, size, num_tokens=total)
         starts = batch.query_starts.to(torch.int32), cumulated(lengths)
         max_key_tokens = max(batch.max_seq_tokens, batch.max_query_tokens)
-        return GatheredStep(batch.slots, read, *starts, batch.max_query_tokens, max_key_tokens)
+        return GatheredStep(
+            batch.slots, slots_to_read, *starts, batch.max_query_tokens, max_key_tokens
+        )
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: GatheredStep

@@ -163,6 +163,7 @@ def _mix_part(
     row_offsets = head[:, None] * HEAD_SIZE + element
     q = tl.load(query + begin * query_stride + row_offsets, mask=element_mask, other=0.0)
     slope = None if slopes is None else tl.load(slopes + head, mask=row_mask, other=0.0)[:, None]
+    # A head has one scale of keys, so multiply the scores by it instead of every key.
     if key_scale is not None:
         scale = scale * tl.load(key_scale + kv_head % SCALES)
     total = tl.zeros([ROWS], tl.float32)
@@ -231,6 +232,7 @@ def _join_parts(
         other=0.0,
     )
     result = tl.sum(rows * weights[:, None], 0) / denominator
+    # A head has one scale of values, so multiply the weighted sum instead of every value.
     if value_scale is not None:
         result *= tl.load(value_scale + head // GROUP % VALUE_SCALES)
     target = out + (begin * num_heads + head) * HEAD_SIZE + element

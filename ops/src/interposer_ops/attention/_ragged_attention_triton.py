@@ -189,6 +189,7 @@ def _attend(
 
     largest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
+    # The sink starts the online softmax: it is the maximum, adds exp2(0) to the sum, has no value.
     if sinks is not None:
         largest = tl.zeros_like(total) + tl.load(sinks + head).to(tl.float32) * LOG2E
         total += 1.0
@@ -211,6 +212,7 @@ def _attend(
         scores = attention_scores(
             products, scale, softcap, slopes, position - key_position[None, :]
         )
+        # Only tiles at a border of the visible keys need a mask.
         if (base < whole_start) | (base + KEYS > whole_end):
             visible = is_visible(
                 position, key_position[None, :], num_keys, window, None, CAUSAL, True

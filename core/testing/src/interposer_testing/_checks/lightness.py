@@ -16,6 +16,7 @@ print(*sorted({"torch", "numpy", "transformers"} & set(sys.modules)))
 
 def check_lightness(module: str) -> list[Fault]:
     """Import the plugin module in a new process, and report a failed or heavy import."""
+    # A new process, because this process has already imported torch.
     command = [sys.executable, "-c", _PROGRAM, module]
     process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     where = f"module {module!r}"

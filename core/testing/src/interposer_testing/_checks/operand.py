@@ -16,10 +16,11 @@ Fence = Literal["", "before", "after"]
 """The side of an argument with a protected page of memory; any access there ends the process."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Elements on each side of the tensor, which show writes outside the tensor.
 _MARGIN = 64
 # The alignment of torch's allocations.
 _ALIGNMENT_BYTES = 64
-_NO_ACCESS = 0
+_NO_ACCESS = 0  # PROT_NONE of mprotect
 
 
 class Operand:

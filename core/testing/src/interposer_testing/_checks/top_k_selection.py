@@ -54,6 +54,7 @@ def selection_faults(
             score = float(row_scores[worst])
             best_scores = row_scores[:num_visible].sort(descending=True).values
             min_score = float(best_scores[len(selected) - 1])
+            # The scores of both tokens may be off by ``error``.
             if score < min_score - 2 * error:
                 reason = f"token {worst} is selected, but its score {score:.6g} is below"
                 yield Fault("value", where, f"{reason} the {top_k} best, from {min_score:.6g}")

@@ -35,6 +35,7 @@ def check_wheel(wheel: str, record: str) -> list[Fault]:
         wheel: text of the file WHEEL.
         record: text of the file RECORD.
     """
+    # A row of RECORD is path, hash and size of one file.
     paths = [row[0] for row in csv.reader(StringIO(record)) if row]
     native = sorted(path for path in paths if _NATIVE.search(path))
     wrong_lines = [line.strip() for line in wheel.splitlines() if _is_for_any_machine(line)]

@@ -11,6 +11,7 @@ from interposer_testing._trials.outcome import Outcome, Scope
 
 # Version of a plugin that a script registered. The command line cannot find such a plugin.
 _IN_CODE = "in code"
+# A wrong kernel often fails in most cases, so only the first faults are kept.
 _MAX_FAILED_TRIALS = 3
 _MAX_FAULTS = 4
 

@@ -69,6 +69,7 @@ class RankProcesses:
             errors = [Path(folder, f"errors{rank}") for rank in range(self._size)]
             ranks = []
             for rank, path in enumerate(errors):
+                # A file, because a rank could block on a full pipe while another rank is awaited.
                 with path.open("w") as file:
                     ranks.append(
                         subprocess.Popen(
@@ -109,6 +110,7 @@ def _ends(ranks: list[subprocess.Popen[bytes]]) -> list[str]:
     limit, ends = time.monotonic() + _LIMIT_SECONDS, list[str]()
     for process in ranks:
         try:
+            # Also past the limit, so that a rank that has ended is not reported as late.
             code = process.wait(max(0.1, limit - time.monotonic()))
         except subprocess.TimeoutExpired:
             ends.append(f"took more than {_LIMIT_SECONDS:g} s, and was ended")

@@ -19,6 +19,7 @@ from interposer import Verdict
 from interposer.tooling import variables
 
 SUBJECT = "kernels of the hub"
+# Values of USE_HUB_KERNELS that transformers takes for true.
 _TRUE = {"1", "ON", "YES", "TRUE"}
 _NAMES = "KERNELS_MIN_VERSION", "KERNELS_MAX_VERSION"
 
