@@ -242,7 +242,7 @@ def test_why_shows_unrequested_subjects_with_requirements(site: Site) -> None:
     assert [setting.field for setting in explained.policy] == ["strict"]
     assert str(explained) == (
         "device: cpu (a device)\n"
-        "note: the model does not ask for 'halve'\n"
+        "note: the model does not request 'halve'\n"
         "\n"
         "policy:\n"
         "  strict = yes (argument)\n"

@@ -19,7 +19,7 @@ def test_retired_name_is_refused_with_the_supported_method(name: str, method: st
     with pytest.raises(UnknownNameError) as caught:
         resolver.choose_scheme({"quant_method": name})
     assert caught.value.name == name
-    hint = f"It is not read. Try: a checkpoint of the same model in '{method}'"
+    hint = f"It is not supported. Try: a checkpoint of the same model in '{method}'"
     assert caught.value.hint.startswith(hint)
     assert hint in str(caught.value)
 

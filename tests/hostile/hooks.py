@@ -16,7 +16,7 @@ def _hook(name: str, body: str, *words: str) -> Hostile:
 
 def _observer(name: str, fact: str, change: str) -> Hostile:
     source = f"\n\n@hookimpl\ndef interposer_selected({fact}):\n    object.__setattr__({change})\n"
-    words = ("interposer_selected", f"changes the {fact} that it is told of")
+    words = ("interposer_selected", f"changes the {fact} that it receives")
     return Hostile(name, {"plugin.py": plugin(source)}, words, "observer")
 
 

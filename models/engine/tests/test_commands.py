@@ -241,7 +241,7 @@ def test_why_lists_the_layers_that_use_one_op(command: Command, llama: Path) -> 
     assert code == 0
     assert all(place in out for choice in report["choices"] for place in choice["places"])
     report = facts(command, "explain", llama, "--why", "gelu_and_mul")
-    assert report["notes"] == ["the model does not ask for 'gelu_and_mul'"]
+    assert report["notes"] == ["the model does not request 'gelu_and_mul'"]
     assert [subject["name"] for subject in report["candidates"]] == ["gelu_and_mul"]
 
 

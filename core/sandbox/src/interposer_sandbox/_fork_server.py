@@ -197,7 +197,7 @@ def _run_in_fork(
         output = _move_high(pipes.output)
         faulthandler.enable(output, all_threads=False)
         faulthandler.register(DUMP_SIGNAL, output, all_threads=True)
-        forbid(NestedError("foreign code asks for more of it to be run"))
+        forbid(NestedError("foreign code that runs in the sandbox must not start another sandbox"))
         reporter = _PipeReporter(_move_high(pipes.lines), output, token)
         sys.path[:] = request["path"]
         importlib.invalidate_caches()

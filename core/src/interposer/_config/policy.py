@@ -65,11 +65,13 @@ def policy_for(
         by_key: Mapping[str, Rule] = getattr(config, FIELDS[request.kind])
         matching = [key for key in by_key if pin_matches(key, request.name, request.prefix)]
         rules = [by_key[key] for key in sorted(matching, key=_specificity, reverse=True)]
-    wish = next((rule for rule in rules if rule.pin is not None or rule.prefer), _NO_RULE)
+    pin_or_preference = next(
+        (rule for rule in rules if rule.pin is not None or rule.prefer), _NO_RULE
+    )
     required = config.require if request.kind in _KINDS_WITH_PROPERTIES else frozenset()
     return Policy(
-        wish.pin,
-        wish.prefer,
+        pin_or_preference.pin,
+        pin_or_preference.prefer,
         frozenset().union(*(rule.forbid for rule in rules)),
         required.union(*(rule.require for rule in rules)),
         config.strict,

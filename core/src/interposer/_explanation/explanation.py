@@ -115,7 +115,7 @@ class Explanation:
             # Settings without a key, and for all names, affect this subject too.
             policy=tuple(s for s in self.policy if s.key.partition("@")[0] in (name, "*", "")),
             failures=tuple(f for f in self.failures if f.candidate in candidates),
-            notes=(*self.notes, f"the model does not ask for {name!r}")
+            notes=(*self.notes, f"the model does not request {name!r}")
             if is_unrequested
             else self.notes,
             all_candidates=True,

@@ -120,6 +120,7 @@ class PluginCode(Code):
     def examine(self, task: Task) -> Verdict:
         """Examine the code of a task, or return the remembered verdict."""
         installed = self.plugin.source.installed
+        # A plugin that was registered in code may not be importable in another process.
         if installed is None:
             return _verdict(perform(task))
         target = str(task.arguments.get("target"))

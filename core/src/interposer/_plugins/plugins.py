@@ -274,7 +274,7 @@ class Plugins:
                 self._disown(name, f"its observer {hook} raised {described(error)}", error)
                 continue
             if changed:
-                reason = f"its observer {hook} changes the {changed[0]} that it is told of"
+                reason = f"its observer {hook} changes the {changed[0]} that it receives"
                 self._disown(name, reason)
 
     def observe_examination(self, plugin: str, task: Task, finding: Finding) -> None:

@@ -115,7 +115,7 @@ class Registry:
         if subject and subject not in subjects:
             hint = "Is the plugin for it installed? `interposer doctor` lists the installed ones."
             if kind == "scheme" and (instead := self._recommended_methods(subject)):
-                hint = f"It is not read. Try: a checkpoint of the same model in {instead}"
+                hint = f"It is not supported. Try: a checkpoint of the same model in {instead}"
             raise UnknownNameError(_SUBJECTS[kind], subject, subjects, self._hint(hint))
         return self._candidates[kind].get(subject, [])
 
@@ -153,6 +153,7 @@ class Registry:
     def blame(self, candidate: Candidate) -> Blame:
         """Return the mutable failures of the kernels from the candidate's plugin."""
         installed = self.owner(candidate).source.installed
+        # All registries of one discovery share the failures of installed plugins.
         return self._own_blame if installed is None else self.plugins.blame
 
     def driver(self, platform: str) -> str:
@@ -334,6 +335,7 @@ def _registry(fields: tuple[Any, ...], added: tuple[Registration, ...]) -> Regis
     return Registry(_with_added(plugins, added) if added else plugins, _examining(fields))
 
 
+# Cached apart from registries, which a change of the plugins in code drops.
 @cached
 def _discovered(fields: tuple[Any, ...]) -> Plugins:
     return discover(_examining(fields))

@@ -34,7 +34,7 @@ def kernel_loader(registry: Registry, op: CustomOp[..., Any], described: bool) -
     """Return a loader of (function, prepare, restore) of a kernel; missing ones are None.
 
     Args:
-        described: the device is only described, so that the reference stands for every kernel.
+        described: the device is only described, so the reference is loaded for every kernel.
     """
 
     def load(candidate: Candidate) -> tuple[Any, Any, Any]:

@@ -46,7 +46,7 @@ class CandidateRefusedError(Exception):
 _FREE = Policy()
 _ACCEPTED = Verdict.accept()
 _UNMEASURED = (1, 0.0)
-_Rule = Literal["wish", "time", "proof", "score", "name"]
+_Rule = Literal["preference", "time", "proof", "score", "name"]
 
 
 def select(
@@ -73,7 +73,7 @@ def select_and_load(
     """Choose the best candidate for ``request``, independent of the order of ``candidates``.
 
     Args:
-        policy: wishes of the configuration; forbidden candidates are not even judged.
+        policy: rules of the configuration; forbidden candidates are not even judged.
         measured: run times of candidates; a measured candidate precedes every unmeasured one. A
             string is the reason why measurements cannot be used, and becomes a note.
         gates: costly last checks of the winner, in this order; if one refuses, the next best
@@ -245,7 +245,7 @@ class _Ranking:
         """Return the first rule that ranks two candidates differently."""
         # The same order as ``key``.
         if self.preference(first) != self.preference(second):
-            return "wish"
+            return "preference"
         if self.seconds(first) != self.seconds(second):
             return "time"
         if self.unproven(first) != self.unproven(second):
@@ -257,7 +257,7 @@ class _Ranking:
             return "pinned by the configuration"
         preferred = self.preferred(chosen)
         if preferred:
-            rivals = [c for c in rivals if self.deciding_rule(chosen, c) != "wish"]
+            rivals = [c for c in rivals if self.deciding_rule(chosen, c) != "preference"]
             if not rivals:
                 return preferred
         if not rivals:
@@ -280,7 +280,7 @@ class _Ranking:
         if self.policy.pin is not None:
             return f"accepted, but {chosen.name} is pinned"
         match self.deciding_rule(chosen, candidate):
-            case "wish":
+            case "preference":
                 return f"accepted, but {chosen.name} is preferred"
             case "time" if self.seconds(candidate) == _UNMEASURED:
                 return f"accepted, but not measured, as {chosen.name} is"

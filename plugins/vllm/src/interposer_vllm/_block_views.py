@@ -60,6 +60,7 @@ def _check_strides(backend: AttentionBackend, view: View) -> None:
     # Pages that are not adjacent, so that a backend which ignores strides reads wrong memory.
     page_table = torch.tensor([[3, 1]])
     seq_len = 0
+    # A prompt that fills more than one page, then a decode step.
     for num_tokens in (size + 2, 1):
         positions = torch.arange(seq_len, seq_len + num_tokens)
         seq_len += num_tokens

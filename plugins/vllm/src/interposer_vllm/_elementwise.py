@@ -49,6 +49,7 @@ class Norm:
         """Normalise ``x`` ``[..., H]``; with a residual, return the normalised sum and the sum."""
         layer: Any = self
         weight, norms = layer.weight, self.norms
+        # The kernels were bound for the dtype of the weight.
         if norms is None or x.dtype is not weight.dtype or is_compiling():
             return super().forward_cpu(x, residual)  # type: ignore[misc]
         if residual is None:

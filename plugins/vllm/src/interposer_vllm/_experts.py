@@ -40,7 +40,9 @@ class ExpertsAdoption:
     def __init__(self, session: Session, layer: Any) -> None:
         device = session.placement.device.torch_device
         if torch.device(device).type != "cpu":
-            raise ConfigError(f"experts on {device!r} are not taken over")
+            raise ConfigError(
+                f"interposer computes the experts of vLLM only on CPUs, not on {device!r}"
+            )
         self.slot = new_slot()
         self._spec = spec_of(layer)
         self._site: Site = session.site(layer.layer_name, layer.params_dtype)

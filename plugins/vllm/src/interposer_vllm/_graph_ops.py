@@ -97,12 +97,12 @@ def _call(x: Tensor, slot: Tensor, *_: Any) -> Tensor:
     return kernel(x, *operands)
 
 
-def _call_mixture(x: Tensor, slot: Tensor, *routing: Tensor) -> Tensor:
+def _call_experts(x: Tensor, slot: Tensor, *routing: Tensor) -> Tensor:
     kernel, operands = _CALLS[int(slot)]
     return kernel(x, *operands, *routing)
 
 
-def _fake_mixture(x: Tensor, slot: Tensor, *_: Tensor) -> Tensor:
+def _fake_experts(x: Tensor, slot: Tensor, *_: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -125,8 +125,8 @@ for _schema, _implementation, _fake in (
     ),
     (
         "mix(Tensor x, Tensor slot, Tensor weights, Tensor expert_ids) -> Tensor",
-        _call_mixture,
-        _fake_mixture,
+        _call_experts,
+        _fake_experts,
     ),
 ):
     _LIBRARY.define(_schema)

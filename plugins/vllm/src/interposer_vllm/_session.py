@@ -67,6 +67,7 @@ class Session:
 
         Raises: UnknownNameError, ConfigError: see ``Resolver.choose_scheme``.
         """
+        # Settings are mappings and may contain lists, so they are not hashable.
         key = json.dumps(settings, sort_keys=True, default=str)
         if key not in self._schemes:
             try:
@@ -74,7 +75,7 @@ class Session:
                 assert self.resolver.scheme is not None  # set by choose_scheme
                 self._schemes[key] = self.resolver.scheme
             except (ConfigError, UnknownNameError) as error:
-                # Cached like a scheme: every layer of the checkpoint asks for it again.
+                # Cached like a scheme: every layer of the checkpoint requests it again.
                 self._schemes[key] = error
         scheme = self._schemes[key]
         if isinstance(scheme, Exception):

@@ -66,7 +66,7 @@ class VLLM(Host):
         with _layer_context(), torch.no_grad():
             result, place = compute(layer, **arguments)
             if place not in session().taken:
-                reason = session().kept.get(place, "it was not asked")
+                reason = session().kept.get(place, "no patched layer requested a kernel")
                 raise ConfigError(f"{layer} stays vLLM's own: {reason}")
         return result
 

@@ -86,12 +86,12 @@ class CommunicatorChecks:
                     Fault("ranks", "close", f"processes {sorted(extra)} still run")
                 )
 
-    def lose(self, case: CollectiveCase, *, leaves: bool, tell: Callable[[], None]) -> None:
+    def lose(self, case: CollectiveCase, *, leaves: bool, report: Callable[[], None]) -> None:
         """Check that all other ranks raise in time when the last rank hangs or exits.
 
         Args:
             leaves: the last rank exits; otherwise it hangs.
-            tell: sends the results of this rank to the parent process, before the exit.
+            report: sends the results of this rank to the parent process, before the exit.
         """
         ranks = replace(self._ranks, timeout_seconds=LIMIT_SECONDS)
         label = "a rank that exits" if leaves else "a rank that hangs"
@@ -101,7 +101,7 @@ class CommunicatorChecks:
                 self._check(communicator, case)
                 if ranks.rank == ranks.size - 1:
                     if leaves:
-                        tell()
+                        report()
                         os._exit(0)
                 else:
                     # The second call must raise too: a lost rank does not come back.

@@ -17,6 +17,7 @@ import torch
 from interposer.tooling import child_environment
 
 _PROGRAM = "from interposer_testing._trials.shard import main; main()"
+# A crash is described at the end of the output.
 _MAX_ERROR_CHARACTERS = 4000
 
 

@@ -20,6 +20,7 @@ from interposer_testing._checks.fault import Fault
 
 _PROGRAM = "from interposer_testing._trials.rank_processes import main; main()"
 _LIMIT_SECONDS = 240.0
+# A crash is described at the end of the output.
 _MAX_ERROR_CHARACTERS = 2000
 LEFT = "what is left"
 """Label of the check that no file remains after all ranks have ended."""
@@ -178,11 +179,11 @@ def main() -> None:
         for leaves in (False, True):
             if checks := create_checks(size):
 
-                def tell(checks: CommunicatorChecks = checks) -> None:
+                def report_rank(checks: CommunicatorChecks = checks) -> None:
                     record(checks)
                     report()
 
-                checks.lose(_case(request["lost"]), leaves=leaves, tell=tell)
+                checks.lose(_case(request["lost"]), leaves=leaves, report=report_rank)
                 record(checks)
     report()
     # Skip the destruction of the default group, which would wait for the lost rank.

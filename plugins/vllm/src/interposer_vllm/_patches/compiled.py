@@ -28,7 +28,7 @@ def _apply() -> Verdict:
     factors[FACTOR] = compiled_with
     if FACTOR not in envs.compile_factors():
         del factors[FACTOR]
-        return Verdict.refuse("compile_factors() leaves out what is registered")
+        return Verdict.refuse("compile_factors() ignores registered factors")
     return Verdict.accept()
 
 

@@ -68,5 +68,5 @@ PATCH = Patch(
         Member("vllm.config:get_current_vllm_config", "()"),
     ),
     apply=_apply,
-    scope="Experts of mixtures",
+    scope="Routed experts",
 )
