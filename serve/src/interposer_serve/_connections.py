@@ -30,7 +30,7 @@ def protocol(limits: ConnectionLimits) -> type[HttpToolsProtocol]:
 
 
 class _Connection(HttpToolsProtocol):
-    """One connection.
+    """An HTTP connection that enforces the server's limits.
 
     Attributes:
         limits: Limits of the server.

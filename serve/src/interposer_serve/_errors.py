@@ -23,7 +23,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """Error response to a request.
+    """An error that the client receives as a response, with status and code.
 
     Attributes:
         status: HTTP status.
@@ -69,7 +69,7 @@ class ApiError(Exception):
 
 
 class Gone(Exception):
-    """The client disconnected."""
+    """The client disconnected, so no response can be sent."""
 
 
 def api_error(error: Exception) -> ApiError:

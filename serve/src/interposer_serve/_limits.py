@@ -1,4 +1,4 @@
-"""Limits on requests and connections."""
+"""Limits on the size, number and duration of requests and connections."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Checked:
 
 @dataclass(frozen=True)
 class Limits(_Checked):
-    """Limits on requests.
+    """Limits on the size, number and duration of requests.
 
     Attributes:
         queue: Number of answers that may wait in the queue. Further requests get status 429.
@@ -52,7 +52,7 @@ class Limits(_Checked):
 
 @dataclass(frozen=True)
 class ConnectionLimits(_Checked):
-    """Limits on connections.
+    """Limits on the number, headers and idle time of connections.
 
     Attributes:
         connections: Number of open connections. Further connections get status 503.

@@ -45,7 +45,7 @@ class NestedError(SandboxError):
 
 
 class _ServerEnded(Exception):
-    """The fork server has ended."""
+    """The fork server has ended, so it cannot answer a request."""
 
 
 class _ForkServer:

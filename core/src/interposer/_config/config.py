@@ -323,7 +323,7 @@ def _check_type(config: object) -> Config:
 
 
 def _merge(*configs: Config) -> Config:
-    """Merge ``configs``; the last is the strongest."""
+    """Merge ``configs`` field by field; a later configuration overrides an earlier one."""
     # Only fields that were set take part, so that a default never overrides a weaker source.
     merged: dict[str, Any] = {}
     for config in configs:

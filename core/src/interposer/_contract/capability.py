@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """The abilities of one device.
+    """Architecture, features, number formats, memory and rates of one device.
 
     Attributes:
         architecture: the vendor's architecture string, such as ``"x86_64"``.

@@ -79,7 +79,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen candidate for a request.
+    """The result of a selection: the chosen candidate, the reason, and all refusals.
 
     Attributes:
         why: the rule of the selection order that decided.

@@ -97,7 +97,7 @@ class Tolerance:
 
 
 class CustomOp(Generic[P, R]):
-    """A named op. A call runs the reference; layers bind a kernel instead.
+    """An op with a PyTorch reference. A call runs the reference; layers bind a kernel instead.
 
     Attributes:
         reference: the plain PyTorch function that defines the op.

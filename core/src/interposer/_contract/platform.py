@@ -86,7 +86,10 @@ def optional(member: F) -> F:
 
 
 class Platform(ABC):
-    """One kind of hardware. Defaults use ``torch.accelerator`` where possible."""
+    """One kind of hardware: devices, memory, streams and graphs.
+
+    Defaults use ``torch.accelerator`` where possible.
+    """
 
     name: ClassVar[str]
     device_type: ClassVar[str]
@@ -270,7 +273,7 @@ class Platform(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A platform, the device that a model is placed on, and the choice of the platform.
+    """The platform and device for a model, and the choice of the platform.
 
     ``described`` is set if the device is described by a file and not part of this machine.
     """

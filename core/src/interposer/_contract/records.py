@@ -64,7 +64,7 @@ class OpEntry(_Checked):
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One implementation of a custom op.
+    """Declares one kernel: an implementation of an op, with requirements and properties.
 
     Attributes:
         op: name of the op that is implemented.

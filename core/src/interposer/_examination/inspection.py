@@ -158,7 +158,7 @@ def examine_predicate(arguments: Arguments, reporter: Reporter) -> Finding:
 
 
 def examine_model(arguments: Arguments, reporter: Reporter) -> Finding:
-    """Parse a config once to detect a hang."""
+    """Parse a config.json once by a model family, to detect a parser that hangs."""
     target = str(arguments["target"])
     (family,) = _load([target], reporter)
     reporter.begin(f"parsing a config.json by {target}")

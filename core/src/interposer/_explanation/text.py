@@ -59,7 +59,7 @@ def row_lines(row: Row, full: bool) -> list[str]:
 
 
 def refused_lines(refusals: Iterable[Refusal], full: bool, start: str) -> Iterator[str]:
-    """Yield a line for every refusal.
+    """Yield a line for every refused candidate: name, provider and reason.
 
     Args:
         full: add tracebacks; otherwise one line counts the candidates of other platforms.

@@ -1,1 +1,1 @@
-"""Discovery of installed plugins, trust in them, and the registry of their candidates."""
+"""Discovery of the installed plugins, and the registry of the candidates."""

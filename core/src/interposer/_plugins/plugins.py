@@ -37,7 +37,7 @@ class PluginWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The origin of a plugin.
+    """Where a plugin comes from: an entry point of a distribution, or a call of ``register``.
 
     Attributes:
         name: of the entry point, or the name given to ``register``.
@@ -364,7 +364,7 @@ class Plugins:
     def _disown(
         self, name: str, reason: str, cause: BaseException | None = None, remedy: str = ""
     ) -> None:
-        """Quarantine a plugin and stop calling its observer hooks; its records stay usable."""
+        """Quarantine a plugin and stop calling its observer hooks; keep its records."""
         source = self._sources.pop(name, None)
         if source is not None:  # otherwise another thread did the same
             if self._manager.has_plugin(name):

@@ -58,7 +58,7 @@ def _canonical(name: str) -> str:
 
 
 class LockedDistribution(Exact):
-    """One distribution as locked.
+    """An entry of the lock file: name, version and content hash of one distribution.
 
     ``record_hash`` is ``Distribution.fingerprint``. Editable installations change with every edit,
     so the hash is ``"editable"``: by name and version only.
@@ -89,7 +89,7 @@ class Lock(Exact):
 
     @classmethod
     def of(cls, distributions: Iterable[Distribution]) -> Lock:
-        """Lock the installed distributions.
+        """Create a lock of the given installed distributions.
 
         Raises: LockError: a distribution has unusable metadata, altered files, or the same name as
             another.

@@ -37,7 +37,7 @@ _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """The facts of an installed distribution.
+    """Name, version, code hash and requirements of an installed distribution.
 
     Attributes:
         name: the normalized name; ``"unknown"`` if the metadata has no usable one.

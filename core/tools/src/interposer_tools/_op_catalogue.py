@@ -22,7 +22,7 @@ _SHOWN = ("dims", "mutates", "constants", "batched", "ragged", "properties", "dt
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """The declaration of one op.
+    """The declared properties of one op, for display.
 
     Attributes:
         family: name of the defining module, without the package.

@@ -95,7 +95,7 @@ def _show_warning(message: Warning | str, *_location: Any, **_options: Any) -> N
 
 
 def _application(arguments: list[str]) -> typer.Typer:
-    """Create the command line.
+    """Create the command line from built-in subcommands and entry points.
 
     Of third-party commands, only the requested one is imported: importing may be slow or crash.
     """

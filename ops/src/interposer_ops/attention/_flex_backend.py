@@ -45,7 +45,7 @@ _MIN_HEAD_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class FlexPlan:
-    """The data of a step that all layers share.
+    """Slots, lengths and block mask of one step, shared by all layers.
 
     Attributes:
         slots: ``[T]`` int64, the slots to write.

@@ -3,7 +3,7 @@
 
 Sequences with several queries: each program takes a tile of (query, head) pairs of one kv head, and
 loops over the keys that at least one of them sees. Sequences with one query: each program takes one
-kv head and a part of the keys (split-K), and ``_join_parts`` joins the parts.
+kv head and a part of the keys (split-KV), and ``_join_parts`` joins the parts.
 
 The route, the partition of the keys and the order of summation depend only on the sequence itself,
 never on the rest of the batch. A token's result may still differ in the last bits between being the
@@ -55,7 +55,7 @@ def paged_attention_triton(
     alibi_slopes: Tensor | None = None, prefix_lens: Tensor | None = None,
     key_scale: Tensor | None = None, value_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute ``paged_attention``."""
+    """Compute ``paged_attention``; sequences with one query use split-KV decode."""
     num_tokens, num_heads, head_size = query.shape
     page_size, num_kv_heads = key_cache.shape[1:3]
     out = query.new_empty(query.shape)

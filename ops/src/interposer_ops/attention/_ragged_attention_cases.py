@@ -110,7 +110,7 @@ ragged_attention_cases = CaseSpace(
 
 
 def ragged_attention_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Build one sequence that attends to itself."""
+    """Build a call with one sequence, whose queries attend to its own keys."""
     options = sampled_scores(dims)
     names = ("num_heads", "num_kv_heads", "head_size", "value_size")
     heads = tuple(int(dims[name]) for name in names)

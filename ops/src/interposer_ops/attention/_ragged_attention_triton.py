@@ -39,7 +39,7 @@ def ragged_attention_triton(
     causal: bool, window_tokens: int | None, softcap: float | None, sinks: Tensor | None,
     alibi_slopes: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Compute ``ragged_attention``."""
+    """Compute ``ragged_attention`` by an online softmax over tiles of keys."""
     out = _result(query, value)
     starts, longest = (query_starts, key_starts), (max_query_tokens, max_key_tokens)
     masks = causal, window_tokens, softcap, sinks, alibi_slopes
@@ -54,7 +54,7 @@ def ragged_attention_with_lse_triton(
     causal: bool, window_tokens: int | None, softcap: float | None, sinks: Tensor | None,
     alibi_slopes: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute ``ragged_attention_with_lse``."""
+    """Compute ``ragged_attention_with_lse`` by an online softmax over tiles of keys."""
     out = _result(query, value)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     starts, longest = (query_starts, key_starts), (max_query_tokens, max_key_tokens)

@@ -33,7 +33,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Several tokens of one sequence, in consecutive rows.
+    """An attention call for several tokens of one sequence, in consecutive rows.
 
     Attributes:
         slots: ``[L]`` int64, cache slots to read; None if this step's tokens are the whole
@@ -48,7 +48,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """One token each of several sequences.
+    """An attention call for one token of each of several sequences.
 
     Attributes:
         rows: ``[B]`` int64.

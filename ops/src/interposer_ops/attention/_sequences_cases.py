@@ -106,7 +106,7 @@ class Paged:
 
 
 def paged(lengths: Lengths, generator: torch.Generator) -> Paged:
-    """Place the sequences on shuffled pages."""
+    """Assign shuffled cache pages to the sequences of a batch."""
     cached = [tokens for tokens, _ in lengths.sequences]
     table, slots = scattered(cached, lengths.page_size, generator)
     arguments = {

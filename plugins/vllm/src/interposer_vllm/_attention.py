@@ -52,7 +52,7 @@ class Metadata(CPUAttentionMetadata):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The backend that was chosen for a layer.
+    """The attention backend chosen for a layer, with the view of vLLM's cache that it reads.
 
     Attributes:
         view: views vLLM's blocks as the backend's cache.

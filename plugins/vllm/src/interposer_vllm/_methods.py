@@ -72,7 +72,7 @@ def adopt_matmul(layer: Any, shape: Callable[[], LinearShape], mixin: type) -> N
 
 
 def with_method(layer: Any, mixin: type, **attributes: object) -> None:
-    """Replace the method of ``layer`` by one whose class derives from ``mixin`` and its class."""
+    """Replace the method of ``layer`` by an instance of a subclass with ``mixin``."""
     vllm_method = layer.quant_method
     vllm_class: Any = type(vllm_method)
     subclass: Any = _subclass(mixin, vllm_class)

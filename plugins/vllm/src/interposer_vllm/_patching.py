@@ -1,4 +1,4 @@
-"""Application of patches, once per process."""
+"""Application of the patches to vLLM, once per process."""
 
 from __future__ import annotations
 

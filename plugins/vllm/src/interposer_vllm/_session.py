@@ -20,7 +20,7 @@ _log = logging.getLogger("vllm.interposer")
 
 
 class Session:
-    """The resolver of this process, and the outcome for each of vLLM's layers.
+    """The resolver of a vLLM worker, and which of its layers run on kernels of interposer.
 
     Attributes:
         taken: prefixes of the layers that run on a kernel of interposer.

@@ -69,7 +69,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The arguments of one call.
+    """The arguments of one call: tensors in guarded memory, and prepared constants.
 
     Attributes:
         operands: the tensor arguments, in guarded memory.

@@ -102,7 +102,7 @@ def check_family(
 
 @dataclass(frozen=True)
 class _Peer:
-    """The transformers model.
+    """The model of transformers with which a family's model is compared.
 
     Attributes:
         start_tokens: first tokens of the decoder in an encoder-decoder model; otherwise empty.

@@ -75,7 +75,7 @@ def _devices(registry: Registry) -> Devices:
 
 
 class _Planner:
-    """Checks records one by one."""
+    """Checks records for described devices, without running a kernel."""
 
     def __init__(self, registry: Registry, devices: Devices, vocabulary: Vocabulary) -> None:
         self._registry = registry

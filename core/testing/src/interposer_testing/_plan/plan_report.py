@@ -16,7 +16,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class PlannedRecord:
-    """The result for one record.
+    """The result for one record: faults, and the described devices that it fits.
 
     Attributes:
         kind: class of the record.

@@ -70,7 +70,7 @@ def _add_properties(suite: ElementTree.Element, report: Report) -> None:
 def _add_tally(
     suite: ElementTree.Element, candidate: Examined, tally: Tally, shown_causes: set[str]
 ) -> None:
-    """Add the test cases of an aspect.
+    """Append the JUnit test cases of one aspect of a candidate.
 
     Args:
         shown_causes: causes whose traceback is in the file already; extended by this call.

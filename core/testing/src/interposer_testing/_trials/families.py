@@ -1,4 +1,4 @@
-"""The trials of model families."""
+"""The trials that compare model families with transformers on example configs."""
 
 from __future__ import annotations
 

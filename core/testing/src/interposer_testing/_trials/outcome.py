@@ -39,7 +39,7 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of one trial.
+    """The outcome of one trial: state, faults and duration.
 
     Attributes:
         kind, subject: kind and purpose of the candidate, such as ``"kernel"`` and an op.
@@ -117,7 +117,7 @@ def trials(registry: Registry, device: Device, scope: Scope) -> Iterator[Trial]:
 
 
 def outcome_of(trial: Trial) -> Outcome:
-    """Run a trial and return the outcome."""
+    """Run a trial; return the outcome with state, faults and duration."""
     outcome = untried(trial)
     if trial.not_run:
         return replace(outcome, state="not run", reason=trial.not_run)

@@ -52,7 +52,7 @@ def trial_groups(
 
 @dataclass(frozen=True, slots=True)
 class TrialGroup:
-    """The trials of one pytest test.
+    """The trials that one pytest test runs: those of one candidate, aspect and dtype.
 
     Attributes:
         absent: reason why there are no trials; empty if there are.

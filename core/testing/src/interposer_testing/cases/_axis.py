@@ -31,7 +31,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One value of every axis of a space.
+    """A point of a case space: one value of every axis, which defines one test case.
 
     Attributes:
         labels: label by name of the axis.

@@ -24,7 +24,7 @@ Strides = Literal["offset", "outer", "rows", "leading", "any"]
 
 
 def _offset(tensor: torch.Tensor, _: int) -> torch.Tensor:
-    """Start one element after an aligned address."""
+    """Lay a tensor out so that it starts one element after an aligned address."""
     storage = tensor.new_empty(tensor.numel() + 1)
     return storage[1:].view(tensor.shape).copy_(tensor)
 

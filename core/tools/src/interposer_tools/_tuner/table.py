@@ -23,7 +23,7 @@ class NotMeasured(_Model):
 
 
 class Table(_Model):
-    """Measurements, one entry per key.
+    """A table of measured run times, with one entry per measured request.
 
     Attributes:
         not_measured: requests that a run skipped, which ``write`` omits.
