@@ -213,7 +213,7 @@ def test_a_plugin_must_not_load_plugins_during_its_examination(examined: Examine
     """
     reason = examined(source).reason
     assert "cannot be examined: the plugin requested other plugins while it was examined" in reason
-    assert "Try: do so when it is used" in reason
+    assert "Try: request them when the plugin is used" in reason
 
 
 def test_targets_are_loaded(make: Callable[..., Plugin], config: Config) -> None:

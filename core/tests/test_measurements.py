@@ -161,7 +161,7 @@ def test_measurements_of_another_driver_are_stale(make: MakeMeasurements, tmp_pa
     ("accepted", "told"),
     [
         (candidates("fast", "slow", "new"), "acme/new was not measured"),
-        (candidates("fast"), "acme/slow does not accept"),
+        (candidates("fast"), "acme/slow no longer accepts"),
         (candidates("fast", "slow", version="1.1"), "acme/fast was 1.0, is 1.1"),
     ],
 )
