@@ -49,7 +49,7 @@ def interposer_plan(
     tensor_parallel: int | None,
     expert_parallel: Any,
 ) -> Any:
-    """Make every choice for the model in directory ``path`` without reading weights.
+    """Return a ``Planned`` with every choice for the model in ``path``; read no weights.
 
     Return None to leave the directory to the next plugin. A hook without a parameter for an
     argument that the caller set is skipped.

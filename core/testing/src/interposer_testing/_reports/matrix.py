@@ -14,7 +14,7 @@ from interposer_testing._reports.report import Report
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One cell of the support matrix: a state, with text such as counts or dtypes."""
+    """A table cell: text such as counts or dtypes, and a state, or None for text only."""
 
     state: State | None = None
     text: str = "-"
