@@ -36,7 +36,7 @@ _DESCRIBED = "interposer_testing.described:described_placement"
 
 
 class Explainable(Protocol):
-    """A model, or a part of one, that still holds the resolver that it was built with."""
+    """A model or a part of a model, with the resolver that made its choices."""
 
     @property
     def resolver(self) -> Binder:

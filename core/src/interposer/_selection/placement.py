@@ -160,7 +160,7 @@ def _refuse_silent_fallback(
 
 @runtime_checkable
 class Planned(Protocol):
-    """A model, or the plan of a model, that still holds the resolver that it was built with."""
+    """A model or the plan of a model, with the resolver that made its choices."""
 
     @property
     def resolver(self) -> Resolver:

@@ -254,7 +254,7 @@ class Resolver:
         return [c for c in self._candidates(request) if c.judge(request)]
 
     def record(self, choice: Choice) -> None:
-        """Add a choice that was made elsewhere, so that explanations of this model include it."""
+        """Add a choice made outside of the resolver to the explanations of this model."""
         self.choices[choice.request.key, choice.why] = (choice, [choice.request.prefix])
 
     def annotate(self, key: tuple[object, ...], note: str, *, idle: bool = False) -> None:

@@ -84,7 +84,7 @@ class FlexBackend(DecoderBackend):
         return super().accepts(spec, capability)
 
     def plan(self, batch: AttentionBatch) -> FlexPlan:
-        """Compute which cached tokens to read, and which query sees which key."""
+        """Compute the cached tokens to read, and the block mask of queries and keys."""
         firsts, lengths = windowed(batch, self.spec.window_tokens)
         # The host copy gives the shape without waiting for the device.
         num_keys = int(windowed(batch.on_host(), self.spec.window_tokens)[1].sum())

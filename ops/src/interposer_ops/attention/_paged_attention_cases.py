@@ -121,7 +121,7 @@ paged_attention_cases = CaseSpace(
     alone={"batch": ("no sequences",)},
     valid=_valid,
 )
-"""Batches over shuffled pages; unused slots hold NaN, so that a kernel that reads them fails."""
+"""Batches over shuffled pages; unused slots hold NaN, so a kernel that reads one of them fails."""
 
 
 def paged_attention_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:

@@ -79,7 +79,7 @@ indexer_scores_cases = CaseSpace(
     alone={"batch": ("no sequences",)},
     valid=few_changes(_AXES, _PAIRED),
 )
-"""Batches over shuffled pages; unused slots hold NaN, so that a kernel that reads them fails."""
+"""Batches over shuffled pages; unused slots hold NaN, so a kernel that reads one of them fails."""
 
 
 def indexer_scores_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
