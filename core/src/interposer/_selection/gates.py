@@ -73,7 +73,7 @@ class AgreesWithReference:
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
         """Compare the kernel with the reference, or return the dtype's remembered refusal.
 
-        A refusal applies to all requests of the dtype, whatever their dims.
+        A refusal applies to all requests of the dtype, with any dims.
         """
         record, provider = candidate.record, candidate.provider
         if not isinstance(record, Kernel) or self._scope == "off":
