@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -19,7 +20,7 @@ from interposer.errors import (
 )
 from interposer_adapt._api import adapt, add_note
 from interposer_adapt._language_model import language_model
-from interposer_engine import Checkpoint, LanguageModel
+from interposer_engine import Checkpoint, LanguageModel, load
 from interposer_engine.parts import (
     WeightCheck,
     compute_dtype,
@@ -31,15 +32,6 @@ from interposer_engine.parts import (
 )
 
 _log = logging.getLogger("interposer")
-# Arguments of `load` that adapted models do not support, with the values that are allowed.
-_UNSUPPORTED_ARGUMENTS: Mapping[str, Any] = {
-    "memory_fraction": None,
-    "prefix_cache": False,
-    "adapters": None,
-    "speculation": None,
-    "expert_parallel": False,
-    "offload": None,
-}
 
 
 def load_adapted(
@@ -69,8 +61,9 @@ def load_adapted(
     source = config_source(checkpoint)
     architecture = str(checkpoint.config["architectures"][0])
     decoder = _decoder_class(architecture, source, current_registry(config).subjects("model"))
+    defaults = {name: each.default for name, each in inspect.signature(load).parameters.items()}
     for name, value in others.items():
-        if value and value != _UNSUPPORTED_ARGUMENTS.get(name):
+        if value and value != defaults.get(name):
             raise ConfigError(
                 f"{name}={value!r:.100} was requested, but no family is installed for the "
                 f"architecture {architecture!r} of {source}: the model of transformers is adapted, "
