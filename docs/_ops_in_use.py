@@ -1,8 +1,9 @@
 """Generate the page that lists the users of each standard op from the sources.
 
 A layer, an attention backend, a scheme, a model or the adapter for transformers uses an op if the
-module names the op object. Kernels name their op as a string, which does not count; neither do the
-definition and the cases of the op.
+module names the op object. So does a marker of a sampling parameter that names its op as a string.
+Kernels name their op as a string as well, which does not count; neither do the definition and the
+cases of the op.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ SOURCES = (
     "plugins/gguf",
     "plugins/nf4",
 )
+# Markers of ``SamplingParams`` whose argument is the name of an op.
+MARKERS = ("Draw", "LogitEdit")
 HEAD = """# Ops in use
 
 This table shows which modules use each standard [op](ops.md): layers, attention backends, schemes,
@@ -64,6 +67,10 @@ def _named(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in imported:
             yield imported[node.id]
+        match node:
+            case ast.Call(func=ast.Name(id=marker), args=[ast.Constant(value=str(op))]):
+                if marker in MARKERS:
+                    yield op
 
 
 def page(found: dict[str, set[str]]) -> str:

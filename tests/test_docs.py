@@ -294,7 +294,7 @@ def stand_in(command: str) -> str:
     Raises: BlockError: the command names what does not exist.
     """
     try:
-        words = shlex.split(command, comments=True)
+        words = shlex.split(command.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise PageError(f"{command}: {error}") from error
     match [word for word in words if not re.match(r"\w+=(?!=)", word)]:
@@ -480,7 +480,7 @@ PASSING = [
     "```console\n$ python3 -m venv .venv\n$ source .venv/bin/activate\n```",
     "```console\n$ echo a \\\n  b\na b\n```",
     "```console\n$ pip install -c constraints.txt -e ./core 'torch>=2' --group dev\n```",
-    "```console\n$ pip install --find-links dist './platforms/cpu[cli]'\n```",
+    "```console\n$ pip install ./core \\\n    --find-links dist './platforms/cpu[cli]'\n```",
     "```sh\ndocker build .\n```",
     '```toml\na = 1\n```\n\n```json\n{"a": 1}\n```',
     "<!-- file: new/a.py -->\n```python\nprint(1)\n```\n\n```console\n$ python new/a.py\n1\n```",
