@@ -175,6 +175,9 @@ def _root(
 def _unusable(name: str, reason: str) -> Callable[[], None]:
     def command() -> None:
         """(cannot be loaded; run it to see why)"""
-        raise InterposerError(f"The command {name!r} cannot be loaded: {reason}")
+        raise InterposerError(
+            f"The command {name!r} cannot be loaded: {reason}.\n"
+            "Try: interposer doctor, which names each faulty package"
+        )
 
     return command
