@@ -116,7 +116,7 @@ def test_requests_that_the_engine_refuses_fail_before_streaming(served: Served) 
         ({"prompt": "x " * 2000}, "the model's context is 1024"),
         ({"prompt": [""]}, "The prompt is empty"),
         ({"prompt": [4096]}, "Token id 4096 is outside the vocabulary"),
-        ({"prompt": ["a"] * 3, "n": 128}, "needs 384 answers; 288 are allowed"),
+        ({"prompt": ["a"] * 3, "n": 128}, "asks for 384 answers; allowed are 288"),
         ({"logit_bias": {"4096": 1}}, "outside the vocabulary of 4096"),
     ):
         check(served.complete(**{"prompt": "a", **fields}, stream=True), None, message)

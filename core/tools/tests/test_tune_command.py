@@ -75,7 +75,7 @@ def test_nothing_to_do_is_an_error() -> None:
 
 def test_a_broken_file_changes_nothing(store: Store, tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{}")
-    with pytest.raises(StorageError, match="no table"):
+    with pytest.raises(StorageError, match="is not a table"):
         tune(import_file=tmp_path / "broken.json")
     assert Table.stored(store).entries == ()
 

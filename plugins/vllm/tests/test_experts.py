@@ -142,7 +142,7 @@ def test_biases_missing_in_the_checkpoint_are_ignored(session: Session) -> None:
     ExpertsAdoption(session, layer).finalize(layer)
     loaded = Routed(matrices() | zeros)
     loaded._loaded_expert_biases.add("w13_bias")
-    with pytest.raises(ConfigError, match="also holds bias"):
+    with pytest.raises(ConfigError, match="also stores bias"):
         ExpertsAdoption(session, loaded).finalize(loaded)
 
 
@@ -151,8 +151,8 @@ def test_biases_missing_in_the_checkpoint_are_ignored(session: Session) -> None:
     [
         ({"w13_weight": torch.zeros(EXPERTS, INNER, HIDDEN)}, r"weight as \[4, 32, 64\]"),
         ({"w2_weight": torch.zeros(EXPERTS, HIDDEN, INNER, dtype=torch.int8)}, "torch.int8"),
-        ({"w13_weight_scale": torch.ones(EXPERTS, 2 * INNER, 1)}, "also holds .*weight_scale"),
-        ({"order": torch.ones(EXPERTS)}, "also holds order"),
+        ({"w13_weight_scale": torch.ones(EXPERTS, 2 * INNER, 1)}, "also stores .*weight_scale"),
+        ({"order": torch.ones(EXPERTS)}, "also stores order"),
     ],
     ids=["shape", "dtype", "name", "side"],
 )

@@ -130,7 +130,7 @@ def test_a_different_parameter_under_the_second_name_is_refused() -> None:
     _, holder = created(W4A8)
     codes = torch.zeros(OUT, IN, dtype=torch.int8)
     scales = torch.ones(OUT, IN // 32)
-    with pytest.raises(ConfigError, match="also holds weight_packed"):
+    with pytest.raises(ConfigError, match="also stores weight_packed"):
         fill(holder, {"weight": codes, "weight_packed": codes.clone(), "weight_scale": scales})
 
 
@@ -211,7 +211,7 @@ def test_tensors_of_the_right_layout_are_not_copied() -> None:
         ),
         ({"qweight": torch.zeros(IN // 8, OUT)}, r"qweight as torch\.float32, not torch\.int32"),
         ({"scales": None}, "holds no scales"),
-        ({"exponents": torch.zeros(3)}, "also holds exponents"),
+        ({"exponents": torch.zeros(3)}, "also stores exponents"),
     ],
 )
 def test_another_layout_is_refused(change: dict[str, Tensor | None], reason: str) -> None:
