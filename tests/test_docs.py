@@ -355,15 +355,9 @@ def optional_plugins() -> frozenset[str]:
     )
 
 
-def installed_plugins(blocks: Iterable[Block]) -> Iterator[str]:
+def installed_plugins(page: Path) -> Iterator[str]:
     """Yield the optional plugins that the ``pip install`` commands of a page name."""
-    commands = [
-        command
-        for block in blocks
-        if block.language in {"console", "bash"}
-        for command in split_console(block.source)[0]
-        if re.search(r"\bpip install\b", command)
-    ]
+    commands = re.findall(r"pip install(?:\\\n|[^`\n])*", page.read_text(encoding="utf-8"))
     for plugin in optional_plugins():
         if any(re.search(rf"(interposer-|/){plugin}\b", command) for command in commands):
             yield plugin
@@ -385,7 +379,7 @@ def run_page(page: Path) -> dict[Block, str]:
     failures: dict[Block, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         blocks = read_blocks(page)
-        sandbox = Sandbox(Path(folder), sorted(optional_plugins() - set(installed_plugins(blocks))))
+        sandbox = Sandbox(Path(folder), sorted(optional_plugins() - set(installed_plugins(page))))
         for block in blocks:
             try:
                 sandbox.run(block)
