@@ -73,7 +73,13 @@ def write_gguf(
         number = gguf.GGMLQuantizationType[("f32" if values.ndim == 1 else kind).upper()]
         if values.shape[-1] % gguf.GGML_QUANT_SIZES[number][0]:
             number = gguf.GGMLQuantizationType.F16
-        data = quantize(values.contiguous().numpy(), number)
+        try:
+            data = quantize(values.contiguous().numpy(), number)
+        except NotImplementedError:
+            raise SystemExit(
+                f"{number.name} cannot be written by the gguf library. Try: --type q8_0, or "
+                "llama-quantize of llama.cpp"
+            ) from None
         writer.add_tensor(stored, data, raw_dtype=number)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

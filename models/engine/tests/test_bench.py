@@ -1,4 +1,4 @@
-"""``interposer bench``, and the ceilings that it counts."""
+"""``interposer bench``, and the rooflines that it computes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_json_has_a_row_for_each_kind(command: Command, llama: Path, tmp_path: P
         assert 0 < rate["low"] <= rate["median"] <= rate["high"]
         assert 0 < seconds["host"] < seconds["run"]
         assert (row["ratio"] is None) == (row["beside"] is None)
-        # The number of accepted draft tokens is unknown, so this row has no ceiling.
+        # The number of accepted draft tokens is unknown, so this row has no roofline.
         assert (row["ceiling_tokens_per_second"] is None) == (name == "repeats_guessed")
         assert (row["p95_between_tokens_s"] is None) == (name != "mixed")
     # A prefix of 100 tokens is computed in one of both, at most a page of it in the other.
@@ -173,7 +173,7 @@ class UnrunKind(Kind):
         raise NotImplementedError
 
 
-def test_a_ceiling_is_the_longer_of_reading_and_computing() -> None:
+def test_a_roofline_is_the_longer_of_reading_and_computing() -> None:
     kind = UnrunKind("x", "x")
     # Twice 2 ms of reading, once 3 ms of computing: 7 ms for 14 tokens.
     steps = [Step(2e6, 1e9, 5, 2), Step(1e6, 3e9, 4)]

@@ -68,7 +68,7 @@ def test_bench_measures_two_ranks() -> None:
     assert {"prefill", "decode_16"} <= rows.keys()
     assert all(row["tokens_per_second"]["low"] > 0 for row in rows.values())
     assert any(
-        "2 ranks: weights, memory and ceilings are those of rank 0" in n for n in told["notes"]
+        "2 ranks: weights, memory and rooflines are those of rank 0" in n for n in told["notes"]
     )
 
 

@@ -1,4 +1,4 @@
-"""The results of a benchmark: rows with ceilings, as text, JSON and llama-bench's table."""
+"""The results of a benchmark: rows with rooflines, as text, JSON and llama-bench's table."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Row:
         memory_s, arithmetic_s: seconds of a run that only reads memory at the measured bandwidth,
             and of one that only computes at the measured rate; None if the least work is unknown.
         host_s: time of a run outside of the model; None if steps are captured graphs.
-        ceiling: tokens per second if each step took the longer of both times and nothing else.
+        ceiling: roofline in tokens per second, if each step took only the longer of both times.
         gap_s: the 95th percentile of seconds between tokens, of running requests.
         ratio: the median of the run-by-run ratios to the row ``beside``.
     """
@@ -109,7 +109,7 @@ class Row:
 
     @property
     def reached(self) -> float | None:
-        """The measured rate as a fraction of the ceiling."""
+        """The measured rate as a fraction of the roofline."""
         return None if self.ceiling is None else self.median / self.ceiling
 
     @property
@@ -181,7 +181,7 @@ class Benchmark:
 
     def __str__(self) -> str:
         """Return the report as a table."""
-        head = ("", "tokens/s", "", "ceiling", "reached", "held by", "")
+        head = ("", "tokens/s", "", "roofline", "reached", "bound by", "")
         cells = [head, *(_cells(row) for row in self.rows)]
         widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
         table = []
@@ -215,7 +215,7 @@ class Benchmark:
             f"({self.device}), {self.roofs.threads} threads",
             f"loaded in {self.load_s:.2f} s{memory}; a step of one request reads "
             f"{self.weight_bytes / 2**20:.0f} MiB of weights",
-            f"roofs: {self.roofs}",
+            f"rooflines: {self.roofs}",
         ]
 
     def _notes(self) -> list[str]:
@@ -253,17 +253,17 @@ _LABEL, _BAR, _NUMBERS, _LINE, _HEAD = 290, 320, 210, 24, 66
 _FONT = "Helvetica, Arial, sans-serif"
 _INK, _QUIET, _TRACK = "#1c2330", "#5d6675", "#e9ecf1"
 _COLORS = {"memory": "#3949ab", "arithmetic": "#2e7d5b", "host": "#c0662b"}
-_LEGEND = "fraction of the ceiling, colored by bottleneck:"
+_LEGEND = "fraction of the roofline, colored by bottleneck:"
 
 
 def bars(benchmark: Benchmark) -> str:
-    """Draw a line per row: a bar for the share of the ceiling, and the tokens per second.
+    """Draw a line per row: a bar for the fraction of the roofline, and the tokens per second.
 
-    Rows without a ceiling have no bar.
+    Rows without a roofline have no bar.
     """
     width = max(len(row.what) for row in benchmark.rows)
     lines = [f"{row.what.ljust(width)}  {_bar(row)}  {_rate_text(row)}" for row in benchmark.rows]
-    return "\n".join((f"{' ' * width}  0 % {'of the ceiling':^{_COLUMNS - 9}} 100 %", *lines))
+    return "\n".join((f"{' ' * width}  0 % {'of the roofline':^{_COLUMNS - 9}} 100 %", *lines))
 
 
 def _bar(row: Row) -> str:

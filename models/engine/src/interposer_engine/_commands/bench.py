@@ -175,7 +175,7 @@ def _notes(has_prefix_lm: bool, ranks: int) -> Iterator[str]:
     if has_prefix_lm:
         yield "prompts are computed in one step, so no row extends a cached prompt"
     if ranks > 1:
-        yield f"{ranks} ranks: weights, memory and ceilings are those of rank 0"
+        yield f"{ranks} ranks: weights, memory and rooflines are those of rank 0"
 
 
 @contextmanager

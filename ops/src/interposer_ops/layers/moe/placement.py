@@ -29,7 +29,7 @@ class ExpertParallel:
         dispatch_tokens: smallest number of tokens in a step for the all-to-all: each rank takes a
             part of the tokens and sends rows to the ranks of the chosen experts. In smaller steps
             each rank computes its own experts for all tokens, and an all-reduce sums the results.
-            None: 512 if the all-to-all then moves fewer bytes, else never; 0: never.
+            None: 1024 if the all-to-all then moves fewer bytes, else never; 0: never.
     Raises: ConfigError: a number is not an integer of at least 0.
     """
 
