@@ -95,8 +95,8 @@ def test_a_damaged_file_is_refused_with_its_path(
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "no table"),
-        ("[]", "no table"),
+        ("", "is not a table"),
+        ("[]", "is not a table"),
         ('{"version": 2, "entries": [], "checksum": ""}', "version"),
         ('{"version": 1, "entries": [], "checksum": ""}', "checksum differ"),
         ('{"version": 1, "entries": [], "checksum": "", "more": 1}', "more"),
