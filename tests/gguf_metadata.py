@@ -88,7 +88,7 @@ def write_metadata(writer: gguf.GGUFWriter, metadata: Metadata) -> None:
 
 
 def _given(config: Any, table: dict[str, str]) -> Metadata:
-    """Return what a config states, where several fields of one meaning may be null."""
+    """Return the metadata in a config; of several fields of one key, the last that is not null."""
     found: Metadata = {}
     for field, key in table.items():
         value = getattr(config, field, None)

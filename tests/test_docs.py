@@ -289,7 +289,7 @@ def split_console(source: str) -> tuple[list[str], str]:
 
 
 def stand_in(command: str) -> str:
-    """Return what runs instead of ``command``: itself, unless it makes or installs something.
+    """Return the command to run for ``command``: itself, unless it makes or installs something.
 
     Raises: BlockError: the command names what does not exist.
     """

@@ -99,7 +99,7 @@ def needed(program: str) -> str:
 
 
 def succeed(*command: str | Path, told: int | None = subprocess.PIPE) -> str:
-    """Return what a command printed; ``told`` is where its other output goes, None to ours."""
+    """Return the output of a command; ``told`` is where its errors go, None to ours."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=told, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + (done.stderr or "")[-4000:]
     return done.stdout
@@ -145,7 +145,7 @@ def _copy_metadata(name: str, site: Path) -> None:
 
 
 def run(architecture: str, folder: Path, wheel: Path, *script: str) -> dict[str, Any]:
-    """Return what a script found in the other architecture's Python, with the wheel."""
+    """Return the result of a script in the other architecture's Python, with the wheel."""
     emulator = needed(f"qemu-{architecture}")
     root = root_of(architecture)
     site = folder / "site"

@@ -38,7 +38,7 @@ def python_of(version: str) -> str:
 
 
 def no_network() -> tuple[str, ...]:
-    """Return what goes before a command that is to have no network, or skip."""
+    """Return the prefix of a command that must have no network, or skip."""
     for options in (("-n",), ("-rn",)):
         command = ("unshare", *options)
         if (

@@ -137,7 +137,7 @@ class Visits:
             self.start()
 
     def text(self, end: str) -> str:
-        """Return what was written to ``out`` or ``err``."""
+        """Return the text that was written to ``out`` or ``err``."""
         return self._files[end].read_text(encoding="utf-8")
 
     def survivors(self) -> list[int]:
@@ -185,7 +185,7 @@ def reports(visits: list[Visits]) -> dict[str, Report]:
 
 
 def reasons(case: Hostile, report: Report) -> list[str]:
-    """Return what was said of the case's plugin at its stage."""
+    """Return the reasons that were reported about the case's plugin at its stage."""
     stage = "discovery" if case.stage == "observer" else case.stage
     unsaid = case.stage in ("lock", "platform", "tie", "tuning")
     return [

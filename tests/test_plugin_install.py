@@ -130,7 +130,7 @@ class Environment:
         return self._forks.run(*arguments, env={**os.environ, **variables})
 
     def model(self, disable: str = "") -> dict[str, Any]:
-        """Return what model code gets."""
+        """Return the class and the choices that model code gets."""
         done = self.run("-c", MODEL, disable=disable)
         assert done.returncode == 0, done.stderr
         facts: dict[str, Any] = json.loads(done.stdout)

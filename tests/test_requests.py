@@ -60,7 +60,7 @@ def tried(request: pytest.FixtureRequest) -> Tried:
 
 
 def properties(value: object) -> Iterator[tuple[str, object]]:
-    """Yield what a kernel might not take of an argument; sizes and numbers are none of it."""
+    """Yield the properties of an argument that a kernel might refuse, except sizes and numbers."""
     yield "absent", value is None
     if isinstance(value, torch.Tensor):
         yield "dtype", value.dtype
@@ -71,7 +71,7 @@ def properties(value: object) -> Iterator[tuple[str, object]]:
 
 
 def stated(case: Case) -> frozenset[tuple[str, object]]:
-    """Return what a request tells apart besides sizes, which tell nothing of these properties."""
+    """Return the dims of a request that are not sizes, as sizes say nothing of these."""
     return frozenset((n, v) for n, v in case.dims.items() if isinstance(v, bool | str))
 
 

@@ -39,7 +39,7 @@ TORCH_ITSELF = ("`torch.jit.script_method` is deprecated",)
 
 
 def succeed(*command: str | Path, **variables: str) -> str:
-    """Return what a command printed, with ``variables`` in its environment; errors go to ours."""
+    """Return the output of a command with ``variables`` in its environment; errors go to ours."""
     given = {**os.environ, **variables}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=given, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
@@ -60,7 +60,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[int]:
-    """Return what the model generates below the torch of these tests."""
+    """Return the tokens that the model generates with the torch of these tests."""
     language_model = load(MODEL, dtype="float32", max_sequences=1)
     (completion,) = language_model.generate(PROMPT, max_new_tokens=NUM_TOKENS)
     return list(completion.token_ids)

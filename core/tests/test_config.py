@@ -112,7 +112,7 @@ def test_argument_before_context_before_project_before_user_before_environment(
 
 
 def placed(stated: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return what a file in ``folder`` states, with its path as it counts."""
+    """Return the settings of a file in ``folder``, with the path of ``cache_dir`` resolved."""
     if "cache_dir" not in stated:
         return stated
     return {**stated, "cache_dir": str(folder / stated["cache_dir"])}

@@ -27,7 +27,7 @@ def interposer_failed(reason):
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Return what puts a distribution on the path: its folder, name, entry points and code."""
+    """Return a function that puts a distribution on the path, with its entry points and code."""
     site = tmp_path / "site"
     site.mkdir()
     monkeypatch.syspath_prepend(str(site))

@@ -48,7 +48,7 @@ SCRIPTS = "[console_scripts]\nacme-norms = acme.plugin:main\n"
 def contents(
     metadata: str = METADATA, files: Mapping[str, bytes] = FILES, scripts: str = SCRIPTS
 ) -> dict[str, bytes]:
-    """Return what a wheel holds, RECORD last."""
+    """Return the files of a wheel by path, RECORD last."""
     wheel = b"Wheel-Version: 1.0\nGenerator: by-hand\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     content_by_path = {
         **files,

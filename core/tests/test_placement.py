@@ -91,7 +91,7 @@ def entry(platform: type[Platform], score: float = 10.0) -> PlatformEntry:
 
 @pytest.fixture
 def installed(make_plugin: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return what makes the given platforms, and plugins, the installed ones."""
+    """Return a function that makes the given platforms and plugins the installed ones."""
 
     def install(*entries: PlatformEntry, plugins: Sequence[ModuleType] = ()) -> None:
         registry = Registry(Plugins.of(make_plugin("acme", *entries), *plugins))

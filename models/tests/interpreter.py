@@ -11,7 +11,7 @@ from typing import Any
 
 
 def interpreted(script: str, *arguments: str | Path) -> dict[str, Any]:
-    """Return what a script beside this one prints: the kernels that were chosen, and results."""
+    """Return the JSON that a script next to this one prints: the chosen kernels, and results."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
     done = subprocess.run(

@@ -25,7 +25,7 @@ _AT = Resolver.at.__func__  # type: ignore[attr-defined]
 
 
 def told(path: Path, ranks: Ranks | None) -> dict[str, Any]:
-    """Return what a model says to one prompt, and what this rank holds of it."""
+    """Return a model's completion of one prompt, and the shards and notes of this rank."""
     # With the layers that a plain installation has, so that fused blocks of the CPU are tried too.
     disabled, layers = ("interposer-example-norm",), {"rms_norm": "standard"}
     config = Config(graphs="off", packed="off", disable=disabled, layers=layers)

@@ -74,7 +74,7 @@ def kind_of_integers(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def described(value: Any) -> Any:
-    """Return what a kernel can tell of an argument."""
+    """Return the properties of an argument that a kernel can distinguish."""
     if not isinstance(value, torch.Tensor):
         return str(value)
     if not value.numel():

@@ -34,7 +34,7 @@ def nearest(x: float, numbers: list[float]) -> float:
 
 
 def stored(key: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return what comes to lie in the slots of the tokens, in order."""
+    """Return the keys that are stored in the slots of the tokens, in order."""
     shape = (len(key), 1, *key.shape[1:])
     keys, values = (torch.zeros(shape, dtype=dtype) for _ in range(2))
     slots = torch.arange(len(key))

@@ -12,7 +12,7 @@ TOTAL = 2**30
 
 
 def host(_device: str) -> MemorySnapshot:
-    """Return what Python has allocated, as if it were torch's part of a device of 1 GiB."""
+    """Return a snapshot of Python's allocations as torch's part of a device of 1 GiB."""
     used_bytes, peak = tracemalloc.get_traced_memory()
     return MemorySnapshot(TOTAL - used_bytes - 1000, TOTAL, used_bytes, peak)
 

@@ -44,7 +44,7 @@ class Exchange:
         self.sent: list[list[Any]] = [[], []]
 
     def swap(self, rank: int, parts: list[Any]) -> list[Any]:
-        """Return what ranks 0 and 1 hold for ``rank``, given what it holds for them."""
+        """Return the parts that ranks 0 and 1 hold for ``rank``, given its parts for them."""
         self.sent[rank] = parts
         self.barrier.wait()
         received = [self.sent[0][rank], self.sent[1][rank]]

@@ -320,7 +320,7 @@ def library_model(path: Path, rounded: bool = True, exact: bool = True) -> Any:
 
 
 def library_logits(path: Path, rounded: bool = True) -> torch.Tensor:
-    """Return what the library's decompressed model computes."""
+    """Return the logits of the library's decompressed model."""
     with torch.inference_mode():
         return library_model(path, rounded)(torch.tensor([TOKENS])).logits[0]  # type: ignore[no-any-return]
 
@@ -331,7 +331,7 @@ def linears(path: Path, dtype: str, config: Config | None = None) -> dict[str, L
 
 
 def dequantized_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Return what the loaded layers say of their weights, by the checkpoint's names of layers."""
+    """Return the dequantized weights of the loaded layers, by the checkpoint's names of layers."""
     actual: dict[str, torch.Tensor] = {}
     finalize, finalize_head = Linear.finalize, LMHead.finalize
 

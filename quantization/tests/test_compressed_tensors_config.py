@@ -29,7 +29,7 @@ def written(
     inputs: dict[str, Any] | None = None,
     form: str = "int-quantized",
 ) -> dict[str, Any]:
-    """Return what the library writes for such weights and inputs."""
+    """Return the quantization config that the library writes for such weights and inputs."""
     activations = None if inputs is None else QuantizationArgs(**inputs)
     scheme = QuantizationScheme(
         targets=["Linear"],
@@ -332,7 +332,7 @@ def mutated(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def facts(args: Any) -> tuple[Any, ...]:
-    """Return what the library reads of weights or inputs."""
+    """Return the type, bits, symmetry, strategy and size that the library reads."""
     size = (1, args.group_size) if args.strategy in ("group", "tensor_group") else None
     if args.block_structure is not None:
         size = tuple(args.block_structure)

@@ -84,7 +84,7 @@ def parted(weight: torch.Tensor, args: Any) -> torch.Tensor:
 
 
 def compressed(weight: torch.Tensor, form: str, arguments: dict[str, Any]) -> tuple[Tensors, Any]:
-    """Return what the library stores of the weight, and its scheme."""
+    """Return the tensors that the library stores of the weight, and its scheme."""
     args = QuantizationArgs(**arguments)
     scheme = QuantizationScheme(targets=["Linear"], weights=args, format=form)
     parts, tensors = parted(weight, args), {"weight": weight}

@@ -70,7 +70,7 @@ def input_scale(layer: str) -> float:
 
 
 def per_tensor(layer: str, weight: torch.Tensor) -> Tensors:
-    """Return what AutoFP8 stores."""
+    """Return the tensors that AutoFP8 stores."""
     scale = weight.float().abs().amax() / LARGEST
     return {
         f"{layer}.weight": (weight.float() / scale).to(FP8),
@@ -97,7 +97,7 @@ def per_tensor_of_transformers(layer: str, weight: torch.Tensor) -> Tensors:
 
 
 def per_output(layer: str, weight: torch.Tensor) -> Tensors:
-    """Return what FBGEMM stores."""
+    """Return the tensors that FBGEMM stores."""
     scale = weight.float().abs().amax(1, keepdim=True) / LARGEST
     return {f"{layer}.weight": (weight.float() / scale).to(FP8), f"{layer}.weight_scale": scale}
 

@@ -86,7 +86,7 @@ def built(resolver: Resolver, spec: ExpertsSpec) -> Experts:
 
 
 def numbers(parameter: Any, generator: torch.Generator) -> torch.Tensor:
-    """Return what may stand in a parameter, others for every layer of the checkpoint."""
+    """Return random values that fit a parameter, others for every layer of the checkpoint."""
     if hasattr(parameter, "sample"):
         return parameter.sample(generator)  # type: ignore[no-any-return]
     if parameter.dtype.is_floating_point:
@@ -156,7 +156,7 @@ def mixture(
     weights: torch.Tensor,
     ids: torch.Tensor,
 ) -> torch.Tensor:
-    """Return what float64 experts of silu make of the tokens."""
+    """Return the output of a float64 MoE layer with silu for the tokens."""
     result = torch.zeros(x.shape, dtype=torch.float64)
     for token, choice in (ids >= 0).nonzero().tolist():
         first, second = (each[ids[token, choice]] for each in matrices)

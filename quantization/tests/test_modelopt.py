@@ -79,7 +79,7 @@ def bits(tensor: torch.Tensor) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
 
 
 def decoded_e4m3(codes: numpy.ndarray[Any, numpy.dtype[numpy.uint8]]) -> Numbers:
-    """Return what 1 bit of sign, 4 of exponent and 3 of mantissa stand for; exponents less 7."""
+    """Return the numbers of bytes with 1 bit of sign, 4 of exponent (bias 7) and 3 of mantissa."""
     exponent, mantissa = (codes >> 3 & 15).astype(int), (codes & 7).astype(float)
     magnitude = numpy.where(
         exponent == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0)

@@ -61,7 +61,7 @@ def write(tmp_path: Path) -> Write:
 
 
 def nearest(weight: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
-    """Return what the integers of a head stand for, computed here a second time."""
+    """Return the dequantized weight of a quantized head, computed here a second time."""
     bits = 8 if settings["head"] == "int8" else 4
     size = settings.get("head_group_size") or (weight.shape[1] if bits == 8 else 32)
     groups = weight.float().unflatten(1, (-1, size))
@@ -138,7 +138,7 @@ def test_head_activations_quantizes_inputs_of_the_lm_head(
 
 
 def hidden_states(lm: LanguageModel, token_ids: list[int]) -> torch.Tensor:
-    """Return what the head multiplies for ``token_ids``, float32."""
+    """Return the hidden states that the head multiplies for ``token_ids``, float32."""
     observed: list[torch.Tensor] = []
     hook = parts(lm)[1].register_forward_pre_hook(lambda _, given: observed.append(given[0]))
     lm.logits(token_ids)

@@ -142,7 +142,7 @@ def test_tokens_do_not_wait_for_a_step_that_takes_long(lm: LanguageModel) -> Non
 
 
 def read_all(connection: Any) -> bytes:
-    """Return what comes until the end of a chunked response."""
+    """Return the bytes of a chunked response until its end, and close the connection."""
     content = b""
     while not content.endswith(b"0\r\n\r\n"):
         part = connection.recv(65536)

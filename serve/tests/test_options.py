@@ -57,7 +57,7 @@ CHAT = {
 
 
 def told(answer: Any) -> Any:
-    """Return what a response tells, but for its name and its time."""
+    """Return the body of a response as JSON, without its ``id`` and ``created``."""
     assert answer.status == 200, answer.body
     found = events(answer.body) if isinstance(answer.body, str) else [answer.body]
     for each in found:

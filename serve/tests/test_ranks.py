@@ -66,7 +66,7 @@ def server(chat_folder: Path, offline: LanguageModel) -> Iterator[Ranks]:
 
 
 def generated(offline: LanguageModel, prompt: str, **settings: Any) -> str:
-    """Return what one process says."""
+    """Return the text that a single process generates."""
     return offline.generate(prompt, **settings)[0].text
 
 

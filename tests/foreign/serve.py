@@ -96,7 +96,7 @@ def threads() -> dict[str, Any]:
 
 
 def verified() -> dict[str, Any]:
-    """Return what verifying the platform's distribution said, of few cases."""
+    """Return the result of verifying the platform's distribution, on few cases."""
     from interposer_testing import verify
 
     report = verify("interposer-cpu", quick=True, progress=progress())
@@ -107,7 +107,7 @@ def verified() -> dict[str, Any]:
 
 
 def progress() -> Callable[[int, str], None]:
-    """Return what tells of every candidate once."""
+    """Return a function that reports every candidate once."""
     said = set[str]()
 
     def tell_of(number: int, trial: str) -> None:

@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def received(asking: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Return what is asked for, with standard input, output and errors."""
+    """Return the request, and the descriptors of standard input, output and errors."""
     _, files, _, _ = socket.recv_fds(asking, 1, 3)
     with asking.makefile("rb") as request:
         return json.load(request), list(files)

@@ -68,7 +68,7 @@ def _find_annotations(source: str) -> set[int]:
 
 
 def _find_places(source: str) -> dict[int, list[_Place]]:
-    """Return what can be changed on each line."""
+    """Return the places that can be changed on each line."""
     visitor = _Places(*(name for name in operator_names() if name not in _LEFT_OUT))
     visitor.walk(get_ast(source))
     annotations, places = _find_annotations(source), defaultdict[int, list[_Place]](list)

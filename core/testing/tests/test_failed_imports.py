@@ -39,7 +39,7 @@ TITLES = (
 def verified(
     registered: Callable[..., Registry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[str, str], Report]]:
-    """Return what verifies the records with given texts of the modules that they name."""
+    """Yield a function that verifies the records with given sources of the modules they name."""
 
     def run(ops: str, kernels: str) -> Report:
         (tmp_path / "acme_broken.py").write_text(ops)

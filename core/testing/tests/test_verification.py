@@ -96,7 +96,7 @@ Verified = Callable[..., Report]
 
 @pytest.fixture
 def verified(registered: Callable[..., Registry]) -> Verified:
-    """Return what verifies a plugin ``acme`` of the op and the given kernels."""
+    """Return a function that verifies a plugin ``acme`` of the op and the given kernels."""
 
     def run(*records: Record, **options: Any) -> Report:
         registry = registered(OP, *records)

@@ -49,7 +49,7 @@ def run_new(tmp_path: Path, environment: dict[str, str]) -> Run:
 
 @pytest.fixture
 def install(tmp_path: Path) -> Callable[..., None]:
-    """Return what makes a distribution with entry points and modules an installed one."""
+    """Return a function that installs a distribution with the given entry points and modules."""
 
     def install(name: str, entry_points: str, **modules: str) -> None:
         folder = tmp_path / f"{name}-1.0.dist-info"

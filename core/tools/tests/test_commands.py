@@ -101,7 +101,7 @@ def _abacus(make_plugin: Callable[..., ModuleType], tmp_path: Path) -> Iterator[
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Return what calls the command and returns its exit code and what it printed."""
+    """Return a function that runs the command and returns its exit code, output and errors."""
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # the command sets its own
 
     def call(*arguments: str | Path) -> tuple[int, str, str]:
@@ -288,7 +288,7 @@ def test_locked_enforces_the_written_lock(command: Command, tmp_path: Path) -> N
 
 
 def on_terminal(columns: int, *arguments: str, plugins: str = "none") -> str:
-    """Return what the command prints on a terminal of so many columns."""
+    """Return the output of the command on a terminal with ``columns`` columns."""
     ours, theirs = os.openpty()
     command = forks().command("-m", "interposer_tools", *arguments)
     environment = {**os.environ, "INTERPOSER_PLUGINS": plugins, "TERM": "xterm"}

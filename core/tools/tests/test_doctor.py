@@ -290,7 +290,7 @@ def test_a_missing_lock_is_a_problem_only_where_it_is_enforced(tmp_path: Path) -
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Return what makes a module a plugin of an installed distribution of the same name."""
+    """Return a function that installs a distribution whose plugin is a module of the same name."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def install(name: str, source: str) -> None:

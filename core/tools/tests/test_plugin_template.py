@@ -80,7 +80,7 @@ def new(name: str, kind: str) -> NewPlugin:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Return what calls the command and returns its exit code and what it printed."""
+    """Return a function that runs the command and returns its exit code, output and errors."""
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # the command sets its own
 
     def call(*arguments: str | Path) -> tuple[int, str, str]:
@@ -101,13 +101,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def execute(*arguments: str | Path, **options: Any) -> str:
-    """Return what Python prints; it must end with 0."""
+    """Return the output of Python, which must end with 0."""
     options = {"capture_output": True, "text": True, "timeout": 500, **options}
     return succeed(subprocess.run([sys.executable, *map(str, arguments)], **options))
 
 
 def succeed(process: subprocess.CompletedProcess[str]) -> str:
-    """Return what a program printed; it must have ended with 0."""
+    """Return the output of a program, which must have ended with 0."""
     assert process.returncode == 0, process.stdout + process.stderr
     return process.stdout
 
@@ -230,7 +230,7 @@ def wheels(written: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def installed(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """Return what returns the environment in which the plugin of one kind is used."""
+    """Return a function that returns the environment in which the plugin of one kind is used."""
     site = tmp_path_factory.mktemp("site")
     options = ("--quiet", "--no-index", "--no-deps", "--target", site)
     execute("-m", "pip", "install", *options, *wheels.values())
@@ -514,7 +514,7 @@ def _dangling_link(path: Path) -> None:
 
 
 def facts(path: Path) -> tuple[int, ...]:
-    """Return what of a file changes when it is written, but not when it is read."""
+    """Return the properties of a file that change when it is written, but not when it is read."""
     status = path.lstat()
     return status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns
 

@@ -60,7 +60,7 @@ def site(registered: Callable[..., Registry]) -> Site:
 
 
 def printed(renderables: Iterator[Any]) -> str:
-    """Return what a wide terminal shows."""
+    """Return the text that a wide terminal shows."""
     console = Console(file=io.StringIO(), width=250)
     console.print(*renderables)
     assert isinstance(console.file, io.StringIO)

@@ -62,7 +62,7 @@ Verified = Callable[..., tuple[subprocess.CompletedProcess[str], Tally]]
 
 @pytest.fixture
 def verified(tmp_path: Path) -> Verified:
-    """Return what verifies an installed wheel, with what came of the wheel itself."""
+    """Return a function that verifies an installed wheel and returns the process and its tally."""
 
     def run(
         tag: str, native: Mapping[str, bytes] = {}, **changed: str

@@ -109,7 +109,7 @@ COUNT = 10
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
-    """Return what writes the tiny model of a family, once, and returns its folder and itself."""
+    """Return a function that writes a family's tiny model once and returns its folder and model."""
     checkpoints: dict[str, tuple[Path, Any]] = {}
 
     def write(name: str) -> tuple[Path, Any]:

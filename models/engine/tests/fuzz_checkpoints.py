@@ -262,7 +262,7 @@ FAMILY_SPOILERS = (*[spoil_fields] * 4, spoil_config, spoil_header, spoil_header
 
 
 def tried(folder: Path, config: Any, weights: bytes) -> str:
-    """Return what came of loading: the name of a documented error, or nothing; else raise."""
+    """Return the name of the documented error of loading, or an empty text; else raise."""
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").write_bytes(weights)
     try:

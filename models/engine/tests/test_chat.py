@@ -228,7 +228,7 @@ def test_templates_run_in_a_sandbox(lm: LanguageModel) -> None:
 
 
 def chat(path: Path, typed: str, *options: str) -> tuple[str, str]:
-    """Return what the command printed and what it said, when ``typed`` is its input."""
+    """Return the output and the errors of the command when ``typed`` is its input."""
     done = forks().run("-m", "interposer_tools", "chat", path, *options, input=typed)
     return done.stdout, done.stderr
 

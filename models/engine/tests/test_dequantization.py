@@ -236,7 +236,7 @@ def loaded(path: Path, dtype: str = "float32", **policy: Any) -> LanguageModel:
 
 
 def functions(lm: LanguageModel) -> set[Any]:
-    """Return what linear layers and the head call."""
+    """Return the kernels of the linear layers and the head."""
     model: Any = lm.engine.model
     layers = [module for module in model.modules() if isinstance(module, Linear)]
     return {layer.kernel for layer in (*layers, model.lm_head)}

@@ -74,7 +74,7 @@ def plain(outputs: int, inputs: int) -> Tensors:
 
 
 def packed(outputs: int, inputs: int) -> Tensors:
-    """Return what gptq stores: random codes, and the middle as every zero point, less one."""
+    """Return the tensors of gptq: random packed weights, and the middle less one as zero points."""
     groups = inputs // 128
     return {
         "qweight": torch.empty(inputs // 8, outputs, dtype=torch.int32).random_(),

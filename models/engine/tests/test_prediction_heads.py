@@ -173,7 +173,7 @@ def block_inputs(model: Any, tokens: list[int]) -> list[Tensor]:
 
 
 def run_block(model: Any, block: Any, x: Tensor) -> Tensor:
-    """Return what a block of transformers makes of ``[T, H]``, of which each sees those before."""
+    """Return the output ``[T, H]`` of a transformers block for ``x``, under a causal mask."""
     count = len(x)
     mask = torch.full((1, 1, count, count), float("-inf")).triu(1)
     places = torch.arange(count)[None]
@@ -187,7 +187,7 @@ def run_block(model: Any, block: Any, x: Tensor) -> Tensor:
 
 
 def expected_of_stored(path: Path, tokens: list[int], count: int) -> list[int]:
-    """Return what a head in a checkpoint predicts, by transformers' blocks and plain torch."""
+    """Return the tokens that a stored MTP head predicts, by transformers' blocks and torch."""
     model = of_transformers(path)
     stored, config = load_file(path / "model.safetensors"), model.config
     last, eps = config.num_hidden_layers - 1, config.rms_norm_eps
@@ -210,7 +210,7 @@ def expected_of_stored(path: Path, tokens: list[int], count: int) -> list[int]:
 
 
 def expected_of_eagle(path: Path, head: Path, tokens: list[int], count: int) -> list[int]:
-    """Return what a head of EAGLE-3 predicts, in plain torch."""
+    """Return the tokens that an EAGLE-3 head predicts, in plain torch."""
     model = of_transformers(path)
     stored = load_file(head / "model.safetensors")
     weight = {name.removesuffix(".weight"): tensor for name, tensor in stored.items()}

@@ -32,13 +32,13 @@ Quantize = Callable[[torch.Tensor, torch.Generator], Tensors]
 
 
 def in_8_bit_floats(weight: torch.Tensor, generator: torch.Generator) -> Tensors:
-    """Return what fbgemm_fp8 stores."""
+    """Return the tensors that fbgemm_fp8 stores."""
     scale = weight.abs().amax(1, keepdim=True) / torch.finfo(FP8).max
     return {"weight": (weight / scale).to(FP8), "weight_scale": scale}
 
 
 def in_blocks(weight: torch.Tensor, generator: torch.Generator) -> Tensors:
-    """Return what fp8 stores with blocks of 16 by 32."""
+    """Return the tensors that fp8 stores with blocks of 16 by 32."""
     blocks = weight.unflatten(0, (-1, 16)).unflatten(2, (-1, 32))
     scale = blocks.abs().amax((1, 3), keepdim=True) / torch.finfo(FP8).max
     codes = (blocks / scale).to(FP8).flatten(2).flatten(0, 1)
@@ -46,7 +46,7 @@ def in_blocks(weight: torch.Tensor, generator: torch.Generator) -> Tensors:
 
 
 def in_int8(weight: torch.Tensor, generator: torch.Generator) -> Tensors:
-    """Return what compressed-tensors stores with a scale per output."""
+    """Return the tensors that compressed-tensors stores with a scale per output."""
     scale = weight.abs().amax(1, keepdim=True) / 127
     return {"weight": (weight / scale).round().to(torch.int8), "weight_scale": scale}
 

@@ -88,7 +88,7 @@ def model(path: str, dtype: str) -> LanguageModel:
 
 
 def digest(lm: LanguageModel) -> str:
-    """Return what tells the results of two models apart."""
+    """Return the SHA-256 of a model's logits, by which the results of two models are compared."""
     return hashlib.sha256(lm.logits(TOKENS).numpy().tobytes()).hexdigest()
 
 

@@ -71,7 +71,7 @@ def launches(build: Build) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
 
 
 def compiled(kernel: Any, given: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    """Return what triton makes of a launch: the steps of its ``run``, without a driver."""
+    """Return the kernel that triton compiles for a launch: its ``run``, without a driver."""
     backend = make_backend(TARGET)
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, rest = bind(*given, **{**options, "debug": False})
@@ -90,7 +90,7 @@ def compiled(kernel: Any, given: tuple[Any, ...], options: Mapping[str, Any]) ->
 
 
 def reports(build: Build) -> Iterator[dict[str, Any]]:
-    """Yield what came out of every launch of a build."""
+    """Yield the name, sizes and use of matrix instructions of every launch of a build."""
     for kernel, given, options in launches(build):
         result = compiled(kernel, given, options)
         code = result.asm["spv"]

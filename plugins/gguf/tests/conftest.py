@@ -80,7 +80,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 @pytest.fixture
 def write(tmp_path: Path, converter: ModuleType) -> Callable[..., Path]:
-    """Return what writes a model directory as a GGUF file."""
+    """Return a function that writes a model directory as a GGUF file."""
 
     def written(source: Path, stored_as: str = "f16", **options: Any) -> Path:
         target = tmp_path / f"{source.name}-{stored_as}.gguf"
@@ -92,7 +92,7 @@ def write(tmp_path: Path, converter: ModuleType) -> Callable[..., Path]:
 
 @pytest.fixture
 def requantize(tmp_path: Path) -> Callable[..., Path]:
-    """Return what writes a file anew, the matrices in random blocks of the format of their name."""
+    """Return a function that rewrites a file, with random blocks in each matrix's named format."""
 
     def written(path: Path, kind: Callable[[str], str], seed: int = 0) -> Path:
         reader, generator = gguf.GGUFReader(path), torch.Generator().manual_seed(seed)
@@ -130,7 +130,7 @@ def dequantize(tmp_path: Path) -> Callable[[Path], Path]:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Callable[..., Path]:
-    """Return what writes the smallest model, with metadata changed, added or left out (None)."""
+    """Return a function that writes the smallest model with changed metadata; None removes it."""
 
     def written(name: str = "small.gguf", tensors: Any = (), **changes: Any) -> Path:
         path = tmp_path / name

@@ -80,7 +80,7 @@ def finalize_all(layer: nn.Module, last: Experts | ExpertsMethod) -> None:
 
 
 def matrices(layer: Experts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what the linear layers hold, ``[E, 2 I, H]`` and ``[E, H, I]`` float64."""
+    """Return the weights of the linear layers, ``[E, 2 I, H]`` and ``[E, H, I]`` float64."""
     weights = []
     for module in layer.modules():
         if isinstance(module, Linear):

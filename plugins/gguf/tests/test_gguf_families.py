@@ -129,7 +129,7 @@ BAD: list[tuple[str, dict[str, Any], str, type[Exception], str]] = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return what writes a model of random weights, and returns its directory."""
+    """Return a function that writes a model of random weights, and returns its directory."""
     made: dict[str, Path] = {}
 
     def make(kind: str) -> Path:

@@ -26,7 +26,7 @@ Runs = list[dict[str, Any]]
 
 
 def start(runs: Runs, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Return what became of a process that runs engines, one after the other."""
+    """Return the completed process that ran the engines, one after the other."""
     if importlib.util.find_spec("vllm") is None:
         pytest.fail("vLLM is not installed here. Try: make test-vllm")
     environment = {**os.environ, **variables}

@@ -146,13 +146,13 @@ def with_scales(path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def own(runs: list[dict[str, Any]], run_in_vllm: Engines) -> list[dict[str, Any]]:
-    """Return what vLLM makes of each kind by itself."""
+    """Return the results of vLLM alone for each kind of attention."""
     return run_in_vllm(runs[: len(KINDS)], VLLM_PLUGINS="")
 
 
 @pytest.fixture(scope="module")
 def bridged(runs: list[dict[str, Any]], run_in_vllm: Engines) -> list[dict[str, Any]]:
-    """Return what it makes of them with interposer's kernels."""
+    """Return the results of vLLM with interposer's kernels for all runs."""
     return run_in_vllm(runs)
 
 

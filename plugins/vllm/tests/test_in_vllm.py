@@ -79,13 +79,13 @@ def runs() -> Runs:
 
 @pytest.fixture(scope="module")
 def own(runs: Runs, run_in_vllm: Callable[..., Runs]) -> Runs:
-    """Return what vLLM makes of the trained model by itself."""
+    """Return the results of vLLM alone for the trained model."""
     return run_in_vllm(runs, VLLM_PLUGINS="")
 
 
 @pytest.fixture(scope="module")
 def bridged(runs: Runs, run_in_vllm: Callable[..., Runs]) -> Runs:
-    """Return what it makes of all models with interposer's kernels."""
+    """Return the results of vLLM with interposer's kernels for the same runs."""
     return run_in_vllm(runs)
 
 

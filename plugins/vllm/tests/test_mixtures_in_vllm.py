@@ -68,7 +68,7 @@ RUNS = [
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Return what the engine is asked, for each of ``RUNS``."""
+    """Return the model, options, prompts and number of tokens for each of ``RUNS``."""
     folders: dict[str, Path] = {}
     for name, config in CONFIGS.items():
         torch.manual_seed(0)
@@ -87,13 +87,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.fixture(scope="module")
 def own(runs: Runs, run_in_vllm: Callable[..., Runs]) -> Runs:
-    """Return what vLLM makes of each by itself."""
+    """Return the results of vLLM alone for each run."""
     return run_in_vllm(runs, VLLM_PLUGINS="")
 
 
 @pytest.fixture(scope="module")
 def bridged(runs: Runs, run_in_vllm: Callable[..., Runs]) -> Runs:
-    """Return what it makes of each with interposer's kernels."""
+    """Return the results of vLLM with interposer's kernels for each run."""
     return run_in_vllm(runs)
 
 

@@ -236,7 +236,7 @@ def asked(folder: Path, dtype: str, compiled: bool = False) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def bridged(folders: dict[str, Path], run_in_vllm: Callable[..., Runs]) -> dict[str, Any]:
-    """Return what vLLM makes of all checkpoints with interposer's kernels."""
+    """Return the results of vLLM with interposer's kernels for all checkpoints."""
     runs = {name: asked(folders[name], "float32") for name in (*FLOAT32, *ROUNDED)}
     runs |= {name: asked(folders[name], "bfloat16") for name in (*PACKED, *BROKEN)}
     runs |= {f"{n}, compiled": asked(folders[n], "bfloat16", compiled=True) for n in COMPILED}
@@ -245,7 +245,7 @@ def bridged(folders: dict[str, Path], run_in_vllm: Callable[..., Runs]) -> dict[
 
 @pytest.fixture(scope="module")
 def own(folders: dict[str, Path], run_in_vllm: Callable[..., Runs]) -> dict[str, Any]:
-    """Return what vLLM makes of some checkpoints by itself."""
+    """Return the results of vLLM alone for some checkpoints."""
     runs = {name: asked(folders[name], "float32") for name in OWN_FLOAT32}
     runs |= {name: asked(folders[name], "bfloat16") for name in (*OWN_BFLOAT16, *BROKEN.values())}
     return dict(zip(runs, run_in_vllm(list(runs.values()), VLLM_PLUGINS=""), strict=True))

@@ -65,14 +65,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def own(run_in_vllm: Engines, llama: Path, adapter: Path, cache: Path) -> list[dict[str, Any]]:
-    """Return what vLLM makes of them by itself: with an adapter, and compiled."""
+    """Return the results of vLLM alone: with an adapter, and compiled."""
     runs = [with_adapter(llama, adapter), asked(llama, enforce_eager=False)]
     return run_in_vllm(runs, VLLM_PLUGINS="", VLLM_CACHE_ROOT=str(cache / "own"))
 
 
 @pytest.fixture(scope="module")
 def bridged(run_in_vllm: Engines, llama: Path, adapter: Path, cache: Path) -> list[dict[str, Any]]:
-    """Return what it makes of the same with interposer's kernels."""
+    """Return the results of vLLM with interposer's kernels for the same two runs."""
     runs = [with_adapter(llama, adapter), asked(llama, enforce_eager=False)]
     return run_in_vllm(runs, VLLM_CACHE_ROOT=str(cache / "bridged"))
 

@@ -32,7 +32,7 @@ NUM_TOKENS = 3
 def quantize_block(
     inputs: torch.Tensor, block_size: int, amax: torch.Tensor | None, num_bits: int, *_: int
 ) -> torch.Tensor:
-    """Return what the library's CUDA kernels return, from its own tensor classes."""
+    """Return the result of the library's CUDA kernels, from its own tensor classes."""
     if num_bits == 8:
         quantized, scales = MXFP8QTensor.quantize(inputs)
         return quantized.dequantize(inputs.dtype, scale=scales)

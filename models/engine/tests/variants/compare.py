@@ -180,7 +180,7 @@ def differences_of_adapt(folder: Path, model: PreTrainedModel) -> Iterator[Diffe
 
 
 def judge(folder: Path, config: dict[str, Any], seed: int, differences: Differences) -> Outcome:
-    """Return what becomes of a configuration: equal, refused, or a fault in capital letters."""
+    """Return the outcome of a configuration: equal, refused, or a fault in capital letters."""
     try:
         model = write(folder, config, seed)
         reference_logits(model, PROMPT)

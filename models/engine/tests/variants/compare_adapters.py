@@ -88,7 +88,7 @@ def write_adapter(base: Path, folder: Path, how: dict[str, Any], seed: int) -> N
 
 
 def judge(base: Path, lm: LanguageModel, folder: Path) -> Outcome:
-    """Return what becomes of an adapter: equal, refused, or a fault in capital letters."""
+    """Return the outcome of an adapter: equal, refused, or a fault in capital letters."""
     from peft import PeftModel
 
     try:

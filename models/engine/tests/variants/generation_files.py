@@ -195,7 +195,7 @@ def end_tokens(files: dict[str, Any]) -> list[int] | None:
 
 
 def judge(folder: Path, files: dict[str, Any]) -> Outcome:
-    """Return what becomes of a checkpoint: equal, refused, or a fault in capital letters."""
+    """Return the outcome of a checkpoint: equal, refused, or a fault in capital letters."""
     reason = None
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(

@@ -726,7 +726,7 @@ def _state(folder: Path, files: Files) -> None:
 
 
 def judge(name: str, folder: Path, files: Files) -> Outcome:
-    """Return what becomes of a checkpoint: equal, refused, or a fault in capital letters."""
+    """Return the outcome of a checkpoint: equal, refused, or a fault in capital letters."""
     kind, intended = KINDS[name], base(name)[2]
     try:
         lm = load(folder, "float32", platform="cpu", cache_tokens=128, max_sequences=1)

@@ -233,7 +233,7 @@ def files_of(number: int) -> tuple[str, dict[str, Any]]:
 
 
 def judge(folder: Path) -> tuple[str, str]:
-    """Return what becomes of a folder's tokenizer: equal, refused, or a fault in capitals."""
+    """Return the outcome of a folder's tokenizer: equal, refused, or a fault in capitals."""
     try:
         expected = AutoTokenizer.from_pretrained(folder)
         texts = [(text, expected(text)["input_ids"]) for text in TEXTS]
