@@ -196,7 +196,7 @@ class Machine:
         return done.stdout.splitlines()
 
     def measure(self, name: str, *, plugins: bool, cold: bool = False) -> dict[str, Any]:
-        """Return what the measurement ``name`` of this file gives in a process of its own."""
+        """Return the result of this file's measurement ``name``, run in a process of its own."""
         *_, last = self.run(__file__, "--measure", name, plugins=plugins, cold=cold)
         return json.loads(last)  # type: ignore[no-any-return]
 

@@ -59,7 +59,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _unmet() -> Iterator[str]:
-    """Yield what our distributions require and this Python does not have."""
+    """Yield a description of each of our requirements that this Python does not meet."""
     names = {plugin.distribution for plugin in current_registry().plugins.loaded}
     for name in sorted({*names, "interposer", "interposer-testing", "interposer-tools"}):
         for text in importlib.metadata.requires(name) or ():

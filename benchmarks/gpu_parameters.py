@@ -90,7 +90,7 @@ class Launch:
 
 
 def launches(options: argparse.Namespace) -> Iterator[Launch]:
-    """Yield what is timed, the kinds of calls one after the other."""
+    """Yield the launches to time, one combination of shape, kernel and tokens after the other."""
     for shape, kernel, tokens in itertools.product(
         options.shapes.split(","), options.kernels.split(","), options.tokens.split(",")
     ):

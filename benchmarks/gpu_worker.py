@@ -43,7 +43,7 @@ class Worker:
         self.end = ""
 
     def ask(self, part: str, limit_s: float) -> dict[str, Any] | None:
-        """Return what came of a part; None if the process ended or took too long, see ``end``."""
+        """Return the answer for a part; None if the process ended or took too long, see ``end``."""
         if self._process is None:
             self._process = subprocess.Popen(
                 self._command,
@@ -136,7 +136,7 @@ def _told(report: Report) -> dict[str, Any]:
 
 
 def _tried(distribution: str, part: str, platform: str) -> dict[str, Any]:
-    """Return what came of a share of the trials that are of no op."""
+    """Return the state, candidates and first faults of a share of the trials that are of no op."""
     from interposer import Config, current_registry, place
     from interposer_testing import attention_trials, layer_trials, scheme_trials
 

@@ -129,7 +129,7 @@ def main() -> None:
 
 
 def measured(model_dir: Path, dtype: str, method: str) -> dict[str, object]:
-    """Return what loading with this quantization takes, and the bounds of it."""
+    """Return the time and memory of loading with this quantization, and the bounds of both."""
     torch.set_num_threads(1)
     quantization = None if method == "none" else method
     settings: dict[str, Any] = {"cache_tokens": 64, "quantization": quantization}

@@ -178,7 +178,7 @@ def started(arguments: list[str], cache: str) -> subprocess.Popen[str]:
 
 
 def measured(arguments: list[str], cache: str) -> dict[str, Any]:
-    """Return what a process tells, and what is its own while another one has the same model."""
+    """Return the measurements of a process, and its own memory while another has the same model."""
     pair = [started(arguments, cache)]
     facts: dict[str, Any] = json.loads(read_line(pair[0]))
     pair.append(started(arguments, cache))
@@ -205,7 +205,7 @@ def read_line(process: subprocess.Popen[str]) -> str:
 
 
 def peer(file: str, tokens: int, threads: int) -> dict[str, Any]:
-    """Return what llama.cpp takes to load a file."""
+    """Return the load time and the peaks of memory of llama.cpp for a file."""
     command = [str(PEER), "-c", LOAD_PEER, file, str(tokens), str(threads)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -80,7 +80,7 @@ def measured(path: Path, files: list[Path], dtype: str = "float32", **options: A
 
 
 def arguments_and_files(description: str | None) -> tuple[argparse.Namespace, list[Path]]:
-    """Return what was asked for, and the files to measure on; sets the number of threads."""
+    """Return the arguments of the command line and the files to measure; set the thread count."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--every", type=int, default=1, help="take every Nth held-out file")
     parser.add_argument("--only", nargs="*", help="rows by name; all by default")

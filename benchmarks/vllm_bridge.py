@@ -27,7 +27,7 @@ __all__ = ["Pair", "rows_of"]
 
 
 def rows_of(new_tokens: int) -> list[Row]:
-    """Return what both run: decode, a prompt, and a batch with its prompts."""
+    """Return the rows that both engines run: decode, a prompt, and a batch with its prompts."""
     return [
         Row(1, 128, new_tokens, ("decode",)),
         Row(1, 1024, new_tokens, ("decode",)),

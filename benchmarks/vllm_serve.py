@@ -93,7 +93,7 @@ class Server:
         self._signal(signal.SIGSTOP)
 
     def asked(self, clients: int, seed: int, options: argparse.Namespace) -> dict[str, float]:
-        """Return what the client of vLLM measured.
+        """Return the measurements of vLLM's client, by label.
 
         Raises: Unavailable: the client failed, or requests did.
         """

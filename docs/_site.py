@@ -142,7 +142,7 @@ def missing_docstrings() -> list[str]:
 
 
 def _undocumented(member: Any, path: str) -> Iterator[str]:
-    """Yield what lacks a docstring: a function or class, and the methods of a class."""
+    """Yield the paths without a docstring: of a function or class, and of a class's methods."""
     target = member.final_target if member.is_alias else member
     if target.is_attribute:
         return  # a comment or the docstring of the class says what it is
@@ -186,7 +186,7 @@ def distribution(file: Path) -> str:
 
 
 def ops_page() -> str:
-    """Return what ``interposer ops --markdown`` writes, or why it writes nothing."""
+    """Return the page that ``interposer ops --markdown`` writes, or the error if it writes none."""
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder, "ops.md")
         call = "from interposer_tools import main; main()"

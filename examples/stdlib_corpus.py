@@ -100,7 +100,7 @@ def bits_per_byte(
 
 
 def xz_bits_per_byte(files: Iterable[Path], preset: int = 9) -> tuple[float, float]:
-    """Return what `xz` needs in bits per byte: each file alone, and all as one stream."""
+    """Return the bits per byte that `xz` needs: each file alone, and all as one stream."""
     contents = [path.read_bytes() for path in files]
     size = sum(map(len, contents))
     alone = sum(len(lzma.compress(content, preset=preset)) for content in contents)
@@ -111,7 +111,7 @@ def xz_bits_per_byte(files: Iterable[Path], preset: int = 9) -> tuple[float, flo
 def primed_xz_bits_per_byte(
     primer: Iterable[Path], files: Iterable[Path], preset: int = 9
 ) -> float:
-    """Return what `xz` adds for the files, in bits per byte, once it has seen the primer."""
+    """Return the bits per byte that `xz` adds for the files, once it has seen the primer."""
     before = b"".join(path.read_bytes() for path in primer)
     after = b"".join(path.read_bytes() for path in files)
     both = len(lzma.compress(before + after, preset=preset))

@@ -80,7 +80,7 @@ class Ledger:
         return entry
 
     def entry(self, step: str) -> Entry | None:
-        """Return what came of a step; None if it was not run, or by another version of this."""
+        """Return the entry of a step; None if it was not run, or by another version of this."""
         try:
             return Entry(**_read(self._entry(step)))
         except TypeError:

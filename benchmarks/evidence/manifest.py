@@ -46,7 +46,7 @@ class Bundle:
 
     @property
     def checksum(self) -> str:
-        """Return what tells the bundle from others."""
+        """Return the SHA-256 of the wheels' names and checksums, which identifies the bundle."""
         named = "\n".join(sorted(f"{wheel.file} {wheel.sha256}" for wheel in self.wheels))
         return hashlib.sha256(named.encode()).hexdigest()
 
@@ -56,7 +56,7 @@ class Bundle:
         return sum(file.stat().st_size for file in self.folder.iterdir())
 
     def faults(self) -> Iterator[str]:
-        """Yield what is wrong with the files."""
+        """Yield a description of each file that is missing or differs from the bundled one."""
         for wheel in self.wheels:
             file = self.folder / wheel.file
             if not file.is_file():

@@ -149,7 +149,7 @@ class Packer:
             raise PackingError(f"pip {command} failed:\n{told[-2000:]}")
 
     def _requirements(self, file: Path) -> Iterator[Requirement]:
-        """Yield what a wheel requires on the target."""
+        """Yield the requirements of a wheel that apply on the target."""
         name, _, _, _ = parse_wheel_filename(file.name)
         extras = ("", *self.target.extras) if name in self.ours else ("",)
         for text in _metadata(file).get_all("Requires-Dist", []):

@@ -33,7 +33,7 @@ class Figure:
 
     @property
     def name(self) -> tuple[str, str, str]:
-        """Return what tells this kernel from others of the architecture."""
+        """Return level, family and function, which identify this kernel in the architecture."""
         return self.level, self.family, self.function
 
 

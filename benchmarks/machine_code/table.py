@@ -43,7 +43,7 @@ class Comparison:
 
     @property
     def faults(self) -> list[str]:
-        """Return what a change has to mend, or to write into the table."""
+        """Return the lines about figures that a change must mend, or write into the table."""
         return [*self.worse, *self.missing, *self.unknown]
 
 
@@ -107,7 +107,7 @@ def _title(figure: Figure) -> str:
 
 
 def _pairs(old: Figure, new: Figure) -> Iterator[tuple[str, float, float]]:
-    """Yield what was measured, with both numbers.
+    """Yield each measure that both figures have, with the old and the new number.
 
     Instructions alone say nothing where there are cycles, so they are not compared.
     """

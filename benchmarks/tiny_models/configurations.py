@@ -198,7 +198,7 @@ class Shrinking:
     def _layers(
         values: dict[str, Any], shrunk: dict[str, Any], own: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return what is stated layer by layer, for one layer of every kind and two at least."""
+        """Return the settings per layer, for one layer of every kind and two at least."""
         name = next((n for n in ("num_hidden_layers", "n_layer", "num_layers") if n in own), None)
         count = values.get(name) if name else None
         if name is None or not isinstance(count, int) or count <= LAYERS:

@@ -182,13 +182,13 @@ class Maker:
         return inputs
 
     def targets(self) -> Inputs:
-        """Return what a decoder starts from."""
+        """Return the decoder's input tokens, or no inputs if the model takes none."""
         if "decoder_input_ids" in self.parameters:
             return {"decoder_input_ids": self.ids(TARGETS)}
         return {}
 
     def required(self) -> Inputs:
-        """Return what has no default, by the names that these arguments have everywhere."""
+        """Return inputs for parameters without a default, by the names that all models use."""
         hidden = (BATCH, TOKENS, self.hidden())
         makers: dict[str, Callable[[], Any]] = {
             "qformer_input_ids": lambda: self.ids(TOKENS),

@@ -17,7 +17,7 @@ CPU_SECONDS, SECONDS = 60, 600
 
 
 def called_apart(judged: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what a fork of this process returns; its ``status`` and ``reason`` where it ended."""
+    """Return the result of a call in a fork, or ``status`` and ``reason`` if the fork died."""
     gc.freeze()  # the collector would write to every page that the fork shares
     read, write = os.pipe()
     child = os.fork()

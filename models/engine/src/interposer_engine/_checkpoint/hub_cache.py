@@ -84,7 +84,7 @@ def pull(name: str) -> Path:
 
 
 def removal(name: str) -> Removal:
-    """Return what removing a model removes: all its revisions, or the one after an ``@``.
+    """Return the removal of a model: of all its revisions, or of the one after an ``@``.
 
     Raises:
         ConfigError: ``name`` is no name on a hub.
