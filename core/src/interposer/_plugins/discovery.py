@@ -261,6 +261,11 @@ def _quarantine_refused(plugins: Plugins, source: Source, finding: Finding) -> N
         f"fix or uninstall it, or disable it: {source.disabling}; "
         "`interposer doctor --fresh` examines it again"
     )
+    if "did not return within" in finding.reason:
+        # A busy machine can starve a plugin that is in order.
+        remedy = (
+            f"run this again if the machine was busy, or set INTERPOSER_PROBE_SECONDS=60; {remedy}"
+        )
     plugins.quarantine(source, finding.reason, remedy, trace=finding.traceback, platforms=platforms)
 
 
