@@ -41,11 +41,11 @@ class UnavailableError(SandboxError):
 
 
 class NestedError(SandboxError):
-    """This process is itself a fork that runs foreign code, so it must not start another."""
+    """A fork that runs foreign code tried to start another such fork."""
 
 
 class _ServerEnded(Exception):
-    """The fork server has ended, so it cannot answer a request."""
+    """The fork server ended before it answered a request."""
 
 
 class _ForkServer:
@@ -107,7 +107,7 @@ class _ForkServer:
         return bool(poll.poll(seconds * 1000))
 
     def stop(self) -> None:
-        """Stop the fork server; the server ends its forks before it exits."""
+        """Stop the fork server, which ends all of its forks before it exits."""
         self._questions.close()
         if self.has_ended(_END_SECONDS):
             self._reap()

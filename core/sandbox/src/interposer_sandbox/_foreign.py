@@ -63,7 +63,7 @@ def nearest_first(name: str, known: Iterable[str]) -> list[str]:
 
 
 def near_names(name: str, known: Iterable[str]) -> str:
-    """Return as text the three known names that resemble ``name`` most, and how many others are."""
+    """Format the three known names that are most similar to ``name``, and the number of others."""
     ordered = nearest_first(name, known)
     nearest = ", ".join(map(repr, ordered[:_MAX_SHOWN])) or "(none)"
     num_others = len(ordered) - _MAX_SHOWN

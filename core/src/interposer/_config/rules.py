@@ -32,7 +32,7 @@ class Exact(BaseModel):
 
 
 class Settings(Exact):
-    """Base of models whose constructor raises interposer's own errors."""
+    """Base class of settings; constructors raise ``interposer.errors``, not pydantic's errors."""
 
     if not TYPE_CHECKING:
 

@@ -167,7 +167,7 @@ class _FileError(InterposerError):
 
 
 class CheckpointError(_FileError):
-    """A model directory is incomplete, corrupt or contradicts its own config."""
+    """A model directory is incomplete or corrupt, or its files contradict its config.json."""
 
 
 class UnsupportedModelError(CheckpointError):

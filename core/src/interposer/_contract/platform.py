@@ -212,7 +212,7 @@ class Platform(ABC):
 
     @optional
     def start_method(self) -> str:
-        """Return the start method of further processes, as ``multiprocessing`` names it."""
+        """Return the start method of child processes, by its name in ``multiprocessing``."""
         raise self._missing("start_method")
 
     @optional

@@ -329,7 +329,7 @@ class Resolver:
     def _communicator_request(
         self, collective: str, dtype: torch.dtype, num_bytes: int, prefix: str
     ) -> tuple[Request, tuple[Gate, ...], Loader]:
-        """Return the request for a communicator, with its gates and its loader."""
+        """Build the request for a collective; return the request, its gates and its loader."""
         assert self.ranks is not None
         site = Site(self, prefix, dtype)
         request = self._request("communicator", collective, site, self.ranks.dims(num_bytes))

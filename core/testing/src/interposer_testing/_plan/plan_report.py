@@ -1,4 +1,4 @@
-"""The report of ``interposer verify --plan``: every record with its state and fitting devices."""
+"""Report of ``interposer verify --plan``: the state and the fitting devices of each record."""
 
 from __future__ import annotations
 

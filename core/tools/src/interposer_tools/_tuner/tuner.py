@@ -243,7 +243,7 @@ def _reason(candidate: Candidate, error: BaseException) -> str:
 
 
 def _raised(error: BaseException) -> str:
-    """Describe an exception by its first line; allocators report many lines."""
+    """Describe an exception by its first line, because allocators report many lines."""
     # ``described`` returns a repr, in which a newline is a backslash and an n.
     first, newline, _ = described(error).partition("\\n")
     return f"raised {first} ..." if newline else f"raised {first}"
