@@ -10,11 +10,26 @@ import torch
 from torch.utils import _pytree
 
 from interposer import Case, CustomOp
-from interposer_testing._checks.operand import Fence, Operand
+from interposer_testing._checks.operand import Allocate, Fence, Operand
 
 Prepare = Callable[..., Mapping[str, Any]]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteValue:
+    """A value of another process, such as a prepared constant.
+
+    Attributes:
+        number: number of the value in that process.
+        kind: name of its class there.
+        mirrored: returns copies of those of its storages that a result shares.
+    """
+
+    number: int
+    kind: str = ""
+    mirrored: Callable[[], list[torch.Tensor]] = list
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +41,7 @@ class Subject:
         prepare: takes the op's constants by name and returns their replacements by the same names.
         properties: the declared properties, such as "deterministic".
         device: torch device on which the function runs.
+        allocate: allocates the memory of arguments, for a function of another process.
     """
 
     op: CustomOp[..., Any]
@@ -33,11 +49,12 @@ class Subject:
     prepare: Prepare | None = None
     properties: frozenset[str] = frozenset()
     device: str = "cpu"
+    allocate: Allocate | None = None
 
     def given(self, case: Case, fence: Fence = "") -> CallArguments:
         """Copy the arguments of ``case`` to guarded memory, and prepare its constants."""
         operands = {
-            name: Operand(value, self.device, fence)
+            name: Operand(value, self.device, fence, self.allocate)
             for name, value in case.arguments.items()
             if isinstance(value, torch.Tensor)
         }
@@ -116,7 +133,13 @@ class Call:
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in a nested result or prepared constant, in order."""
-    return [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    tensors = list[torch.Tensor]()
+    for leaf in _pytree.tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            tensors.append(leaf)
+        elif isinstance(leaf, RemoteValue):
+            tensors += leaf.mirrored()
+    return tensors
 
 
 def storages(tensors: list[torch.Tensor]) -> set[int]:

@@ -79,6 +79,21 @@ class Expectation:
             error_bound = op.tolerance.bound(expected, actual[where].dtype, case)
             yield from compare_value(where, actual[where], expected, error_bound, exact=exact)
 
+    def largest_error(self, call: Call) -> float:
+        """Return the largest error of the result as a fraction of its bound.
+
+        The result must have no departures.
+        """
+        actual, largest = call.values(self.op.mutates), 0.0
+        for where, expected in self.values.items():
+            if not expected.dtype.is_floating_point:
+                continue
+            bound = self.op.tolerance.bound(expected, actual[where].dtype, self.case)
+            error = (actual[where].cpu().double() - expected).abs()
+            fraction = (error / bound)[error.isfinite() & (error > 0)]
+            largest = max(largest, float(fraction.max()) if len(fraction) else 0.0)
+        return largest
+
     def _allowed(self) -> set[tuple[str, str]]:
         """Return the aliases in a call of the reference; kernels may have the same aliases."""
         reference = Subject(self.op, self.op.reference)

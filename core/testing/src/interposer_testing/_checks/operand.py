@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -14,6 +14,9 @@ import torch
 
 Fence = Literal["", "before", "after"]
 """The side of an argument with a protected page of memory; any access there ends the process."""
+
+Allocate = Callable[[int, Fence], torch.Tensor]
+"""A function that allocates a number of bytes with all bits set, a multiple of 64, at a fence."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Elements on each side of the tensor, which show writes outside the tensor.
@@ -34,10 +37,17 @@ class Operand:
         tensor: the copy.
     """
 
-    def __init__(self, value: torch.Tensor, device: str, fence: Fence = "") -> None:
+    def __init__(
+        self,
+        value: torch.Tensor,
+        device: str,
+        fence: Fence = "",
+        allocate: Allocate | None = None,
+    ) -> None:
         """Copy ``value``.
 
         Args:
+            allocate: allocates the buffer; by default ordinary memory of ``device``.
             fence: protect the memory before or after the tensor, at a distance below 64 bytes, so
                 that any access ends the process. Ignored except for host memory on Linux.
         """
@@ -46,8 +56,8 @@ class Operand:
         steps = zip(value.shape, value.stride(), strict=True)
         covered = 1 + sum((size - 1) * stride for size, stride in steps) if value.numel() else 0
         dtype = _BITS[value.dtype.itemsize]
-        if is_fenced:
-            bits = _fenced(start + covered, dtype, fence)
+        if is_fenced or allocate is not None:
+            bits = _buffer(start + covered, dtype, fence, allocate or _fenced)
         else:
             bits = torch.full((start + covered + _MARGIN,), -1, dtype=dtype)
         # Along dimensions of stride 0, all elements share memory: copy only the first.
@@ -55,8 +65,9 @@ class Operand:
         bits.as_strided(once.shape, value.stride(), start).copy_(once.view(bits.dtype))
         self._covered = torch.zeros(bits.shape, dtype=torch.bool)
         self._covered.as_strided(once.shape, value.stride(), start).fill_(True)
-        self._before = bits.clone() if is_fenced else bits
-        self._buffer = bits if is_fenced else bits.to(device, copy=True)
+        is_in_place = is_fenced or allocate is not None
+        self._before = bits.clone() if is_in_place else bits
+        self._buffer = bits if is_in_place else bits.to(device, copy=True)
         # Not a view of the buffer, because tracing a call would then see the whole buffer.
         empty = torch.empty(0, dtype=value.dtype, device=device)
         storage = self._buffer.untyped_storage()
@@ -76,14 +87,16 @@ class Operand:
         return int((changed & ~self._covered).sum())
 
 
-def _fenced(size: int, dtype: torch.dtype, fence: Fence) -> torch.Tensor:
-    """Allocate a buffer for ``size`` elements, with all bits set, next to a protected page."""
+def _buffer(size: int, dtype: torch.dtype, fence: Fence, allocate: Allocate) -> torch.Tensor:
+    """Allocate a buffer for ``size`` elements and a margin, with all bits set."""
+    num_elements = size if fence == "after" else size + _MARGIN
+    num_bytes = -(-num_elements * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return allocate(num_bytes, fence).view(dtype)
+
+
+def _fenced(num_bytes: int, fence: Fence) -> torch.Tensor:
+    """Allocate bytes that start (fence "before") or end (fence "after") at a protected page."""
     page = mmap.PAGESIZE
-    # The buffer starts (fence "before") or ends (fence "after") at the protected page, up to the
-    # alignment that torch guarantees.
-    num_bytes = -(-(size + _MARGIN) * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    if fence == "after":
-        num_bytes = -(-size * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     length = -(-num_bytes // page) * page
     memory = mmap.mmap(-1, length + page)
     start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
@@ -92,11 +105,7 @@ def _fenced(size: int, dtype: torch.dtype, fence: Fence) -> torch.Tensor:
         raise OSError(ctypes.get_errno(), "mprotect")
     first = length - num_bytes if fence == "after" else page
     # ``frombuffer`` with an offset, because a view's storage would start at the mapping.
-    return (
-        torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=first)
-        .fill_(255)
-        .view(dtype)
-    )
+    return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=first).fill_(255)
 
 
 @contextmanager

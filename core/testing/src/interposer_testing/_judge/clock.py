@@ -1,0 +1,223 @@
+"""Times of calls in another process, and the least time that the machine can take for them."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import quantiles
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from interposer import Case
+from interposer_testing._checks.call import tensors_of
+from interposer_testing._judge.remote import RemoteFunctions
+from interposer_testing._judge.task import Task
+
+# A batch should take this long, so that the messages take less than a hundredth of it.
+_BATCH_SECONDS = 0.03
+_MAX_CALLS, _MAX_BATCH_BYTES = 256, 256 << 20
+# Buffer that evicts the arguments from the caches of the usual processors.
+_EVICTING_BYTES = 128 << 20
+_NUM_CHECKED = 2
+# Elements of an argument that are changed to find out whether the result depends on all of it.
+_NUM_PROBES = 6
+# The measured rates may miss the peak of the machine, but not by this factor.
+_HEADROOM = 2.0
+_RATE_REPEATS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One timed batch: seconds for each call, and the secretly chosen calls with their results."""
+
+    seconds: float
+    checked: Sequence[tuple[Case, Mapping[str, Any], Any]]
+
+
+class BatchClock:
+    """Times batches of calls with the clock of this process.
+
+    The arguments of every call are new: other values at other addresses, which are written while the
+    process of the kernel is stopped. Results of a few calls, chosen after the calls, are read.
+    """
+
+    def __init__(
+        self,
+        functions: RemoteFunctions,
+        call: Callable[[Case, Mapping[str, Any]], tuple[Sequence[Any], Mapping[str, Any]]],
+        timer: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._functions = functions
+        self._call = call
+        self._timer = timer
+        self._random = random.Random()
+        self._evicting = torch.zeros(_EVICTING_BYTES // 4, dtype=torch.int32)
+
+    def batches(
+        self, function: Any, draw: Callable[[], Case], num_batches: int, limit_seconds: float
+    ) -> Iterator[tuple[int, Batch]]:
+        """Yield (number of calls, batch) for a first, unmeasured batch, and then for each other.
+
+        Args:
+            draw: draws the arguments of one call.
+            limit_seconds: no batch is started afterwards, except for the first four.
+        """
+        start, num_calls = self._timer(), 2
+        first = self._batch(function, draw, num_calls)
+        yield num_calls, first
+        sizes = [t.numel() * t.itemsize for t in tensors_of(dict(draw().arguments))]
+        fitting = _MAX_BATCH_BYTES // max(1, sum(sizes))
+        num_calls = math.ceil(_BATCH_SECONDS / max(first.seconds, 1e-7))
+        num_calls = max(2, min(num_calls, fitting, _MAX_CALLS))
+        for number in range(num_batches):
+            if number >= 4 and self._timer() - start > limit_seconds:
+                break
+            yield num_calls, self._batch(function, draw, num_calls)
+
+    def _batch(self, function: Any, draw: Callable[[], Case], num_calls: int) -> Batch:
+        process = self._functions.process
+        cases = [draw() for _ in range(num_calls)]
+        targets = [self._allocated(case) for case in cases]
+        calls = [self._call(c, t) for c, t in zip(cases, targets, strict=True)]
+        request = self._functions.requested(function, calls)
+        process.request("prepare", calls=request["calls"])
+        with process.stopped():
+            for case, target in zip(cases, targets, strict=True):
+                _fill(target, case.arguments)
+            self._evicting.add_(1)
+        run = {"action": "run", "function": request["function"]}
+        start = self._timer()
+        process.send(run)
+        reply = process.receive()
+        seconds = self._timer() - start
+        process.raise_error(reply)
+        chosen = self._random.sample(range(num_calls), min(_NUM_CHECKED, num_calls))
+        reply = process.request("describe", indices=chosen)
+        results = self._functions.results(reply, len(chosen))
+        checked = [
+            (cases[index], targets[index], (calls[index], result))
+            for index, result in zip(chosen, results, strict=True)
+        ]
+        return Batch(seconds / num_calls, checked)
+
+    def _allocated(self, case: Case) -> dict[str, Any]:
+        """Return the arguments of a case, with tensors of the same form in shared memory."""
+        allocated = dict(case.arguments)
+        for name, value in case.arguments.items():
+            if isinstance(value, torch.Tensor):
+                allocated[name] = allocated_like(value, self._functions.process.memory.allocate)
+        return allocated
+
+
+def allocated_like(tensor: torch.Tensor, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    """Return a tensor of the same shape, strides and dtype in allocated memory."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    covered = 1 + sum((n - 1) * step for n, step in steps) if tensor.numel() else 0
+    buffer = allocate(-(-covered * tensor.itemsize // 64) * 64)
+    return torch.empty(0, dtype=tensor.dtype).set_(
+        buffer.untyped_storage(), 0, tensor.shape, tensor.stride()
+    )
+
+
+def _fill(targets: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and value.numel():
+            once = tuple(slice(0, 1 if step == 0 else None) for step in value.stride())
+            targets[name][once].copy_(value[once])
+
+
+def spread(seconds: Sequence[float]) -> tuple[float, float, float]:
+    """Return median and quartiles."""
+    low, median, high = quantiles(seconds, n=4, method="inclusive")
+    return median, low, high
+
+
+class Floor:
+    """The least time of a call: bytes over bandwidth, or operations over peak.
+
+    Only those arguments count that determine the result wholly, and only products of matrices
+    count as operations. The rates are the best that torch reaches in this process, with all threads,
+    times two, for as many bytes as the call has: small arguments stay in a cache.
+    """
+
+    def __init__(self, timer: Callable[[], float] = time.perf_counter) -> None:
+        self._timer = timer
+        self._peaks: dict[torch.dtype, float] = {}
+
+    def of(self, task: Task, case: Case, generator: torch.Generator) -> tuple[float, str]:
+        """Return the least seconds of a call with the arguments of ``case``, and what limits it."""
+        arguments = dict(case.arguments)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            result = task.op.reference(**_copied(arguments))
+        outputs = tensors_of(result)
+        num_bytes = sum(t.numel() * t.itemsize for t in outputs)
+        names = [n for n, v in arguments.items() if isinstance(v, torch.Tensor)]
+        for name in names:
+            if name in task.op.mutates or _determines(task, arguments, name, result, generator):
+                value = arguments[name]
+                num_bytes += value.numel() * value.itemsize
+        from_memory = num_bytes / (_HEADROOM * self._reading_rate(num_bytes))
+        operations = counter.get_total_flops()
+        dtypes = [arguments[n].dtype for n in names if arguments[n].is_floating_point()]
+        from_arithmetic = operations / (_HEADROOM * self._peak(dtypes)) if operations else 0.0
+        if from_arithmetic > from_memory:
+            return from_arithmetic, "arithmetic"
+        return from_memory, "memory"
+
+    def _reading_rate(self, num_bytes: int) -> float:
+        """Measure the bytes per second that are read from a buffer of about ``num_bytes``."""
+        numbers = torch.ones(max(1024, min(num_bytes, 256 << 20) // 4))
+        half = len(numbers) // 2
+        first, second = numbers[:half], numbers[half:]
+        readers = (lambda: torch.dot(first, second), lambda: torch.sum(numbers))
+        seconds = min(self._least(reader) for reader in readers)
+        return len(numbers) * 4 / seconds
+
+    def _peak(self, dtypes: Sequence[torch.dtype]) -> float:
+        """Measure the operations per second of products of square matrices."""
+        rates = [self._rate(dtype) for dtype in {torch.float32, torch.bfloat16, *dtypes}]
+        return max(rates)
+
+    def _rate(self, dtype: torch.dtype) -> float:
+        if dtype not in self._peaks:
+            a, b = (torch.ones(1024, 1024, dtype=dtype) for _ in range(2))
+            self._peaks[dtype] = 2.0 * 1024**3 / self._least(lambda: a @ b)
+        return self._peaks[dtype]
+
+    def _least(self, call: Callable[[], object]) -> float:
+        times = []
+        for _ in range(_RATE_REPEATS):
+            start = self._timer()
+            call()
+            times.append(self._timer() - start)
+        return min(times)
+
+
+def _determines(
+    task: Task, arguments: Mapping[str, Any], name: str, result: Any, generator: torch.Generator
+) -> bool:
+    """Tell whether the result depends on each of a few elements, which are drawn at random."""
+    value = arguments[name]
+    if not value.is_floating_point() or not value.numel():
+        return False
+    expected = tensors_of(result)
+    for _ in range(_NUM_PROBES):
+        changed = _copied(arguments)
+        index = tuple(int(torch.randint(n, (), generator=generator)) for n in value.shape)
+        changed[name] = changed[name].clone()
+        changed[name][index] = torch.nan
+        with torch.no_grad():
+            actual = tensors_of(task.op.reference(**changed))
+        if all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True)):
+            return False
+    return True
+
+
+def _copied(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy the tensors, as a reference may write to its arguments."""
+    return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}

@@ -1,0 +1,265 @@
+"""The process of a kernel: requests, replies, and its memory while the process is stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from interposer_testing._judge.memory import SharedMemory
+
+_PROGRAM = "serve.py"
+_MAX_REPLY_BYTES = 64 << 20
+_MAX_OUTPUT_CHARACTERS = 4000
+_START_SECONDS = 120.0
+_POLL_SECONDS = 0.05
+# What a process needs in order to find the compiler, libraries, caches and its threads.
+_VARIABLES = (
+    *("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "LD_LIBRARY_PATH", "LD_PRELOAD"),
+    *("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "ATEN_CPU_CAPABILITY"),
+    *("TRITON_INTERPRET", "TRITON_CACHE_DIR", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CC", "CXX"),
+)
+
+
+class ProcessEndedError(Exception):
+    """The process of the kernel ended, hung, or broke the protocol."""
+
+
+class KernelError(Exception):
+    """The kernel raised an exception in its process."""
+
+
+def kernel_error(name: str, message: str, trace: str) -> KernelError:
+    """Create the error of an exception of another process, with the name of its class."""
+    kind = type(name if name.isidentifier() else "Exception", (KernelError,), {})
+    error: KernelError = kind(message)
+    error.add_note(trace)
+    return error
+
+
+class KernelProcess:
+    """A process that holds functions of a solution, and neither references nor expected values.
+
+    Attributes:
+        memory: memory that is shared with the process.
+        num_calls: number of calls that the process was asked to make.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, bytes],
+        *,
+        paths: tuple[str, ...] = (),
+        limit_seconds: float = 120.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Describe the process, which ``with`` starts.
+
+        Args:
+            sources: content of the files in the process's folder, by relative path.
+            paths: folders to import installed modules from, besides those of this Python.
+            limit_seconds: time limit of one request.
+        """
+        self._sources = sources
+        self._paths = paths
+        self._limit_seconds = limit_seconds
+        self._environment = dict(environment or {})
+        self.num_calls = 0
+
+    def __enter__(self) -> KernelProcess:
+        with ExitStack() as stack:
+            self.memory = stack.enter_context(SharedMemory())
+            self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            self._output = stack.enter_context(tempfile.TemporaryFile())
+            for name, content in {_PROGRAM: _program(), **self._sources}.items():
+                file = self._folder / name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(content)
+            ours, theirs = socket.socketpair()
+            self._channel = stack.enter_context(ours)
+            with theirs:
+                self._process = self._started(theirs)
+            stack.callback(self._end)
+            self._received = bytearray()
+            hello = self._exchange({"action": "base"}, _START_SECONDS)
+            self.base, self.num_threads = int(hello["base"]), int(hello["threads"])
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._open.close()
+
+    def _started(self, channel: socket.socket) -> subprocess.Popen[bytes]:
+        environment = {n: os.environ[n] for n in _VARIABLES if n in os.environ}
+        environment |= self._environment
+        if self._paths:
+            environment["PYTHONPATH"] = os.pathsep.join(self._paths)
+        # The shell moves the descriptors to the numbers that the program uses.
+        first, second = channel.fileno(), self.memory.descriptor
+        command = f'exec 8<&{first} 9<&{second} 3<&8 4<&9 8<&- 9<&-; exec "$0" -s "$1"'
+        return subprocess.Popen(
+            ["/bin/bash", "-c", command, sys.executable, _PROGRAM],
+            cwd=self._folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            pass_fds=(first, second),
+            start_new_session=True,
+        )
+
+    def request(self, action: str, **content: Any) -> dict[str, Any]:
+        """Ask the process for an action and return the reply.
+
+        Raises:
+            KernelError: the action raised an exception.
+            ProcessEndedError: the process ended, hung, or gave a reply that is none.
+        """
+        reply = self._exchange({"action": action, **content}, self._limit_seconds)
+        self.raise_error(reply)
+        return reply
+
+    def raise_error(self, reply: Mapping[str, Any]) -> None:
+        """Raise the exception of the kernel that a reply describes, if there is one."""
+        if "error" in reply:
+            raise kernel_error(*_texts(reply["error"], 3))
+
+    def _exchange(self, request: Mapping[str, Any], limit_seconds: float) -> dict[str, Any]:
+        self.send(request)
+        return self.receive(limit_seconds)
+
+    def send(self, request: Mapping[str, Any]) -> None:
+        """Send a request. Raises: ProcessEndedError: the process has ended."""
+        try:
+            self._channel.sendall(json.dumps(request).encode() + b"\n")
+        except OSError as error:
+            raise ProcessEndedError(self._end_of_process()) from error
+
+    def receive(self, limit_seconds: float | None = None) -> dict[str, Any]:
+        """Wait for a reply. Raises: ProcessEndedError: there is none in time, or it is malformed."""
+        end = time.monotonic() + (limit_seconds or self._limit_seconds)
+        while b"\n" not in self._received:
+            left = end - time.monotonic()
+            if left <= 0:
+                limit = limit_seconds or self._limit_seconds
+                raise ProcessEndedError(f"the process did not answer within {limit:g} s")
+            if not select.select([self._channel], [], [], min(left, _POLL_SECONDS * 20))[0]:
+                continue
+            try:
+                part = self._channel.recv(1 << 20)
+            except OSError:
+                part = b""
+            if not part or len(self._received) > _MAX_REPLY_BYTES:
+                raise ProcessEndedError(self._end_of_process())
+            self._received += part
+        line, _, rest = bytes(self._received).partition(b"\n")
+        self._received = bytearray(rest)
+        if rest:
+            raise ProcessEndedError("the process answered more than it was asked")
+        try:
+            reply = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ProcessEndedError("the process answered something else than JSON") from error
+        if not isinstance(reply, dict):
+            raise ProcessEndedError("the process answered something else than a JSON object")
+        return reply
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop all threads of the process during a block.
+
+        Raises: ProcessEndedError: the process has ended.
+        """
+        try:
+            os.kill(self._process.pid, signal.SIGSTOP)
+            info = os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        except OSError as error:
+            raise ProcessEndedError(self._end_of_process()) from error
+        if info is None or info.si_code != os.CLD_STOPPED:
+            raise ProcessEndedError(self._end_of_process())
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOHANG)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGCONT)
+
+    def read(self, address: int, target: int, num_bytes: int) -> None:
+        """Copy memory of the process, which should be stopped, to an address of this process.
+
+        Raises: ProcessEndedError: the process has no such memory, or may not be read.
+        """
+        done = 0
+        while done < num_bytes:
+            local = _Range(target + done, num_bytes - done)
+            remote = _Range(address + done, num_bytes - done)
+            count = _LIBC.process_vm_readv(
+                self._process.pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0
+            )
+            if count <= 0:
+                reason = os.strerror(ctypes.get_errno())
+                raise ProcessEndedError(
+                    f"the memory of the result cannot be read at {address:#x} ({reason})"
+                )
+            done += count
+
+    def output(self) -> str:
+        """Return the end of the standard output and standard error of the process."""
+        size = os.fstat(self._output.fileno()).st_size
+        start = max(0, size - _MAX_OUTPUT_CHARACTERS)
+        return os.pread(self._output.fileno(), _MAX_OUTPUT_CHARACTERS, start).decode(errors="replace")
+
+    def _end_of_process(self) -> str:
+        """End the process, and say how it ended."""
+        # A process that closed its channel may still run.
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return "the process closed its channel"
+        how = f"left with exit code {code}"
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        return f"the process of the kernel {how}, instead of returning a result"
+
+    def _end(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+class _Range(ctypes.Structure):
+    """``struct iovec``: an address and a number of bytes."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def _program() -> bytes:
+    return Path(__file__).with_name("worker.py").read_bytes()
+
+
+def _texts(values: Any, count: int) -> list[str]:
+    texts = [str(value) for value in values] if isinstance(values, list) else []
+    return [*texts, *[""] * count][:count]
+
+

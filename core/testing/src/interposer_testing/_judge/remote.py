@@ -1,0 +1,262 @@
+"""Functions of another process, which are called like functions of this one."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from interposer_testing._checks.call import RemoteValue
+from interposer_testing._judge.process import KernelProcess, ProcessEndedError
+
+# A result that shares its storage with scratch memory may have a storage larger than itself.
+_MAX_STORAGE_BYTES = 1 << 33
+
+
+class _Mirror(NamedTuple):
+    """A copy of a storage of the other process."""
+
+    address: int
+    bytes: torch.Tensor
+
+
+class RemoteFunctions:
+    """Calls functions of another process; results are copies of the memory of that process.
+
+    Within a ``scope``, the process keeps all results, and each call updates the copies of earlier
+    results: a kernel that writes to a result which it has returned changes the copy as well. Results
+    that share memory in the other process share memory here.
+    """
+
+    def __init__(self, process: KernelProcess) -> None:
+        self.process = process
+        self._mirrors: dict[int, _Mirror] = {}
+        self._values: list[int] = []
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Free the arguments and results of the calls within a block at the end of the block."""
+        first_value, mirrors = len(self._values), dict(self._mirrors)
+        with self.process.memory.scope():
+            try:
+                yield
+            finally:
+                dropped, self._values = self._values[first_value:], self._values[:first_value]
+                self._mirrors = mirrors
+                if dropped:
+                    self.process.request("drop", values=dropped)
+
+    def load(self, *, name: str, file: str = "", module: str = "", **create: Any) -> RemoteValue:
+        """Load a function by its name in a file of the solution or in an installed module.
+
+        Raises:
+            KernelError: the module raised an exception, or has no such function.
+            ProcessEndedError: the process ended.
+        """
+        place = {"file": file} if file else {"module": module}
+        reply = self.process.request("load", name=name, **place, **create)
+        return RemoteValue(_number(reply, "value"))
+
+    def call(
+        self,
+        function: RemoteValue,
+        calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
+        *,
+        filled: bool = False,
+        style: str = "plain",
+        repeat: int = 1,
+    ) -> list[Any]:
+        """Call a function once for each of ``calls`` and return the results.
+
+        Args:
+            calls: positional and keyword arguments of each call.
+            filled: fill uninitialised memory of the process with NaN.
+            style: "plain", "module" for calls from a thread within a module in inference mode, or
+                "threads" for all calls at once.
+            repeat: number of times to make all calls; the last results are returned.
+
+        Raises:
+            KernelError: the function raised an exception.
+            ProcessEndedError: the process ended, or its memory cannot be read.
+        """
+        request = self.requested(function, calls, filled=filled, style=style, repeat=repeat)
+        self.process.send(request)
+        return self.results(self.process.receive(), len(calls))
+
+    def requested(
+        self,
+        function: RemoteValue,
+        calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Copy the arguments to shared memory, and return the request of the calls."""
+        self.process.num_calls += len(calls) * int(options.get("repeat", 1))
+        encoded = [
+            ([self.encoded(a) for a in arguments], ["dict", self.encoded_items(keywords)])
+            for arguments, keywords in calls
+        ]
+        return {
+            "action": "call",
+            "function": function.number,
+            "calls": [[["list", arguments], keywords] for arguments, keywords in encoded],
+            "protected": self.process.memory.protected,
+            **options,
+        }
+
+    def results(self, reply: Mapping[str, Any], count: int) -> list[Any]:
+        """Read the results that a reply describes out of the stopped process."""
+        self.process.raise_error(reply)
+        results = reply.get("results")
+        if not isinstance(results, list) or len(results) != count:
+            raise ProcessEndedError("the process answered with another number of results")
+        with self.process.stopped():
+            self.refresh()
+            return [self._result(result) for result in results]
+
+    def refresh(self) -> None:
+        """Update the copies of earlier results; the process must be stopped."""
+        for mirror in self._mirrors.values():
+            self._copy(mirror)
+
+    def encoded_items(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Describe values by name for the process."""
+        return {name: self.encoded(value) for name, value in values.items()}
+
+    def encoded(self, value: Any) -> Any:
+        """Describe an argument for the process; tensors outside of shared memory are copied."""
+        if isinstance(value, torch.Tensor):
+            return ["tensor", self._shared(value)]
+        if isinstance(value, RemoteValue):
+            return ["value", value.number]
+        if isinstance(value, torch.dtype):
+            return ["dtype", str(value).removeprefix("torch.")]
+        if isinstance(value, Mapping):
+            return ["dict", self.encoded_items(value)]
+        if isinstance(value, tuple | list):
+            kind = "tuple" if isinstance(value, tuple) else "list"
+            return [kind, [self.encoded(item) for item in value]]
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise TypeError(f"an argument of the class {type(value).__name__} cannot be sent")
+
+    def _shared(self, tensor: torch.Tensor) -> list[Any]:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        form = [list(tensor.shape), list(tensor.stride())]
+        storage = tensor.untyped_storage()
+        if not storage.nbytes():
+            return [0, 0, dtype, 0, *form, "cpu"]
+        offset = self.process.memory.offset_of(storage.data_ptr())
+        if offset is not None:
+            return [offset, storage.nbytes(), dtype, tensor.storage_offset(), *form, "cpu"]
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        covered = 1 + sum((n - 1) * step for n, step in steps) if tensor.numel() else 0
+        num_bytes = covered * tensor.itemsize
+        buffer = self.process.memory.allocate(-(-num_bytes // 64) * 64)[:num_bytes]
+        source = torch.empty(0, dtype=torch.uint8).set_(storage)
+        start = tensor.storage_offset() * tensor.itemsize
+        buffer.copy_(source[start : start + num_bytes])
+        offset = self.process.memory.offset_of(buffer.data_ptr()) if num_bytes else 0
+        return [offset, num_bytes, dtype, 0, *form, "cpu"]
+
+    def _result(self, result: Any) -> Any:
+        if not isinstance(result, dict):
+            raise ProcessEndedError("the process described a result in a form that is unknown")
+        self._values.append(_number(result, "value"))
+        try:
+            return self._value(result["tree"])
+        except (KeyError, ValueError, TypeError, IndexError, RuntimeError, AttributeError) as error:
+            raise ProcessEndedError(
+                f"the process described a result in a form that is unknown ({error})"
+            ) from error
+
+    def _value(self, tree: Any) -> Any:
+        if not isinstance(tree, list):
+            return tree
+        kind, content = tree
+        match kind:
+            case "list":
+                return [self._value(item) for item in content]
+            case "tuple":
+                return tuple(self._value(item) for item in content)
+            case "dict":
+                return {str(name): self._value(item) for name, item in content.items()}
+            case "tensor":
+                return self._tensor(content)
+            case "other":
+                name, memory = content
+                addresses = [int(address) for address, _ in filter(None, memory)]
+                tensors = functools.partial(self._mirrored, addresses)
+                return RemoteValue(self._values[-1], str(name), tensors)
+        raise ValueError(f"kind {kind!r}")
+
+    def _tensor(self, facts: Mapping[str, Any]) -> torch.Tensor:
+        dtype = getattr(torch, str(facts["dtype"]))
+        shape = [int(size) for size in facts["shape"]]
+        if facts["memory"] is None or facts["device"] != "cpu" or any(facts["bits"]):
+            return _without_memory(facts, dtype, shape)
+        address, num_bytes = (int(number) for number in facts["memory"])
+        strides, start = [int(step) for step in facts["strides"]], int(facts["start"])
+        if not math.prod(shape):
+            return torch.empty_strided(shape, strides, dtype=dtype)
+        storage = self._storage(address, num_bytes)
+        return torch.empty(0, dtype=dtype).set_(
+            storage.untyped_storage(), start, shape, strides
+        )
+
+    def _storage(self, address: int, num_bytes: int) -> torch.Tensor:
+        offset = address - self.process.base
+        memory = self.process.memory
+        if 0 <= offset and memory.contains(offset, num_bytes):
+            return memory.view(offset, num_bytes)
+        mirror = self._mirrors.get(address)
+        if mirror is None or len(mirror.bytes) < num_bytes:
+            if not 0 < num_bytes <= _MAX_STORAGE_BYTES:
+                raise ValueError(f"a storage of {num_bytes} bytes")
+            mirror = _Mirror(address, torch.empty(num_bytes, dtype=torch.uint8))
+            self._copy(mirror)
+            self._mirrors[address] = mirror
+        return mirror.bytes
+
+    def _copy(self, mirror: _Mirror) -> None:
+        self.process.read(mirror.address, mirror.bytes.data_ptr(), len(mirror.bytes))
+
+    def _mirrored(self, addresses: Sequence[int]) -> list[torch.Tensor]:
+        return [self._mirrors[a].bytes for a in addresses if a in self._mirrors]
+
+
+def _without_memory(
+    facts: Mapping[str, Any], dtype: torch.dtype, shape: Sequence[int]
+) -> torch.Tensor:
+    """Create a tensor whose form shows why a result without readable memory is wrong."""
+    if facts["layout"] != "strided":
+        return torch.sparse_coo_tensor(torch.zeros(len(shape), 0), [], tuple(shape), dtype=dtype)
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _number(content: Mapping[str, Any], name: str) -> int:
+    number = content.get(name)
+    if not isinstance(number, int):
+        raise ProcessEndedError(f"the process answered without the number {name!r}")
+    return number
+
+
+class RemoteFunction:
+    """One function of another process, to be called as if it were here.
+
+    Arguments that the function may write must be in shared memory.
+    """
+
+    def __init__(self, functions: RemoteFunctions, function: RemoteValue) -> None:
+        self._functions = functions
+        self._function = function
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Call the function; uninitialised memory is filled if it is filled in this process."""
+        filled = torch.get_deterministic_debug_mode() != 0
+        return self._functions.call(self._function, [(arguments, keywords)], filled=filled)[0]
+
+

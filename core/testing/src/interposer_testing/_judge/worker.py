@@ -1,0 +1,339 @@
+"""A process that loads functions and calls them on tensors in shared memory.
+
+This file is copied into the folder of the functions and run there, without this package: it imports
+torch and the standard library only. Requests and replies are lines of JSON on file descriptor 3;
+file descriptor 4 is the shared memory. The other process reads results out of this process's memory
+by the addresses in the replies, while this process is stopped.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import importlib.util
+import json
+import mmap
+import os
+import sys
+import threading
+import traceback
+import warnings
+
+import torch
+from torch.utils import _pytree
+
+_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 24, 38
+_SIGKILL, _CAP_SYS_PTRACE, _CAPABILITIES_VERSION = 9, 19, 0x20080522
+_NO_ACCESS = 0  # PROT_NONE of mprotect
+_MAX_TEXT = 4000
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def limit_privileges():
+    """End with the other process, and give up reading the memory of other processes."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
+    _LIBC.prctl(_PR_CAPBSET_DROP, _CAP_SYS_PTRACE, 0, 0, 0)
+    _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)
+    data = (ctypes.c_uint32 * 6)()  # two of (effective, permitted, inheritable)
+    if _LIBC.capget(header, data) == 0:
+        for index in range(3):
+            data[index] &= ~(1 << _CAP_SYS_PTRACE)
+        _LIBC.capset(header, data)
+
+
+class Functions:
+    """Loaded functions, and values that were returned and are still in use."""
+
+    def __init__(self, memory):
+        self._memory = memory
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._values = {}
+        self._count = 0
+        self._calls = []
+        self._results = []
+
+    def load(self, request):
+        """Load ``file`` or ``module`` and get ``name`` from it."""
+        if "file" in request:
+            module = self._module_of(request["file"])
+        else:
+            module = importlib.import_module(request["module"])
+        value = module
+        for part in request["name"].split("."):
+            value = getattr(value, part)
+        if request.get("create"):
+            torch.manual_seed(request["seed"])
+            value = value(*self._decoded(request["arguments"]))
+            self._copy_state(value, request["state"])
+        return {"value": self._keep(value)}
+
+    def _module_of(self, file):
+        name = os.path.splitext(os.path.basename(file))[0]
+        if name in sys.modules:
+            return sys.modules[name]
+        spec = importlib.util.spec_from_file_location(name, file)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+        return module
+
+    def _copy_state(self, module, state):
+        """Copy parameters and buffers in where name and shape fit."""
+        with torch.no_grad():
+            values = dict(module.named_parameters()) | dict(module.named_buffers())
+            for name, encoded in state.items():
+                source = self._decoded(encoded)
+                if name in values and values[name].shape == source.shape:
+                    values[name].copy_(source)
+
+    def call(self, request):
+        """Call ``function`` once for each list of arguments, and describe the results."""
+        self.prepare(request)
+        self.run(request)
+        return self.describe({"indices": range(len(self._results))})
+
+    def prepare(self, request):
+        """Build the arguments of calls."""
+        self._calls = [(self._decoded(a), self._decoded(k)) for a, k in request["calls"]]
+        self._results = []
+        gc.collect()
+        return {}
+
+    def run(self, request):
+        """Make the prepared calls, and wait until their work is done."""
+        function = self._values[request["function"]]
+        protected = request.get("protected", ())
+        filled = _filled_memory() if request.get("filled") else contextlib.nullcontext()
+        run = _STYLES[request.get("style", "plain")]
+        gc.disable()
+        self._protect(protected, _NO_ACCESS)
+        try:
+            with filled:
+                self._results = run(function, self._calls, request.get("repeat", 1))
+            _synchronize()
+        finally:
+            self._protect(protected, mmap.PROT_READ | mmap.PROT_WRITE)
+            gc.enable()
+        return {}
+
+    def describe(self, request):
+        """Describe results of the last calls."""
+        results = [self._results[index] for index in request["indices"]]
+        return {"results": [{"value": self._keep(r), "tree": self._described(r)} for r in results]}
+
+    def _protect(self, pages, access):
+        for page in pages:
+            _LIBC.mprotect(ctypes.c_void_p(self._base + page), mmap.PAGESIZE, access)
+
+    def drop(self, request):
+        """Forget values."""
+        self._calls = []
+        self._results = []
+        for number in request["values"]:
+            self._values.pop(number, None)
+        return {}
+
+    def imported(self, request):
+        """Import modules that are there, as a program that uses the functions would."""
+        for name in request["modules"]:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+        return {}
+
+    def base(self, _request):
+        """Return the address of the shared memory in this process."""
+        return {"base": self._base, "threads": torch.get_num_threads()}
+
+    def _keep(self, value):
+        self._count += 1
+        self._values[self._count] = value
+        return self._count
+
+    def _decoded(self, tree):
+        """Build a value from its description in JSON."""
+        if isinstance(tree, list):
+            kind, content = tree
+            if kind == "list":
+                return [self._decoded(item) for item in content]
+            if kind == "tuple":
+                return tuple(self._decoded(item) for item in content)
+            if kind == "dict":
+                return {name: self._decoded(item) for name, item in content.items()}
+            if kind == "dtype":
+                return getattr(torch, content)
+            if kind == "value":
+                return self._values[content]
+            return self._tensor(content)
+        return tree
+
+    def _tensor(self, content):
+        offset, num_bytes, dtype, start, shape, strides, device = content
+        dtype = getattr(torch, dtype)
+        if not num_bytes:
+            return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        memory = torch.frombuffer(
+            self._memory, dtype=torch.uint8, count=num_bytes, offset=offset
+        ).to(device)
+        return torch.empty(0, dtype=dtype, device=device).set_(
+            memory.untyped_storage(), start, shape, strides
+        )
+
+    def _described(self, value):
+        """Describe a result without looking into anything but plain tensors."""
+        kind = type(value)
+        if kind is tuple or kind is list:
+            return [kind.__name__, [self._described(item) for item in value]]
+        if kind is dict:
+            return ["dict", {str(name): self._described(item) for name, item in value.items()}]
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            with torch._C.DisableTorchFunctionSubclass():
+                return ["tensor", self._description(value.detach())]
+        if value is None or kind in (bool, int, float, str):
+            return value
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return ["tuple", [self._described(item) for item in value]]
+        leaves = [v for v in _pytree.tree_leaves(value) if type(v) is torch.Tensor]
+        return ["other", [kind.__qualname__, [self._description(v)["memory"] for v in leaves]]]
+
+    def _description(self, tensor):
+        facts = {
+            "dtype": str(tensor.dtype)[6:],
+            "shape": list(tensor.shape),
+            "layout": str(tensor.layout)[6:],
+            "device": str(tensor.device),
+            "bits": [bool(tensor.is_conj()), bool(tensor.is_neg())],
+            "memory": None,
+        }
+        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+            return facts
+        if tensor.device.type != "cpu":
+            copy = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
+            copy = copy.cpu()
+            self._keep(copy)
+            facts["copy"] = copy.data_ptr()
+        storage = tensor.untyped_storage()
+        facts["memory"] = [storage.data_ptr(), storage.nbytes()]
+        facts["start"], facts["strides"] = tensor.storage_offset(), list(tensor.stride())
+        return facts
+
+
+def _plain(function, calls, repeat):
+    results = [function(*arguments, **keywords) for arguments, keywords in calls]
+    for _ in range(repeat - 1):
+        results = [function(*arguments, **keywords) for arguments, keywords in calls]
+    return results
+
+
+class _Block(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *arguments, **keywords):
+        return self.function(*arguments, **keywords)
+
+
+def _in_module(function, calls, repeat):
+    """Call from a thread, inside of a module, in inference mode, in reverse order."""
+    results, errors = [], []
+
+    def run():
+        try:
+            block = _Block(function)
+            with torch.inference_mode():
+                for _ in range(repeat):
+                    results[:] = [block(*a, **k) for a, k in reversed(calls)][::-1]
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def _in_threads(function, calls, repeat):
+    """Make all calls at once, each in a thread of its own."""
+    results, errors = [None] * len(calls), []
+    barrier = threading.Barrier(len(calls))
+
+    def run(index):
+        try:
+            barrier.wait()
+            for _ in range(repeat):
+                results[index] = function(*calls[index][0], **calls[index][1])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+_STYLES = {"plain": _plain, "module": _in_module, "threads": _in_threads}
+
+
+@contextlib.contextmanager
+def _filled_memory():
+    """Make torch fill uninitialised memory with NaN or the largest integer."""
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*does not have a deterministic impl")
+            yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
+def _synchronize():
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def serve(channel, memory):
+    """Answer requests until the channel is closed."""
+    functions = Functions(memory)
+    actions = {
+        "load": functions.load,
+        "call": functions.call,
+        "prepare": functions.prepare,
+        "run": functions.run,
+        "describe": functions.describe,
+        "drop": functions.drop,
+        "import": functions.imported,
+        "base": functions.base,
+    }
+    reader, writer = channel.makefile("r"), channel.makefile("w")
+    for line in reader:
+        request = json.loads(line)
+        try:
+            reply = actions[request["action"]](request)
+        except BaseException as error:
+            trace = "".join(traceback.format_exception(error))
+            reply = {
+                "error": [type(error).__name__, str(error)[:_MAX_TEXT], trace[-_MAX_TEXT:]],
+            }
+        writer.write(json.dumps(reply) + "\n")
+        writer.flush()
+
+
+def main():
+    """Run the process."""
+    import socket
+
+    limit_privileges()
+    memory = mmap.mmap(4, 0)
+    serve(socket.socket(fileno=3), memory)
+
+
+if __name__ == "__main__":
+    main()
