@@ -11,25 +11,11 @@ from torch.utils import _pytree
 
 from interposer import Case, CustomOp
 from interposer_testing._checks.operand import Allocate, Fence, Operand
+from interposer_testing._checks.remote_value import RemoteValue
 
 Prepare = Callable[..., Mapping[str, Any]]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteValue:
-    """A value of another process, such as a prepared constant.
-
-    Attributes:
-        number: number of the value in that process.
-        kind: name of its class there.
-        mirrored: returns copies of those of its storages that a result shares.
-    """
-
-    number: int
-    kind: str = ""
-    mirrored: Callable[[], list[torch.Tensor]] = list
 
 
 @dataclass(frozen=True, slots=True)

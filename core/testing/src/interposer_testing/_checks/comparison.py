@@ -9,6 +9,7 @@ import torch
 from torch.utils import _pytree
 
 from interposer_testing._checks.fault import Fault
+from interposer_testing._checks.remote_value import RemoteValue
 
 
 def compare_value(
@@ -91,6 +92,11 @@ def compare_form(actual: Any, fake: Any, device_type: str = "") -> Iterator[Faul
 def _compare_tensor_form(
     where: str, actual: torch.Tensor, fake: torch.Tensor, device_type: str
 ) -> Iterator[Fault]:
+    if type(actual) not in (torch.Tensor, torch.nn.Parameter):
+        # A subclass may compute when it is looked at, and then look right to a comparison.
+        reason = f"a plain torch.Tensor expected, got a {type(actual).__qualname__}"
+        yield Fault("structure", where, reason)
+        return
     if actual.shape != fake.shape:
         yield Fault("shape", where, f"{list(fake.shape)} expected, got {list(actual.shape)}")
         return
@@ -109,7 +115,7 @@ def _is_tensor(value: object) -> bool:
 def _outline(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(_outline(part) for part in value)
-    return type(value).__name__
+    return value.kind if isinstance(value, RemoteValue) else type(value).__name__
 
 
 def _strides(tensor: torch.Tensor) -> list[int]:

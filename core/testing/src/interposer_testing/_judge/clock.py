@@ -29,6 +29,7 @@ _NUM_PROBES = 6
 # The measured rates may miss the peak of the machine, but not by this factor.
 _HEADROOM = 2.0
 _RATE_REPEATS = 20
+_LARGE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,8 @@ class Batch:
 class BatchClock:
     """Times batches of calls with the clock of this process.
 
-    The arguments of every call are new: other values at other addresses, which are written while the
-    process of the kernel is stopped. Results of a few calls, chosen after the calls, are read.
+    The arguments of every call are new: other values at other addresses, which are written while
+    the process of the kernel is stopped. Results of a few calls, chosen after the calls, are read.
     """
 
     def __init__(
@@ -137,20 +138,36 @@ def spread(seconds: Sequence[float]) -> tuple[float, float, float]:
     return median, low, high
 
 
-class Floor:
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the machine allows for one call, in seconds.
+
+    Attributes:
+        roofline: time at the rates that torch reaches, with arguments in main memory.
+        floor: time that no kernel can beat: arguments in the caches, and twice the rates.
+        limit: "memory" or "arithmetic".
+    """
+
+    roofline: float
+    floor: float
+    limit: str
+
+
+class Roofline:
     """The least time of a call: bytes over bandwidth, or operations over peak.
 
     Only those arguments count that determine the result wholly, and only products of matrices
-    count as operations. The rates are the best that torch reaches in this process, with all threads,
-    times two, for as many bytes as the call has: small arguments stay in a cache.
+    count as operations. The rates are the best that torch reaches in this process, with all
+    threads.
     """
 
     def __init__(self, timer: Callable[[], float] = time.perf_counter) -> None:
         self._timer = timer
         self._peaks: dict[torch.dtype, float] = {}
+        self._rates: dict[int, float] = {}
 
-    def of(self, task: Task, case: Case, generator: torch.Generator) -> tuple[float, str]:
-        """Return the least seconds of a call with the arguments of ``case``, and what limits it."""
+    def of(self, task: Task, case: Case, generator: torch.Generator) -> Limits:
+        """Return the limits of a call with the arguments of ``case``."""
         arguments = dict(case.arguments)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             result = task.op.reference(**_copied(arguments))
@@ -161,22 +178,30 @@ class Floor:
             if name in task.op.mutates or _determines(task, arguments, name, result, generator):
                 value = arguments[name]
                 num_bytes += value.numel() * value.itemsize
-        from_memory = num_bytes / (_HEADROOM * self._reading_rate(num_bytes))
+        # The caches may hold the arguments, if they fit.
+        from_cache = num_bytes / max(self._reading_rate(n) for n in (num_bytes, _LARGE_BYTES))
+        from_memory = num_bytes / self._reading_rate(_LARGE_BYTES)
         operations = counter.get_total_flops()
         dtypes = [arguments[n].dtype for n in names if arguments[n].is_floating_point()]
-        from_arithmetic = operations / (_HEADROOM * self._peak(dtypes)) if operations else 0.0
-        if from_arithmetic > from_memory:
-            return from_arithmetic, "arithmetic"
-        return from_memory, "memory"
+        from_arithmetic = operations / self._peak(dtypes) if operations else 0.0
+        return Limits(
+            roofline=max(from_memory, from_arithmetic),
+            floor=max(from_cache, from_arithmetic) / _HEADROOM,
+            limit="arithmetic" if from_arithmetic > from_memory else "memory",
+        )
 
     def _reading_rate(self, num_bytes: int) -> float:
         """Measure the bytes per second that are read from a buffer of about ``num_bytes``."""
-        numbers = torch.ones(max(1024, min(num_bytes, 256 << 20) // 4))
+        size = max(1024, 1 << (min(num_bytes, _LARGE_BYTES) // 4).bit_length())
+        if size in self._rates:
+            return self._rates[size]
+        numbers = torch.ones(size)
         half = len(numbers) // 2
         first, second = numbers[:half], numbers[half:]
         readers = (lambda: torch.dot(first, second), lambda: torch.sum(numbers))
         seconds = min(self._least(reader) for reader in readers)
-        return len(numbers) * 4 / seconds
+        self._rates[size] = size * 4 / seconds
+        return self._rates[size]
 
     def _peak(self, dtypes: Sequence[torch.dtype]) -> float:
         """Measure the operations per second of products of square matrices."""

@@ -16,16 +16,17 @@ import importlib_metadata
 import torch
 
 from interposer import Case
-from interposer_testing._checks.call import Call, CallArguments, RemoteValue, Subject
+from interposer_testing._checks.call import Call, CallArguments, Subject
 from interposer_testing._checks.expectation import Expectation
 from interposer_testing._checks.fault import Fault
 from interposer_testing._checks.kernel import check_subject
-from interposer_testing._judge.clock import BatchClock, Floor, allocated_like, spread
+from interposer_testing._checks.remote_value import RemoteValue
+from interposer_testing._judge.clock import BatchClock, Roofline, allocated_like, spread
 from interposer_testing._judge.memory import SharedMemory
 from interposer_testing._judge.process import KernelError, KernelProcess, ProcessEndedError
 from interposer_testing._judge.remote import RemoteFunction, RemoteFunctions
 from interposer_testing._judge.task import Solution, Task, Workload
-from interposer_testing._judge.verdict import Finding, Stage, State, Timing, Verdict
+from interposer_testing._judge.verdict import Finding, Stage, State, Tier, Timing, Verdict
 
 Progress = Callable[[str], None]
 """Called with the name of each step."""
@@ -95,7 +96,7 @@ def judge(
         progress or (lambda _: None),
         timer,
     )
-    tier = "advisory" if seed is not None else "triage" if quick else "gate"
+    tier: Tier = "advisory" if seed is not None else "triage" if quick else "gate"
     start, date = timer(), datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     judging.run()
     return Verdict(
@@ -160,6 +161,7 @@ class _Judging:
                 for stage in stages:
                     if not self.findings:
                         stage(kernel, workloads)
+                self._check_process(kernel, "timing")
             self.num_calls = process.num_calls
             self.output = process.output()
         if self.findings:
@@ -168,6 +170,7 @@ class _Judging:
             kernel = self._loaded(process, "rerun")
             if kernel is not None:
                 self._rerun(kernel, workloads[::-1])
+                self._check_process(kernel, "rerun")
             self.num_calls_afterwards = process.num_calls
             self.output = process.output()
 
@@ -243,10 +246,22 @@ class _Judging:
         ]
         self._add("correctness", workload.label, *kernel.departures(cases, style="threads"))
 
+    def _check_process(self, kernel: _Kernel, stage: Stage) -> None:
+        """Find what the kernel changed in its process, which other code of a program shares."""
+        if any(finding.check == "process" for finding in self.findings):
+            return
+        try:
+            changes = kernel.functions.process.request("changes").get("changes")
+        except (KernelError, ProcessEndedError) as error:
+            self._add(stage, "", _fault_of(error, "process"))
+            return
+        for change in changes if isinstance(changes, list) else ():
+            self._add(stage, "", Fault("call", "process", str(change)[:200]))
+
     def _time(self, kernel: _Kernel, workloads: Sequence[Workload]) -> None:
         """Time the timed workloads, and compare results of timed calls."""
         timed = [w for w in self.task.workloads if w.is_timed] or list(workloads[:1])
-        floor = Floor(self.timer)
+        roofline = Roofline(self.timer)
         for workload in timed[:_MAX_TIMED]:
             self.progress(f"timing {workload.label}")
             draw = partial(workload.case, self._generator("timing", workload.label))
@@ -256,7 +271,8 @@ class _Judging:
             try:
                 with kernel.functions.scope():
                     batches = clock.batches(kernel.function, draw, _NUM_BATCHES, limit)
-                    for number, (num_calls, batch) in enumerate(batches):
+                    for number, (size, batch) in enumerate(batches):
+                        num_calls = size
                         for case, arguments, (call, result) in batch.checked:
                             faults = kernel.compare(case, arguments, kernel.output(call, result))
                             self._add("timing", workload.label, *faults)
@@ -266,15 +282,21 @@ class _Judging:
                 self._add("timing", workload.label, _fault_of(error, "timed call"))
             if self.findings:
                 return
-            least, limit_name = floor.of(self.task, draw(), self._generator("floor"))
+            limits = roofline.of(self.task, draw(), self._generator("roofline"))
             timing = Timing(
-                workload.label, *spread(seconds), len(seconds), num_calls, least, limit_name
+                workload.label,
+                *spread(seconds),
+                len(seconds),
+                num_calls,
+                limits.roofline,
+                limits.floor,
+                limits.limit,
             )
             self.timings.append(timing)
-            if timing.high < least:
+            if timing.high < limits.floor:
                 reason = (
-                    f"a call takes {timing.median * 1e6:.3g} µs, but {limit_name} of this machine "
-                    f"allows no less than {least * 1e6:.3g} µs"
+                    f"a call takes {timing.median * 1e6:.3g} µs, but the {limits.limit} of this "
+                    f"machine allows no less than {limits.floor * 1e6:.3g} µs"
                 )
                 self.findings.append(Finding("timing", workload.label, "floor", "time", reason))
 
@@ -346,9 +368,7 @@ class _Kernel:
             return [_fault_of(error, "call")], 0.0
         return faults, max(errors, default=0.0)
 
-    def departures(
-        self, cases: Sequence[Case], *, style: _Style, repeat: int = 1
-    ) -> list[Fault]:
+    def departures(self, cases: Sequence[Case], *, style: _Style, repeat: int = 1) -> list[Fault]:
         """Compare the values of calls with the reference, without guards."""
         try:
             with self.functions.scope():

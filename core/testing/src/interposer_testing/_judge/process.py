@@ -154,7 +154,10 @@ class KernelProcess:
             raise ProcessEndedError(self._end_of_process()) from error
 
     def receive(self, limit_seconds: float | None = None) -> dict[str, Any]:
-        """Wait for a reply. Raises: ProcessEndedError: there is none in time, or it is malformed."""
+        """Wait for a reply.
+
+        Raises: ProcessEndedError: there is no reply in time, or the reply is malformed.
+        """
         end = time.monotonic() + (limit_seconds or self._limit_seconds)
         while b"\n" not in self._received:
             left = end - time.monotonic()
@@ -225,7 +228,9 @@ class KernelProcess:
         """Return the end of the standard output and standard error of the process."""
         size = os.fstat(self._output.fileno()).st_size
         start = max(0, size - _MAX_OUTPUT_CHARACTERS)
-        return os.pread(self._output.fileno(), _MAX_OUTPUT_CHARACTERS, start).decode(errors="replace")
+        return os.pread(self._output.fileno(), _MAX_OUTPUT_CHARACTERS, start).decode(
+            errors="replace"
+        )
 
     def _end_of_process(self) -> str:
         """End the process, and say how it ended."""
@@ -261,5 +266,3 @@ def _program() -> bytes:
 def _texts(values: Any, count: int) -> list[str]:
     texts = [str(value) for value in values] if isinstance(values, list) else []
     return [*texts, *[""] * count][:count]
-
-

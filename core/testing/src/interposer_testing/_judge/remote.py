@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from interposer_testing._checks.call import RemoteValue
+from interposer_testing._checks.remote_value import RemoteValue
 from interposer_testing._judge.process import KernelProcess, ProcessEndedError
 
 # A result that shares its storage with scratch memory may have a storage larger than itself.
@@ -28,8 +28,8 @@ class RemoteFunctions:
     """Calls functions of another process; results are copies of the memory of that process.
 
     Within a ``scope``, the process keeps all results, and each call updates the copies of earlier
-    results: a kernel that writes to a result which it has returned changes the copy as well. Results
-    that share memory in the other process share memory here.
+    results: a kernel that writes to a result which it has returned changes the copy as well.
+    Results that share memory in the other process share memory here.
     """
 
     def __init__(self, process: KernelProcess) -> None:
@@ -203,14 +203,12 @@ class RemoteFunctions:
         if not math.prod(shape):
             return torch.empty_strided(shape, strides, dtype=dtype)
         storage = self._storage(address, num_bytes)
-        return torch.empty(0, dtype=dtype).set_(
-            storage.untyped_storage(), start, shape, strides
-        )
+        return torch.empty(0, dtype=dtype).set_(storage.untyped_storage(), start, shape, strides)
 
     def _storage(self, address: int, num_bytes: int) -> torch.Tensor:
         offset = address - self.process.base
         memory = self.process.memory
-        if 0 <= offset and memory.contains(offset, num_bytes):
+        if offset >= 0 and memory.contains(offset, num_bytes):
             return memory.view(offset, num_bytes)
         mirror = self._mirrors.get(address)
         if mirror is None or len(mirror.bytes) < num_bytes:
@@ -258,5 +256,3 @@ class RemoteFunction:
         """Call the function; uninitialised memory is filled if it is filled in this process."""
         filled = torch.get_deterministic_debug_mode() != 0
         return self._functions.call(self._function, [(arguments, keywords)], filled=filled)[0]
-
-

@@ -48,8 +48,9 @@ class Timing:
     Attributes:
         median, low, high: median and quartiles of the batches.
         num_batches, calls_per_batch: number of measurements, and of calls in each.
-        floor: the least time that this machine can take.
-        floor_from: limit that determines the floor, such as "memory" or "arithmetic".
+        roofline: time at the rates of memory and arithmetic that torch reaches on this machine.
+        floor: time that no kernel can beat on this machine.
+        limit: limit that determines the roofline: "memory" or "arithmetic".
     """
 
     workload: str
@@ -58,13 +59,14 @@ class Timing:
     high: float
     num_batches: int
     calls_per_batch: int
+    roofline: float
     floor: float
-    floor_from: str
+    limit: str
 
     @property
     def share_of_roofline(self) -> float:
-        """The floor as a fraction of the median time."""
-        return self.floor / self.median
+        """The time of the roofline as a fraction of the median time."""
+        return self.roofline / self.median
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,7 @@ class Verdict:
             spread = f"{_duration(timing.low)} to {_duration(timing.high)}"
             lines.append(
                 f"  {timing.workload}: {_duration(timing.median)} ({spread}), "
-                f"{timing.share_of_roofline:.0%} of the roofline ({timing.floor_from})"
+                f"{timing.share_of_roofline:.0%} of the roofline ({timing.limit})"
             )
         lines.append(
             f"  {self.num_calls} calls, then {self.num_calls_afterwards} in a rerun; "

@@ -6,6 +6,8 @@ file descriptor 4 is the shared memory. The other process reads results out of t
 by the addresses in the replies, while this process is stopped.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import gc
@@ -13,11 +15,16 @@ import importlib
 import importlib.util
 import json
 import mmap
-import os
+import signal
+import socket
 import sys
 import threading
 import traceback
 import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch.utils import _pytree
@@ -29,7 +36,7 @@ _MAX_TEXT = 4000
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def limit_privileges():
+def limit_privileges() -> None:
     """End with the other process, and give up reading the memory of other processes."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
     _LIBC.prctl(_PR_CAPBSET_DROP, _CAP_SYS_PTRACE, 0, 0, 0)
@@ -42,24 +49,91 @@ def limit_privileges():
         _LIBC.capset(header, data)
 
 
+_Function = Callable[..., Any]
+_Arguments = tuple[list[Any], dict[str, Any]]
+_Calls = Sequence[_Arguments]
+
+
+class Surroundings:
+    """What functions share with the rest of a process, to find out what they replaced in it."""
+
+    # Functions that kernels are known to have replaced, and those beside them.
+    _MODULES = (
+        *("builtins", "gc", "math", "os", "random", "signal", "sys", "threading", "time"),
+        *("torch", "torch.autograd.profiler", "torch.cuda", "torch.linalg", "torch.nn.functional"),
+        *("torch.testing", "torch.utils._pytree"),
+    )
+    _CLASSES = ("Tensor", "cuda.Event", "cuda.Stream", "nn.Module", "utils.data.DataLoader")
+
+    def __init__(self) -> None:
+        self._functions = self._current_functions()
+        self._settings = self._current_settings()
+
+    def changes(self) -> list[str]:
+        """Describe functions that were replaced, and settings that were changed."""
+        current = self._current_functions()
+        changes = [
+            f"{name} was replaced"
+            for name, value in self._functions.items()
+            if name in current and current[name] is not value
+        ]
+        for name, value in self._current_settings().items():
+            if value != self._settings[name]:
+                changes.append(f"{name} was {self._settings[name]}, and is {value}")
+        return changes
+
+    def _current_functions(self) -> dict[str, Any]:
+        owners: dict[str, Any] = {
+            name: sys.modules[name] for name in self._MODULES if name in sys.modules
+        }
+        for name in self._CLASSES:
+            owner: Any = torch
+            for part in name.split("."):
+                owner = getattr(owner, part)
+            owners["torch." + name] = owner
+        return {
+            f"{prefix}.{name}": value
+            for prefix, owner in owners.items()
+            for name, value in vars(owner).items()
+            if callable(value) or isinstance(value, property)
+        }
+
+    def _current_settings(self) -> dict[str, Any]:
+        return {
+            "torch.get_default_dtype()": str(torch.get_default_dtype()),
+            "torch.get_num_threads()": torch.get_num_threads(),
+            "torch.is_grad_enabled()": torch.is_grad_enabled(),
+            "torch.is_inference_mode_enabled()": torch.is_inference_mode_enabled(),
+            "torch.get_deterministic_debug_mode()": torch.get_deterministic_debug_mode(),
+            "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
+            "the default device": str(torch.get_default_device()),
+            "flushing of subnormals": bool(torch.tensor(1e-310, dtype=torch.float64) * 1 == 0),
+            "the current folder": str(Path.cwd()),
+            "sys.gettrace()": repr(sys.gettrace()),
+            "sys.getprofile()": repr(sys.getprofile()),
+            "the handler of SIGTERM": repr(signal.getsignal(signal.SIGTERM)),
+        }
+
+
 class Functions:
     """Loaded functions, and values that were returned and are still in use."""
 
-    def __init__(self, memory):
+    def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._values = {}
+        self._surroundings = Surroundings()
+        self._values: dict[int, Any] = {}
         self._count = 0
-        self._calls = []
-        self._results = []
+        self._calls: list[_Arguments] = []
+        self._results: list[Any] = []
 
-    def load(self, request):
+    def load(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Load ``file`` or ``module`` and get ``name`` from it."""
         if "file" in request:
             module = self._module_of(request["file"])
         else:
             module = importlib.import_module(request["module"])
-        value = module
+        value: Any = module
         for part in request["name"].split("."):
             value = getattr(value, part)
         if request.get("create"):
@@ -68,17 +142,19 @@ class Functions:
             self._copy_state(value, request["state"])
         return {"value": self._keep(value)}
 
-    def _module_of(self, file):
-        name = os.path.splitext(os.path.basename(file))[0]
+    def _module_of(self, file: str) -> ModuleType:
+        name = Path(file).stem
         if name in sys.modules:
             return sys.modules[name]
         spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)
         return module
 
-    def _copy_state(self, module, state):
+    def _copy_state(self, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
         """Copy parameters and buffers in where name and shape fit."""
         with torch.no_grad():
             values = dict(module.named_parameters()) | dict(module.named_buffers())
@@ -87,20 +163,20 @@ class Functions:
                 if name in values and values[name].shape == source.shape:
                     values[name].copy_(source)
 
-    def call(self, request):
+    def call(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Call ``function`` once for each list of arguments, and describe the results."""
         self.prepare(request)
         self.run(request)
         return self.describe({"indices": range(len(self._results))})
 
-    def prepare(self, request):
+    def prepare(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Build the arguments of calls."""
         self._calls = [(self._decoded(a), self._decoded(k)) for a, k in request["calls"]]
         self._results = []
         gc.collect()
         return {}
 
-    def run(self, request):
+    def run(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Make the prepared calls, and wait until their work is done."""
         function = self._values[request["function"]]
         protected = request.get("protected", ())
@@ -117,16 +193,16 @@ class Functions:
             gc.enable()
         return {}
 
-    def describe(self, request):
+    def describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Describe results of the last calls."""
         results = [self._results[index] for index in request["indices"]]
         return {"results": [{"value": self._keep(r), "tree": self._described(r)} for r in results]}
 
-    def _protect(self, pages, access):
+    def _protect(self, pages: Sequence[int], access: int) -> None:
         for page in pages:
             _LIBC.mprotect(ctypes.c_void_p(self._base + page), mmap.PAGESIZE, access)
 
-    def drop(self, request):
+    def drop(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Forget values."""
         self._calls = []
         self._results = []
@@ -134,23 +210,27 @@ class Functions:
             self._values.pop(number, None)
         return {}
 
-    def imported(self, request):
+    def imported(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Import modules that are there, as a program that uses the functions would."""
         for name in request["modules"]:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
         return {}
 
-    def base(self, _request):
+    def base(self, _request: Mapping[str, Any]) -> dict[str, Any]:
         """Return the address of the shared memory in this process."""
         return {"base": self._base, "threads": torch.get_num_threads()}
 
-    def _keep(self, value):
+    def changes(self, _request: Mapping[str, Any]) -> dict[str, Any]:
+        """Describe what the functions changed in this process."""
+        return {"changes": self._surroundings.changes()}
+
+    def _keep(self, value: Any) -> int:
         self._count += 1
         self._values[self._count] = value
         return self._count
 
-    def _decoded(self, tree):
+    def _decoded(self, tree: Any) -> Any:
         """Build a value from its description in JSON."""
         if isinstance(tree, list):
             kind, content = tree
@@ -167,9 +247,9 @@ class Functions:
             return self._tensor(content)
         return tree
 
-    def _tensor(self, content):
-        offset, num_bytes, dtype, start, shape, strides, device = content
-        dtype = getattr(torch, dtype)
+    def _tensor(self, content: list[Any]) -> torch.Tensor:
+        offset, num_bytes, dtype_name, start, shape, strides, device = content
+        dtype = getattr(torch, dtype_name)
         if not num_bytes:
             return torch.empty_strided(shape, strides, dtype=dtype, device=device)
         memory = torch.frombuffer(
@@ -179,7 +259,7 @@ class Functions:
             memory.untyped_storage(), start, shape, strides
         )
 
-    def _described(self, value):
+    def _described(self, value: Any) -> Any:
         """Describe a result without looking into anything but plain tensors."""
         kind = type(value)
         if kind is tuple or kind is list:
@@ -196,8 +276,8 @@ class Functions:
         leaves = [v for v in _pytree.tree_leaves(value) if type(v) is torch.Tensor]
         return ["other", [kind.__qualname__, [self._description(v)["memory"] for v in leaves]]]
 
-    def _description(self, tensor):
-        facts = {
+    def _description(self, tensor: torch.Tensor) -> dict[str, Any]:
+        facts: dict[str, Any] = {
             "dtype": str(tensor.dtype)[6:],
             "shape": list(tensor.shape),
             "layout": str(tensor.layout)[6:],
@@ -208,8 +288,8 @@ class Functions:
         if tensor.layout is not torch.strided or tensor.device.type == "meta":
             return facts
         if tensor.device.type != "cpu":
-            copy = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
-            copy = copy.cpu()
+            num_elements = tensor.untyped_storage().nbytes() // tensor.itemsize
+            copy = tensor.as_strided((num_elements,), (1,), 0).cpu()
             self._keep(copy)
             facts["copy"] = copy.data_ptr()
         storage = tensor.untyped_storage()
@@ -218,7 +298,7 @@ class Functions:
         return facts
 
 
-def _plain(function, calls, repeat):
+def _plain(function: _Function, calls: _Calls, repeat: int) -> list[Any]:
     results = [function(*arguments, **keywords) for arguments, keywords in calls]
     for _ in range(repeat - 1):
         results = [function(*arguments, **keywords) for arguments, keywords in calls]
@@ -226,25 +306,26 @@ def _plain(function, calls, repeat):
 
 
 class _Block(torch.nn.Module):
-    def __init__(self, function):
+    def __init__(self, function: _Function) -> None:
         super().__init__()
         self.function = function
 
-    def forward(self, *arguments, **keywords):
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
         return self.function(*arguments, **keywords)
 
 
-def _in_module(function, calls, repeat):
+def _in_module(function: _Function, calls: _Calls, repeat: int) -> list[Any]:
     """Call from a thread, inside of a module, in inference mode, in reverse order."""
-    results, errors = [], []
+    results: list[Any] = []
+    errors: list[BaseException] = []
 
-    def run():
+    def run() -> None:
         try:
             block = _Block(function)
             with torch.inference_mode():
                 for _ in range(repeat):
                     results[:] = [block(*a, **k) for a, k in reversed(calls)][::-1]
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  raised in the calling thread
             errors.append(error)
 
     thread = threading.Thread(target=run)
@@ -255,17 +336,18 @@ def _in_module(function, calls, repeat):
     return results
 
 
-def _in_threads(function, calls, repeat):
+def _in_threads(function: _Function, calls: _Calls, repeat: int) -> list[Any]:
     """Make all calls at once, each in a thread of its own."""
-    results, errors = [None] * len(calls), []
+    results: list[Any] = [None] * len(calls)
+    errors: list[BaseException] = []
     barrier = threading.Barrier(len(calls))
 
-    def run(index):
+    def run(index: int) -> None:
         try:
             barrier.wait()
             for _ in range(repeat):
                 results[index] = function(*calls[index][0], **calls[index][1])
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  raised in the calling thread
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
@@ -282,7 +364,7 @@ _STYLES = {"plain": _plain, "module": _in_module, "threads": _in_threads}
 
 
 @contextlib.contextmanager
-def _filled_memory():
+def _filled_memory() -> Iterator[None]:
     """Make torch fill uninitialised memory with NaN or the largest integer."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("warn")
@@ -294,12 +376,12 @@ def _filled_memory():
         torch.set_deterministic_debug_mode(before)
 
 
-def _synchronize():
+def _synchronize() -> None:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
 
-def serve(channel, memory):
+def serve(channel: socket.socket, memory: mmap.mmap) -> None:
     """Answer requests until the channel is closed."""
     functions = Functions(memory)
     actions = {
@@ -311,13 +393,14 @@ def serve(channel, memory):
         "drop": functions.drop,
         "import": functions.imported,
         "base": functions.base,
+        "changes": functions.changes,
     }
     reader, writer = channel.makefile("r"), channel.makefile("w")
     for line in reader:
         request = json.loads(line)
         try:
             reply = actions[request["action"]](request)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  whatever it is, the reply says so
             trace = "".join(traceback.format_exception(error))
             reply = {
                 "error": [type(error).__name__, str(error)[:_MAX_TEXT], trace[-_MAX_TEXT:]],
@@ -326,10 +409,8 @@ def serve(channel, memory):
         writer.flush()
 
 
-def main():
+def main() -> None:
     """Run the process."""
-    import socket
-
     limit_privileges()
     memory = mmap.mmap(4, 0)
     serve(socket.socket(fileno=3), memory)
