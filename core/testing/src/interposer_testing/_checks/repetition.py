@@ -12,6 +12,7 @@ from interposer_testing._checks.call import Call, CallArguments, Subject, differ
 from interposer_testing._checks.exemplar import Exemplar
 from interposer_testing._checks.expectation import Expectation
 from interposer_testing._checks.fault import Fault
+from interposer_testing._judge.remote import RemoteFunction
 
 _RUNS = 5
 _THREADS = 8
@@ -48,15 +49,7 @@ def check_threads(subject: Subject, exemplar: Exemplar) -> list[Fault]:
         for first, second in zip(alone, again, strict=True)
     )
     arguments_by_thread = [[subject.given(case) for _ in range(_CALLS)] for case in cases]
-    # The barrier makes the first calls of all threads start together.
-    barrier = Barrier(_THREADS)
-
-    def work(arguments_of_calls: list[CallArguments]) -> list[Call]:
-        barrier.wait()
-        return [subject.call(call_arguments) for call_arguments in arguments_of_calls]
-
-    with _frequent_switches(), ThreadPoolExecutor(_THREADS) as pool:
-        together = list(pool.map(work, arguments_by_thread))
+    together = _calls_together(subject, arguments_by_thread)
     for number, (case, single, calls) in enumerate(zip(cases, alone, together, strict=True)):
         for call in calls:
             if repeats_bits:
@@ -74,6 +67,32 @@ def check_threads(subject: Subject, exemplar: Exemplar) -> list[Fault]:
                     Fault("thread", f"thread {number}, {where}", reason) for where, reason in faults
                 ]
     return []
+
+
+def _calls_together(
+    subject: Subject, arguments_by_thread: list[list[CallArguments]]
+) -> list[list[Call]]:
+    """Make the calls of each thread, all threads at once."""
+    num_threads = len(arguments_by_thread)
+    if isinstance(subject.function, RemoteFunction):
+        # Call n is made by thread n modulo the number of threads.
+        columns = list(zip(*arguments_by_thread, strict=True))
+        given = [call_arguments for column in columns for call_arguments in column]
+        values = [subject.positional({**g.arguments, **g.prepared}) for g in given]
+        results = subject.function.together(values, num_threads)
+        calls = [Call(g, result) for g, result in zip(given, results, strict=True)]
+        return [
+            calls[thread :: len(arguments_by_thread)] for thread in range(len(arguments_by_thread))
+        ]
+    # The barrier makes the first calls of all threads start together.
+    barrier = Barrier(len(arguments_by_thread))
+
+    def work(arguments_of_calls: list[CallArguments]) -> list[Call]:
+        barrier.wait()
+        return [subject.call(call_arguments) for call_arguments in arguments_of_calls]
+
+    with _frequent_switches(), ThreadPoolExecutor(num_threads) as pool:
+        return list(pool.map(work, arguments_by_thread))
 
 
 @contextmanager

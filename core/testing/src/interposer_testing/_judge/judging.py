@@ -380,7 +380,9 @@ class _Kernel:
                     for case in cases
                 ]
                 calls = [self.arguments(c, a) for c, a in zip(cases, arguments, strict=True)]
-                results = self.functions.call(self.function, calls, style=style, repeat=repeat)
+                results = self.functions.call(
+                    self.function, calls, style=style, repeat=repeat, threads=len(calls)
+                )
                 return [
                     fault
                     for case, given, call, result in zip(

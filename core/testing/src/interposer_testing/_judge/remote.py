@@ -69,6 +69,8 @@ class RemoteFunctions:
         filled: bool = False,
         style: str = "plain",
         repeat: int = 1,
+        threads: int = 1,
+        is_opaque: bool = False,
     ) -> list[Any]:
         """Call a function once for each of ``calls`` and return the results.
 
@@ -76,14 +78,24 @@ class RemoteFunctions:
             calls: positional and keyword arguments of each call.
             filled: fill uninitialised memory of the process with NaN.
             style: "plain", "module" for calls from a thread within a module in inference mode, or
-                "threads" for all calls at once.
+                "threads" for calls from several threads at once.
             repeat: number of times to make all calls; the last results are returned.
+            threads: number of threads, for the style "threads".
+            is_opaque: return the values by name as ``RemoteValue``, without reading them.
 
         Raises:
             KernelError: the function raised an exception.
             ProcessEndedError: the process ended, or its memory cannot be read.
         """
-        request = self.requested(function, calls, filled=filled, style=style, repeat=repeat)
+        request = self.requested(
+            function,
+            calls,
+            filled=filled,
+            style=style,
+            repeat=repeat,
+            threads=threads,
+            is_opaque=is_opaque,
+        )
         self.process.send(request)
         return self.results(self.process.receive(), len(calls))
 
@@ -187,10 +199,11 @@ class RemoteFunctions:
             case "tensor":
                 return self._tensor(content)
             case "other":
-                name, memory = content
+                number, name, memory = content
+                self._values.append(int(number))
                 addresses = [int(address) for address, _ in filter(None, memory)]
                 tensors = functools.partial(self._mirrored, addresses)
-                return RemoteValue(self._values[-1], str(name), tensors)
+                return RemoteValue(int(number), str(name), tensors)
         raise ValueError(f"kind {kind!r}")
 
     def _tensor(self, facts: Mapping[str, Any]) -> torch.Tensor:
@@ -248,11 +261,30 @@ class RemoteFunction:
     Arguments that the function may write must be in shared memory.
     """
 
-    def __init__(self, functions: RemoteFunctions, function: RemoteValue) -> None:
+    def __init__(
+        self, functions: RemoteFunctions, function: RemoteValue, *, is_opaque: bool = False
+    ) -> None:
+        """Wrap a loaded function.
+
+        Args:
+            is_opaque: leave the values that the function returns by name in the other process.
+        """
         self._functions = functions
         self._function = function
+        self._is_opaque = is_opaque
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Call the function; uninitialised memory is filled if it is filled in this process."""
         filled = torch.get_deterministic_debug_mode() != 0
-        return self._functions.call(self._function, [(arguments, keywords)], filled=filled)[0]
+        calls = [(arguments, keywords)]
+        return self._functions.call(
+            self._function, calls, filled=filled, is_opaque=self._is_opaque
+        )[0]
+
+    def together(self, calls: Sequence[Sequence[Any]], num_threads: int) -> list[Any]:
+        """Call the function from several threads of the other process at once.
+
+        Call ``n`` is made by thread ``n % num_threads``.
+        """
+        pairs = [(arguments, dict[str, Any]()) for arguments in calls]
+        return self._functions.call(self._function, pairs, style="threads", threads=num_threads)

@@ -167,7 +167,9 @@ class Functions:
         """Call ``function`` once for each list of arguments, and describe the results."""
         self.prepare(request)
         self.run(request)
-        return self.describe({"indices": range(len(self._results))})
+        return self.describe(
+            {"indices": range(len(self._results)), "is_opaque": request.get("is_opaque")}
+        )
 
     def prepare(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Build the arguments of calls."""
@@ -186,7 +188,7 @@ class Functions:
         self._protect(protected, _NO_ACCESS)
         try:
             with filled:
-                self._results = run(function, self._calls, request.get("repeat", 1))
+                self._results = run(function, self._calls, request)
             _synchronize()
         finally:
             self._protect(protected, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -196,7 +198,8 @@ class Functions:
     def describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Describe results of the last calls."""
         results = [self._results[index] for index in request["indices"]]
-        return {"results": [{"value": self._keep(r), "tree": self._described(r)} for r in results]}
+        described = self._opaque if request.get("is_opaque") else self._described
+        return {"results": [{"value": self._keep(r), "tree": described(r)} for r in results]}
 
     def _protect(self, pages: Sequence[int], access: int) -> None:
         for page in pages:
@@ -273,8 +276,17 @@ class Functions:
             return value
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return ["tuple", [self._described(item) for item in value]]
+        return ["other", self._facts(value)]
+
+    def _opaque(self, values: Mapping[str, Any]) -> list[Any]:
+        """Describe values by name that stay in this process."""
+        return ["dict", {str(name): ["other", self._facts(v)] for name, v in values.items()}]
+
+    def _facts(self, value: Any) -> list[Any]:
+        """Return number, class and addresses of the memory of a value that stays here."""
         leaves = [v for v in _pytree.tree_leaves(value) if type(v) is torch.Tensor]
-        return ["other", [kind.__qualname__, [self._description(v)["memory"] for v in leaves]]]
+        memory = [self._description(leaf)["memory"] for leaf in leaves]
+        return [self._keep(value), type(value).__qualname__, memory]
 
     def _description(self, tensor: torch.Tensor) -> dict[str, Any]:
         facts: dict[str, Any] = {
@@ -298,9 +310,9 @@ class Functions:
         return facts
 
 
-def _plain(function: _Function, calls: _Calls, repeat: int) -> list[Any]:
+def _plain(function: _Function, calls: _Calls, request: Mapping[str, Any]) -> list[Any]:
     results = [function(*arguments, **keywords) for arguments, keywords in calls]
-    for _ in range(repeat - 1):
+    for _ in range(request.get("repeat", 1) - 1):
         results = [function(*arguments, **keywords) for arguments, keywords in calls]
     return results
 
@@ -314,7 +326,7 @@ class _Block(torch.nn.Module):
         return self.function(*arguments, **keywords)
 
 
-def _in_module(function: _Function, calls: _Calls, repeat: int) -> list[Any]:
+def _in_module(function: _Function, calls: _Calls, request: Mapping[str, Any]) -> list[Any]:
     """Call from a thread, inside of a module, in inference mode, in reverse order."""
     results: list[Any] = []
     errors: list[BaseException] = []
@@ -323,7 +335,7 @@ def _in_module(function: _Function, calls: _Calls, repeat: int) -> list[Any]:
         try:
             block = _Block(function)
             with torch.inference_mode():
-                for _ in range(repeat):
+                for _ in range(request.get("repeat", 1)):
                     results[:] = [block(*a, **k) for a, k in reversed(calls)][::-1]
         except BaseException as error:  # noqa: BLE001  raised in the calling thread
             errors.append(error)
@@ -336,25 +348,33 @@ def _in_module(function: _Function, calls: _Calls, repeat: int) -> list[Any]:
     return results
 
 
-def _in_threads(function: _Function, calls: _Calls, repeat: int) -> list[Any]:
-    """Make all calls at once, each in a thread of its own."""
+def _in_threads(function: _Function, calls: _Calls, request: Mapping[str, Any]) -> list[Any]:
+    """Make the calls in as many threads at once as the request says."""
     results: list[Any] = [None] * len(calls)
     errors: list[BaseException] = []
-    barrier = threading.Barrier(len(calls))
+    num_threads = request["threads"]
+    # The barrier makes the first calls of all threads start together.
+    barrier = threading.Barrier(num_threads)
 
-    def run(index: int) -> None:
+    def run(first: int) -> None:
         try:
             barrier.wait()
-            for _ in range(repeat):
+            for index in range(first, len(calls), num_threads):
                 results[index] = function(*calls[index][0], **calls[index][1])
         except BaseException as error:  # noqa: BLE001  raised in the calling thread
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(num_threads)]
+    before = sys.getswitchinterval()
+    # Python then switches often enough to interrupt functions that are written in Python.
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
     if errors:
         raise errors[0]
     return results

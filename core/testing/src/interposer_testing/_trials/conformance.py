@@ -23,14 +23,14 @@ from interposer import (
     Verdict,
 )
 from interposer.errors import foreign_errors
-from interposer.records import AttentionEntry, Kernel, load_target
+from interposer.records import AttentionEntry, load_target
 from interposer_testing._checks.attention import check_attention
 from interposer_testing._checks.attention_properties import (
     check_attention_batches,
     check_attention_determinism,
 )
 from interposer_testing._checks.attention_specs import attention_specs
-from interposer_testing._checks.call import CallArguments, Subject
+from interposer_testing._checks.call import CallArguments
 from interposer_testing._checks.exemplar import Exemplar, exemplar_of, exemplars
 from interposer_testing._checks.expectation import Expectation
 from interposer_testing._checks.fault import Fault
@@ -38,6 +38,7 @@ from interposer_testing._checks.kernel import check_subject
 from interposer_testing._trials.communicators import communicator_trials
 from interposer_testing._trials.declaration import declaration_trials
 from interposer_testing._trials.families import family_trials
+from interposer_testing._trials.kernels import Kernels, LocalKernels
 from interposer_testing._trials.layers_and_schemes import layer_trials, scheme_trials
 from interposer_testing._trials.property_trials import PropertyTrials
 from interposer_testing._trials.trial import Aspect, Trial
@@ -59,6 +60,7 @@ def conformance(
     op: str = "",
     seed: int = 0,
     quick: bool = False,
+    kernels: Kernels | None = None,
 ) -> Iterator[Trial]:
     """Yield the trials of all registered candidates that can run on ``device``.
 
@@ -74,11 +76,14 @@ def conformance(
         seed: random seed of the cases.
         quick: run few cases per op that cover every value of every axis, test expensive aspects in
             one dtype only, trace without compiling, and use two ranks.
+        kernels: calls the kernels in the trials of numerics, determinism and threads; by default
+            in this process.
     """
+    kernels = kernels or LocalKernels()
     for name in [op] if op else registry.ops:
         candidates = eligible(registry, registry.candidates("kernel", name), device, distribution)
         if candidates:
-            yield from _kernel_trials(registry, name, candidates, device, seed, quick)
+            yield from _kernel_trials(registry, name, candidates, device, seed, quick, kernels)
     if op:
         return
     yield from attention_trials(registry, device, distribution, seed, quick=quick)
@@ -96,6 +101,7 @@ def _kernel_trials(
     device: Device,
     seed: int,
     quick: bool,
+    kernels: Kernels,
 ) -> Iterator[Trial]:
     label = "cases"
     try:
@@ -107,11 +113,15 @@ def _kernel_trials(
             if quick and (exemplar := exemplar_of(op, plan, case, seed)):
                 suitable.append(exemplar)
             for candidate in candidates:
-                check = partial(_check_candidate, candidate, op, latest, plan, device.torch_device)
+                check = partial(
+                    _check_candidate, candidate, op, latest, plan, device.torch_device, kernels
+                )
                 yield Trial(candidate, request, label, candidate.judge(request), check)
         # A quick run has built all covering cases already; otherwise build them now.
         suitable = suitable or list(exemplars(op, seed))
-        property_trials = PropertyTrials(registry, op, device, suitable, quick=quick)
+        property_trials = PropertyTrials(
+            registry, op, device, suitable, quick=quick, kernels=kernels
+        )
         for candidate in candidates:
             yield from property_trials.trials(candidate)
     except foreign_errors() as error:
@@ -213,18 +223,16 @@ def _request(
 
 
 def _check_candidate(
-    candidate: Candidate, op: CustomOp[..., Any], latest: LatestCase, plan: PlannedCase, device: str
+    candidate: Candidate,
+    op: CustomOp[..., Any],
+    latest: LatestCase,
+    plan: PlannedCase,
+    device: str,
+    kernels: Kernels,
 ) -> list[Fault]:
-    record, case = candidate.record, latest.build(plan)
-    expect = partial(latest.expectation, op, plan)
-    # The reference itself, which must agree with its own result in float64.
-    if not isinstance(record, Kernel):
-        return check_subject(Subject(op, op.reference, device=device), case, expect)
-    function = load_target(record.target)
-    prepare = load_target(record.prepare) if record.prepare else None
-    # The record may declare roundings that the op does not have, which widen the tolerance.
-    tolerant_op = op.allowing(record.extra_roundings)
-    return check_subject(Subject(tolerant_op, function, prepare, device=device), case, expect)
+    # References are tested too: they must agree with their own result in float64.
+    with kernels.subject(op, candidate, device) as subject:
+        return check_subject(subject, latest.build(plan), partial(latest.expectation, op, plan))
 
 
 def _check_backend(

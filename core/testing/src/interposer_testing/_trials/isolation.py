@@ -2,11 +2,14 @@
 
 Each process runs its shard of the trials and reports the start and the outcome of every trial.
 After a crash, the running trial fails, and a new process continues without the candidate that
-crashed.
+crashed. On a CPU, the trials that only call a kernel run in shards of their own, whose processes
+never import the kernel: the kernel is called in yet another process, which has no checks.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -17,7 +20,7 @@ import torch
 from interposer import Device, Registry
 from interposer.errors import ConfigError
 from interposer_testing._trials.outcome import Outcome, Progress, Scope, outcomes
-from interposer_testing._trials.shard import Message, Shard
+from interposer_testing._trials.shard import Group, Message, Shard
 from interposer_testing._trials.verification import declared
 
 # Fewer candidates take less time than the start of a process, which takes seconds.
@@ -25,21 +28,21 @@ _MIN_CANDIDATES_PER_PROCESS = 24
 
 
 def side_by_side(platform: str = "") -> Callable[..., Iterable[Outcome]]:
-    """Return a function that runs trials, in several processes if that saves time.
+    """Return a function that runs trials in child processes.
 
     On a CPU, the number of processes grows with the number of candidates, up to the number of
-    cores. On an accelerator, all trials run in this process: several processes would share the
-    device memory and disturb each other.
+    cores. On an accelerator, one process runs all trials: several would share the device memory
+    and disturb each other. A plugin that is registered in code runs in this process.
     """
 
     def run(
         registry: Registry, device: Device, scope: Scope, progress: Progress | None = None
     ) -> Iterable[Outcome]:
-        jobs = 1
-        if device.torch_device == "cpu" and not scope.op and _is_installed(registry, scope):
+        jobs, is_installed = 1, _is_installed(registry, scope)
+        if device.torch_device == "cpu" and not scope.op and is_installed:
             num_candidates = sum(1 for _ in declared(registry, scope))
             jobs = min(torch.get_num_threads(), num_candidates // _MIN_CANDIDATES_PER_PROCESS)
-        runner = Isolation(platform, jobs) if jobs > 1 else outcomes
+        runner = Isolation(platform, max(1, jobs)) if is_installed else outcomes
         return runner(registry, device, scope, progress)
 
     return run
@@ -76,25 +79,30 @@ class Isolation:
                 "Try: install it, or leave out --isolate and --jobs"
             )
         messages = SimpleQueue[Message]()
+        # A kernel on an accelerator returns memory of the device, which no other process can read.
+        can_separate = device.torch_device == "cpu" and sys.platform == "linux" and not scope.host
+        groups: tuple[Group, ...] = ("separable", "other") if can_separate else ("all",)
+        request = {"scope": asdict(scope), "platform": self._platform}
         shards = [
-            Shard({"scope": asdict(scope), "platform": self._platform}, part, self._jobs)
+            Shard({**request, "group": group}, part, self._jobs)
+            for group in groups
             for part in range(self._jobs)
         ]
-        with ThreadPoolExecutor(self._jobs) as pool:
+        with ThreadPoolExecutor(max(self._jobs, min(len(shards), _num_cores()))) as pool:
             try:
                 for shard in shards:
                     pool.submit(shard.run, messages.put, self._limit_seconds)
-                yield from self._in_order(messages, progress)
+                yield from self._in_order(messages, len(shards), progress)
             finally:
                 for shard in shards:
                     shard.stop()
 
     def _in_order(
-        self, messages: SimpleQueue[Message], progress: Progress | None
+        self, messages: SimpleQueue[Message], num_shards: int, progress: Progress | None
     ) -> Iterator[Outcome]:
         """Yield the outcomes of all shards, sorted by number."""
         # An outcome waits in ``early`` until all earlier trials have finished.
-        early, next_number, num_running = dict[int, Outcome](), 0, self._jobs
+        early, next_number, num_running = dict[int, Outcome](), 0, num_shards
         while num_running:
             match messages.get():
                 case None:
@@ -109,6 +117,10 @@ class Isolation:
             while next_number in early:
                 yield early.pop(next_number)
                 next_number += 1
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _is_installed(registry: Registry, scope: Scope) -> bool:

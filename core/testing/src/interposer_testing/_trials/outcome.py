@@ -15,6 +15,7 @@ from interposer.records import DeviceEntry, TuningEntry
 from interposer_testing._checks.fault import Fault
 from interposer_testing._trials.conformance import conformance
 from interposer_testing._trials.host import find_host, host_trials
+from interposer_testing._trials.kernels import Kernels
 from interposer_testing._trials.trial import Trial
 
 Progress = Callable[[int, str], None]
@@ -89,8 +90,13 @@ def outcomes(
         yield outcome_of(trial)
 
 
-def trials(registry: Registry, device: Device, scope: Scope) -> Iterator[Trial]:
+def trials(
+    registry: Registry, device: Device, scope: Scope, kernels: Kernels | None = None
+) -> Iterator[Trial]:
     """Yield the trials in ``scope``.
+
+    Args:
+        kernels: calls the kernels of separable trials; by default in this process.
 
     Raises:
         UnknownNameError: the host is unknown, or no case has the label in ``scope``.
@@ -98,7 +104,9 @@ def trials(registry: Registry, device: Device, scope: Scope) -> Iterator[Trial]:
     """
     # Collect labels even of unrun trials, to suggest names for a misspelt ``case``.
     labels = dict[str, None]()
-    generate = partial(host_trials, host=find_host(scope.host)) if scope.host else conformance
+    generate = partial(conformance, kernels=kernels)
+    if scope.host:
+        generate = partial(host_trials, host=find_host(scope.host))
     for trial in generate(
         registry,
         device,

@@ -26,7 +26,8 @@ from interposer_testing._checks.fault import Fault
 from interposer_testing._checks.graph import check_capture, check_no_waiting
 from interposer_testing._checks.registered_op import check_opcheck
 from interposer_testing._checks.repetition import check_determinism, check_threads
-from interposer_testing._trials.trial import Aspect, Trial
+from interposer_testing._trials.kernels import Kernels, LocalKernels
+from interposer_testing._trials.trial import SEPARABLE_ASPECTS, Aspect, Trial
 
 _TRACER = "aot_eager"
 _COMPILER = "inductor"
@@ -49,11 +50,13 @@ class PropertyTrials:
         exemplars: list[Exemplar],
         *,
         quick: bool,
+        kernels: Kernels,
     ) -> None:
         self.op = op
         self.device = device
         self.exemplars = exemplars
         self.quick = quick
+        self.kernels = kernels
         self.platform, self.no_capture = _platform_with_graphs(registry, device)
         self.no_compiler = "" if quick else why_no_compiler(device.torch_device)
 
@@ -128,7 +131,9 @@ class PropertyTrials:
         not_run: str = "",
         suffix: str = "",
     ) -> Trial:
-        run = partial(_run, candidate, self.op, self.device.torch_device, check, exemplar)
+        # Tracing and capturing need the function in the process that traces.
+        kernels = self.kernels if aspect in SEPARABLE_ASPECTS else LocalKernels()
+        run = partial(_run, candidate, self.op, self.device.torch_device, check, exemplar, kernels)
         label = ", ".join(filter(None, (exemplar.planned.label, suffix)))
         request = self._request(exemplar)
         return Trial(candidate, request, label, Verdict.accept(), run, aspect, not_run)
@@ -149,16 +154,9 @@ def _run(
     device: str,
     check: Check,
     exemplar: Exemplar,
+    kernels: Kernels,
 ) -> list[Fault]:
-    record = candidate.record
-    if isinstance(record, Kernel):
-        function = load_target(record.target)
-        prepare = load_target(record.prepare) if record.prepare else None
-        op = op.allowing(record.extra_roundings)
-    else:
-        function, prepare = op.reference, None
-    subject = Subject(op, function, prepare, candidate.properties, device)
-    with torch.no_grad(), _no_progress_monitor():
+    with kernels.subject(op, candidate, device) as subject, torch.no_grad(), _no_progress_monitor():
         return check(subject, exemplar)
 
 

@@ -6,13 +6,15 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from interposer import Config
 from interposer.errors import InterposerError, foreign_errors
 from interposer_testing._checks.fault import Fault
 from interposer_testing._trials.child import Child
+from interposer_testing._trials.kernels import SeparateKernels
 from interposer_testing._trials.outcome import Outcome, Scope, outcome_of, trials, untried
 from interposer_testing._trials.trial import Trial
 
@@ -24,8 +26,13 @@ Message = str | tuple[int, Outcome] | BaseException | None
 trial; the error that stopped the shard; or None at the end."""
 
 
+Group = Literal["all", "separable", "other"]
+"""The trials that shards divide: those that only call a kernel, which then runs in a process of
+its own; the others; or all."""
+
+
 class Shard:
-    """Every ``parts``-th block of trials, which runs in one child process at a time."""
+    """Every ``parts``-th block of a group of trials, which runs in one child process at a time."""
 
     def __init__(self, request: dict[str, Any], part: int, parts: int) -> None:
         self._request = {**request, "part": part, "parts": parts}
@@ -88,27 +95,41 @@ def main() -> None:
     config = Config(platform=request["platform"]) if request["platform"] else Config()
     registry, scope = current_registry(config), Scope(**request["scope"])
     crashed = set(map(tuple, request["crashed"]))
-    all_trials = trials(registry, place(config).device, scope)
-    for number, trial in _of_shard(all_trials, request["part"], request["parts"]):
-        # Earlier trials ran before the crash.
-        if number < request["first"]:
-            continue
-        outcome = untried(trial)
-        if outcome.candidate in crashed:
-            reason = "a trial before it ended the process"
-            outcome = replace(outcome, state="not run", reason=reason)
-        else:
-            _reply(replies, number=number, begins=outcome.to_dict(), named=str(trial))
-            outcome = outcome_of(trial)
-        _reply(replies, number=number, outcome=outcome.to_dict())
+    with SeparateKernels() if request["group"] == "separable" else nullcontext() as kernels:
+        all_trials = trials(registry, place(config).device, scope, kernels)
+        for number, trial in _of_shard(all_trials, **_shard_of(request)):
+            # Earlier trials ran before the crash.
+            if number < request["first"]:
+                continue
+            outcome = untried(trial)
+            if outcome.candidate in crashed:
+                reason = "a trial before it ended the process"
+                outcome = replace(outcome, state="not run", reason=reason)
+            else:
+                _reply(replies, number=number, begins=outcome.to_dict(), named=str(trial))
+                outcome = outcome_of(trial)
+                # The process of a kernel crashed, and this process goes on.
+                if any(fault.where == "process" for fault in outcome.faults):
+                    crashed.add(outcome.candidate)
+            _reply(replies, number=number, outcome=outcome.to_dict())
     _reply(replies, ended=True)
 
 
-def _of_shard(all_trials: Iterable[Trial], part: int, parts: int) -> Iterator[tuple[int, Trial]]:
+def _shard_of(request: dict[str, Any]) -> dict[str, Any]:
+    return {name: request[name] for name in ("group", "part", "parts")}
+
+
+def _of_shard(
+    all_trials: Iterable[Trial], group: Group, part: int, parts: int
+) -> Iterator[tuple[int, Trial]]:
     """Yield (number among all trials, trial) for the trials of one shard."""
+    num_in_group = 0
     for number, trial in enumerate(all_trials):
-        if number // _BLOCK % parts == part:
+        if group != "all" and trial.is_separable != (group == "separable"):
+            continue
+        if num_in_group // _BLOCK % parts == part:
             yield number, trial
+        num_in_group += 1
 
 
 def _reply(replies: IO[str], **facts: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 from interposer import Candidate, Request, Verdict
 from interposer.errors import foreign_errors
 from interposer_testing._checks.fault import Fault
+from interposer_testing._judge.process import ProcessEndedError
 
 Aspect = Literal[
     "numerics",
@@ -28,6 +29,10 @@ Aspect = Literal[
     "communicator",
 ]
 """The aspect that a trial tests. Properties are tested only if the record declares them."""
+
+
+SEPARABLE_ASPECTS: frozenset[Aspect] = frozenset({"numerics", "threads", "determinism"})
+"""Aspects of kernels that can be tested while the kernel is in another process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +69,16 @@ class Trial:
             return [Fault("call", "verdict", reason, traceback=trace)] if trace else []
         try:
             return self.check()
+        except ProcessEndedError as error:
+            notes = "\n".join(getattr(error, "__notes__", ()))
+            return [Fault("call", "process", str(error), traceback=notes)]
         except foreign_errors() as error:
             return [Fault.raised("call", "call", error)]
+
+    @property
+    def is_separable(self) -> bool:
+        """Whether the trial calls a kernel, and can do so in another process."""
+        return self.request.kind == "kernel" and self.aspect in SEPARABLE_ASPECTS
 
     def __str__(self) -> str:
         aspect = "" if self.aspect == "numerics" else self.aspect

@@ -1,0 +1,121 @@
+"""The kernels under test: in this process, or in a process of their own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
+
+from interposer import Candidate, CustomOp
+from interposer.records import Kernel, load_target
+from interposer_testing._checks.call import Subject
+from interposer_testing._checks.remote_value import RemoteValue
+from interposer_testing._judge.process import KernelProcess, ProcessEndedError
+from interposer_testing._judge.remote import RemoteFunction, RemoteFunctions
+
+
+class Kernels(Protocol):
+    """A way to call the kernels of records."""
+
+    def subject(
+        self, op: CustomOp[..., Any], candidate: Candidate, device: str
+    ) -> AbstractContextManager[Subject]:
+        """Return the function under test of a candidate, for the length of a block."""
+
+
+class LocalKernels:
+    """Kernels in this process."""
+
+    @contextmanager
+    def subject(
+        self, op: CustomOp[..., Any], candidate: Candidate, device: str
+    ) -> Iterator[Subject]:
+        """Return the function under test of a candidate, for the length of a block."""
+        record = candidate.record
+        if not isinstance(record, Kernel):
+            yield _reference(op, candidate, device)
+            return
+        function = load_target(record.target)
+        prepare = load_target(record.prepare) if record.prepare else None
+        # The record may declare roundings that the op does not have, which widen the tolerance.
+        op = op.allowing(record.extra_roundings)
+        yield Subject(op, function, prepare, candidate.properties, device)
+
+
+class SeparateKernels:
+    """Kernels in another process, which is started again after a crash.
+
+    References stay in this process: the op's author wrote them, not the kernel's.
+    """
+
+    def __init__(self, limit_seconds: float = 600.0) -> None:
+        """Create the kernels; the process is started on first use.
+
+        Args:
+            limit_seconds: time limit of one call.
+        """
+        self._limit_seconds = limit_seconds
+        self._open = ExitStack()
+        self._functions: RemoteFunctions | None = None
+        self._loaded: dict[str, RemoteValue] = {}
+
+    def __enter__(self) -> SeparateKernels:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._end()
+
+    @contextmanager
+    def subject(
+        self, op: CustomOp[..., Any], candidate: Candidate, device: str
+    ) -> Iterator[Subject]:
+        """Return the function under test of a candidate, for the length of a block."""
+        record = candidate.record
+        if not isinstance(record, Kernel):
+            yield _reference(op, candidate, device)
+            return
+        try:
+            functions = self._functions or self._start()
+            function = self._load(functions, record.target)
+            prepare = self._load(functions, record.prepare) if record.prepare else None
+            with functions.scope():
+                yield Subject(
+                    op.allowing(record.extra_roundings),
+                    RemoteFunction(functions, function),
+                    None if prepare is None else RemoteFunction(functions, prepare, is_opaque=True),
+                    candidate.properties,
+                    device,
+                    functions.process.memory.allocate,
+                )
+        except ProcessEndedError as error:
+            if self._functions is not None:
+                error.add_note(self._functions.process.output())
+            self._end()
+            raise
+
+    def _start(self) -> RemoteFunctions:
+        process = KernelProcess(
+            {},
+            paths=tuple(path for path in sys.path if path),
+            limit_seconds=self._limit_seconds,
+            environment={n: v for n, v in os.environ.items() if not n.startswith("PYTEST_")},
+        )
+        self._functions = RemoteFunctions(self._open.enter_context(process))
+        return self._functions
+
+    def _load(self, functions: RemoteFunctions, target: str) -> RemoteValue:
+        if target not in self._loaded:
+            module, _, name = target.partition(":")
+            self._loaded[target] = functions.load(module=module, name=name)
+        return self._loaded[target]
+
+    def _end(self) -> None:
+        self._open.close()
+        self._functions = None
+        self._loaded.clear()
+
+
+def _reference(op: CustomOp[..., Any], candidate: Candidate, device: str) -> Subject:
+    return Subject(op, op.reference, None, candidate.properties, device)
