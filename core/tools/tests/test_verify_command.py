@@ -17,7 +17,7 @@ from interposer_testing import Examined, Ground, Report, Tally
 pytestmark = pytest.mark.process
 
 OPS = """
-import os, signal, time
+import os, signal, sys, time
 import torch
 from interposer import Case, Tolerance, custom_op
 
@@ -37,6 +37,37 @@ def good(x):
 
 def wrong(x):
     return x * 3
+
+def leaving(x):
+    os._exit(0)
+
+def replacing(x):
+    import interposer_testing._checks.comparison as comparison
+    import interposer_testing._checks.expectation as expectation
+    comparison.compare_value = expectation.compare_value = lambda *a, **k: iter(())
+    return x * 3
+
+def looking(x):
+    frame = sys._getframe()
+    while frame:
+        if frame.f_globals.get("__name__", "").startswith("interposer_testing"):
+            return x + x
+        frame = frame.f_back
+    return x * 3
+
+class Lazy(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            for argument in args:
+                if isinstance(argument, Lazy):
+                    argument.as_subclass(torch.Tensor).copy_(argument.source * 2)
+            return function(*args, **(kwargs or {}))
+
+def lazy(x):
+    result = torch.empty_like(x).as_subclass(Lazy)
+    result.source = x
+    return result
 
 def crashing(x):
     if len(x) == 1:
@@ -140,17 +171,9 @@ def test_failed_verifications_exit_with_2(arguments: list[str], message: str, ru
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs signals as of POSIX")
-def test_a_crash_names_the_running_trial(run: Run) -> None:
-    process = run("acme-kernels", "--op", "acme_double", kernels="crashing")
-    assert process.returncode < 0
-    assert "<trial acme_double-acme-kernels/crashing-float32-one row>" in process.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="needs signals as of POSIX")
-def test_an_isolated_crash_fails_only_its_candidate(run: Run, tmp_path: Path) -> None:
+def test_a_crash_fails_only_its_candidate(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    options = ("--op", "acme_double", "--isolate", f"--json={file}")
+    options = ("--op", "acme_double", f"--json={file}")
     process = run("acme-kernels", *options, kernels="crashing good")
     assert process.returncode == 1, process.stderr
     report = Report.read(file)
@@ -161,10 +184,24 @@ def test_an_isolated_crash_fails_only_its_candidate(run: Run, tmp_path: Path) ->
     }
     (crashing,) = report.in_state("wrong")
     (finding,) = crashing.tallies[0].findings
-    assert (finding.case, finding.reason) == ("one row", "was killed by SIGSEGV")
+    assert finding.case == "one row"
+    assert "the process of the kernel was killed by SIGSEGV" in finding.reason
     assert "in crashing" in finding.traceback
-    assert crashing.failed == 1
     assert "a trial before it ended the process" in crashing.reasons("not run")
+
+
+def test_kernels_cannot_reach_their_verdict(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    options = ("--op", "acme_double", "--quick", f"--json={file}")
+    cheats = "leaving replacing looking lazy"
+    process = run("acme-kernels", *options, kernels=f"{cheats} good")
+    assert process.returncode == 1, process.stderr
+    report = Report.read(file)
+    states = {c.name: c.state for c in report.candidates if c.name != "reference"}
+    assert states == {**dict.fromkeys(cheats.split(), "wrong"), "good": "correct"}
+    leaving = next(c for c in report.candidates if c.name == "leaving")
+    reasons = [finding.reason for finding in leaving.tallies[0].findings]
+    assert "the process of the kernel left with exit code 0" in reasons[0]
 
 
 @pytest.mark.slow
@@ -195,7 +232,7 @@ def test_a_crash_in_one_process_does_not_end_others(run: Run, tmp_path: Path) ->
     states = {c.name: c.state for c in report.candidates if c.kind == "kernel"}
     assert states == {"reference": "correct", "crashing": "wrong", "good": "correct"}
     (crashing,) = report.in_state("wrong")
-    assert crashing.tallies[0].findings[0].reason == "was killed by SIGSEGV"
+    assert "was killed by SIGSEGV" in crashing.tallies[0].findings[0].reason
 
 
 def test_zero_processes_are_refused(run: Run) -> None:

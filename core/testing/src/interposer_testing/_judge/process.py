@@ -112,17 +112,16 @@ class KernelProcess:
         environment |= self._environment
         if self._paths:
             environment["PYTHONPATH"] = os.pathsep.join(self._paths)
-        # The shell moves the descriptors to the numbers that the program uses.
-        first, second = channel.fileno(), self.memory.descriptor
-        command = f'exec 8<&{first} 9<&{second} 3<&8 4<&9 8<&- 9<&-; exec "$0" -s "$1"'
+        descriptors = (channel.fileno(), self.memory.descriptor)
         return subprocess.Popen(
-            ["/bin/bash", "-c", command, sys.executable, _PROGRAM],
+            # faulthandler prints the frames of a crash.
+            [sys.executable, "-X", "faulthandler", "-s", _PROGRAM, *map(str, descriptors)],
             cwd=self._folder,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
-            pass_fds=(first, second),
+            pass_fds=descriptors,
             start_new_session=True,
         )
 

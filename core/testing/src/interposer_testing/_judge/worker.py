@@ -1,8 +1,8 @@
 """A process that loads functions and calls them on tensors in shared memory.
 
 This file is copied into the folder of the functions and run there, without this package: it imports
-torch and the standard library only. Requests and replies are lines of JSON on file descriptor 3;
-file descriptor 4 is the shared memory. The other process reads results out of this process's memory
+torch and the standard library only. Its arguments are two file descriptors: requests and replies
+are lines of JSON on the first, and the second is the shared memory. The other process reads results out of this process's memory
 by the addresses in the replies, while this process is stopped.
 """
 
@@ -432,8 +432,9 @@ def serve(channel: socket.socket, memory: mmap.mmap) -> None:
 def main() -> None:
     """Run the process."""
     limit_privileges()
-    memory = mmap.mmap(4, 0)
-    serve(socket.socket(fileno=3), memory)
+    channel, memory = (int(argument) for argument in sys.argv[1:])
+    del sys.argv[1:]
+    serve(socket.socket(fileno=channel), mmap.mmap(memory, 0))
 
 
 if __name__ == "__main__":

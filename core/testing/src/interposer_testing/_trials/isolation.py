@@ -76,7 +76,7 @@ class Isolation:
         if not _is_installed(registry, scope):
             raise ConfigError(
                 f"{scope.distribution} is not installed, so another process cannot find it. "
-                "Try: install it, or leave out --isolate and --jobs"
+                "Try: install it, or leave out --jobs"
             )
         messages = SimpleQueue[Message]()
         # A kernel on an accelerator returns memory of the device, which no other process can read.

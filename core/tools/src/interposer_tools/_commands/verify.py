@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,15 +38,9 @@ def verify(
         ),
     ] = False,
     seed: Annotated[int, typer.Option(help="Random seed of the test cases.")] = 0,
-    isolate: Annotated[
-        bool,
-        typer.Option("--isolate", help="Run in a child process and report a crash as a failure."),
-    ] = False,
     jobs: Annotated[
         int | None,
-        typer.Option(
-            "--jobs", "-j", metavar="N", help="Run in N child processes; implies --isolate."
-        ),
+        typer.Option("--jobs", "-j", metavar="N", help="Run in N child processes at a time."),
     ] = None,
     host: Annotated[
         str,
@@ -86,7 +79,6 @@ def verify(
                 "--platform": platform,
                 "--case": case,
                 "--quick": quick,
-                "--isolate": isolate,
                 "--jobs": jobs is not None,
                 "--host": host,
                 "--merge": merge,
@@ -109,8 +101,7 @@ def verify(
                     case,
                     quick,
                     seed,
-                    # --isolate alone means one child process.
-                    1 if isolate and jobs is None else jobs,
+                    jobs,
                     host,
                 )
             ]
@@ -168,8 +159,6 @@ def _verify(
     from interposer_testing import verify as run_verification
     from interposer_tools._report_tables import report_tables
 
-    if not faulthandler.is_enabled():
-        faulthandler.enable()  # after a crash, its stack trace names the trial
     with _progress() as progress:
         report = run_verification(
             targets[0],
