@@ -25,6 +25,7 @@ from interposer.tooling import STANDARD, entry_points, import_problem
 from interposer_tools._commands.doctor import doctor
 from interposer_tools._commands.explain import explain
 from interposer_tools._commands.hub_kernels import hub_kernels
+from interposer_tools._commands.judge import judge
 from interposer_tools._commands.lock import lock
 from interposer_tools._commands.new import new
 from interposer_tools._commands.ops import ops
@@ -39,6 +40,7 @@ _BUILT_IN: dict[str, Callable[..., None]] = {
     "doctor": doctor,
     "explain": explain,
     "hub-kernels": hub_kernels,
+    "judge": judge,
     "lock": lock,
     "new": new,
     "ops": ops,

@@ -2,8 +2,8 @@
 
 This file is copied into the folder of the functions and run there, without this package: it imports
 torch and the standard library only. Its arguments are two file descriptors: requests and replies
-are lines of JSON on the first, and the second is the shared memory. The other process reads results out of this process's memory
-by the addresses in the replies, while this process is stopped.
+are lines of JSON on the first, and the second is the shared memory. The other process reads
+results out of this process's memory by the addresses in the replies, while this process is stopped.
 """
 
 from __future__ import annotations
