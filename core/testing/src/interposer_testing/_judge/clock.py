@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import quantiles
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from interposer import Case
 from interposer_testing._checks.call import tensors_of
+from interposer_testing._checks.remote_value import RemoteValue
 from interposer_testing._judge.remote import RemoteFunctions
 from interposer_testing._judge.task import Task
 
@@ -44,7 +45,8 @@ class BatchClock:
     """Times batches of calls with the clock of this process.
 
     The arguments of every call are new: other values at other addresses, which are written while
-    the process of the kernel is stopped. Results of a few calls, chosen after the calls, are read.
+    the process of the kernel is stopped. Only the op's constants, such as weights, are the same in
+    all calls. Results of a few calls, chosen after the calls, are read.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class BatchClock:
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._functions = functions
+        self._constants: dict[str, tuple[torch.Tensor, RemoteValue]] = {}
         self._call = call
         self._timer = timer
         self._random = random.Random()
@@ -82,14 +85,16 @@ class BatchClock:
 
     def _batch(self, function: Any, draw: Callable[[], Case], num_calls: int) -> Batch:
         process = self._functions.process
-        cases = [draw() for _ in range(num_calls)]
+        cases = [self._with_constants(draw()) for _ in range(num_calls)]
         targets = [self._allocated(case) for case in cases]
         calls = [self._call(c, t) for c, t in zip(cases, targets, strict=True)]
         request = self._functions.requested(function, calls)
         process.request("prepare", calls=request["calls"])
         with process.stopped():
             for case, target in zip(cases, targets, strict=True):
-                _fill(target, case.arguments)
+                for name, value in case.arguments.items():
+                    if isinstance(target[name], torch.Tensor):
+                        fill(target[name], value)
             self._evicting.add_(1)
         run = {"action": "run", "function": request["function"]}
         start = self._timer()
@@ -106,11 +111,26 @@ class BatchClock:
         ]
         return Batch(seconds / num_calls, checked)
 
+    def keep_constants(self, case: Case, names: Sequence[str]) -> None:
+        """Use the constants of a case for all calls, each as one object of the process."""
+        for name in names:
+            value = case.arguments[name]
+            if isinstance(value, torch.Tensor):
+                shared = allocated_like(value, self._functions.process.memory.allocate)
+                fill(shared, value)
+                self._constants[name] = value, self._functions.kept(shared)
+
+    def _with_constants(self, case: Case) -> Case:
+        constants = {name: value for name, (value, _) in self._constants.items()}
+        return replace(case, arguments={**case.arguments, **constants})
+
     def _allocated(self, case: Case) -> dict[str, Any]:
         """Return the arguments of a case, with tensors of the same form in shared memory."""
         allocated = dict(case.arguments)
         for name, value in case.arguments.items():
-            if isinstance(value, torch.Tensor):
+            if name in self._constants:
+                allocated[name] = self._constants[name][1]
+            elif isinstance(value, torch.Tensor):
                 allocated[name] = allocated_like(value, self._functions.process.memory.allocate)
         return allocated
 
@@ -125,11 +145,11 @@ def allocated_like(tensor: torch.Tensor, allocate: Callable[[int], torch.Tensor]
     )
 
 
-def _fill(targets: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if isinstance(value, torch.Tensor) and value.numel():
-            once = tuple(slice(0, 1 if step == 0 else None) for step in value.stride())
-            targets[name][once].copy_(value[once])
+def fill(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values to a tensor of the same form; elements that share memory are copied once."""
+    if values.numel():
+        once = tuple(slice(0, 1 if step == 0 else None) for step in values.stride())
+        target[once].copy_(values[once])
 
 
 def spread(seconds: Sequence[float]) -> tuple[float, float, float]:

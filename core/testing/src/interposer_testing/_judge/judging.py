@@ -7,7 +7,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from interposer_testing._checks.expectation import Expectation
 from interposer_testing._checks.fault import Fault
 from interposer_testing._checks.kernel import check_subject
 from interposer_testing._checks.remote_value import RemoteValue
-from interposer_testing._judge.clock import BatchClock, Roofline, allocated_like, spread
+from interposer_testing._judge.clock import BatchClock, Roofline, allocated_like, fill, spread
 from interposer_testing._judge.memory import SharedMemory
 from interposer_testing._judge.process import KernelError, KernelProcess, ProcessEndedError
 from interposer_testing._judge.remote import RemoteFunction, RemoteFunctions
@@ -35,6 +35,7 @@ _MAX_FINDINGS = 5
 _NUM_BATCHES = 15
 _MAX_TIMED = 3
 _NUM_THREADS = 4
+_NUM_CHANGED = 4
 # A program that uses kernels has loaded these.
 _PRODUCTION_MODULES = ("interposer", "interposer_engine")
 _RERUN_WORKLOADS = 12
@@ -154,10 +155,10 @@ class _Judging:
         """Run all stages; stop after the first stage with findings."""
         order = random.Random(self.seed)
         workloads = order.sample(self.task.workloads, len(self.task.workloads))
-        with self._process() as process:
+        with self._process("loading") as process:
             kernel = self._loaded(process, "loading")
             if kernel is not None:
-                stages = (self._check, self._check_threads, self._time)
+                stages = (self._check, self._check_changes, self._check_threads, self._time)
                 for stage in stages:
                     if not self.findings:
                         stage(kernel, workloads)
@@ -166,7 +167,7 @@ class _Judging:
             self.output = process.output()
         if self.findings:
             return
-        with self._process() as process:
+        with self._process("rerun") as process:
             kernel = self._loaded(process, "rerun")
             if kernel is not None:
                 self._rerun(kernel, workloads[::-1])
@@ -174,11 +175,12 @@ class _Judging:
             self.num_calls_afterwards = process.num_calls
             self.output = process.output()
 
-    def _process(self) -> KernelProcess:
+    def _process(self, stage: Stage) -> KernelProcess:
         return KernelProcess(
             self.solution.sources,
             paths=tuple(map(str, self.solution.paths)),
             limit_seconds=self.budget.call_seconds,
+            is_shell_child=stage == "rerun",
         )
 
     def _loaded(self, process: KernelProcess, stage: Stage) -> _Kernel | None:
@@ -237,6 +239,23 @@ class _Judging:
             if len(self.findings) >= _MAX_FINDINGS or any(f.check == "call" for f in faults):
                 break
 
+    def _check_changes(self, kernel: _Kernel, workloads: Sequence[Workload]) -> None:
+        """Change some values of the same arguments between calls, and compare again."""
+        self.progress("comparing calls with changed arguments")
+        for workload in workloads[:_NUM_CHANGED]:
+            first, second, third = (
+                workload.case(self._generator("changes", number)) for number in range(3)
+            )
+            if not _num_bytes(first):
+                continue
+            cases = [first]
+            generator = self._generator("changed elements", workload.label)
+            for other, how in ((second, "one"), (third, "all"), (second, "last"), (first, "half")):
+                cases.append(_changed(cases[-1], other, how, self.task.op.constants, generator))
+            self._add("correctness", workload.label, *kernel.departures_of_changes(cases))
+            if self.findings:
+                return
+
     def _check_threads(self, kernel: _Kernel, workloads: Sequence[Workload]) -> None:
         """Compare calls that run at the same time."""
         self.progress("comparing calls of several threads")
@@ -270,6 +289,7 @@ class _Judging:
             limit = self.budget.timing_seconds / len(timed[:_MAX_TIMED])
             try:
                 with kernel.functions.scope():
+                    clock.keep_constants(draw(), self.task.op.constants)
                     batches = clock.batches(kernel.function, draw, _NUM_BATCHES, limit)
                     for number, (size, batch) in enumerate(batches):
                         num_calls = size
@@ -306,7 +326,7 @@ class _Judging:
         self.progress("running again after the verdict")
         for workload in workloads[:_RERUN_WORKLOADS]:
             case = workload.case(self._generator("rerun", workload.label))
-            self._add("rerun", workload.label, *kernel.departures([case], style="module"))
+            self._add("rerun", workload.label, *kernel.departures_of_copies([case]))
             if self.findings:
                 return
         smallest = min(
@@ -318,7 +338,7 @@ class _Judging:
             repeat = 1  # a repeated call would get the result of the one before
         while kernel.functions.process.num_calls < self.budget.rerun_calls and self.timer() < end:
             started, cases = self.timer(), [draw(), draw()]
-            faults = kernel.departures(cases, style="module", repeat=repeat)
+            faults = kernel.departures_of_copies(cases, repeat=repeat)
             self._add("rerun", smallest.label, *faults)
             if self.findings:
                 return
@@ -393,6 +413,70 @@ class _Kernel:
         except (KernelError, ProcessEndedError) as error:
             return [_fault_of(error, "call")]
 
+    def departures_of_copies(self, cases: Sequence[Case], *, repeat: int = 1) -> list[Fault]:
+        """Compare the values of calls on ordinary memory, as a program makes them."""
+        names = list(self._task.op.signature.parameters)
+        mutated = [names.index(name) for name in self._task.op.mutates]
+        num_outputs = 0
+        try:
+            with self.functions.scope():
+                calls = [self.arguments(case, {})[0] for case in cases]
+                num_outputs = len(calls[0]) - (len(names) - self._num_state)
+                outputs = range(len(calls[0]) - num_outputs, len(calls[0]))
+                results = self.functions.call_with_copies(
+                    self.function,
+                    calls,
+                    arguments=[*mutated, *outputs],
+                    style="module",
+                    repeat=repeat,
+                )
+                faults = list[Fault]()
+                for case, (result, written) in zip(cases, results, strict=True):
+                    given = dict(zip(self._task.op.mutates, written, strict=False))
+                    if outputs:
+                        result = _joined(written[len(mutated) :])
+                    faults += self.compare(case, given, result)
+                return faults
+        except (KernelError, ProcessEndedError) as error:
+            return [_fault_of(error, "call")]
+
+    def departures_of_changes(self, cases: Sequence[Case]) -> list[Fault]:
+        """Compare calls on the same argument objects, whose values change from case to case."""
+        process = self.functions.process
+        try:
+            with self.functions.scope():
+                shared = {
+                    n: _shared(v, self._memory) if isinstance(v, torch.Tensor) else v
+                    for n, v in cases[0].arguments.items()
+                }
+                call = self.arguments(cases[0], shared)
+                request = self.functions.requested(self.function, [call])
+                process.request("prepare", calls=request["calls"])
+                names = list(self._task.op.signature.bind(**cases[0].arguments).arguments)
+                for number, case in enumerate(cases):
+                    if number == len(cases) - 1:
+                        # New objects at the addresses of earlier ones, as allocators create them.
+                        with process.stopped():
+                            for name, value in shared.items():
+                                if isinstance(value, torch.Tensor):
+                                    fill(value, case.arguments[name])
+                        process.request("prepare", calls=request["calls"])
+                    elif number:
+                        values = [
+                            [names.index(n), self.functions.encoded(v)]
+                            for n, v in case.arguments.items()
+                            if isinstance(v, torch.Tensor) and n not in self._task.op.constants
+                        ]
+                        process.request("change", values=values)
+                    process.request("run", function=request["function"])
+                    reply = process.request("describe", indices=[0])
+                    result = self.output(call, self.functions.results(reply, 1)[0])
+                    if faults := self.compare(case, shared, result):
+                        return faults
+            return []
+        except (KernelError, ProcessEndedError) as error:
+            return [_fault_of(error, "call")]
+
     def compare(self, case: Case, arguments: Mapping[str, Any], result: Any) -> list[Fault]:
         """Compare form and values of a result with the reference."""
         subject = Subject(self._task.op, self._task.op.reference)
@@ -424,20 +508,54 @@ class _Kernel:
         if not self._writes_outputs:
             return result
         num_inputs = len(self._task.op.signature.parameters) - self._num_state
-        outputs = tuple(call[0][num_inputs:])
-        return outputs[0] if len(outputs) == 1 else outputs
+        return _joined(call[0][num_inputs:])
 
 
 def _shared(tensor: torch.Tensor, memory: SharedMemory) -> torch.Tensor:
     shared = allocated_like(tensor, memory.allocate)
-    if tensor.numel():
-        once = tuple(slice(0, 1 if step == 0 else None) for step in tensor.stride())
-        shared[once].copy_(tensor[once])
+    fill(shared, tensor)
     return shared
 
 
 def _listed(outputs: Any) -> list[torch.Tensor]:
     return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _changed(
+    case: Case, other: Case, how: str, constants: Sequence[str], generator: torch.Generator
+) -> Case:
+    """Return a case in which "one", the "last", "half" or "all" of the values are of another case.
+
+    Arguments of other shapes stay, and so do constants, which no program changes.
+    """
+    arguments = dict(case.arguments)
+    for name, value in case.arguments.items():
+        new = other.arguments[name]
+        if not isinstance(value, torch.Tensor) or name in constants or not value.numel():
+            continue
+        if new.shape != value.shape or new.dtype != value.dtype or 0 in value.stride():
+            continue
+        # Integers, such as indices, are valid only together.
+        if how != "all" and not value.is_floating_point():
+            continue
+        is_changed = torch.zeros(value.numel(), dtype=torch.bool)
+        match how:
+            case "one":
+                is_changed[torch.randint(value.numel(), (), generator=generator)] = True
+            case "last":
+                is_changed[-1] = True
+            case "half":
+                is_changed[value.numel() // 2 :] = True
+            case _:
+                is_changed[:] = True
+        mixed = torch.where(is_changed.view(value.shape), new, value)
+        arguments[name] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        fill(arguments[name], mixed)
+    return replace(case, arguments=arguments)
 
 
 def _num_bytes(case: Case) -> int:

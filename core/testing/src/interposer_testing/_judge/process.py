@@ -25,7 +25,8 @@ _PROGRAM = "serve.py"
 _MAX_REPLY_BYTES = 64 << 20
 _MAX_OUTPUT_CHARACTERS = 4000
 _START_SECONDS = 120.0
-_POLL_SECONDS = 0.05
+_POLL_SECONDS = 1.0
+_STOP_SECONDS = 2e-5
 # What a process needs in order to find the compiler, libraries, caches and its threads.
 _VARIABLES = (
     *("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "LD_LIBRARY_PATH", "LD_PRELOAD"),
@@ -65,6 +66,7 @@ class KernelProcess:
         paths: tuple[str, ...] = (),
         limit_seconds: float = 120.0,
         environment: Mapping[str, str] | None = None,
+        is_shell_child: bool = False,
     ) -> None:
         """Describe the process, which ``with`` starts.
 
@@ -72,11 +74,14 @@ class KernelProcess:
             sources: content of the files in the process's folder, by relative path.
             paths: folders to import installed modules from, besides those of this Python.
             limit_seconds: time limit of one request.
+            environment: variables besides those that every program needs.
+            is_shell_child: start the process from a shell, as a terminal or a service does.
         """
         self._sources = sources
         self._paths = paths
         self._limit_seconds = limit_seconds
         self._environment = dict(environment or {})
+        self._is_shell_child = is_shell_child
         self.num_calls = 0
 
     def __enter__(self) -> KernelProcess:
@@ -96,6 +101,8 @@ class KernelProcess:
             self._received = bytearray()
             hello = self._exchange({"action": "base"}, _START_SECONDS)
             self.base, self.num_threads = int(hello["base"]), int(hello["threads"])
+            # The functions of the solution are not loaded yet, so the number is right.
+            self._pid = int(hello["process"])
             self._open = stack.pop_all()
         return self
 
@@ -113,9 +120,12 @@ class KernelProcess:
         if self._paths:
             environment["PYTHONPATH"] = os.pathsep.join(self._paths)
         descriptors = (channel.fileno(), self.memory.descriptor)
+        # faulthandler prints the frames of a crash.
+        command = [sys.executable, "-X", "faulthandler", "-s", _PROGRAM, *map(str, descriptors)]
+        if self._is_shell_child:
+            command = ["/bin/sh", "-c", '"$@"; exit $?', "sh", *command]
         return subprocess.Popen(
-            # faulthandler prints the frames of a crash.
-            [sys.executable, "-X", "faulthandler", "-s", _PROGRAM, *map(str, descriptors)],
+            command,
             cwd=self._folder,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -163,7 +173,7 @@ class KernelProcess:
             if left <= 0:
                 limit = limit_seconds or self._limit_seconds
                 raise ProcessEndedError(f"the process did not answer within {limit:g} s")
-            if not select.select([self._channel], [], [], min(left, _POLL_SECONDS * 20))[0]:
+            if not select.select([self._channel], [], [], min(left, _POLL_SECONDS))[0]:
                 continue
             try:
                 part = self._channel.recv(1 << 20)
@@ -191,18 +201,30 @@ class KernelProcess:
         Raises: ProcessEndedError: the process has ended.
         """
         try:
-            os.kill(self._process.pid, signal.SIGSTOP)
-            info = os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            os.kill(self._pid, signal.SIGSTOP)
+            while not self._is_stopped():
+                time.sleep(_STOP_SECONDS)
         except OSError as error:
             raise ProcessEndedError(self._end_of_process()) from error
-        if info is None or info.si_code != os.CLD_STOPPED:
-            raise ProcessEndedError(self._end_of_process())
-        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOHANG)
         try:
             yield
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGCONT)
+                os.kill(self._pid, signal.SIGCONT)
+
+    def _is_stopped(self) -> bool:
+        """Tell whether every thread of the process is stopped.
+
+        Raises: OSError: the process has ended.
+        """
+        for task in Path(f"/proc/{self._pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # the thread has just ended
+                state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+                if state in "ZX":
+                    raise ProcessLookupError(f"process {self._pid} has ended")
+                if state not in "Tt":
+                    return False
+        return True
 
     def read(self, address: int, target: int, num_bytes: int) -> None:
         """Copy memory of the process, which should be stopped, to an address of this process.
@@ -214,7 +236,7 @@ class KernelProcess:
             local = _Range(target + done, num_bytes - done)
             remote = _Range(address + done, num_bytes - done)
             count = _LIBC.process_vm_readv(
-                self._process.pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0
+                self._pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0
             )
             if count <= 0:
                 reason = os.strerror(ctypes.get_errno())
@@ -239,8 +261,10 @@ class KernelProcess:
         except subprocess.TimeoutExpired:
             return "the process closed its channel"
         how = f"left with exit code {code}"
-        if code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
+        # A shell reports a signal as 128 and its number.
+        number = code - 128 if self._is_shell_child else -code
+        if number > 0:
+            how = f"was killed by {signal.Signals(number).name}"
         return f"the process of the kernel {how}, instead of returning a result"
 
     def _end(self) -> None:

@@ -99,6 +99,36 @@ class RemoteFunctions:
         self.process.send(request)
         return self.results(self.process.receive(), len(calls))
 
+    def call_with_copies(
+        self,
+        function: RemoteValue,
+        calls: Sequence[Sequence[Any]],
+        *,
+        arguments: Sequence[int] = (),
+        **options: Any,
+    ) -> list[tuple[Any, list[Any]]]:
+        """Call a function on copies of the arguments, in memory that torch allocates there.
+
+        Args:
+            arguments: indices of the arguments to return with each result, as the call left them.
+            options: "style", "repeat" and "threads", as for ``call``.
+        """
+        pairs = [(call, dict[str, Any]()) for call in calls]
+        request = self.requested(function, pairs, **options)
+        reply = self.process.request(**request, copied=True, arguments=arguments)
+        results = self.results(reply, len(calls))
+        with self.process.stopped():
+            return [
+                (result, [self._value(tree) for tree in described["arguments"]])
+                for result, described in zip(results, reply["results"], strict=True)
+            ]
+
+    def kept(self, value: torch.Tensor) -> RemoteValue:
+        """Make an argument in shared memory one object of the process, for several calls."""
+        return RemoteValue(
+            _number(self.process.request("keep", argument=self.encoded(value)), "value")
+        )
+
     def requested(
         self,
         function: RemoteValue,

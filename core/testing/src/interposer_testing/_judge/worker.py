@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import json
 import mmap
+import os
 import signal
 import socket
 import sys
@@ -167,16 +168,28 @@ class Functions:
         """Call ``function`` once for each list of arguments, and describe the results."""
         self.prepare(request)
         self.run(request)
-        return self.describe(
-            {"indices": range(len(self._results)), "is_opaque": request.get("is_opaque")}
-        )
+        return self.describe({**request, "indices": range(len(self._results))})
 
     def prepare(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Build the arguments of calls."""
+        """Build the arguments of calls; ``copied`` ones are in memory that torch allocates."""
         self._calls = [(self._decoded(a), self._decoded(k)) for a, k in request["calls"]]
+        if request.get("copied"):
+            self._calls = _pytree.tree_map_only(torch.Tensor, _copied, self._calls)
         self._results = []
         gc.collect()
         return {}
+
+    def change(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Write other values to arguments of the first prepared call, as a program would."""
+        arguments, _ = self._calls[0]
+        for index, values in request["values"]:
+            if arguments[index].numel():
+                arguments[index].copy_(self._decoded(values))
+        return {}
+
+    def keep(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Keep an argument for several calls."""
+        return {"value": self._keep(self._decoded(request["argument"]))}
 
     def run(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Make the prepared calls, and wait until their work is done."""
@@ -199,7 +212,12 @@ class Functions:
         """Describe results of the last calls."""
         results = [self._results[index] for index in request["indices"]]
         described = self._opaque if request.get("is_opaque") else self._described
-        return {"results": [{"value": self._keep(r), "tree": described(r)} for r in results]}
+        replies = [{"value": self._keep(r), "tree": described(r)} for r in results]
+        # Arguments in memory of this process, which the function may have written.
+        for reply, index in zip(replies, request["indices"], strict=True):
+            arguments = [self._calls[index][0][i] for i in request.get("arguments", ())]
+            reply["arguments"] = [self._described(argument) for argument in arguments]
+        return {"results": replies}
 
     def _protect(self, pages: Sequence[int], access: int) -> None:
         for page in pages:
@@ -222,7 +240,7 @@ class Functions:
 
     def base(self, _request: Mapping[str, Any]) -> dict[str, Any]:
         """Return the address of the shared memory in this process."""
-        return {"base": self._base, "threads": torch.get_num_threads()}
+        return {"base": self._base, "threads": torch.get_num_threads(), "process": os.getpid()}
 
     def changes(self, _request: Mapping[str, Any]) -> dict[str, Any]:
         """Describe what the functions changed in this process."""
@@ -308,6 +326,14 @@ class Functions:
         facts["memory"] = [storage.data_ptr(), storage.nbytes()]
         facts["start"], facts["strides"] = tensor.storage_offset(), list(tensor.stride())
         return facts
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor with its strides."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    covered = 1 + sum((n - 1) * step for n, step in steps) if tensor.numel() else 0
+    memory = tensor.as_strided((covered,), (1,)).clone()
+    return memory.as_strided(tensor.shape, tensor.stride())
 
 
 def _plain(function: _Function, calls: _Calls, request: Mapping[str, Any]) -> list[Any]:
@@ -408,6 +434,8 @@ def serve(channel: socket.socket, memory: mmap.mmap) -> None:
         "load": functions.load,
         "call": functions.call,
         "prepare": functions.prepare,
+        "change": functions.change,
+        "keep": functions.keep,
         "run": functions.run,
         "describe": functions.describe,
         "drop": functions.drop,

@@ -62,9 +62,7 @@ def judge(
         the_task = read_task(task)
         the_solution = read_solution(solution, the_task)
         with _progress() as progress:
-            verdict = run_judge(
-                the_task, the_solution, seed=seed, quick=quick, progress=progress
-            )
+            verdict = run_judge(the_task, the_solution, seed=seed, quick=quick, progress=progress)
         print(verdict.to_json() if as_json else verdict)
         if file is not None:
             write_text(file, verdict.to_json() + "\n")
