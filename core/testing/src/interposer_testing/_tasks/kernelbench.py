@@ -1,0 +1,159 @@
+"""Tasks of KernelBench: a Python file with ``Model``, ``get_inputs`` and ``get_init_inputs``."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from interposer import Case
+from interposer.errors import ConfigError, described, foreign_errors
+from interposer_testing._judge.task import ModuleState, Task, Workload
+from interposer_testing._tasks.expected import measured
+from interposer_testing._tasks.files import read_bytes
+from interposer_testing._tasks.flashinfer_trace import top_level_names
+from interposer_testing._tasks.foreign import execute, foreign_op, named_results, seeded
+
+_REQUIRED = ("Model", "get_inputs", "get_init_inputs")
+_KINDS = (Tensor, bool, int, float, str)
+
+
+def is_kernelbench(path: Path) -> bool:
+    """Return whether a Python file defines the three names of a problem."""
+    try:
+        return set(top_level_names(read_bytes(path).decode())).issuperset(_REQUIRED)
+    except ValueError:
+        return False
+
+
+def read_kernelbench(path: Path, seed: int) -> Task:
+    """Read a problem. The model stays in training mode, as KernelBench runs it.
+
+    Args:
+        seed: of the weights.
+    Raises: ConfigError: the file is missing or invalid, or its model cannot be built.
+    """
+    content = read_bytes(path)
+    try:
+        source = content.decode()
+        defined = top_level_names(source)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}. Correct the file.") from error
+    missing = [name for name in _REQUIRED if name not in defined]
+    if missing:
+        raise ConfigError(
+            f"{path} does not define {', '.join(missing)}, so it is no problem of KernelBench. "
+            f"Define {', '.join(_REQUIRED)}."
+        )
+    names = execute(source, str(path))
+    module = _module_state(path, names, seed)
+    model = _built(path, names, module)
+    wide_model = copy.deepcopy(model).double()
+    parameters = _parameters(path, model, names["get_inputs"])
+
+    def run(arguments: Mapping[str, Any], wide: bool) -> list[Tensor]:
+        function = wide_model if wide else model
+        return named_results(function(*(arguments[name] for name in parameters)), ())
+
+    def case(generator: torch.Generator) -> Case:
+        inputs = seeded(names["get_inputs"], generator)
+        return Case(path.stem, dict(zip(parameters, inputs, strict=True)))
+
+    name = f"{path.resolve().parent.name}/{path.stem}"
+    return Task(
+        name=name,
+        source="kernelbench",
+        digest=hashlib.sha256(content).hexdigest(),
+        op=foreign_op(name, parameters, run),
+        workloads=(Workload(path.stem, case),),
+        expect=lambda case: measured(name, run, (), case),
+        module=module,
+    )
+
+
+def _module_state(path: Path, names: Mapping[str, Any], seed: int) -> ModuleState:
+    # A digest, so that a solution cannot compute the seeds of the inputs from this one.
+    digest = hashlib.sha256(f"weights {seed}".encode()).digest()
+    weights_seed = int.from_bytes(digest[:7])
+    generator = torch.Generator().manual_seed(weights_seed)
+    arguments = _attempt(
+        path, "get_init_inputs", lambda: seeded(names["get_init_inputs"], generator)
+    )
+    if not isinstance(arguments, list | tuple) or not all(map(_is_plain, arguments)):
+        raise ConfigError(
+            f"{path}: get_init_inputs() returned {arguments!r:.80}, not a list of plain values. "
+            "Return numbers, texts, or lists, tuples and dicts of these."
+        )
+    state = ModuleState(weights_seed, tuple(arguments), {})
+    tensors = {
+        name: tensor.detach().clone()
+        for name, tensor in _built(path, names, state).state_dict().items()
+    }
+    return ModuleState(weights_seed, tuple(arguments), tensors)
+
+
+def _built(path: Path, names: Mapping[str, Any], state: ModuleState) -> nn.Module:
+    """Build the reference's module with its weights."""
+
+    def build() -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(state.seed)
+            module: nn.Module = names["Model"](*copy.deepcopy(state.arguments))
+            return module
+
+    return _attempt(path, "Model", build)
+
+
+def _parameters(path: Path, model: nn.Module, get_inputs: Callable[[], Any]) -> dict[str, type]:
+    """Return the type of each argument of ``forward`` that ``get_inputs`` returns, by name."""
+
+    def inputs_on_meta() -> Any:
+        # Problems have gigabytes of inputs, and only their types are of interest here.
+        with torch.device("meta"):
+            return get_inputs()
+
+    inputs = _attempt(path, "get_inputs", inputs_on_meta)
+    if not isinstance(inputs, list | tuple):
+        raise ConfigError(
+            f"{path}: get_inputs() returned {type(inputs).__name__}, not a list. Return a list."
+        )
+    names = [
+        parameter.name
+        for parameter in inspect.signature(model.forward).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    names += [f"input_{number}" for number in range(len(names), len(inputs))]
+    return {name: _kind(path, value) for name, value in zip(names, inputs, strict=False)}
+
+
+def _kind(path: Path, value: Any) -> type:
+    for kind in _KINDS:
+        if isinstance(value, kind):
+            return kind
+    raise ConfigError(
+        f"{path}: get_inputs() returned {type(value).__name__}. Return tensors, numbers and texts."
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, (*value.keys(), *value.values())))
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _attempt(path: Path, name: str, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except foreign_errors() as error:
+        raise ConfigError(
+            f"{path}: {name} fails with {described(error)}. Correct the problem, or install the "
+            "packages that it imports."
+        ) from error

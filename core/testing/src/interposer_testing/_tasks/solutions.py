@@ -1,0 +1,203 @@
+"""Solutions, which are read as bytes: nothing here imports or executes them."""
+
+from __future__ import annotations
+
+import ast
+import zipfile
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field, field_validator, model_validator
+
+from interposer.errors import ConfigError, near_names
+from interposer_testing._judge.task import Solution, Task
+from interposer_testing._tasks.files import Part, parse, read_bytes
+from interposer_testing._tasks.flashinfer_trace import top_level_names
+
+Language = Literal["python", "triton", "cpp", "wheel"]
+
+_SUFFIXES = ".py, .cpp, .json (FlashInfer-Trace, SOL-ExecBench), .whl"
+# FlashInfer-Trace names the first three, SOL-ExecBench the last two.
+_LANGUAGES: dict[str, Language] = {
+    "python": "python",
+    "triton": "triton",
+    "cpp": "cpp",
+    "pytorch": "python",
+}
+
+
+class SourceFile(Part):
+    path: str
+    content: str
+
+    @field_validator("path")
+    @classmethod
+    def _check_path(cls, path: str) -> str:
+        parts = PurePosixPath(path).parts
+        if not parts or path.startswith("/") or ".." in parts or "\\" in path or "\0" in path:
+            raise ValueError("the path must be relative and stay in the solution's folder")
+        return path
+
+
+class Build(Part):
+    """How to build and call a solution; SOL-ExecBench lists several languages."""
+
+    language: str = ""
+    languages: tuple[str, ...] = ()
+    entry_point: str
+    destination_passing_style: bool = True
+    binding: str | None = None
+
+    @field_validator("entry_point")
+    @classmethod
+    def _check_entry_point(cls, entry_point: str) -> str:
+        file, separator, function = entry_point.partition("::")
+        if not file or not separator or not function.isidentifier():
+            raise ValueError("must be FILE::FUNCTION")
+        return entry_point
+
+    @model_validator(mode="after")
+    def _check_languages(self) -> Build:
+        for language in (self.language, *self.languages):
+            if language and language not in _LANGUAGES:
+                raise ValueError(
+                    f"the language {language!r} cannot be judged; nearest: "
+                    f"{near_names(language, _LANGUAGES)}"
+                )
+        if not self.language and not self.languages:
+            raise ValueError("it has neither 'language' nor 'languages'")
+        if self.loaded_as == "cpp" and self.binding != "torch":
+            raise ValueError(f"binding = {self.binding!r} cannot be judged; use 'torch' for C++")
+        return self
+
+    @property
+    def loaded_as(self) -> Language:
+        """The language that needs most of the loader."""
+        named = {_LANGUAGES[n] for n in (self.language, *self.languages) if n}
+        return next(language for language in ("cpp", "triton", "python") if language in named)
+
+
+class SolutionFile(Part):
+    """A solution of FlashInfer-Trace or SOL-ExecBench."""
+
+    name: Annotated[str, Field(min_length=1)]
+    definition: str
+    spec: Build
+    sources: Annotated[tuple[SourceFile, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> SolutionFile:
+        paths = [source.path for source in self.sources]
+        if len(set(paths)) != len(paths):
+            raise ValueError(f"a path of 'sources' is repeated: {', '.join(sorted(paths))}")
+        file = self.spec.entry_point.partition("::")[0]
+        if file not in paths:
+            raise ValueError(
+                f"the file {file!r} of spec.entry_point is not in 'sources'; nearest: "
+                f"{near_names(file, paths)}"
+            )
+        return self
+
+
+class Entry(NamedTuple):
+    """A file, and the function or class in it, if the user named one."""
+
+    path: Path
+    name: str
+
+
+def read_solution(text: str, task: Task) -> Solution:
+    """Read a solution without executing it.
+
+    Args:
+        text: ``FILE.py[:NAME]``, ``FILE.cpp[:NAME]``, ``FILE.whl[:NAME]``, or ``FILE.json`` of
+            FlashInfer-Trace or SOL-ExecBench. NAME is a function or class.
+
+    The default NAME is the task's, else ``run``, ``kernel`` or ``ModelNew``.
+
+    Raises: ConfigError: the file is missing, invalid or of another task.
+    """
+    entry = _entry(text)
+    match entry.path.suffix:
+        case ".py":
+            return _python_solution(entry, task)
+        case ".cpp":
+            name = entry.name or _default_names(task)[0]
+            sources = {entry.path.name: read_bytes(entry.path)}
+            return Solution(entry.path.stem, entry.path, entry.path.name, name, "cpp", sources)
+        case ".whl":
+            return _wheel_solution(entry, task)
+        case ".json":
+            return _json_solution(entry, task)
+    raise ConfigError(f"The solution {text!r} has an unknown format. Name one of {_SUFFIXES}.")
+
+
+def _entry(text: str) -> Entry:
+    """Split ``FILE:NAME``; a colon in the path of a file that exists belongs to the path."""
+    path, separator, name = text.rpartition(":")
+    if separator and name.isidentifier() and not Path(text).exists():
+        return Entry(Path(path), name)
+    return Entry(Path(text), "")
+
+
+def _default_names(task: Task) -> list[str]:
+    own = task.name.rpartition("/")[2]
+    others = ["ModelNew"] if task.module else ["run", "kernel"]
+    return [*([own] if own.isidentifier() else []), *others]
+
+
+def _python_solution(entry: Entry, task: Task) -> Solution:
+    content = read_bytes(entry.path)
+    try:
+        source = content.decode()
+        names = top_level_names(source)
+    except ValueError as error:
+        raise ConfigError(f"{entry.path}: {error}. Correct the file.") from error
+    wanted = [entry.name] if entry.name else _default_names(task)
+    name = next((name for name in wanted if name in names), "")
+    if not name:
+        raise ConfigError(
+            f"{entry.path} defines no {' or '.join(map(repr, wanted))}; it defines "
+            f"{near_names(wanted[0], names)}. Name the entry: {entry.path}:NAME."
+        )
+    language: Language = "triton" if "triton" in _imports(source) else "python"
+    file = entry.path.name
+    return Solution(entry.path.stem, entry.path, file, name, language, {file: content})
+
+
+def _imports(source: str) -> set[str]:
+    """Return the packages that Python code imports anywhere."""
+    packages = set[str]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            packages.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            packages.add((node.module or "").partition(".")[0])
+    return packages
+
+
+def _wheel_solution(entry: Entry, task: Task) -> Solution:
+    content = read_bytes(entry.path)
+    if not zipfile.is_zipfile(entry.path):
+        raise ConfigError(f"{entry.path} is no wheel: it is no zip file. Build it again.")
+    name, file = entry.name or _default_names(task)[0], entry.path.name
+    return Solution(entry.path.stem, entry.path, file, name, "wheel", {file: content})
+
+
+def _json_solution(entry: Entry, task: Task) -> Solution:
+    solution = parse(SolutionFile, read_bytes(entry.path), str(entry.path))
+    if solution.definition != task.name:
+        raise ConfigError(
+            f"{entry.path}: definition = {solution.definition!r}: the task is {task.name!r}. "
+            "Name a solution of this task."
+        )
+    file, _, name = solution.spec.entry_point.partition("::")
+    return Solution(
+        name=solution.name,
+        path=entry.path,
+        file=file,
+        entry=name,
+        language=solution.spec.loaded_as,
+        sources={source.path: source.content.encode() for source in solution.sources},
+        style="writes outputs" if solution.spec.destination_passing_style else "returns",
+    )
