@@ -127,7 +127,13 @@ class Definition(Part):
         sizes |= bound
         for name, axis in self.axes.items():
             if isinstance(axis, ExprAxis):
-                sizes[name] = int(_evaluated(axis.expression, sizes, f"{place}: axes.{name}"))
+                size = _evaluated(axis.expression, sizes, f"{place}: axes.{name}")
+                if not isinstance(size, int | float) or size < 0 or size != size // 1:
+                    raise ConfigError(
+                        f"{place}: axes.{name} = {axis.expression!r} is {size!r:.40}, no size. "
+                        "Correct the definition or the workload."
+                    )
+                sizes[name] = int(size)
         for constraint in self.constraints or ():
             # Other constraints speak of the values of inputs, and are meant for readers.
             if _names_of(constraint) <= sizes.keys() and not _evaluated(constraint, sizes, place):
@@ -230,12 +236,14 @@ class DefinedTask:
                 "Correct the workload."
             )
         if isinstance(source, ScalarInput):
-            value = spec.kind(source.value)
-            if value != source.value:
+            if isinstance(source.value, bool) != (spec.kind is bool) or (
+                spec.kind is int and not isinstance(source.value, int)
+            ):
                 raise ConfigError(
                     f"{place}: value = {source.value!r}: the definition asks for {spec.dtype}. "
                     "Correct the workload."
                 )
+            value = spec.kind(source.value)
             return lambda generator: value
         shape = tuple(sizes[axis] for axis in spec.shape or ())
         if isinstance(source, RandomInput):
