@@ -229,6 +229,27 @@ def test_a_reference_that_leaves_torch_is_run_in_its_own_dtype(read_trace: ReadT
     assert passes(expected, dict(zip(task.outputs, task.op(**case.arguments), strict=True)))
 
 
+def test_a_random_reference_is_refused(read_trace: ReadTrace) -> None:
+    random = SCALE_REFERENCE.replace("* factor", "* torch.rand(())")
+    task = read_trace(changed(DEFINITION, "reference", random))
+    with pytest.raises(ConfigError, match="draws random numbers"):
+        task.expect(drawn(task))
+
+
+def test_a_float8_output_may_be_rounded_to_the_other_neighbour(read_trace: ReadTrace) -> None:
+    definition = changed(DEFINITION, "outputs.y.dtype", "float8_e4m3fn")
+    definition["reference"] = SCALE_REFERENCE.replace("x.dtype", "torch.float8_e4m3fn")
+    task = read_trace(definition)
+    case = drawn(task)
+    expected = task.expect(case)
+    own = dict(zip(task.outputs, task.op(**case.arguments), strict=True))
+    codes = own["y"].view(torch.uint8)
+    is_normal = (codes & 0x78 != 0) & (codes & 0x7F < 0x7E)
+    for step, accepted in ((1, True), (3, False)):
+        moved = torch.where(is_normal, codes + step, codes).view(torch.float8_e4m3fn)
+        assert passes(expected, {**own, "y": moved}) is accepted
+
+
 def test_arguments_survive_a_reference_that_overwrites_them(read_trace: ReadTrace) -> None:
     writing = SCALE_REFERENCE.replace("    rows", "    x.zero_()\n    rows", 1)
     task = read_trace(changed(DEFINITION, "reference", writing))

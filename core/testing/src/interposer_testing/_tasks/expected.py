@@ -11,8 +11,9 @@ output y of dtype d, the bound of element i is
 where y is the float64 result, ``own`` the reference's own result, u the unit roundoff and s the
 smallest subnormal. A solution may therefore lose two bits more than the reference. The term with
 u(float32) is the random-walk error of a float32 sum of 4,096 terms one after another: the reference
-may sum pairwise, and an honest kernel need not. The last terms are one rounding to the output
-dtype. TF32 products (u = 2^-11) of zero-mean numbers exceed the bound of a float32 reference.
+may sum pairwise, and an honest kernel need not. TF32 products (u = 2^-11) of zero-mean numbers
+exceed it. The last terms are one rounding to the output dtype, or two if y is rounded itself, as
+float8 outputs are. If a reference runs only in its own dtype, y is that result, and e is 2 * u(d).
 
 Where the reference overflows its own dtype, every value passes. An integer output may differ from
 the float64 result as far as the reference's own result differs, as a top-k index at a tie.
@@ -76,22 +77,32 @@ def measured(name: str, run: Run, outputs: Sequence[str], case: Case) -> Expecte
     values = {name: _as_expected(tensor) for name, tensor in zip(names, wide or own, strict=True)}
     own_values = dict(zip(names, own, strict=True))
     bounds = {
-        name: _bound(values[name], tensor, is_measured=wide is not None)
-        for name, tensor in own_values.items()
+        name: _bound(values[name], tensor, wide_result)
+        for (name, tensor), wide_result in zip(
+            own_values.items(), wide or [None] * len(own), strict=True
+        )
     }
     forms = {name: torch.empty_like(tensor, device="meta") for name, tensor in own_values.items()}
     return Expected(values, bounds, forms, "own dtype" if wide is None else "float64")
 
 
 def _run(name: str, run: Run, arguments: Mapping[str, Any]) -> Sequence[Tensor]:
-    try:
-        with torch.no_grad():
-            return run(_copies(arguments), False)
-    except foreign_errors() as error:
-        raise ConfigError(
-            f"The reference of {name!r} failed: {described(error)}. Correct the definition, or the "
-            "workload that has these inputs."
-        ) from error
+    with torch.random.fork_rng(devices=[]):
+        state = torch.random.get_rng_state()
+        try:
+            with torch.no_grad():
+                results = run(_copies(arguments), False)
+        except foreign_errors() as error:
+            raise ConfigError(
+                f"The reference of {name!r} failed: {described(error)}. Correct the definition, or "
+                "the workload that has these inputs."
+            ) from error
+        if not torch.equal(torch.random.get_rng_state(), state):
+            raise ConfigError(
+                f"The reference of {name!r} draws random numbers, so it has no expected values. "
+                "Pass the random numbers as an input."
+            )
+        return results
 
 
 def _wide_results(
@@ -157,22 +168,29 @@ def _as_expected(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _bound(value: Tensor, own: Tensor, *, is_measured: bool) -> Tensor:
+def _bound(value: Tensor, own: Tensor, wide: Tensor | None) -> Tensor:
+    """Return the bound of one output.
+
+    Args:
+        wide: result of the run in float64, before its conversion to ``value``; None without one.
+    """
     if not own.is_floating_point():
         return (value.double() - own.double()).abs()
     finfo = torch.finfo(own.dtype)
     roundoff, smallest = finfo.eps / 2, finfo.smallest_normal * finfo.eps
+    # A reference that rounds to float8 does so in float64 too, and near a tie to the other side.
+    roundings = 1 if wide is not None and wide.dtype == torch.float64 else 2
     magnitude = value.abs().nan_to_num(0.0, 0.0)
     is_finite = value.isfinite()
-    square_mean = magnitude.square().sum() / max(1, int(is_finite.sum()))
-    scale = magnitude + square_mean.sqrt()
-    rounding = roundoff * magnitude + smallest
+    mean_square = magnitude.square().sum() / max(1, int(is_finite.sum()))
+    scale = magnitude + mean_square.sqrt()
+    rounding = roundings * (roundoff * magnitude + smallest)
     own64 = own.double()
-    if is_measured:
+    if wide is None:
+        relative = 2 * roundoff  # an assumption: nothing was measured
+    else:
         error = ((own64 - value).abs() - rounding).clamp(min=0) / scale
         is_comparable = is_finite & own64.isfinite() & (scale > 0)
         relative = float(error[is_comparable].max()) if is_comparable.any() else 0.0
-    else:
-        relative = 2 * roundoff  # an assumption: nothing was measured
     bound = max(_FACTOR * relative, _FLOOR) * scale + rounding
     return bound.masked_fill(is_finite & ~own64.isfinite(), torch.inf)
