@@ -95,13 +95,17 @@ def exported(file: Path) -> tuple[str, ...]:
 
 
 def api_modules() -> Iterator[Module]:
-    """Yield every public module of every distribution that offers names or has its own text."""
+    """Yield every public module of every distribution that offers names or has its own text.
+
+    Python files in a folder that is no package are data, such as templates.
+    """
     for source in sources():
         for file in sorted(source.rglob("*.py")):
             parts = file.relative_to(source).with_suffix("").parts
             parts = parts[:-1] if parts[-1] == "__init__" else parts
-            hidden = any(part.startswith("_") for part in parts) or "templates" in parts
-            if not hidden and parts[-1] not in NO_API:
+            is_private = any(part.startswith("_") for part in parts)
+            is_data = not file.with_name("__init__.py").is_file()
+            if not is_private and not is_data and parts[-1] not in NO_API:
                 name = ".".join(parts)
                 yield Module(name, exported(file), file.name == "__init__.py")
 

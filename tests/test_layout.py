@@ -49,7 +49,9 @@ class Distribution:
 
     @property
     def modules(self) -> list[Path]:
-        return sorted((self.path / "src").rglob("*.py"))
+        """All modules; Python files in a folder that is no package are data."""
+        files = sorted((self.path / "src").rglob("*.py"))
+        return [file for file in files if file.with_name("__init__.py").is_file()]
 
     @property
     def files(self) -> list[Path]:
