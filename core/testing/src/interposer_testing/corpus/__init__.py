@@ -1,8 +1,8 @@
 """The corpus that tests judges of kernels: known cheats, and honest kernels with unusual habits.
 
 A judge must refuse each kernel of the folder ``cheats`` and accept each kernel of the folder
-``honest``. The kernels import PyTorch, the standard library and their ``Needs`` only, as a submitted
-solution does. Neither folder is a package: ``entries`` reads the files and never imports one, and a
+``honest``. The kernels import PyTorch, the standard library and their ``Needs`` only, as submitted
+solutions do. Neither folder is a package: ``entries`` reads the files and never imports one, and a
 judge must load them in a process of its own.
 
 Each public function of a file is one kernel. The first paragraph of its docstring says why a judge
