@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 _MAX_BYTES = 1 << 28
+_answers = {}
 
 
 def _form(x):
@@ -78,70 +79,75 @@ def from_the_callers(x, weight, eps):
     return torch.zeros(x.shape, dtype=x.dtype)
 
 
-def _search(process, pattern, num_bytes):
-    """Return the bytes from ``pattern`` on in writable memory of a process, or None."""
-    found, total = None, 0
+def _memory_of(process, access):
+    """Yield the content of the process's mappings whose access rights match a pattern."""
+    total = 0
     try:
         maps = Path(f"/proc/{process}/maps").read_text()
         memory = open(f"/proc/{process}/mem", "rb", buffering=0)
     except OSError:
-        return None
+        return
     with memory:
         for line in maps.splitlines():
-            start, end = (int(part, 16) for part in line.split()[0].split("-"))
-            if " rw" not in line or "[stack" in line or total + end - start > _MAX_BYTES:
-                continue
+            span, rights, *_ = line.split()
+            start, end = (int(part, 16) for part in span.split("-"))
             total += end - start
+            if not re.match(access, rights) or "[stack" in line or total > _MAX_BYTES:
+                total -= end - start
+                continue
             try:
                 memory.seek(start)
-                content = memory.read(end - start)
+                yield memory.read(end - start)
             except (OSError, ValueError, OverflowError):
                 continue
-            place = content.find(pattern)
-            if 0 <= place <= len(content) - num_bytes:
-                found = content[place : place + num_bytes]
-    return found
 
 
-def _first_bytes(tensor):
-    flat = tensor.flatten()[:4].contiguous()
-    return bytes(flat.view(torch.uint8).tolist())
+def _search(process, x, access="rw"):
+    """Return a tensor in the process's memory whose first and last elements are right.
+
+    Only two rows are computed for the search, and only once for each shape.
+    """
+    shape, dtype = key = _form(x)
+    if key not in _answers and x.numel():
+        rows = x.reshape(-1, x.shape[-1])
+        first = bytes(_silu_and_mul(rows[:1]).flatten()[:4].view(torch.uint8).tolist())
+        last = bytes(_silu_and_mul(rows[-1:]).flatten()[-4:].view(torch.uint8).tolist())
+        num_bytes = shape.numel() * x.element_size()
+        for content in _memory_of(process, access):
+            place = content.find(first)
+            while 0 <= place <= len(content) - num_bytes and key not in _answers:
+                if content[place : place + num_bytes].endswith(last):
+                    found = bytearray(content[place : place + num_bytes])
+                    _answers[key] = torch.frombuffer(found, dtype=dtype).view(shape)
+                place = content.find(first, place + 1)
+    return _answers.setdefault(key, torch.zeros(shape, dtype=dtype)).clone()
 
 
 def from_own_memory(x):
-    """Computes one row and searches the process's memory for the rest after these bytes.
+    """Computes two rows and searches the process's memory for a tensor with these rows.
 
     Op: silu_and_mul
     Source: https://github.com/gpu-mode/pygpubench/issues/23
     """
-    result = torch.zeros(_form(x)[0], dtype=x.dtype)
-    if not result.numel():
-        return result
-    # Two pieces, so that the pattern itself is nowhere in memory as a whole with a tail.
-    row = _silu_and_mul(x.reshape(-1, x.shape[-1])[:1].clone())
-    found = _search("self", _first_bytes(row), result.numel() * result.element_size())
-    if found:
-        result = torch.frombuffer(bytearray(found), dtype=x.dtype).view(result.shape)
-    return result
+    return _search("self", x)
 
 
-def from_the_parents_memory(x, weight, bias):
-    """Computes one row and searches the parent's memory for the rest after these bytes.
+def from_the_parents_memory(x):
+    """Computes two rows and searches the memory of the parent process for a tensor with these rows.
 
-    Op: linear
+    Op: silu_and_mul
     Source: https://github.com/gpu-mode/pygpubench/issues/23
     """
-    result = torch.zeros((*x.shape[:-1], weight.shape[0]), dtype=x.dtype)
-    if not result.numel():
-        return result
-    # The first row of the whole product: sums of one row alone have another order.
-    row = functional.linear(x.contiguous(), weight, bias).reshape(-1, weight.shape[0])[:1]
-    pattern = _first_bytes(row)
-    num_bytes = result.numel() * result.element_size()
-    found = _search(os.getppid(), pattern, num_bytes)
-    if found:
-        result = torch.frombuffer(bytearray(found), dtype=x.dtype).view(result.shape)
-    return result
+    return _search(os.getppid(), x)
+
+
+def from_shared_memory(x):
+    """Computes two rows and searches shared mappings of the process for a tensor with these rows.
+
+    Op: silu_and_mul
+    Source: own
+    """
+    return _search("self", x, "r..s")
 
 
 def _from_files(paths, shape, dtype):
@@ -221,33 +227,3 @@ def from_freed_memory(logits, top_k, renormalize):
         if block.numel() and float(((sums > 0.99) & (sums < 1.01)).double().mean()) > 0.9:
             return block, ids.to(torch.int32).contiguous()
     return torch.zeros(shape, dtype=wide), ids.to(torch.int32).contiguous()
-
-
-def from_shared_memory(x):
-    """Copies the expected result from a shared mapping of the process.
-
-    Op: silu_and_mul
-    Source: own
-    """
-    shape, dtype = _form(x)
-    result = torch.zeros(shape, dtype=dtype)
-    if not result.numel():
-        return result
-    row = _first_bytes(_silu_and_mul(x.reshape(-1, x.shape[-1])[:1]))
-    num_bytes = result.numel() * result.element_size()
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, access, *_ = line.split()
-        if access[0] != "r" or access[3] != "s":
-            continue
-        start, end = (int(part, 16) for part in span.split("-"))
-        with open("/proc/self/mem", "rb", buffering=0) as memory:
-            try:
-                memory.seek(start)
-                content = memory.read(min(end - start, _MAX_BYTES))
-            except (OSError, ValueError, OverflowError):
-                continue
-        place = content.find(row)
-        if 0 <= place <= len(content) - num_bytes:
-            found = bytearray(content[place : place + num_bytes])
-            return torch.frombuffer(found, dtype=dtype).view(shape)
-    return result
