@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from interposer_testing._checks.kernel import check_kernel
     from interposer_testing._checks.lightness import check_lightness
     from interposer_testing._checks.scheme import check_scheme
+    from interposer_testing._judge.judging import Budget, judge
+    from interposer_testing._judge.task import Solution, Task, Workload
+    from interposer_testing._judge.verdict import Finding, Timing, Verdict
     from interposer_testing._plan.plan import plan
     from interposer_testing._reports.facts import Examined, Ground, Tally
     from interposer_testing._reports.html import html
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from interposer_testing._reports.markdown import markdown
     from interposer_testing._reports.report import Report
     from interposer_testing._reports.text import reason_lines, wrong_blocks
+    from interposer_testing._tasks import read_solution, read_task
     from interposer_testing._trials.conformance import attention_trials, conformance
     from interposer_testing._trials.host import Host
     from interposer_testing._trials.isolation import Isolation, side_by_side
@@ -41,18 +45,25 @@ if TYPE_CHECKING:
     from interposer_testing._trials.verification import verify
 
 __all__ = [
+    "Budget",
     "Examined",
     "Expectation",
     "Fault",
+    "Finding",
     "Ground",
     "Host",
     "Isolation",
     "Progress",
     "Report",
+    "Solution",
     "Subject",
     "Tally",
+    "Task",
+    "Timing",
     "Trial",
     "TrialGroup",
+    "Verdict",
+    "Workload",
     "attention_specs",
     "attention_trials",
     "check_attention",
@@ -63,10 +74,13 @@ __all__ = [
     "check_scheme",
     "conformance",
     "html",
+    "judge",
     "junit",
     "layer_trials",
     "markdown",
     "plan",
+    "read_solution",
+    "read_task",
     "reason_lines",
     "scheme_trials",
     "side_by_side",
@@ -89,6 +103,9 @@ __getattr__ = lazy_attributes(
         "interposer_testing._checks.kernel": "check_kernel",
         "interposer_testing._checks.lightness": "check_lightness",
         "interposer_testing._checks.scheme": "check_scheme",
+        "interposer_testing._judge.judging": "Budget judge",
+        "interposer_testing._judge.task": "Solution Task Workload",
+        "interposer_testing._judge.verdict": "Finding Timing Verdict",
         "interposer_testing._plan.plan": "plan",
         "interposer_testing._reports.facts": "Examined Ground Tally",
         "interposer_testing._reports.html": "html",
@@ -96,6 +113,7 @@ __getattr__ = lazy_attributes(
         "interposer_testing._reports.markdown": "markdown",
         "interposer_testing._reports.report": "Report",
         "interposer_testing._reports.text": "reason_lines wrong_blocks",
+        "interposer_testing._tasks": "read_solution read_task",
         "interposer_testing._trials.conformance": "attention_trials conformance",
         "interposer_testing._trials.host": "Host",
         "interposer_testing._trials.isolation": "Isolation side_by_side",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform as machine
 import random
 import secrets
@@ -16,7 +17,7 @@ import importlib_metadata
 import torch
 
 from interposer import Case
-from interposer_testing._checks.call import Call, CallArguments, Subject
+from interposer_testing._checks.call import Call, CallArguments, Subject, tensors_of
 from interposer_testing._checks.expectation import Expectation
 from interposer_testing._checks.fault import Fault
 from interposer_testing._checks.kernel import check_subject
@@ -107,7 +108,7 @@ def judge(
         solution={
             "name": solution.name,
             "language": solution.language,
-            "sha256": solution.digest,
+            "sha256": _digest(solution),
         },
         seed=judging.seed,
         findings=tuple(judging.findings),
@@ -178,7 +179,6 @@ class _Judging:
     def _process(self, stage: Stage) -> KernelProcess:
         return KernelProcess(
             self.solution.sources,
-            paths=tuple(map(str, self.solution.paths)),
             limit_seconds=self.budget.call_seconds,
             is_shell_child=stage == "rerun",
         )
@@ -191,15 +191,15 @@ class _Judging:
             if stage == "rerun":
                 process.request("import", modules=_PRODUCTION_MODULES)
             create: dict[str, Any] = {}
-            if solution.is_class:
+            if (module := self.task.module) is not None:
                 create = {
                     "create": True,
-                    "seed": self.seed,
-                    "arguments": functions.encoded(list(self.task.arguments)),
-                    "state": functions.encoded_items(self.task.state),
+                    "seed": module.seed,
+                    "arguments": functions.encoded(list(module.arguments)),
+                    "state": functions.encoded_items(module.tensors),
                 }
             function = functions.load(
-                name=solution.entry, file=solution.file, module=solution.module, **create
+                name=solution.entry, file=solution.file, language=solution.language, **create
             )
         except (KernelError, ProcessEndedError) as error:
             self._add(stage, "", _fault_of(error, "loading"))
@@ -279,7 +279,7 @@ class _Judging:
 
     def _time(self, kernel: _Kernel, workloads: Sequence[Workload]) -> None:
         """Time the timed workloads, and compare results of timed calls."""
-        timed = [w for w in self.task.workloads if w.is_timed] or list(workloads[:1])
+        timed = [w for w in self.task.workloads if w.timed] or list(workloads[:1])
         roofline = Roofline(self.timer)
         for workload in timed[:_MAX_TIMED]:
             self.progress(f"timing {workload.label}")
@@ -325,7 +325,7 @@ class _Judging:
         end = self.timer() + self.budget.rerun_seconds
         self.progress("running again after the verdict")
         for workload in workloads[:_RERUN_WORKLOADS]:
-            case = workload.case(self._generator("rerun", workload.label))
+            case = _varied(workload, self._generator("rerun", workload.label))
             self._add("rerun", workload.label, *kernel.departures_of_copies([case]))
             if self.findings:
                 return
@@ -357,7 +357,6 @@ class _Kernel:
         self.function = function
         self._task = task
         self._writes_outputs = solution.style == "writes outputs"
-        self._num_state = len(task.state) if solution.is_class else 0
 
     @property
     def _memory(self) -> SharedMemory:
@@ -369,12 +368,15 @@ class _Kernel:
         remote = RemoteFunction(self.functions, self.function)
         errors: list[float] = []
 
+        results: list[Any] = []
+
         def function(*arguments: Any) -> Any:
             call = self._call(arguments)
-            return self.output(call, remote(*call[0], **call[1]))
+            results.append(self.output(call, remote(*call[0], **call[1])))
+            return results[-1]
 
         def expect(given: CallArguments) -> Expectation:
-            return Expectation.of(op, case, given)
+            return self._expectation(case, given, results[-1])
 
         subject = Subject(op, function, allocate=self._memory.allocate)
         try:
@@ -421,7 +423,7 @@ class _Kernel:
         try:
             with self.functions.scope():
                 calls = [self.arguments(case, {})[0] for case in cases]
-                num_outputs = len(calls[0]) - (len(names) - self._num_state)
+                num_outputs = len(calls[0]) - len(names)
                 outputs = range(len(calls[0]) - num_outputs, len(calls[0]))
                 results = self.functions.call_with_copies(
                     self.function,
@@ -435,7 +437,7 @@ class _Kernel:
                     given = dict(zip(self._task.op.mutates, written, strict=False))
                     if outputs:
                         result = _joined(written[len(mutated) :])
-                    faults += self.compare(case, given, result)
+                    faults += self.compare(case, given, self._arranged(result))
                 return faults
         except (KernelError, ProcessEndedError) as error:
             return [_fault_of(error, "call")]
@@ -483,8 +485,42 @@ class _Kernel:
         given = subject.given(case)
         for name in self._task.op.mutates:
             given.operands[name].tensor.copy_(arguments[name])
-        expectation = Expectation.of(self._task.op, case, given)
-        return list(expectation.departures(Call(given, result)))
+        return list(self._expectation(case, given, result).departures(Call(given, result)))
+
+    def _expectation(self, case: Case, given: CallArguments, result: Any) -> Expectation:
+        """Return the expected result of a case.
+
+        Args:
+            result: result of the kernel. Definitions of other projects do not say which strides a
+                result has, so those of the kernel are right.
+        """
+        if self._task.source == "op":
+            return Expectation.of(self._task.op, case, given)
+        expected = self._task.expect(case)
+        actual = tensors_of(result)
+        forms = list(expected.forms.values())
+        if [t.shape for t in actual] == [form.shape for form in forms]:
+            forms = [
+                torch.empty_strided(form.shape, tensor.stride(), dtype=form.dtype, device="meta")
+                for form, tensor in zip(forms, actual, strict=True)
+            ]
+        labels = [f"output {number}" for number in range(len(forms))]
+        return Expectation(
+            self._task.op,
+            case,
+            _joined(forms),
+            "cpu",
+            dict(zip(labels, expected.values.values(), strict=True)),
+            dict(zip(labels, expected.bounds.values(), strict=True)),
+        )
+
+    def _arranged(self, result: Any) -> Any:
+        """Return the outputs of a task of another project, which may be named or in a list."""
+        if self._task.source == "op":
+            return result
+        if isinstance(result, dict) and result.keys() == set(self._task.outputs):
+            result = [result[name] for name in self._task.outputs]
+        return _joined(result) if isinstance(result, list | tuple) and result else result
 
     def arguments(
         self, case: Case, arguments: Mapping[str, Any]
@@ -493,22 +529,17 @@ class _Kernel:
         return self._call(self._task.op.signature.bind(**{**case.arguments, **arguments}).args)
 
     def _call(self, arguments: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        if self._num_state:
-            arguments = arguments[: -self._num_state]
         if not self._writes_outputs:
             return arguments, {}
-        outputs = self._task.op.reference(
-            *(a.to("meta") if isinstance(a, torch.Tensor) else a for a in arguments)
-        )
-        shared = [allocated_like(t, self._memory.allocate) for t in _listed(outputs)]
-        return [*arguments, *shared], {}
+        case = Case("", self._task.op.signature.bind(*arguments).arguments)
+        forms = self._task.expect(case).forms.values()
+        return [*arguments, *(allocated_like(f, self._memory.allocate) for f in forms)], {}
 
     def output(self, call: tuple[Sequence[Any], Mapping[str, Any]], result: Any) -> Any:
         """Return the result of a call, which may be in the last arguments."""
         if not self._writes_outputs:
-            return result
-        num_inputs = len(self._task.op.signature.parameters) - self._num_state
-        return _joined(call[0][num_inputs:])
+            return self._arranged(result)
+        return _joined(call[0][len(self._task.op.signature.parameters) :])
 
 
 def _shared(tensor: torch.Tensor, memory: SharedMemory) -> torch.Tensor:
@@ -517,8 +548,23 @@ def _shared(tensor: torch.Tensor, memory: SharedMemory) -> torch.Tensor:
     return shared
 
 
-def _listed(outputs: Any) -> list[torch.Tensor]:
-    return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+def _digest(solution: Solution) -> str:
+    """Return the SHA-256 of the names and contents of all files, in hexadecimal."""
+    digest = hashlib.sha256()
+    for name, content in sorted(solution.sources.items()):
+        digest.update(f"{name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _varied(workload: Workload, generator: torch.Generator) -> Case:
+    """Draw a case in which the values that may have any distribution have another one."""
+    case = workload.case(generator)
+    arguments = dict(case.arguments)
+    for name in workload.free:
+        exponent = int(torch.randint(-2, 3, (), generator=generator))
+        arguments[name] = arguments[name] * 2.0**exponent
+    return replace(case, arguments=arguments)
 
 
 def _joined(outputs: Sequence[Any]) -> Any:

@@ -25,6 +25,7 @@ _PROGRAM = "serve.py"
 _MAX_REPLY_BYTES = 64 << 20
 _MAX_OUTPUT_CHARACTERS = 4000
 _START_SECONDS = 120.0
+_LOADING_SECONDS = 300.0
 _POLL_SECONDS = 1.0
 _STOP_SECONDS = 2e-5
 # What a process needs in order to find the compiler, libraries, caches and its threads.
@@ -142,7 +143,10 @@ class KernelProcess:
             KernelError: the action raised an exception.
             ProcessEndedError: the process ended, hung, or gave a reply that is none.
         """
-        reply = self._exchange({"action": action, **content}, self._limit_seconds)
+        # Loading may compile.
+        limit_seconds = max(_LOADING_SECONDS, self._limit_seconds)
+        limit = limit_seconds if action == "load" else self._limit_seconds
+        reply = self._exchange({"action": action, **content}, limit)
         self.raise_error(reply)
         return reply
 

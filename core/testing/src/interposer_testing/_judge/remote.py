@@ -50,15 +50,18 @@ class RemoteFunctions:
                 if dropped:
                     self.process.request("drop", values=dropped)
 
-    def load(self, *, name: str, file: str = "", module: str = "", **create: Any) -> RemoteValue:
-        """Load a function by its name in a file of the solution or in an installed module.
+    def load(self, *, name: str, **place: Any) -> RemoteValue:
+        """Load a function by its name.
+
+        Args:
+            place: "file" and "language" of a solution, or "module" that is installed; also the
+                construction of an instance of a class, see the worker.
 
         Raises:
             KernelError: the module raised an exception, or has no such function.
             ProcessEndedError: the process ended.
         """
-        place = {"file": file} if file else {"module": module}
-        reply = self.process.request("load", name=name, **place, **create)
+        reply = self.process.request("load", name=name, **place)
         return RemoteValue(_number(reply, "value"))
 
     def call(

@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import gc
 import importlib
-import importlib.util
 import json
 import mmap
 import os
@@ -22,6 +21,7 @@ import sys
 import threading
 import traceback
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -48,6 +48,51 @@ def limit_privileges() -> None:
         for index in range(3):
             data[index] &= ~(1 << _CAP_SYS_PTRACE)
         _LIBC.capset(header, data)
+
+
+def _from_python(file: str, _name: str) -> ModuleType:
+    """Import a file by its path, in a package if it lies in a folder."""
+    sys.path.insert(0, str(Path.cwd()))
+    return importlib.import_module(".".join(Path(file).with_suffix("").parts))
+
+
+def _from_cpp(file: str, name: str) -> Any:
+    """Compile a file with the extension loader of torch.
+
+    A file without PYBIND11_MODULE exports the function with this name.
+    """
+    source = Path(file).read_text(encoding="utf-8")
+    cpp_extension = importlib.import_module("torch.utils.cpp_extension")
+    bindings = "PYBIND11_MODULE" in source or "TORCH_LIBRARY" in source
+    return cpp_extension.load_inline(
+        name=f"solution_{Path(file).stem}",
+        cpp_sources=[source],
+        functions=None if bindings else [name],
+        build_directory=str(Path.cwd()),
+        extra_cflags=["-O3"],
+    )
+
+
+def _from_wheel(file: str, name: str) -> ModuleType:
+    """Unpack a wheel, and import the module of its top level that has the function."""
+    folder = Path.cwd() / "unpacked"
+    with zipfile.ZipFile(file) as wheel:
+        wheel.extractall(folder)
+    sys.path.insert(0, str(folder))
+    entries = sorted(p.stem.partition(".")[0] for p in folder.iterdir() if p.suffix != ".dist-info")
+    modules = [importlib.import_module(entry) for entry in entries]
+    found = [module for module in modules if hasattr(module, name.partition(".")[0])]
+    if not found:
+        raise AttributeError(f"no module of {file} has {name!r}; it has {', '.join(entries)}")
+    return found[0]
+
+
+_LOADERS: dict[str, Callable[[str, str], Any]] = {
+    "python": _from_python,
+    "triton": _from_python,
+    "cpp": _from_cpp,
+    "wheel": _from_wheel,
+}
 
 
 _Function = Callable[..., Any]
@@ -130,30 +175,19 @@ class Functions:
 
     def load(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Load ``file`` or ``module`` and get ``name`` from it."""
-        if "file" in request:
-            module = self._module_of(request["file"])
+        name = request["name"]
+        if "module" in request:
+            module: Any = importlib.import_module(request["module"])
         else:
-            module = importlib.import_module(request["module"])
-        value: Any = module
-        for part in request["name"].split("."):
+            module = _LOADERS[request["language"]](request["file"], name)
+        value = module
+        for part in name.split("."):
             value = getattr(value, part)
         if request.get("create"):
             torch.manual_seed(request["seed"])
             value = value(*self._decoded(request["arguments"]))
             self._copy_state(value, request["state"])
         return {"value": self._keep(value)}
-
-    def _module_of(self, file: str) -> ModuleType:
-        name = Path(file).stem
-        if name in sys.modules:
-            return sys.modules[name]
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-        return module
 
     def _copy_state(self, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
         """Copy parameters and buffers in where name and shape fit."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 
-from interposer import Registry
+from interposer import Registry, current_registry
 from interposer.errors import ConfigError, UnknownNameError, near_names
 from interposer_testing._judge.task import Task
 from interposer_testing._tasks.flashinfer_trace import read_flashinfer_trace
@@ -21,20 +22,22 @@ _FORMATS = (
 )
 
 
-def read_task(text: str, registry: Registry, seed: int = 0) -> Task:
+def read_task(text: str, registry: Registry | None = None, seed: int | None = None) -> Task:
     """Read a task.
 
     Args:
         text: name of an op; path of a definition, of a problem, or of a folder with
             ``definition.json``; or ``FOLDER:NAME`` of one of these anywhere below a folder. NAME
             may be the beginning of a file's name before "_", such as "19" for ``19_ReLU.py``.
-        registry: registry with the ops.
-        seed: of the weights of tasks with a module. Keep it from solutions.
+        registry: registry with the ops; the default has those of all installed plugins.
+        seed: of the weights of tasks with a module, a secret one by default.
 
     Raises:
         UnknownNameError: there is no such op or problem.
         ConfigError: a file is missing or invalid.
     """
+    registry = registry or current_registry()
+    seed = secrets.randbits(48) if seed is None else seed
     if text in registry.ops:
         return read_op(registry, text)
     path = Path(text)

@@ -76,11 +76,10 @@ def measured(name: str, run: Run, outputs: Sequence[str], case: Case) -> Expecte
     names = outputs or [f"output {number}" for number in range(len(own))]
     values = {name: _as_expected(tensor) for name, tensor in zip(names, wide or own, strict=True)}
     own_values = dict(zip(names, own, strict=True))
+    wide_values = dict(zip(names, wide, strict=True)) if wide else {}
     bounds = {
-        name: _bound(values[name], tensor, wide_result)
-        for (name, tensor), wide_result in zip(
-            own_values.items(), wide or [None] * len(own), strict=True
-        )
+        name: _bound(values[name], tensor, wide_values.get(name))
+        for name, tensor in own_values.items()
     }
     forms = {name: torch.empty_like(tensor, device="meta") for name, tensor in own_values.items()}
     return Expected(values, bounds, forms, "own dtype" if wide is None else "float64")

@@ -107,7 +107,8 @@ def _built(path: Path, names: Mapping[str, Any], state: ModuleState) -> nn.Modul
             module: nn.Module = names["Model"](*copy.deepcopy(state.arguments))
             return module
 
-    return _attempt(path, "Model", build)
+    built: nn.Module = _attempt(path, "Model", build)
+    return built
 
 
 def _parameters(path: Path, model: nn.Module, get_inputs: Callable[[], Any]) -> dict[str, type]:
