@@ -40,7 +40,7 @@ def numpy_arrays(x):
 
 
 def numpy_matmul(x, weight, bias):
-    """Multiplies in NumPy.
+    """Multiplies in NumPy, in float64.
 
     Op: linear
     Needs: numpy

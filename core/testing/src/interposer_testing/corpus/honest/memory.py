@@ -4,6 +4,7 @@ Kind: memory
 Source: own
 """
 
+import ctypes
 import gc
 import mmap
 import tempfile
@@ -86,8 +87,9 @@ def remembered_by_full_content(x):
 
 
 def _content(x):
-    flat = x.contiguous().flatten().view(torch.uint8)
-    return x.shape, x.dtype, bytes(flat.tolist())
+    dense = x.contiguous()
+    num_bytes = dense.numel() * dense.element_size()
+    return x.shape, x.dtype, ctypes.string_at(dense.data_ptr(), num_bytes) if num_bytes else b""
 
 
 @lru_cache(maxsize=16)
