@@ -24,6 +24,7 @@ from interposer_testing._judge.task import Expected, Task, Workload
 from interposer_testing._tasks.expected import measured
 from interposer_testing._tasks.files import Part, parse, read_bytes
 from interposer_testing._tasks.foreign import execute, foreign_op, named_results
+from interposer_testing._tasks.python_source import top_level_names
 
 DTypeName = Literal[
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
@@ -351,22 +352,6 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.G
         return torch.randint(2, shape, generator=generator).bool()
     limit = min(_MAX_INTEGER, torch.iinfo(dtype).max + 1)
     return torch.randint(-limit, limit, shape, generator=generator).to(dtype)
-
-
-def top_level_names(source: str) -> list[str]:
-    """Return the functions and classes that Python code defines, without executing the code.
-
-    Raises: ValueError: the code has a syntax error.
-    """
-    try:
-        statements = ast.parse(source).body
-    except (SyntaxError, RecursionError, MemoryError) as error:
-        line = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise ValueError(f"no valid Python{line}: {error}") from error
-    defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    names = [statement.name for statement in statements if isinstance(statement, defined)]
-    assigned = [s for s in statements if isinstance(s, ast.Assign)]
-    return names + [t.id for s in assigned for t in s.targets if isinstance(t, ast.Name)]
 
 
 def _stored(root: Path, source: SafetensorsInput, place: str) -> Tensor:

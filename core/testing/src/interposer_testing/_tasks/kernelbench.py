@@ -17,8 +17,8 @@ from interposer.errors import ConfigError, described, foreign_errors
 from interposer_testing._judge.task import ModuleState, Task, Workload
 from interposer_testing._tasks.expected import measured
 from interposer_testing._tasks.files import read_bytes
-from interposer_testing._tasks.flashinfer_trace import top_level_names
 from interposer_testing._tasks.foreign import execute, foreign_op, named_results, seeded
+from interposer_testing._tasks.python_source import top_level_names
 
 _REQUIRED = ("Model", "get_inputs", "get_init_inputs")
 _KINDS = (Tensor, bool, int, float, str)
@@ -52,8 +52,12 @@ def read_kernelbench(path: Path, seed: int) -> Task:
             f"Define {', '.join(_REQUIRED)}."
         )
     names = execute(source, str(path))
-    module = _module_state(path, names, seed)
-    model = _built(path, names, module)
+    # A digest, so that a solution cannot compute the seeds of the inputs from this one.
+    weights_seed = int.from_bytes(hashlib.sha256(f"weights {seed}".encode()).digest()[:7])
+    init_arguments = _init_arguments(path, names["get_init_inputs"], weights_seed)
+    model = _built(path, names["Model"], weights_seed, init_arguments)
+    # Copies, because a model in training mode updates its buffers.
+    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     wide_model = copy.deepcopy(model).double()
     parameters = _parameters(path, model, names["get_inputs"])
 
@@ -73,42 +77,33 @@ def read_kernelbench(path: Path, seed: int) -> Task:
         op=foreign_op(name, parameters, run),
         workloads=(Workload(path.stem, case),),
         expect=lambda case: measured(name, run, (), case),
-        module=module,
+        module=ModuleState(weights_seed, init_arguments, weights),
     )
 
 
-def _module_state(path: Path, names: Mapping[str, Any], seed: int) -> ModuleState:
-    # A digest, so that a solution cannot compute the seeds of the inputs from this one.
-    digest = hashlib.sha256(f"weights {seed}".encode()).digest()
-    weights_seed = int.from_bytes(digest[:7])
-    generator = torch.Generator().manual_seed(weights_seed)
-    arguments = _attempt(
-        path, "get_init_inputs", lambda: seeded(names["get_init_inputs"], generator)
-    )
+def _init_arguments(path: Path, get_init_inputs: Callable[[], Any], seed: int) -> tuple[Any, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    arguments = _attempt(path, "get_init_inputs", lambda: seeded(get_init_inputs, generator))
     if not isinstance(arguments, list | tuple) or not all(map(_is_plain, arguments)):
         raise ConfigError(
             f"{path}: get_init_inputs() returned {arguments!r:.80}, not a list of plain values. "
             "Return numbers, texts, or lists, tuples and dicts of these."
         )
-    state = ModuleState(weights_seed, tuple(arguments), {})
-    tensors = {
-        name: tensor.detach().clone()
-        for name, tensor in _built(path, names, state).state_dict().items()
-    }
-    return ModuleState(weights_seed, tuple(arguments), tensors)
+    return tuple(arguments)
 
 
-def _built(path: Path, names: Mapping[str, Any], state: ModuleState) -> nn.Module:
-    """Build the reference's module with its weights."""
+def _built(
+    path: Path, module_class: Callable[..., nn.Module], seed: int, arguments: tuple[Any, ...]
+) -> nn.Module:
+    """Build the reference with its weights."""
 
     def build() -> nn.Module:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(state.seed)
-            module: nn.Module = names["Model"](*copy.deepcopy(state.arguments))
-            return module
+            torch.manual_seed(seed)
+            return module_class(*copy.deepcopy(arguments))
 
-    built: nn.Module = _attempt(path, "Model", build)
-    return built
+    module: nn.Module = _attempt(path, "Model", build)
+    return module
 
 
 def _parameters(path: Path, model: nn.Module, get_inputs: Callable[[], Any]) -> dict[str, type]:

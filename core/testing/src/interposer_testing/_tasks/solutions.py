@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import zipfile
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal, NamedTuple
@@ -12,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from interposer.errors import ConfigError, near_names
 from interposer_testing._judge.task import Solution, Task
 from interposer_testing._tasks.files import Part, parse, read_bytes
-from interposer_testing._tasks.flashinfer_trace import top_level_names
+from interposer_testing._tasks.python_source import imported_packages, top_level_names
 
 Language = Literal["python", "triton", "cpp", "wheel"]
 
@@ -150,7 +149,7 @@ def _python_solution(entry: Entry, task: Task) -> Solution:
     content = read_bytes(entry.path)
     try:
         source = content.decode()
-        names = top_level_names(source)
+        names, packages = top_level_names(source), imported_packages(source)
     except ValueError as error:
         raise ConfigError(f"{entry.path}: {error}. Correct the file.") from error
     wanted = [entry.name] if entry.name else _default_names(task)
@@ -160,20 +159,9 @@ def _python_solution(entry: Entry, task: Task) -> Solution:
             f"{entry.path} defines no {' or '.join(map(repr, wanted))}; it defines "
             f"{near_names(wanted[0], names)}. Name the entry: {entry.path}:NAME."
         )
-    language: Language = "triton" if "triton" in _imports(source) else "python"
+    language: Language = "triton" if "triton" in packages else "python"
     file = entry.path.name
     return Solution(entry.path.stem, entry.path, file, name, language, {file: content})
-
-
-def _imports(source: str) -> set[str]:
-    """Return the packages that Python code imports anywhere."""
-    packages = set[str]()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            packages.update(alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            packages.add((node.module or "").partition(".")[0])
-    return packages
 
 
 def _wheel_solution(entry: Entry, task: Task) -> Solution:
@@ -185,6 +173,11 @@ def _wheel_solution(entry: Entry, task: Task) -> Solution:
 
 
 def _json_solution(entry: Entry, task: Task) -> Solution:
+    if entry.name:
+        raise ConfigError(
+            f"{entry.path}:{entry.name}: the file's spec.entry_point names the entry. "
+            f"Try: {entry.path}"
+        )
     solution = parse(SolutionFile, read_bytes(entry.path), str(entry.path))
     if solution.definition != task.name:
         raise ConfigError(

@@ -1,0 +1,46 @@
+"""Facts about Python code, which is parsed and never executed."""
+
+from __future__ import annotations
+
+import ast
+import warnings
+
+
+def top_level_names(source: str) -> list[str]:
+    """Return the functions, classes and variables that a module defines at its top level.
+
+    Raises: ValueError: the code has a syntax error.
+    """
+    names = list[str]()
+    for statement in _parsed(source).body:
+        match statement:
+            case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
+                names.append(name)
+            case ast.Assign(targets):
+                names += [target.id for target in targets if isinstance(target, ast.Name)]
+    return names
+
+
+def imported_packages(source: str) -> set[str]:
+    """Return the packages that the code imports anywhere.
+
+    Raises: ValueError: the code has a syntax error.
+    """
+    packages = set[str]()
+    for node in ast.walk(_parsed(source)):
+        match node:
+            case ast.Import(aliases):
+                packages.update(alias.name.partition(".")[0] for alias in aliases)
+            case ast.ImportFrom(str(module)):
+                packages.add(module.partition(".")[0])
+    return packages
+
+
+def _parsed(source: str) -> ast.Module:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such as invalid escapes, which concern the author
+            return ast.parse(source)
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        line = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise ValueError(f"no valid Python{line}: {error}") from error
