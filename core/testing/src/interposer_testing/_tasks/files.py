@@ -48,7 +48,7 @@ def parse(model: type[P], content: bytes | str, place: str) -> P:
             known = [part.strip(" '") for part in _alternatives(fault["ctx"]["expected"])]
             message = f"unknown; known, nearest first: {near_names(fault['input'], known)}"
         value = repr(fault["input"])
-        if fault["type"] in ("missing", "json_invalid"):
+        if not fault["loc"] or fault["type"] == "missing":
             value = ""
         elif len(value) > _MAX_VALUE:
             value = value[:_MAX_VALUE] + "..."

@@ -11,6 +11,7 @@ import ast
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from keyword import iskeyword
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -85,7 +86,7 @@ class Definition(Part):
     @classmethod
     def _check_names(cls, specs: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
         for name in specs:
-            if not name.isidentifier():
+            if not name.isidentifier() or iskeyword(name):
                 raise ValueError(f"{name!r} is no identifier of Python")
         return specs
 
