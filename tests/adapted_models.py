@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-__all__ = ["NARROW", "WIDE", "built", "close", "llama"]
+__all__ = ["CACHE", "NARROW", "WIDE", "built", "close", "llama"]
 
+# The cache's name in the arguments of the installed transformers.
+CACHE = (
+    "cache"
+    if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters
+    else "past_key_values"
+)
 # Weights are large enough for attention to tell tokens apart.
 NARROW: dict[str, Any] = {
     "hidden_size": 32,

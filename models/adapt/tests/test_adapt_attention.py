@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.adapted_models import CACHE
 from tests.landing import landing_sample, num_examples
 from transformers import (
     AutoModelForCausalLM,
@@ -116,7 +117,7 @@ def test_padded_batches_in_chunks_compute_the_same(
             out = model(
                 ids[:, first:upto],
                 attention_mask=padding[:, :upto],
-                past_key_values=cache,
+                **{CACHE: cache},
                 use_cache=True,
             )
             parts.append(out.logits)
@@ -157,8 +158,8 @@ def test_a_static_cache_computes_the_same() -> None:
 
     def run() -> list[torch.Tensor]:
         cache = StaticCache(model.config, max_cache_len=16)
-        first = model(ids, past_key_values=cache, use_cache=True).logits
-        second = model(ids[:, :1], past_key_values=cache, use_cache=True).logits
+        first = model(ids, **{CACHE: cache}, use_cache=True).logits
+        second = model(ids[:, :1], **{CACHE: cache}, use_cache=True).logits
         return [first, second]
 
     expected = run()
@@ -421,12 +422,12 @@ def test_generate_uses_the_cache_of_the_caller() -> None:
     model = llama()
     adapt(model)
     cache = DynamicCache(config=model.config)
-    model.generate(torch.arange(1, 5)[None], past_key_values=cache, max_new_tokens=4)
+    model.generate(torch.arange(1, 5)[None], **{CACHE: cache}, max_new_tokens=4)
     assert cache.get_seq_length() == 7
     with pytest.raises(ValueError, match="cache_implementation"):
         model.generate(
             torch.arange(1, 5)[None],
-            past_key_values=cache,
+            **{CACHE: cache},
             cache_implementation="static",
             max_new_tokens=4,
         )

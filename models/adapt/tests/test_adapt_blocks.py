@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.adapted_models import CACHE
 from tests.landing import num_examples
 from torch import nn
 from transformers import (
@@ -112,7 +113,7 @@ def steps(model: Any, cache: Any, lengths: tuple[int, ...] = (5, 1, 2, 1)) -> to
     actual, first = [], 0
     for length in lengths:
         ids = IDS[:, first : first + length]
-        actual.append(model(ids, past_key_values=cache, use_cache=True).logits)
+        actual.append(model(ids, **{CACHE: cache}, use_cache=True).logits)
         first += length
     return torch.cat(actual, dim=1)
 
@@ -295,11 +296,11 @@ def test_hidden_states_and_layer_hooks_get_the_results_of_blocks() -> None:
     model = build(BLOCKS["llama"]())
     adapted = adapt(model, CONFIG)
     model.model.layers[0].register_forward_hook(lambda _, __, out: events.append(out))
-    model(IDS, past_key_values=adapted.new_cache(), use_cache=True)
+    model(IDS, **{CACHE: adapted.new_cache()}, use_cache=True)
     assert layers_of(adapted) == {"model.layers.0": "", "model.layers.1": ""}
     torch.testing.assert_close(events[0], expected[1], rtol=1e-4, atol=1e-4)
     cache = adapted.new_cache()
-    actual = model(IDS, past_key_values=cache, use_cache=True, output_hidden_states=True)
+    actual = model(IDS, **{CACHE: cache}, use_cache=True, output_hidden_states=True)
     for each, right in zip(actual.hidden_states, expected, strict=True):
         torch.testing.assert_close(each, right, rtol=1e-4, atol=1e-4)
     # transformers hooks the parts as well from then on.
@@ -337,7 +338,7 @@ def test_padded_batches_and_transformers_caches_run_part_by_part() -> None:
     actual = model.generate(IDS, attention_mask=mask, max_new_tokens=6, do_sample=False)
     assert torch.equal(actual, expected)
     assert "such as padding" in layers_of(adapted)["model.layers.0"]
-    model(IDS, past_key_values=DynamicCache(config=config), use_cache=True)
+    model(IDS, **{CACHE: DynamicCache(config=config)}, use_cache=True)
     assert "no cache of this project" in layers_of(adapted)["model.layers.0"]
 
 
@@ -405,7 +406,7 @@ class Pair:
     def update(self, caches: list[Any], batch: int, length: int) -> None:
         ids = torch.randint(1, 128, (batch, length), generator=self.generator)
         expected, actual = (
-            model(ids, past_key_values=cache, use_cache=True).logits
+            model(ids, **{CACHE: cache}, use_cache=True).logits
             for model, cache in zip((self.plain, self.model), caches, strict=True)
         )
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.adapted_models import NARROW, built, close, llama
+from tests.adapted_models import CACHE, NARROW, built, close, llama
 from transformers import BertConfig, BertModel, Gemma3TextConfig, StaticCache
 
 from interposer import Config
@@ -104,9 +104,7 @@ def test_steps_over_a_static_cache_are_compiled(kind: Any) -> None:
         cache = StaticCache(model.config, max_cache_len=16)
         ids, padding, logits = IDS, PADDING, []
         for _ in range(5):
-            out = forward(
-                input_ids=ids, attention_mask=padding, past_key_values=cache, use_cache=True
-            )
+            out = forward(input_ids=ids, attention_mask=padding, **{CACHE: cache}, use_cache=True)
             ids = out.logits[:, -1:].argmax(-1)
             padding = torch.cat([padding, torch.ones_like(ids)], 1)
             logits.append(ids)

@@ -18,6 +18,7 @@ from interposer.errors import ConfigError
 from interposer_adapt._adaptation import Adaptation, Place, notes
 from interposer_adapt._attention_registry import bind_attention
 from interposer_adapt._blocks import bind_blocks
+from interposer_adapt._cache_argument import CACHE_ARGUMENTS, generate_cache_argument
 from interposer_adapt._convolutions import KINDS as CONVOLUTIONS
 from interposer_adapt._convolutions import bind_convolution
 from interposer_adapt._experts import bind_experts, looks_like_experts
@@ -38,7 +39,6 @@ Holders = dict[int, list[tuple[str, nn.Module, str]]]
 
 M = TypeVar("M", bound=nn.Module)
 _HANDLE_ATTRIBUTE = "_interposer_adapted"
-_CACHE = "past_key_values"
 _DYNAMIC = (None, "dynamic")
 
 
@@ -77,8 +77,9 @@ class Adapted(Generic[M]):
         return tuple(self._adaptation.results.values())
 
     def new_cache(self) -> Any:
-        """Return an empty KV cache that grows in place, to pass as ``past_key_values``.
+        """Return an empty KV cache that grows in place, for an argument of the model's forward.
 
+        The argument's name is ``cache``, or ``past_key_values`` before transformers 5.24.
         ``generate`` creates such a cache unless you pass one.
         """
         from interposer_adapt._caches import new_cache
@@ -375,7 +376,7 @@ def bind_generation(adaptation: Adaptation) -> None:
             return getattr(settings, name, None) if value is None else value
 
         if (
-            arguments.get(_CACHE) is None
+            all(arguments.get(name) is None for name in CACHE_ARGUMENTS)
             and arguments.get("custom_generate") is None
             and setting("cache_implementation") in _DYNAMIC
             and setting("use_cache") is not False
@@ -384,7 +385,7 @@ def bind_generation(adaptation: Adaptation) -> None:
             if setting("is_assistant"):
                 # Draft tokens may be rejected: sliding layers must keep tokens before the window.
                 cache.activate_past_recording()
-            kwargs = {**kwargs, _CACHE: cache}
+            kwargs = {**kwargs, generate_cache_argument(): cache}
             # Set only if necessary: transformers warns of arguments that override a configuration.
             if owner.generation_config.cache_implementation or setting("cache_implementation"):
                 kwargs["cache_implementation"] = None

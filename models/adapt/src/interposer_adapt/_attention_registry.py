@@ -39,6 +39,7 @@ from interposer_adapt._attention import (
     assign_attention,
     make_attention,
 )
+from interposer_adapt._cache_argument import cache_argument
 from interposer_adapt._masks import make_mask_function
 from interposer_adapt._trial_length import extra_trial_tokens
 
@@ -206,13 +207,12 @@ def _step_tokens(model: Any) -> tuple[int, ...]:
 def _logits_in_steps(model: Any) -> Tensor:
     """Return the logits of a prompt that is computed in steps over a cache."""
     ids = torch.tensor([_prompt(model)], device=model.device)
+    name = cache_argument(model.forward)
     cache, step_logits, first = None, [], 0
     for count in _step_tokens(model):
         end = first + count
-        out = model(
-            input_ids=ids[:, first:end], past_key_values=cache, use_cache=True, return_dict=True
-        )
-        cache, first = out.past_key_values, end
+        out = model(input_ids=ids[:, first:end], use_cache=True, return_dict=True, **{name: cache})
+        cache, first = getattr(out, name), end
         step_logits.append(logits_of(out))
     return torch.cat(step_logits)
 

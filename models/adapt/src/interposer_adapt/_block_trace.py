@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from interposer import Verdict
+from interposer_adapt._cache_argument import cache_argument
 from interposer_adapt._forwards import AttentionCall, MakeMask, intercepted_by
 from interposer_ops.rotary import rotary_embedding
 
@@ -133,7 +134,9 @@ class _Cache:
     def __init__(self) -> None:
         self.updates: list[tuple[Tensor, Tensor, int]] = []
 
-    def update(self, key: Tensor, value: Tensor, index: int) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, index: int, kwargs: object = None
+    ) -> tuple[Tensor, Tensor]:
         self.updates.append((key.clone(), value.clone(), index))
         return key, value
 
@@ -201,7 +204,7 @@ def _trace(
                 layer,
                 x.clone(),
                 attention_mask=mask,
-                past_key_values=cache,
+                **{cache_argument(type(module).forward): cache},
                 **{name: _Unread() for name in UNREAD_ARGUMENTS},
                 position_embeddings=tuple(torch.cat((table, table), -1) for table in tables),
             )

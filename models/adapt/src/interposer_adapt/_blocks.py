@@ -31,6 +31,7 @@ from interposer_adapt._adaptation import Adaptation, Place, notes
 from interposer_adapt._agreement import ROUNDINGS, distance, perturb_once, random_normals
 from interposer_adapt._attention_registry import ATTENTION_FIELD, NAME
 from interposer_adapt._block_trace import UNREAD_ARGUMENTS, BlockParts, attention_child, trace_block
+from interposer_adapt._cache_argument import cache_argument
 from interposer_adapt._caches import (
     PageIndex,
     Pages,
@@ -351,9 +352,7 @@ class _BlockBinder:
         return spec(self._page_sizes[single])
 
 
-_SUPPORTED_ARGUMENTS = frozenset(
-    {"attention_mask", "position_embeddings", "past_key_values", *UNREAD_ARGUMENTS}
-)
+_SUPPORTED_ARGUMENTS = frozenset({"attention_mask", "position_embeddings", *UNREAD_ARGUMENTS})
 
 
 class StepCache(threading.local):
@@ -397,6 +396,8 @@ class BlockForward:
         self._attention: nn.Module = attention
         self.backend = block.self_attn.attn.backend
         self._dtype = block.self_attn.attn.spec.dtype
+        self.cache_argument = cache_argument(type(module).forward)
+        self._supported_arguments = _SUPPORTED_ARGUMENTS | {self.cache_argument}
         self._page_index, self._steps = page_index, steps
         self._is_routed, self._report = is_routed, report
         self._reported_reasons: set[str] = set()
@@ -428,9 +429,10 @@ class BlockForward:
         """
         if len(args) != 1:
             return "they have other arguments"
-        if not kwargs.keys() <= _SUPPORTED_ARGUMENTS:
+        supported = self._supported_arguments
+        if not kwargs.keys() <= supported:
             for name, value in kwargs.items():
-                if name not in _SUPPORTED_ARGUMENTS and value is not None and value is not False:
+                if name not in supported and value is not None and value is not False:
                     return f"they are given {name}"
         (x,) = args
         tables = kwargs.get("position_embeddings")
@@ -485,7 +487,7 @@ class BlockForward:
         """Return the layer's pages of the cache, or the reason why the cache has none."""
         if isinstance(self._page_index, str):
             return self._page_index
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(self.cache_argument)
         index = self._parts.layer_index
         if type(cache) is not RowsCache or index >= len(cache.layers):
             return "they have no cache of this project"
@@ -578,7 +580,7 @@ class _Trial:
                 self._class_forward(
                     x[:, first:end],
                     attention_mask=((distance >= 0) & (distance < window))[None, None],
-                    past_key_values=cache,
+                    **{self._forward.cache_argument: cache},
                     **self._arguments(first, end),
                 )
             )

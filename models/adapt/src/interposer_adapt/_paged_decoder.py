@@ -156,7 +156,6 @@ class PagedDecoder:
             out = self.model(
                 input_ids=token_ids[None],
                 position_ids=positions[None],
-                past_key_values=None,
                 use_cache=False,
                 return_dict=True,
                 **row_arguments,

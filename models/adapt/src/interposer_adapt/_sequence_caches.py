@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from interposer.errors import ConfigError
 from interposer_adapt._agreement import distance, error_bound, perturbed_logits, plain_logits
+from interposer_adapt._cache_argument import cache_argument
 from interposer_adapt._caches import new_cache
 from interposer_adapt._paged_decoder import FAILURES, DecoderSizes
 from interposer_adapt._trial_length import extra_trial_tokens
@@ -34,7 +35,6 @@ from interposer_engine.parts import (
 )
 from interposer_ops.layers.states import StateBatch, StateLayout
 
-_CACHE_NAMES = ("past_key_values", "cache_params")
 # Tokens of the prompt and of a second sequence in each step of the trial.
 _STEPS = ((5, 3), (4, 2), (1, 1), (1, 1), (1, 1), (1, 0))
 
@@ -76,7 +76,7 @@ class SequenceCaches:
         self._in_force = in_force
         self._caches: dict[int, Any] = {}
         parameters = inspect.signature(model.forward).parameters
-        self._cache_name = next((name for name in _CACHE_NAMES if name in parameters), "")
+        self._cache_argument = cache_argument(model.forward)
         self._takes_positions = "position_ids" in parameters
         self._has_logits_to_keep = "logits_to_keep" in parameters
 
@@ -141,7 +141,7 @@ class SequenceCaches:
     ) -> Tensor:
         kwargs: dict[str, Any] = {"use_cache": True, "return_dict": True}
         if (cache := self._caches[slot]) is not None:
-            kwargs[self._cache_name] = cache
+            kwargs[self._cache_argument] = cache
         if self._takes_positions:
             kwargs["position_ids"] = positions[None]
         rows = torch.tensor([*requested_rows] or [len(tokens) - 1], device=tokens.device)
@@ -149,7 +149,7 @@ class SequenceCaches:
             kwargs["logits_to_keep"] = rows
         out = self.model(input_ids=tokens[None], **kwargs)
         if self.by_model:
-            self._caches[slot] = out[self._cache_name]
+            self._caches[slot] = out[self._cache_argument]
         logits: Tensor = out.logits[0]
         return logits if self._has_logits_to_keep else logits[rows]
 
