@@ -31,6 +31,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from interposer import Config, explain
 from interposer.errors import ConfigError
@@ -116,6 +117,41 @@ def steps(model: Any, cache: Any, lengths: tuple[int, ...] = (5, 1, 2, 1)) -> to
         actual.append(model(ids, **{CACHE: cache}, use_cache=True).logits)
         first += length
     return torch.cat(actual, dim=1)
+
+
+class PastKeyValuesDecoderLayer(LlamaDecoderLayer):
+    """A layer that names its cache as transformers did before 5.24."""
+
+    def forward(self, hidden_states: Any, past_key_values: Any = None, **options: Any) -> Any:
+        return super().forward(hidden_states, **{CACHE: past_key_values}, **options)
+
+
+class CacheDecoderLayer(LlamaDecoderLayer):
+    """A layer that names its cache as transformers does since 5.24."""
+
+    def forward(self, hidden_states: Any, cache: Any = None, **options: Any) -> Any:
+        return super().forward(hidden_states, **{CACHE: cache}, **options)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("kind", "name"), [(PastKeyValuesDecoderLayer, "past_key_values"), (CacheDecoderLayer, "cache")]
+)
+def test_a_layer_is_a_block_by_either_name_of_its_cache(kind: Any, name: str) -> None:
+    model = build(BLOCKS["llama"]())
+    for layer in model.model.layers:
+        layer.__class__ = kind
+    x = torch.randn(2, 5, 64)
+    tables = model.model.rotary_emb(x, torch.arange(5)[None])
+    options = {"attention_mask": None, "position_embeddings": tables, "use_cache": True}
+    layer = model.model.layers[0]
+    expected = layer(x, **{name: DynamicCache(config=model.config)}, **options)
+    adapted = adapt(model, CONFIG)
+    cache = adapted.new_cache()
+    actual = layer(x, **{name: cache}, **options)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert layers_of(adapted) == {"model.layers.0": "", "model.layers.1": ""}
+    assert cache.get_seq_length() == 5
 
 
 @pytest.mark.parametrize("name", BLOCKS)

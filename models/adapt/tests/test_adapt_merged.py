@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import threading
 from pathlib import Path
@@ -312,15 +313,31 @@ def test_a_patched_rotary_function_is_called(monkeypatch: pytest.MonkeyPatch) ->
     adapt(model)
     before = model(IDS).logits
     module = sys.modules[type(model).__module__]
-    name = next(
-        label
-        for label in model.model.layers[0].self_attn.__class__.forward.__code__.co_names
-        if "rotary" in label
-    )
-    monkeypatch.setattr(module, name, lambda q, k, cos, sin: (q, k))
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k))
     assert not torch.allclose(model(IDS).logits, before, atol=1e-2)
     monkeypatch.undo()
     assert torch.equal(model(IDS).logits, before)
+
+
+@torch.no_grad()
+def test_decorators_of_a_forward_with_a_rotary_kernel_are_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, calls = build("llama"), []
+    attention = type(model.model.layers[0].self_attn)
+    original = attention.forward
+
+    @functools.wraps(original)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "forward", counted)
+    adapted = adapt(model)
+    calls.clear()
+    model(IDS)
+    assert len(calls) == 2
+    assert rotary_places(adapted) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
 
 
 def test_a_trace_leaves_the_model_unchanged() -> None:

@@ -44,35 +44,67 @@ class Scope(Protocol):
         ...
 
 
+def undecorated(function: FunctionType) -> FunctionType:
+    """Return the function inside of all decorators that follow ``functools.wraps``."""
+    inner = getattr(function, "__wrapped__", None)
+    return undecorated(inner) if isinstance(inner, FunctionType) else function
+
+
 class GlobalOverride:
     """A copy of a function in which one global name refers to another function.
 
-    The function's module is not changed. If the name is reassigned in the module later, ``apply``
-    no longer uses the copy.
+    The copy has the function's decorators. The function's module is not changed. If the name is
+    reassigned in the module later, ``apply`` no longer uses the copy.
 
     Args:
-        name: the name of a function in the globals of ``function``.
+        name: the name of a function in the globals of ``undecorated(function)``.
         replacement: the function that the name refers to in the copy.
     """
 
     def __init__(self, function: FunctionType, name: str, replacement: Callable[..., Any]) -> None:
         self._function, self._name = function, name
-        self._original = function.__globals__[name]
-        self._copy = FunctionType(
-            function.__code__,
-            {**function.__globals__, name: replacement},
-            function.__name__,
-            function.__defaults__,
-            function.__closure__,
-        )
-        self._copy.__kwdefaults__ = function.__kwdefaults__
+        self._globals = undecorated(function).__globals__
+        self._original = self._globals[name]
+        self._copy = _with_global(function, name, replacement)
 
     def apply(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the copy if ``function`` and the global name are unchanged, else ``function``."""
-        overridden = self._function
-        if function is overridden and overridden.__globals__.get(self._name) is self._original:
+        if function is self._function and self._globals.get(self._name) is self._original:
             return self._copy
         return function
+
+
+def _with_global(
+    function: FunctionType, name: str, replacement: Callable[..., Any]
+) -> FunctionType:
+    """Return a copy of a function and its decorators with another global in the inner function."""
+    inner = getattr(function, "__wrapped__", None)
+    if not isinstance(inner, FunctionType):
+        return _copy_function(
+            function, {**function.__globals__, name: replacement}, function.__closure__
+        )
+    inner_copy = _with_global(inner, name, replacement)
+    closure = tuple(
+        CellType(inner_copy) if _holds(cell, inner) else cell for cell in function.__closure__ or ()
+    )
+    return _copy_function(function, function.__globals__, closure)
+
+
+def _holds(cell: CellType, content: object) -> bool:
+    try:
+        return cell.cell_contents is content
+    except ValueError:  # not filled yet
+        return False
+
+
+def _copy_function(
+    function: FunctionType, names: dict[str, Any], closure: tuple[CellType, ...] | None
+) -> FunctionType:
+    """Return a copy of a function with other globals and another closure."""
+    twin = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    twin.__kwdefaults__ = function.__kwdefaults__
+    twin.__dict__.update(vars(function))
+    return twin
 
 
 class ModuleForward:
@@ -287,12 +319,7 @@ def find_rewrap(module: nn.Module) -> Rewrap | None:
 
     def rewrap(inner: Forward) -> tuple[str, Any]:
         closure = tuple(_replace_in_cell(cell, module, inner)[0] for cell in cells)
-        rebuilt = FunctionType(
-            outer.__code__, outer.__globals__, outer.__name__, outer.__defaults__, closure
-        )
-        rebuilt.__kwdefaults__ = outer.__kwdefaults__
-        rebuilt.__dict__.update(vars(outer))
-        return "forward", rebuilt
+        return "forward", _copy_function(outer, outer.__globals__, closure)
 
     return rewrap
 

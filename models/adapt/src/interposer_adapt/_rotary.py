@@ -23,7 +23,7 @@ from interposer import Verdict
 from interposer.errors import NoCandidateError
 from interposer_adapt._adaptation import Adaptation, Place, kernel_name
 from interposer_adapt._agreement import check_agreement, random_normals
-from interposer_adapt._forwards import GlobalOverride, forward_of
+from interposer_adapt._forwards import GlobalOverride, forward_of, undecorated
 from interposer_ops.rotary import rotary_embedding
 
 _log = logging.getLogger("interposer")
@@ -45,13 +45,12 @@ def bind_rotary(adaptation: Adaptation) -> None:
         class_forward: Any = type(module).forward
         if not module._modules or not isinstance(class_forward, FunctionType):
             continue
-        names = [
-            label for label in class_forward.__code__.co_names if _is_rotary(class_forward, label)
-        ]
+        function = undecorated(class_forward)
+        names = [label for label in function.__code__.co_names if _is_rotary(function, label)]
         forward = forward_of(module)
         if len(names) != 1 or forward is None or forward.override is not None:
             continue
-        original = class_forward.__globals__[names[0]]
+        original = function.__globals__[names[0]]
         rotary = AdaptedRotary(adaptation, module, name, original, tables)
         adaptation.changes.set(forward, "override", GlobalOverride(class_forward, names[0], rotary))
         adaptation.changes.set(module, "forward", forward)
