@@ -13,7 +13,7 @@ AVAILABLE := not gpu and not foreign and not versions and not vllm
 SEED := $(or $(SEED),$(shell $(PYTHON) -c 'import random; print(random.randrange(2**32))'))
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help install demo test test-quick test-process test-all test-repeat test-checkpoints test-load mutants test-vllm test-foreign test-torch test-hub test-libraries test-spirv test-gpu gpu-bundle gpu-evidence gpu-rehearsal lint format docs triton-targets adapt-coverage bench wheels cycles clean
+.PHONY: FORCE help install demo test test-quick test-process test-all test-repeat test-checkpoints test-load mutants test-vllm test-foreign test-torch test-transformers test-hub test-libraries test-spirv test-gpu gpu-bundle gpu-evidence gpu-rehearsal lint format docs triton-targets adapt-coverage bench wheels cycles clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -79,6 +79,9 @@ test-foreign: $(INSTALLED) ## Build llama.cpp and compare with it; run kernels o
 
 test-torch: $(INSTALLED) ## Install every version of torch that is declared, 3 GB, one by one, and run what was built once. Five minutes each.
 	$(BIN)/python -m pytest tests/test_torch_versions.py -s
+
+test-transformers: $(INSTALLED) ## Install each tested version of transformers, 11 MB, aside, and run the tests of adapted models. Two minutes each.
+	$(BIN)/python -m pytest tests/test_transformers_versions.py -s
 
 test-hub: $(INSTALLED) ## Install a transformers that takes the installed kernels, 11 MB, aside, and run a model with both.
 	$(BIN)/python -m pytest tests/test_hub_kernels.py -m versions -s
