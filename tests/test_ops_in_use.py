@@ -5,12 +5,9 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
-import pytest
-
 TOOL = Path(__file__).parents[1] / "docs" / "_ops_in_use.py"
 
 
-@pytest.mark.slow
 def test_every_op_is_bound_by_something() -> None:
     tool = runpy.run_path(str(TOOL))
     uses = tool["uses"]()
