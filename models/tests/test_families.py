@@ -74,6 +74,11 @@ def test_the_page_of_models_lists_every_architecture() -> None:
     assert sorted(listed) == sorted(architectures)
 
 
+def test_the_readme_states_the_number_of_families() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert f"[{len(own_entries())} families](docs/models.md)" in readme
+
+
 class Wrong(Llama):
     """Sees less than Llama does."""
 

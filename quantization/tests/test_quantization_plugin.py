@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from interposer import QuantizationScheme, SchemeEntry
@@ -21,3 +24,11 @@ def test_records_load_the_scheme_of_their_method() -> None:
         target = load_target(record.target)
         assert issubclass(target, QuantizationScheme)
         assert target.method == record.method
+
+
+def test_the_page_of_quantization_lists_every_checkpoint_format() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "quantization.md").read_text(encoding="utf-8")
+    table = page.split("\n| `quant_method` |")[1].split("\n\n")[0]
+    listed = re.findall(r"`([\w-]+)`", " ".join(re.findall(r"^\|([^|]+)\|", table, re.M)))
+    methods = {record.method for record in interposer_records() if isinstance(record, SchemeEntry)}
+    assert {method for method in methods if not method.startswith("online_")} <= {*listed}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +40,14 @@ def test_commands_take_each_option_that_they_do_not_set(
 ) -> None:
     expected = {option.name for option in load_options()} - own
     assert expected <= set(inspect.signature(command).parameters)
+
+
+def test_the_page_lists_each_argument_of_load() -> None:
+    page = Path(__file__).parents[3] / "docs" / "run-a-model.md"
+    section = page.read_text(encoding="utf-8").split("\n## Arguments of load\n")[1]
+    cells = " ".join(re.findall(r"^\|([^|]+)\|", section.split("\n## ")[0], re.M))
+    listed = re.findall(r"`(\w+)`", cells)
+    assert sorted(listed) == sorted(inspect.signature(load).parameters.keys() - {"path"})
 
 
 def test_pack_takes_the_options_that_change_packed_weights() -> None:
