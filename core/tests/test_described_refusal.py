@@ -13,6 +13,7 @@ from interposer.errors import ConfigError
 def test_a_missing_kit_is_named_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "interposer_testing.described", None)
     with pytest.raises(
-        ConfigError, match=r"'graviton4' is described.*pip install interposer-testing"
+        ConfigError,
+        match=r"'graviton4' is described.*Try: pip .* interposer-testing",
     ):
         explain(device="graviton4")

@@ -19,6 +19,7 @@ from interposer.errors import (
     PluginConflictError,
     PluginError,
     UnknownNameError,
+    install_command,
     nearest_first,
 )
 
@@ -129,3 +130,13 @@ def test_an_error_survives_pickling(error: InterposerError) -> None:
     assert type(arrived) is type(error)
     assert str(arrived) == str(error)
     assert vars(arrived) == vars(error)
+
+
+def test_only_packages_of_the_sdk_are_installed_from_wheels() -> None:
+    place = "(`make wheels` builds dist; see docs/install.md)"
+    for package, quoted in [
+        ("interposer-cuda", "interposer-cuda"),
+        ("interposer-tools[new]", "'interposer-tools[new]'"),
+    ]:
+        assert install_command(package) == f"pip install --find-links dist {quoted} {place}"
+    assert install_command("acme", "--force-reinstall") == "pip install --force-reinstall acme"

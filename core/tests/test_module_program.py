@@ -22,5 +22,5 @@ def test_the_module_is_the_command(
 
 def test_without_the_command_line_its_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "interposer_tools", None)
-    with pytest.raises(SystemExit, match="Try: pip install interposer-tools"):
+    with pytest.raises(SystemExit, match="Try: pip install --find-links dist interposer-tools"):
         runpy.run_module("interposer", run_name="__main__")

@@ -138,7 +138,9 @@ def test_without_any_platform_the_error_says_what_to_install(installed: Install)
     with pytest.raises(PlatformUnavailableError) as caught:
         current_platform()
     assert str(caught.value) == (
-        "No platform.\n  No installed plugin declares one.\nTry: pip install interposer-cpu"
+        "No platform.\n  No installed plugin declares one.\n"
+        "Try: pip install --find-links dist interposer-cpu (`make wheels` builds dist; see "
+        "docs/install.md)"
     )
 
 
@@ -280,6 +282,12 @@ def test_an_unknown_platform_lists_the_known(installed: Install) -> None:
     installed(entry(Host), entry(Absent))
     with pytest.raises(UnknownNameError, match=r"'hots'\. .* first: 'host', 'absent'"):
         current_platform(Config(platform="hots"))
+
+
+def test_a_platform_of_the_sdk_that_is_missing_names_its_package(installed: Install) -> None:
+    installed(entry(Host))
+    with pytest.raises(UnknownNameError, match=r"Try: pip install .* interposer-cuda"):
+        current_platform(Config(platform="cuda"))
 
 
 def test_a_mistake_in_the_environment_raises(

@@ -22,6 +22,7 @@ from interposer._contract.errors import (
     UnsupportedModelError,
     described,
     foreign_errors,
+    install_command,
     near_names,
     nearest_first,
 )
@@ -33,7 +34,6 @@ __all__ = [
     "PlatformUnavailableError",
     "PluginConflictError", "PluginError", "RankError", "RecordError", "RequestError",
     "StorageError", "UnknownNameError", "UnsupportedModelError", "described", "foreign_errors",
-    "near_names",
-    "nearest_first",
+    "install_command", "near_names", "nearest_first",
 ]
 # fmt: on

@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from interposer.errors import install_command
+
 # A string, because the kit depends on the core and the core must not import the kit.
 _KIT = "interposer_testing"
 
@@ -18,5 +20,8 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != _KIT:
             raise
-        raise ImportError("No conformance kit. Try: pip install interposer-testing") from None
+        raise ImportError(
+            f"{__name__} needs the package interposer-testing, which is not installed. "
+            f"Try: {install_command('interposer-testing')}"
+        ) from None
     return getattr(kit, name)

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from interposer._plugins.registry import forget_discovery
     from interposer._plugins.trust import Lock, allowed, check_lock, lock_path
     from interposer._selection.measurements import Measurements
-    from interposer._selection.placement import unless_explicit
+    from interposer._selection.placement import platform_hint, unless_explicit
     from interposer._validation.compatibility import API_RANGE, check_api
     from interposer._validation.distribution import STANDARD
     from interposer._validation.records import check_classes, check_records
@@ -66,7 +66,7 @@ __all__ = [
     "config_sources", "default_store", "entry_points", "figures", "forget_discovery",
     "gather_bytes", "import_problem", "installed_distributions", "irregular",
     "lazy_attributes", "lock_path", "open_owned", "options_here", "parse_rules",
-    "places_summary", "policy_for", "refused_lines", "steady_time_ns", "strays",
+    "places_summary", "platform_hint", "policy_for", "refused_lines", "steady_time_ns", "strays",
     "subject_summary", "unless_explicit", "unreadable_entry_points", "variables",
     "warn_if_shared", "write_text",
 ]
@@ -99,7 +99,7 @@ __getattr__ = lazy_attributes(
         "interposer._plugins.registry": "forget_discovery",
         "interposer._plugins.trust": "Lock allowed check_lock lock_path",
         "interposer._selection.measurements": "Measurements",
-        "interposer._selection.placement": "unless_explicit",
+        "interposer._selection.placement": "platform_hint unless_explicit",
         "interposer._validation.compatibility": "API_RANGE check_api",
         "interposer._validation.distribution": "STANDARD",
         "interposer._validation.records": "check_classes check_records",

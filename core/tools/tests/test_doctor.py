@@ -230,7 +230,7 @@ def test_platforms_list_other_platforms_whose_kernels_they_run(
 
 def test_no_platform_is_a_problem(cache: Path) -> None:
     with use(plugins="none", cache_dir=str(cache)):
-        assert "pip install interposer-cpu" in problem(doctor()).reason
+        assert "pip install --find-links dist interposer-cpu" in problem(doctor()).reason
 
 
 @pytest.mark.usefixtures("host")

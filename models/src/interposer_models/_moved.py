@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
 
+from interposer.errors import install_command
+
 
 def moved_names(module: str, homes: Mapping[str, str]) -> Callable[[str], object]:
     """Make a ``__getattr__`` for ``module`` that loads names from the modules they moved to.
@@ -45,7 +47,7 @@ def _load(module: str, home: str, name: str, stacklevel: int) -> object:
             raise
         raise ImportError(
             f"{module}.{name} is now {home}.{name}. "
-            f"Try: pip install {package.replace('_', '-')}, and import it from there"
+            f"Try: {install_command(package.replace('_', '-'))}, then import it from {home}"
         ) from error
     warnings.warn(
         f"{module}.{name} is now {home}.{name}: import it from there",

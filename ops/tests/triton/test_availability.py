@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from interposer import Capability, Request, current_registry, place
+from interposer.errors import install_command
 from interposer.records import Kernel
 from interposer.tooling import acceptance_of
 from interposer_ops._records import triton_kernels
@@ -53,7 +54,8 @@ def test_a_missing_package_is_refused_with_an_install_command(
 ) -> None:
     monkeypatch.setattr(triton_availability, "find_spec", lambda _: spec)
     assert judge(request("sm_90")).reason == (
-        "needs the package triton, which is not installed: pip install 'interposer-ops[triton]'"
+        "needs the package triton, which is not installed: "
+        f"{install_command('interposer-ops[triton]')}"
     )
 
 

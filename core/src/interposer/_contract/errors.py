@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import warnings
 from collections.abc import Iterable
@@ -194,6 +195,22 @@ def warn(text: str, category: type[Warning]) -> None:
     warnings.warn_explicit(
         text, category, frame.f_code.co_filename, frame.f_lineno, registry=registry
     )
+
+
+def install_command(package: str, options: str = "") -> str:
+    """Return the command that installs a package, as the next action of an error.
+
+    Args:
+        package: name of a distribution, also with extras, such as ``"interposer-tools[new]"``.
+        options: options of pip, such as ``"--upgrade"``.
+    """
+    name = package.partition("[")[0]
+    words = ["pip install", options, shlex.quote(package)]
+    if name != "interposer" and not name.startswith("interposer-"):
+        return " ".join(filter(None, words))
+    # No package index has the distributions of the SDK, so pip must find their wheels.
+    words.insert(2, "--find-links dist")
+    return f"{' '.join(filter(None, words))} (`make wheels` builds dist; see docs/install.md)"
 
 
 def _restored(kind: type[InterposerError], args: tuple[object, ...]) -> InterposerError:

@@ -13,7 +13,7 @@ import pluggy
 from interposer import hookspecs
 from interposer._config.config import variables
 from interposer._contract.capability import Capability
-from interposer._contract.errors import RecordError, foreign_errors
+from interposer._contract.errors import RecordError, foreign_errors, install_command
 from interposer._contract.records import Kernel, PlatformEntry, Record, load_target
 from interposer._contract.request import Request
 from interposer._contract.verdict import Verdict
@@ -180,7 +180,7 @@ def examine_kernel(arguments: Arguments, reporter: Reporter) -> Finding:
     except ModuleNotFoundError as error:
         return Finding.refuse(
             f"cannot be compared with the reference of {op.name!r}: {error}. "
-            "Try: pip install interposer-testing, or Config(canary='off')",
+            f"Try: {install_command('interposer-testing')}, or Config(canary='off')",
             missing=error.name or "",
         )
     # Read the record before loading the kernel, whose code might tamper with the record.

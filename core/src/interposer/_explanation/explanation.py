@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast, get_args
 from interposer._config.config import Config, config_sources, effective_config
 from interposer._config.rules import Rule
 from interposer._contract.capability import Device
-from interposer._contract.errors import ConfigError, UnknownNameError
+from interposer._contract.errors import ConfigError, UnknownNameError, install_command
 from interposer._contract.layer import Binder
 from interposer._contract.platform import Placement
 from interposer._contract.records import load_target
@@ -295,7 +295,7 @@ def _described(registry: Registry, device: str | os.PathLike[str]) -> Placement:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"device={device!r} is described, and {error.name} is not installed to read "
-            "descriptions. Try: pip install interposer-testing"
+            f"descriptions. Try: {install_command('interposer-testing')}"
         ) from None
     return cast(Placement, placement)
 

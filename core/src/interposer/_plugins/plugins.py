@@ -19,6 +19,7 @@ from interposer._contract.errors import (
     RecordError,
     described,
     foreign_errors,
+    install_command,
     traced,
     warn,
 )
@@ -330,6 +331,19 @@ class Plugins:
     def omissions(self) -> list[Refusal]:
         """Return the plugins that the policy excludes as refusals."""
         return [Refusal(s.name, s.distribution, s.reason) for s in self.skipped]
+
+    def remedy(self, distribution: str) -> str:
+        """Return why no plugin of a distribution is in use, and how to enable it.
+
+        The text continues a sentence whose subject is the distribution.
+        """
+        for failure in self.failed:
+            if failure.distribution == distribution:
+                return f"failed: {failure.error.reason}.\nTry: interposer doctor"
+        for skipped in self.skipped:
+            if skipped.distribution == distribution:
+                return f"is not used: {skipped.reason}.\nTry: allow it in the configuration"
+        return f"is not installed.\nTry: {install_command(distribution)}"
 
     def withdraw(self, plugin: Plugin, reason: str, remedy: str = "") -> None:
         """Quarantine a plugin that is already loaded."""

@@ -17,7 +17,7 @@ from interposer._config.config import Config, config_sources
 from interposer._config.file_access import irregular
 from interposer._config.rules import Exact, first_fault
 from interposer._config.storage import checksum, write_text
-from interposer._contract.errors import LockError, StorageError, UnknownNameError
+from interposer._contract.errors import LockError, StorageError, UnknownNameError, install_command
 from interposer._contract.verdict import Verdict
 from interposer._validation.compatibility import installed_version
 from interposer._validation.distribution import STANDARD, Distribution
@@ -230,8 +230,9 @@ def _alterations(distribution: Distribution) -> Iterator[_Problem]:
         listed_files = ", ".join(altered[:_MOST_NAMED])
         listed_files += f" and {num_more} more" if num_more > 0 else ""
         name = f"{distribution.name} {distribution.version}"
+        command = install_command(distribution.name, "--force-reinstall")
         line = f"{name} was altered after it was installed: {listed_files}"
-        yield _Problem(line, f"reinstall it: pip install --force-reinstall {distribution.name}")
+        yield _Problem(line, f"reinstall it: {command}")
 
 
 def _difference(distribution: Distribution, locked: LockedDistribution | None) -> str:

@@ -21,6 +21,7 @@ from interposer._contract.errors import (
     UnknownNameError,
     described,
     foreign_errors,
+    install_command,
     near_names,
     traced,
 )
@@ -31,6 +32,9 @@ from interposer._contract.verdict import Refusal, Verdict
 from interposer._plugins.registry import Registry, current_registry, per_registry
 from interposer._selection.resolver import Resolver
 from interposer._selection.select import select
+
+SDK_PLATFORMS = ("cpu", "cuda", "rocm", "xpu")
+"""Platforms of the SDK; the distribution of each is named ``interposer-`` and the platform."""
 
 _REQUEST = Request("platform", "")
 
@@ -60,7 +64,7 @@ def _place(registry: Registry, policy: Policy) -> Placement:
     if policy.pin is None and all(_is_explicit(candidate) for candidate in candidates):
         refusals = [Refusal(c.name, c.origin, c.judge(_REQUEST).reason) for c in candidates]
         omitted = registry.plugins.omissions()
-        action = "pip install interposer-cpu"
+        action = install_command("interposer-cpu")
         if failures or omitted:
             action = (
                 "fix the plugins that failed, allow those that the configuration omits, or "
@@ -72,7 +76,8 @@ def _place(registry: Registry, policy: Policy) -> Placement:
         choice = select(_REQUEST, candidates, policy)
     except UnknownNameError as error:
         if not failures:
-            raise
+            hint = platform_hint(registry, error.name) or error.hint
+            raise UnknownNameError(error.kind, error.name, error.known, hint) from None
         # The plugin that provides the platform may be among the plugins that failed.
         what = f"{requested}; known, nearest first: {near_names(error.name, error.known)}"
         raise PlatformUnavailableError(what, failures, "fix the plugins that failed") from error
@@ -87,6 +92,14 @@ def _place(registry: Registry, policy: Policy) -> Placement:
     if policy.pin is None:
         _refuse_silent_fallback(registry, placement, failures)
     return placement
+
+
+def platform_hint(registry: Registry, platform: str) -> str:
+    """Return the next action for a platform of the SDK that no plugin in use provides, or ""."""
+    if platform not in SDK_PLATFORMS:
+        return ""
+    package = f"interposer-{platform}"
+    return f"{package} provides {platform!r}, and {registry.plugins.remedy(package)}"
 
 
 def unless_explicit(candidate: Candidate, policy: Policy) -> Candidate:
@@ -236,6 +249,6 @@ def planned(
         by = "" if quantization is None else f" and quantizes it by {quantization!r}"
         raise ConfigError(
             f"No installed plugin reads the model directory {str(path)!r}{by}. "
-            "Try: pip install interposer-engine"
+            f"Try: {install_command('interposer-engine')}"
         )
     return plan

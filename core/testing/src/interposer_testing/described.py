@@ -40,25 +40,20 @@ from interposer.errors import (
     nearest_first,
 )
 from interposer.records import resource_path
+from interposer.tooling import platform_hint
 
 __all__ = ["DeviceDescription", "described_placement", "find_description"]
 
 _MAX_FAULTS = 3
-# The packages of this project that are not always installed, by platform, with their descriptions.
-_PACKAGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+# Descriptions of the SDK's platforms, whose packages are not always installed, by platform.
+_DESCRIPTIONS: Mapping[str, tuple[str, ...]] = {
     "cpu": (
-        "interposer-cpu",
-        (
-            *("ampere-altra", "apple-m4", "graviton4", "icelake-server", "sapphire-rapids"),
-            *("z14", "z16", "zen2", "zen5"),
-        ),
+        *("ampere-altra", "apple-m4", "graviton4", "icelake-server", "sapphire-rapids"),
+        *("z14", "z16", "zen2", "zen5"),
     ),
-    "cuda": (
-        "interposer-cuda",
-        ("a100", "b200", "h100", "h200", "rtx4090", "rtx5090", "t4"),
-    ),
-    "rocm": ("interposer-rocm", ("mi250x", "mi300x", "mi355x", "rx7900xtx", "rx9070xt")),
-    "xpu": ("interposer-xpu", ("arc140v", "b580", "max1550")),
+    "cuda": ("a100", "b200", "h100", "h200", "rtx4090", "rtx5090", "t4"),
+    "rocm": ("mi250x", "mi300x", "mi355x", "rx7900xtx", "rx9070xt"),
+    "xpu": ("arc140v", "b580", "max1550"),
 }
 
 
@@ -307,29 +302,17 @@ def _find(registry: Registry, wanted: str | os.PathLike[str]) -> tuple[DeviceDes
 
 def _device_hint(registry: Registry, name: str) -> str:
     """Return the next action for the name of a device that no plugin in use describes."""
-    for package, names in _PACKAGES.values():
+    for platform, names in _DESCRIPTIONS.items():
         if name in names:
-            return f"{package} describes {name!r}, and {_remedy(registry, package)}"
+            package = f"interposer-{platform}"
+            return f"{package} describes {name!r}, and {registry.plugins.remedy(package)}"
     return "A description can also be a file whose name ends in .json."
 
 
 def _platform_hint(registry: Registry, platform: str) -> str:
     """Return the next action for a platform that no plugin in use provides."""
-    if platform in _PACKAGES:
-        package, _ = _PACKAGES[platform]
-        return f"{package} has the kernels of {platform!r}, and {_remedy(registry, package)}"
-    return "The plugin with the kernels of this platform is needed. Is it installed and enabled?"
-
-
-def _remedy(registry: Registry, package: str) -> str:
-    """Return the end of a sentence: why ``package`` is not in use, and how to enable it."""
-    for failure in registry.plugins.failed:
-        if failure.distribution == package:
-            return f"failed: {failure.error.reason}.\nTry: interposer doctor"
-    for skipped in registry.plugins.skipped:
-        if skipped.distribution == package:
-            return f"is not used: {skipped.reason}.\nTry: allow it in the configuration"
-    return f"is not installed.\nTry: pip install {package}"
+    other = "The plugin with the kernels of this platform is needed. Is it installed and enabled?"
+    return platform_hint(registry, platform) or other
 
 
 def _is_path(text: str) -> bool:

@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from interposer.errors import ConfigError, InterposerError, StorageError
+from interposer.errors import ConfigError, InterposerError, StorageError, install_command
 from interposer.hookspecs import GROUP
 from interposer.tooling import API_RANGE, STANDARD, entry_points
 
@@ -97,7 +97,7 @@ class NewPlugin:
         except ImportError as error:
             raise InterposerError(
                 f"New plugins need the package copier, which cannot be imported: {error}\n"
-                "Try: pip install 'interposer-tools[new]'"
+                f"Try: {install_command('interposer-tools[new]')}"
             ) from error
         target = folder / self.name
         if target.exists() or target.is_symlink():

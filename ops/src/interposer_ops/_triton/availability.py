@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from interposer import Request, Verdict
+from interposer.errors import install_command
 
 LEAST_VERSION = (3, 6)
 """The oldest supported triton, as major and minor version."""
@@ -18,7 +19,7 @@ INTERPRETER = "triton_interpreter"
 MOST_SPLIT_ROWS = 16
 """Maximum number of rows for split-K kernels: the rows of one matrix instruction."""
 
-_INSTALL = "pip install 'interposer-ops[triton]'"
+_INSTALL = install_command("interposer-ops[triton]")
 # Distribution names of the package triton, including builds of vendors.
 _DISTRIBUTIONS = (
     "triton",

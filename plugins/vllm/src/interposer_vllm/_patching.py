@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from packaging.specifiers import SpecifierSet
 
 from interposer import Verdict
-from interposer.errors import described, foreign_errors
+from interposer.errors import described, foreign_errors, install_command
 from interposer_vllm._patch import Patch
 
 __all__ = ["DECLARED", "TESTED", "VERDICTS", "apply_patches"]
@@ -53,8 +53,8 @@ def apply_patches(
 def _apply(patch: Patch, version: str, verdicts: Mapping[str, Verdict]) -> Verdict:
     if version not in DECLARED:
         return Verdict.refuse(
-            f"this version of interposer-vllm declares vLLM {DECLARED}. Try: pip install -U "
-            "interposer-vllm"
+            f"this version of interposer-vllm declares vLLM {DECLARED}. "
+            f"Try: {install_command('interposer-vllm', '--upgrade')}"
         )
     for name in patch.needs:
         if not verdicts.get(name):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from interposer import Candidate, Config, Device
+from interposer.errors import install_command
 from interposer.records import load_target
 from interposer_testing._checks.fault import Fault
 
@@ -40,7 +41,8 @@ def peer_of(architecture: str, other_names: Iterable[str] = ()) -> tuple[Any, st
         try:
             import_module(required)
         except ModuleNotFoundError as error:
-            return None, f"{error.name} is not installed. Try: pip install interposer-engine"
+            command = install_command("interposer-engine")
+            return None, f"{error.name} is not installed. Try: {command}"
     package = import_module(_TRANSFORMERS)
     names = (name for name in (architecture, *other_names) if hasattr(package, name))
     peer = next((getattr(package, name) for name in names), None)

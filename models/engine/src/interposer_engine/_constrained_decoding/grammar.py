@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from interposer.errors import RequestError
+from interposer.errors import RequestError, install_command
 from interposer_engine._sampling_params import Constraint
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def library() -> Any:
     except ImportError:
         raise RequestError(
             "Constrained output needs the package llguidance, which is not installed. "
-            'Try: pip install "interposer-engine[constraints]"'
+            f"Try: {install_command('interposer-engine[constraints]')}"
         ) from None
     return llguidance
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from interposer import Verdict
+from interposer.errors import install_command
 
 # Oldest Linux driver by CUDA major version.
 _OLDEST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
@@ -54,7 +55,7 @@ class TorchBuild:
         if self.hip:
             return Verdict.refuse(
                 f"torch {self.version} is built for HIP {self.hip}: its cuda devices are AMD GPUs. "
-                "Try: pip install interposer-rocm"
+                f"Try: {install_command('interposer-rocm')}"
             )
         return Verdict.accept()
 
