@@ -52,7 +52,7 @@ def test_an_op_is_shown_with_its_definition() -> None:
 
 def test_a_name_that_nobody_has_is_answered_with_the_nearest() -> None:
     wrong = ops("rms_nrom")
-    assert wrong.returncode == 1
+    assert wrong.returncode == 2
     assert "Unknown op 'rms_nrom'. Known, nearest first: 'rms_norm'" in wrong.stderr
     wrong = ops("--from", "interposer-opz")
     assert "Unknown distribution with ops 'interposer-opz'" in wrong.stderr

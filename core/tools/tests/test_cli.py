@@ -77,7 +77,7 @@ def test_version(run: Run) -> None:
 
 def test_an_expected_error_is_one_message_without_a_traceback(run: Run) -> None:
     process = run("lock", INTERPOSER_PLATFROM="cpu")
-    assert (process.returncode, process.stdout) == (1, "")
+    assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr.startswith("error: Unknown environment variable 'INTERPOSER_PLATFROM'")
     assert "Traceback" not in process.stderr
     assert len(process.stderr.splitlines()) == 1

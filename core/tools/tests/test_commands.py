@@ -209,7 +209,7 @@ def test_why_selects_one_subject_and_refuses_unknown_ones(command: Command) -> N
     assert f"      target: {__name__}:negate\n" in out
     assert "rms_norm" not in out
     code, out, err = command("explain", "--why", "nagate")
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert "nearest first: 'negate'" in err
 
 
@@ -217,23 +217,38 @@ def test_why_selects_one_subject_and_refuses_unknown_ones(command: Command) -> N
     ("arguments", "message"),
     [
         (("--on", "abaccus"), "Unknown device 'abaccus'"),
-        (("--on", "none.json"), "none.json: cannot be read"),
         (("--on", "x", "--platform", "abacus"), "--on and --platform both choose the device"),
         (("--platform", "abaccus"), "nearest first: 'abacus'"),
         (("--kernel", "negate"), "not of the form NAME=CHOICE"),
         (("--kernel", "=negate_slide"), "not of the form NAME=CHOICE"),
         (("--kernel", "negate=+"), "not of the form NAME=CHOICE"),
         (("--kernel", "negate=a", "--kernel", "negate=b"), "to 'a' and to 'b'"),
-        (("--locked",), "interposer.lock does not exist"),
-        (("of-nowhere",), "of-nowhere"),
         (("--kernel", "nagate=reference"), "Unknown op 'nagate' in Config.kernels"),
         (("--why", "negate_slide"), "is a candidate for 'negate'. Try: --why negate"),
-        (("--platform", "-abacus"), "forb"),
         (("--platform", "abacus,other"), "--platform: 'platform' is set to 'abacus' and to"),
         (("--platform", ""), "--platform: 'platform=' is not of the form"),
     ],
 )
-def test_a_bad_option_is_one_message(
+def test_a_bad_option_is_a_usage_error_with_one_message(
+    command: Command, arguments: tuple[str, ...], message: str
+) -> None:
+    code, out, err = command("explain", *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert message in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--on", "none.json"), "none.json: cannot be read"),
+        (("--locked",), "interposer.lock does not exist"),
+        (("of-nowhere",), "of-nowhere"),
+        (("--platform", "-abacus"), "forb"),
+    ],
+)
+def test_a_failure_is_one_message(
     command: Command, arguments: tuple[str, ...], message: str
 ) -> None:
     code, out, err = command("explain", *arguments)

@@ -378,7 +378,7 @@ def test_native_levels_have_the_registers_of_their_names(
 
 def test_native_is_only_for_kernels(command: Command, tmp_path: Path) -> None:
     code, out, err = command("plugin", "acme-things", "--kind", "layer", "--native")
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert err == (
         "error: Only kernels can be compiled, and a plugin of the kind layer has none.\n"
         "Try: --kind kernel --native, or --kind layer alone\n"
@@ -465,7 +465,7 @@ def test_invalid_name_is_refused_with_a_proposal(
     name: str, reason: str, command: Command, tmp_path: Path
 ) -> None:
     code, out, err = command("plugin", "--kind", "layer", "--", name)
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert err.startswith(f"error: {name!r} cannot be the name of a new plugin: {reason}")
     assert re.search(r"^Try: \S", err, re.MULTILINE)
     assert not names(tmp_path)
@@ -479,6 +479,17 @@ def test_proposed_name_can_be_used(name: str) -> None:
         NewPlugin(name, PluginKind.KERNEL)
     proposed = str(refused.value).rpartition("Try: ")[2]
     assert NewPlugin(proposed, PluginKind.KERNEL).name == proposed
+
+
+def test_proposed_name_is_near_the_refused_name() -> None:
+    for name, proposed in [
+        ("acme norm!", "acme-norm"),
+        ("", "acme-kernels"),
+        ("yaml", "acme-yaml"),
+        ("interposer-cpu", "acme-interposer-cpu"),
+    ]:
+        with pytest.raises(ConfigError, match=f"\nTry: {proposed}$"):
+            NewPlugin(name, PluginKind.KERNEL)
 
 
 @given(st.text(alphabet="abzAZ019-_.", min_size=1, max_size=12).map(lambda end: f"named{end}9"))

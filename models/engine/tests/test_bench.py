@@ -121,17 +121,23 @@ def test_llama_bench_rows_have_its_format(command: Command, llama: Path) -> None
         (("--rounds", "0"), "--rounds is 0, must be"),
         (("--new-tokens", "511"), "the model's context is 512 tokens. Try: --new-tokens 128"),
         (("--svg", "nowhere/x.svg"), "its folder does not exist"),
-        (("--adapter", "nowhere"), "nowhere"),
         (("--shared-prefix", "-1"), "--shared-prefix is -1"),
         (("--platform", "abacus"), "Unknown platform"),
     ],
 )
-def test_bad_input_ends_with_one_message(
+def test_a_bad_option_is_a_usage_error_with_one_message(
     command: Command, llama: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     code, out, err = command(llama, *QUICK, *arguments)
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert message in err
+    assert "Traceback" not in err
+
+
+def test_an_adapter_that_is_missing_ends_with_one_message(command: Command, llama: Path) -> None:
+    code, out, err = command(llama, *QUICK, "--adapter", "nowhere")
+    assert (code, out) == (1, "")
+    assert "nowhere" in err
     assert "Traceback" not in err
 
 

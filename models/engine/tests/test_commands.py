@@ -110,7 +110,7 @@ def test_run_refuses_a_prompt_that_is_not_utf_8(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))
     for arguments in (("--prompt-file", file), ("--prompt", "-")):
         code, out, err = command("run", llama, *arguments)
-        assert (code, out) == (1, "")
+        assert (code, out) == (2, "")
         assert "is no text in UTF-8: unexpected end of data at byte 3. Try: convert it" in err
 
 
@@ -168,7 +168,7 @@ def test_run_quantizes_weights_while_they_load(command: Command, llama: Path) ->
     code, _, err = command(*options, "fp8")
     assert (code, err.count("4 tokens (length)")) == (0, 1)
     code, _, err = command(*options, "fp9")
-    assert code == 1
+    assert code == 2
     assert "Unknown method 'fp9' to quantize weights by" in err
 
 
@@ -225,10 +225,10 @@ def test_explain_plans_online_quantization(command: Command, llama: Path) -> Non
     less = places(explain(llama, quantization=settings).to_dict())
     assert less == {place for place in places(report) if not place.endswith("down_proj")}
     code, out, err = command("explain", llama, "--quantization", "fp9")
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert "Unknown method 'fp9' to quantize weights by" in err
     code, out, err = command("explain", "--quantization", "fp8")
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert "quantization='fp8' is about a model, and none is given" in err
     with pytest.raises(ConfigError, match="takes no quantization for a loaded model"):
         explain(lm, quantization="fp8")
@@ -275,7 +275,7 @@ def test_a_bad_option_ends_with_one_message(
     command: Command, llama: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     code, out, err = command("explain", llama, *arguments)
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert err.startswith("error: ")
     assert message in err
     assert "Traceback" not in err
@@ -301,7 +301,7 @@ def test_a_bad_request_ends_with_one_message(
     command: Command, llama: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     code, out, err = command("run", llama, *arguments)
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert message in err
     assert "Traceback" not in err
 

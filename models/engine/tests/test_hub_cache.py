@@ -118,11 +118,11 @@ def test_a_wrong_name_gets_the_next_action(
     cache: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, _, err = command("remove", "acme/nothing", "--yes")
-    assert code == 1
+    assert code == 2
     assert "Unknown cached model 'acme/nothing'" in err
     assert "`interposer list` lists all cached models." in err
     code, _, err = command("pull", "nothing")
-    assert code == 1
+    assert code == 2
     assert err == "error: 'nothing' is no name on a hub. Try: a name such as Qwen/Qwen3-0.6B\n"
     (tmp_path / "acme" / "folder").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)

@@ -150,26 +150,30 @@ def _normalised(name: str) -> str:
     Raises: ConfigError: the name is no valid name of a distribution and a package, or is taken.
     """
     normalised = str(canonicalize_name(name))
+    if fault := _name_fault(name):
+        remedy = _proposed_name(normalised)
+        raise ConfigError(f"{name!r} cannot be the name of a new plugin: {fault}.\nTry: {remedy}")
+    return normalised
+
+
+def _name_fault(name: str) -> str:
+    """Return the reason why a new plugin cannot have a name, or ""."""
+    normalised = str(canonicalize_name(name))
     package = normalised.replace("-", "_")
     if not _NAME.fullmatch(name):
-        reason = (
+        return (
             "names consist of A-Z, a-z, 0-9, '.', '-' and '_', "
             "and begin and end with a letter or a digit"
         )
-    elif len(normalised) > _MAX_NAME_CHARACTERS:
-        reason = f"it has {len(normalised)} characters, at most {_MAX_NAME_CHARACTERS} fit"
-    elif not package.isidentifier() or keyword.iskeyword(package):
-        reason = f"Python cannot import a package {package!r}"
-    elif package in sys.stdlib_module_names:
-        reason = f"{package!r} is a module of Python itself"
-    elif normalised in STANDARD:
-        reason = "it is a part of the SDK"
-    else:
-        reason = _conflict(normalised, package)
-    if reason:
-        remedy = _proposed_name(normalised)
-        raise ConfigError(f"{name!r} cannot be the name of a new plugin: {reason}.\nTry: {remedy}")
-    return normalised
+    if len(normalised) > _MAX_NAME_CHARACTERS:
+        return f"it has {len(normalised)} characters, at most {_MAX_NAME_CHARACTERS} fit"
+    if not package.isidentifier() or keyword.iskeyword(package):
+        return f"Python cannot import a package {package!r}"
+    if package in sys.stdlib_module_names:
+        return f"{package!r} is a module of Python itself"
+    if normalised in STANDARD:
+        return "it is a part of the SDK"
+    return _conflict(normalised, package)
 
 
 def _conflict(name: str, package: str) -> str:
@@ -191,5 +195,8 @@ def _conflict(name: str, package: str) -> str:
 
 def _proposed_name(name: str) -> str:
     """Return a valid name that resembles ``name``."""
-    stem = re.sub("[^a-z0-9]+", "-", name).strip("-")[: _MAX_NAME_CHARACTERS - 5].strip("-")
-    return f"acme-{stem or 'kernels'}"
+    most = _MAX_NAME_CHARACTERS - len("-plugin")
+    stem = re.sub("[^a-z0-9]+", "-", name).strip("-")[:most].strip("-") or "acme-kernels"
+    if not _name_fault(stem):
+        return stem
+    return f"{stem}-plugin" if stem.startswith("acme-") else f"acme-{stem}"

@@ -20,7 +20,14 @@ import importlib_metadata
 import typer
 from packaging.utils import canonicalize_name
 
-from interposer.errors import InterposerError, described, foreign_errors
+from interposer.errors import (
+    ConfigError,
+    InterposerError,
+    LockError,
+    RequestError,
+    described,
+    foreign_errors,
+)
 from interposer.tooling import STANDARD, entry_points, import_problem
 from interposer_tools._commands.doctor import doctor
 from interposer_tools._commands.explain import explain
@@ -50,7 +57,7 @@ _BUILT_IN: dict[str, Callable[..., None]] = {
 
 
 def main() -> None:
-    """Run the command line. An expected error prints one message and exits with code 1."""
+    """Run the command line. An expected error prints one message and exits with code 1 or 2."""
     warnings.showwarning = _show_warning
     if sys.stderr.isatty():  # show progress to people, but keep it out of the logs of scripts
         logging.basicConfig(format="%(message)s")
@@ -64,7 +71,7 @@ def main() -> None:
             sys.stdout.flush()  # a failure is reported below; at exit it would be a traceback
     except InterposerError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(_exit_code(error))
     except BrokenPipeError:  # the reader, such as `head`, closed the pipe on purpose
         _drop_output()
         sys.exit(_CLOSED_PIPE_EXIT)
@@ -80,6 +87,12 @@ def main() -> None:
             raise
         _drop_output()
         sys.exit(_CLOSED_PIPE_EXIT)
+
+
+def _exit_code(error: InterposerError) -> int:
+    """Return 2 for an option or setting that cannot be used, as for an unknown one, else 1."""
+    is_usage = isinstance(error, (ConfigError, RequestError)) and not isinstance(error, LockError)
+    return 2 if is_usage else 1
 
 
 def _drop_output() -> None:

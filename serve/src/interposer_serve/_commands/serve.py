@@ -185,11 +185,11 @@ def _print_error(text: str) -> None:
 def _allowed_connections(requested: int) -> int:
     """Raise the process's limit of open files, and return the possible number of connections.
 
-    Raises: ConfigError: the limit allows no connections.
+    Raises: InterposerError: the limit allows no connections.
     """
     import resource
 
-    from interposer.errors import ConfigError
+    from interposer.errors import InterposerError
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = requested + _OTHER_FILES
@@ -198,7 +198,7 @@ def _allowed_connections(requested: int) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     allowed = requested if soft == resource.RLIM_INFINITY else min(requested, soft - _OTHER_FILES)
     if allowed < 1:
-        raise ConfigError(
+        raise InterposerError(
             f"The process may open {soft} files, too few to serve. Try: ulimit -n {needed}"
         )
     return allowed
@@ -207,9 +207,9 @@ def _allowed_connections(requested: int) -> int:
 def _listen(host: str, port: int) -> socket:
     """Open a socket that listens on the address.
 
-    Raises: ConfigError: the address is invalid or in use.
+    Raises: InterposerError: the address is invalid or in use.
     """
-    from interposer.errors import ConfigError
+    from interposer.errors import InterposerError
 
     try:
         family, kind, number, _, address = getaddrinfo(host, port, type=SOCK_STREAM)[0]
@@ -220,7 +220,7 @@ def _listen(host: str, port: int) -> socket:
         # With SO_REUSEADDR, another server could bind the same address until this one listens.
         listening.listen(_BACKLOG)
     except OSError as error:
-        raise ConfigError(
+        raise InterposerError(
             f"The server cannot listen at {host} port {port}: {error.strerror}. "
             "Try: --port 0, which selects a free port"
         ) from None
