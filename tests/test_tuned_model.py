@@ -67,9 +67,9 @@ def test_tuning_puts_wrong_scores_right(tmp_path: Path) -> None:
     (slower,) = [r for r in choice.refusals if r.candidate == "silu_and_mul_slow"]
     assert "slower" in slower.reason
 
-    # Everything that a kernel or a backend could be chosen for was timed, and is not stale.
+    # Everything that a kernel or a backend could be chosen for was timed, and is current.
     explained = interposer.explain(planned(MODEL, config)).to_dict()["choices"]
-    assert all("stale" not in str(row) for row in explained)
+    assert all("cannot be used" not in str(row) for row in explained)
     assert {entry.key.kind for entry in table.entries} == {"kernel", "attention"}
     assert all(entry.value.failed == {} for entry in table.entries)
 

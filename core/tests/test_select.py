@@ -441,7 +441,7 @@ def test_the_fastest_measured_precedes_scores_and_unmeasured_candidates() -> Non
     assert choice.seconds == {"acme/a": 2.5e-5, "acme/b": 1.25e-5}
     assert [r.reason for r in choice.refusals] == [
         "accepted, but slower (25 us > 12.5 us)",
-        "accepted, but not measured, as b is",
+        "accepted, but has no measurement, and b has one",
     ]
 
 
@@ -473,7 +473,7 @@ def test_a_preference_precedes_time_which_decides_among_the_preferred() -> None:
 def test_equal_times_are_decided_by_the_score() -> None:
     measured = Measured({"acme/a": 1e-6, "acme/b": 1e-6}, TABLE)
     choice = select(REQUEST, [candidate("a"), candidate("b", score=20.0)], measured=measured)
-    assert choice.why == "highest score (20), equally fast in the table 'bare'"
+    assert choice.why == "highest score (20) of the equally fast ones in the table 'bare'"
 
 
 def test_candidates_within_the_spread_of_the_fastest_are_equally_fast() -> None:
@@ -482,11 +482,25 @@ def test_candidates_within_the_spread_of_the_fastest_are_equally_fast() -> None:
     candidates = [candidate("a"), candidate("b", score=20.0), candidate("c", score=90.0)]
     choice = select(REQUEST, candidates, measured=measured)
     assert choice.chosen.name == "b"
-    assert choice.why == "highest score (20), equally fast in the table 'bare'"
+    assert choice.why == "highest score (20) of the equally fast ones in the table 'bare'"
     assert [r.reason for r in choice.refusals] == [
-        "accepted, but outranked (score 10 < 20)",
+        "accepted, but equally fast within the spread (1 us and 1.1 us), so outranked "
+        "(score 10 < 20)",
         "accepted, but slower (1.3 us > 1.1 us)",
     ]
+    assert choice.notes == ()
+
+
+def test_scattered_measurements_are_noted() -> None:
+    seconds = {"acme/a": 1.0e-6, "acme/b": 2.0e-6}
+    measured = Measured(seconds, "the measurements of this host", upper={"acme/a": 2.5e-6})
+    choice = select(REQUEST, [candidate("a"), candidate("b", score=20.0)], measured=measured)
+    assert choice.chosen.name == "b"
+    assert choice.notes == (
+        "the measurements of this host are scattered: acme/a took 1 us, but more than 2.5 us in a "
+        "quarter of the runs, and times below that count as equally fast. Try: interposer tune, "
+        "while the machine does nothing else",
+    )
 
 
 # Strict

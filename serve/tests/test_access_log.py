@@ -63,6 +63,16 @@ def test_a_request_is_one_line(
     assert (line, num_durations) == (f"client=127.0.0.1 method=POST {expected}", 1)
 
 
+def test_polls_of_monitors_are_logged_only_at_the_debug_level(
+    keyed: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "interposer.access")
+    for path in ("/health", "/ready", "/metrics", "/v1/models"):
+        assert keyed.ask(path, authorization=f"Bearer {KEY}").status == 200
+    wait_until(lambda: len(caplog.records) == 4, "the lines of the requests")
+    assert [record.levelname for record in caplog.records] == ["DEBUG"] * 3 + ["INFO"]
+
+
 def test_a_refused_key_is_not_logged(keyed: Served, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "interposer.access")
     assert keyed.ask("/v1/models", authorization="Bearer another-key").status == 401

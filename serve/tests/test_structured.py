@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-from serve.tests.conftest import NAME, RESPONSES, Served, events, serving
+from serve.tests.conftest import NAME, RESPONSES, STDLIB, Served, events, serving
 from tests.landing import landing_sample
 
 from interposer_engine import LanguageModel, load
@@ -82,6 +84,20 @@ def test_an_answer_is_json_of_the_schema(served: Served, seed: int) -> None:
     assert text == choice["message"]["content"]
     assert parts[-1]["finish_reason"] == "stop"
     valid(served.complete(**fields).body["choices"][0]["text"])
+
+
+def test_without_the_package_only_the_operator_gets_the_command(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    answer = served.complete(response_format=FORMAT)
+    assert (answer.status, answer.error["code"]) == (400, "not_available")
+    assert answer.error["message"] == (
+        "response_format asks for structured output, which is not available on this server"
+    )
+    caplog.set_level(logging.INFO, "interposer")
+    with serving(load(STDLIB, cache_tokens=64)):
+        assert "Try: pip install --find-links dist 'interposer-engine[constraints]'" in caplog.text
 
 
 def test_json_object_accepts_any_object(served: Served) -> None:

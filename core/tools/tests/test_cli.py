@@ -106,7 +106,7 @@ def test_a_broken_command_does_not_break_the_others_and_says_why_when_run(
     overview = run("--help")
     assert overview.returncode == 0, overview.stderr
     assert "hum" in overview.stdout
-    assert "(a command of acme)" in overview.stdout
+    assert "Command of acme; `interposer hum --help` describes it." in overview.stdout
     process = run("hum", "--fast", "model")
     assert (process.returncode, process.stdout) == (1, "")
     assert process.stderr.startswith("error: The command 'hum' cannot be loaded: ")

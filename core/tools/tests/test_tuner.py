@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -137,6 +139,15 @@ def fast(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def proportional(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Take a second per token."""
     TIMER.advance(float(len(x)))
+    return x * weight
+
+
+uneven_seconds = itertools.cycle((FAST_SECONDS / 2, FAST_SECONDS / 2, SLOW_SECONDS))
+
+
+def uneven(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Take longer in every third call."""
+    TIMER.advance(next(uneven_seconds))
     return x * weight
 
 
@@ -404,6 +415,35 @@ def test_a_request_whose_candidates_all_fail_is_an_error(
     out, err = capsys.readouterr()
     assert "reference: failed: raised MemoryError('cannot allocate 4 TiB ...\n" in out
     assert err.startswith("error: every candidate failed for kernel 'crowded' [")
+
+
+def test_scattered_times_are_marked_with_a_warning(
+    make_plan: MakePlan,
+    make_plugin: Callable[..., ModuleType],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("interposer_tools._tuner.tuner.tune", tune)
+
+    def command(plan: Plan, as_json: bool = False) -> tuple[str, str]:
+        planner = make_plugin("planner", interposer_plan=lambda: plan)
+        with register(planner), use(plugins="none", isolation="off"):
+            command_tune(tmp_path, tokens="1", repeats=3, as_json=as_json)
+        return capsys.readouterr()
+
+    out, err = command(make_plan(FAST))
+    assert "scattered" not in out
+    assert err == ""
+    plan = make_plan(FAST, kernel("scale_uneven", "uneven", 1.0))
+    out, err = command(plan)
+    assert "  acme/scale_uneven: 500 ms (500 ms to 1.75 s), scattered\n" in out
+    assert "  acme/scale_fast: 1 s (1 s to 1 s)\n" in out
+    assert err.startswith("warning: the times of 1 of 1 measurement are scattered")
+    assert "scale_uneven" in err
+    assert "Try: tune again while the machine does nothing else" in err
+    facts = json.loads(command(plan, as_json=True)[0])
+    assert facts["scattered"] == [str(tune(plan, tokens=(1,), repeats=3).entries[0].key)]
 
 
 def test_a_wrong_model_argument_is_named_by_its_type(make_plan: MakePlan) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,9 @@ def test_a_restored_model_equals_the_original_bit_for_bit(dtype: torch.dtype, ti
     expected = model(ids).logits
 
     adapted = adapt(model)
+    assert re.fullmatch(
+        r"<Adapted LlamaForCausalLM: \d+ of \d+ modules bound, cpu \(cpu: .+\)>", repr(adapted)
+    )
     assert type(model) is LlamaForCausalLM
     assert type(model.lm_head) is nn.Linear
     assert states_equal(model.state_dict(), before)
@@ -60,6 +64,9 @@ def test_a_restored_model_equals_the_original_bit_for_bit(dtype: torch.dtype, ti
     assert model.dtype is dtype
 
     assert adapted.restore() is model
+    assert repr(adapted) == "<Adapted LlamaForCausalLM: restored>"
+    with pytest.raises(ConfigError, match=r"was restored .* Try: adapt\(model\)"):
+        explain(adapted)
     assert torch.equal(model(ids).logits, expected)
     assert states_equal(model.state_dict(), before)
     assert all(parameters[name] is held for name, held in model.named_parameters())

@@ -237,5 +237,7 @@ def test_a_closed_encoder_frees_the_weights_and_refuses_texts(tmp_path: Path) ->
     assert model() is None
     assert repr(encoder) == "<Encoder: closed>"
     encoder.close()  # again does nothing
+    with pytest.raises(RequestError, match=r"was closed\. Try: load it again"), encoder:
+        pass
     with pytest.raises(RequestError, match=r"was closed\. Try: load it again"):
         encoder.embed("a text")

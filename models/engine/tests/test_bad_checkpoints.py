@@ -50,7 +50,7 @@ def test_no_directory(tmp_path: Path) -> None:
 
 def test_missing_config(copied: Path) -> None:
     (copied / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"config\.json: is missing"):
+    with pytest.raises(CheckpointError, match=r"config\.json is missing\nTry: give the folder"):
         load(copied)
 
 

@@ -42,6 +42,7 @@ CALLS: dict[str, Callable[[LanguageModel], Any]] = {
     "update_weights": lambda lm: lm.update_weights({}),
     "explain": explain,
     "asynchronous": AsyncLanguageModel,
+    "with": lambda lm: lm.__enter__(),
 }
 
 
@@ -76,6 +77,17 @@ def test_a_closed_model_fails_asynchronous_requests(llama: Path) -> None:
             assert model.trouble == "the model was closed"
             with pytest.raises(RequestError, match=CLOSED):
                 await model.generate("def")
+
+    asyncio.run(run())
+
+
+def test_a_closed_asynchronous_model_cannot_be_entered(llama: Path) -> None:
+    async def run() -> None:
+        async with AsyncLanguageModel(small(llama)) as model:
+            pass
+        with pytest.raises(RequestError, match="The model was closed"):
+            async with model:
+                pass
 
     asyncio.run(run())
 

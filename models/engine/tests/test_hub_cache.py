@@ -120,7 +120,8 @@ def test_a_wrong_name_gets_the_next_action(
     code, _, err = command("remove", "acme/nothing", "--yes")
     assert code == 2
     assert "Unknown cached model 'acme/nothing'" in err
-    assert "`interposer list` lists all cached models." in err
+    assert "No cached model is known." in err
+    assert "`interposer list` lists its models." in err
     code, _, err = command("pull", "nothing")
     assert code == 2
     assert err == "error: 'nothing' is no name on a hub. Try: a name such as Qwen/Qwen3-0.6B\n"

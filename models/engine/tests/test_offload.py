@@ -275,7 +275,7 @@ def test_graphs_and_compilation_are_refused(deep: Path, own: dict[str, Any], tap
 
 def test_offloaded_weights_cannot_be_updated(deep: Path, own: dict[str, Any]) -> None:
     lm = load(deep, offload="65%", **own)
-    with pytest.raises(ConfigError, match=r"cannot be exchanged.*offload=False"):
+    with pytest.raises(ConfigError, match=r"cannot be updated.*offload=False"):
         lm.update_weights({"model.norm.weight": torch.ones(64)})
 
 

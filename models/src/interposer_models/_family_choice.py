@@ -48,7 +48,8 @@ def choose_family(resolver: Resolver, config: Mapping[str, Any], source: object)
         near = near_names(architecture, error.known)
         raise UnsupportedModelError(
             source,
-            f"architecture {architecture!r} is not supported; supported are {near}",
+            f"architecture {architecture!r} is not supported; similar ones are {near}: "
+            "`interposer explain` lists all",
             "interposer_engine.load or `interposer run`, which adapt the model of transformers, "
             f"or a plugin with a family for it{error.hint and f'. {error.hint}'}",
         ) from None

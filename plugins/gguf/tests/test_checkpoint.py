@@ -276,7 +276,7 @@ def test_every_combination_of_scaling_keys_is_read_by_the_rule_of_llama_cpp(
         (
             {"architecture": "mamba"},
             UnsupportedModelError,
-            "the architecture 'mamba'; supported are",
+            "the unsupported architecture 'mamba'; similar ones are",
         ),
         ({"llama.expert_count": 8}, CheckpointError, "lacks .*'llama.expert_used_count'"),
         (

@@ -32,6 +32,8 @@ from interposer_serve._errors import Gone
 # OpenTelemetry resolves the provider at first use, so applications can set one later.
 _TRACER = trace.get_tracer("interposer_serve", version("interposer-serve"))
 
+# Monitors poll these paths every few seconds.
+_POLLED_PATHS = frozenset({"/health", "/ready", "/metrics"})
 _access_log = logging.getLogger("interposer.access")
 
 # Buckets in seconds, from one decode step to the default deadline of a request.
@@ -177,9 +179,14 @@ def record_spans(
 
 
 def log_request(scope: Scope, status: int) -> None:
-    """Log one line about an ended request, without the query, headers and bodies."""
+    """Log one line about an ended request, without the query, headers and bodies.
+
+    The level is INFO, or DEBUG for a successful request of a monitor.
+    """
     client, state = scope.get("client"), scope["state"]
-    _access_log.info(
+    is_poll = scope["path"] in _POLLED_PATHS and status == 200
+    _access_log.log(
+        logging.DEBUG if is_poll else logging.INFO,
         "client=%s method=%s path=%.200s status=%d ms=%.1f prompt_tokens=%d completion_tokens=%d",
         client[0] if client else "-",
         scope["method"],

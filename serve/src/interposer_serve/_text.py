@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, M
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -16,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from interposer.errors import InterposerError, RequestError
+from interposer.errors import InterposerError, RequestError, install_command
 from interposer.tooling import steady_time_ns
 from interposer_engine import (
     AsyncLanguageModel,
@@ -171,6 +172,11 @@ class TextEndpoints:
         context = max(self.context, 0 if sources is None else sources.longest)
         num_tokens = min(context, limits.prompt_tokens or context)
         self._sizes = PromptSizes(num_tokens, self._model.capacity or 1, vocabulary)
+        if not _has_constraints():
+            _log.info(
+                "Structured output is off: it needs the package llguidance. Try: %s",
+                install_command("interposer-engine[constraints]"),
+            )
         try:
             await self._model.load_chat_template()
         except InterposerError:
@@ -349,6 +355,9 @@ class TextEndpoints:
         """
         if constraint is None:
             return None
+        if not _has_constraints():
+            message = f"{param} asks for structured output, which is not available on this server"
+            raise ApiError(400, message, param=param, code="not_available")
         try:
             return await self._model.compile_constraint(constraint)
         except RequestError as error:
@@ -518,3 +527,8 @@ class _EventStream(Response):
                     {"type": "http.response.body", "body": last_event.event(), "more_body": True}
                 )
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _has_constraints() -> bool:
+    """Return whether the package is installed that compiles constraints."""
+    return find_spec("llguidance") is not None

@@ -79,14 +79,14 @@ class UnknownNameError(ConfigError):
         self.known = nearest_first(name, known)
         self.hint = hint
         self.where = where
-        listed = near_names(name, self.known)
+        listed = f"Known, nearest first: {near_names(name, self.known)}"
         if kind in _LISTING_COMMANDS and listed.endswith(" more"):
             listed += f": `{_LISTING_COMMANDS[kind]}` lists all"
+        if not self.known:
+            listed = f"No {kind} is known"
         tail = f"\n{hint}" if hint else ""
         place = f" {where}" if where else ""
-        super().__init__(
-            f"Unknown {kind} {name!r:.200}{place}. Known, nearest first: {listed}.{tail}"
-        )
+        super().__init__(f"Unknown {kind} {name!r:.200}{place}. {listed}.{tail}")
 
 
 class RankError(InterposerError, RuntimeError):

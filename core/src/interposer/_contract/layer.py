@@ -183,7 +183,7 @@ class PluggableLayer(nn.Module):
     def finalize(self) -> None:
         """Prepare for inference, once all weights of this layer are loaded.
 
-        To exchange weights, ``finalize`` is called on a shallow copy that holds the new weights,
+        To update weights, ``finalize`` is called on a shallow copy that holds the new weights,
         and the copy's attributes are then taken over. Data that depends on weights must therefore
         be stored in attributes only.
         """

@@ -84,7 +84,7 @@ class LinearMethod(ABC):
         """Return ``(kernel, operands)``, so that the layer computes ``kernel(x, *operands)``.
 
         Called as soon as all weights of the layer are loaded; frees parameters that the operands
-        replace. To exchange weights, ``finalize`` is called again on a copy of the layer with the
+        replace. To update weights, ``finalize`` is called again on a copy of the layer with the
         new weights: data that depends on weights must be stored in ``layer`` or in the operands,
         never in the method. Operands of the same form are then written in place.
 

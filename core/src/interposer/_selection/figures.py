@@ -15,6 +15,9 @@ from interposer._config.storage import JSON, checksum
 from interposer._contract.errors import StorageError
 
 KIND = "measurements"
+# Ratio of upper quartile to median. On a quiet machine the ratio is below 1.1; candidates of one
+# request often differ by less than 1.5.
+_SCATTERED = 1.5
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1)]
@@ -67,7 +70,12 @@ class Figures(Exact):
 
     def __str__(self) -> str:
         seconds, low, high = map(duration, (self.seconds, self.low, self.high))
-        return f"{seconds} ({low} to {high})"
+        return f"{seconds} ({low} to {high}){', scattered' if self.is_scattered else ''}"
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether the run times differ so much that they hardly tell candidates apart."""
+        return is_scattered(self.seconds, self.high)
 
 
 class Measurement(Exact):
@@ -147,6 +155,11 @@ def plain(key: Key) -> dict[str, JSON]:
 def address(key: Key) -> str:
     """Return a checksum that is equal for keys that differ only in the host."""
     return checksum({**plain(key), "host": ""})
+
+
+def is_scattered(seconds: float, high: float) -> bool:
+    """Return whether the upper quartile of run times is far above their median."""
+    return high > _SCATTERED * seconds
 
 
 def duration(seconds: float, digits: int = 4) -> str:

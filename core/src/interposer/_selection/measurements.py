@@ -104,7 +104,9 @@ class Measurements:
             ("the driver", entry.value.driver, self.driver()),
         ):
             if measured_version != current_version:
-                changes = f"{name} was {_shown(measured_version)}, is {_shown(current_version)}"
+                changes = (
+                    f"{name} changed from {_shown(measured_version)} to {_shown(current_version)}"
+                )
                 return _stale(source, changes)
         return _check_current(entry.value, accepted(), source)
 
@@ -150,15 +152,14 @@ def _check_current(
     measured_versions |= {name: version for name, (version, _) in value.failed.items()}
     current_versions = {candidate.qualified_name: candidate.version for candidate in accepted}
     changes = [
-        f"{name} was not measured"
-        for name in sorted(current_versions.keys() - measured_versions.keys())
+        f"{name} was added" for name in sorted(current_versions.keys() - measured_versions.keys())
     ]
     changes += [
-        f"{name} no longer accepts the request"
+        f"{name} stopped accepting the request"
         for name in sorted(measured_versions.keys() - current_versions.keys())
     ]
     changes += [
-        f"{name} was {measured_versions[name]}, is {current_versions[name]}"
+        f"{name} changed from {measured_versions[name]} to {current_versions[name]}"
         for name in sorted(current_versions.keys() & measured_versions.keys())
         if current_versions[name] != measured_versions[name]
     ]
@@ -170,7 +171,7 @@ def _check_current(
 
 
 def _stale(source: str, changes: str) -> str:
-    return f"{source} cannot be used: stale, as {changes}"
+    return f"{source} cannot be used, because since then {changes}. Try: interposer tune"
 
 
 def _shown(version: str) -> str:

@@ -285,6 +285,11 @@ class Resolver:
                         for requested_name, place in requested
                         if name in ("*", requested_name)
                     }
+                    if not places:
+                        raise ConfigError(
+                            f"The rule {key!r} matches nothing, because this model does not "
+                            f"request {name!r}. Try: remove the rule"
+                        )
                     raise ConfigError(
                         f"The rule {key!r} matches no place where this model requests {name!r}. "
                         f"Places, nearest first: {near_names(glob, places)}"

@@ -24,9 +24,10 @@ from interposer._contract.errors import (
     foreign_errors,
     traced,
 )
+from interposer._contract.records import OpEntry
 from interposer._contract.request import Request
 from interposer._contract.verdict import Refusal, Verdict
-from interposer._selection.figures import duration
+from interposer._selection.figures import duration, is_scattered
 
 Gate = Callable[[Request, Candidate], Verdict]
 """One check of a candidate; an exception refuses the candidate."""
@@ -261,7 +262,8 @@ class _Ranking:
             if not rivals:
                 return preferred
         if not rivals:
-            return "the only one accepted"
+            is_reference = isinstance(chosen.record, OpEntry)
+            return f"the only one accepted{', runs PyTorch kernels' if is_reference else ''}"
         match self.deciding_rule(chosen, rivals[0]):
             case "time":
                 source = "" if self.measured is None else self.measured.source
@@ -271,7 +273,7 @@ class _Ranking:
             case "score":
                 reason = f"highest score ({chosen.score:g})"
                 if self.seconds(chosen) != _UNMEASURED and self.measured is not None:
-                    reason += f", equally fast in {self.measured.source}"
+                    reason += f" of the equally fast ones in {self.measured.source}"
             case _:
                 reason = f"tie at score {chosen.score:g}, decided by provider and name"
         return f"{preferred}, then {reason}" if preferred else reason
@@ -283,13 +285,17 @@ class _Ranking:
             case "preference":
                 return f"accepted, but {chosen.name} is preferred"
             case "time" if self.seconds(candidate) == _UNMEASURED:
-                return f"accepted, but not measured, as {chosen.name} is"
+                return f"accepted, but has no measurement, and {chosen.name} has one"
             case "time":
                 return f"accepted, but slower ({self.shown(candidate)} > {self.shown(chosen)})"
             case "proof":
                 return f"accepted, but never measured on this device ({self.architecture})"
             case "score":
-                return f"accepted, but outranked (score {candidate.score:g} < {chosen.score:g})"
+                reason = f"outranked (score {candidate.score:g} < {chosen.score:g})"
+                if self.seconds(candidate) != _UNMEASURED:
+                    times = f"{self.shown(candidate)} and {self.shown(chosen)}"
+                    reason = f"equally fast within the spread ({times}), so {reason}"
+                return f"accepted, but {reason}"
             case "name":
                 return f"accepted, but ties with {chosen.name} and ranks lower by provider and name"
 
@@ -311,6 +317,16 @@ class _Ranking:
         if self.unproven(chosen):
             remedy = "Try: interposer verify, then interposer tune"
             yield f"never measured on this device ({self.architecture}). {remedy}"
+        if self.measured is not None and self.fastest:
+            seconds = self.measured.seconds[self.fastest]
+            upper = self.measured.upper.get(self.fastest, seconds)
+            if is_scattered(seconds, upper):
+                yield (
+                    f"{self.measured.source} are scattered: {self.fastest} took "
+                    f"{duration(seconds, 3)}, but more than {duration(upper, 3)} in a quarter of "
+                    "the runs, and times below that count as equally fast. Try: interposer tune, "
+                    "while the machine does nothing else"
+                )
 
 
 def _acceptance_notes(

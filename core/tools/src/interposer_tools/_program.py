@@ -133,7 +133,7 @@ def _application(arguments: list[str]) -> typer.Typer:
         elif name == requested or all(_provider(point) in STANDARD for point in claims[name]):
             _add_command(application, name, claims[name])
         else:
-            application.command(name)(_placeholder(claims[name]))
+            application.command(name)(_placeholder(name, claims[name]))
     return application
 
 
@@ -141,13 +141,14 @@ def _provider(point: importlib_metadata.EntryPoint) -> str:
     return canonicalize_name(point.dist.name) if point.dist is not None else ""
 
 
-def _placeholder(points: list[importlib_metadata.EntryPoint]) -> Callable[[], None]:
+def _placeholder(name: str, points: list[importlib_metadata.EntryPoint]) -> Callable[[], None]:
     """Return a command that only ``--help`` lists, with the distributions of ``points``."""
 
     def command() -> None:
         raise AssertionError("a requested command is imported, so this one never runs")
 
-    command.__doc__ = f"(a command of {' and of '.join(sorted(map(_provider, points)))})"
+    providers = " and ".join(sorted(map(_provider, points)))
+    command.__doc__ = f"Command of {providers}; `interposer {name} --help` describes it."
     return command
 
 

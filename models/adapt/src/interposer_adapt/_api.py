@@ -64,9 +64,29 @@ class Adapted(Generic[M]):
         # A copied model shares the kernels' constants, so the handle still restores the original.
         return self
 
+    def __repr__(self) -> str:
+        """Describe class, number of bound modules and device of the model."""
+        name = f"{type(self).__name__} {type(self.model).__name__}"
+        if not is_in_force(self):
+            return f"<{name}: restored>"
+        num_bound = sum(place.is_bound for place in self.places)
+        device = self.placement.device
+        return (
+            f"<{name}: {num_bound} of {len(self.places)} modules bound, {device.torch_device} "
+            f"({self.placement.platform.name}: {device.name})>"
+        )
+
     @property
     def resolver(self) -> Resolver:
-        """The resolver that chose the kernels, with notes for all module results."""
+        """The resolver that chose the kernels, with notes for all module results.
+
+        Raises: ConfigError: the model was restored.
+        """
+        if not is_in_force(self):
+            raise ConfigError(
+                f"The {type(self.model).__name__} was restored and runs without interposer, so no "
+                "choice is in force. Try: adapt(model)"
+            )
         resolver = self._adaptation.resolver
         resolver.notes[:] = [*notes(self.places), *self._adaptation.notes]
         return resolver

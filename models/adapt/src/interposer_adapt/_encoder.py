@@ -199,7 +199,11 @@ class Encoder:
         self._is_closed = False
 
     def __enter__(self) -> Self:
-        """Return the encoder."""
+        """Return the encoder.
+
+        Raises: RequestError: the encoder was closed.
+        """
+        self.adapted.model  # noqa: B018 - raises the error of a closed model
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -136,7 +136,8 @@ def _decoder_class(architecture: str, source: object, families: Iterable[str]) -
     model_class = getattr(transformers, architecture, None)
     reason = (
         f"architecture {architecture!r} is not supported: transformers {transformers.__version__} "
-        f"has no such model, and families are installed for {near_names(architecture, families)}"
+        f"has no such model, and no family for it is installed; similar ones are "
+        f"{near_names(architecture, families)}: `interposer explain` lists all"
     )
     suggestion = "a later transformers, or a plugin with a family for it"
     if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):

@@ -21,7 +21,7 @@ from interposer_engine._chat import Message
 from interposer_engine._constrained_decoding.constraints import Compiled
 from interposer_engine._constrained_decoding.limits import ConstraintLimits
 from interposer_engine._constrained_decoding.process import STACK_BYTES
-from interposer_engine._engine_thread import Generation, StepThread
+from interposer_engine._engine_thread import Generation, StepThread, stopped_error
 from interposer_engine._language_model import (
     Completion,
     Delta,
@@ -92,7 +92,12 @@ class AsyncLanguageModel:
         self._stop = weakref.finalize(self, _stop, self._steps, stops)
 
     async def __aenter__(self) -> Self:
-        """Return this model."""
+        """Return this model.
+
+        Raises: RequestError: this model was closed.
+        """
+        if not self._steps.alive:
+            raise stopped_error()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -292,9 +297,9 @@ class AsyncLanguageModel:
     async def update_weights(
         self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | WeightsFrom
     ) -> tuple[str, ...]:
-        """Exchange weights while no request is unfinished; see ``LanguageModel.update_weights``.
+        """Update weights while no request is unfinished; see ``LanguageModel.update_weights``.
 
-        Later requests wait for the end of the exchange, even if the trainer is late.
+        Later requests wait for the end of the update, even if the trainer is late.
         """
         return await self.call(self.model.update_weights, tensors)
 

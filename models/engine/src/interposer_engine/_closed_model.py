@@ -7,6 +7,11 @@ from typing import Any, NoReturn
 from interposer.errors import RequestError
 
 
+def closed_error(name: object) -> RequestError:
+    """Create the error for any use of a closed model."""
+    return RequestError(f"The model {name} was closed. Try: load it again")
+
+
 class ClosedModel:
     """Raises RequestError for each use of a model's engine after the model was closed."""
 
@@ -16,7 +21,7 @@ class ClosedModel:
         self._name = name
 
     def __getattr__(self, attribute: str) -> NoReturn:
-        raise RequestError(f"The model {self._name} was closed. Try: load it again")
+        raise closed_error(self._name)
 
     @classmethod
     def of(cls, name: object) -> Any:

@@ -288,7 +288,7 @@ class StepThread:
     def check_capacity(self, num_answers: int) -> None:
         """Raise QueueFullError if the answers exceed the capacity, RequestError after the end."""
         if self._closed:
-            raise _closed_error()
+            raise stopped_error()
         if self.capacity is not None and self._num_unfinished + num_answers > self.capacity:
             raise QueueFullError(num_answers, self._num_unfinished, self.capacity)
 
@@ -339,7 +339,7 @@ class StepThread:
 
         with self._lock:
             if self._closed:
-                raise _closed_error()
+                raise stopped_error()
             self._orders.put(order)
         return future
 
@@ -389,7 +389,7 @@ class StepThread:
                 # Orders that are queued already must run, so that callers of ``call`` get a result.
                 if order := self._orders.get():
                     order()
-        error = _closed_error()
+        error = stopped_error()
         error.__cause__ = fault
         self._deliver(self._fail_all(error))
 
@@ -520,5 +520,6 @@ class StepThread:
             self._leave(generation)
 
 
-def _closed_error() -> RequestError:
-    return RequestError("The model was closed, so that it answers nothing. Try: another one")
+def stopped_error() -> RequestError:
+    """Create the error for requests to an ``AsyncLanguageModel`` after ``close``."""
+    return RequestError("The model was closed. Try: another AsyncLanguageModel")

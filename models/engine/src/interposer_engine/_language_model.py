@@ -17,7 +17,7 @@ from interposer_engine import _sequence as sequences
 from interposer_engine._chat import Message
 from interposer_engine._checkpoint.updates import Offer
 from interposer_engine._checkpoint.weights import Weights
-from interposer_engine._closed_model import ClosedModel
+from interposer_engine._closed_model import ClosedModel, closed_error
 from interposer_engine._constrained_decoding.constraints import Constraints
 from interposer_engine._engine import Engine
 from interposer_engine._generation_config import GenerationSettings
@@ -30,6 +30,7 @@ from interposer_engine._tokenizer import Detokenizer, MissingTokenizer, TextToke
 from interposer_engine._weight_transfer.receiver import WeightsFrom, offer_of
 
 Prompt = str | Sequence[int]
+_PROMPTS = "a text or a list of texts or of lists of token ids"
 _PREFIXES = "prefix cache: "
 
 
@@ -239,7 +240,12 @@ class LanguageModel:
         self._is_closed = False
 
     def __enter__(self) -> Self:
-        """Return the model."""
+        """Return the model.
+
+        Raises: RequestError: the model was closed.
+        """
+        if self._is_closed:
+            raise closed_error(self.path)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -549,7 +555,7 @@ class LanguageModel:
             )
         if self.engine.busy:
             raise RequestError(
-                "Weights cannot be exchanged while requests are unfinished: their cached keys and "
+                "Weights cannot be updated while requests are unfinished: their cached keys and "
                 "values belong to the present ones. Try: finish or cancel them first"
             )
         with self.engine.runner.numerics():
@@ -693,10 +699,16 @@ def requests(
     Raises: RequestError: there is no prompt, ``n`` is not positive, or parameters are given twice
         or for another number of prompts.
     """
-    _check_type("prompts", prompts, "a text or a list of texts or of lists of token ids")
+    _check_type("prompts", prompts, _PROMPTS)
     if type(n) is not int or n < 1:
         raise RequestError(f"n is {n!r}, must be an integer of at least 1")
     texts: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
+    if texts and hasattr(texts[0], "__index__") and not is_listing(texts[0]):
+        ids = ", ".join(map(str, texts[:3])) + (", ..." if len(texts) > 3 else "")
+        raise RequestError(
+            f"prompts is [{ids}], must be {_PROMPTS}. "
+            f"Try: generate([[{ids}]]) if these are the token ids of one prompt"
+        )
     return [*zip(texts, chosen_params(params, settings, len(texts)), strict=True)]
 
 

@@ -30,7 +30,9 @@ def decoder_config(file: GGUFFile, metadata: MetadataReader) -> dict[str, Any]:
     if name not in ARCHITECTURES:
         near = near_names(name, ARCHITECTURES)
         raise UnsupportedModelError(
-            file.path, f"has the architecture {name[:100]!r}; supported are {near}"
+            file.path,
+            f"has the unsupported architecture {name[:100]!r}; similar ones are {near}: "
+            "docs/gguf.md lists all",
         )
     architecture = architecture_of(metadata)
     # Some dense architectures have MoE variants under the same name.

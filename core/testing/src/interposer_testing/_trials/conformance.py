@@ -74,8 +74,8 @@ def conformance(
         distribution: name of the distribution to test; empty for all.
         op: name of the op whose kernels are tested; empty for all ops and all other records.
         seed: random seed of the cases.
-        quick: run few cases per op that cover every value of every axis, test expensive aspects in
-            one dtype only, trace without compiling, and use two ranks.
+        quick: run fewer cases per op, in which each tested size, layout and special value occurs;
+            test expensive aspects in one dtype only, trace without compiling, and use two ranks.
         kernels: calls the kernels in the trials of numerics, determinism and threads; by default
             in this process.
     """

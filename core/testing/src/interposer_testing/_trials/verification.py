@@ -53,7 +53,7 @@ def verify(
         case: run only cases with this label.
         platform: platform to run on, if ``device`` is None.
         seed: random seed of the cases.
-        quick: run few cases per op that cover every value of every axis.
+        quick: run fewer cases per op, in which each tested size, layout and special value occurs.
         date: date of the report in UTC; the default is now.
         progress: called before each trial.
         host: name of an engine whose layers run the kernels; empty runs kernels directly.

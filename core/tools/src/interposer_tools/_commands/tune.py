@@ -92,6 +92,7 @@ def tune(
     if model_dir is not None:
         table = _measure(model_dir, counts, repeats, dtype, config)
         facts |= table.model_dump(mode="json")
+        facts["scattered"] = [str(entry.key) for entry in table.entries if _is_scattered(entry)]
     assert table is not None
     if export_file is not None:
         table.write(export_file)
@@ -103,6 +104,8 @@ def tune(
         if model_dir is not None:
             _print(table)
         print("\n".join(lines), end="\n" if lines else "")
+    if model_dir is not None:
+        _warn_of_scattered(table)
     failed = [entry for entry in table.entries if not entry.value.candidates]
     # A failed candidate is only reported; a request without any result is an error.
     if model_dir is not None and failed:
@@ -189,6 +192,25 @@ def _skipped_lines(table: Table) -> list[str]:
     return [
         f"not measured, {reason}: {', '.join(requests)}" for reason, requests in by_reason.items()
     ]
+
+
+def _warn_of_scattered(table: Table) -> None:
+    """Print a warning if noise may hide which candidate of a request is the fastest."""
+    scattered = [entry for entry in table.entries if _is_scattered(entry)]
+    if not scattered:
+        return
+    first = scattered[0]
+    print(
+        f"warning: the times of {len(scattered)} of {_entries(table)} are scattered, so noise may "
+        "decide which kernel is selected. Median and quartiles of the fastest candidate, such as "
+        f"{first.fastest} of {first.key}: {first.value.candidates[first.fastest]}.\n"
+        "Try: tune again while the machine does nothing else",
+        file=sys.stderr,
+    )
+
+
+def _is_scattered(entry: Entry) -> bool:
+    return bool(entry.fastest) and entry.value.candidates[entry.fastest].is_scattered
 
 
 def _entries(table: Table) -> str:

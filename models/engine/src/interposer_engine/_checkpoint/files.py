@@ -126,13 +126,15 @@ class Checkpoint:
 
         Raises: CheckpointError: no directory, or the description is invalid.
         """
+        mend = "give the folder of a model, or its name on a hub, such as Qwen/Qwen3-0.6B"
         if not root.is_dir():
             reason = "is not a directory" if root.exists() else "does not exist"
-            mend = "give the folder of a model, or its name on a hub, such as Qwen/Qwen3-0.6B"
             raise CheckpointError(root, reason, mend)
         check_folder(root)
         if (root / _ADAPTER_CONFIG).is_file() and not (root / "config.json").exists():
             raise _adapter_without_model(root, "config.json")
+        if not (root / "config.json").exists():
+            raise CheckpointError(root, "holds no model: config.json is missing", mend)
         return cls(root, _with_quantization(root, read_json(root / "config.json")), (), {}, source)
 
     @property

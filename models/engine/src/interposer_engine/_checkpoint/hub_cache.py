@@ -90,10 +90,13 @@ def removal(name: str) -> Removal:
         ConfigError: ``name`` is no name on a hub.
         UnknownNameError: the cache has no such model or revision.
     """
+    # Imported here: the import takes long.
+    from huggingface_hub import constants
+
     model, scanned = _hub_model(name), _scan()
     cached = list(_cached_models(scanned, ()))
     of_name = [m for m in cached if m.name == model.repository]
-    hint = "`interposer list` lists all cached models."
+    hint = f"The cache is {constants.HF_HUB_CACHE}. `interposer list` lists its models."
     if scanned is None or not of_name:
         raise UnknownNameError("cached model", model.repository, {m.name for m in cached}, hint)
     chosen = [m for m in of_name if model.revision is None or _is_of(m, model.revision)]

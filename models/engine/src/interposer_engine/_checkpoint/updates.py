@@ -185,11 +185,11 @@ complete."""
 class Offer:
     """New weights for ``Weights.update``, from tensors of this process.
 
-    The offer is a context manager that is open while weights are exchanged. A subclass for another
-    source learns in ``__exit__`` how the exchange ended, and can prevent it in ``confirm``.
+    The offer is a context manager that is open while weights are updated. A subclass for another
+    source learns in ``__exit__`` how the update ended, and can prevent it in ``confirm``.
 
     Attributes:
-        keeps_memory: whether the memory of replaced weights is kept for the next exchange.
+        keeps_memory: whether the memory of replaced weights is kept for the next update.
     """
 
     keeps_memory: bool = False
@@ -206,7 +206,7 @@ class Offer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End the exchange; ``error`` is the reason if the exchange failed."""
+        """End the update; ``error`` is the reason if the update failed."""
 
     def tensors(self, buffer_for: BufferFor) -> Iterator[tuple[str, torch.Tensor | TensorBuffer]]:
         """Yield names and tensors; requesting the next tensor may overwrite the last one.

@@ -58,7 +58,7 @@ _ALIGNED_BYTES = 256
 OFFLOAD_NOTE = "offload: "
 """The beginning of notes on offload."""
 _FIXED = (
-    "offloaded weights cannot be exchanged: a buffer holds them only while their block computes. "
+    "offloaded weights cannot be updated: a buffer holds them only while their block computes. "
     "Try: load the new checkpoint, or load(..., offload=False)"
 )
 

@@ -456,7 +456,7 @@ class Channel:
                 refusals.append(f"rank {rank}: {reason}")
         if refusals:
             raise RankError(
-                self.rank, f"The exchange of weights is refused by {'; by '.join(refusals)}"
+                self.rank, f"The update of weights is refused by {'; by '.join(refusals)}"
             )
 
     def _wait(self, work: Work) -> None:
@@ -473,7 +473,7 @@ class Channel:
             limit = self._timeout.total_seconds()
             raise RankError(
                 self.rank,
-                f"The exchange of weights with {self.size - 1} other ranks ended, for one of them "
+                f"The update of weights with {self.size - 1} other ranks ended, for one of them "
                 f"died or did not answer for {limit:g} s ({str(error).splitlines()[0]:.300}). "
                 "Try: see why, and make a new process group, or meet at a new address",
             ) from error

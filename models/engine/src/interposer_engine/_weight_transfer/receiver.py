@@ -122,7 +122,7 @@ class Reception(Offer):
             try:
                 self._vote()
             except RankError as broken:
-                broken.add_note("The weights of this rank are exchanged.")
+                broken.add_note("The weights of this rank are updated.")
                 raise
         # After KeyboardInterrupt this process must end at once: other ranks reach their timeout.
         elif self._stage and isinstance(error, Exception):
