@@ -32,8 +32,8 @@ _TINY_OPS = ("apply_temperature",)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("distribution")
-    parser.add_argument("--jobs", type=int, default=_jobs(), help="processes beside each other")
-    parser.add_argument("--parts", default="", help="with commas between them; all, if none")
+    parser.add_argument("--jobs", type=int, default=_jobs(), help="number of parallel processes")
+    parser.add_argument("--parts", default="", help="parts, separated by commas; default: all")
     add_step_options(parser)
     options = parser.parse_args()
     deadline, record = Deadline(options.seconds), Record(options.json)
@@ -82,7 +82,7 @@ class Conformance:
             thread.join()
         done = {row["part"] for row in self.record.rows}
         if left := [part for part in parts if part not in done]:
-            self.record.skip(f"time was short for {len(left)} more parts: {', '.join(left)}")
+            self.record.skip(f"no time for {len(left)} more parts: {', '.join(left)}")
 
     def _work(self, waiting: queue.SimpleQueue[str]) -> None:
         worker = Worker(self.command)

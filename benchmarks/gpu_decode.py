@@ -94,7 +94,7 @@ def main() -> None:
         ]
         for job in jobs:
             if not deadline.allows(_LEAST_S):
-                record.skip(f"time was short for {job[0].name} {job[1]} by {job[2]}")
+                record.skip(f"no time for {job[0].name} {job[1]} by {job[2]}")
                 continue
             decode.run(*job)
     record.headline = headline(decode.figures)

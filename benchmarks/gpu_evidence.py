@@ -1,16 +1,16 @@
-"""Take evidence on a machine with an accelerator: stage by stage, each as soon as it is there.
+"""Run all tests and benchmarks that need an accelerator, and keep their results.
 
     python3 benchmarks/gpu_evidence.py --bundle DIR --out DIR [--stage b,e] [--limit SECONDS]
 
-Only the standard library is needed to start: the bundle of ``gpu_bundle.py`` is installed beside
-this Python, which stays as it is. Without ``--bundle`` what is installed is taken. A stage that
-fails or hangs does not stop the next. Steps that were run are not run again, unless ``--again``
-says so or ``--retry`` those that failed; so a run that ``--limit`` ended goes on with the same
-command. ``--archive FILE`` keeps all results in one file too, written anew after each step.
+The program starts with the standard library alone: it installs the bundle of ``gpu_bundle.py``
+into a separate folder and leaves this Python unchanged. Without ``--bundle``, it uses the installed
+packages. A step that fails or hangs does not stop the next one. The same command continues a run
+that ``--limit`` ended: finished steps are skipped, unless ``--again`` repeats all of them or
+``--retry`` the failed ones. ``--archive FILE`` also writes all results to one file after each step.
 
-``--tiny`` rehearses: with the least sizes, on Triton's interpreter unless ``--platform`` says
-otherwise, and with ``--forks`` in forks of one process that imports torch once. Exits with 1 if
-something did not hold, with 3 if steps are left.
+``--tiny`` rehearses with small sizes, by default on Triton's interpreter; with ``--forks``, all
+steps are forks of one process that imports torch once. Exits with 1 if a step found faults or
+failed, and with 3 if time ran out before all steps were run.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def main() -> None:
                 left = True
                 continue
             limit = min(int(step.limit_s * options.patience), int(room))
-            print(f"{stage.letter} {step.name}: {stage.subject}, {limit} s at most", flush=True)
+            print(f"{stage.letter} {step.name}: {stage.subject} (limit {limit} s)", flush=True)
             if options.forks:
                 preload()
             take(step, ledger, environment, work, limit, options)
             report(ledger, options)
     print(report(ledger, options), end="")
     if left:
-        print("Steps are left for want of time. Try: the same command again")
+        print("The time limit ended the run before all steps were run. Try: the same command again")
         sys.exit(_LEFT)
     entries = [ledger.entry(step.name) for stage in options.stages for step in stage.steps]
     sys.exit(any(entry is not None and entry.state not in ("held", "cut") for entry in entries))
@@ -79,7 +79,7 @@ def install(folder: Path, site: Path) -> None:
     try:
         new = Installation(site).install(Bundle.read(folder))
     except InstallationError as error:
-        sys.exit(f"Nothing is run: {error}")
+        sys.exit(f"error: no step was run: {error}")
     if new:
         print(f"installed in {time.monotonic() - start:.0f} s: {', '.join(new)}", flush=True)
 
@@ -156,18 +156,28 @@ def steps_of(stage: Stage, tiny: bool) -> list[Step]:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--bundle", type=Path, help="what gpu_bundle.py made")
+    parser.add_argument("--bundle", type=Path, help="bundle that gpu_bundle.py wrote")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--work", type=Path, default=BENCHMARKS.parent / ".gpu_work")
-    parser.add_argument("--stage", default="", help="letters or names, with commas between them")
-    parser.add_argument("--limit", type=float, default=1500.0, help="seconds for everything")
-    parser.add_argument("--archive", type=Path, help="file to keep all results in")
-    parser.add_argument("--platform", default="", help="the one in force, unless said otherwise")
-    parser.add_argument("--tiny", action="store_true", help="rehearse with the least sizes")
-    parser.add_argument("--forks", action="store_true", help="steps are forks of one process")
-    parser.add_argument("--patience", type=float, default=1.0, help="factor of all limits")
-    parser.add_argument("--again", action="store_true", help="run what was run as well")
-    parser.add_argument("--retry", action="store_true", help="run what failed or was cut again")
+    parser.add_argument(
+        "--stage", default="", help="letters or names of stages, separated by commas"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=1500.0, help="time limit of the run, in seconds"
+    )
+    parser.add_argument("--archive", type=Path, help="write all results to this file, too")
+    parser.add_argument(
+        "--platform", default="", help="platform to run on; default: selected automatically"
+    )
+    parser.add_argument("--tiny", action="store_true", help="rehearse with small sizes")
+    parser.add_argument("--forks", action="store_true", help="run steps as forks of one process")
+    parser.add_argument(
+        "--patience", type=float, default=1.0, help="factor for the limits of all steps"
+    )
+    parser.add_argument("--again", action="store_true", help="run finished steps again")
+    parser.add_argument(
+        "--retry", action="store_true", help="run steps again that failed or were incomplete"
+    )
     options = parser.parse_args()
     if options.tiny and not options.platform:
         options.platform = "interpreter"
@@ -175,7 +185,7 @@ def parsed() -> argparse.Namespace:
     known = {name: stage for stage in STAGES for name in (stage.letter, stage.name)}
     for name in wanted:
         if name not in known:
-            parser.error(f"--stage {name!r} is none of {', '.join(known)}")
+            parser.error(f"--stage {name!r} is unknown; stages are {', '.join(known)}")
     chosen = [known[name] for name in wanted]
     options.stages = [stage for stage in STAGES if not wanted or stage in chosen]
     return options

@@ -152,8 +152,8 @@ def free() -> None:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add_step_options(parser)
-    parser.add_argument("--shapes", default="qwen3-0.6b,qwen3-moe-16e", help="with commas between")
-    parser.add_argument("--offload", default="50%", help="what may stay on the device")
+    parser.add_argument("--shapes", default="qwen3-0.6b,qwen3-moe-16e", help="separated by commas")
+    parser.add_argument("--offload", default="50%", help="weights that stay on the device")
     parser.add_argument("--work", type=Path, help="folder that keeps the models of the shapes")
     parser.add_argument("--new-tokens", type=int, default=24)
     options = parser.parse_args()

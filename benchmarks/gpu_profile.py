@@ -54,7 +54,7 @@ def main() -> None:
                 for batch in map(int, options.batches.split(",")):
                     label = f"{shape} {precision} batch {batch}"
                     if not deadline.allows(_LEAST_S):
-                        record.skip(f"time was short for {label}")
+                        record.skip(f"no time for {label}")
                         continue
                     with record.guarded(label):
                         job = work_of(batch, options)

@@ -26,8 +26,8 @@ _MARK = "pytest.mark." + "gpu"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("arguments", nargs="*")
-    parser.add_argument("--root", type=Path, default=ROOT, help="where tests are looked for")
-    parser.add_argument("--under", default="", help="the only folder of it whose tests run")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder that contains the tests")
+    parser.add_argument("--under", default="", help="run only the tests of this subfolder")
     add_step_options(parser)
     options = parser.parse_args()
     record = Record(options.json)
@@ -96,7 +96,7 @@ class Watcher:
             return
         left = self.collected - sum(self.counts.values())
         if left and not self.record.skipped:
-            self.record.skip(f"time was short for {left} more tests, those after {nodeid}")
+            self.record.skip(f"no time for {left} more tests, those after {nodeid}")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:

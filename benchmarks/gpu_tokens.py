@@ -60,7 +60,7 @@ def main() -> None:
     ]
     for name, step in steps[:2] if options.tiny else steps:
         if not deadline.allows(5.0):
-            record.skip(f"time was short for {name}")
+            record.skip(f"no time for {name}")
             continue
         with record.guarded(name):
             step()

@@ -43,7 +43,7 @@ def main() -> None:
         tuning = Tuning(placement, record, deadline, kept, options.tiny)
         for path, precision in jobs(options, Path(folder)):
             if deadline.left_s() <= 0:
-                record.skip(f"time was short for {path.name} {precision}")
+                record.skip(f"no time for {path.name} {precision}")
                 continue
             with record.guarded(f"{path.name} {precision}"):
                 tuning.run(path, precision)
@@ -99,7 +99,7 @@ class Tuning:
         def advance(done: int, total: int, subject: str) -> None:
             if subject and self.deadline.left_s() <= 0:
                 left = f"{total - done} requests of {path.name} {precision}"
-                self.record.skip(f"time was short for {left}, the next: {subject}")
+                self.record.skip(f"no time for {left}, the next: {subject}")
                 raise _TimeIsOverError
 
         with contextlib.suppress(_TimeIsOverError):

@@ -78,7 +78,11 @@ def has_ended(process: str) -> bool:
     [
         ('record.headline = "fine"; record.say()', "held", "fine"),
         ('record.fault("off by one"); record.headline = "ran"; record.say()', "faults", "off by"),
-        ('record.skip("no time"); record.headline = "half"; record.say()', "cut", "1 left out"),
+        (
+            'record.skip("no time"); record.headline = "half"; record.say()',
+            "cut",
+            "1 parts skipped",
+        ),
         ('record.row("first", x=1); raise ValueError("broken")', "failed", "left no result"),
         ('record.headline = "begun"; record.row(x=1); time.sleep(600)', "killed", "begun"),
     ],
@@ -107,7 +111,7 @@ def test_what_came_of_a_step_is_kept(source: str, state: str, told: str, tmp_pat
     )
     assert told in text
     assert "other            not run" in text
-    assert f"{int(state in ('held', 'cut'))} of 1 steps held" in text
+    assert f"{int(state in ('held', 'cut'))} of 1 steps passed" in text
     assert stages
 
 
@@ -121,7 +125,7 @@ def test_items_that_there_is_no_time_for_are_named(monkeypatch: pytest.MonkeyPat
         done.append(item)
         seconds += 15.0
     assert done == ["one"]
-    assert record.skipped == ["time was short for 2 more items: two, three"]
+    assert record.skipped == ["no time for 2 more items: two, three"]
 
 
 def wheel(folder: Path, name: str, version: str, *requires: str, tag: str = "py3-none-any") -> Path:
@@ -264,7 +268,7 @@ def test_gpu_tests_end_in_time() -> None:
     watcher = module("gpu_tests").Watcher(record, records.Deadline(1e-9))
     watcher.collected = 3
     watcher.pytest_runtest_logfinish("test_first")
-    assert record.skipped == ["time was short for 3 more tests, those after test_first"]
+    assert record.skipped == ["no time for 3 more tests, those after test_first"]
     session = SimpleNamespace(shouldstop=False)
     assert watcher.pytest_runtest_protocol(SimpleNamespace(session=session)) is True
     assert session.shouldstop == "the time is over"

@@ -56,7 +56,7 @@ class Record:
     def fault(self, text: str) -> None:
         """Add what did not hold, print it, and write the record."""
         self.faults.append(text)
-        self.say(f"FAULT {text}")
+        self.say(f"fault: {text}")
 
     def skip(self, text: str) -> None:
         """Add what was left out, print it, and write the record."""
@@ -97,7 +97,7 @@ class Record:
         for place, item in enumerate(items):
             if not deadline.allows(longest):
                 left = ", ".join(str(other) for other in items[place:])
-                self.skip(f"time was short for {len(items) - place} more {named}: {left}")
+                self.skip(f"no time for {len(items) - place} more {named}: {left}")
                 return
             start = time.monotonic()
             yield item
@@ -115,10 +115,12 @@ class Record:
 
 def add_step_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that every program of a step has."""
-    parser.add_argument("--platform", default="", help="the one in force, unless said otherwise")
-    parser.add_argument("--json", type=Path, help="file to write what was found to")
-    parser.add_argument("--seconds", type=float, default=0.0, help="cut itself after these")
-    parser.add_argument("--tiny", action="store_true", help="rehearse with the least sizes")
+    parser.add_argument(
+        "--platform", default="", help="platform to run on; default: selected automatically"
+    )
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--seconds", type=float, default=0.0, help="stop after so many seconds")
+    parser.add_argument("--tiny", action="store_true", help="rehearse with small sizes")
 
 
 def file_name(device: str) -> str:

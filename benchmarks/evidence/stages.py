@@ -20,13 +20,13 @@ STAGES = (
     Stage(
         "a",
         "install",
-        "what is installed, and what doctor says of it",
+        "the installed packages, and the report of interposer doctor",
         (Step("doctor", "gpu_doctor.py", limit_s=60),),
     ),
     Stage(
         "b",
         "choices",
-        "what is chosen for the shipped model and for a model of 8 billion, and whether as graphs",
+        "kernels and graphs selected for the shipped model and a model of 8 billion weights",
         (Step("choices", "gpu_choices.py", ("{model}", "llama-3-8b"), ("tiny",), 45),),
     ),
     Stage(
@@ -50,13 +50,13 @@ STAGES = (
     Stage(
         "e",
         "tokens",
-        "logits and tokens of the shipped model, beside transformers, with graphs and without",
+        "logits and tokens of the shipped model against transformers, with and without graphs",
         (Step("tokens", "gpu_tokens.py", ("{model}",), ("tiny",), 60),),
     ),
     Stage(
         "j",
         "beyond",
-        "a model whose weights lie in host memory, and two ranks on the device",
+        "a model with weights in host memory, and two ranks on the device",
         (
             Step("offload", "gpu_offload.py", ("--work", "{work}"), ("--work", "{work}"), 80),
             Step("ranks", "gpu_ranks.py", ("{model}",), ("{model}",), 80),
@@ -65,7 +65,7 @@ STAGES = (
     Stage(
         "g",
         "decode",
-        "decode and prefill of whole models, beside transformers with a compiled static cache",
+        "decode and prefill of whole models against transformers with a compiled static cache",
         (
             Step("decode_8b", "gpu_decode.py", (*_LARGE, "--precisions", "bf16"), _TINY, 200),
             Step(

@@ -1,4 +1,4 @@
-"""The summary of a run: about ten lines on what held and what did not."""
+"""The summary of a run: one line for each step, and a line with the totals."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ from evidence.stage import Stage
 
 __all__ = ["summary"]
 
-_WORDS = {"held": "held", "faults": "NOT HELD", "cut": "cut", "failed": "FAILED", "killed": "HUNG"}
+_WORDS = {
+    "held": "passed",
+    "faults": "FAULTS",
+    "cut": "partial",
+    "failed": "FAILED",
+    "killed": "TIMEOUT",
+}
 _WIDTH = 160
 
 
 def summary(stages: Sequence[Stage], ledger: Ledger, tiny: bool) -> str:
-    """Return a line per step, and one that counts them; a rehearsal says that it is one."""
+    """Return a line per step, and a line with the totals, which also marks a rehearsal."""
     found = [(stage, step, ledger.entry(step.name)) for stage in stages for step in stage.steps]
     lines = [
         f"{stage.letter} {step.name:17}{_told(entry)}"
@@ -26,9 +32,9 @@ def summary(stages: Sequence[Stage], ledger: Ledger, tiny: bool) -> str:
     spent = sum(entry.seconds for entry in entries)
     missing = len(lines) - len(entries)
     lines.append(
-        f"{held} of {len(entries)} steps held in {spent:.0f} s"
+        f"{held} of {len(entries)} steps passed in {spent:.0f} s"
         + (f", {missing} were not run" if missing else "")
-        + ("; a rehearsal, whose figures say nothing" if tiny else "")
+        + ("; a rehearsal, whose times mean nothing" if tiny else "")
     )
     return "\n".join(lines) + "\n"
 
@@ -40,7 +46,7 @@ def _told(entry: Entry | None) -> str:
     if entry.faults:
         more.append(f"{len(entry.faults)} faults, the first: {entry.faults[0]}")
     if entry.skipped:
-        more.append(f"{len(entry.skipped)} left out")
+        more.append(f"{len(entry.skipped)} parts skipped")
     text = f"{_WORDS[entry.state]:9}{entry.seconds:>5.0f} s  {entry.headline}"
     text = "; ".join([text, *more])
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."

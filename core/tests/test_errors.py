@@ -51,7 +51,7 @@ def test_an_unknown_name_gets_three_suggestions_and_the_command_that_lists_all()
 
 
 def test_unknown_name_without_any_known() -> None:
-    assert str(UnknownNameError("op", "x", [])) == "Unknown op 'x'. No op is known."
+    assert str(UnknownNameError("op", "x", [])) == "Unknown op 'x'. There is no op."
 
 
 @given(st.text(max_size=8), st.lists(st.text(max_size=8), max_size=8))

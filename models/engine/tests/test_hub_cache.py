@@ -120,7 +120,7 @@ def test_a_wrong_name_gets_the_next_action(
     code, _, err = command("remove", "acme/nothing", "--yes")
     assert code == 2
     assert "Unknown cached model 'acme/nothing'" in err
-    assert "No cached model is known." in err
+    assert "There is no cached model." in err
     assert "`interposer list` lists its models." in err
     code, _, err = command("pull", "nothing")
     assert code == 2

@@ -83,7 +83,7 @@ class UnknownNameError(ConfigError):
         if kind in _LISTING_COMMANDS and listed.endswith(" more"):
             listed += f": `{_LISTING_COMMANDS[kind]}` lists all"
         if not self.known:
-            listed = f"No {kind} is known"
+            listed = f"There is no {kind}"
         tail = f"\n{hint}" if hint else ""
         place = f" {where}" if where else ""
         super().__init__(f"Unknown {kind} {name!r:.200}{place}. {listed}.{tail}")
