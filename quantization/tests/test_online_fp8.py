@@ -234,7 +234,7 @@ def test_excluded_layers_stay_plain() -> None:
 @pytest.mark.parametrize(
     ("asked", "error", "message"),
     [
-        ("int3", UnknownNameError, r"Unknown method 'int3' to quantize weights by .*: 'int[48]'"),
+        ("int3", UnknownNameError, r"Unknown method 'int3' for quantization .*: 'int[48]'"),
         ({"quant_method": "gptq"}, UnknownNameError, "Unknown method 'gptq' to quantize"),
         ({"strategy": "block"}, ConfigError, "with the name as 'quant_method'"),
         ({"quant_method": "fp8", "strategy": "row"}, ConfigError, r"strategy = 'row'"),

@@ -44,7 +44,7 @@ def test_no_directory(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"does not exist\nTry: give the folder"):
         load(tmp_path / "nothing")
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="is not a directory"):
+    with pytest.raises(CheckpointError, match="is neither the folder of a model nor a file"):
         load(tmp_path / "file")
 
 

@@ -173,5 +173,5 @@ def test_a_folder_with_a_suffix_is_a_folder(tmp_path: Path) -> None:
 
 def test_an_unknown_suffix_lists_the_known_ones(tmp_path: Path) -> None:
     path = written(tmp_path / "model.lnk", SHIPPED)
-    with pytest.raises(CheckpointError, match=r"is not a directory\nTry: .*\.bad, .*\.link"):
+    with pytest.raises(CheckpointError, match=r"is neither .*\nTry: .*\.bad or .*\.link"):
         plan(path)

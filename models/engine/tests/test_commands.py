@@ -169,7 +169,7 @@ def test_run_quantizes_weights_while_they_load(command: Command, llama: Path) ->
     assert (code, err.count("4 tokens (length)")) == (0, 1)
     code, _, err = command(*options, "fp9")
     assert code == 2
-    assert "Unknown method 'fp9' to quantize weights by" in err
+    assert "Unknown method 'fp9' for quantization while loading" in err
 
 
 def test_explain_lists_chosen_and_refused_kernels(command: Command, llama: Path) -> None:
@@ -226,7 +226,7 @@ def test_explain_plans_online_quantization(command: Command, llama: Path) -> Non
     assert less == {place for place in places(report) if not place.endswith("down_proj")}
     code, out, err = command("explain", llama, "--quantization", "fp9")
     assert (code, out) == (2, "")
-    assert "Unknown method 'fp9' to quantize weights by" in err
+    assert "Unknown method 'fp9' for quantization while loading" in err
     code, out, err = command("explain", "--quantization", "fp8")
     assert (code, out) == (2, "")
     assert "quantization='fp8' is about a model, and none is given" in err

@@ -380,6 +380,8 @@ def test_the_command_packs_and_checks(
     assert (code, facts["bytes"] > 0) == (0, True)
     assert "mapped from" in told(loaded(copied, Config(), quantization="int8"))[0]
     assert command("--check") == (0, f"{facts['path']}: sound\n")
+    code, out = command("--check", "--output", "nowhere")
+    assert (code, out) == (0, f"{copied} has no packed file in nowhere.\n")
     with Path(facts["path"]).open("r+b") as opened:
         opened.seek(-64, os.SEEK_END)
         opened.write(b"\xff" * 64)

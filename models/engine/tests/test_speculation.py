@@ -399,6 +399,8 @@ def test_unusable_draft_models_are_refused(llama: Path, tmp_path: Path) -> None:
         Speculation(5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"of the type int. Try: 'ngram'"):
         load(llama, speculation=4)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"'ngrams', must be 'ngram', 'heads', or the folder"):
+        load(llama, speculation="ngrams")
     small = {**SIZES, "num_hidden_layers": 1, "vocab_size": 300}
     write_checkpoint(LlamaConfig(**small), tmp_path / "larger")
     for folder in (tmp_path / "larger", llama):

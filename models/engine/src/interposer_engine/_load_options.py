@@ -76,7 +76,7 @@ class LoadOptions:
         ),
     )
     max_sequences: int = field(
-        default=64, metadata=_option(int, "Answers that run at once.", min=1)
+        default=64, metadata=_option(int, "Maximum number of answers that run at once.", min=1)
     )
     max_step_tokens: int = field(
         default=2048, metadata=_option(int, "Most tokens that one step computes.", min=1)

@@ -9,7 +9,9 @@ import typer
 
 
 def report(
-    path: Annotated[Path, typer.Argument(help="The file that a worker's log line names.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Report of a vLLM worker, which logs the path.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show which layers of a vLLM worker run on kernels of interposer, and why others do not."""

@@ -86,9 +86,14 @@ def serve(
         int | None,
         typer.Option(min=1, help="Largest prompt in tokens; the default is the model's context."),
     ] = None,
-    max_connections: Annotated[int, typer.Option(min=1, help="Open connections.")] = 1024,
+    max_connections: Annotated[
+        int, typer.Option(min=1, help="Maximum number of open connections.")
+    ] = 1024,
     connections_per_address: Annotated[
-        int, typer.Option(min=1, help="Open connections from one address, such as a proxy.")
+        int,
+        typer.Option(
+            min=1, help="Maximum number of open connections from one address, such as a proxy."
+        ),
     ] = 256,
     adapter: Annotated[
         list[str] | None,

@@ -64,7 +64,9 @@ def tune(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure every kernel and attention backend that a model can use here; store the results.
+    """Measure the kernels and attention backends for a model on this machine; keep the results.
+
+    Later loads select the fastest ones.
 
     Exits with 1 if every candidate for a part of the model failed.
     """

@@ -24,7 +24,7 @@ def verify(
             metavar="DIST", help="Distribution to verify; with --merge, JSON report files."
         ),
     ],
-    op: Annotated[str, typer.Option(metavar="OP", help="Verify only records for OP.")] = "",
+    op: Annotated[str, typer.Option(metavar="OP", help="Test only the kernels of OP.")] = "",
     platform: Annotated[str, typer.Option(metavar="NAME", help="Platform to run on.")] = "",
     case: Annotated[
         str, typer.Option(metavar="LABEL", help="Run only the test case with this label.")
@@ -44,7 +44,9 @@ def verify(
     ] = None,
     host: Annotated[
         str,
-        typer.Option(metavar="NAME", help="Test kernels inside the layers of this engine."),
+        typer.Option(
+            metavar="NAME", help="Test kernels inside the layers of this engine, such as vllm."
+        ),
     ] = "",
     merge: Annotated[
         bool, typer.Option("--merge", help="Run nothing; combine the reports of several devices.")
@@ -66,7 +68,7 @@ def verify(
         Path | None, typer.Option(metavar="FILE", help="Write the report as Markdown.")
     ] = None,
 ) -> None:
-    """Test every record of a plugin distribution against the reference of its op.
+    """Test what a plugin distribution provides: its kernels against the references of the ops.
 
     Exits with 1 if anything is wrong, and with 2 if the verification could not run.
     """

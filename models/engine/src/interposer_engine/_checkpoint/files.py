@@ -326,7 +326,7 @@ class HubModel(NamedTuple):
                 raise self._error("is not in the cache", mend) from error
             message = str(error.__cause__ or error).strip() or type(error).__name__
             reason = f"cannot be fetched: {message.splitlines()[0]}"
-            mend = "run it again: the parts that have arrived are kept"
+            mend = "check the network and run it again: downloaded parts are kept"
             raise self._error(reason, mend) from error
         return Path(folder)
 

@@ -42,9 +42,9 @@ def open_checkpoint(
     if suffix not in suffixes:
         raise CheckpointError(
             file,
-            "is not a directory",
-            "give the folder of a downloaded model, or a file that a plugin reads; those that are "
-            f"installed read: {', '.join(suffixes) or 'none'}",
+            "is neither the folder of a model nor a file that an installed plugin reads",
+            "give the folder of a model, or its name on a hub"
+            + (f", or a file whose name ends in {' or '.join(suffixes)}" if suffixes else ""),
         )
     choice = select(Request("checkpoint", suffix), registry.candidates("checkpoint", suffix))
     chosen = choice.chosen

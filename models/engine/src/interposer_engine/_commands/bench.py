@@ -42,9 +42,9 @@ def bench(
     *,
     prompt: Annotated[int, typer.Option(help="Tokens of the prompt in the prefill row.")] = 512,
     contexts: Annotated[
-        str, typer.Option(help="Context lengths of the decode rows, in tokens.")
+        str, typer.Option(help="Context lengths of the decode rows in tokens, separated by commas.")
     ] = "128,1024,4096",
-    new_tokens: Annotated[int, typer.Option(help="Tokens to decode.")] = 32,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to decode in each row.")] = 32,
     batch: Annotated[int, typer.Option(help="Requests of the batch row; 1 omits the row.")] = 8,
     rounds: Annotated[
         int, typer.Option(help="Measured runs of each row, after one warm-up run.")

@@ -48,10 +48,12 @@ def pack(
         if as_json:
             files = {str(path): fault for path, fault in faults_by_path.items()}
             print(json.dumps({"version": 1, "files": files}, indent=2))
-        else:
+        elif faults_by_path:
             print(
                 "\n".join(f"{path}: {fault or 'sound'}" for path, fault in faults_by_path.items())
             )
+        else:
+            print(f"{model_dir} has no packed file{f' in {output}' if output else ''}.")
         # A script must notice damaged files.
         if any(faults_by_path.values()):
             raise typer.Exit(1)

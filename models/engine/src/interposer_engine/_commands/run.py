@@ -43,7 +43,7 @@ def run(
     prompt_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A file in UTF-8 with the text to continue.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="The most tokens to generate.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to generate.")] = 64,
     sampling: Values,
     adapter: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="A LoRA adapter, or its name on the hub.")
@@ -57,7 +57,7 @@ def run(
 ) -> None:
     """Continue a prompt with the model, and report the speed.
 
-    The text is greedy unless you give a temperature.
+    Decoding is greedy unless you set --temperature.
     """
     from interposer_engine._distributed.launcher import launched
     from interposer_engine._sampling_params import SamplingParams
@@ -227,7 +227,9 @@ def chat(
     ],
     *,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.")] = 2048,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Maximum number of tokens per answer.")
+    ] = 2048,
     sampling: Values,
     template: Annotated[
         Path | None,

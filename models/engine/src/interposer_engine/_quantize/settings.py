@@ -58,7 +58,7 @@ def quantization_settings(
     ]
     if method not in online_methods:
         raise UnknownNameError(
-            "method", method, online_methods, where="to quantize weights by while they load"
+            "method", method, online_methods, where="for quantization while loading"
         )
     if stored is not None:
         stored_method = stored.get("quant_method")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from interposer import CheckpointFile
 from interposer.errors import ConfigError
-from interposer_engine._checkpoint.files import Checkpoint
+from interposer_engine._checkpoint.files import Checkpoint, HubModel
 from interposer_engine._encoder_inputs import has_encoder_inputs
 from interposer_engine._plan import Plan
 from interposer_engine._tokenizer import TextTokenizer
@@ -60,7 +60,7 @@ class Speculation:
     def of(cls, value: str | Path | Speculation) -> Speculation:
         """Convert the argument ``speculation`` of ``load`` to settings.
 
-        Raises: ConfigError: the argument has another type.
+        Raises: ConfigError: the argument has another type, or is a text that names no draft model.
         """
         if isinstance(value, Speculation):
             return value
@@ -68,6 +68,12 @@ class Speculation:
             raise ConfigError(
                 f"speculation is of the type {type(value).__name__}. Try: 'ngram', 'heads', the "
                 "path of a draft model, or Speculation(...)"
+            )
+        is_path = isinstance(value, Path) or Path(value).exists() or HubModel.named(value)
+        if not (is_path or value in (NGRAM, HEADS)):
+            raise ConfigError(
+                f"speculation is {value!r}, must be 'ngram', 'heads', or the folder or name of a "
+                f"draft model, and there is no folder {value!r}"
             )
         return cls(value)
 
