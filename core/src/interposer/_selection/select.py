@@ -317,7 +317,7 @@ class _Ranking:
         if self.unproven(chosen):
             remedy = "Try: interposer verify, then interposer tune"
             yield f"never measured on this device ({self.architecture}). {remedy}"
-        if self.measured is not None and self.fastest:
+        if self.measured is not None and self.fastest and self.policy.pin is None:
             seconds = self.measured.seconds[self.fastest]
             upper = self.measured.upper.get(self.fastest, seconds)
             if is_scattered(seconds, upper):

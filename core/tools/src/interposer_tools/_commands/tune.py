@@ -202,6 +202,7 @@ def _warn_of_scattered(table: Table) -> None:
     if not scattered:
         return
     first = scattered[0]
+    sys.stdout.flush()  # so that the warning follows the table, also in a file with both
     print(
         f"warning: the times of {len(scattered)} of {_entries(table)} are scattered, so noise may "
         "decide which kernel is selected. Median and quartiles of the fastest candidate, such as "
