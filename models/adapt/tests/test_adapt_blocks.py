@@ -122,14 +122,18 @@ def steps(model: Any, cache: Any, lengths: tuple[int, ...] = (5, 1, 2, 1)) -> to
 class PastKeyValuesDecoderLayer(LlamaDecoderLayer):
     """A layer that names its cache as transformers did before 5.24."""
 
-    def forward(self, hidden_states: Any, past_key_values: Any = None, **options: Any) -> Any:
+    def forward(  # type: ignore[override]  # its names depend on the version of transformers
+        self, hidden_states: Any, past_key_values: Any = None, **options: Any
+    ) -> Any:
         return super().forward(hidden_states, **{CACHE: past_key_values}, **options)
 
 
 class CacheDecoderLayer(LlamaDecoderLayer):
     """A layer that names its cache as transformers does since 5.24."""
 
-    def forward(self, hidden_states: Any, cache: Any = None, **options: Any) -> Any:
+    def forward(  # type: ignore[override]  # its names depend on the version of transformers
+        self, hidden_states: Any, cache: Any = None, **options: Any
+    ) -> Any:
         return super().forward(hidden_states, **{CACHE: cache}, **options)
 
 
