@@ -200,7 +200,7 @@ def test_the_fastest_is_named_and_shown() -> None:
     fast = slow.model_copy(update={"seconds": 5e-5, "low": 4e-5, "high": 0.25})
     both = value.model_copy(update={"candidates": {"acme/a": slow, "acme/c": fast}})
     assert Entry(key=entry().key, value=both).fastest == "acme/c"
-    assert str(fast) == "50 us (40 us to 250 ms)"
+    assert str(fast) == "50 us (40 us to 250 ms), scattered"
     none = value.model_copy(update={"candidates": {}})
     assert Entry(key=entry().key, value=none).fastest == ""
 

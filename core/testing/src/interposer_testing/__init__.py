@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     )
     from interposer_testing._checks.attention_specs import attention_specs
     from interposer_testing._checks.call import Subject, tensors_of
-    from interposer_testing._checks.expectation import Expectation
+    from interposer_testing._checks.expectation import Expectation, result_faults
     from interposer_testing._checks.fault import Fault
     from interposer_testing._checks.kernel import check_kernel
     from interposer_testing._checks.lightness import check_lightness
@@ -82,6 +82,7 @@ __all__ = [
     "read_solution",
     "read_task",
     "reason_lines",
+    "result_faults",
     "scheme_trials",
     "side_by_side",
     "tensors_of",
@@ -98,7 +99,7 @@ __getattr__ = lazy_attributes(
             "check_attention_batches check_attention_determinism"
         ),
         "interposer_testing._checks.call": "Subject tensors_of",
-        "interposer_testing._checks.expectation": "Expectation",
+        "interposer_testing._checks.expectation": "Expectation result_faults",
         "interposer_testing._checks.fault": "Fault",
         "interposer_testing._checks.kernel": "check_kernel",
         "interposer_testing._checks.lightness": "check_lightness",

@@ -107,6 +107,22 @@ class Expectation:
         return reference.call(reference.given(self.case)).aliases()
 
 
+def result_faults(
+    op: CustomOp[..., Any], case: Case, arguments: Mapping[str, Any], result: Any
+) -> list[Fault]:
+    """Compare form and values of a result with the reference of an op.
+
+    Args:
+        case: arguments of the call, as they were before it.
+        arguments: mutated arguments by name, as the call left them; others are ignored.
+        result: result of the call, on the CPU.
+    """
+    given = Subject(op, op.reference).given(case)
+    for name in op.mutates:
+        given.operands[name].tensor.copy_(arguments[name])
+    return list(Expectation.of(op, case, given).departures(Call(given, result)))
+
+
 # Fake results by op and form of the arguments: many cases and candidates share a form.
 _fakes: MutableMapping[CustomOp[..., Any], dict[Hashable, Any]] = WeakKeyDictionary()
 _MAX_FAKES = 256

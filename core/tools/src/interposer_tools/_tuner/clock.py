@@ -45,11 +45,20 @@ class Clock:
         size = min(2 * largest, _LARGEST_BUFFER_BYTES)
         self._buffer = torch.zeros(size // 4, dtype=torch.int32, device=self._device)
 
-    def time(self, calls: Sequence[Callable[[], object]], repeats: int) -> list[Spread]:
+    def time(
+        self,
+        calls: Sequence[Callable[[], object]],
+        repeats: int,
+        refresh: Callable[[int], None] | None = None,
+    ) -> list[Spread]:
         """Time each of ``calls`` ``repeats`` times. Returns: one ``Spread`` per call, in order.
 
         The calls alternate, and each round starts with another call. So other load on the machine
         affects all calls alike. An exception from a call is passed on.
+
+        Args:
+            refresh: called before each round with its number, to change the arguments: a kernel
+                that remembers results would look fast.
         """
         for call in calls:
             for _ in range(_WARM_UP_CALLS):  # compile, pack weights, allocate
@@ -58,6 +67,8 @@ class Clock:
         seconds_by_call: list[list[float]] = [[] for _ in calls]
         with _without_garbage_collection():
             for repeat in range(repeats):
+                if refresh is not None:
+                    refresh(repeat)
                 for offset in range(len(calls)):
                     index = (repeat + offset) % len(calls)
                     seconds_by_call[index].append(self._once(calls[index]))

@@ -9,11 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
 from interposer import (
     AttentionBackend,
     AttentionSpec,
     Candidate,
+    Case,
     Config,
     CustomOp,
     Planned,
@@ -21,6 +23,7 @@ from interposer import (
     Resolver,
     Site,
 )
+from interposer_testing import result_faults
 from interposer_testing.workload import (
     moved_batch,
     random_projections,
@@ -30,6 +33,9 @@ from interposer_testing.workload import (
 )
 
 Call = Callable[[], object]
+
+# Number of the values for the comparison with the reference, which no timed round has.
+_COMPARED = 1 << 20
 
 
 class TimedRequest(ABC):
@@ -48,6 +54,23 @@ class TimedRequest(ABC):
 
         Raises: NoCandidateError: the candidate cannot be loaded, or fails the canary.
         """
+
+    @abstractmethod
+    def refresh(self, index: int, number: int) -> None:
+        """Change the values of the arguments for a number of tokens.
+
+        Args:
+            index: index of the number of tokens.
+            number: number of the values.
+        """
+
+    def faults(self, index: int, candidate: Candidate, call: Call) -> list[str]:
+        """Make a call with new values, and compare the result with the reference.
+
+        Returns: the faults; empty if there is no reference to compare with.
+        """
+        del index, candidate, call
+        return []
 
     def resolver(self, **rules: Any) -> Resolver:
         """Return a copy of the plan's resolver with ``rules`` instead of the user's rules."""
@@ -89,9 +112,43 @@ class TimedKernels(TimedRequest):
             for arguments in self.arguments
         ]
 
+    def refresh(self, index: int, number: int) -> None:
+        """Draw other values for the arguments, except for the op's constants."""
+        values = self._sample(index, number).arguments
+        for name, argument in self.arguments[index].items():
+            if isinstance(argument, torch.Tensor) and 0 not in argument.stride():
+                argument.copy_(values[name])
+
+    def faults(self, index: int, candidate: Candidate, call: Call) -> list[str]:
+        """Make a call with new values, and compare the result with the reference."""
+        op = self.op.allowing(getattr(candidate.record, "extra_roundings", 0))
+        self.refresh(index, _COMPARED)
+        result = _pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, call())
+        case = self._sample(index, _COMPARED)
+        constants = {name: case.arguments[name] for name in self.op.constants}
+        constants |= {n: _on_host(value) for n, value in self.constants.items()}
+        case = replace(case, arguments={**case.arguments, **constants})
+        arguments = {n: _on_host(v) for n, v in self.arguments[index].items()}
+        return [str(fault) for fault in result_faults(op, case, arguments, result)]
+
+    def _sample(self, index: int, number: int) -> Case:
+        assert self.op.sample is not None
+        return self.op.sample(self.dtype, self.request.dims, self.tokens[index], number)
+
 
 class TimedAttention(TimedRequest):
     """The calls of attention backends on typical steps. ``plan`` is not timed."""
+
+    def __init__(self, plan: Planned, request: Request, tokens: Sequence[int]) -> None:
+        super().__init__(plan, request, tokens)
+        self.projections: list[list[torch.Tensor]] = [[] for _ in self.tokens]
+
+    def refresh(self, index: int, number: int) -> None:
+        """Move the values of the projections to other elements; the same numbers cost the same."""
+        del number
+        for tensor in self.projections[index]:
+            if tensor.is_floating_point():
+                tensor.copy_(tensor.roll(1, -1))
 
     def backend(self, candidate: Candidate, resolver: Resolver | None = None) -> AttentionBackend:
         """Build the backend, with kernels selected by configuration and measurements."""
@@ -109,7 +166,7 @@ class TimedAttention(TimedRequest):
         backend, spec = self.backend(candidate), self._spec
         layout, generator = backend.kv_layout(), torch.Generator().manual_seed(0)
         calls: list[Call] = []
-        for count in self.tokens:
+        for index, count in enumerate(self.tokens):
             batch, num_pages = typical_step(count, spec.page_size)
             if spec.prefix_lm and batch.max_query_tokens > 1:
                 batch = replace(batch, prefix_lens=batch.seq_lens)
@@ -121,6 +178,7 @@ class TimedAttention(TimedRequest):
             )
             plan = backend.plan(moved_batch(batch, self.device))
             query, key, value = (part.to(self.device) for part in projections)
+            self.projections[index] += [query, key, value]
             options: dict[str, Any] = {}
             if spec.is_quantized:
                 scales = (scale.to(self.device) for scale in random_scales(spec, generator))
@@ -142,6 +200,10 @@ class TimedAttention(TimedRequest):
 def _changed(config: Config, **changes: Any) -> Config:
     fields = {name: getattr(config, name) for name in config.model_fields_set}
     return Config(**{**fields, **changes})
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _moved(arguments: Mapping[str, Any], device: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from interposer.tooling import Measurements
 from interposer.tuning import Entry, Figures, Measurement
 from interposer_tools._tuner.clock import Clock, Spread
 from interposer_tools._tuner.table import NotMeasured, Table, write_entry
-from interposer_tools._tuner.timed_request import TimedAttention, TimedKernels, TimedRequest
+from interposer_tools._tuner.timed_request import Call, TimedAttention, TimedKernels, TimedRequest
 
 _MIN_REPEATS = 3
 
@@ -170,7 +170,7 @@ class _Session:
         accepted = self.resolver.accepted(timed.request)
         versions = {candidate.qualified_name: candidate.version for candidate in accepted}
         failed: dict[str, tuple[str, str]] = {}
-        calls: dict[str, list[Callable[[], object]]] = {}
+        calls: dict[str, list[Call]] = {}
         for candidate in accepted:
             name = candidate.qualified_name
             try:
@@ -180,9 +180,11 @@ class _Session:
         spreads = None
         while spreads is None:  # a failed candidate is removed, and all others are timed again
             try:
-                spreads = self.spreads(calls)
+                times = self.spreads(timed, calls)
+                self.compare(timed, accepted, calls)
+                spreads = times
             except _CallError as error:
-                failed[error.name] = versions[error.name], _raised(error.__cause__ or error)
+                failed[error.name] = versions[error.name], error.reason
                 del calls[error.name]
         value = Measurement(
             driver=self.measurements.driver(),
@@ -196,13 +198,31 @@ class _Session:
         )
         return Entry(key=self.measurements.key(timed.request), value=value)
 
+    def compare(
+        self,
+        timed: TimedRequest,
+        candidates: Sequence[Candidate],
+        calls: Mapping[str, Sequence[Call]],
+    ) -> None:
+        """Compare a call of every timed candidate, with the fewest tokens, with the reference.
+
+        Raises: _CallError: a result is wrong, as of a kernel that remembers results.
+        """
+        for candidate in candidates:
+            name = candidate.qualified_name
+            if name not in calls:
+                continue
+            if faults := timed.faults(0, candidate, calls[name][0]):
+                raise _CallError(name, f"returned a wrong result: {faults[0]}")
+
     def spreads(
-        self, calls: Mapping[str, Sequence[Callable[[], object]]]
+        self, timed: TimedRequest, calls: Mapping[str, Sequence[Call]]
     ) -> dict[str, list[Spread]]:
         """Time the calls. Returns: per candidate, one ``Spread`` per number of tokens."""
         # All candidates alternate for one number of tokens, then for the next one.
         columns = [
-            self.clock.time(column, self.repeats) for column in zip(*calls.values(), strict=True)
+            self.clock.time(column, self.repeats, partial(timed.refresh, index))
+            for index, column in enumerate(zip(*calls.values(), strict=True))
         ]
         return {name: [column[index] for column in columns] for index, name in enumerate(calls)}
 
@@ -220,18 +240,19 @@ class _Session:
 
 
 class _CallError(Exception):
-    """A call of candidate ``name`` raised during the measurement."""
+    """A call of candidate ``name`` raised during the measurement, or gave a wrong result."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, reason: str) -> None:
         self.name = name
-        super().__init__(name)
+        self.reason = reason
+        super().__init__(f"{name} {reason}")
 
 
 def _call(name: str, call: Callable[[], object]) -> object:
     try:
         return call()
     except foreign_errors() as error:
-        raise _CallError(name) from error
+        raise _CallError(name, _raised(error)) from error
 
 
 def _reason(candidate: Candidate, error: BaseException) -> str:
