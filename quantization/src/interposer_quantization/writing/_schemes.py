@@ -60,7 +60,7 @@ def weight_format(
     """
     if scheme not in SCHEMES:
         raise UnknownNameError("scheme", scheme, SCHEMES)
-    described = f"{scheme} is {SCHEMES[scheme]}"
+    described = f"{scheme} is {SCHEMES[scheme]}. Try: without this option"
     if group_size is not None and scheme not in _INT4:
         raise ConfigError(f"A group size goes with int4 and w4a8 only: {described}")
     if asymmetric and scheme not in _INT4:
