@@ -16,6 +16,8 @@ from interposer.records import CheckpointEntry
 from interposer_engine._checkpoint.files import Checkpoint, HubModel, check_regular, weight_files
 from interposer_engine._tokenizer import MissingTokenizer, TextTokenizer, has_vocabulary
 
+_GGUF = "interposer-gguf"  # not always installed
+
 
 def open_checkpoint(
     path: str | Path, config: Config
@@ -40,12 +42,14 @@ def open_checkpoint(
     registry = current_registry(config)
     suffix, suffixes = file.suffix.lower(), registry.subjects("checkpoint")
     if suffix not in suffixes:
-        raise CheckpointError(
-            file,
-            "is neither the folder of a model nor a file that an installed plugin reads",
-            "give the folder of a model, or its name on a hub"
-            + (f", or a file whose name ends in {' or '.join(suffixes)}" if suffixes else ""),
-        )
+        reason = "is neither the folder of a model nor a file that an installed plugin reads"
+        advice = "give the folder of a model, or its name on a hub"
+        if suffixes:
+            advice += f", or a file whose name ends in {' or '.join(suffixes)}"
+        if suffix == ".gguf":
+            fault, _, advice = registry.plugins.remedy(_GGUF).partition(".\nTry: ")
+            reason = f"is read by {_GGUF}, which {fault}"
+        raise CheckpointError(file, reason, advice)
     choice = select(Request("checkpoint", suffix), registry.candidates("checkpoint", suffix))
     chosen = choice.chosen
     assert isinstance(chosen.record, CheckpointEntry)
