@@ -5,9 +5,10 @@ INSTALLED := $(VENV)/.installed
 
 DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(wildcard */pyproject.toml */*/pyproject.toml))
 
-# One thread for each test worker. Hundreds of processes import the distributions, so their bytecode
-# is kept, even where PYTHONDONTWRITEBYTECODE is set.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# One thread for each test worker; a test with more threads must not spin on the other worker's core.
+# Hundreds of processes import the distributions, so their bytecode is kept, even where
+# PYTHONDONTWRITEBYTECODE is set.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
 # What the machine at hand may lack: an accelerator, emulators, other versions of torch, vLLM.
 AVAILABLE := not gpu and not foreign and not versions and not vllm
 SEED := $(or $(SEED),$(shell $(PYTHON) -c 'import random; print(random.randrange(2**32))'))
