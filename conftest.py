@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 from hypothesis import settings
-from tests import tiers
+from tests import landing, tiers
 from tqdm import tqdm
 
 from interposer import Config, Registry, hookimpl, place, use
@@ -23,7 +23,7 @@ from interposer.tooling import Plugins
 # A landing must not depend on examples that nobody has seen before, so they are the same in each
 # run; `make test-all` draws others and prints the seed. A deadline per example fails on a busy
 # machine and says nothing about the code.
-settings.register_profile("landing", max_examples=20, derandomize=True, deadline=None)
+settings.register_profile("landing", max_examples=10, derandomize=True, deadline=None)
 settings.register_profile("random", derandomize=False, deadline=None, print_blob=True)
 settings.load_profile("landing")
 
@@ -87,6 +87,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     With every event xdist counts anew what is left of all groups that a worker has had, and a
     fixture of a module is set up by each worker that runs a part of it.
     """
+    landing.mark_slow(items)
     for item in items:
         if item.name.endswith("-lightness]"):  # of the conformance kit: it imports in a process
             item.add_marker(pytest.mark.process)

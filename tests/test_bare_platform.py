@@ -213,6 +213,7 @@ def test_a_kernel_for_the_other_platform_is_compared_with_the_reference_first() 
     assert refusal.reason.startswith("departs from the reference of 'silu_and_mul'")
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("runs", [(), ("cpu",)])
 def test_the_suite_tries_what_the_platform_runs(runs: tuple[str, ...]) -> None:
     with installed(Host, runs=runs):

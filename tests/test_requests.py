@@ -119,6 +119,7 @@ def test_what_varies_between_calls_is_stated_or_declared(tried: Tried) -> None:
     assert unstated == declared(op), f"{op.name}: a dim has to state it, or CaseSpace.varying"
 
 
+@pytest.mark.landing(35)
 def test_a_sample_has_what_its_dims_state(tried: Tried) -> None:
     op, cases = tried
     if op.sample is None:
@@ -134,6 +135,7 @@ def test_a_sample_has_what_its_dims_state(tried: Tried) -> None:
                     assert given.get(kind) == wanted, f"{op.name}: {kind} of {name} for {like.dims}"
 
 
+@pytest.mark.landing(50)
 def test_the_definition_names_the_dims_of_its_cases(tried: Tried) -> None:
     op, cases = tried
     told = re.search(r"Dims[^:]*: (those of ``(\w+)``)?(.*?)(\n    [A-Z]\w+:|\Z)", text(op), re.S)
@@ -222,6 +224,7 @@ class Calls:
         return BoundKernel(call, bound.prepare, bound.choice, bound.restore)
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_a_model_passes_what_its_requests_state(
     quantization: str | None, monkeypatch: pytest.MonkeyPatch

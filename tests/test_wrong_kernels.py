@@ -64,6 +64,7 @@ def test_there_are_enough_of_them() -> None:
     assert len({wrong.name for wrong in ALL}) == len(ALL) >= 40
 
 
+@pytest.mark.landing(20)
 @each_wrong
 def test_a_wrong_kernel_is_found_out_by_the_quick_suite(wrong: Wrong) -> None:
     module = wrong.function.__module__
@@ -95,6 +96,7 @@ def test_no_other_axis_would_find_it(wrong: Wrong) -> None:
         assert faults_of(wrong, plan) == [], plan.label
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     "wrong", [wrong for wrong in ALL if wrong.aspect != "numerics"], ids=lambda wrong: wrong.name
 )

@@ -492,6 +492,7 @@ def test_an_unknown_variable_raises(variable: str, monkeypatch: pytest.MonkeyPat
     assert "INTERPOSER_PLATFORM" in caught.value.known
 
 
+@pytest.mark.landing(19)
 @pytest.mark.parametrize("field", Config.model_fields)
 def test_a_few_fields_have_a_variable(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"INTERPOSER_{field.upper()}", "")

@@ -47,6 +47,7 @@ MALFORMED = [
 ]
 
 
+@pytest.mark.landing(25)
 @each_kind
 @pytest.mark.parametrize("target", MALFORMED)
 def test_a_malformed_import_string_is_named(make: Callable[..., Record], target: str) -> None:

@@ -121,6 +121,7 @@ class SlyKernel(Kernel):
     """Not what it seems."""
 
 
+@pytest.mark.landing(22)
 @pytest.mark.parametrize(
     ("record", "reason"),
     [

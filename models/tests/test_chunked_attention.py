@@ -143,6 +143,7 @@ def llama4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return path, write_checkpoint(example(examples.llama4, "released"), path)
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("backend", ["paged", "native", "native_rows", "sdpa"])
 def test_backends_agree_when_decoding_crosses_chunks(
     llama4: tuple[Path, Any], backend: str

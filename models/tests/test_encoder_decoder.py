@@ -129,6 +129,7 @@ def idle(lm: LanguageModel) -> bool:
     return not lm.engine.busy and all(p and p.num_free == p.num_pages for p in pools)
 
 
+@pytest.mark.landing(2)
 def test_float32_logits_differ_by_at_most_1e_4_of_the_largest(pair: Pair) -> None:
     path, model = pair
     lm = loaded(path)
@@ -140,6 +141,7 @@ def test_float32_logits_differ_by_at_most_1e_4_of_the_largest(pair: Pair) -> Non
     assert idle(lm)
 
 
+@pytest.mark.landing(1)
 def test_greedy_tokens_are_equal_for_a_single_request(pair: Pair) -> None:
     path, model = pair
     (source,) = sources((23,))
@@ -149,6 +151,7 @@ def test_greedy_tokens_are_equal_for_a_single_request(pair: Pair) -> None:
     assert lm.engine.start_token_ids == tuple(STARTS)
 
 
+@pytest.mark.landing(1)
 def test_greedy_tokens_are_equal_while_requests_join_and_leave(pair: Pair) -> None:
     """In a cache in which sequences give their pages back, those of sources among them."""
     path, model = pair
@@ -185,6 +188,7 @@ def test_greedy_tokens_are_equal_while_requests_join_and_leave(pair: Pair) -> No
     assert idle(lm)
 
 
+@pytest.mark.landing(1)
 def test_bfloat16_is_no_further_from_float32_than_transformers_is(pair: Pair) -> None:
     path, model = pair
     narrow = type(model).from_pretrained(path, dtype=torch.bfloat16).eval()
@@ -296,6 +300,7 @@ def test_any_schedule_gives_the_tokens_of_each_alone(
     assert idle(lm)
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     "rules",
     [
@@ -340,6 +345,7 @@ def test_a_backend_without_cross_attention_is_refused(pairs: dict[str, Pair]) ->
         plan(pairs["bart"][0], config=config)
 
 
+@pytest.mark.landing(1)
 @pytest.mark.usefixtures("tape")
 def test_decode_steps_are_graphs(pair: Pair, references: dict[str, LanguageModel]) -> None:
     path, model = pair
@@ -495,6 +501,7 @@ def test_the_logits_bias_is_added(copied: Path, pairs: dict[str, Pair]) -> None:
     torch.testing.assert_close(plain.logits(**inputs), lm.logits(**inputs))
 
 
+@pytest.mark.landing(5)
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [

@@ -45,6 +45,7 @@ def expansion_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("step_tokens", [512, 48])
 def test_expanded_and_absorbed_attention_agree(
     model: Path, expansion_calls: list[int], monkeypatch: pytest.MonkeyPatch, step_tokens: int
@@ -71,6 +72,7 @@ def test_expanded_and_absorbed_attention_agree(
     torch.testing.assert_close(logits, plain.logits(prompts[0]), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.landing(4)
 @pytest.mark.parametrize(
     ("starts", "lengths", "pays"),
     [

@@ -269,6 +269,7 @@ def infinite_sink(tensors: dict[str, torch.Tensor]) -> None:
     tensors["model.layers.1.self_attn.sinks"][3] = torch.inf
 
 
+@pytest.mark.landing(4)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -152,6 +152,7 @@ def test_an_expert_of_another_size_is_named(copied: Path) -> None:
         load(copied)
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_expert_weights_are_updated_in_place(copied: Path, dtype: str) -> None:
     lm = load(copied, dtype=dtype, cache_tokens=1024)

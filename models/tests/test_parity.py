@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -58,6 +59,7 @@ def assert_usually_no_larger(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     assert ours.abs().amax(-1).median() <= theirs.abs().amax(-1).median()
 
 
+@pytest.mark.landing(2)
 def test_float32_logits_differ_by_at_most_1e_4(pair: Pair) -> None:
     path, model = pair
     lm = load(path, dtype="float32")
@@ -66,6 +68,7 @@ def test_float32_logits_differ_by_at_most_1e_4(pair: Pair) -> None:
         assert difference <= 1e-4, f"{difference} for {len(token_ids)} tokens"
 
 
+@pytest.mark.landing(2)
 def test_greedy_tokens_are_equal_for_a_single_request(pair: Pair) -> None:
     path, model = pair
     (prompt,) = prompts(256, (23,))
@@ -74,6 +77,7 @@ def test_greedy_tokens_are_equal_for_a_single_request(pair: Pair) -> None:
     assert completion.finish_reason == "length"
 
 
+@pytest.mark.landing(1)
 def test_greedy_tokens_are_equal_while_requests_join_and_leave(pair: Pair) -> None:
     path, model = pair
     lm = load(path, dtype="float32", max_sequences=4, max_step_tokens=19, cache_tokens=640)
@@ -91,6 +95,7 @@ def test_greedy_tokens_are_equal_while_requests_join_and_leave(pair: Pair) -> No
     assert lm.engine.pool.num_free == lm.engine.pool.num_pages
 
 
+@pytest.mark.landing(1)
 def test_bfloat16_is_no_further_from_float32_than_transformers_is(pair: Pair) -> None:
     path, model = pair
     narrow = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()

@@ -71,6 +71,7 @@ def stale_index(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": shards}))
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     "write", [hunyuan_lists, ernie_prediction_layers, decoder_alone, stale_index]
 )
@@ -107,6 +108,7 @@ def llama(tmp_path: Path) -> Path:
     return written(tmp_path / "llama", "llama")
 
 
+@pytest.mark.landing(4)
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

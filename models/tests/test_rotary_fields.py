@@ -74,6 +74,7 @@ def nested(**full: object) -> dict[str, Any]:
     return {"full_attention": {"rope_type": "default", **full}}
 
 
+@pytest.mark.landing(3)
 @pytest.mark.parametrize(
     ("family", "removed", "fields"),
     [

@@ -186,6 +186,7 @@ class MixingHeads(PagedBackend):
         return out[:, order.argsort()]
 
 
+@pytest.mark.landing(6)
 @pytest.mark.parametrize("mask", ["full", "window", "softcap", "window+softcap"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", [PagedBackend, HeadsFirst])
@@ -198,6 +199,7 @@ def test_correct_backends_pass(
     assert check_attention(backend, spec_of(dtype, mask), make_site("attention", dtype)) == []
 
 
+@pytest.mark.landing(11)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("backend", "mask", "check"),
@@ -279,6 +281,7 @@ class PromisingMuch(AttentionBackend):
         return step[0]  # type: ignore[no-any-return]
 
 
+@pytest.mark.landing(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mask", ["full", "window", "softcap", "window+softcap"])
 def test_sinks_are_checked(dtype: torch.dtype, mask: str, make_site: Callable[..., Site]) -> None:
@@ -311,6 +314,7 @@ class PrefixesOfOneTokenLess(PagedBackend):
         return replace(batch, prefix_lens=None if prefixes is None else prefixes - 1)
 
 
+@pytest.mark.landing(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("extra", ["prefix-LM", "prefix-LM with ALiBi"])
 def test_prefixes_are_checked(
@@ -475,6 +479,7 @@ class StoringPrecisely(PagedBackend):
 CACHES = ("e4m3", "e4m3 per head", "e5m2")
 
 
+@pytest.mark.landing(6)
 @pytest.mark.parametrize("mask", ["full", "window+softcap"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cache", CACHES)
@@ -485,6 +490,7 @@ def test_a_quantized_cache_is_rounded_as_its_op_says(
     assert check_attention(PagedBackend, spec_of(dtype, mask, cache), site) == []
 
 
+@pytest.mark.landing(9)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("backend", "cache"),

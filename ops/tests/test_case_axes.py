@@ -84,6 +84,7 @@ def described(value: Any) -> Any:
     return form, kind(value)
 
 
+@pytest.mark.landing(3)
 @pytest.mark.parametrize("name", landing_sample(SPACES, every=3))
 def test_every_value_of_an_axis_yields_its_own_arguments(name: str) -> None:
     space = SPACES[name]

@@ -55,6 +55,7 @@ def same(one: Case, other: Case) -> bool:
     )
 
 
+@pytest.mark.landing(8)
 @each_op_and_dtype
 def test_cases_depend_only_on_their_seed(op: CustomOp[..., Any], dtype: torch.dtype) -> None:
     space = op.cases
@@ -66,6 +67,7 @@ def test_cases_depend_only_on_their_seed(op: CustomOp[..., Any], dtype: torch.dt
     assert not all(same(a, b) for a, b in zip(first, other, strict=True))
 
 
+@pytest.mark.landing(30)
 @each_op_and_dtype
 def test_cases_are_complete(op: CustomOp[..., Any], dtype: torch.dtype) -> None:
     cases = list(op.cases(dtype, 0))

@@ -26,6 +26,7 @@ LABELS = (
 )
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("label", landing_sample(LABELS, every=3))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_flex_attention_matches_the_ops(

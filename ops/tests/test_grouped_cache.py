@@ -72,6 +72,7 @@ def test_a_group_with_nan_or_infinity_reads_as_nan() -> None:
     assert actual[32:].isnan().all()
 
 
+@pytest.mark.landing(6)
 @pytest.mark.parametrize(
     ("label", "spec"), [pytest.param(n, s, id=f"{n} {s.dtype}") for n, s in SPECS]
 )

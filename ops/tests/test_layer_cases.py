@@ -88,6 +88,7 @@ def registered(replacement: type[PluggableLayer]) -> Any:
     return register(Plugin, "others")
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     ("layer_id", "number"), [("attention", 4), ("decoder_block", 5), ("sampler", 30)]
 )
@@ -98,6 +99,7 @@ def test_standard_layers_pass_their_cases(layer_id: str, number: int) -> None:
     assert [fault for trial in results for fault in trial.run()] == []
 
 
+@pytest.mark.landing(3)
 @pytest.mark.parametrize(
     ("wrong", "labels"),
     [

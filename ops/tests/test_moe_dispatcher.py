@@ -121,6 +121,7 @@ def routing(num_tokens: int, first: int = 0, last: int = EXPERTS) -> tuple[Tenso
     return numbers(num_tokens, TOP_K, seed=4).softmax(-1), ids
 
 
+@pytest.mark.landing(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "swiglu_oai"])
@@ -141,6 +142,7 @@ def test_stages_compute_what_one_kernel_does(
     assert list(staged.parameters()) == []
 
 
+@pytest.mark.landing(6)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "experts"),

@@ -111,6 +111,7 @@ def routing(num_tokens: int, last: int = EXPERTS) -> tuple[Tensor, Tensor, Tenso
     return numbers(num_tokens, HIDDEN, seed=5), shares, ids
 
 
+@pytest.mark.landing(3)
 @pytest.mark.parametrize("redundant", [0, 1, 6])
 @pytest.mark.parametrize("from_tokens", [0, 1], ids=["added up", "sent"])
 def test_expert_parallel_results_match_one_layer(

@@ -181,6 +181,7 @@ def uncentred(
     return (y if bias is None else y + bias).to(x.dtype)
 
 
+@pytest.mark.landing(4)
 @pytest.mark.filterwarnings("ignore:var.*degrees of freedom")
 @pytest.mark.parametrize(
     ("op", "wrong"),

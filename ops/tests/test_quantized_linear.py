@@ -122,6 +122,7 @@ LINEARS: dict[CustomOp[..., Any], Operands] = {
 each_linear = pytest.mark.parametrize("op", LINEARS, ids=lambda op: op.name)
 
 
+@pytest.mark.landing(3)
 @each_linear
 def test_references_against_float64(op: CustomOp[..., Any]) -> None:
     for plan in planned_cases(op, 1, quick=True):
@@ -135,6 +136,7 @@ def test_references_against_float64(op: CustomOp[..., Any]) -> None:
         assert ((actual.double() - expected).abs() <= bound).all(), plan.label
 
 
+@pytest.mark.landing(2)
 @each_linear
 def test_references_are_within_their_own_bounds(op: CustomOp[..., Any]) -> None:
     for plan in planned_cases(op, 2, quick=True):
@@ -214,6 +216,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.landing(24)
 @pytest.mark.parametrize(("op", "change"), WRONG)
 def test_cases_detect_a_wrong_kernel(
     op: CustomOp[..., Any], change: Callable[[Arguments], Arguments]

@@ -66,6 +66,7 @@ def nearest(value: float, numbers: list[float]) -> set[float]:
     return {number for number in numbers if abs(value - number) == closest}
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_references_are_within_their_own_bounds(op: CustomOp[..., Any]) -> None:
     for plan in planned_cases(op, 3, quick=True):

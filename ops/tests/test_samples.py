@@ -334,6 +334,7 @@ def rows(name: str, case: Case) -> Iterator[dict[str, Any]]:
         yield {key: {**shared, **own}[key] for key in case.arguments}
 
 
+@pytest.mark.landing(20)
 @each_op
 @each_dtype
 def test_a_sample_is_that_of_its_seed(name: str, dtype: torch.dtype) -> None:
@@ -341,6 +342,7 @@ def test_a_sample_is_that_of_its_seed(name: str, dtype: torch.dtype) -> None:
     assert not equal(sampled(name, dtype, 3, seed=1), sampled(name, dtype, 3, seed=2))
 
 
+@pytest.mark.landing(40)
 @each_op
 @each_dtype
 def test_a_sample_is_a_case_of_its_dims(name: str, dtype: torch.dtype) -> None:
@@ -353,6 +355,7 @@ def test_a_sample_is_a_case_of_its_dims(name: str, dtype: torch.dtype) -> None:
     assert check_kernel(OPS[name], OPS[name].reference, case) == []
 
 
+@pytest.mark.landing(12)
 @each_op
 def test_a_sample_shows_a_wrong_kernel(name: str) -> None:
     def grown(part: torch.Tensor) -> torch.Tensor:
@@ -372,6 +375,7 @@ def test_a_sample_shows_a_wrong_kernel(name: str) -> None:
     assert {fault.check for fault in faults} & {"value", "dtype"}
 
 
+@pytest.mark.landing(30)
 @each_op
 @pytest.mark.parametrize("num_tokens", [1, 16, 256])
 def test_num_tokens_are_the_rows_and_leave_the_constants(name: str, num_tokens: int) -> None:
@@ -409,6 +413,7 @@ def test_attention_is_sampled_as_it_is_asked_for() -> None:
     assert masked["key_scale"] is not None
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("num_tokens", [4, 40])
 def test_attention_samples_have_the_form_of_what_the_backend_passes(num_tokens: int) -> None:
     spec = AttentionSpec(
@@ -457,6 +462,7 @@ def test_numbers_repeat_late_and_not_by_rows() -> None:
     assert len(numbers.unique(dim=0)) == 1100
 
 
+@pytest.mark.landing(8)
 @pytest.mark.parametrize(
     "name", [name for name, record in RECORDS.items() if "batch_invariant" in record.properties]
 )

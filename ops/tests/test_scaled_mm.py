@@ -26,6 +26,7 @@ def request(architecture: str = "sm_90", dtype: str = "bfloat16", **changes: Any
     return Request("kernel", "fp8_linear", "elsewhere", Capability(architecture), dtype, dims)
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_accepted_cases_equal_the_reference(dtype: torch.dtype) -> None:
     ran = set()

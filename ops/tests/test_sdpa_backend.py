@@ -32,6 +32,7 @@ def test_many_specs_are_accepted() -> None:
     assert {spec.dtype for _, spec in SPECS} >= {torch.float32, torch.bfloat16}
 
 
+@pytest.mark.landing(7)
 @pytest.mark.parametrize("spec", [spec for _, spec in CHOSEN], ids=[label for label, _ in CHOSEN])
 def test_sdpa_matches_the_ops(spec: AttentionSpec) -> None:
     assert check_attention(SdpaBackend, spec, site(spec.dtype)) == []

@@ -39,6 +39,7 @@ def dims_of(op: str) -> dict[str, Any]:
     return dict(next(iter(defined.cases(torch.float32, 0))).dims)
 
 
+@pytest.mark.landing(22)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_an_unknown_platform_gets_the_torch_kernels(kernel: Kernel, dtype: str) -> None:
@@ -127,6 +128,7 @@ def test_norms_in_bfloat16_are_as_accurate_as_the_reference() -> None:
         assert actual <= 1.001 * reference
 
 
+@pytest.mark.landing(2)
 @HALF_AND_SINGLE
 @pytest.mark.parametrize("rotary_size", [64, 32])
 def test_rotary_embedding_of_many_elements(dtype: torch.dtype, rotary_size: int) -> None:

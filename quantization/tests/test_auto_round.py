@@ -121,6 +121,7 @@ def test_packed_weights_are_dequantized_exactly(kind: str) -> None:
         assert (error <= steps * abs(scales) + abs(original.T) * 2.0**-8).all(), name
 
 
+@pytest.mark.landing(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_layer_multiplies_by_its_dequantized_weight(kind: str, tmp_path: Path) -> None:
     lm = load(copied(kind, tmp_path), dtype="float32")

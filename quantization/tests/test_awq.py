@@ -172,6 +172,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_are_those_of_the_dequantized_model(variant: str, tmp_path: Path) -> None:
     path = write(tmp_path / "stored", VARIANTS[variant], tmp_path / "meant")
@@ -242,6 +243,7 @@ def test_modules_to_not_convert_stay_plain(tmp_path: Path) -> None:
 V_PROJ = "model.layers.3.self_attn.v_proj"
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [

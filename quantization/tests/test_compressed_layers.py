@@ -105,6 +105,7 @@ def test_fused_kernel_exposes_quantizer_and_matmul() -> None:
     }
 
 
+@pytest.mark.landing(8)
 @pytest.mark.parametrize("label", EXAMPLES)
 def test_fused_layer_equals_separate_layers(label: str) -> None:
     at = site(EXAMPLES[label])

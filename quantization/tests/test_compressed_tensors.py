@@ -393,6 +393,7 @@ ALONE = {
 }
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("kind", landing_sample(QUANTIZED, every=3))
 def test_weights_and_logits_match_compressed_tensors(kind: str, tmp_path: Path) -> None:
     path = write_quantized(tmp_path, *QUANTIZED[kind])
@@ -411,6 +412,7 @@ OTHER_RULE = (
 )
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     ("kind", "ignore"),
     landing_sample(
@@ -462,6 +464,7 @@ def test_int4_weights_with_int8_inputs_use_w4a8_linear(kind: str, tmp_path: Path
         assert ((layer(x) - expected).abs() <= bound).all()
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("kind", ["float", "int"])
 @pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
 def test_kv_cache_rounding_matches_compressed_tensors(
@@ -496,6 +499,7 @@ def test_reference_logits_match_transformers(kind: str, tmp_path: Path) -> None:
     assert torch.equal(library_logits(path), transformers_logits(path))
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     "options", [{"storage": "naive-quantized"}, {"tie_word_embeddings": True}, {"mlp_bias": True}]
 )
@@ -600,6 +604,7 @@ def with_zero_point(tensors: Tensors) -> None:
     tensors[name] = torch.zeros(tensors[SCALE].shape, dtype=torch.int8)
 
 
+@pytest.mark.landing(4)
 @pytest.mark.parametrize(
     ("edit", "message"),
     [

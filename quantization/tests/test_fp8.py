@@ -208,6 +208,7 @@ def rounded(kind: str, layer: str, x: torch.Tensor) -> torch.Tensor:
     return (x / scale).clamp(-LARGEST, LARGEST).to(FP8).double() * scale.double()
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_layer_multiplies_by_its_dequantized_weight(
     kind: str, checkpoint: Callable[[str], Path]
@@ -240,6 +241,7 @@ def test_every_layer_multiplies_by_its_dequantized_weight(
             assert ((x.double() @ weight.T - expected).abs() > bound).any(), prefix
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "saturating" not in kind])
 def test_logits_are_close_to_those_of_the_dequantized_model(
     kind: str, checkpoint: Callable[[str], Path], tmp_path: Path
@@ -283,6 +285,7 @@ def test_weights_match_the_dequantization_of_transformers(
         assert torch.equal(actual.float(), torch.cat(expected))
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_finalized_layer_keeps_one_8_bit_copy_of_the_weight(
     kind: str, checkpoint: Callable[[str], Path]
@@ -333,6 +336,7 @@ SCALES = {
 PLACES = [(kind, name) for kind, names in SCALES.items() for name in names]
 
 
+@pytest.mark.landing(4)
 @pytest.mark.parametrize("value", [0.0, -1.0, torch.nan, torch.inf])
 @pytest.mark.parametrize(("kind", "name"), PLACES)
 def test_scales_must_be_positive_numbers(
@@ -346,6 +350,7 @@ def test_scales_must_be_positive_numbers(
         load(path)
 
 
+@pytest.mark.landing(3)
 @pytest.mark.parametrize(("kind", "name"), PLACES)
 @pytest.mark.parametrize(
     ("edit", "message"),
@@ -370,6 +375,7 @@ def test_scales_that_contradict_the_config_are_refused(
         load(write(tmp_path, KINDS[kind][0], tensors))
 
 
+@pytest.mark.landing(3)
 @pytest.mark.parametrize("kind", SCALES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2])
 def test_weights_are_not_rounded_to_8_bits(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ def site(scheme: Fp8 | FbgemmFp8) -> Site:
     return Site(resolver, "block", torch.float32)
 
 
+@pytest.mark.landing(6)
 @pytest.mark.parametrize(("scheme", "settings"), EXAMPLES)
 def test_fused_layer_equals_separate_layers(
     scheme: type[Fp8 | FbgemmFp8], settings: Mapping[str, Any]
@@ -80,6 +81,7 @@ def test_conformance_suite_runs_the_examples() -> None:
     }
 
 
+@pytest.mark.landing(11)
 @pytest.mark.parametrize(("scheme", "settings"), EXAMPLES)
 @pytest.mark.parametrize(
     ("claim", "where", "reason"),

@@ -244,6 +244,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_are_those_of_the_dequantized_model(variant: str, tmp_path: Path) -> None:
     path = write(tmp_path / "stored", VARIANTS[variant], tmp_path / "meant")
@@ -377,6 +378,7 @@ def at(place: Any, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return change
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -438,6 +440,7 @@ def test_biases_of_zeros_are_left_out(act_order: Path, tmp_path: Path) -> None:
     assert torch.equal(lm.logits(TOKENS), expected)
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("layer", [K_PROJ, "model.layers.3.mlp.down_proj"])
 @pytest.mark.parametrize("value", [2.0**-24, float("nan")])
 def test_nonzero_biases_are_refused_if_the_model_has_none(

@@ -129,6 +129,7 @@ def dequantized(tensors: Tensors, layer: str) -> Numbers:
     return numbers * factors
 
 
+@pytest.mark.landing(7)
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_dequantized_exactly(kind: str) -> None:
     settings = json.loads((WRITTEN / kind / BESIDE).read_text())["quantization"]
@@ -169,6 +170,7 @@ def test_weights_match_modelopt(kind: str) -> None:
         assert expected.abs().min() < expected.abs().max() / 10
 
 
+@pytest.mark.landing(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_layer_outputs_match_modelopt(kind: str, tmp_path: Path) -> None:
     lm = load(copied(kind, tmp_path), dtype="float32")
@@ -236,6 +238,7 @@ def test_fused_layers_with_different_pre_quant_scales_are_refused(tmp_path: Path
             load(path)
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_of_both_settings_files_is_enough(kind: str, tmp_path: Path) -> None:
     both, first, second = (tmp_path / name for name in ("both", "first", "second"))
@@ -401,6 +404,7 @@ def test_advice_for_input_scales_names_a_modelopt_algorithm(tmp_path: Path) -> N
     assert "activation_scheme" not in message
 
 
+@pytest.mark.landing(4)
 @pytest.mark.parametrize("value", [0.0, -1.0, torch.nan, torch.inf])
 @pytest.mark.parametrize(
     ("kind", "name"),

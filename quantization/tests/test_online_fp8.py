@@ -158,6 +158,7 @@ def in_blocks(weight: torch.Tensor) -> Tensors:
     return {"weight": codes, "weight_scale_inv": scale.flatten(2).flatten(0, 1)}
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     ("asked", "written", "quantize"),
     [
@@ -201,6 +202,7 @@ def test_a_model_computes_what_the_quantized_checkpoint_computes(
     assert torch.equal(lm.logits(token_ids), expected.logits(token_ids))
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("computed", [torch.float32, torch.bfloat16])
 def test_weights_are_cast_to_the_model_dtype_before_quantization(

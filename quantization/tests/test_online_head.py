@@ -79,6 +79,7 @@ def parts(lm: LanguageModel) -> tuple[Embedding, LMHead]:
     return embedding, head
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("settings", HEADS, ids=str)
 def test_tied_model_computes_with_the_dequantized_table(
     write: Write, settings: dict[str, Any]
@@ -96,6 +97,7 @@ def test_tied_model_computes_with_the_dequantized_table(
     assert actual == expected
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("settings", HEADS, ids=str)
 def test_untied_lm_head_is_quantized_and_the_embedding_stays_plain(
     write: Write, settings: dict[str, Any]
@@ -114,6 +116,7 @@ def test_untied_lm_head_is_quantized_and_the_embedding_stays_plain(
     torch.testing.assert_close(lm.logits(token_ids), expected.logits(token_ids), rtol=0, atol=3e-4)
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("settings", ROUNDED, ids=str)
 def test_head_activations_quantizes_inputs_of_the_lm_head(
@@ -146,6 +149,7 @@ def hidden_states(lm: LanguageModel, token_ids: list[int]) -> torch.Tensor:
     return torch.cat(observed).float()
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("settings", ROUNDED, ids=str)
 def test_tied_table_has_one_copy_with_quantized_inputs_too(settings: dict[str, Any]) -> None:
     rows = [
@@ -220,6 +224,7 @@ def test_method_returns_the_dequantized_table() -> None:
         assert torch.equal(stated, nearest(weight, settings).double())
 
 
+@pytest.mark.landing(3)
 @pytest.mark.parametrize(
     ("asked", "ops"),
     [
@@ -262,6 +267,7 @@ def test_head_uses_the_group_size_of_the_linear_layers() -> None:
     assert size(head="int8", group_size=16) == 256
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("head", [{"head": "int8"}, {"head": "int4"}, *ROUNDED[:2]], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_updated_table_is_quantized_in_place(

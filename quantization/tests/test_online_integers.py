@@ -106,6 +106,7 @@ def test_weights_are_rounded_to_the_nearest_multiple_of_the_scale(
     assert ((actual - wide).abs() <= bound).all()
 
 
+@pytest.mark.landing(5)
 @pytest.mark.parametrize("asked", INTEGERS)
 def test_fused_layer_is_quantized_like_separate_layers(asked: Settings) -> None:
     sizes = {"q_proj": 130, "k_proj": 66, "v_proj": 65}
@@ -155,6 +156,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     ("asked", "written"),
     [

@@ -125,6 +125,7 @@ def configure(path: Path, **settings: Any) -> None:
     (path / "config.json").write_text(json.dumps(config))
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     ("kind", "model"), [*((kind, "qwen3") for kind in KINDS), ("gptq", "mixtral")]
 )
@@ -149,6 +150,7 @@ def test_logits_are_those_of_the_dequantized_experts(kind: str, model: str, tmp_
             assert 3 * 4 * 96 * 64 * 4.5 / 8 <= kept_bytes < 3 * 4 * 96 * 64 * 7 / 8
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [

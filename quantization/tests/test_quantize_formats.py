@@ -139,6 +139,7 @@ def test_weight_of_zeros_stays_zero(chosen: WeightFormat) -> None:
     assert (tensors["weight_scale"].float() > 0).all()
 
 
+@pytest.mark.landing(8)
 @each_format
 @given(seed=st.integers(0, 2**32), exponent=st.integers(-12, 3))
 def test_each_value_is_rounded_to_the_nearest_grid_value(
@@ -198,6 +199,7 @@ def moments_of(inputs: torch.Tensor) -> torch.Tensor:
     return moments.mean()
 
 
+@pytest.mark.landing(11)
 @each_format
 @pytest.mark.parametrize("act_order", [False, True])
 def test_gptq_reduces_the_output_error(chosen: WeightFormat, act_order: bool) -> None:
@@ -212,6 +214,7 @@ def test_gptq_reduces_the_output_error(chosen: WeightFormat, act_order: bool) ->
     assert error < 0.9 * (unseen @ nearest.T - exact).norm()
 
 
+@pytest.mark.landing(12)
 @each_format
 @pytest.mark.parametrize("act_order", [False, True])
 def test_gptq_with_independent_inputs_rounds_to_nearest(

@@ -208,6 +208,7 @@ def assert_computed_by(lm: LanguageModel, op: str) -> None:
     assert all("one after the other" in note for choice in waiting for note in choice.notes)
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     ("kind", "model"), [("int4", "mixtral"), *product(AT_ONCE | IN_TURN, ["qwen3"])]
 )
@@ -303,6 +304,7 @@ class InputsOfTheLibrary:
         return [LayerEntry("experts", "of_the_library", f"{__name__}:OfTheLibrary")]
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("kind", ROUNDED)
 def test_input_rounding_matches_compressed_tensors(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -340,6 +342,7 @@ class Stages:
         return [LayerEntry("experts", "staged", f"{__name__}:Staged")]
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("kind", [None, "int4", "float8 per output", "int8"])
 def test_a_replaced_layer_computes_a_model_in_stages(kind: str | None, tmp_path: Path) -> None:
     quantized, plain = write(tmp_path, kind or "int4", "qwen3")
@@ -389,6 +392,7 @@ def test_finalized_experts_keep_only_quantized_weights_and_scales(tmp_path: Path
             assert 3 * 4 * 96 * 64 * 4.5 / 8 <= kept_bytes < 3 * 4 * 96 * 64 * 6 / 8
 
 
+@pytest.mark.landing(3)
 @pytest.mark.parametrize(
     ("kind", "tensor", "value", "message"),
     [

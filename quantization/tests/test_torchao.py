@@ -167,6 +167,7 @@ def test_inputs_of_int8_may_be_asymmetric(tmp_path: Path) -> None:
     torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.landing(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_layer_multiplies_by_its_dequantized_weight(kind: str, tmp_path: Path) -> None:
     lm, tensors = load(copied(kind, tmp_path), dtype="float32"), load_file(WRITTEN / kind / WEIGHTS)

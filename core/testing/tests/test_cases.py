@@ -90,6 +90,7 @@ def test_a_case_depends_only_on_point_and_seed(point: Point, seed: int) -> None:
     assert not torch.equal(first.arguments["bias"], other_seed.arguments["bias"])
 
 
+@pytest.mark.landing(25)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(3, 4), (2, 3, 5), (7,), (1, 1), (1, 6, 1)])
 def test_a_layout_changes_strides_but_no_values(layout: str, shape: tuple[int, ...]) -> None:

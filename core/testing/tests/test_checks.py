@@ -302,6 +302,7 @@ def sum_missing_the_last_token_of_a_page(
     return toy_sum.reference(pages, table, lengths - (lengths % 4 == 0).long())
 
 
+@pytest.mark.landing(11)
 @pytest.mark.parametrize(
     ("op", "function", "check"),
     [

@@ -313,6 +313,7 @@ def aspects(trials: list[Trial], name: str) -> set[Aspect]:
     return {trial.aspect for trial in trials if trial.candidate.name == name}
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     ("target", "prepare", "properties"),
     [
@@ -340,6 +341,7 @@ def test_a_correct_kernel_has_no_faults(
     assert not any(trial.not_run for trial in trials)
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     ("target", "aspect", "claims"),
     [
@@ -376,6 +378,7 @@ def test_a_false_property_fails_only_in_its_own_aspect(
     assert blamed(trials, "reference") == set()
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     ("target", "compiles", "aspect"),
     [
@@ -399,6 +402,7 @@ def test_properties_of_ragged_sequences_are_checked(
     assert blamed(trials, "reference") == set()
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     "target",
     [
@@ -415,6 +419,7 @@ def test_undeclared_properties_are_not_tested(tried: Tried, target: str) -> None
     assert blamed(trials, target) == set()
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     ("target", "check", "words"),
     [

@@ -378,6 +378,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.landing(2)
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [llama, windowed, mixed, capped, sunk])
 @pytest.mark.parametrize("mode", landing_sample(MODES, every=3))
@@ -403,6 +404,7 @@ def test_generate_gives_the_same_tokens(kind: Any, mode: str) -> None:
     assert torch.equal(run(), expected)
 
 
+@pytest.mark.landing(1)
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [llama, windowed])
 def test_assisted_generation_gives_the_same_tokens(kind: Any) -> None:

@@ -158,6 +158,7 @@ def test_a_layer_is_a_block_by_either_name_of_its_cache(kind: Any, name: str) ->
     assert cache.get_seq_length() == 5
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_block_generates_the_same_tokens_and_is_restored(name: str) -> None:
     model = build(BLOCKS[name]())
@@ -175,6 +176,7 @@ def test_a_block_generates_the_same_tokens_and_is_restored(name: str) -> None:
     assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("config", [CONFIG, Config()], ids=["native", "with plugins"])
 def test_a_block_is_as_close_to_the_exact_result_as_the_layer(
@@ -191,6 +193,7 @@ def test_a_block_is_as_close_to_the_exact_result_as_the_layer(
     assert error <= 2 * theirs
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_layer_that_is_no_block_is_skipped_with_a_reason(name: str) -> None:
     make, reason = OTHERS[name]
@@ -260,6 +263,7 @@ def turned_off(layer: Any) -> Callable[[], None]:
     return undo
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

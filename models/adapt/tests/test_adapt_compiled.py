@@ -47,6 +47,7 @@ def delegated(adapted: Any) -> list[str]:
     return [place.reason for place in adapted.places if "delegated" in place.reason]
 
 
+@pytest.mark.landing(1)
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("kind", "padded"),

@@ -188,6 +188,7 @@ def share_bound(model: Any, adapted: Adapted[Any]) -> float:
 ROUNDINGS = 32
 
 
+@pytest.mark.landing(2)
 @torch.no_grad()
 @pytest.mark.parametrize("name", landing_sample(FAMILIES, every=2))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -219,6 +220,7 @@ def attention_places(adapted: Adapted[Any]) -> dict[str, str]:
     }
 
 
+@pytest.mark.landing(2)
 @torch.no_grad()
 @pytest.mark.parametrize("name", FAMILIES)
 def test_attention_of_a_family_runs_on_kernels(name: str) -> None:
@@ -230,6 +232,7 @@ def test_attention_of_a_family_runs_on_kernels(name: str) -> None:
     assert not any("delegated" in reason for reason in places.values()), places
 
 
+@pytest.mark.landing(1)
 @torch.no_grad()
 @pytest.mark.parametrize("name", GENERATES)
 def test_a_decoder_generates_the_same_tokens(name: str) -> None:

@@ -82,6 +82,7 @@ class Written(Siblings):
         return *first, self.c(x.add_(1))
 
 
+@pytest.mark.landing(2)
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CONFIGS)
@@ -275,6 +276,7 @@ def rotary_places(adapted: Adapted[Any]) -> list[str]:
     return [place.name for place in adapted.places if "rotary embedding by" in place.reason]
 
 
+@pytest.mark.landing(2)
 @torch.no_grad()
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)

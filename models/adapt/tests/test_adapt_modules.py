@@ -41,6 +41,7 @@ def states_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     )
 
 
+@pytest.mark.landing(1)
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
@@ -335,6 +336,7 @@ class Centred(ScaledTwice):
         return nn.functional.layer_norm(x, x.shape[-1:], self.gain, None, self.epsilon)
 
 
+@pytest.mark.landing(6)
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -384,6 +386,7 @@ class Added(Gated):
         return result
 
 
+@pytest.mark.landing(7)
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("act", [nn.SiLU(), nn.GELU(), nn.GELU("tanh"), nn.Tanh()], ids=str)

@@ -142,6 +142,7 @@ def engine_of(model: Any, **settings: Any) -> LanguageModel:
     return language_model(adapt(model), **{"cache_tokens": 1024, **settings})
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("name", landing_sample(FAMILIES, every=3))
 def test_tokens_are_those_of_transformers(name: str) -> None:
     model = made(name)
@@ -158,6 +159,7 @@ def test_tokens_are_those_of_transformers(name: str) -> None:
     torch.testing.assert_close(lm.logits(PROMPTS[2]), dense, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("name", ["gemma3", "olmo2"])
 def test_requests_join_and_leave(name: str) -> None:
     model = made(name)
@@ -200,6 +202,7 @@ def test_a_quantized_model_runs_in_the_engine() -> None:
     assert len(lm.generate(PROMPTS, max_new_tokens=COUNT)[3].token_ids) == COUNT
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     ("name", "layer"),
     [
@@ -351,6 +354,7 @@ def test_the_context_defaults_to_the_cache_size() -> None:
     assert any("the context is 4096 tokens, as the config" in note for note in lm.resolver.notes)
 
 
+@pytest.mark.landing(3)
 @pytest.mark.parametrize(
     ("settings", "config", "reason"),
     [

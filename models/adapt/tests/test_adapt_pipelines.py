@@ -89,6 +89,7 @@ def images() -> Built:
     return pipe, Image.fromarray(pixels), {}
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     "build", [features, batched_features, speech, pytest.param(images, marks=pytest.mark.slow)]
 )

@@ -40,6 +40,7 @@ def saved(name: str, path: Path) -> Any:
     return model
 
 
+@pytest.mark.landing(1)
 @torch.no_grad()
 @pytest.mark.parametrize("method", landing_sample(METHODS, every=3), ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
@@ -64,6 +65,7 @@ def test_a_quantized_model_equals_one_that_load_quantizes(
     assert model.model.layers[0].mlp.up_proj.weight.shape == (96, 64)
 
 
+@pytest.mark.landing(2)
 @torch.no_grad()
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("name", CONFIGS)

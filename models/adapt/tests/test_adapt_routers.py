@@ -205,6 +205,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.landing(3)
 @torch.no_grad()
 @pytest.mark.parametrize("name", MIXTURES)
 def test_moe_models_of_transformers_compute_the_same(name: str) -> None:

@@ -101,6 +101,7 @@ ALONE = {
 }
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("mode", sorted(ALONE))
 @pytest.mark.parametrize(("config", "side"), [(BERT, "right"), (QWEN, "left")])
 def test_batched_vectors_equal_those_of_single_texts(

@@ -84,6 +84,7 @@ def of_load(path: Path, quantization: Any) -> torch.Tensor:
     return model.logits(IDS[0].tolist())
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("label", WEIGHT_ONLY)
 def test_logits_equal_those_of_load(folder: Path, label: str) -> None:
     settings = WEIGHT_ONLY[label]
@@ -94,6 +95,7 @@ def test_logits_equal_those_of_load(folder: Path, label: str) -> None:
     assert (actual - plain).abs().max() > 100 * (actual - expected).abs().max(), "it was quantized"
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("method", ["int8", "int4", "w4a8", "fp8"])
 def test_every_method_runs_with_its_defaults(folder: Path, method: str) -> None:
     model = quantized(folder, InterposerConfig(method))
@@ -122,6 +124,7 @@ def test_plain_weights_are_freed_after_quantization(folder: Path) -> None:
         layer.weight.sum()
 
 
+@pytest.mark.landing(1)
 def test_a_config_json_may_name_the_method(folder: Path, tmp_path: Path) -> None:
     """``from_pretrained`` and ``load`` follow the settings of a folder of plain weights."""
     settings = {"quant_method": "int4", "group_size": 16}

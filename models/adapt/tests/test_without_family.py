@@ -138,6 +138,7 @@ def generated(lm: LanguageModel) -> list[list[int]]:
     return [list(completion.token_ids) for completion in lm.generate(PROMPTS, max_new_tokens=COUNT)]
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_are_those_of_transformers(
     name: str, checkpoint: Callable[[str], tuple[Path, Any]]

@@ -133,6 +133,7 @@ def alone(llama: Path, adapters: dict[str, Path]) -> Callable[[list[int], str | 
     return run
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_logits_are_those_of_peft(
     lm: LanguageModel, llama: Path, adapters: dict[str, Path], name: str

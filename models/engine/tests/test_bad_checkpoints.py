@@ -62,6 +62,7 @@ def test_corrupt_config(copied: Path, text: str) -> None:
     assert "copy it again" in caught.value.mend
 
 
+@pytest.mark.landing(18)
 @pytest.mark.parametrize(
     ("field", "value", "named"),
     [
@@ -134,6 +135,7 @@ def test_missing_weights(copied: Path) -> None:
         load(copied)
 
 
+@pytest.mark.landing(4)
 @pytest.mark.parametrize("kept", [0, 4, 100, 0.5, 0.999])
 def test_truncated_weights(copied: Path, kept: float) -> None:
     content = (copied / WEIGHTS).read_bytes()
@@ -249,6 +251,7 @@ def test_a_failed_load_can_be_repeated_after_the_mend(copied: Path) -> None:
     assert load(copied).logits([1, 2]).shape == (2, 256)
 
 
+@pytest.mark.landing(4)
 @pytest.mark.parametrize(
     ("family", "field"),
     [

@@ -113,6 +113,7 @@ def test_llama_bench_rows_have_its_format(command: Command, llama: Path) -> None
     assert all(" ± " in line[6] for line in lines[2:])
 
 
+@pytest.mark.landing(3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -39,9 +39,10 @@ def faults_of(comparisons: Iterator[Comparison]) -> list[str]:
     return [str(one) for one in compared if one.outcome.is_fault]
 
 
-@pytest.mark.parametrize("first", range(0, 100, 25))
+@pytest.mark.landing(1)
+@pytest.mark.parametrize("first", range(0, 100, 10))
 def test_a_loaded_model_is_that_of_transformers(first: int) -> None:
-    assert find_faults(first, first + 25, differences_of_load) == []
+    assert find_faults(first, first + 10, differences_of_load) == []
 
 
 @pytest.mark.slow
@@ -57,13 +58,13 @@ def test_five_hundred_adapted_models_are_as_they_were(first: int) -> None:
 
 
 def test_adapters_are_those_of_peft() -> None:
-    assert faults_of(compare_adapters.compare(0, 18)) == []
+    assert faults_of(compare_adapters.compare(0, 6)) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(18, 500, 121))
+@pytest.mark.parametrize("first", range(6, 500, 124))
 def test_five_hundred_adapters_are_those_of_peft(first: int) -> None:
-    assert faults_of(compare_adapters.compare(first, first + 121)) == []
+    assert faults_of(compare_adapters.compare(first, first + 124)) == []
 
 
 @pytest.mark.parametrize(

@@ -259,6 +259,7 @@ def test_explain_needs_no_weights(command: Command, copied: Path) -> None:
     assert facts(command, "explain", copied)["choices"]
 
 
+@pytest.mark.landing(4)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -281,6 +282,7 @@ def test_a_bad_option_ends_with_one_message(
     assert "Traceback" not in err
 
 
+@pytest.mark.landing(6)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

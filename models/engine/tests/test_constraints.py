@@ -92,6 +92,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 SCHEMAS = st.recursive(LEAVES, containers, max_leaves=4)
 
 
+@pytest.mark.landing(1)
 @settings(max_examples=num_examples(40))
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32), indented=st.booleans())
 def test_texts_are_json_of_the_schema(

@@ -75,6 +75,7 @@ def tokens(completions: Sequence[Completion]) -> list[tuple[int, ...]]:
     return [completion.token_ids for completion in completions]
 
 
+@pytest.mark.landing(1)
 def test_greedy_tokens_are_equal_with_and_without_graphs(pair: tuple[Path, Any]) -> None:
     path, _ = pair
     # Of experts, the kernels that hold least wait for numbers of tokens.

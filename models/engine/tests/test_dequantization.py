@@ -242,6 +242,7 @@ def functions(lm: LanguageModel) -> set[Any]:
     return {layer.kernel for layer in (*layers, model.lm_head)}
 
 
+@pytest.mark.landing(1)
 @every_kind
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-4), ("bfloat16", 0.06)])
 def test_a_model_computes_what_the_reference_does(tenths: Path, dtype: str, error: float) -> None:

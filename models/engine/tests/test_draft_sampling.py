@@ -77,6 +77,7 @@ def assert_drawn_from(tokens: torch.Tensor, expected: torch.Tensor) -> None:
     assert statistic < 35.9, f"{(counts / len(tokens)).tolist()} for {expected.tolist()}"
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("certain", [False, True], ids=["drawn", "certain"])
 def test_every_token_is_drawn_from_the_target(name: str, certain: bool) -> None:

@@ -28,6 +28,7 @@ def written(path: Path, config: Any, generation: Any, eos_token: Any = None) -> 
     return path
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     ("config", "generation", "in_tokenizer"),
     [(7, None, False), (5, [7, 8], False), (None, None, True)],
@@ -42,6 +43,7 @@ def test_end_tokens_are_read_from_each_file(
     assert (list(completion.token_ids), completion.finish_reason) == ([7], "stop")
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("value", [True, -1, 10**9, "2", [1, None]])
 def test_end_tokens_that_are_no_tokens_are_refused(tmp_path: Path, value: Any) -> None:
     told = (

@@ -170,6 +170,7 @@ def test_open_streams_and_other_requests_lose_no_token(lm: LanguageModel) -> Non
     assert idle(lm)
 
 
+@pytest.mark.landing(3)
 @pytest.mark.parametrize("end", [2, 3, 5, 9])
 def test_stop_text_at_the_very_start_is_never_streamed(lm: LanguageModel, end: int) -> None:
     (whole,) = lm.generate("x", max_new_tokens=40)

@@ -108,6 +108,7 @@ def lm(base: Path, adapters: dict[str, Path]) -> LanguageModel:
     return lm
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_logits_are_those_of_peft(lm: LanguageModel, base: Path, name: str) -> None:
     plain = logits_of(AutoModelForCausalLM.from_pretrained(base))
@@ -117,6 +118,7 @@ def test_logits_are_those_of_peft(lm: LanguageModel, base: Path, name: str) -> N
     close(lm.logits(IDS), plain)
 
 
+@pytest.mark.landing(1)
 def test_requests_of_a_batch_have_different_adapters(
     lm: LanguageModel, base: Path, adapters: dict[str, Path]
 ) -> None:
@@ -175,6 +177,7 @@ def test_matrices_by_expert_equal_stacked_ones(family: str, base: Path, tmp_path
     close(lm.logits(IDS, adapter="x"), logits_of(wrapped))
 
 
+@pytest.mark.landing(1)
 @torch.no_grad()
 def test_a_quantized_moe_base_takes_adapters(base: Path, tmp_path: Path) -> None:
     """PEFT adapts a model whose weights are those that the quantized experts multiply by."""

@@ -106,6 +106,7 @@ def model_of(checkpoint: Checkpoint, rank: int, count: int) -> Mixture:
         return Mixture(site_of(rank, count), "experts.down_proj" in checkpoint.names())
 
 
+@pytest.mark.landing(3)
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_a_rank_copies_its_own_experts(checkpoint: Checkpoint, count: int) -> None:
     model = model_of(checkpoint, count - 1, count)

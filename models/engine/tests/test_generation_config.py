@@ -68,6 +68,7 @@ def test_config_json_suggests_settings_without_the_file(tmp_path: Path) -> None:
     assert load(beside, cache_tokens=64).suggested == {}
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     ("name", "value"), [("do_sample", "false"), ("temperature", "0.7"), ("top_k", 20.0)]
 )

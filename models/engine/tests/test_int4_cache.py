@@ -42,6 +42,7 @@ def test_greedy_tokens_are_those_of_the_portable_backend(greedy: list[tuple[int,
     assert tokens(loaded(portable)) == greedy
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     "more",
     [

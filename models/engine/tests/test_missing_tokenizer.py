@@ -15,6 +15,7 @@ from interposer_engine import TextTokenizer, load, quantize
 PROMPT = [3, 1, 4, 1, 5]
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("settings", [False, True], ids=["no settings", "settings"])
 def test_a_model_without_a_tokenizer_runs_on_token_ids(
     pair: tuple[Path, Any], tmp_path: Path, settings: bool

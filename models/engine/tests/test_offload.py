@@ -107,6 +107,7 @@ def told(lm: LanguageModel) -> list[str]:
     return [note for note in lm.resolver.notes if note.startswith("offload")]
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("model", ["deep", "mixture"])
 def test_offloaded_models_generate_the_tokens_of_a_resident_one(
@@ -171,6 +172,7 @@ def loaded_experts(
     return lm, packed, lambda: len(chosen) * expert_bytes
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_only_routed_experts_are_advised(
     quantization: str | None, tmp_path: Path, own: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -246,6 +248,7 @@ def settled(number: Callable[[], int]) -> int:
     return current
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("platform", ["dock", "mapping-dock"])
 @pytest.mark.parametrize("model", ["deep", "mixture"])
 def test_a_device_gets_blocks_from_host_memory(
@@ -279,6 +282,7 @@ def test_offloaded_weights_cannot_be_updated(deep: Path, own: dict[str, Any]) ->
         lm.update_weights({"model.norm.weight": torch.ones(64)})
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     ("asked", "text"),
     [

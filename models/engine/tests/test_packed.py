@@ -72,6 +72,7 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     "quantization", landing_sample([None, "int8", "fp8", W4A8], every=3), ids=str
 )
@@ -94,6 +95,7 @@ def test_mapped_weights_give_the_same_tokens(
         assert note.endswith(f"mapped from {file}")
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("head", ["int8", "int4"])
 def test_tied_tables_with_rounded_inputs_are_mapped(head: str, on: Config) -> None:
     quantization = {"quant_method": "int8", "head": head, "head_activations": "int8"}
@@ -107,6 +109,7 @@ def test_tied_tables_with_rounded_inputs_are_mapped(head: str, on: Config) -> No
         assert ", mapped from" in note
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("quantization", ["int8", "int4", "w4a8"])
 def test_experts_that_are_lists_of_layers_are_mapped(
     quantization: str, on: Config, gpt_oss: tuple[Path, Any]
@@ -182,6 +185,7 @@ def test_a_changed_checkpoint_is_read_again(copied: Path) -> None:
     assert tokens(lm) == tokens(loaded(copied, OFF))
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     ("name", "old"),
     [
@@ -249,6 +253,7 @@ def turned_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return linear(x, weight.T, bias)
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("harm", ["cut off", "header", "no packed weights"])
 def test_a_damaged_file_is_refused(copied: Path, harm: str) -> None:
     file = pack(copied).path

@@ -102,6 +102,7 @@ def test_a_file_that_was_made_elsewhere_is_read_from_the_checkpoint(
     assert "mapped from" in note(loaded(copied, other_config))
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("kind", ["link", "dangling link", "folder", "FIFO"])
 @pytest.mark.parametrize("name", ["file", "part"])
 def test_what_is_planted_in_the_cache_is_not_followed(

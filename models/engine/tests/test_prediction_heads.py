@@ -245,6 +245,7 @@ def expected_of_eagle(path: Path, head: Path, tokens: list[int], count: int) -> 
     return recorded
 
 
+@pytest.mark.landing(1)
 def test_a_stored_head_predicts_what_its_definition_says(holder: Path) -> None:
     lm = load(holder, "float32", speculation=always("heads", tokens=3), **SMALL)
     watched = Watched(lm)
@@ -302,6 +303,7 @@ def test_any_schedule_gives_the_tokens_of_plain_decoding(
     assert not lm.engine.busy
 
 
+@pytest.mark.landing(1)
 def test_stored_heads_change_no_token(holder: Path) -> None:
     plain = load(holder, "float32", cache_tokens=2048)
     lm = load(holder, "float32", speculation=always("heads"), **SMALL)
@@ -335,6 +337,7 @@ def known_next(path: Path, holder: Path, noise: float) -> Path:
     return path
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("kind", KINDS[:3], ids=["greedy", "seeded", "cut"])
 def test_a_head_that_is_right_is_accepted_and_saves_steps(
     holder: Path, tmp_path: Path, kind: dict[str, Any]

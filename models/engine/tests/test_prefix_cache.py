@@ -159,6 +159,7 @@ def test_any_schedule_gives_the_tokens_of_a_plain_engine(
         assert sequence.logprobs == pytest.approx(list(wanted.logprobs)[:count], abs=2e-3)
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("name", [*KINDS, "8 bits"])
 def test_evicted_pages_are_restored(pairs: dict[str, Pair], name: str) -> None:
     lm, plain = pairs[name].shared, pairs[name].plain

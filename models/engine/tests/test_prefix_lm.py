@@ -90,6 +90,7 @@ def greedy_of(model: Any, prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_float32_logits_differ_by_at_most_1e_4(pairs: dict[str, Pair], name: str) -> None:
     path, model = pairs[name]
@@ -101,6 +102,7 @@ def test_float32_logits_differ_by_at_most_1e_4(pairs: dict[str, Pair], name: str
     assert not torch.equal(lm.logits([1, 2, 3])[0], lm.logits([1, 2, 4])[0])
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_greedy_tokens_are_equal_alone_and_while_requests_join_and_leave(
     pairs: dict[str, Pair], name: str
@@ -126,6 +128,7 @@ def test_greedy_tokens_are_equal_alone_and_while_requests_join_and_leave(
     assert idle(lm)
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_bfloat16_is_no_further_from_float32_than_transformers_is(
     pairs: dict[str, Pair], name: str
@@ -163,6 +166,7 @@ def test_a_causal_mpt_has_other_slopes_where_it_says_so(tmp_path: Path) -> None:
         assert actual.token_ids[place] == int(logits_of(model, given, 0)[-1].argmax())
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_continuations_are_causal_where_they_are_scored(pairs: dict[str, Pair], name: str) -> None:
     path, model = pairs[name]

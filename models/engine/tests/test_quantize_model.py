@@ -165,6 +165,7 @@ def names_in(folder: Path) -> list[str]:
 
 # compressed-tensors 0.20 cannot load packed zero points: where it plans the tensors of a layer, in
 # the branch of PackedQuantizationCompressor.compress for the meta device, it leaves them unpacked.
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("kind", [kind for kind in SCHEMES if kind != "int4 asymmetric"])
 def test_transformers_runs_the_written_checkpoint(kind: str, plain: Path, tmp_path: Path) -> None:
     result = quantize(plain, tmp_path / "out", **SCHEMES[kind])
@@ -187,6 +188,7 @@ def test_transformers_runs_the_written_checkpoint(kind: str, plain: Path, tmp_pa
     assert (logits - exact).norm() < (0.75 if "4" in kind else 0.3) * exact.norm()
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("kind", SCHEMES)
 def test_the_written_checkpoint_loads_with_near_logits(
     kind: str, plain: Path, tmp_path: Path
@@ -312,6 +314,7 @@ def interrupting(activity: str, calls: int) -> Callable[[str, int, int], None]:
     return progress
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("calls", [0, 20, 25])
 def test_an_interrupted_run_is_resumed(sharded: Path, tmp_path: Path, calls: int) -> None:
     options: dict[str, Any] = {"group_size": 32}
@@ -445,6 +448,7 @@ def test_the_files_of_calibration_count_for_the_disk_check(
     assert sum(file_bytes) == needed_bytes
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("act_order", [False, True])
 def test_calibrated_logits_are_nearer_to_the_original(
     plain: Path, tmp_path: Path, text: Path, act_order: bool
@@ -521,6 +525,7 @@ def _spoil(tensors: dict[str, torch.Tensor]) -> None:
     tensors[DOWN][3, 4] = torch.nan
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -580,6 +585,7 @@ def test_impossible_settings_are_refused_before_writing(
     assert names_in(tmp_path) == []
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     ("scheme", "ignored", "size"),
     [("int4", (), 32), ("w4a8", (), 32), ("int4", ("re:.*down_proj",), 64)],

@@ -68,6 +68,7 @@ def cuts_of(model: nn.Module) -> dict[str, str]:
     return {re.sub(r"\.\d+\.", ".*.", name): kind for name, kind in shards.items()}
 
 
+@pytest.mark.landing(8)
 @pytest.mark.parametrize("family", sorted(stated()))
 def test_layers_are_sharded_like_in_transformers(family: str, tmp_path: Path) -> None:
     config, cuts = stated()[family]

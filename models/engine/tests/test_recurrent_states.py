@@ -53,6 +53,7 @@ def tokens(lm: LanguageModel, prompts: list[list[int]], count: int = 12) -> list
     return [list(answer.token_ids) for answer in answers]
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("name", ["mixed", "spaces"])
 def test_any_schedule_gives_the_same_tokens(name: str, request: pytest.FixtureRequest) -> None:
     """Alone, in batches, in chunks of a prompt, and where some give up what they hold."""

@@ -111,6 +111,7 @@ def drawn(layer: Linear | Experts, seed: int) -> Tensors:
     return {name: number(place.parameter, generator) for name, place in places.items()}
 
 
+@pytest.mark.landing(8)
 @pytest.mark.parametrize(("scheme", "settings"), landing_sample(examples(), every=4))
 def test_an_updated_layer_equals_a_loaded_one(scheme: Any, settings: Mapping[str, Any]) -> None:
     first, second = (drawn(built(scheme, settings, "cpu"), seed) for seed in (1, 2))
@@ -131,6 +132,7 @@ def test_an_updated_layer_equals_a_loaded_one(scheme: Any, settings: Mapping[str
     assert torch.equal(result(layers[0]), before)
 
 
+@pytest.mark.landing(14)
 @pytest.mark.parametrize(("scheme", "settings"), landing_sample(examples(), every=4))
 def test_loading_neither_changes_nor_keeps_checkpoint_tensors(
     scheme: Any, settings: Mapping[str, Any]
@@ -165,6 +167,7 @@ def test_quantizing_while_loading_borrows_the_stored_weight(method: str) -> None
     assert not part.can_borrow(torch.zeros(OUT_FEATURES // 2, IN_FEATURES), parameter)
 
 
+@pytest.mark.landing(21)
 @pytest.mark.parametrize(("scheme", "settings"), linear_examples())
 def test_a_dequantized_layer_computes_what_the_reference_does(
     scheme: Any, settings: Mapping[str, Any]

@@ -157,6 +157,7 @@ def repeated_prompt(lm: LanguageModel, top_k: int) -> list[int]:
     return prompt
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("name", ["ngram", "model"])
 def test_unseeded_requests_are_drawn_from_the_distribution(
     llama: Path, plain: LanguageModel, name: str
@@ -217,6 +218,7 @@ def test_draft_tokens_have_other_noise_than_their_verification(
     assert [*same] != sequence.output
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(("family", "page_size"), [("all", 4), ("some", 2)])
 @pytest.mark.parametrize("name", ["ngram", "same"])
 def test_windows_keep_the_pages_that_rejected_draft_tokens_need(
@@ -430,6 +432,7 @@ def test_unusable_draft_models_are_refused(llama: Path, tmp_path: Path) -> None:
 RECURRENT = {"mamba2": "biased", "falcon_h1": "factors", "qwen3_next": "some", "lfm2": "biased"}
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("family", RECURRENT)
 def test_states_are_restored_after_rejected_draft_tokens(tmp_path: Path, family: str) -> None:
     """As targets and as drafts, beside requests without guesses, preempted, and that end early."""

@@ -126,6 +126,7 @@ def fill(layer: Linear, tensors: Mapping[str, torch.Tensor]) -> None:
             place.write_default(place.parameter.data)
 
 
+@pytest.mark.landing(6)
 @pytest.mark.parametrize("kind", ["column", "row"])
 @pytest.mark.parametrize(("record", "stated"), landing_sample(examples(), every=3))
 def test_shards_are_parts_of_the_full_weight(

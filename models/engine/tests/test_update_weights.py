@@ -148,6 +148,7 @@ def kept(lm: LanguageModel) -> Callable[[], bool]:
     return lambda: torch.equal(lm.logits(TOKENS), before)
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_updated_model_equals_a_loaded_one(two: tuple[Path, Path], dtype: str) -> None:
     first, second = (load(path, dtype=dtype, cache_tokens=64) for path in two)
@@ -163,6 +164,7 @@ def test_an_updated_model_equals_a_loaded_one(two: tuple[Path, Path], dtype: str
     assert unchanged()
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 @pytest.mark.parametrize("pair", ["llama-tied-biased", "qwen3", "qwen3-tied"], indirect=True)
 def test_tied_biased_and_normed_models_are_updated(
@@ -254,6 +256,7 @@ def one_twice(tensors: Tensors) -> object:
     return [*tensors.items(), (Q, tensors[Q])]
 
 
+@pytest.mark.landing(3)
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -286,6 +289,7 @@ def test_an_update_needs_all_parts_of_a_fused_layer(lm: LanguageModel, tensors: 
     assert unchanged()
 
 
+@pytest.mark.landing(3)
 @pytest.mark.parametrize("kind", ["fbgemm_fp8", "fp8", "int8", "gptq"], indirect=True)
 def test_an_update_needs_all_tensors_of_a_quantized_layer(
     two: tuple[Path, Path], kind: str

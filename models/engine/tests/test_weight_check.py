@@ -42,6 +42,7 @@ def opened(folder: Path, **config: Any) -> LanguageModel:
     return load(folder, "float32", config=Config(**config), cache_tokens=64)
 
 
+@pytest.mark.landing(4)
 @pytest.mark.parametrize("name", [UP, "model.embed_tokens.weight", "model.norm.weight"])
 @pytest.mark.parametrize("value", [NAN, INFINITE, -INFINITE])
 def test_a_weight_that_is_not_finite_is_refused(copied: Path, name: str, value: float) -> None:

@@ -117,6 +117,7 @@ def test_tensors_come_in_any_order(
     assert same(planned.model, expected)
 
 
+@pytest.mark.landing(5)
 @pytest.mark.parametrize("after", [0, 1, 7, 20, 29])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, GeneratorExit])
 def test_an_interrupted_load_leaves_the_model_as_it_was_built(

@@ -267,6 +267,7 @@ def test_a_model_of_windows_goes_on_beyond_its_cache(
         )
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_logits_of_a_long_text_are_computed_in_parts(
     paths: dict[str, Path], references: dict[str, LanguageModel], name: str
@@ -279,6 +280,7 @@ def test_logits_of_a_long_text_are_computed_in_parts(
     assert idle(lm)
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     "rules",
     [
@@ -300,6 +302,7 @@ def test_no_backend_reads_freed_pages(
     assert idle(lm)
 
 
+@pytest.mark.landing(1)
 @pytest.mark.usefixtures("tape")
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_graphs_have_pages_of_every_pool(

@@ -129,6 +129,7 @@ def test_8_bit_floats_are_accepted_where_triton_converts_to_them(
     assert accepted or (dtype in verdict.reason and architecture in verdict.reason)
 
 
+@pytest.mark.landing(49)
 @pytest.mark.parametrize("record", KERNELS, ids=lambda record: record.name)
 def test_a_processor_is_refused_with_a_reason(record: Kernel) -> None:
     cpu_request = Request(
@@ -138,6 +139,7 @@ def test_a_processor_is_refused_with_a_reason(record: Kernel) -> None:
     assert verdict.reason == "needs triton, which the device lacks"
 
 
+@pytest.mark.landing(48)
 @pytest.mark.parametrize("record", KERNELS, ids=lambda record: record.name)
 def test_a_record_names_an_op_and_a_function_that_is_there(record: Kernel) -> None:
     assert record.op in current_registry().ops

@@ -129,6 +129,7 @@ def test_every_build_compiles_for_every_target() -> None:
     assert [kernel for kernel in KERNELS if f"\n## {kernel}\n" not in page] == []
 
 
+@pytest.mark.landing(39)
 @pytest.mark.parametrize("build", BUILDS, ids=lambda build: f"{build.kernel}-{build.label}")
 def test_a_target_without_a_build_is_refused_by_the_record(build: Build) -> None:
     """A kernel is refused where it does not compile, with a reason, and accepted where it does."""

@@ -27,6 +27,7 @@ GOOD = {
 META = torch.device("meta")
 
 
+@pytest.mark.landing(46)
 @pytest.mark.parametrize("kernel", tuned_kernels())
 def test_every_file_is_valid_and_has_a_default(kernel: str) -> None:
     assert isinstance(table_of(kernel)["default"], Parameters)

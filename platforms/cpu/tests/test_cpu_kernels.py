@@ -106,6 +106,7 @@ def test_packing_is_refused_on_unmeasured_processors(
     assert reason in refusals["linear_packed_bfloat16"]
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     "kernel",
     landing_sample((kernel for kernel in KERNELS if "traceable" in kernel.properties), every=5),

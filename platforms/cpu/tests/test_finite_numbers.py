@@ -20,6 +20,7 @@ SIZES = (1, 7, 33, 300_001)
 VALUES = [float("nan"), float("inf"), -float("inf")]
 
 
+@pytest.mark.landing(6)
 @pytest.mark.parametrize("platform", PLATFORMS, ids=lambda platform: platform.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_nonfinite_number_at_any_position_is_found(

@@ -37,6 +37,7 @@ def loaded(scheme: dict[str, Any] | None, layers: dict[str, str]) -> LanguageMod
     return load(MODEL, "bfloat16", config=config, quantization=scheme, max_sequences=2)
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_fused_blocks_generate_the_tokens_of_separate_layers(
     scheme: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch

@@ -158,6 +158,7 @@ def test_integer_attention_keeps_small_weights(level: str, length: int) -> None:
     torch.testing.assert_close(actual.double(), expected, atol=2.0**-8, rtol=0)
 
 
+@pytest.mark.landing(7)
 @pytest.mark.parametrize("level", native.levels())
 @pytest.mark.parametrize(
     ("label", "attention_spec"),
@@ -243,6 +244,7 @@ def test_sequences_grow_over_parts_and_pages(
         torch.set_num_threads(before)
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_long_contexts_have_the_same_bits_with_any_threads(dtype: torch.dtype) -> None:
     before, actual = torch.get_num_threads(), []
@@ -347,6 +349,7 @@ def test_other_processors_are_refused() -> None:
     assert "avx2" in verdict.reason
 
 
+@pytest.mark.landing(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("change", [{}, {"softcap": 30.0}, {"sinks": True}, {"window_tokens": 9}])
 def test_the_native_backend_is_selected_for_decoders(

@@ -89,6 +89,7 @@ def attention(dtype: torch.dtype) -> AttentionSpec:
     )
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     "layer_id",
     ["gated_mlp", pytest.param("self_attention", marks=pytest.mark.slow), "decoder_block"],
@@ -115,6 +116,7 @@ def test_layers_conform_in_one_call(layer_id: str, monkeypatch: pytest.MonkeyPat
     assert ran > 10
 
 
+@pytest.mark.landing(7)
 @DTYPES
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("bias", [False, True])
@@ -133,6 +135,7 @@ def test_an_mlp_in_one_call_is_what_its_parts_compute(
     assert_close(fused(x), parts(x))
 
 
+@pytest.mark.landing(5)
 @DTYPES
 @pytest.mark.parametrize("tokens", [0, 1, 9])
 @pytest.mark.parametrize("rotary_size", [32, 16])

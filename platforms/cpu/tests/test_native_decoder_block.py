@@ -231,6 +231,7 @@ STEPS = {
 }
 
 
+@pytest.mark.landing(3)
 @DTYPES
 @pytest.mark.parametrize("lengths", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("first", [False, True])
@@ -245,6 +246,7 @@ def test_a_block_in_one_call_is_what_its_parts_compute(
         assert_same(steps.run(fused, first=first), expected)
 
 
+@pytest.mark.landing(2)
 @DTYPES
 @pytest.mark.parametrize(
     "changes",
@@ -269,6 +271,7 @@ def test_fused_blocks_support_optional_parts(dtype: torch.dtype, changes: dict[s
         assert_same(steps.run(fused), expected)
 
 
+@pytest.mark.landing(4)
 @DTYPES
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("rows", [[0, 34], [34], [5, 5, 1], list(range(35)), []])
@@ -410,6 +413,7 @@ CODED = [
 OPS = [*FLOATS, *CODED]
 
 
+@pytest.mark.landing(6)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("level", native.levels())
 @pytest.mark.parametrize("lengths", [((40, 1),), ((3, 1), (0, 25))])
@@ -468,6 +472,7 @@ def test_projections_of_one_block_can_have_different_formats() -> None:
         assert_same(steps.run(fused), expected)
 
 
+@pytest.mark.landing(4)
 @pytest.mark.parametrize("turn", range(len(CODED)))
 def test_fused_mlp_and_attention_support_quantized_inputs(turn: int) -> None:
     """The halves alone give the bits of the block, as both keep float32 between the matmuls."""
@@ -585,6 +590,7 @@ def test_fused_blocks_do_not_depend_on_the_number_of_threads() -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.landing(6)
 @pytest.mark.parametrize(
     "part",
     [
@@ -797,6 +803,7 @@ def close(actual: Any, expected: Any, dtype: torch.dtype = torch.float32) -> Non
         torch.testing.assert_close(mine, theirs, rtol=0, atol=limit * float(theirs.abs().max()))
 
 
+@pytest.mark.landing(4)
 @pytest.mark.parametrize("rows", [None, [1, 4, 6]])
 @pytest.mark.parametrize("parts", [PARTS, PARTS[:1], PARTS[1:3], PARTS[3:]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

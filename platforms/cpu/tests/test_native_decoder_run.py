@@ -57,6 +57,7 @@ def by_blocks(lm: Any) -> list[str]:
         handle.remove()
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("method", [None, "int8", "w4a8"])
 def test_a_run_gives_the_results_of_its_blocks(

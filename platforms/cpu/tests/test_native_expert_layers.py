@@ -85,6 +85,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> type[Counted]:
     return Counted
 
 
+@pytest.mark.landing(6)
 @pytest.mark.parametrize("dtype", [*CLOSE])
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("tokens", [0, 1, 7, 300])

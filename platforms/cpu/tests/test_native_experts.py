@@ -116,6 +116,7 @@ def test_kernels_conform_on_every_level_below_the_best(level: str, forced: None)
     assert ran == set(OPS)
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_rows_of_one_expert_are_computed_in_segments(name: str, dtype: torch.dtype) -> None:
@@ -124,6 +125,7 @@ def test_many_rows_of_one_expert_are_computed_in_segments(name: str, dtype: torc
     assert check_kernel(OPS[name], kernel_of(name), case) == []
 
 
+@pytest.mark.landing(3)
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("tokens", [1, 7, 90])
 def test_results_do_not_depend_on_the_number_of_threads(

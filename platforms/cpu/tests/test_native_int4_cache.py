@@ -88,6 +88,7 @@ def drawn(attention_spec: AttentionSpec, length: int) -> tuple[torch.Tensor, ...
     return tuple(torch.randn(s, generator=generator).to(attention_spec.dtype) for s in shapes)
 
 
+@pytest.mark.landing(8)
 @pytest.mark.parametrize("level", native.levels())
 @pytest.mark.parametrize(
     ("label", "attention_spec"),
@@ -125,6 +126,7 @@ def test_the_only_token_gives_the_value_as_the_reference_rounds_it(
     )
 
 
+@pytest.mark.landing(5)
 @pytest.mark.parametrize("level", native.levels())
 @pytest.mark.parametrize("change", [{}, {"window_tokens": 70}, {"softcap": 3.0}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -143,6 +145,7 @@ def test_the_int4_cache_gives_the_results_of_the_portable_backend(
     torch.testing.assert_close(actual, expected, rtol=0, atol=error)
 
 
+@pytest.mark.landing(16)
 @pytest.mark.parametrize("level", native.levels())
 @pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, UINT4])
 def test_prefill_and_single_tokens_give_the_same_results(

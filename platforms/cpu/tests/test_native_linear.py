@@ -196,6 +196,7 @@ def test_a_nan_weight_gives_nan_results(level: str, rows: int, forced: None) -> 
     assert torch.equal(result.isnan(), expected.expand(rows, 70))
 
 
+@pytest.mark.landing(8)
 @pytest.mark.parametrize("num_rows", [1, 8, 40])
 @pytest.mark.parametrize("num_threads", [2, 3, 5, 70])
 def test_every_output_is_written_once_under_work_stealing(num_threads: int, num_rows: int) -> None:

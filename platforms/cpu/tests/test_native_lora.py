@@ -75,6 +75,7 @@ def test_lora_is_correct_for_any_sizes(
     assert check_kernel(op, function, case, prepare=prepare, fenced=True) == []
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("num_tokens", [1, 300])
 def test_multithreaded_results_are_correct(name: str, num_tokens: int) -> None:

@@ -70,6 +70,7 @@ def test_kernels_conform_on_every_level_below_the_best(level: str) -> None:
     assert ran == set(DIMS)
 
 
+@pytest.mark.landing(4)
 @each_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("num_tokens", [5, 200])

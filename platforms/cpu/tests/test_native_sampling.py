@@ -108,6 +108,7 @@ def test_kernels_conform_on_every_level_below_the_best(level: str, forced: None)
     assert ran == OPS
 
 
+@pytest.mark.landing(9)
 @DTYPES
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_tokens_of_a_large_vocabulary_equal_the_reference(
@@ -190,6 +191,7 @@ def test_invalid_distributions_give_the_reference_result() -> None:
         assert tokens[3] < 123
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("counts", [torch.int32, torch.int64])
 def test_penalties_of_a_large_vocabulary_equal_the_reference(
     counts: torch.dtype, threads: Callable[[int], None]

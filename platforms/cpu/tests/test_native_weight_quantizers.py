@@ -56,6 +56,7 @@ def assert_equal(weight: torch.Tensor, group: int) -> None:
             assert torch.equal(one, other)
 
 
+@pytest.mark.landing(4)
 @DTYPES
 @pytest.mark.parametrize("level", native.levels())
 def test_every_level_rounds_as_the_reference_does(

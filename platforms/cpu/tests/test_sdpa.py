@@ -155,6 +155,7 @@ def test_mixed_batches_are_exact(
             assert_close(*sequences.step(begun))
 
 
+@pytest.mark.landing(22)
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -29,6 +29,7 @@ def test_formats_agree_with_the_gguf_library(layout: BlockFormat) -> None:
     assert gguf.GGML_QUANT_SIZES[kind] == (layout.size, layout.num_bytes)
 
 
+@pytest.mark.landing(5)
 @each_format
 @given(data=st.data())
 def test_random_bytes_dequantize_as_in_the_gguf_library(
@@ -71,6 +72,7 @@ def test_quantized_values_times_scales_are_the_dequantized_values(layout: BlockF
     assert torch.equal(numbers, layout.dequantized(rows, torch.float32))
 
 
+@pytest.mark.landing(4)
 @each_format
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_agrees_over_several_steps(layout: BlockFormat, dtype: torch.dtype) -> None:

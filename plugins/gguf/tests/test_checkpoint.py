@@ -41,6 +41,7 @@ def ops(lm: LanguageModel) -> set[str]:
     return {row.choice.request.name for row in explain(lm).rows}
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("stored_as", landing_sample(["f32", "f16", "bf16"], every=3, first=1))
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_a_float_file_generates_the_tokens_of_the_model_directory(
@@ -64,6 +65,7 @@ def test_names_agree_with_the_stream(directory: Callable[[str], Path], write: Wr
         assert any(name.endswith("_proj.q4_1") for name in yielded) == (stored_as == "q4_1")
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     "stored_as",
     [
@@ -81,6 +83,7 @@ def test_blocks_generate_the_tokens_of_their_dequantized_values(
     assert_is_dequantized(write(directory("llama"), stored_as), dequantize)
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     "stored_as", ["q4_k", pytest.param("q5_k", marks=pytest.mark.slow), "q6_k"]
 )
@@ -151,6 +154,7 @@ def assert_is_dequantized(path: Path, dequantize: Callable[[Path], Path]) -> Lan
     return lm
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("stored_as", ["f16", "q8_0"])
 def test_the_shipped_model_writes_the_same_program(write: Write, stored_as: str) -> None:
     path = write(SHIPPED, stored_as)
@@ -174,6 +178,7 @@ def test_four_bits_hardly_change_the_shipped_model(write: Write) -> None:
     assert found["q4_0"] != found["f16"]
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(("stored_as", "num_bytes"), [("q4_1", 20), ("q5_0", 22)])
 def test_weights_stay_packed(write: Write, stored_as: str, num_bytes: int) -> None:
     lm = loaded(write(SHIPPED, stored_as))
@@ -210,6 +215,7 @@ def test_rope_factors_stretch_wavelengths(small: Callable[..., Path]) -> None:
     torch.testing.assert_close(cos[0][4, 7], cos[1][1, 7])
 
 
+@pytest.mark.landing(5)
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

@@ -89,6 +89,7 @@ def matrices(layer: Experts) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack(weights[::2]), torch.stack(weights[1::2])
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("formats", MIXED.values(), ids=MIXED)
 def test_both_methods_agree_with_the_dequantized_blocks(formats: tuple[str | None, ...]) -> None:
     resolver = resolver_of(formats)

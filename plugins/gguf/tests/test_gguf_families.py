@@ -141,6 +141,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("kind", landing_sample(FIELDS, every=3))
 def test_the_file_loads_as_the_model(
     folder: Callable[[str], Path], tmp_path: Path, kind: str
@@ -154,6 +155,7 @@ def test_the_file_loads_as_the_model(
     torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("kind", ["gpt2", "phi3", "glm4", "starcoder2"])
 def test_blocks_of_fused_and_transposed_matrices_are_read(
     folder: Callable[[str], Path], tmp_path: Path, kind: str
@@ -168,6 +170,7 @@ def test_blocks_of_fused_and_transposed_matrices_are_read(
     assert 0 < float(difference) < 0.1
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("stored_as", landing_sample(["F32", "F16", "Q8_0"], every=3, first=2))
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_a_moe_file_agrees_with_transformers(
@@ -194,6 +197,7 @@ def test_a_moe_file_agrees_with_transformers(
     assert list(completion.token_ids) == until_end(tokens[8:])
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("stored_as", ["F32", "Q8_0"])
 def test_keys_and_values_of_every_head_are_read(
     folder: Callable[[str], Path], tmp_path: Path, stored_as: str
@@ -215,6 +219,7 @@ def test_mtp_blocks_are_not_loaded(folder: Callable[[str], Path], tmp_path: Path
     torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("kind", landing_sample(HELD, every=3))
 def test_blocks_dequantize_to_the_expected_values(
     folder: Callable[[str], Path], tmp_path: Path, kind: str
@@ -239,6 +244,7 @@ def test_experts_of_gpt_oss_stay_in_four_bits(
     assert "fused_experts_mxfp4" in ops
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     ("kind", "sizes"), [("gpt_oss", {"intermediate_size": 80}), ("qwen3_moe", {})]
 )
@@ -277,6 +283,7 @@ def test_projections_by_key_head_are_read(
     assert_alike(paths)
 
 
+@pytest.mark.landing(6)
 @pytest.mark.parametrize(("kind", "changes", "without", "error", "reason"), BAD)
 def test_unsupported_options_raise_with_the_reason(
     folder: Callable[[str], Path],

@@ -45,6 +45,7 @@ def compare(path: Path, **options: Any) -> None:
     assert done.text == second.tokenizer.decode(done.token_ids)
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("stored_as", ["f16", "q8_0", "q4_0"])
 def test_a_file_is_mapped_the_second_time(
     stored_as: str, directory: Callable[[str], Path], write: Callable[..., Path]
@@ -52,6 +53,7 @@ def test_a_file_is_mapped_the_second_time(
     compare(write(directory("qwen3"), stored_as))
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("kernel", ["gguf_linear_native", "gguf_linear_by_rows"])
 def test_blocks_are_mapped_for_kernels_of_the_plugin(
     kernel: str,

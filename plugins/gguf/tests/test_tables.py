@@ -66,6 +66,7 @@ def assert_is_dequantized(path: Path, dequantize: Callable[[Path], Path]) -> Lan
     return lm
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("stored_as", landing_sample(FORMATS, every=3))
 def test_a_tied_embedding_is_stored_once(
     directory: Callable[[str], Path],
@@ -82,6 +83,7 @@ def test_a_tied_embedding_is_stored_once(
     assert stored <= held(*tables(lm)) < stored + 4096
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     "stored_as", landing_sample(["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"], every=3)
 )
@@ -130,6 +132,7 @@ def test_an_unquantized_embedding_stays_unquantized(
     assert_is_dequantized(requantize(write(directory("tied"), "f32"), kind), dequantize)
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("stored_as", ["q4_0", "q6_k"])
 def test_a_tied_embedding_is_replaced_in_place(
     directory: Callable[[str], Path], write: Write, requantize: Write, stored_as: str
@@ -144,6 +147,7 @@ def test_a_tied_embedding_is_replaced_in_place(
     assert held(*tables(lm)) == before
 
 
+@pytest.mark.landing(11)
 @pytest.mark.parametrize("forbidden", ["*_native", "gguf_*_native"])
 @pytest.mark.parametrize("stored_as", FORMATS)
 def test_without_native_kernels_a_tied_embedding_is_stored_once(
@@ -187,6 +191,7 @@ def test_native_kernels_serve_every_format() -> None:
             assert all(kernel.endswith("_native") for kernel in chosen), chosen
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_scale_that_is_not_finite_is_refused(
     directory: Callable[[str], Path], write: Write, requantize: Write, tied: bool

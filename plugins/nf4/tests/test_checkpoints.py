@@ -97,6 +97,7 @@ def test_int8_weights_match_bitsandbytes() -> None:
         torch.testing.assert_close(ours, theirs.double(), rtol=4 * 2**-24, atol=0.0)
 
 
+@pytest.mark.landing(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_the_dequantized_model(
     name: str, copied: Callable[[str], Path]
@@ -121,6 +122,7 @@ QUANTIZED_ERROR = {
 }
 
 
+@pytest.mark.landing(4)
 @pytest.mark.parametrize("name", QUANTIZED_ERROR)
 def test_logits_match_transformers(name: str, copied: Callable[[str], Path]) -> None:
     facts = read(name, "expected.json")
@@ -130,6 +132,7 @@ def test_logits_match_transformers(name: str, copied: Callable[[str], Path]) -> 
     assert error <= QUANTIZED_ERROR[name] + LOGIT_ERROR
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kernel", ["reference", "nf4_linear_byte_table"])
 def test_model_runs_with_every_kernel(

@@ -148,6 +148,7 @@ def logits_of(lm: LanguageModel) -> torch.Tensor:
     return lm.logits(TOKENS)
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("family", list(CONFIGS))
 @pytest.mark.parametrize("kind", list(SETTINGS))
 def test_packed_experts_and_routers_are_dequantized(family: str, kind: str, tmp_path: Path) -> None:
@@ -193,6 +194,7 @@ def test_plain_experts_of_transformers_5_stay_unchanged(tmp_path: Path) -> None:
 EXPERT = "model.layers.1.mlp.experts.2.down_proj"
 
 
+@pytest.mark.landing(3)
 @pytest.mark.parametrize(
     ("kind", "tensor", "change", "reason"),
     [
