@@ -21,6 +21,7 @@ def read(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("platform", ["cuda", "rocm", "xpu"])
 def test_choices_are_those_that_people_have_read(platform: str, tmp_path: Path) -> None:
     golden = ROOT / "platforms" / platform / "tests/golden"

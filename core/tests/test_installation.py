@@ -64,6 +64,7 @@ def test_entry_points_that_cannot_be_read_are_named(
     assert endless_entry_points() == (faults if "neither" in reason else [])
 
 
+@pytest.mark.landing(2)
 @pytest.mark.process
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(

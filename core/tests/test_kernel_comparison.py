@@ -211,6 +211,7 @@ def examined(kernel: str, seconds: float, folder: Path) -> Finding:
     return examine(distribution, task(kernel), config)
 
 
+@pytest.mark.landing(1)
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("kernel", "reason"),
@@ -228,6 +229,7 @@ def test_the_comparison_runs_in_the_examining_process(
     assert finding.accepted is (kernel == "right")
 
 
+@pytest.mark.landing(1)
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("kernel", "reason"),

@@ -454,6 +454,7 @@ def homeless(shared: Path, home: str | None = None, cache_dir: str = "") -> tupl
     return completed.stdout, completed.stderr
 
 
+@pytest.mark.landing(1)
 @pytest.mark.process
 @pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may become someone else"

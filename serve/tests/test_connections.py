@@ -31,6 +31,7 @@ def read_to_end(connection: socket.socket) -> bytes:
     return content
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     ("data", "status"),
     [(b"", b""), (b"G", b"408"), (b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n", b"408")],

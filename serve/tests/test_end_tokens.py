@@ -49,6 +49,7 @@ def ending(
         assert lm.speculation.accepted_tokens > 0
 
 
+@pytest.mark.landing(1)
 def test_a_chat_ends_before_an_end_token(ending: tuple[Served, list[int]]) -> None:
     served, tokens = ending
     expected = served.lm.tokenizer.decode(tokens[:-1])

@@ -29,6 +29,7 @@ def send(served: Served, path: str, content: bytes) -> Any:
         connection.close()
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("name", [*CONSTRAINTS])
 def test_a_constraint_that_would_crash_the_server_is_refused(served: Served, name: str) -> None:
     fields, reason = CONSTRAINTS[name]

@@ -35,6 +35,7 @@ def steps(lm: LanguageModel) -> Iterator[StalledSteps]:
         yield steps
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_disconnected_client_frees_its_pages(
     lm: LanguageModel, steps: StalledSteps, stream: bool
@@ -284,6 +285,7 @@ def test_a_failed_step_fails_only_its_requests(
     assert "a kernel failed" in caplog.text
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_whose_logits_are_not_finite_fails_alone(
     lm: LanguageModel, monkeypatch: pytest.MonkeyPatch, stream: bool

@@ -66,6 +66,7 @@ def told(answer: Any) -> Any:
     return json.dumps(found)
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("kind", ["complete", "chat"])
 def test_each_field_changes_the_response_or_is_refused(
     served: Served, offline: LanguageModel, kind: str

@@ -72,6 +72,7 @@ LOGGED = (
 )
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(("presses", "log_level"), [(1, "info"), (2, "warning")])
 def test_ctrl_c_lets_answers_end_and_a_second_one_ends_them(
     chat_folder: Path, presses: int, log_level: str
@@ -107,6 +108,7 @@ def test_ctrl_c_lets_answers_end_and_a_second_one_ends_them(
     assert re.fullmatch(LOGGED if log_level == "info" else "", log)
 
 
+@pytest.mark.slow
 def test_a_second_server_on_a_port_fails_before_loading(chat_folder: Path) -> None:
     with started(chat_folder) as (url, _):
         port = url.rpartition(":")[2]
@@ -130,6 +132,7 @@ def test_a_used_address_fails_before_loading(chat_folder: Path) -> None:
     assert "loading" not in process.stderr
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -72,6 +72,7 @@ def valid(text: str) -> None:
     jsonschema.validate(json.loads(text), SCHEMA)
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_an_answer_is_json_of_the_schema(served: Served, seed: int) -> None:
     fields = {"response_format": FORMAT, "seed": seed, **WARM}
@@ -179,6 +180,7 @@ def calling(
         yield running
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("seed", landing_sample(range(2), every=2))
 def test_a_required_call_is_made(calling: Served, seed: int) -> None:
     # The control token would end the answer otherwise.

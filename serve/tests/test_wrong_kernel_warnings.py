@@ -42,13 +42,17 @@ def environment(tmp_path: Path) -> dict[str, str]:
     (info / "RECORD").write_text("acme_plugin.py,,\nacme_norms.py,,\n")
     (tmp_path / "acme_plugin.py").write_text(PLUGIN)
     (tmp_path / "acme_norms.py").write_text(KERNEL)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / "verdicts").symlink_to(Path(os.environ["INTERPOSER_CACHE_DIR"], "verdicts"))
     return {
         **os.environ,
         "PYTHONPATH": str(tmp_path),
-        "INTERPOSER_CACHE_DIR": str(tmp_path / "cache"),
+        "INTERPOSER_CACHE_DIR": str(cache),
     }
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     ("command", "options"), [("run", ("--prompt", "x", "--max-new-tokens", "1")), ("chat", ())]
 )

@@ -214,6 +214,7 @@ _HARMLESS = [
 ]
 
 
+@pytest.mark.landing(10)
 @pytest.mark.parametrize(("source", "reason"), [*_RAISED, *_ENDED, *_EFFECTS])
 def test_side_effects_at_import_are_refused(source: str, reason: str, visited: Visited) -> None:
     finding = visited(source)
@@ -234,6 +235,7 @@ def hung(visited: Visited, source: str, tmp_path: Path) -> tuple[Finding, float]
     pytest.fail(f"the code was never run: {finding.reason}")
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("source", _HANGS)
 def test_a_stage_that_takes_too_long_is_ended(
     source: str, visited: Visited, tmp_path: Path
@@ -249,6 +251,7 @@ def test_harmless_effects_are_accepted(source: str, visited: Visited) -> None:
     assert visited(source)
 
 
+@pytest.mark.slow
 def test_a_patient_stage_may_work_for_longer(folder: Path, sandbox: Sandbox) -> None:
     assert sandbox.run(function("work"), {"seconds": 3.5}, 3.0)
 
@@ -307,6 +310,7 @@ def test_forged_answers_are_refused(visited: Visited) -> None:
     assert visited(forged).reason.startswith("exited with code 5 while importing")
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("ending", ["", "os._exit(1)", _SLEEPS])
 def test_processes_that_a_plugin_started_end_with_it(
     ending: str, visited: Visited, tmp_path: Path
@@ -568,6 +572,7 @@ while not os.path.exists(os.path.join(sys.argv[1], "runs")): time.sleep(0.01)
 """
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("ending", ["", "os._exit(0)", "os.abort()", _SLOW, _THREAD])
 def test_no_process_is_left_behind(ending: str, folder: Path) -> None:
     note = folder / "runs"
@@ -623,6 +628,7 @@ signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGALRM, signal
 """
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("before", ["", "sys.path.insert(0, '')", _IGNORING])
 @pytest.mark.parametrize("flags", [[], ["-I"]])
 def test_the_surroundings_do_not_matter(before: str, flags: list[str], folder: Path) -> None:

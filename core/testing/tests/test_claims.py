@@ -351,7 +351,7 @@ def test_a_correct_kernel_has_no_faults(
         ),
         pytest.param(
             *("with_another_sum_when_traced", "compile static", {"graph_safe"}),
-            marks=pytest.mark.process,
+            marks=[pytest.mark.process, pytest.mark.slow],
         ),
         ("with_a_loop_over_rows", "compile dynamic", ALL_BUT_OPAQUE),
         ("with_a_peak_on_the_host", "graph capture", {"graph_safe", "opaque"}),

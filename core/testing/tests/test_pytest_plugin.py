@@ -88,6 +88,7 @@ def run_all(project: pytest.Pytester, *options: str) -> pytest.RunResult:
     return pytest.RunResult(process.returncode, out, err, duration=0.0)
 
 
+@pytest.mark.slow
 def test_each_candidate_aspect_and_dtype_is_a_test(acme: pytest.Pytester) -> None:
     process = run(acme, '"acme-kernels", op="acme_double"', "-k", "numerics or elsewhere")
     # Of each kernel two dtypes are refused, and what is for another platform does not run.
@@ -121,6 +122,7 @@ def test_options_override_the_marker(acme: pytest.Pytester) -> None:
     assert "--quick" not in full.stdout.str()
 
 
+@pytest.mark.slow
 def test_an_unknown_platform_is_an_error(acme: pytest.Pytester) -> None:
     process = run(acme, '"acme-kernels"', "--conformance-platform", "cuda")
     process.assert_outcomes(errors=1)

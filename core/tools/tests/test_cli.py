@@ -98,6 +98,7 @@ BROKEN = {
 FATAL = "import os\nos.abort()\n"
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("source", BROKEN.values(), ids=BROKEN)
 def test_a_broken_command_does_not_break_the_others_and_says_why_when_run(
     source: str, run: Run, install: Callable[..., None]
@@ -137,6 +138,7 @@ def test_unreadable_entry_points_are_reported_with_their_folder(
         assert "Traceback" not in process.stderr
 
 
+@pytest.mark.landing(1)
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a shell of Unix")
 @pytest.mark.parametrize(
     ("closed", "code", "message"),
@@ -221,6 +223,7 @@ def test_unwritable_output_is_one_message(
     assert (process.returncode, process.stderr) == (1, message)
 
 
+@pytest.mark.landing(1)
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a shell of Unix")
 @pytest.mark.parametrize("arguments", ["--help", "hum"])
 def test_a_closed_pipe_ends_the_command_quietly(
@@ -255,6 +258,7 @@ finally:
 """
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     ("line", "completion"),
     [

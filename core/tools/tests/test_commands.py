@@ -327,6 +327,7 @@ def test_a_wide_terminal_gets_tables() -> None:
     assert "━━━" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_narrow_terminal_gets_plain_text() -> None:
     printed = on_terminal(119, "doctor")

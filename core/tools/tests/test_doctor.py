@@ -427,6 +427,7 @@ def test_an_empty_allow_list_reads_as_none() -> None:
     assert "plugins = none" in str(doctor())
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     ("installed_version", "variables", "message"),
     [
@@ -473,6 +474,7 @@ def test_kernels_package_that_transformers_ignores_is_reported(
     assert message in doctor().machine["kernels of the hub"]
 
 
+@pytest.mark.slow
 def test_without_transformers_its_layers_are_not_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

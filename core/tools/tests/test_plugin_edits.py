@@ -230,6 +230,7 @@ def run(*arguments: str | Path, cwd: Path) -> None:
     assert process.returncode == 0, process.stdout + process.stderr
 
 
+@pytest.mark.landing(2)
 @pytest.mark.process
 @pytest.mark.parametrize("title", EDITS)
 def test_edited_packages_pass_ruff(title: str, edited: dict[str, Path]) -> None:

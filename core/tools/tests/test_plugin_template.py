@@ -150,6 +150,7 @@ def test_a_new_package_has_all_files(kind: str, command: Command, tmp_path: Path
         assert not text.endswith("\n\n"), file
 
 
+@pytest.mark.landing(1)
 @each_kind
 def test_requirements_match_the_installed_versions(kind: str, written: dict[str, Path]) -> None:
     facts = tomllib.loads((written[kind] / "pyproject.toml").read_text(encoding="utf-8"))
@@ -186,6 +187,7 @@ def test_ci_runs_the_tests_and_the_verification(kind: str, written: dict[str, Pa
         assert step in readme
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     "name", ["a", pytest.param("acme-things", marks=pytest.mark.slow), LONGEST]
 )
@@ -242,6 +244,7 @@ def installed(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     return environment
 
 
+@pytest.mark.landing(1)
 @each_kind
 def test_wheel_holds_the_package_and_its_license(kind: str, wheels: dict[str, Path]) -> None:
     with zipfile.ZipFile(wheels[kind]) as wheel:
@@ -441,6 +444,7 @@ def test_template_is_in_the_wheel_of_the_tools(tmp_path: Path) -> None:
         assert (tmp_path / "acme-kernel" / file).read_bytes() == (from_source / file).read_bytes()
 
 
+@pytest.mark.landing(8)
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -610,6 +614,7 @@ def test_copier_settings_of_the_user_are_ignored(
     assert NewPlugin("acme-norms", PluginKind.KERNEL).write(tmp_path).is_dir()
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("license_", License)
 def test_license_is_the_requested_one(license_: License, command: Command, tmp_path: Path) -> None:
     author = 'Ada "the countess" Lövelace \\ 1'

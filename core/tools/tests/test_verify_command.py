@@ -148,6 +148,7 @@ def test_correct_plugins_exit_with_0_and_wrong_ones_with_1(run: Run, tmp_path: P
     assert "one row" not in wrong.stdout
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -91,6 +91,7 @@ def verified(tmp_path: Path) -> Verified:
     return run
 
 
+@pytest.mark.slow
 def test_native_code_in_a_wheel_for_any_machine_is_wrong(verified: Verified) -> None:
     more = {**LIBRARY, "acme_board/board.abi3.so": b"", "acme_board/other.so.2": b""}
     process, tally = verified(PURE, more)
@@ -117,6 +118,7 @@ def test_a_shared_library_in_a_pure_python_wheel_is_wrong(verified: Verified) ->
     assert "but WHEEL says 'Root-Is-Purelib: true', so" in finding.reason
 
 
+@pytest.mark.slow
 def test_an_editable_installation_is_not_judged_by_its_tag(
     verified: Verified, tmp_path: Path
 ) -> None:
@@ -126,6 +128,7 @@ def test_an_editable_installation_is_not_judged_by_its_tag(
     assert tally.not_run == {"an editable installation has no wheel of its code": 1}
 
 
+@pytest.mark.slow
 def test_installations_without_a_wheel_are_not_checked(verified: Verified) -> None:
     process, tally = verified(PURE, LIBRARY, WHEEL="")
     assert (process.returncode, tally.state) == (0, "not run")

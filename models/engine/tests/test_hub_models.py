@@ -272,6 +272,7 @@ def test_an_unsupported_model_is_refused_before_weights_are_downloaded(hub: Hub)
     assert "model.safetensors" not in {name for name, _ in hub.fetched}
 
 
+@pytest.mark.slow
 def test_a_model_without_family_is_downloaded_and_adapted(hub: Hub) -> None:
     model = write_checkpoint(FAMILIES["gemma"](), hub.repositories[NAME].folder)
     lm = load(NAME, "float32", cache_tokens=64)
@@ -373,6 +374,7 @@ def test_a_folder_stays_a_folder(hub: Hub, tmp_path: Path, monkeypatch: pytest.M
         load("./acme/nothing")
 
 
+@pytest.mark.slow
 def test_a_model_is_quantized_by_name(hub: Hub, tmp_path: Path) -> None:
     quantize(NAME, tmp_path / "quantized", scheme="int8")
     assert load(tmp_path / "quantized", cache_tokens=512).generate("def", max_new_tokens=2)

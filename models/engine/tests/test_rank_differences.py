@@ -40,6 +40,7 @@ def told(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
     return found
 
 
+@pytest.mark.landing(2)
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("what", "said"),

@@ -117,6 +117,7 @@ def kill_leader_beside_a_stopped_follower(leader: int, follower: int) -> None:
 SHORT_SECONDS = 10.0
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     ("what", "said"),
     [
@@ -156,6 +157,7 @@ def test_a_rank_that_hangs_ends_a_program_whose_steps_are_in_a_thread() -> None:
     assert re.search(r"error: Rank 0: .*rank 1 (hangs|did not come)", told)
 
 
+@pytest.mark.slow
 def test_a_lost_rank_is_known_without_a_request() -> None:
     with generating(600.0, "idle") as (process, _, follower):
         assert process.stdout is not None

@@ -78,6 +78,7 @@ def test_all_ranks_have_shards_of_the_same_weights_after_an_update(
     assert answers[0] == answers[1]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_followers_join_a_meeting_with_the_trainer(
     paths: list[Path], trainer: Peer, tmp_path: Path
@@ -126,6 +127,7 @@ def test_followers_join_a_meeting_with_the_trainer(
         assert trainer.end() == []
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_threads_of_a_meeting_end_before_python_does(paths: list[Path], tmp_path: Path) -> None:
     """One that frees a tensor while Python ends would abort the process."""

@@ -176,6 +176,7 @@ WRONG = {
 }
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("wrong", sorted(WRONG))
 def test_a_refused_tensor_changes_no_model_and_reaches_the_trainer(
     group: Group, written: Callable[[str], list[Path]], wrong: str
@@ -254,6 +255,7 @@ def test_receivers_get_the_error_of_a_failed_trainer(
     assert digest(lm) == before
 
 
+@pytest.mark.slow
 def test_a_silent_trainer_ends_an_update(
     group: Group, written: Callable[[str], list[Path]]
 ) -> None:

@@ -83,6 +83,7 @@ def test_the_sample_of_builds_covers_every_target() -> None:
         assert tried | set(SMALL) == set(TARGET_OF)
 
 
+@pytest.mark.landing(2)
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("turn", "build"),

@@ -33,6 +33,7 @@ def script_results() -> dict[str, dict[str, Any]]:
     return results
 
 
+@pytest.mark.landing(2)
 @pytest.mark.process
 @pytest.mark.parametrize("conversion", [f"{way} {d}" for way in ("to", "from") for d in NARROW])
 def test_conversions_equal_torch(

@@ -58,7 +58,7 @@ def check(modules: Sequence[str], *arguments: str) -> None:
 # A process spends six seconds on importing torch, what it traces with, and triton.
 @pytest.mark.process
 def test_kernels_compute_what_their_ops_define() -> None:
-    check(MODULES, "--every", "128")
+    check(MODULES, "--every", "256")
 
 
 @pytest.mark.process
@@ -69,6 +69,7 @@ def test_kernels_pass_all_quick_cases_and_keep_their_promises(module: str) -> No
     check([module], "--seed", "1", "--promises")
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_kernels_draw_the_noise_of_the_ops() -> None:
     """Bit for bit where it is uniform; its two logarithms are off by a few roundings."""
@@ -94,6 +95,7 @@ print(interposer.place().platform.name)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_named_interpreter_is_selected() -> None:
     assert interpreted("-c", ASKED).split() == ["interpreter", "True", "cpu"]

@@ -33,6 +33,7 @@ def script_results() -> dict[str, bool]:
     return results
 
 
+@pytest.mark.landing(2)
 @pytest.mark.process
 @pytest.mark.parametrize(
     "product",

@@ -101,6 +101,7 @@ def test_blocks_on_two_ranks_give_the_results_of_one_process(
     assert calls["decoder_block"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", landing_sample(["", "int8", "int4"], every=3))
 def test_fused_blocks_give_the_results_of_their_parts_in_16_bits(loads: Loads, method: str) -> None:
     report = []

@@ -126,6 +126,7 @@ def test_a_killed_rank_is_reported_to_the_other_ranks(tmp_path: Path) -> None:
     assert not left - before
 
 
+@pytest.mark.slow
 @needs_calls
 def test_ctrl_c_ends_a_wait_and_is_reported_to_the_other_ranks(tmp_path: Path) -> None:
     with ranks("interrupted", 2, tmp_path) as processes:
@@ -138,6 +139,7 @@ def test_ctrl_c_ends_a_wait_and_is_reported_to_the_other_ranks(tmp_path: Path) -
         assert "rank 0 was interrupted by a signal" in told(processes[1])["reason"]
 
 
+@pytest.mark.slow
 @needs_calls
 def test_a_waiting_rank_sleeps_until_the_others_arrive(tmp_path: Path) -> None:
     with ranks("idle", 2, tmp_path) as processes:
@@ -147,6 +149,7 @@ def test_a_waiting_rank_sleeps_until_the_others_arrive(tmp_path: Path) -> None:
         assert [told(process) for process in processes] == [{"sum": 3.0}] * 2
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     ("place", "fails"),
     landing_sample(

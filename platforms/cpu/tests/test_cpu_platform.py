@@ -141,6 +141,7 @@ def test_offered_dtypes_have_hardware_arithmetic() -> None:
     assert "bfloat16" in names or native.why_absent()
 
 
+@pytest.mark.landing(1)
 @pytest.mark.process
 @pytest.mark.parametrize("present", [True, False])
 def test_bfloat16_needs_native_kernels_where_the_hardware_has_none(present: bool) -> None:
@@ -212,6 +213,7 @@ def bind_cores(allowed: list[int], *settings: dict[str, object]) -> list[list[ob
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @linux
 def test_cores_are_bound_but_for_those_reserved() -> None:
@@ -228,6 +230,7 @@ def test_cores_are_bound_but_for_those_reserved() -> None:
     assert fewer[2] == firsts[-1:]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @linux
 def test_threads_are_bound_only_to_allowed_processors() -> None:

@@ -102,6 +102,7 @@ def latent_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     "name",
     landing_sample(

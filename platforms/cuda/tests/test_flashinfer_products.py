@@ -148,6 +148,7 @@ def request(op: str, dims: Any, architecture: str = "sm_100", dtype: str = "bflo
     return Request("kernel", op, "elsewhere", capability, dtype, dims)
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("op", [nvfp4_linear, mxfp8_linear, fp8_block_linear])
 def test_gemms_match_the_ops(op: Any, flashinfer: None) -> None:
     record = RECORDS[op.name]
@@ -179,6 +180,7 @@ def test_flashinfer_is_imported_only_if_selected(flashinfer: None) -> None:
     assert "flashinfer.gemm" in sys.modules
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     ("version", "code", "judged", "confirmed"),
     [

@@ -18,6 +18,7 @@ class TestInertness(InertPlugin):
     absence = "no GPU of NVIDIA"
     libraries = ("libcuda", "libnvidia", "libnvrtc")
 
+    @pytest.mark.landing(1)
     @pytest.mark.parametrize(
         "statement",
         [

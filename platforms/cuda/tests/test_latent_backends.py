@@ -34,6 +34,7 @@ SPECS = [
 ]
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(("page_size", "num_heads"), [(4, 2), (16, 2), (4, 3)])
 def test_flashinfer_attends_as_the_op_defines(
     packages: None, page_size: int, num_heads: int
@@ -47,6 +48,7 @@ def test_flashinfer_attends_as_the_op_defines(
     assert bool(prompts) == (num_heads == 2)
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("form", ["", "older"])
 def test_flash_mla_attends_as_the_op_defines(
     packages: None, form: str, monkeypatch: pytest.MonkeyPatch

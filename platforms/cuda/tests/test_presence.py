@@ -214,6 +214,7 @@ def test_nothing_is_loaded_without_a_device_file(machine: Machine) -> None:
     assert machine.calls() == []
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     ("build", "expected"),
     [
@@ -245,6 +246,7 @@ def wsl(machine: Machine) -> Machine:
     return machine.file("proc/sys/kernel/osrelease", "5.15.167.4-microsoft-standard-WSL2\n")
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     ("prepare", "expected"),
     [
@@ -285,6 +287,7 @@ def test_wsl_loads_the_windows_libraries_first(machine: Machine) -> None:
     assert "Of Windows" in str(machine.ask("driver")["devices"])
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     ("cuda", "driver", "accepted"),
     [(12080, "570.86.15", True), (12020, "535.104.05", True), (13000, "580.65.06", True)],
@@ -317,6 +320,7 @@ def test_a_gpu_without_kernels_in_torch_is_refused(workstation: Machine) -> None
     assert not workstation.ask(build=build, CUDA_VISIBLE_DEVICES=UUIDS[0])["accepted"]
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     ("listed", "count", "note"),
     landing_sample(
@@ -341,6 +345,7 @@ def test_visible_devices_are_counted(
     assert note in said["reason"]
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     ("listed", "expected"),
     [
@@ -422,6 +427,7 @@ def test_without_any_library_both_failures_are_named(workstation: Machine) -> No
     assert "libnvidia-ml.so.1" in text
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
@@ -444,6 +450,7 @@ def test_a_driver_crash_is_not_reported_as_a_missing_gpu(workstation: Machine) -
     assert expected in workstation.ask()["raised"]
 
 
+@pytest.mark.slow
 def test_a_driver_that_hangs_times_out(workstation: Machine) -> None:
     workstation.install(GPU(), nvml=False, CU_INIT_SECONDS=60)
     assert "CUDA's driver gave no answer in 4 s" in workstation.ask()["raised"]

@@ -79,6 +79,7 @@ def served(backend: type[AttentionBackend]) -> Iterator[tuple[str, AttentionSpec
             yield label, own
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("backend", landing_sample(BACKENDS, every=2))
 def test_packages_receive_the_documented_arguments(
     packages: None, backend: type[AttentionBackend]
@@ -213,6 +214,7 @@ def test_a_latent_cache_of_another_dtype_is_refused(packages: None) -> None:
     assert flashinfer_latent.judge(odd).reason == "takes heads that divide 128, got 40"
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     "versions", [("2.5.9", "2.8.3", "0.9.0", "0.5.3"), ("2.9.0", "3.1.0", "1.1.0", "0.8.0")]
 )

@@ -120,6 +120,7 @@ def test_functions_are_reported_with_their_parameters(working: Path, use: Any) -
     require(*found.parameters)
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     ("text", "expected", "is_known"),
     landing_sample(
@@ -164,6 +165,7 @@ def test_failures_are_refusals(
         require(aiter_library.FLASH)
 
 
+@pytest.mark.slow
 def test_an_import_that_hangs_is_stopped(tmp_path: Path, use: Any) -> None:
     use(broken(tmp_path, "import time; time.sleep(600)"))
     verdict = inquire(limit_seconds=3.0).verdict
@@ -173,12 +175,14 @@ def test_an_import_that_hangs_is_stopped(tmp_path: Path, use: Any) -> None:
     )
 
 
+@pytest.mark.slow
 def test_output_of_the_import_is_not_the_answer(tmp_path: Path, use: Any) -> None:
     noise = "print('[aiter] start build'); import os; os.system('echo compiling'); "
     use(broken(tmp_path, noise + WORKING["aiter/__init__.py"]))
     assert inquire().verdict
 
 
+@pytest.mark.slow
 def test_missing_parameters_are_named(tmp_path: Path, use: Any) -> None:
     old = "def mla_decode_fwd(q, kv_buffer, o, kv_indptr, kv_indices, kv_last_page_lens): ..."
     shuffle = {"aiter/ops/shuffle.py": "", "aiter/mla.py": old}
@@ -194,6 +198,7 @@ def test_missing_parameters_are_named(tmp_path: Path, use: Any) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_changed_setting_starts_a_new_inquiry(
     tmp_path: Path, use: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +211,7 @@ def test_a_changed_setting_starts_a_new_inquiry(
     assert not inquire().verdict  # remembered, for the setting of before
 
 
+@pytest.mark.slow
 def test_a_repaired_package_is_used_after_a_refresh(tmp_path: Path, use: Any) -> None:
     folder = broken(tmp_path, "raise ImportError('broken')")
     use(folder)
@@ -223,6 +229,7 @@ SPECS = [
 ]
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("spec", [spec for _, spec in SPECS], ids=[label for label, _ in SPECS])
 def test_flash_attends_as_the_ops_define(spec: AttentionSpec, working: Path, use: Any) -> None:
     use(working)
@@ -471,6 +478,7 @@ def test_unsupported_fp8_experts_are_refused(
     assert refusals["fused_experts_fp8_aiter_fnuz"].startswith(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "old", "new", "expected"),
     [
@@ -543,6 +551,7 @@ def test_a_pinned_backend_reports_its_failure(tmp_path: Path, use: Any) -> None:
     assert "Traceback" in refusal.traceback
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     ("architecture", "changes", "expected"),
     [

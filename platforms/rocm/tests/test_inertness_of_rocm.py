@@ -23,6 +23,7 @@ class TestInertness(InertPlugin):
     packages = frozenset({"aiter"})
     heavy = frozenset({"torch", "ctypes", "subprocess", "triton", "aiter"})
 
+    @pytest.mark.landing(1)
     @pytest.mark.parametrize(
         "statement",
         [

@@ -20,6 +20,7 @@ class TestInertness(InertPlugin):
     packages = frozenset({"vllm_xpu_kernels"})
     torch_module = "xpu"
 
+    @pytest.mark.landing(2)
     @pytest.mark.parametrize(
         "statement",
         [

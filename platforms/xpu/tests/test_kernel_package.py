@@ -69,6 +69,7 @@ def test_a_missing_package_is_named() -> None:
     }
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     ("version", "description", "expected"),
     [
@@ -89,6 +90,7 @@ def test_a_package_with_unsuitable_metadata_is_not_imported(
     assert expected in run(site, "-c", JUDGE)["int4"]
 
 
+@pytest.mark.slow
 def test_an_older_version_serves_the_uses_of_its_schemas(tmp_path: Path) -> None:
     schemas = {"_moe_C::topk_softmax": ""}
     site = install(tmp_path, "0.1.3.1", FITS, schemas)
@@ -97,6 +99,7 @@ def test_an_older_version_serves_the_uses_of_its_schemas(tmp_path: Path) -> None
     assert said["experts"] == "needs vllm-xpu-kernels 0.1.12 or newer, found 0.1.3.1"
 
 
+@pytest.mark.slow
 def test_every_op_is_checked_separately(tmp_path: Path) -> None:
     schemas = {
         "_xpu_C::int4_gemm_w4a16": SCHEMAS["_xpu_C::int4_gemm_w4a16"].replace(
@@ -117,6 +120,7 @@ def test_every_op_is_checked_separately(tmp_path: Path) -> None:
     assert said["experts"].endswith(missing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head", "expected"),
     landing_sample(
@@ -157,6 +161,7 @@ def test_kernels_match_the_ops(package: Path) -> None:
     assert [name for name, least in KERNELS.items() if found[name]["accepted"] < least] == []
 
 
+@pytest.mark.slow
 def test_memory_is_mapped_by_the_package(package: Path) -> None:
     program = """
 import json

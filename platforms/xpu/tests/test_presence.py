@@ -182,6 +182,7 @@ def test_driver_properties_are_read(workstation: Machine) -> None:
     ]
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     "prepare",
     [
@@ -222,6 +223,7 @@ def wsl(machine: Machine) -> Machine:
     return machine.file("proc/sys/kernel/osrelease", "5.15.167.4-microsoft-standard-WSL2\n")
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     ("prepare", "expected"),
     [
@@ -273,6 +275,7 @@ def test_wsl_queries_the_loader(machine: Machine) -> None:
     assert reason(machine.install(GPU()).ask(), True).startswith("1 visible")
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     ("selector", "count"),
     [
@@ -293,6 +296,7 @@ def test_selected_devices_are_counted(workstation: Machine, selector: str, count
     assert text.endswith(f"ONEAPI_DEVICE_SELECTOR={selector}")
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("selector", ["opencl:*", "level_zero:7", "level_zero:cpu", "nonsense"])
 def test_hidden_devices_are_explained(workstation: Machine, selector: str) -> None:
     said = workstation.install(GPU()).ask(ONEAPI_DEVICE_SELECTOR=selector)
@@ -308,6 +312,7 @@ def test_a_mask_that_hides_all_is_named(workstation: Machine) -> None:
     assert reason(workstation.ask()) == "Level Zero shows no GPU to this process"
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
@@ -331,6 +336,7 @@ def test_a_loader_crash_is_not_reported_as_a_missing_gpu(workstation: Machine) -
     assert said["lost"].startswith("the process that asks Level Zero ended with -6")
 
 
+@pytest.mark.slow
 def test_a_loader_that_hangs_is_not_reported_as_a_missing_gpu(workstation: Machine) -> None:
     said = workstation.install(GPU(), INIT_SECONDS=30).ask(limit=2)
     assert said["lost"].startswith("Level Zero gave no answer in 2 s")

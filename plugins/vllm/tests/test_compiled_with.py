@@ -48,6 +48,7 @@ def test_computing_the_key_selects_no_kernel(processors: None) -> None:
     assert opened_session() is None
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_other_kernels_or_layers_change_the_key(processors: None) -> None:
     keys = {

@@ -64,6 +64,7 @@ def session(no_policy: None, monkeypatch: pytest.MonkeyPatch) -> Session:
     return new_session
 
 
+@pytest.mark.slow
 def test_a_norm_uses_the_weight_that_is_loaded_later(session: Session) -> None:
     norm: Any = RMSNorm()
     x, residual = torch.randn(3, WIDTH), torch.randn(3, WIDTH)

@@ -292,6 +292,7 @@ FORMS = {
 }
 
 
+@pytest.mark.landing(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_quantized_experts_agree_with_the_dequantized_checkpoint(
     session: Session, form: str
