@@ -45,8 +45,8 @@ each_case = pytest.mark.parametrize(
             case,
             marks=[
                 pytest.mark.skipif(case.needs_compiler and not has_compiler(), reason=NEEDS),
-                # A landing visits every tenth one, `make test-all` all of them.
-                *([pytest.mark.slow] if number % 10 else []),
+                # A landing visits one of 20, `make test-all` all of them.
+                *([pytest.mark.slow] if number % 20 else []),
             ],
         )
         for number, case in enumerate(CASES)

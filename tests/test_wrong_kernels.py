@@ -96,7 +96,7 @@ def test_no_other_axis_would_find_it(wrong: Wrong) -> None:
         assert faults_of(wrong, plan) == [], plan.label
 
 
-@pytest.mark.landing(2)
+@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     "wrong", [wrong for wrong in ALL if wrong.aspect != "numerics"], ids=lambda wrong: wrong.name
 )

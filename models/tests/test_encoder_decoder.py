@@ -188,7 +188,7 @@ def test_greedy_tokens_are_equal_while_requests_join_and_leave(pair: Pair) -> No
     assert idle(lm)
 
 
-@pytest.mark.landing(1)
+@pytest.mark.slow
 def test_bfloat16_is_no_further_from_float32_than_transformers_is(pair: Pair) -> None:
     path, model = pair
     narrow = type(model).from_pretrained(path, dtype=torch.bfloat16).eval()

@@ -88,6 +88,7 @@ def test_cases_are_complete(op: CustomOp[..., Any], dtype: torch.dtype) -> None:
     assert nothing or any(t.numel() == 0 for t in tensors) or "gather_cache" in op.name
 
 
+@pytest.mark.slow
 def test_cases_state_the_dims_that_layers_state(make_site: Callable[..., Site]) -> None:
     site = make_site("", torch.float32)
     RMSNorm(site, 8, 1e-6)

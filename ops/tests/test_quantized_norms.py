@@ -57,6 +57,7 @@ def kernel(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, *rest: An
     return y.clamp(-largest, largest).to(out_dtype)
 
 
+@pytest.mark.slow
 def test_cases_avoid_results_near_rounding_boundaries() -> None:
     for planned in planned_cases(rms_norm_quantize_fp8, 1):
         assert planned.point is not None

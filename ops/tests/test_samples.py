@@ -375,7 +375,7 @@ def test_a_sample_shows_a_wrong_kernel(name: str) -> None:
     assert {fault.check for fault in faults} & {"value", "dtype"}
 
 
-@pytest.mark.landing(30)
+@pytest.mark.landing(60)
 @each_op
 @pytest.mark.parametrize("num_tokens", [1, 16, 256])
 def test_num_tokens_are_the_rows_and_leave_the_constants(name: str, num_tokens: int) -> None:
@@ -462,7 +462,7 @@ def test_numbers_repeat_late_and_not_by_rows() -> None:
     assert len(numbers.unique(dim=0)) == 1100
 
 
-@pytest.mark.landing(8)
+@pytest.mark.landing(4)
 @pytest.mark.parametrize(
     "name", [name for name, record in RECORDS.items() if "batch_invariant" in record.properties]
 )
@@ -487,6 +487,7 @@ def test_what_is_batch_invariant_computes_the_same_bits_for_a_row_by_itself(
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_batch_invariance_is_not_claimed_where_two_threads_meet_inside_a_row() -> None:
     """The check above can fail: it does for an exponential, which is therefore not claimed."""
     before = torch.get_num_threads()

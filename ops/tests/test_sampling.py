@@ -191,6 +191,7 @@ def test_tokens_follow_the_truncated_softmax() -> None:
     assert chi_square(tokens, probabilities) < 13.8  # 0.1 % at 2 degrees of freedom
 
 
+@pytest.mark.slow
 def test_unlikely_tokens_are_drawn_as_often_as_they_should() -> None:
     rows, weight = 2000, 4e-5
     logits = torch.zeros(rows, 5001)

@@ -378,7 +378,6 @@ def at(place: Any, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return change
 
 
-@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     ("edit", "message"),
     [

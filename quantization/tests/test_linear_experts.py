@@ -119,7 +119,7 @@ def product(layer: Linear, x: torch.Tensor) -> torch.Tensor:
     return layer.method.dequantized_input(layer, x) @ weight.T
 
 
-@pytest.mark.landing(9)
+@pytest.mark.landing(24)
 @pytest.mark.parametrize(("settings", "at_once"), [*examples()])
 def test_experts_without_a_fused_op_become_linear_layers(
     settings: Mapping[str, Any], at_once: bool

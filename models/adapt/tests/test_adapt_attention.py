@@ -90,6 +90,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((actual - expected).abs().max() <= 2e-5 * expected.abs().max())
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @settings(max_examples=12, deadline=None)
 @given(

@@ -191,6 +191,7 @@ def test_a_backend_that_captures_itself_is_refused_beside_graphs(tiny: Path) -> 
         assert "note: steps are compiled: by 'cudagraphs'" in apart
 
 
+@pytest.mark.slow
 def test_new_weights_are_computed_with(tiny: Path, tmp_path: Path) -> None:
     weights = {name: t * 1.5 for name, t in load_file(tiny / "model.safetensors").items()}
     plain, compiled = loaded(tiny), loaded(tiny, "eager", cache_dir=tmp_path)

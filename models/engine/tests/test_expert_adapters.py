@@ -118,7 +118,7 @@ def test_logits_are_those_of_peft(lm: LanguageModel, base: Path, name: str) -> N
     close(lm.logits(IDS), plain)
 
 
-@pytest.mark.landing(1)
+@pytest.mark.slow
 def test_requests_of_a_batch_have_different_adapters(
     lm: LanguageModel, base: Path, adapters: dict[str, Path]
 ) -> None:

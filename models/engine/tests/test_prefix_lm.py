@@ -128,7 +128,7 @@ def test_greedy_tokens_are_equal_alone_and_while_requests_join_and_leave(
     assert idle(lm)
 
 
-@pytest.mark.landing(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_bfloat16_is_no_further_from_float32_than_transformers_is(
     pairs: dict[str, Pair], name: str
@@ -443,6 +443,7 @@ def test_missing_and_unknown_tensors_are_told(pairs: dict[str, Pair], tmp_path: 
         load(tmp_path)
 
 
+@pytest.mark.slow
 def test_calibration_computes_prompts_in_both_directions(
     pairs: dict[str, Pair], tmp_path: Path
 ) -> None:

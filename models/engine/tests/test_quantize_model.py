@@ -448,7 +448,7 @@ def test_the_files_of_calibration_count_for_the_disk_check(
     assert sum(file_bytes) == needed_bytes
 
 
-@pytest.mark.landing(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("act_order", [False, True])
 def test_calibrated_logits_are_nearer_to_the_original(
     plain: Path, tmp_path: Path, text: Path, act_order: bool

@@ -157,7 +157,7 @@ def repeated_prompt(lm: LanguageModel, top_k: int) -> list[int]:
     return prompt
 
 
-@pytest.mark.landing(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ngram", "model"])
 def test_unseeded_requests_are_drawn_from_the_distribution(
     llama: Path, plain: LanguageModel, name: str

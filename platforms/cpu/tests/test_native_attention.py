@@ -244,7 +244,7 @@ def test_sequences_grow_over_parts_and_pages(
         torch.set_num_threads(before)
 
 
-@pytest.mark.landing(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_long_contexts_have_the_same_bits_with_any_threads(dtype: torch.dtype) -> None:
     before, actual = torch.get_num_threads(), []

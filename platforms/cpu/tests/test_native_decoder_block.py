@@ -575,6 +575,7 @@ def test_a_declared_foreign_norm_is_fused(declared: bool) -> None:
     assert not is_fused(norm, type(norm), norm.norm, "fused_add_rms_norm")
 
 
+@pytest.mark.slow
 def test_fused_blocks_do_not_depend_on_the_number_of_threads() -> None:
     form = Form()
     block, steps = built(form), Steps(form, STEPS["many"])

@@ -125,7 +125,7 @@ def ragged_dims(**changes: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.landing(3)
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("level", native.levels())
 @pytest.mark.parametrize(
     "changes",
@@ -138,6 +138,7 @@ def test_sequences_of_many_query_blocks_are_correct(level: str, changes: dict[st
         assert check_kernel(ragged_attention, dense.ragged_attention, case) == []
 
 
+@pytest.mark.slow
 def test_lse_is_computed_from_unrounded_weights() -> None:
     dims = ragged_dims(sinks=True, softcapped=True)
     case = sampled(ragged_attention_with_lse, torch.bfloat16, dims, 300, 0)
@@ -272,6 +273,7 @@ def test_refusals_have_reasons(change: dict[str, Any], reason: str) -> None:
     assert "riscv64" in NativeRowsBackend.accepts(spec(), Capability("riscv64")).reason
 
 
+@pytest.mark.slow
 def test_the_compiled_rows_backend_calls_the_registered_op() -> None:
     attention_spec = spec(cache_dtype=E4M3)
     backend = NativeRowsBackend(attention_spec, site(attention_spec.dtype))

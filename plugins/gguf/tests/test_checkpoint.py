@@ -83,7 +83,7 @@ def test_blocks_generate_the_tokens_of_their_dequantized_values(
     assert_is_dequantized(write(directory("llama"), stored_as), dequantize)
 
 
-@pytest.mark.landing(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stored_as", ["q4_k", pytest.param("q5_k", marks=pytest.mark.slow), "q6_k"]
 )
@@ -164,6 +164,7 @@ def test_the_shipped_model_writes_the_same_program(write: Write, stored_as: str)
     assert completion.text == reference.generate(PROMPT, max_new_tokens=TOKENS)[0].text
 
 
+@pytest.mark.slow
 def test_four_bits_hardly_change_the_shipped_model(write: Write) -> None:
     """Perplexity of its own kind of text; llama.cpp finds the same figures of these files."""
     text = Path(__file__).read_text(encoding="utf-8")[:2000]
@@ -384,6 +385,7 @@ def test_the_scheme_refuses_unknown_settings(
         GGUF.parse(settings)
 
 
+@pytest.mark.slow
 def test_constrained_texts_agree_with_the_model_directory(
     directory: Callable[[str], Path], write: Write
 ) -> None:

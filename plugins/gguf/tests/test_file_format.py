@@ -145,6 +145,7 @@ def test_a_file_that_shrinks_raises(small: Callable[..., Path]) -> None:
         list(checkpoint.stream())
 
 
+@pytest.mark.slow
 def test_every_truncation_is_refused(small: Callable[..., Path], tmp_path: Path) -> None:
     content = small().read_bytes()
     reader = gguf.GGUFReader(tmp_path / "small.gguf")

@@ -141,7 +141,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
-@pytest.mark.landing(2)
 @pytest.mark.parametrize("kind", landing_sample(FIELDS, every=3))
 def test_the_file_loads_as_the_model(
     folder: Callable[[str], Path], tmp_path: Path, kind: str
@@ -155,7 +154,6 @@ def test_the_file_loads_as_the_model(
     torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
 
 
-@pytest.mark.landing(2)
 @pytest.mark.parametrize("kind", ["gpt2", "phi3", "glm4", "starcoder2"])
 def test_blocks_of_fused_and_transposed_matrices_are_read(
     folder: Callable[[str], Path], tmp_path: Path, kind: str
@@ -170,7 +168,7 @@ def test_blocks_of_fused_and_transposed_matrices_are_read(
     assert 0 < float(difference) < 0.1
 
 
-@pytest.mark.landing(2)
+@pytest.mark.landing(4)
 @pytest.mark.parametrize("stored_as", landing_sample(["F32", "F16", "Q8_0"], every=3, first=2))
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_a_moe_file_agrees_with_transformers(
@@ -283,7 +281,6 @@ def test_projections_by_key_head_are_read(
     assert_alike(paths)
 
 
-@pytest.mark.landing(6)
 @pytest.mark.parametrize(("kind", "changes", "without", "error", "reason"), BAD)
 def test_unsupported_options_raise_with_the_reason(
     folder: Callable[[str], Path],

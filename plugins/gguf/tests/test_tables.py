@@ -120,6 +120,7 @@ def test_an_untied_head_keeps_its_own_format(
     assert places["lm_head"] == "gguf_linear"
 
 
+@pytest.mark.slow
 def test_an_unquantized_embedding_stays_unquantized(
     directory: Callable[[str], Path],
     write: Write,
@@ -132,7 +133,7 @@ def test_an_unquantized_embedding_stays_unquantized(
     assert_is_dequantized(requantize(write(directory("tied"), "f32"), kind), dequantize)
 
 
-@pytest.mark.landing(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stored_as", ["q4_0", "q6_k"])
 def test_a_tied_embedding_is_replaced_in_place(
     directory: Callable[[str], Path], write: Write, requantize: Write, stored_as: str

@@ -234,7 +234,6 @@ CASES = [
 ]
 
 
-@pytest.mark.landing(16)
 @pytest.mark.parametrize(("name", "edit", "tensor", "reason"), CASES)
 def test_tensor_is_refused_with_its_name(
     name: str, edit: Edit, tensor: str, reason: str, copied: Callable[[str], Path]

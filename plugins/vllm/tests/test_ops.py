@@ -168,7 +168,6 @@ def test_without_vllm_the_refusal_names_vllm(kernel: Kernel) -> None:
     assert verdict.reason.startswith("needs vLLM, which is not installed: pip install vllm")
 
 
-@pytest.mark.landing(2)
 @named
 def test_an_op_with_a_known_schema_agrees_with_the_reference(kernel: Kernel, play: Play) -> None:
     play(first())
