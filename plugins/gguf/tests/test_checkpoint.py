@@ -357,9 +357,7 @@ def test_suffixes_ignore_case(small: Callable[..., Path]) -> None:
 
 
 def test_without_the_plugin_the_file_is_refused(small: Callable[..., Path]) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"which is not used: .*\nTry: allow"
-    ):
+    with pytest.raises(CheckpointError, match=r"which is not used: .*\nTry: allow"):
         load(small(), config=Config(disable=frozenset({"gguf"})))
 
 
