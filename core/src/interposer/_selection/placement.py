@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -32,9 +33,6 @@ from interposer._contract.verdict import Refusal, Verdict
 from interposer._plugins.registry import Registry, current_registry, per_registry
 from interposer._selection.resolver import Resolver
 from interposer._selection.select import select
-
-SDK_PLATFORMS = ("cpu", "cuda", "rocm", "xpu")
-"""Platforms of the SDK; the distribution of each is named ``interposer-`` and the platform."""
 
 _REQUEST = Request("platform", "")
 
@@ -95,11 +93,16 @@ def _place(registry: Registry, policy: Policy) -> Placement:
 
 
 def platform_hint(registry: Registry, platform: str) -> str:
-    """Return the next action for a platform of the SDK that no plugin in use provides, or ""."""
-    if platform not in SDK_PLATFORMS:
+    """Return the next action for a platform that no plugin in use provides.
+
+    The text is empty for a name that looks like a misspelt one.
+    """
+    known = [candidate.name for candidate in registry.candidates("platform")]
+    if get_close_matches(platform, known) or not platform.isidentifier():
         return ""
     package = f"interposer-{platform}"
-    return f"{package} provides {platform!r}, and {registry.plugins.remedy(package)}"
+    remedy = registry.plugins.remedy(package)
+    return f"A platform comes with a package of its own, and {package} {remedy}"
 
 
 def unless_explicit(candidate: Candidate, policy: Policy) -> Candidate:

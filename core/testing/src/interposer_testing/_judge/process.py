@@ -19,9 +19,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from interposer.tooling import child_environment
 from interposer_testing._judge.memory import SharedMemory
 
 _PROGRAM = "serve.py"
+_PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 3, 4
 _MAX_REPLY_BYTES = 64 << 20
 _MAX_OUTPUT_CHARACTERS = 4000
 _START_SECONDS = 120.0
@@ -87,6 +89,7 @@ class KernelProcess:
 
     def __enter__(self) -> KernelProcess:
         with ExitStack() as stack:
+            stack.enter_context(_unreadable_memory())
             self.memory = stack.enter_context(SharedMemory())
             self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             self._output = stack.enter_context(tempfile.TemporaryFile())
@@ -116,7 +119,8 @@ class KernelProcess:
         self._open.close()
 
     def _started(self, channel: socket.socket) -> subprocess.Popen[bytes]:
-        environment = {n: os.environ[n] for n in _VARIABLES if n in os.environ}
+        variables = child_environment()
+        environment = {name: variables[name] for name in _VARIABLES if name in variables}
         environment |= self._environment
         if self._paths:
             environment["PYTHONPATH"] = os.pathsep.join(self._paths)
@@ -275,6 +279,18 @@ class KernelProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+@contextmanager
+def _unreadable_memory() -> Iterator[None]:
+    """Keep other processes without privileges from reading the memory of this one."""
+    before = _LIBC.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0)
+    _LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    try:
+        yield
+    finally:
+        # 2 can be read, but not set.
+        _LIBC.prctl(_PR_SET_DUMPABLE, int(before == 1), 0, 0, 0)
 
 
 class _Range(ctypes.Structure):

@@ -112,9 +112,11 @@ def _wide_results(
     A reference that demands the dtypes of its arguments gets those, and computes in float64.
     """
     for widen_arguments in (True, False):
+        # Made outside of the block, where a copy in bfloat16 would be one in float64.
+        copies = _copies(arguments, widen_arguments)
         try:
             with torch.no_grad(), _widened():
-                wide = [tensor.clone() for tensor in run(_copies(arguments, widen_arguments), True)]
+                wide = [tensor.clone() for tensor in run(copies, True)]
         except foreign_errors():
             continue  # it ran in its own dtype, so only the dtype is at fault
         if [tensor.shape for tensor in wide] == [tensor.shape for tensor in own]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -10,6 +9,7 @@ from typing import Any, Protocol
 
 from interposer import Candidate, CustomOp
 from interposer.records import Kernel, load_target
+from interposer.tooling import child_environment
 from interposer_testing._checks.call import Subject
 from interposer_testing._checks.remote_value import RemoteValue
 from interposer_testing._judge.process import KernelProcess, ProcessEndedError
@@ -100,7 +100,11 @@ class SeparateKernels:
             {},
             paths=tuple(path for path in sys.path if path),
             limit_seconds=self._limit_seconds,
-            environment={n: v for n, v in os.environ.items() if not n.startswith("PYTEST_")},
+            environment={
+                name: value
+                for name, value in child_environment().items()
+                if not name.startswith("PYTEST_")
+            },
         )
         self._functions = RemoteFunctions(self._open.enter_context(process))
         return self._functions
