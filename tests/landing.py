@@ -47,6 +47,11 @@ def mark_slow(items: Iterable[pytest.Item]) -> None:
     tests_by_function = defaultdict[tuple[str, int], list[pytest.Function]](list)
     for item in items:
         if isinstance(item, pytest.Function) and (mark := item.get_closest_marker("landing")):
+            if not hasattr(item, "callspec"):
+                raise pytest.UsageError(
+                    f"{item.nodeid}: the mark landing is for parametrized tests, and this is one "
+                    "test. Try: @pytest.mark.slow"
+                )
             (number,) = mark.args
             tests_by_function[item.nodeid.partition("[")[0], number].append(item)
     for (_, number), tests in tests_by_function.items():
