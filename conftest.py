@@ -70,7 +70,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Let everything that starts a process once do so before any test runs."""
     platform.platform()  # runs `uname -p` and keeps the answer; the doctor reports the platform
     if not hasattr(session.config, "workerinput"):
-        with use(isolation="process"):
+        with use(isolation="process", probe_seconds=60):  # of a machine that may be busy
             place()
 
 
