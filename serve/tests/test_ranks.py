@@ -27,6 +27,7 @@ from interposer_engine import LanguageModel
 
 pytestmark = [
     pytest.mark.process,
+    pytest.mark.xdist_group("ranks"),
     pytest.mark.skipif("not os.path.isdir('/proc/self')", reason="needs /proc"),
 ]
 PROMPTS = ["import os", "def f(", "class A:\n    def", "return [x for"]

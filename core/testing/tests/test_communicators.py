@@ -21,7 +21,7 @@ HERE = Device("cpu", "cpu", "test", Capability("any"))
 PORTABLE = "interposer_ops.communicators:TorchCommunicator"
 COLLECTIVES = CommunicatorEntry("all", PORTABLE).collectives
 # One worker starts each group of processes once.
-pytestmark = [pytest.mark.xdist_group("communicators"), pytest.mark.process]
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.process]
 
 
 def registered(*records: CommunicatorEntry) -> Registry:

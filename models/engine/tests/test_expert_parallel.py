@@ -29,7 +29,7 @@ ASKED: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": Tr
 BOUND = 2.0**-14
 # Each matrix by itself, five experts; one shared by all tokens besides; gates and ups in turn.
 FAMILIES = ("mixtral", "deepseek_v3", "gpt_oss")
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("ranks")]
 
 
 @pytest.fixture(scope="module")

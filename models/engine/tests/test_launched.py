@@ -36,7 +36,7 @@ PROMPTS = [
     [(7 * place + 3 * n) % 250 for n in range(length)]
     for place, length in enumerate((3, 40, 1, 17, 64, 9, 30, 5))
 ]
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("ranks")]
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ runpy.run_module("interposer_tools", run_name="__main__")
 TURN = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
 pytestmark = [
     pytest.mark.process,
+    pytest.mark.xdist_group("ranks"),
     pytest.mark.skipif("not os.path.isdir('/proc/self')", reason="needs /proc"),
 ]
 

@@ -63,6 +63,7 @@ except InterposerError as error:
 """
 pytestmark = [
     pytest.mark.process,
+    pytest.mark.xdist_group("ranks"),
     pytest.mark.skipif("not os.path.isdir('/proc/self')", reason="needs /proc"),
 ]
 
