@@ -237,7 +237,7 @@ def test_excluded_layers_stay_plain() -> None:
     ("asked", "error", "message"),
     [
         ("int3", UnknownNameError, r"Unknown method 'int3' for quantization .*: 'int[48]'"),
-        ({"quant_method": "gptq"}, UnknownNameError, "Unknown method 'gptq' to quantize"),
+        ({"quant_method": "gptq"}, UnknownNameError, "Unknown method 'gptq' for quantization"),
         ({"strategy": "block"}, ConfigError, "with the name as 'quant_method'"),
         ({"quant_method": "fp8", "strategy": "row"}, ConfigError, r"strategy = 'row'"),
         ({"quant_method": "fp8", "weight_block_size": [1, 2]}, ConfigError, "goes with 'block'"),
