@@ -201,7 +201,7 @@ def test_adapters_come_and_go_while_requests_run(
         streams[name] = lm.start(IDS, SamplingParams(adapter=name))
         for _ in range(3):
             lm.engine.step()
-    with pytest.raises(RequestError, match=r"'root' is in use; unfinished requests: 1\. Try"):
+    with pytest.raises(RequestError, match=r"'root' is in use by 1 unfinished request\. Try"):
         lm.remove_adapter("root")
     while not streams["root"].sequence.finish_reason:
         lm.engine.step()

@@ -194,7 +194,7 @@ def _draft_counts(lm: LanguageModel) -> dict[str, int]:
 
 def _summary(count: int, reason: object, statistics: dict[str, Any]) -> str:
     parts = [
-        f"{count} tokens ({reason})",
+        f"{count} token{'s' if count != 1 else ''} ({reason})",
         f"loaded in {statistics['load_s']:.2f} s",
         f"first token after {statistics['time_to_first_token_s'] * 1e3:.0f} ms",
         f"then {statistics['tokens_per_second']:.1f} tokens/s",

@@ -120,8 +120,8 @@ class Adapters:
             raise UnknownNameError("adapter", name, self._current)
         if num_users := self._num_users(self._current[name]):
             raise RequestError(
-                f"The adapter {name!r} is in use; unfinished requests: {num_users}. "
-                "Try: finish or cancel them first"
+                f"The adapter {name!r} is in use by {num_users} unfinished "
+                f"request{'s' if num_users > 1 else ''}. Try: finish or cancel first"
             )
         current = {key: version for key, version in self._current.items() if key != name}
         self._set(self._loaded, current)
