@@ -484,8 +484,7 @@ def test_candidates_within_the_spread_of_the_fastest_are_equally_fast() -> None:
     assert choice.chosen.name == "b"
     assert choice.why == "highest score (20) of the equally fast ones in the table 'bare'"
     assert [r.reason for r in choice.refusals] == [
-        "accepted, but equally fast within the spread (1 us and 1.1 us), so outranked "
-        "(score 10 < 20)",
+        "accepted, equally fast within the spread (1 us and 1.1 us), but outranked (score 10 < 20)",
         "accepted, but slower (1.3 us > 1.1 us)",
     ]
     assert choice.notes == ()

@@ -291,11 +291,13 @@ class _Ranking:
             case "proof":
                 return f"accepted, but never measured on this device ({self.architecture})"
             case "score":
-                reason = f"outranked (score {candidate.score:g} < {chosen.score:g})"
-                if self.seconds(candidate) != _UNMEASURED:
-                    times = f"{self.shown(candidate)} and {self.shown(chosen)}"
-                    reason = f"equally fast within the spread ({times}), so {reason}"
-                return f"accepted, but {reason}"
+                scores = f"score {candidate.score:g} < {chosen.score:g}"
+                if self.seconds(candidate) == _UNMEASURED:
+                    return f"accepted, but outranked ({scores})"
+                times = f"{self.shown(candidate)} and {self.shown(chosen)}"
+                return (
+                    f"accepted, equally fast within the spread ({times}), but outranked ({scores})"
+                )
             case "name":
                 return f"accepted, but ties with {chosen.name} and ranks lower by provider and name"
 
