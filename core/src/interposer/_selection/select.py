@@ -295,9 +295,8 @@ class _Ranking:
                 if self.seconds(candidate) == _UNMEASURED:
                     return f"accepted, but outranked ({scores})"
                 times = f"{self.shown(candidate)} and {self.shown(chosen)}"
-                return (
-                    f"accepted, equally fast within the spread ({times}), but outranked ({scores})"
-                )
+                equal = f"equally fast within the spread ({times})"
+                return f"accepted, {equal}, but outranked ({scores})"
             case "name":
                 return f"accepted, but ties with {chosen.name} and ranks lower by provider and name"
 
