@@ -27,14 +27,11 @@ def test_values_that_are_no_prompts_are_refused(lm: LanguageModel, value: Any) -
     said = rf"of the type {type(value).__name__}, must be a"
     with pytest.raises(RequestError, match=f"prompts is .*{said} text or a list of texts"):
         lm.generate(value)
-    # A list of integers looks like the token ids of one prompt.
-    in_a_list = r"Try: generate\(\[\[5\]\]\)" if value == 5 else said
-    for call in (lambda: lm.generate([value]), lambda: lm.score("a", [value])):
-        with pytest.raises(RequestError, match=in_a_list):
-            call()
     for call in (
+        lambda: lm.generate([value]),
         lambda: lm.stream(value),
         lambda: lm.score(value, ["a"]),
+        lambda: lm.score("a", [value]),
         lambda: lm.score("a", value),
         lambda: lm.logits(value),
     ):

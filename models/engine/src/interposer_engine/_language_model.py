@@ -703,7 +703,8 @@ def requests(
     if type(n) is not int or n < 1:
         raise RequestError(f"n is {n!r}, must be an integer of at least 1")
     texts: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
-    if texts and hasattr(texts[0], "__index__") and not is_listing(texts[0]):
+    # One number is named by its own type: ``stream`` and others pass one prompt in a list.
+    if len(texts) > 1 and hasattr(texts[0], "__index__") and not is_listing(texts[0]):
         ids = ", ".join(map(str, texts[:3])) + (", ..." if len(texts) > 3 else "")
         raise RequestError(
             f"prompts is [{ids}], must be {_PROMPTS}. "
