@@ -167,7 +167,6 @@ def test_a_head_cannot_be_tied_to_an_embedding_built_without_a_head(make_site: M
         LMHead(site.at("lm_head"), 11, 6, tied=alone)
 
 
-@pytest.mark.landing(1)
 @pytest.mark.parametrize("layer_id", ["embedding", "lm_head"])
 def test_conformance_of_a_table_builds_it_with_a_head_and_without(layer_id: str) -> None:
     ran = {True: 0, False: 0}

@@ -132,7 +132,6 @@ def test_a_used_address_fails_before_loading(chat_folder: Path) -> None:
     assert "loading" not in process.stderr
 
 
-@pytest.mark.landing(2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -272,7 +272,6 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return forks().run("-m", "interposer_tools", "verify", *arguments, timeout=600)
 
 
-@pytest.mark.slow
 @pytest.mark.process
 def test_the_command_plans(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"

@@ -138,7 +138,6 @@ def test_unreadable_entry_points_are_reported_with_their_folder(
         assert "Traceback" not in process.stderr
 
 
-@pytest.mark.landing(1)
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a shell of Unix")
 @pytest.mark.parametrize(
     ("closed", "code", "message"),

@@ -66,7 +66,6 @@ def test_a_constraint_that_crashes_the_child_process_is_refused(constraints: Con
     assert constraints.compiled(chained(100)).num_bytes > 0
 
 
-@pytest.mark.slow
 @pytest.mark.process
 def test_a_constraint_that_compiles_too_long_is_refused(constraints: Constraints) -> None:
     constraints.limit(ConstraintLimits(compile_seconds=0.5, compiled_bytes=2**34))

@@ -149,7 +149,6 @@ def test_a_waiting_rank_sleeps_until_the_others_arrive(tmp_path: Path) -> None:
         assert [told(process) for process in processes] == [{"sum": 3.0}] * 2
 
 
-@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     ("place", "fails"),
     landing_sample(

@@ -148,7 +148,6 @@ def request(op: str, dims: Any, architecture: str = "sm_100", dtype: str = "bflo
     return Request("kernel", op, "elsewhere", capability, dtype, dims)
 
 
-@pytest.mark.landing(2)
 @pytest.mark.parametrize("op", [nvfp4_linear, mxfp8_linear, fp8_block_linear])
 def test_gemms_match_the_ops(op: Any, flashinfer: None) -> None:
     record = RECORDS[op.name]

@@ -79,7 +79,6 @@ def served(backend: type[AttentionBackend]) -> Iterator[tuple[str, AttentionSpec
             yield label, own
 
 
-@pytest.mark.landing(1)
 @pytest.mark.parametrize("backend", landing_sample(BACKENDS, every=2))
 def test_packages_receive_the_documented_arguments(
     packages: None, backend: type[AttentionBackend]

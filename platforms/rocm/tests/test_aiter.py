@@ -120,7 +120,6 @@ def test_functions_are_reported_with_their_parameters(working: Path, use: Any) -
     require(*found.parameters)
 
 
-@pytest.mark.landing(1)
 @pytest.mark.parametrize(
     ("text", "expected", "is_known"),
     landing_sample(

@@ -99,7 +99,6 @@ def test_an_older_version_serves_the_uses_of_its_schemas(tmp_path: Path) -> None
     assert said["experts"] == "needs vllm-xpu-kernels 0.1.12 or newer, found 0.1.3.1"
 
 
-@pytest.mark.slow
 def test_every_op_is_checked_separately(tmp_path: Path) -> None:
     schemas = {
         "_xpu_C::int4_gemm_w4a16": SCHEMAS["_xpu_C::int4_gemm_w4a16"].replace(
@@ -120,7 +119,6 @@ def test_every_op_is_checked_separately(tmp_path: Path) -> None:
     assert said["experts"].endswith(missing)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head", "expected"),
     landing_sample(
