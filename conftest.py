@@ -7,6 +7,7 @@ import gc
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +29,8 @@ settings.register_profile("random", derandomize=False, deadline=None, print_blob
 settings.load_profile("landing")
 
 # Ranks meet on this machine. Without a network, gloo takes 20 seconds to find that out by itself.
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+if sys.platform == "linux":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 # A progress bar starts a thread that never ends; what all threads share is compared without others.
 tqdm.monitor_interval = 0
