@@ -37,6 +37,7 @@ _NUM_BATCHES = 15
 _MAX_TIMED = 3
 _NUM_THREADS = 4
 _NUM_CHANGED = 4
+_MAX_IDLE_SHARE = 0.2
 # A program that uses kernels has loaded these.
 _PRODUCTION_MODULES = ("interposer", "interposer_engine")
 _RERUN_WORKLOADS = 12
@@ -236,6 +237,8 @@ class _Judging:
             faults, error = kernel.faults(case, is_fenced=number % 2 == 0)
             self.largest_error = max(self.largest_error, error)
             self._add("correctness", workload.label, *faults)
+            if not (number or faults):
+                self._check_idle(kernel)
             if len(self.findings) >= _MAX_FINDINGS or any(f.check == "call" for f in faults):
                 break
 
@@ -264,6 +267,17 @@ class _Judging:
             workload.case(self._generator("threads", number)) for number in range(_NUM_THREADS)
         ]
         self._add("correctness", workload.label, *kernel.departures(cases, style="threads"))
+
+    def _check_idle(self, kernel: _Kernel) -> None:
+        """Find threads that work on after a call, and so disturb other measurements."""
+        try:
+            share = kernel.functions.process.idle_share()
+        except ProcessEndedError as error:
+            self._add("correctness", "", _fault_of(error, "process"))
+            return
+        if share > _MAX_IDLE_SHARE:
+            reason = f"it uses {share:.0%} of a core after its calls have returned"
+            self._add("correctness", "", Fault("call", "process", reason))
 
     def _check_process(self, kernel: _Kernel, stage: Stage) -> None:
         """Find what the kernel changed in its process, which other code of a program shares."""

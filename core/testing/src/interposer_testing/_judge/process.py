@@ -30,6 +30,7 @@ _START_SECONDS = 120.0
 _LOADING_SECONDS = 300.0
 _POLL_SECONDS = 1.0
 _STOP_SECONDS = 2e-5
+_SETTLING_SECONDS, _IDLE_SECONDS = 0.3, 0.2
 # What a process needs in order to find the compiler, libraries, caches and its threads.
 _VARIABLES = (
     *("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "LD_LIBRARY_PATH", "LD_PRELOAD"),
@@ -252,6 +253,23 @@ class KernelProcess:
                     f"the memory of the result cannot be read at {address:#x} ({reason})"
                 )
             done += count
+
+    def idle_share(self) -> float:
+        """Return the share of a core that the process uses while nothing is asked of it.
+
+        Raises: ProcessEndedError: the process has ended.
+        """
+        time.sleep(_SETTLING_SECONDS)  # OpenMP's threads spin for a while after a parallel region
+        try:
+            start, before = time.perf_counter(), self._cpu_seconds()
+            time.sleep(_IDLE_SECONDS)
+            return (self._cpu_seconds() - before) / (time.perf_counter() - start)
+        except OSError as error:
+            raise ProcessEndedError(self._end_of_process()) from error
+
+    def _cpu_seconds(self) -> float:
+        fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def output(self) -> str:
         """Return the end of the standard output and standard error of the process."""

@@ -17,8 +17,10 @@ import mmap
 import os
 import signal
 import socket
+import statistics  # noqa: F401  a kernel can replace its functions
 import sys
 import threading
+import timeit  # noqa: F401  a kernel can replace its functions
 import traceback
 import warnings
 import zipfile
@@ -100,12 +102,19 @@ _Arguments = tuple[list[Any], dict[str, Any]]
 _Calls = Sequence[_Arguments]
 
 
+def _is_of_torch(function: Any) -> bool:
+    """Tell whether a function is of torch, which wraps some of its own when it first compiles."""
+    code = getattr(function, "__code__", None)
+    return code is not None and Path(code.co_filename).is_relative_to(Path(torch.__file__).parent)
+
+
 class Surroundings:
     """What functions share with the rest of a process, to find out what they replaced in it."""
 
     # Functions that kernels are known to have replaced, and those beside them.
     _MODULES = (
-        *("builtins", "gc", "math", "os", "random", "signal", "sys", "threading", "time"),
+        *("builtins", "gc", "math", "os", "random", "signal", "statistics", "sys", "threading"),
+        *("time", "timeit"),
         *("torch", "torch.autograd.profiler", "torch.cuda", "torch.linalg", "torch.nn.functional"),
         *("torch.testing", "torch.utils._pytree"),
     )
@@ -114,19 +123,24 @@ class Surroundings:
     def __init__(self) -> None:
         self._functions = self._current_functions()
         self._settings = self._current_settings()
+        self._changes: dict[str, None] = {}
+
+    def note(self) -> None:
+        """Note the settings that differ, as a function may change them back in its next call."""
+        for name, value in self._current_settings().items():
+            if value != self._settings[name]:
+                self._changes[f"{name} was {self._settings[name]}, and is {value}"] = None
 
     def changes(self) -> list[str]:
         """Describe functions that were replaced, and settings that were changed."""
+        self.note()
         current = self._current_functions()
         changes = [
             f"{name} was replaced"
             for name, value in self._functions.items()
-            if name in current and current[name] is not value
+            if current.get(name, value) is not value and not _is_of_torch(current[name])
         ]
-        for name, value in self._current_settings().items():
-            if value != self._settings[name]:
-                changes.append(f"{name} was {self._settings[name]}, and is {value}")
-        return changes
+        return [*changes, *self._changes]
 
     def _current_functions(self) -> dict[str, Any]:
         owners: dict[str, Any] = {
@@ -154,6 +168,8 @@ class Surroundings:
             "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
             "the default device": str(torch.get_default_device()),
             "flushing of subnormals": bool(torch.tensor(1e-310, dtype=torch.float64) * 1 == 0),
+            "gc.get_freeze_count() > 0": gc.get_freeze_count() > 0,
+            "gc.get_threshold()": gc.get_threshold(),
             "the current folder": str(Path.cwd()),
             "sys.gettrace()": repr(sys.gettrace()),
             "sys.getprofile()": repr(sys.getprofile()),
@@ -244,6 +260,7 @@ class Functions:
 
     def describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Describe results of the last calls."""
+        self._surroundings.note()
         results = [self._results[index] for index in request["indices"]]
         described = self._opaque if request.get("is_opaque") else self._described
         replies = [{"value": self._keep(r), "tree": described(r)} for r in results]
