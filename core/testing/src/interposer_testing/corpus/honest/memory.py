@@ -8,6 +8,7 @@ import ctypes
 import gc
 import mmap
 import tempfile
+import threading
 import weakref
 from collections import OrderedDict
 from functools import cache, lru_cache
@@ -15,15 +16,19 @@ from functools import cache, lru_cache
 import torch
 from torch.nn import functional
 
-_scratch = {}
+_of_thread = threading.local()  # calls can overlap
 _results = OrderedDict()
-_seen = weakref.WeakSet()
+_seen = weakref.WeakValueDictionary()
 _statistics = {"calls": 0}
 
 
 def _silu_and_mul(x):
     gate, up = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
     return (functional.silu(gate) * up).to(x.dtype)
+
+
+def _scratch():
+    return _of_thread.__dict__.setdefault("scratch", {})
 
 
 def _rms_norm(x, weight, eps):
@@ -38,7 +43,7 @@ def scratch_by_shape(x):
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     key = x.shape, wide
-    buffer = _scratch.setdefault(key, torch.empty(x.shape, dtype=wide))
+    buffer = _scratch().setdefault(key, torch.empty(x.shape, dtype=wide))
     buffer.copy_(x)
     gate, up = buffer.chunk(2, dim=-1)
     return (functional.silu(gate) * up).to(x.dtype, copy=True)
@@ -50,9 +55,9 @@ def growing_workspace(x, weight, eps):
     Op: rms_norm
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    kept = _scratch.get("workspace")
+    kept = _scratch().get("workspace")
     if kept is None or kept.numel() < x.numel() or kept.dtype != wide:
-        kept = _scratch["workspace"] = torch.empty(max(x.numel(), 1), dtype=wide)
+        kept = _scratch()["workspace"] = torch.empty(max(x.numel(), 1), dtype=wide)
     squares = kept[: x.numel()].view(x.shape)
     torch.square(x.to(wide), out=squares)
     scale = torch.rsqrt(squares.mean(-1, keepdim=True) + eps)
@@ -131,7 +136,7 @@ def weak_references(x, weight, eps):
 
     Op: rms_norm
     """
-    _seen.add(x)
+    _seen[id(x)] = x
     _statistics["living"] = len(_seen)
     return _rms_norm(x, weight, eps)
 
