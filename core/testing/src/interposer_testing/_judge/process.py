@@ -178,11 +178,11 @@ class KernelProcess:
         """
         end = time.monotonic() + (limit_seconds or self._limit_seconds)
         while b"\n" not in self._received:
-            left = end - time.monotonic()
-            if left <= 0:
+            remaining_seconds = end - time.monotonic()
+            if remaining_seconds <= 0:
                 limit = limit_seconds or self._limit_seconds
                 raise ProcessEndedError(f"the process did not answer within {limit:g} s")
-            if not select.select([self._channel], [], [], min(left, _POLL_SECONDS))[0]:
+            if not select.select([self._channel], [], [], min(remaining_seconds, _POLL_SECONDS))[0]:
                 continue
             try:
                 part = self._channel.recv(1 << 20)
@@ -191,9 +191,9 @@ class KernelProcess:
             if not part or len(self._received) > _MAX_REPLY_BYTES:
                 raise ProcessEndedError(self._end_of_process())
             self._received += part
-        line, _, rest = bytes(self._received).partition(b"\n")
-        self._received = bytearray(rest)
-        if rest:
+        line, _, extra = bytes(self._received).partition(b"\n")
+        self._received = bytearray(extra)
+        if extra:
             raise ProcessEndedError("the process answered more than it was asked")
         try:
             reply = json.loads(line)
@@ -240,10 +240,10 @@ class KernelProcess:
 
         Raises: ProcessEndedError: the process has no such memory, or may not be read.
         """
-        done = 0
-        while done < num_bytes:
-            local = _Range(target + done, num_bytes - done)
-            remote = _Range(address + done, num_bytes - done)
+        num_read = 0
+        while num_read < num_bytes:
+            local = _Range(target + num_read, num_bytes - num_read)
+            remote = _Range(address + num_read, num_bytes - num_read)
             count = _LIBC.process_vm_readv(
                 self._pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0
             )
@@ -252,7 +252,7 @@ class KernelProcess:
                 raise ProcessEndedError(
                     f"the memory of the result cannot be read at {address:#x} ({reason})"
                 )
-            done += count
+            num_read += count
 
     def idle_share(self) -> float:
         """Return the share of a core that the process uses while nothing is asked of it.

@@ -109,7 +109,7 @@ def _is_of_torch(function: Any) -> bool:
 
 
 class Surroundings:
-    """What functions share with the rest of a process, to find out what they replaced in it."""
+    """The functions and settings of a process, to find those that a kernel has changed."""
 
     # Functions that kernels are known to have replaced, and those beside them.
     _MODULES = (
@@ -380,7 +380,7 @@ class Functions:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor with its strides."""
+    """Copy a tensor to new memory; the copy has the same strides."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     covered = 1 + sum((n - 1) * step for n, step in steps) if tensor.numel() else 0
     memory = tensor.as_strided((covered,), (1,)).clone()
@@ -462,7 +462,10 @@ _STYLES = {"plain": _plain, "module": _in_module, "threads": _in_threads}
 
 @contextlib.contextmanager
 def _filled_memory() -> Iterator[None]:
-    """Make torch fill uninitialised memory with NaN or the largest integer."""
+    """Make torch fill uninitialised memory with NaN or the largest integer.
+
+    The kit has the same function, which this process must not import.
+    """
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("warn")
     try:
