@@ -7,8 +7,8 @@ import platform as machine
 import random
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal
@@ -16,16 +16,12 @@ from typing import Any, Literal
 import importlib_metadata
 import torch
 
-from interposer import Case
-from interposer_testing._checks.call import Call, CallArguments, Subject, tensors_of
-from interposer_testing._checks.expectation import Expectation
 from interposer_testing._checks.fault import Fault
-from interposer_testing._checks.kernel import check_subject
-from interposer_testing._checks.remote_value import RemoteValue
-from interposer_testing._judge.clock import BatchClock, Roofline, allocated_like, fill, spread
-from interposer_testing._judge.memory import SharedMemory
+from interposer_testing._judge.cases import changed, num_bytes, varied
+from interposer_testing._judge.clock import BatchClock, Roofline, spread
+from interposer_testing._judge.kernel import JudgedKernel, fault_of
 from interposer_testing._judge.process import KernelError, KernelProcess, ProcessEndedError
-from interposer_testing._judge.remote import RemoteFunction, RemoteFunctions
+from interposer_testing._judge.remote import RemoteFunctions
 from interposer_testing._judge.task import Solution, Task, Workload
 from interposer_testing._judge.verdict import Finding, Stage, State, Tier, Timing, Verdict
 
@@ -184,7 +180,7 @@ class _Judging:
             is_shell_child=stage == "rerun",
         )
 
-    def _loaded(self, process: KernelProcess, stage: Stage) -> _Kernel | None:
+    def _loaded(self, process: KernelProcess, stage: Stage) -> JudgedKernel | None:
         """Load the solution; a failure is a finding."""
         self.progress("loading")
         functions, solution = RemoteFunctions(process), self.solution
@@ -203,9 +199,9 @@ class _Judging:
                 name=solution.entry, file=solution.file, language=solution.language, **create
             )
         except (KernelError, ProcessEndedError) as error:
-            self._add(stage, "", _fault_of(error, "loading"))
+            self._add(stage, "", fault_of(error, "loading"))
             return None
-        return _Kernel(self.task, solution, functions, function)
+        return JudgedKernel(self.task, solution, functions, function)
 
     def _generator(self, *names: object) -> torch.Generator:
         """Return a generator that depends on the seed and the names."""
@@ -226,7 +222,7 @@ class _Judging:
                 )
             )
 
-    def _check(self, kernel: _Kernel, workloads: Sequence[Workload]) -> None:
+    def _check(self, kernel: JudgedKernel, workloads: Sequence[Workload]) -> None:
         """Compare each workload with the reference, in guarded memory."""
         end = self.timer() + self.budget.correctness_seconds
         for number, workload in enumerate(workloads):
@@ -242,56 +238,56 @@ class _Judging:
             if len(self.findings) >= _MAX_FINDINGS or any(f.check == "call" for f in faults):
                 break
 
-    def _check_changes(self, kernel: _Kernel, workloads: Sequence[Workload]) -> None:
+    def _check_changes(self, kernel: JudgedKernel, workloads: Sequence[Workload]) -> None:
         """Change some values of the same arguments between calls, and compare again."""
         self.progress("comparing calls with changed arguments")
         for workload in workloads[:_NUM_CHANGED]:
             first, second, third = (
                 workload.case(self._generator("changes", number)) for number in range(3)
             )
-            if not _num_bytes(first):
+            if not num_bytes(first):
                 continue
             cases = [first]
             generator = self._generator("changed elements", workload.label)
             for other, how in ((second, "one"), (third, "all"), (second, "last"), (first, "half")):
-                cases.append(_changed(cases[-1], other, how, self.task.op.constants, generator))
+                cases.append(changed(cases[-1], other, how, self.task.op.constants, generator))
             self._add("correctness", workload.label, *kernel.departures_of_changes(cases))
             if self.findings:
                 return
 
-    def _check_threads(self, kernel: _Kernel, workloads: Sequence[Workload]) -> None:
+    def _check_threads(self, kernel: JudgedKernel, workloads: Sequence[Workload]) -> None:
         """Compare calls that run at the same time."""
         self.progress("comparing calls of several threads")
-        workload = min(workloads[:8], key=lambda w: _num_bytes(w.case(self._generator("size"))))
+        workload = min(workloads[:8], key=lambda w: num_bytes(w.case(self._generator("size"))))
         cases = [
             workload.case(self._generator("threads", number)) for number in range(_NUM_THREADS)
         ]
         self._add("correctness", workload.label, *kernel.departures(cases, style="threads"))
 
-    def _check_idle(self, kernel: _Kernel) -> None:
+    def _check_idle(self, kernel: JudgedKernel) -> None:
         """Find threads that work on after a call, and so disturb other measurements."""
         try:
             share = kernel.functions.process.idle_share()
         except ProcessEndedError as error:
-            self._add("correctness", "", _fault_of(error, "process"))
+            self._add("correctness", "", fault_of(error, "process"))
             return
         if share > _MAX_IDLE_SHARE:
             reason = f"it uses {share:.0%} of a core after its calls have returned"
             self._add("correctness", "", Fault("call", "process", reason))
 
-    def _check_process(self, kernel: _Kernel, stage: Stage) -> None:
+    def _check_process(self, kernel: JudgedKernel, stage: Stage) -> None:
         """Find what the kernel changed in its process, which other code of a program shares."""
         if any(finding.check == "process" for finding in self.findings):
             return
         try:
             changes = kernel.functions.process.request("changes").get("changes")
         except (KernelError, ProcessEndedError) as error:
-            self._add(stage, "", _fault_of(error, "process"))
+            self._add(stage, "", fault_of(error, "process"))
             return
         for change in changes if isinstance(changes, list) else ():
             self._add(stage, "", Fault("call", "process", str(change)[:200]))
 
-    def _time(self, kernel: _Kernel, workloads: Sequence[Workload]) -> None:
+    def _time(self, kernel: JudgedKernel, workloads: Sequence[Workload]) -> None:
         """Time the timed workloads, and compare results of timed calls."""
         timed = [w for w in self.task.workloads if w.timed] or list(workloads[:1])
         roofline = Roofline(self.timer)
@@ -313,7 +309,7 @@ class _Judging:
                         if number:
                             seconds.append(batch.seconds)
             except (KernelError, ProcessEndedError) as error:
-                self._add("timing", workload.label, _fault_of(error, "timed call"))
+                self._add("timing", workload.label, fault_of(error, "timed call"))
             if self.findings:
                 return
             limits = roofline.of(self.task, draw(), self._generator("roofline"))
@@ -334,17 +330,17 @@ class _Judging:
                 )
                 self.findings.append(Finding("timing", workload.label, "floor", "time", reason))
 
-    def _rerun(self, kernel: _Kernel, workloads: Sequence[Workload]) -> None:
+    def _rerun(self, kernel: JudgedKernel, workloads: Sequence[Workload]) -> None:
         """Run as a program would: other frames, other inputs, other order, and many more calls."""
         end = self.timer() + self.budget.rerun_seconds
         self.progress("running again after the verdict")
         for workload in workloads[:_RERUN_WORKLOADS]:
-            case = _varied(workload, self._generator("rerun", workload.label))
+            case = varied(workload, self._generator("rerun", workload.label))
             self._add("rerun", workload.label, *kernel.departures_of_copies([case]))
             if self.findings:
                 return
         smallest = min(
-            workloads[:_RERUN_WORKLOADS], key=lambda w: _num_bytes(w.case(self._generator("size")))
+            workloads[:_RERUN_WORKLOADS], key=lambda w: num_bytes(w.case(self._generator("size")))
         )
         draw = partial(smallest.case, self._generator("many calls"))
         repeat = -(-self.budget.rerun_calls // (2 * _RERUN_BATCHES))
@@ -361,207 +357,6 @@ class _Judging:
             repeat = max(1, min(repeat, int(repeat * (self.budget.rerun_seconds / 6) / took)))
 
 
-class _Kernel:
-    """A solution that is loaded in its process."""
-
-    def __init__(
-        self, task: Task, solution: Solution, functions: RemoteFunctions, function: RemoteValue
-    ) -> None:
-        self.functions = functions
-        self.function = function
-        self._task = task
-        self._writes_outputs = solution.style == "writes outputs"
-
-    @property
-    def _memory(self) -> SharedMemory:
-        return self.functions.process.memory
-
-    def faults(self, case: Case, *, is_fenced: bool) -> tuple[list[Fault], float]:
-        """Compare two calls with the reference, as ``check_kernel`` does; return the error too."""
-        op = self._task.op
-        remote = RemoteFunction(self.functions, self.function)
-        errors: list[float] = []
-
-        results: list[Any] = []
-
-        def function(*arguments: Any) -> Any:
-            call = self._call(arguments)
-            results.append(self.output(call, remote(*call[0], **call[1])))
-            return results[-1]
-
-        def expect(given: CallArguments) -> Expectation:
-            return self._expectation(case, given, results[-1])
-
-        subject = Subject(op, function, allocate=self._memory.allocate)
-        try:
-            with self.functions.scope():
-                faults = check_subject(subject, case, expect, is_fenced)
-                if not faults:
-                    given = subject.given(case)
-                    call = subject.call(given)
-                    errors.append(expect(given).largest_error(call))
-        except (KernelError, ProcessEndedError) as error:
-            return [_fault_of(error, "call")], 0.0
-        return faults, max(errors, default=0.0)
-
-    def departures(self, cases: Sequence[Case], *, style: _Style, repeat: int = 1) -> list[Fault]:
-        """Compare the values of calls with the reference, without guards."""
-        try:
-            with self.functions.scope():
-                arguments = [
-                    {
-                        n: _shared(v, self._memory) if isinstance(v, torch.Tensor) else v
-                        for n, v in case.arguments.items()
-                    }
-                    for case in cases
-                ]
-                calls = [self.arguments(c, a) for c, a in zip(cases, arguments, strict=True)]
-                results = self.functions.call(
-                    self.function, calls, style=style, repeat=repeat, threads=len(calls)
-                )
-                return [
-                    fault
-                    for case, given, call, result in zip(
-                        cases, arguments, calls, results, strict=True
-                    )
-                    for fault in self.compare(case, given, self.output(call, result))
-                ]
-        except (KernelError, ProcessEndedError) as error:
-            return [_fault_of(error, "call")]
-
-    def departures_of_copies(self, cases: Sequence[Case], *, repeat: int = 1) -> list[Fault]:
-        """Compare the values of calls on ordinary memory, as a program makes them."""
-        names = list(self._task.op.signature.parameters)
-        mutated = [names.index(name) for name in self._task.op.mutates]
-        num_outputs = 0
-        try:
-            with self.functions.scope():
-                calls = [self.arguments(case, {})[0] for case in cases]
-                num_outputs = len(calls[0]) - len(names)
-                outputs = range(len(calls[0]) - num_outputs, len(calls[0]))
-                results = self.functions.call_with_copies(
-                    self.function,
-                    calls,
-                    arguments=[*mutated, *outputs],
-                    style="module",
-                    repeat=repeat,
-                )
-                faults = list[Fault]()
-                for case, (result, written) in zip(cases, results, strict=True):
-                    given = dict(zip(self._task.op.mutates, written, strict=False))
-                    if outputs:
-                        result = _joined(written[len(mutated) :])
-                    faults += self.compare(case, given, self._arranged(result))
-                return faults
-        except (KernelError, ProcessEndedError) as error:
-            return [_fault_of(error, "call")]
-
-    def departures_of_changes(self, cases: Sequence[Case]) -> list[Fault]:
-        """Compare calls on the same argument objects, whose values change from case to case."""
-        process = self.functions.process
-        try:
-            with self.functions.scope():
-                shared = {
-                    n: _shared(v, self._memory) if isinstance(v, torch.Tensor) else v
-                    for n, v in cases[0].arguments.items()
-                }
-                call = self.arguments(cases[0], shared)
-                request = self.functions.requested(self.function, [call])
-                process.request("prepare", calls=request["calls"])
-                names = list(self._task.op.signature.bind(**cases[0].arguments).arguments)
-                for number, case in enumerate(cases):
-                    if number == len(cases) - 1:
-                        # New objects at the addresses of earlier ones, as allocators create them.
-                        with process.stopped():
-                            for name, value in shared.items():
-                                if isinstance(value, torch.Tensor):
-                                    fill(value, case.arguments[name])
-                        process.request("prepare", calls=request["calls"])
-                    elif number:
-                        values = [
-                            [names.index(n), self.functions.encoded(v)]
-                            for n, v in case.arguments.items()
-                            if isinstance(v, torch.Tensor) and n not in self._task.op.constants
-                        ]
-                        process.request("change", values=values)
-                    process.request("run", function=request["function"])
-                    reply = process.request("describe", indices=[0])
-                    result = self.output(call, self.functions.results(reply, 1)[0])
-                    if faults := self.compare(case, shared, result):
-                        return faults
-            return []
-        except (KernelError, ProcessEndedError) as error:
-            return [_fault_of(error, "call")]
-
-    def compare(self, case: Case, arguments: Mapping[str, Any], result: Any) -> list[Fault]:
-        """Compare form and values of a result with the reference."""
-        subject = Subject(self._task.op, self._task.op.reference)
-        given = subject.given(case)
-        for name in self._task.op.mutates:
-            given.operands[name].tensor.copy_(arguments[name])
-        return list(self._expectation(case, given, result).departures(Call(given, result)))
-
-    def _expectation(self, case: Case, given: CallArguments, result: Any) -> Expectation:
-        """Return the expected result of a case.
-
-        Args:
-            result: result of the kernel. Definitions of other projects do not say which strides a
-                result has, so those of the kernel are right.
-        """
-        if self._task.source == "op":
-            return Expectation.of(self._task.op, case, given)
-        expected = self._task.expect(case)
-        actual = tensors_of(result)
-        forms = list(expected.forms.values())
-        if [t.shape for t in actual] == [form.shape for form in forms]:
-            forms = [
-                torch.empty_strided(form.shape, tensor.stride(), dtype=form.dtype, device="meta")
-                for form, tensor in zip(forms, actual, strict=True)
-            ]
-        labels = [f"output {number}" for number in range(len(forms))]
-        return Expectation(
-            self._task.op,
-            case,
-            _joined(forms),
-            "cpu",
-            dict(zip(labels, expected.values.values(), strict=True)),
-            dict(zip(labels, expected.bounds.values(), strict=True)),
-        )
-
-    def _arranged(self, result: Any) -> Any:
-        """Return the outputs of a task of another project, which may be named or in a list."""
-        if self._task.source == "op":
-            return result
-        if isinstance(result, dict) and result.keys() == set(self._task.outputs):
-            result = [result[name] for name in self._task.outputs]
-        return _joined(result) if isinstance(result, list | tuple) and result else result
-
-    def arguments(
-        self, case: Case, arguments: Mapping[str, Any]
-    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Return the positional and keyword arguments of a call, in shared memory."""
-        return self._call(self._task.op.signature.bind(**{**case.arguments, **arguments}).args)
-
-    def _call(self, arguments: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        if not self._writes_outputs:
-            return arguments, {}
-        case = Case("", self._task.op.signature.bind(*arguments).arguments)
-        forms = self._task.expect(case).forms.values()
-        return [*arguments, *(allocated_like(f, self._memory.allocate) for f in forms)], {}
-
-    def output(self, call: tuple[Sequence[Any], Mapping[str, Any]], result: Any) -> Any:
-        """Return the result of a call, which may be in the last arguments."""
-        if not self._writes_outputs:
-            return self._arranged(result)
-        return _joined(call[0][len(self._task.op.signature.parameters) :])
-
-
-def _shared(tensor: torch.Tensor, memory: SharedMemory) -> torch.Tensor:
-    shared = allocated_like(tensor, memory.allocate)
-    fill(shared, tensor)
-    return shared
-
-
 def _digest(solution: Solution) -> str:
     """Return the SHA-256 of the names and contents of all files, in hexadecimal."""
     digest = hashlib.sha256()
@@ -569,61 +364,3 @@ def _digest(solution: Solution) -> str:
         digest.update(f"{name}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()
-
-
-def _varied(workload: Workload, generator: torch.Generator) -> Case:
-    """Draw a case in which the values that may have any distribution have another one."""
-    case = workload.case(generator)
-    arguments = dict(case.arguments)
-    for name in workload.free:
-        exponent = int(torch.randint(-2, 3, (), generator=generator))
-        arguments[name] = arguments[name] * 2.0**exponent
-    return replace(case, arguments=arguments)
-
-
-def _joined(outputs: Sequence[Any]) -> Any:
-    return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-
-def _changed(
-    case: Case, other: Case, how: str, constants: Sequence[str], generator: torch.Generator
-) -> Case:
-    """Return a case in which "one", the "last", "half" or "all" of the values are of another case.
-
-    Arguments of other shapes stay, and so do constants, which no program changes.
-    """
-    arguments = dict(case.arguments)
-    for name, value in case.arguments.items():
-        new = other.arguments[name]
-        if not isinstance(value, torch.Tensor) or name in constants or not value.numel():
-            continue
-        if new.shape != value.shape or new.dtype != value.dtype or 0 in value.stride():
-            continue
-        # Integers, such as indices, are valid only together.
-        if how != "all" and not value.is_floating_point():
-            continue
-        is_changed = torch.zeros(value.numel(), dtype=torch.bool)
-        match how:
-            case "one":
-                is_changed[torch.randint(value.numel(), (), generator=generator)] = True
-            case "last":
-                is_changed[-1] = True
-            case "half":
-                is_changed[value.numel() // 2 :] = True
-            case _:
-                is_changed[:] = True
-        mixed = torch.where(is_changed.view(value.shape), new, value)
-        arguments[name] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-        fill(arguments[name], mixed)
-    return replace(case, arguments=arguments)
-
-
-def _num_bytes(case: Case) -> int:
-    tensors = (v for v in case.arguments.values() if isinstance(v, torch.Tensor))
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-
-
-def _fault_of(error: KernelError | ProcessEndedError, where: str) -> Fault:
-    if isinstance(error, KernelError):
-        return Fault("call", where, f"raised {type(error).__name__}: {error}")
-    return Fault("call", "process", str(error))

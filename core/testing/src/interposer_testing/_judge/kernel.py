@@ -1,0 +1,233 @@
+"""A solution that is loaded in its process: calls of it, and their results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from interposer import Case
+from interposer_testing._checks.call import Call, CallArguments, Subject, tensors_of
+from interposer_testing._checks.expectation import Expectation
+from interposer_testing._checks.fault import Fault
+from interposer_testing._checks.kernel import check_subject
+from interposer_testing._checks.remote_value import RemoteValue
+from interposer_testing._judge.clock import allocated_like, fill
+from interposer_testing._judge.memory import SharedMemory
+from interposer_testing._judge.process import KernelError, ProcessEndedError
+from interposer_testing._judge.remote import RemoteFunction, RemoteFunctions
+from interposer_testing._judge.task import Solution, Task
+
+_Style = Literal["plain", "module", "threads"]
+
+
+class JudgedKernel:
+    """A solution that is loaded in its process."""
+
+    def __init__(
+        self, task: Task, solution: Solution, functions: RemoteFunctions, function: RemoteValue
+    ) -> None:
+        self.functions = functions
+        self.function = function
+        self._task = task
+        self._writes_outputs = solution.style == "writes outputs"
+
+    @property
+    def _memory(self) -> SharedMemory:
+        return self.functions.process.memory
+
+    def faults(self, case: Case, *, is_fenced: bool) -> tuple[list[Fault], float]:
+        """Compare two calls with the reference, as ``check_kernel`` does; return the error too."""
+        op = self._task.op
+        remote = RemoteFunction(self.functions, self.function)
+        errors: list[float] = []
+
+        results: list[Any] = []
+
+        def function(*arguments: Any) -> Any:
+            call = self._call(arguments)
+            results.append(self.output(call, remote(*call[0], **call[1])))
+            return results[-1]
+
+        def expect(given: CallArguments) -> Expectation:
+            return self._expectation(case, given, results[-1])
+
+        subject = Subject(op, function, allocate=self._memory.allocate)
+        try:
+            with self.functions.scope():
+                faults = check_subject(subject, case, expect, is_fenced)
+                if not faults:
+                    given = subject.given(case)
+                    call = subject.call(given)
+                    errors.append(expect(given).largest_error(call))
+        except (KernelError, ProcessEndedError) as error:
+            return [fault_of(error, "call")], 0.0
+        return faults, max(errors, default=0.0)
+
+    def departures(self, cases: Sequence[Case], *, style: _Style, repeat: int = 1) -> list[Fault]:
+        """Compare the values of calls with the reference, without guards."""
+        try:
+            with self.functions.scope():
+                arguments = [
+                    {
+                        n: _shared(v, self._memory) if isinstance(v, torch.Tensor) else v
+                        for n, v in case.arguments.items()
+                    }
+                    for case in cases
+                ]
+                calls = [self.arguments(c, a) for c, a in zip(cases, arguments, strict=True)]
+                results = self.functions.call(
+                    self.function, calls, style=style, repeat=repeat, threads=len(calls)
+                )
+                return [
+                    fault
+                    for case, given, call, result in zip(
+                        cases, arguments, calls, results, strict=True
+                    )
+                    for fault in self.compare(case, given, self.output(call, result))
+                ]
+        except (KernelError, ProcessEndedError) as error:
+            return [fault_of(error, "call")]
+
+    def departures_of_copies(self, cases: Sequence[Case], *, repeat: int = 1) -> list[Fault]:
+        """Compare the values of calls on ordinary memory, as a program makes them."""
+        names = list(self._task.op.signature.parameters)
+        mutated = [names.index(name) for name in self._task.op.mutates]
+        num_outputs = 0
+        try:
+            with self.functions.scope():
+                calls = [self.arguments(case, {})[0] for case in cases]
+                num_outputs = len(calls[0]) - len(names)
+                outputs = range(len(calls[0]) - num_outputs, len(calls[0]))
+                results = self.functions.call_with_copies(
+                    self.function,
+                    calls,
+                    arguments=[*mutated, *outputs],
+                    style="module",
+                    repeat=repeat,
+                )
+                faults = list[Fault]()
+                for case, (result, written) in zip(cases, results, strict=True):
+                    given = dict(zip(self._task.op.mutates, written, strict=False))
+                    if outputs:
+                        result = _joined(written[len(mutated) :])
+                    faults += self.compare(case, given, self._arranged(result))
+                return faults
+        except (KernelError, ProcessEndedError) as error:
+            return [fault_of(error, "call")]
+
+    def departures_of_changes(self, cases: Sequence[Case]) -> list[Fault]:
+        """Compare calls on the same argument objects, whose values change from case to case."""
+        process = self.functions.process
+        try:
+            with self.functions.scope():
+                shared = {
+                    n: _shared(v, self._memory) if isinstance(v, torch.Tensor) else v
+                    for n, v in cases[0].arguments.items()
+                }
+                call = self.arguments(cases[0], shared)
+                request = self.functions.requested(self.function, [call])
+                process.request("prepare", calls=request["calls"])
+                names = list(self._task.op.signature.bind(**cases[0].arguments).arguments)
+                for number, case in enumerate(cases):
+                    if number == len(cases) - 1:
+                        # New objects at the addresses of earlier ones, as allocators create them.
+                        with process.stopped():
+                            for name, value in shared.items():
+                                if isinstance(value, torch.Tensor):
+                                    fill(value, case.arguments[name])
+                        process.request("prepare", calls=request["calls"])
+                    elif number:
+                        values = [
+                            [names.index(n), self.functions.encoded(v)]
+                            for n, v in case.arguments.items()
+                            if isinstance(v, torch.Tensor) and n not in self._task.op.constants
+                        ]
+                        process.request("change", values=values)
+                    process.request("run", function=request["function"])
+                    reply = process.request("describe", indices=[0])
+                    result = self.output(call, self.functions.results(reply, 1)[0])
+                    if faults := self.compare(case, shared, result):
+                        return faults
+            return []
+        except (KernelError, ProcessEndedError) as error:
+            return [fault_of(error, "call")]
+
+    def compare(self, case: Case, arguments: Mapping[str, Any], result: Any) -> list[Fault]:
+        """Compare form and values of a result with the reference."""
+        subject = Subject(self._task.op, self._task.op.reference)
+        given = subject.given(case)
+        for name in self._task.op.mutates:
+            given.operands[name].tensor.copy_(arguments[name])
+        return list(self._expectation(case, given, result).departures(Call(given, result)))
+
+    def _expectation(self, case: Case, given: CallArguments, result: Any) -> Expectation:
+        """Return the expected result of a case.
+
+        Args:
+            result: result of the kernel. Definitions of other projects do not say which strides a
+                result has, so those of the kernel are right.
+        """
+        if self._task.source == "op":
+            return Expectation.of(self._task.op, case, given)
+        expected = self._task.expect(case)
+        actual = tensors_of(result)
+        forms = list(expected.forms.values())
+        if [t.shape for t in actual] == [form.shape for form in forms]:
+            forms = [
+                torch.empty_strided(form.shape, tensor.stride(), dtype=form.dtype, device="meta")
+                for form, tensor in zip(forms, actual, strict=True)
+            ]
+        labels = [f"output {number}" for number in range(len(forms))]
+        return Expectation(
+            self._task.op,
+            case,
+            _joined(forms),
+            "cpu",
+            dict(zip(labels, expected.values.values(), strict=True)),
+            dict(zip(labels, expected.bounds.values(), strict=True)),
+        )
+
+    def _arranged(self, result: Any) -> Any:
+        """Return the outputs of a task of another project, which may be named or in a list."""
+        if self._task.source == "op":
+            return result
+        if isinstance(result, dict) and result.keys() == set(self._task.outputs):
+            result = [result[name] for name in self._task.outputs]
+        return _joined(result) if isinstance(result, list | tuple) and result else result
+
+    def arguments(
+        self, case: Case, arguments: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return the positional and keyword arguments of a call, in shared memory."""
+        return self._call(self._task.op.signature.bind(**{**case.arguments, **arguments}).args)
+
+    def _call(self, arguments: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        if not self._writes_outputs:
+            return arguments, {}
+        case = Case("", self._task.op.signature.bind(*arguments).arguments)
+        forms = self._task.expect(case).forms.values()
+        return [*arguments, *(allocated_like(f, self._memory.allocate) for f in forms)], {}
+
+    def output(self, call: tuple[Sequence[Any], Mapping[str, Any]], result: Any) -> Any:
+        """Return the result of a call, which may be in the last arguments."""
+        if not self._writes_outputs:
+            return self._arranged(result)
+        return _joined(call[0][len(self._task.op.signature.parameters) :])
+
+
+def _shared(tensor: torch.Tensor, memory: SharedMemory) -> torch.Tensor:
+    shared = allocated_like(tensor, memory.allocate)
+    fill(shared, tensor)
+    return shared
+
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def fault_of(error: KernelError | ProcessEndedError, where: str) -> Fault:
+    if isinstance(error, KernelError):
+        return Fault("call", where, f"raised {type(error).__name__}: {error}")
+    return Fault("call", "process", str(error))
