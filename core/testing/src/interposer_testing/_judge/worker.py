@@ -216,18 +216,25 @@ class Functions:
 
     def call(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Call ``function`` once for each list of arguments, and describe the results."""
-        self.prepare(request)
+        self._prepare(request)
         self.run(request)
         return self.describe({**request, "indices": range(len(self._results))})
 
     def prepare(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Build the arguments of calls that are run later.
+
+        Garbage is collected now, so that the collector has little to do while they are timed.
+        """
+        self._prepare(request)
+        gc.collect()
+        return {}
+
+    def _prepare(self, request: Mapping[str, Any]) -> None:
         """Build the arguments of calls; ``copied`` ones are in memory that torch allocates."""
         self._calls = [(self._decoded(a), self._decoded(k)) for a, k in request["calls"]]
         if request.get("copied"):
             self._calls = _pytree.tree_map_only(torch.Tensor, _copied, self._calls)
         self._results = []
-        gc.collect()
-        return {}
 
     def change(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Write other values to arguments of the first prepared call, as a program would."""
