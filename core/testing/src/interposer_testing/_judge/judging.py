@@ -335,8 +335,11 @@ class _Judging:
         end = self.timer() + self.budget.rerun_seconds
         self.progress("running again after the verdict")
         for workload in workloads[:_RERUN_WORKLOADS]:
-            case = varied(workload, self._generator("rerun", workload.label))
-            self._add("rerun", workload.label, *kernel.departures_of_copies([case]))
+            generator = self._generator("rerun", workload.label)
+            cases = [varied(workload, generator)]
+            if workload.of_other_size is not None:
+                cases.append(workload.of_other_size(generator))
+            self._add("rerun", workload.label, *kernel.departures_of_copies(cases))
             if self.findings:
                 return
         smallest = min(

@@ -21,12 +21,14 @@ class Workload:
         case: draws the arguments, on the CPU.
         free: names of the float arguments whose values may have any distribution.
         timed: whether the inputs have a size that is worth timing.
+        of_other_size: draws arguments of another size, if the definition has such.
     """
 
     label: str
     case: Callable[[torch.Generator], Case]
     free: frozenset[str] = frozenset()
     timed: bool = True
+    of_other_size: Callable[[torch.Generator], Case] | None = None
 
 
 @dataclass(frozen=True, slots=True)

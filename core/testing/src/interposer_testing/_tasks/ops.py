@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -16,12 +17,20 @@ from interposer_testing._tasks.expected import counted
 from interposer_testing.cases import CaseSpace, PlannedCase, planned_cases
 
 _SAMPLE_TOKENS = (1, 512)
+_MAX_OTHER_TOKENS = 1024
+# Sizes of a model with some 8 billion parameters; those of test cases are small.
+_MODEL_DIMS = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "in_features": 4096,
+    "out_features": 4096,
+}
 
 
 def read_op(registry: Registry, name: str) -> Task:
     """Create the task of an op: a few cases that cover every label, and its samples.
 
-    The dims of the samples are those of the largest case.
+    The dims of the samples are those of a model, and for other dims those of the largest case.
     """
     op: CustomOp[..., Any] = load_target(registry.ops[name].target)
     plans = list(planned_cases(op, 0, quick=True))
@@ -58,13 +67,31 @@ def _samples(op: CustomOp[..., Any], plans: list[PlannedCase]) -> list[Workload]
     dtype = torch.bfloat16 if torch.bfloat16 in dtypes else plans[0].dtype
     largest = max((plan.build() for plan in plans if plan.dtype == dtype), key=_num_elements)
 
+    dims = _model_dims(largest.dims)
+
     def case(num_tokens: int, generator: torch.Generator) -> Case:
-        return sample(dtype, largest.dims, num_tokens, _seed(generator))
+        return sample(dtype, dims, num_tokens, _seed(generator))
+
+    def of_other_size(generator: torch.Generator) -> Case:
+        num_tokens = int(torch.randint(1, _MAX_OTHER_TOKENS, (), generator=generator))
+        return case(num_tokens, generator)
 
     return [
-        Workload(f"{_dtype_name(dtype)}: sample of {count} tokens", partial(case, count))
+        Workload(
+            f"{_dtype_name(dtype)}: sample of {count} tokens",
+            partial(case, count),
+            of_other_size=of_other_size,
+        )
         for count in _SAMPLE_TOKENS
     ]
+
+
+def _model_dims(dims: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dims with the widths of a model; experts, and widths that groups divide, stay."""
+    if "num_experts" in dims:
+        return dict(dims)
+    fixed = {"hidden_size", "in_features"} if "group_size" in dims else set[str]()
+    return {n: _MODEL_DIMS[n] if n in _MODEL_DIMS.keys() - fixed else v for n, v in dims.items()}
 
 
 def _num_elements(case: Case) -> int:
