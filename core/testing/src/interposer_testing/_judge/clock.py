@@ -21,7 +21,7 @@ from interposer_testing._judge.task import Task
 
 # A batch should take this long, so that the messages take less than a hundredth of it.
 _BATCH_SECONDS = 0.03
-_MAX_CALLS, _MAX_BATCH_BYTES = 256, 256 << 20
+_MAX_CALLS, _MAX_BATCH_BYTES = 256, 64 << 20
 # Buffer that evicts the arguments from the caches of the usual processors.
 _EVICTING_BYTES = 128 << 20
 _NUM_CHECKED = 2

@@ -16,12 +16,12 @@ from interposer_testing._judge.task import Task, Workload
 from interposer_testing._tasks.expected import counted
 from interposer_testing.cases import CaseSpace, PlannedCase, planned_cases
 
-_SAMPLE_TOKENS = (1, 512)
+_SAMPLE_TOKENS = (1, 128)
 _MAX_OTHER_TOKENS = 1024
-# Sizes of a model with some 8 billion parameters; those of test cases are small.
+# Sizes as in models; those of test cases are small.
 _MODEL_DIMS = {
     "hidden_size": 4096,
-    "intermediate_size": 14336,
+    "intermediate_size": 8192,
     "in_features": 4096,
     "out_features": 4096,
 }
