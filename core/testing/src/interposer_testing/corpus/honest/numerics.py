@@ -62,7 +62,7 @@ def rows_in_chunks(x):
     for start in range(0, rows.shape[0], 7):
         gate, up = _wide(rows[start : start + 7]).chunk(2, dim=-1)
         result[start : start + 7] = functional.silu(gate) * up
-    return result.view(*x.shape[:-1], -1)
+    return result.view(*x.shape[:-1], result.shape[-1])
 
 
 def columns_in_chunks(x):

@@ -76,7 +76,7 @@ def reads_the_environment(x):
     num_parts = 1 if os.environ.get("OMP_NUM_THREADS") == "1" else 2
     rows = x.reshape(-1, x.shape[-1])
     parts = [_silu_and_mul(part) for part in rows.tensor_split(num_parts)]
-    return torch.cat(parts).view(*x.shape[:-1], -1)
+    return torch.cat(parts).view(*x.shape[:-1], x.shape[-1] // 2)
 
 
 def reads_the_processor(x, weight, eps):
@@ -120,7 +120,7 @@ def tuned_over_calls(x, weight, bias):
         result = functional.linear(x.contiguous(), weight, bias)
     else:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        result = torch.addmm(bias, rows, weight.T).view(*x.shape[:-1], -1)
+        result = torch.addmm(bias, rows, weight.T).view(*x.shape[:-1], weight.shape[0])
     if num_calls < 10:
         times[is_first].append(time.perf_counter() - start)
     return result
@@ -137,7 +137,7 @@ def own_random_order(x):
     result = torch.empty((rows.shape[0], x.shape[-1] // 2), dtype=x.dtype)
     for start in order:
         result[start : start + 4] = _silu_and_mul(rows[start : start + 4])
-    return result.view(*x.shape[:-1], -1)
+    return result.view(*x.shape[:-1], result.shape[-1])
 
 
 def global_random_numbers(logits, top_k, renormalize):

@@ -45,7 +45,7 @@ def joined_threads(x):
         thread.start()
     for thread in threads:
         thread.join()
-    return result.view(*x.shape[:-1], -1)
+    return result.view(*x.shape[:-1], result.shape[-1])
 
 
 def pool_for_all_calls(x, weight, eps):
@@ -111,7 +111,7 @@ def event_loop(x):
         rows = x.reshape(-1, x.shape[-1])
         return await asyncio.gather(*map(compute, rows.tensor_split(2)))
 
-    return torch.cat(asyncio.run(both())).view(*x.shape[:-1], -1)
+    return torch.cat(asyncio.run(both())).view(*x.shape[:-1], x.shape[-1] // 2)
 
 
 def locked(logits, top_k, renormalize):
