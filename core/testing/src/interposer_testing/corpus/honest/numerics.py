@@ -120,7 +120,7 @@ def compensated_sum(x, weight, eps):
     for block in wide.square().split(32, dim=-1):
         term = block.sum(-1, keepdim=True) - lost
         larger = total + term
-        lost, total = (larger - total) - term, larger
+        lost, total = ((larger - total) - term).nan_to_num(), larger  # infinity minus infinity
     return (wide * torch.rsqrt(total / x.shape[-1] + eps) * weight).to(x.dtype)
 
 
