@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
-from interposer import Candidate, CustomOp
+from interposer import Candidate, CustomOp, Platform
 from interposer.records import Kernel, load_target
 from interposer.tooling import child_environment
 from interposer_testing._checks.call import Subject
@@ -50,12 +50,15 @@ class SeparateKernels:
     References stay in this process: the op's author wrote them, not the kernel's.
     """
 
-    def __init__(self, limit_seconds: float = 600.0) -> None:
+    def __init__(self, platform: type[Platform], limit_seconds: float = 600.0) -> None:
         """Create the kernels; the process is started on first use.
 
         Args:
+            platform: created in the process before the first kernel, because a platform can change
+                how its kernels run, such as Triton's interpreter.
             limit_seconds: time limit of one call.
         """
+        self._platform = platform
         self._limit_seconds = limit_seconds
         self._open = ExitStack()
         self._functions: RemoteFunctions | None = None
@@ -106,8 +109,13 @@ class SeparateKernels:
                 if not name.startswith("PYTEST_")
             },
         )
-        self._functions = RemoteFunctions(self._open.enter_context(process))
-        return self._functions
+        functions = RemoteFunctions(self._open.enter_context(process))
+        platform = functions.load(
+            module=self._platform.__module__, name=self._platform.__qualname__
+        )
+        functions.call(platform, [((), {})])
+        self._functions = functions
+        return functions
 
     def _load(self, functions: RemoteFunctions, target: str) -> RemoteValue:
         if target not in self._loaded:

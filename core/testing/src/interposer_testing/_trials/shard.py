@@ -95,8 +95,9 @@ def main() -> None:
     config = Config(platform=request["platform"]) if request["platform"] else Config()
     registry, scope = current_registry(config), Scope(**request["scope"])
     crashed = set(map(tuple, request["crashed"]))
-    with SeparateKernels() if request["group"] == "separable" else nullcontext() as kernels:
-        all_trials = trials(registry, place(config).device, scope, kernels)
+    placement, is_separable = place(config), request["group"] == "separable"
+    with SeparateKernels(type(placement.platform)) if is_separable else nullcontext() as kernels:
+        all_trials = trials(registry, placement.device, scope, kernels)
         for number, trial in _of_shard(all_trials, **_shard_of(request)):
             # Earlier trials ran before the crash.
             if number < request["first"]:
