@@ -83,9 +83,8 @@ def test_cases_are_complete(op: CustomOp[..., Any], dtype: torch.dtype) -> None:
     assert any(tensor.dtype == dtype for tensor in tensors) or dtype in out_dtypes
     # Where everything must be dense, it still may begin anywhere.
     assert any(not t.is_contiguous() or t.storage_offset() for t in tensors)
-    # What is gathered may be nothing while the cache and the table of its pages are there.
-    nothing = any(case.arguments.get("num_tokens") == 0 for case in cases)
-    assert nothing or any(t.numel() == 0 for t in tensors) or "gather_cache" in op.name
+    # A gathering op can return nothing from a cache and a table that are not empty.
+    assert any(t.numel() == 0 for t in tensors) or "gather_cache" in op.name
 
 
 @pytest.mark.slow
