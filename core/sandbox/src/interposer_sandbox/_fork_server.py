@@ -15,6 +15,7 @@ import fcntl
 import gc
 import importlib
 import json
+import mmap
 import os
 import resource
 import secrets
@@ -24,7 +25,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -241,6 +242,8 @@ class _PipeReporter(Reporter):
         self._pid = _getpid()
         self._lock = _thread.allocate_lock()
         self._beats = False
+        # Counts the signs of life of a fork.
+        self._pulse: mmap.mmap | None = None
 
     def begin(self, stage: str, patience: float = 1.0) -> None:
         super().begin(stage)
@@ -252,9 +255,49 @@ class _PipeReporter(Reporter):
 
     def _beat(self) -> None:
         """Send signs of life, which prove that other threads get the interpreter's lock."""
+        last = b""
         while True:
             time.sleep(_BEAT_SECONDS)
-            self.send(beat=True)
+            count = self._pulse[:8] if self._pulse is not None else b""
+            if self._pulse is None or count != last:
+                self.send(beat=True)
+            last = count
+
+    def fork(self, work: Callable[[], object]) -> int:
+        pulse = mmap.mmap(-1, mmap.PAGESIZE)
+        pid = os.fork()
+        if pid == 0:
+            self._run_fork(work, pulse)
+        self._pulse = pulse
+        # The fork knows the token so far.
+        token = secrets.token_hex(16)
+        self.send(next_token=token)
+        self._token = token
+        return pid
+
+    def _run_fork(self, work: Callable[[], object], pulse: mmap.mmap) -> NoReturn:
+        try:
+            os.close(self._lines)
+            _thread.start_new_thread(_count, (pulse,))
+            if work():
+                threading._shutdown()  # type: ignore[attr-defined]
+                atexit._run_exitfuncs()
+            _flush()
+            _exit(0)
+        finally:
+            _exit(FAILED_CODE)
+
+    def join(self, pid: int) -> None:
+        _, status = os.waitpid(pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        if code < 0:
+            # The fork has printed its traceback already.
+            faulthandler.disable()
+            with suppress(OSError, ValueError):  # such as SIGKILL, which has no handler
+                signal.signal(-code, signal.SIG_DFL)
+            os.kill(self._pid, -code)
+        if code:
+            _exit(code)
 
     def note(self, **facts: Any) -> None:
         super().note(**facts)
@@ -295,6 +338,15 @@ class _SlowFinder:
         if name == self._awaited:
             self._reporter.send(warm=True)
             _exit(0)
+
+
+def _count(pulse: mmap.mmap) -> None:
+    """Count in shared memory while this process's threads get the interpreter's lock."""
+    number = 0
+    while True:
+        number += 1
+        pulse[:8] = number.to_bytes(8, "little")
+        time.sleep(_BEAT_SECONDS / 2)
 
 
 def _flush() -> None:

@@ -178,8 +178,8 @@ class Watch:
             return "", {}
         # A late process: let it print the tracebacks of its threads before it is killed.
         if not self._has_exited:
-            with suppress(ProcessLookupError):
-                os.kill(self._pid, DUMP_SIGNAL)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._pid, DUMP_SIGNAL)  # a fork of the process prints its traceback too
             self._await_death(_DUMP_SECONDS)
             return self._late, {"limit_seconds": self._seconds}
         self._await_death(DEATH_SECONDS)
@@ -246,6 +246,8 @@ class Watch:
         match message:
             case {"begin": str(stage), "patience": float(patience)}:
                 self._begin(stage, patience)
+            case {"next_token": str(token)}:
+                self._token = token
             case {"beat": True}:
                 self._beaten = time.monotonic()
             case {"note": dict(facts)}:

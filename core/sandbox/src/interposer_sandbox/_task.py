@@ -118,6 +118,20 @@ class Reporter:
     def unmute(self) -> None:
         """Allow printing from here on; in a fork, earlier output is a reason for refusal."""
 
+    def fork(self, work: Callable[[], object]) -> int:
+        """Run ``work`` in a fork of this process, which cannot report, and return its process id.
+
+        From here on, the signs of life of this process are those of the fork. If ``work`` returns
+        true, the fork waits for its threads, and calls its exit functions.
+
+        Raises: NotImplementedError: this process does not run the function alone.
+        """
+        raise NotImplementedError("only a process that runs one function can fork")
+
+    def join(self, pid: int) -> None:
+        """Wait for the end of a fork. If the fork failed, end this process in the same way."""
+        raise NotImplementedError("only a process that runs one function can fork")
+
     def run(
         self, stage: str, watch: SideEffects, action: Callable[..., Any], *arguments: Any
     ) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
@@ -31,6 +33,9 @@ from interposer_sandbox import (
     is_loaded,
     run_here,
 )
+
+if TYPE_CHECKING:
+    from interposer._contract.op import CustomOp
 
 # The conformance kit depends on the core, so the core names it and imports it only on use.
 COMPARISON = "interposer_testing._canary"
@@ -170,40 +175,98 @@ def examine_model(arguments: Arguments, reporter: Reporter) -> Finding:
 
 
 def examine_kernel(arguments: Arguments, reporter: Reporter) -> Finding:
-    """Compare a kernel with the reference of its op on the cases that the kernel accepts."""
+    """Compare a kernel with the reference of its op on the cases that the kernel accepts.
+
+    In a process of its own, the kernel is loaded and called in a fork, which cannot change the
+    comparison. The results of a kernel on an accelerator are in memory that no other process can
+    read, so this kernel shares the process.
+    """
     reporter.unmute()
-    target = str(arguments["target"])
     reporter.begin(f"loading the op {arguments['op']}")
     op = load_target(arguments["op"]).allowing(arguments.get("extra_roundings", 0))
     try:
-        compare = load_target(f"{COMPARISON}:compare")
+        kit: Any = import_module(COMPARISON)
     except ModuleNotFoundError as error:
         return Finding.refuse(
             f"cannot be compared with the reference of {op.name!r}: {error}. "
             f"Try: {install_command('interposer-testing')}, or Config(canary='off')",
             missing=error.name or "",
         )
+    if not (reporter.alone and arguments["device"] == "cpu" and sys.platform == "linux"):
+
+        def compare(*kernel: Any) -> Finding:
+            return _compared(kit, op, kit.LocalKernel(*kernel), arguments, reporter)
+
+        return _offer(compare, arguments, reporter)
+
+    def offer(use: Callable[..., object], begin: Callable[[str, float], None]) -> dict[str, Any]:
+        def accept(*kernel: Any) -> Finding:
+            use(*kernel)
+            return Finding.accept()
+
+        return run_here(partial(_offer, accept), arguments, _Relay(begin)).to_json()
+
+    forked = kit.ForkedKernel(offer, fork=reporter.fork, join=reporter.join, begin=reporter.begin)
+    try:
+        with forked as kernel:
+            if (refusal := kernel.load()) is not None:
+                return Finding.from_json(refusal)
+            finding = _compared(kit, op, kernel, arguments, reporter)
+            if not finding:
+                return finding
+            ending = Finding.from_json(kernel.end())
+            return finding if ending else ending
+    except kit.ProcessEndedError as error:
+        return Finding.refuse(f"{error} while {reporter.stage}")
+
+
+class _Relay(Reporter):
+    """Passes the stages of a fork on to the process that can report."""
+
+    alone = True
+
+    def __init__(self, relay: Callable[[str, float], None]) -> None:
+        super().__init__()
+        self._relay = relay
+
+    def begin(self, stage: str, patience: float = 1.0) -> None:
+        super().begin(stage)
+        self._relay(stage, patience)
+
+
+def _offer(use: Callable[..., Finding], arguments: Arguments, reporter: Reporter) -> Finding:
+    """Load a kernel with its preparation and its predicate, and call ``use`` with them.
+
+    Returns: the finding of ``use``, or a refusal if the code changes the process.
+    """
+    target = str(arguments["target"])
     # Read the record before loading the kernel, whose code might tamper with the record.
     takes = _acceptance(arguments, reporter)
     function, *prepare = _load([target, *filter(None, [arguments.get("prepare")])], reporter)
     with _watch(target, reporter, light=False, calls=True) as side_effects:
-        comparison = compare(
-            op,
-            function,
-            prepare[0] if prepare else None,
-            name=target,
-            dtype=arguments["dtype"],
-            dims=arguments["dims"],
-            device=arguments["device"],
-            takes=takes,
-            begin=reporter.begin,
-            fenced=reporter.alone,  # in a fork, a fenced memory access may end the process
-        )
+        finding = use(function, prepare[0] if prepare else None, takes)
+    if finding and side_effects.effects:
+        return Finding.refuse(f"running {target} {', '.join(side_effects.effects)}")
+    return finding
+
+
+def _compared(
+    kit: Any, op: CustomOp[..., Any], kernel: Any, arguments: Arguments, reporter: Reporter
+) -> Finding:
+    """Compare a kernel with the reference, and describe the result."""
+    comparison = kit.compare(
+        op,
+        kernel,
+        name=str(arguments["target"]),
+        dtype=arguments["dtype"],
+        dims=arguments["dims"],
+        device=arguments["device"],
+        begin=reporter.begin,
+        fenced=reporter.alone,  # in a fork, a fenced memory access may end the process
+    )
     if comparison.faults:
         reason = f"departs from the reference of {op.name!r}: {'; '.join(comparison.faults)}"
         return Finding.refuse(reason, comparison.traceback)
-    if side_effects.effects:
-        return Finding.refuse(f"running {target} {', '.join(side_effects.effects)}")
     if not comparison.num_cases:
         return Finding.accept(f"no case of {op.name!r} is one that it takes")
     num_cases = comparison.num_cases

@@ -46,10 +46,16 @@ class ProcessEndedError(Exception):
 class KernelError(Exception):
     """The kernel raised an exception in its process."""
 
+    shown = ""
 
-def kernel_error(name: str, message: str, trace: str) -> KernelError:
+    def __repr__(self) -> str:
+        """Return the representation of the exception in its process."""
+        return self.shown or super().__repr__()
+
+
+def kernel_error(name: str, message: str, trace: str, shown: str = "") -> KernelError:
     """Create the error of an exception of another process, with the name of its class."""
-    kind = type(name if name.isidentifier() else "Exception", (KernelError,), {})
+    kind = type(name if name.isidentifier() else "Exception", (KernelError,), {"shown": shown})
     error: KernelError = kind(message)
     error.add_note(trace)
     return error
@@ -90,19 +96,14 @@ class KernelProcess:
 
     def __enter__(self) -> KernelProcess:
         with ExitStack() as stack:
-            stack.enter_context(_unreadable_memory())
             self.memory = stack.enter_context(SharedMemory())
-            self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            self._output = stack.enter_context(tempfile.TemporaryFile())
-            for name, content in {_PROGRAM: _program(), **self._sources}.items():
-                file = self._folder / name
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(content)
             ours, theirs = socket.socketpair()
             self._channel = stack.enter_context(ours)
             with theirs:
-                self._process = self._started(theirs)
+                self._start(theirs, stack)
             stack.callback(self._end)
+            # A fork can be read by this process only if it does not inherit this.
+            stack.enter_context(_unreadable_memory())
             self._received = bytearray()
             hello = self._exchange({"action": "base"}, _START_SECONDS)
             self.base, self.num_threads = int(hello["base"]), int(hello["threads"])
@@ -119,7 +120,14 @@ class KernelProcess:
     ) -> None:
         self._open.close()
 
-    def _started(self, channel: socket.socket) -> subprocess.Popen[bytes]:
+    def _start(self, channel: socket.socket, stack: ExitStack) -> None:
+        """Start the process at the other end of the channel; ``stack`` closes its files."""
+        self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        self._output = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  by the stack
+        for name, content in {_PROGRAM: _program(), **self._sources}.items():
+            file = self._folder / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
         variables = child_environment()
         environment = {name: variables[name] for name in _VARIABLES if name in variables}
         environment |= self._environment
@@ -130,7 +138,7 @@ class KernelProcess:
         command = [sys.executable, "-X", "faulthandler", "-s", _PROGRAM, *map(str, descriptors)]
         if self._is_shell_child:
             command = ["/bin/sh", "-c", '"$@"; exit $?', "sh", *command]
-        return subprocess.Popen(
+        self._process = subprocess.Popen(
             command,
             cwd=self._folder,
             env=environment,
@@ -158,7 +166,7 @@ class KernelProcess:
     def raise_error(self, reply: Mapping[str, Any]) -> None:
         """Raise the exception of the kernel that a reply describes, if there is one."""
         if "error" in reply:
-            raise kernel_error(*_texts(reply["error"], 3))
+            raise kernel_error(*_texts(reply["error"], 4))
 
     def _exchange(self, request: Mapping[str, Any], limit_seconds: float) -> dict[str, Any]:
         self.send(request)

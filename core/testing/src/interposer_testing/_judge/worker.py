@@ -97,6 +97,8 @@ _LOADERS: dict[str, Callable[[str, str], Any]] = {
 }
 
 
+Action = Callable[[Mapping[str, Any]], dict[str, Any]]
+
 _Function = Callable[..., Any]
 _Arguments = tuple[list[Any], dict[str, Any]]
 _Calls = Sequence[_Arguments]
@@ -203,7 +205,7 @@ class Functions:
             torch.manual_seed(request["seed"])
             value = value(*self._decoded(request["arguments"]))
             self._copy_state(value, request["state"])
-        return {"value": self._keep(value)}
+        return {"value": self.add(value)}
 
     def _copy_state(self, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
         """Copy parameters and buffers in where name and shape fit."""
@@ -246,7 +248,7 @@ class Functions:
 
     def keep(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Keep an argument for several calls."""
-        return {"value": self._keep(self._decoded(request["argument"]))}
+        return {"value": self.add(self._decoded(request["argument"]))}
 
     def run(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Make the prepared calls, and wait until their work is done."""
@@ -270,7 +272,7 @@ class Functions:
         self._surroundings.note()
         results = [self._results[index] for index in request["indices"]]
         described = self._opaque if request.get("is_opaque") else self._described
-        replies = [{"value": self._keep(r), "tree": described(r)} for r in results]
+        replies = [{"value": self.add(r), "tree": described(r)} for r in results]
         # Arguments in memory of this process, which the function may have written.
         for reply, index in zip(replies, request["indices"], strict=True):
             arguments = [self._calls[index][0][i] for i in request.get("arguments", ())]
@@ -304,7 +306,24 @@ class Functions:
         """Describe what the functions changed in this process."""
         return {"changes": self._surroundings.changes()}
 
-    def _keep(self, value: Any) -> int:
+    def actions(self) -> dict[str, Action]:
+        """Return the actions by the names in requests."""
+        return {
+            "load": self.load,
+            "call": self.call,
+            "prepare": self.prepare,
+            "change": self.change,
+            "keep": self.keep,
+            "run": self.run,
+            "describe": self.describe,
+            "drop": self.drop,
+            "import": self.imported,
+            "base": self.base,
+            "changes": self.changes,
+        }
+
+    def add(self, value: Any) -> int:
+        """Keep a value of this process, and return its number."""
         self._count += 1
         self._values[self._count] = value
         return self._count
@@ -362,7 +381,7 @@ class Functions:
         """Return number, class and addresses of the memory of a value that stays here."""
         leaves = [v for v in _pytree.tree_leaves(value) if type(v) is torch.Tensor]
         memory = [self._description(leaf)["memory"] for leaf in leaves]
-        return [self._keep(value), type(value).__qualname__, memory]
+        return [self.add(value), type(value).__qualname__, memory]
 
     def _description(self, tensor: torch.Tensor) -> dict[str, Any]:
         facts: dict[str, Any] = {
@@ -378,7 +397,7 @@ class Functions:
         if tensor.device.type != "cpu":
             num_elements = tensor.untyped_storage().nbytes() // tensor.itemsize
             copy = tensor.as_strided((num_elements,), (1,), 0).cpu()
-            self._keep(copy)
+            self.add(copy)
             facts["copy"] = copy.data_ptr()
         storage = tensor.untyped_storage()
         facts["memory"] = [storage.data_ptr(), storage.nbytes()]
@@ -488,34 +507,46 @@ def _synchronize() -> None:
         torch.accelerator.synchronize()
 
 
-def serve(channel: socket.socket, memory: mmap.mmap) -> None:
-    """Answer requests until the channel is closed."""
-    functions = Functions(memory)
-    actions = {
-        "load": functions.load,
-        "call": functions.call,
-        "prepare": functions.prepare,
-        "change": functions.change,
-        "keep": functions.keep,
-        "run": functions.run,
-        "describe": functions.describe,
-        "drop": functions.drop,
-        "import": functions.imported,
-        "base": functions.base,
-        "changes": functions.changes,
-    }
-    reader, writer = channel.makefile("r"), channel.makefile("w")
-    for line in reader:
-        request = json.loads(line)
+class Channel:
+    """Requests and replies, which are lines of JSON."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._reader, self._writer = connection.makefile("r"), connection.makefile("w")
+
+    def requests(self) -> Iterator[dict[str, Any]]:
+        """Yield requests until the other process closes the channel."""
+        for line in self._reader:
+            yield json.loads(line)
+
+    def send(self, reply: Mapping[str, Any]) -> None:
+        """Send a reply."""
+        self._writer.write(json.dumps(reply) + "\n")
+        self._writer.flush()
+
+    def serve(self, actions: Mapping[str, Action], last: str = "") -> None:
+        """Answer requests until the channel is closed, or until a request for the action ``last``.
+
+        The request for ``last`` is not answered.
+        """
+        for request in self.requests():
+            if request["action"] == last:
+                return
+            try:
+                reply = actions[request["action"]](request)
+            except BaseException as error:  # noqa: BLE001  whatever it is, the reply says so
+                reply = {"error": _error(error)}
+            self.send(reply)
+
+
+def _error(error: BaseException) -> list[str]:
+    """Return class, text, trace and representation of an exception, whose methods may raise."""
+    texts = [type(error).__name__]
+    for describe in (str, lambda e: "".join(traceback.format_exception(e))[-_MAX_TEXT:], repr):
         try:
-            reply = actions[request["action"]](request)
-        except BaseException as error:  # noqa: BLE001  whatever it is, the reply says so
-            trace = "".join(traceback.format_exception(error))
-            reply = {
-                "error": [type(error).__name__, str(error)[:_MAX_TEXT], trace[-_MAX_TEXT:]],
-            }
-        writer.write(json.dumps(reply) + "\n")
-        writer.flush()
+            texts.append("".join([describe(error)])[:_MAX_TEXT])
+        except BaseException:  # noqa: BLE001  the code of the kernel may raise its own
+            texts.append(f"{texts[0]}(...)")
+    return texts
 
 
 def main() -> None:
@@ -523,7 +554,7 @@ def main() -> None:
     limit_privileges()
     channel, memory = (int(argument) for argument in sys.argv[1:])
     del sys.argv[1:]
-    serve(socket.socket(fileno=channel), mmap.mmap(memory, 0))
+    Channel(socket.socket(fileno=channel)).serve(Functions(mmap.mmap(memory, 0)).actions())
 
 
 if __name__ == "__main__":
