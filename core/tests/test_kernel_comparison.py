@@ -45,7 +45,7 @@ def sampled_add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x + y
 """
 _KERNELS = f"""
-import ctypes, os, time, torch
+import ctypes, gc, os, time, torch
 from threading import Event
 seen = []
 
@@ -78,6 +78,34 @@ def meeting(x, y):
     start.set()
     assert done.wait({WAIT_SECONDS})
     return x + y
+def never(*arguments, **keywords): return torch.tensor(False)
+def patching(x, y):
+    torch.Tensor.any, torch.equal, torch.allclose = never, lambda *a: True, lambda *a, **k: True
+    return x
+def patching_the_kit(x, y):
+    from interposer_testing._checks import comparison, expectation
+    comparison.compare_value = expectation.compare_value = lambda *a, **k: iter(())
+    return x
+class Lazy(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            for lazy in args:
+                if isinstance(lazy, Lazy):
+                    lazy.as_subclass(torch.Tensor).copy_(lazy.x + lazy.y)
+            return function(*args, **(kwargs or {{}}))
+def lazy(x, y):
+    result = torch.empty_like(x).as_subclass(Lazy)
+    result.x, result.y = x, y
+    return result
+def leaving(x, y): os._exit(0)
+def forging(x, y):
+    for reporter in gc.get_objects():
+        if type(reporter).__name__ == "_PipeReporter":
+            reporter._pid = os.getpid()
+            accepted = {{"accepted": True, "reason": "", "traceback": "", "facts": {{}}}}
+            reporter.send(finding=accepted)
+    return x
 def judge(request):
     from interposer import Verdict
     return Verdict.accept() if request.dims["rows"] % 2 else Verdict.refuse("even")
@@ -227,6 +255,21 @@ def test_the_comparison_runs_in_the_examining_process(
     finding = examined(kernel, WAIT_SECONDS, tmp_path)
     assert finding.reason.startswith(reason)
     assert finding.accepted is (kernel == "right")
+
+
+@pytest.mark.process
+def test_a_kernel_cannot_reach_the_comparison(tmp_path: Path) -> None:
+    reasons = {
+        "patching": "departs from the reference of 'add': on case '3 rows', output 0: ",
+        "patching_the_kit": "departs from the reference of 'add': on case '3 rows', output 0: ",
+        "lazy": "departs from the reference of 'add': on case '3 rows', output 0: a plain torch",
+        "leaving": "exited with code 0 while running acme_numerics.kernels:leaving on case",
+        "forging": "closed the pipe of its examination while running acme_numerics.kernels:forging",
+    }
+    for kernel, reason in reasons.items():
+        finding = examined(kernel, WAIT_SECONDS, tmp_path)
+        assert not finding
+        assert finding.reason.startswith(reason), finding.reason
 
 
 @pytest.mark.landing(1)

@@ -51,6 +51,8 @@ _exit, _write, _getpid, _dumps = os._exit, os.write, os.getpid, json.dumps
 _libc = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _BEAT_SECONDS = 0.05
+# Exit code of a fork that ended as it should: code may exit with 0 early.
+_DONE_CODE = 71
 
 
 class _Host(NamedTuple):
@@ -283,7 +285,7 @@ class _PipeReporter(Reporter):
                 threading._shutdown()  # type: ignore[attr-defined]
                 atexit._run_exitfuncs()
             _flush()
-            _exit(0)
+            _exit(_DONE_CODE)
         finally:
             _exit(FAILED_CODE)
 
@@ -296,7 +298,7 @@ class _PipeReporter(Reporter):
             with suppress(OSError, ValueError):  # such as SIGKILL, which has no handler
                 signal.signal(-code, signal.SIG_DFL)
             os.kill(self._pid, -code)
-        if code:
+        if code != _DONE_CODE:
             _exit(code)
 
     def note(self, **facts: Any) -> None:

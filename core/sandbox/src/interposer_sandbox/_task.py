@@ -129,7 +129,7 @@ class Reporter:
         raise NotImplementedError("only a process that runs one function can fork")
 
     def join(self, pid: int) -> None:
-        """Wait for the end of a fork. If the fork failed, end this process in the same way."""
+        """Wait for the end of a fork. If its ``work`` did not return, end this process alike."""
         raise NotImplementedError("only a process that runs one function can fork")
 
     def run(

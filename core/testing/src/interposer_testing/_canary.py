@@ -97,7 +97,8 @@ class ForkedKernel(KernelProcess):
         Args:
             offer: in the fork, loads the kernel, calls a ``Use`` with it, and returns the finding.
             fork: runs a function in a fork of this process, and returns the process id.
-            join: waits for the end of the fork; ends this process in the same way after a failure.
+            join: waits for the end of the fork; ends this process in the same way if the fork
+                crashed or left early.
             begin: called in this process with the steps of ``offer``.
         """
         # The sandbox limits the time.
@@ -179,7 +180,7 @@ class ForkedKernel(KernelProcess):
 
     def _end_of_process(self) -> str:
         self._wait()
-        return "exited with code 0"
+        return "ended too early"
 
     def _wait(self) -> None:
         pid, self._pid = self._pid, 0
