@@ -140,13 +140,13 @@ def _fake(op: CustomOp[..., Any], arguments: Mapping[str, Any]) -> Any:
             return fakes[form]
     except TypeError:  # an argument is a list, which is not hashable
         form = None
-    fake = op.reference(*Subject(op, op.reference).positional(_on_meta(arguments)))
+    fake = op.reference(*Subject(op, op.reference).positional(on_meta(arguments)))
     if form is not None and len(fakes) < _MAX_FAKES:
         fakes[form] = fake
     return fake
 
 
-def _on_meta(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def on_meta(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Replace tensors by meta tensors of the same form.
 
     Fake tensors would give the same result but take five times as long.

@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from statistics import quantiles
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from interposer import Case
+from interposer import Case, CustomOp
+from interposer.roofline import fastest, host_clock, matmul, readers
 from interposer_testing._checks.call import tensors_of
+from interposer_testing._checks.expectation import on_meta
 from interposer_testing._checks.remote_value import RemoteValue
 from interposer_testing._judge.remote import RemoteFunctions
-from interposer_testing._judge.task import Task
 
 # A batch should take this long, so that the messages take less than a hundredth of it.
 _BATCH_SECONDS = 0.03
@@ -60,7 +62,6 @@ class BatchClock:
         self._call = call
         self._timer = timer
         self._random = random.Random()
-        self._evicting = torch.zeros(_EVICTING_BYTES // 4, dtype=torch.int32)
 
     def batches(
         self, function: Any, draw: Callable[[], Case], num_batches: int, limit_seconds: float
@@ -72,7 +73,7 @@ class BatchClock:
             limit_seconds: no batch is started afterwards, except for the first four.
         """
         start, num_calls = self._timer(), 2
-        first = self._batch(function, draw, num_calls)
+        first = self.batch(function, [draw() for _ in range(num_calls)])
         yield num_calls, first
         sizes = [t.numel() * t.itemsize for t in tensors_of(dict(draw().arguments))]
         fitting = _MAX_BATCH_BYTES // max(1, sum(sizes))
@@ -81,11 +82,18 @@ class BatchClock:
         for number in range(num_batches):
             if number >= 4 and self._timer() - start > limit_seconds:
                 break
-            yield num_calls, self._batch(function, draw, num_calls)
+            yield num_calls, self.batch(function, [draw() for _ in range(num_calls)])
 
-    def _batch(self, function: Any, draw: Callable[[], Case], num_calls: int) -> Batch:
-        process = self._functions.process
-        cases = [self._with_constants(draw()) for _ in range(num_calls)]
+    def batch(
+        self, function: Any, cases: Sequence[Case], chosen: Sequence[int] | None = None
+    ) -> Batch:
+        """Time one call for each case.
+
+        Args:
+            chosen: indices of the calls whose results are read; by default a few random ones.
+        """
+        process, num_calls = self._functions.process, len(cases)
+        cases = [self._with_constants(case) for case in cases]
         targets = [self._allocated(case) for case in cases]
         calls = [self._call(c, t) for c, t in zip(cases, targets, strict=True)]
         request = self._functions.requested(function, calls)
@@ -95,14 +103,17 @@ class BatchClock:
                 for name, value in case.arguments.items():
                     if isinstance(target[name], torch.Tensor):
                         fill(target[name], value)
-            self._evicting.add_(1)
+            _evicting_buffer().add_(1)
         run = {"action": "run", "function": request["function"]}
         start = self._timer()
         process.send(run)
         reply = process.receive()
         seconds = self._timer() - start
         process.raise_error(reply)
-        chosen = self._random.sample(range(num_calls), min(_NUM_CHECKED, num_calls))
+        if chosen is None:
+            chosen = self._random.sample(range(num_calls), min(_NUM_CHECKED, num_calls))
+        if not chosen:
+            return Batch(seconds / num_calls, ())
         reply = process.request("describe", indices=chosen)
         results = self._functions.results(reply, len(chosen))
         checked = [
@@ -120,6 +131,10 @@ class BatchClock:
                 fill(shared, value)
                 self._constants[name] = value, self._functions.kept(shared)
 
+    def keep_prepared(self, case: Case, prepared: Mapping[str, RemoteValue]) -> None:
+        """Use the constants of a case for all calls, which get them as prepared in the process."""
+        self._constants |= {name: (case.arguments[name], prepared[name]) for name in prepared}
+
     def _with_constants(self, case: Case) -> Case:
         constants = {name: value for name, (value, _) in self._constants.items()}
         return replace(case, arguments={**case.arguments, **constants})
@@ -133,6 +148,11 @@ class BatchClock:
             elif isinstance(value, torch.Tensor):
                 allocated[name] = allocated_like(value, self._functions.process.memory.allocate)
         return allocated
+
+
+@cache
+def _evicting_buffer() -> torch.Tensor:
+    return torch.zeros(_EVICTING_BYTES // 4, dtype=torch.int32)
 
 
 def allocated_like(tensor: torch.Tensor, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
@@ -182,28 +202,51 @@ class Roofline:
     """
 
     def __init__(self, timer: Callable[[], float] = time.perf_counter) -> None:
-        self._timer = timer
+        self._seconds = host_clock(_RATE_REPEATS, of_rounds=min, timer=timer)
         self._peaks: dict[torch.dtype, float] = {}
         self._rates: dict[int, float] = {}
 
-    def of(self, task: Task, case: Case, generator: torch.Generator) -> Limits:
+    def of(self, op: CustomOp[..., Any], case: Case, generator: torch.Generator) -> Limits:
         """Return the limits of a call with the arguments of ``case``."""
         arguments = dict(case.arguments)
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            result = task.op.reference(**_copied(arguments))
-        outputs = tensors_of(result)
-        num_bytes = sum(t.numel() * t.itemsize for t in outputs)
-        names = [n for n, v in arguments.items() if isinstance(v, torch.Tensor)]
-        for name in names:
-            if name in task.op.mutates or _determines(task, arguments, name, result, generator):
-                value = arguments[name]
-                num_bytes += value.numel() * value.itemsize
+        result, num_operations = _counted(op, _copied(arguments))
+        names = [
+            name
+            for name, value in arguments.items()
+            if isinstance(value, torch.Tensor)
+            and (name in op.mutates or _determines(op, arguments, name, result, generator))
+        ]
+        return self._limits(arguments, names, result, num_operations)
+
+    def impossible(
+        self, op: CustomOp[..., Any], case: Case, seconds: float, generator: torch.Generator
+    ) -> Limits | None:
+        """Return the limits of a call that cannot have taken so few seconds, or None if it can."""
+        arguments = dict(case.arguments)
+        # If all arguments counted, the floor would be highest; it takes no call of the reference.
+        names = [name for name, value in arguments.items() if isinstance(value, torch.Tensor)]
+        highest = self._limits(arguments, names, *_counted(op, on_meta(arguments)))
+        if seconds >= highest.floor:
+            return None
+        limits = self.of(op, case, generator)
+        return limits if seconds < limits.floor else None
+
+    def _limits(
+        self,
+        arguments: Mapping[str, Any],
+        read: Sequence[str],
+        result: Any,
+        num_operations: int,
+    ) -> Limits:
+        """Return the limits of a call that reads the arguments ``read``."""
+        tensors = [*tensors_of(result), *(arguments[name] for name in read)]
+        num_bytes = sum(t.numel() * t.itemsize for t in tensors)
         # The caches may hold the arguments, if they fit.
         from_cache = num_bytes / max(self._reading_rate(n) for n in (num_bytes, _LARGE_BYTES))
         from_memory = num_bytes / self._reading_rate(_LARGE_BYTES)
-        operations = counter.get_total_flops()
-        dtypes = [arguments[n].dtype for n in names if arguments[n].is_floating_point()]
-        from_arithmetic = operations / self._peak(dtypes) if operations else 0.0
+        values = (v for v in arguments.values() if isinstance(v, torch.Tensor))
+        dtypes = {value.dtype for value in values if value.is_floating_point()}
+        from_arithmetic = num_operations / self._peak(dtypes) if num_operations else 0.0
         return Limits(
             roofline=max(from_memory, from_arithmetic),
             floor=max(from_cache, from_arithmetic) / _HEADROOM,
@@ -212,39 +255,34 @@ class Roofline:
 
     def _reading_rate(self, num_bytes: int) -> float:
         """Measure the bytes per second that are read from a buffer of about ``num_bytes``."""
-        size = max(1024, 1 << (min(num_bytes, _LARGE_BYTES) // 4).bit_length())
-        if size in self._rates:
-            return self._rates[size]
-        numbers = torch.ones(size)
-        half = len(numbers) // 2
-        first, second = numbers[:half], numbers[half:]
-        readers = (lambda: torch.dot(first, second), lambda: torch.sum(numbers))
-        seconds = min(self._least(reader) for reader in readers)
-        self._rates[size] = size * 4 / seconds
+        size = max(4096, 4 << (min(num_bytes, _LARGE_BYTES) // 4).bit_length())
+        if size not in self._rates:
+            self._rates[size], _ = fastest(readers(size), self._seconds)
         return self._rates[size]
 
-    def _peak(self, dtypes: Sequence[torch.dtype]) -> float:
+    def _peak(self, dtypes: Iterable[torch.dtype]) -> float:
         """Measure the operations per second of products of square matrices."""
-        rates = [self._rate(dtype) for dtype in {torch.float32, torch.bfloat16, *dtypes}]
-        return max(rates)
+        return max(self._rate(dtype) for dtype in {torch.float32, torch.bfloat16, *dtypes})
 
     def _rate(self, dtype: torch.dtype) -> float:
         if dtype not in self._peaks:
-            a, b = (torch.ones(1024, 1024, dtype=dtype) for _ in range(2))
-            self._peaks[dtype] = 2.0 * 1024**3 / self._least(lambda: a @ b)
+            self._peaks[dtype], _ = fastest([matmul(1024, dtype)], self._seconds)
         return self._peaks[dtype]
 
-    def _least(self, call: Callable[[], object]) -> float:
-        times = []
-        for _ in range(_RATE_REPEATS):
-            start = self._timer()
-            call()
-            times.append(self._timer() - start)
-        return min(times)
+
+def _counted(op: CustomOp[..., Any], arguments: Mapping[str, Any]) -> tuple[Any, int]:
+    """Run the reference; return the result and the number of operations of its matmuls."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        result = op.reference(**arguments)
+    return result, counter.get_total_flops()
 
 
 def _determines(
-    task: Task, arguments: Mapping[str, Any], name: str, result: Any, generator: torch.Generator
+    op: CustomOp[..., Any],
+    arguments: Mapping[str, Any],
+    name: str,
+    result: Any,
+    generator: torch.Generator,
 ) -> bool:
     """Tell whether the result depends on each of a few elements, which are drawn at random."""
     value = arguments[name]
@@ -257,7 +295,7 @@ def _determines(
         changed[name] = changed[name].clone()
         changed[name][index] = torch.nan
         with torch.no_grad():
-            actual = tensors_of(task.op.reference(**changed))
+            actual = tensors_of(op.reference(**changed))
         if all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True)):
             return False
     return True

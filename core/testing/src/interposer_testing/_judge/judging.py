@@ -312,7 +312,7 @@ class _Judging:
                 self._add("timing", workload.label, fault_of(error, "timed call"))
             if self.findings:
                 return
-            limits = roofline.of(self.task, draw(), self._generator("roofline"))
+            limits = roofline.of(self.task.op, draw(), self._generator("roofline"))
             timing = Timing(
                 workload.label,
                 *spread(seconds),

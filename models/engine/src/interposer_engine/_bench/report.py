@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from interposer.roofline import Timed
 from interposer_engine._bench.kinds import Kind, Sample, Session, Step, prepared
-from interposer_engine._bench.roofline import ModelWork, Roofs, Timed, measured_roofs
+from interposer_engine._bench.roofline import ModelWork, Roofs, measured_roofs
 from interposer_engine._language_model import LanguageModel
 from interposer_ops.layers.linear import Linear
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from interposer import (
     current_registry,
 )
 from interposer.records import load_target
+from interposer.roofline import Seconds, Timed, copies, fastest, host_clock, matmul, readers
 from interposer_engine._kv_cache_budget import is_host
 from interposer_models.decoder import (
     Decoder,
@@ -249,17 +249,6 @@ READ_BYTES = 512 << 20
 COPIED_BYTES = 1 << 30
 _IN_FEATURES = 1024
 
-Seconds = Callable[[Sequence[Callable[[], object]]], Sequence[float]]
-"""Measures the median seconds of each call."""
-
-
-class Timed(NamedTuple):
-    """One way to read memory or to multiply; ``amount`` is the bytes or operations of a call."""
-
-    name: str
-    amount: float
-    call: Callable[[], object]
-
 
 @dataclass(frozen=True)
 class Roofs:
@@ -311,55 +300,22 @@ def measured_roofs(
     """
     platform, device = placement.platform, placement.device.torch_device
     on_host = is_host(platform)
-    seconds = seconds or _host_clock(rounds, lambda: platform.synchronize(device))
+    seconds = seconds or host_clock(
+        rounds, lambda: platform.synchronize(device), of_rounds=statistics.median
+    )
     read_bytes = read_bytes or (READ_BYTES if on_host else COPIED_BYTES)
     side = side or (2048 if on_host else 8192)
     with torch.inference_mode():
         # Kernels of the platform join in: they may read faster than torch's reductions.
-        readers = _readers(placement, read_bytes) if on_host else _copies(device, read_bytes)
-        bandwidth, read_by = _fastest(readers, seconds)
-        a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-        torch_matmul = Timed("torch.matmul", 2.0 * side**3, lambda: a @ b)
-        matmul_rate, multiplied_by = _fastest((torch_matmul, *products), seconds)
+        ways = _readers(placement, read_bytes) if on_host else copies(device, read_bytes)
+        bandwidth, read_by = fastest(ways, seconds)
+        torch_matmul = matmul(side, dtype, device)
+        matmul_rate, multiplied_by = fastest((torch_matmul, *products), seconds)
     return Roofs(bandwidth, read_by, matmul_rate, torch.get_num_threads(), multiplied_by)
 
 
-def _fastest(ways: Iterable[Timed], seconds: Seconds) -> tuple[float, str]:
-    """Return the highest rate and its name; each way's memory is freed before the next one runs."""
-    return max((way.amount / seconds([way.call])[0], way.name) for way in ways)
-
-
-def _host_clock(rounds: int, synchronize: Callable[[], object]) -> Seconds:
-    def seconds(calls: Sequence[Callable[[], object]]) -> list[float]:
-        medians = []
-        for call in calls:
-            durations = []
-            for _ in range(rounds + 1):
-                synchronize()
-                start = time.perf_counter()
-                call()
-                synchronize()
-                durations.append(time.perf_counter() - start)
-            # The first call warms up.
-            medians.append(statistics.median(durations[1:]))
-        return medians
-
-    return seconds
-
-
-def _copies(device: str, size: int) -> Iterator[Timed]:
-    source = torch.ones(size, dtype=torch.int8, device=device)
-    target = torch.empty_like(source)
-    # A copy reads and writes every byte.
-    yield Timed("a copy", 2.0 * size, lambda: target.copy_(source))
-
-
 def _readers(placement: Placement, size: int) -> Iterator[Timed]:
-    numbers = torch.ones(size // 4)
-    half = len(numbers) // 2
-    yield Timed("torch.dot", size, lambda: torch.dot(numbers[:half], numbers[half:]))
-    yield Timed("torch.sum", size, lambda: torch.sum(numbers))
-    yield Timed("torch.amax", size, lambda: torch.amax(numbers))
+    yield from readers(size)
     # A GEMV reads the whole weight once.
     weight = torch.ones(size // _IN_FEATURES // 2, _IN_FEATURES, dtype=torch.bfloat16)
     x = torch.ones(1, _IN_FEATURES, dtype=torch.bfloat16)
