@@ -149,6 +149,13 @@ class Resolver:
         choice, loaded = self._choose(request, self._gates, self._kernel_loader(op))
         return self._bound(op, request, choice, *loaded)
 
+    def check(self, request: Request) -> Choice:
+        """Choose a kernel after all checks, without loading the code of the kernel.
+
+        Raises: NoCandidateError: every kernel was refused, or the pinned kernel was.
+        """
+        return self._select(request, self._gates, lambda candidate: None)[0]
+
     def table(
         self,
         lookup: tuple[CustomOp[P, R], Dims, str],

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
+import torch
+
 from interposer import Candidate, CustomOp, Platform
 from interposer.records import Kernel, load_target
 from interposer.tooling import child_environment
@@ -68,7 +70,7 @@ class SeparateKernels:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._end()
+        self.end()
 
     @contextmanager
     def subject(
@@ -80,9 +82,9 @@ class SeparateKernels:
             yield _reference(op, candidate, device)
             return
         try:
-            functions = self._functions or self._start()
-            function = self._load(functions, record.target)
-            prepare = self._load(functions, record.prepare) if record.prepare else None
+            functions = self.functions
+            function = self.load(record.target)
+            prepare = self.load(record.prepare) if record.prepare else None
             with functions.scope():
                 yield Subject(
                     op.allowing(record.extra_roundings),
@@ -95,8 +97,31 @@ class SeparateKernels:
         except ProcessEndedError as error:
             if self._functions is not None:
                 error.add_note(self._functions.process.output())
-            self._end()
+            self.end()
             raise
+
+    @property
+    def functions(self) -> RemoteFunctions:
+        """The functions of the process, which is started now if it does not run."""
+        return self._functions or self._start()
+
+    def load(self, target: str) -> RemoteValue:
+        """Load the object of an import string in the process.
+
+        Raises:
+            KernelError: the module raised an exception, or has no such object.
+            ProcessEndedError: the process ended.
+        """
+        if target not in self._loaded:
+            module, _, name = target.partition(":")
+            self._loaded[target] = self.functions.load(module=module, name=name)
+        return self._loaded[target]
+
+    def end(self) -> None:
+        """End the process; the next use starts another one."""
+        self._open.close()
+        self._functions = None
+        self._loaded.clear()
 
     def _start(self) -> RemoteFunctions:
         process = KernelProcess(
@@ -107,7 +132,8 @@ class SeparateKernels:
                 name: value
                 for name, value in child_environment().items()
                 if not name.startswith("PYTEST_")
-            },
+            }
+            | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
         )
         functions = RemoteFunctions(self._open.enter_context(process))
         platform = functions.load(
@@ -116,17 +142,6 @@ class SeparateKernels:
         functions.call(platform, [((), {})])
         self._functions = functions
         return functions
-
-    def _load(self, functions: RemoteFunctions, target: str) -> RemoteValue:
-        if target not in self._loaded:
-            module, _, name = target.partition(":")
-            self._loaded[target] = functions.load(module=module, name=name)
-        return self._loaded[target]
-
-    def _end(self) -> None:
-        self._open.close()
-        self._functions = None
-        self._loaded.clear()
 
 
 def _reference(op: CustomOp[..., Any], candidate: Candidate, device: str) -> Subject:

@@ -187,13 +187,15 @@ def _ranked(entry: Entry) -> list[tuple[str, str]]:
 
 
 def _skipped_lines(table: Table) -> list[str]:
-    """Return one line per reason, with the requests that were not measured for that reason."""
-    by_reason: dict[str, list[str]] = {}
-    for skipped in table.not_measured:
-        by_reason.setdefault(skipped.reason, []).append(skipped.request)
-    return [
-        f"not measured, {reason}: {', '.join(requests)}" for reason, requests in by_reason.items()
-    ]
+    """Return one line per reason for no measurement, or for one in this process."""
+    lines: dict[str, dict[str, None]] = {}
+    for head, notes in (
+        ("timed in this process", table.in_process),
+        ("not measured", table.not_measured),
+    ):
+        for note in notes:
+            lines.setdefault(f"{head}, {note.reason}", {})[note.request] = None
+    return [f"{line}: {', '.join(requests)}" for line, requests in lines.items()]
 
 
 def _warn_of_scattered(table: Table) -> None:

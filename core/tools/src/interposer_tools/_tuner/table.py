@@ -22,15 +22,28 @@ class NotMeasured(_Model):
     reason: str
 
 
+class InProcess(_Model):
+    """A candidate that the tuner timed in its own process, with the reason.
+
+    The clock and the comparison of such a measurement can be changed by the candidate.
+    """
+
+    request: str
+    candidate: str
+    reason: str
+
+
 class Table(_Model):
     """A table of measured run times, with one entry per measured request.
 
     Attributes:
+        in_process: candidates that a run timed in the tuner's own process, which ``write`` omits.
         not_measured: requests that a run skipped, which ``write`` omits.
     """
 
     entries: tuple[Entry, ...] = ()
     not_measured: tuple[NotMeasured, ...] = ()
+    in_process: tuple[InProcess, ...] = ()
 
     @classmethod
     def read(cls, path: str | Path) -> Table:
@@ -76,7 +89,12 @@ class Table(_Model):
             if older != newer:
                 replaced.append(older)
         skipped = (*self.not_measured, *other.not_measured)
-        return Table(entries=tuple(newest.values()), not_measured=skipped), tuple(replaced)
+        table = Table(
+            entries=tuple(newest.values()),
+            not_measured=skipped,
+            in_process=(*self.in_process, *other.in_process),
+        )
+        return table, tuple(replaced)
 
     def install(self, store: Store) -> tuple[Entry, ...]:
         """Store every entry as a measurement of this host, unless a newer one is stored already.

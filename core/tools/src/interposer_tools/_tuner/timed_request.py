@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +24,9 @@ from interposer import (
     Resolver,
     Site,
 )
+from interposer.records import Kernel
 from interposer_testing import result_faults
+from interposer_testing.timing import KernelProcesses, TimedKernel, can_travel
 from interposer_testing.workload import (
     moved_batch,
     random_projections,
@@ -33,6 +36,7 @@ from interposer_testing.workload import (
 )
 
 Call = Callable[[], object]
+Timer = Callable[[], float]
 
 # Number of the values for the comparison with the reference, which no timed round has.
 _COMPARED = 1 << 20
@@ -54,6 +58,14 @@ class TimedRequest(ABC):
 
         Raises: NoCandidateError: the candidate cannot be loaded, or fails the canary.
         """
+
+    def in_process_reason(self, candidate: Candidate) -> str:
+        """Return the reason why a candidate must be timed in this process; empty if it need not."""
+        del candidate
+        return (
+            f"because the calls of {self.request.kind} backends take objects of this process, "
+            "such as plans"
+        )
 
     @abstractmethod
     def refresh(self, index: int, number: int) -> None:
@@ -90,6 +102,7 @@ class TimedKernels(TimedRequest):
     ) -> None:
         super().__init__(plan, request, tokens)
         self.op = op
+        self.target: str = plan.resolver.registry.ops[request.name].target
         assert op.sample is not None
         self.constants: dict[str, Any] = {}
         self.arguments = []
@@ -112,9 +125,50 @@ class TimedKernels(TimedRequest):
             for arguments in self.arguments
         ]
 
+    def in_process_reason(self, candidate: Candidate) -> str:
+        """Return the reason why a candidate must be timed in this process; empty if it need not."""
+        if self.device != "cpu":
+            return f"because no other process can read results on {self.device}"
+        if sys.platform != "linux":
+            return f"because {sys.platform} has no memory that processes share as on Linux"
+        if self.plan.resolver.registry.owner(candidate).source.installed is None:
+            return "because a plugin that is registered in code exists in this process only"
+        for name, value in {**self.arguments[0], **self.constants}.items():
+            if not can_travel(value):
+                return f"because the argument {name!r} of {self.op.name!r} is a {type(value)}"
+        return ""
+
+    def separate(
+        self, candidate: Candidate, processes: KernelProcesses, timer: Timer
+    ) -> TimedKernel:
+        """Load and prepare ``candidate`` in the process of its distribution.
+
+        Raises:
+            RefusedTimesError: the candidate cannot be loaded or prepared.
+            NoCandidateError: the candidate fails the canary.
+        """
+        pin = {self.op.name: candidate.qualified_name}
+        self.resolver(kernels=pin, attention={}, tables=False).check(self.request)
+        record = candidate.record
+        is_kernel = isinstance(record, Kernel)
+        return TimedKernel(
+            candidate.qualified_name,
+            self.op.allowing(record.extra_roundings) if is_kernel else self.op,
+            processes.of(candidate.provider),
+            record.target if is_kernel else f"{self.target}.reference",
+            record.prepare if is_kernel else "",
+            self.draw(0, 0),
+            timer,
+        )
+
+    def draw(self, index: int, seed: int) -> Case:
+        """Draw arguments for a number of tokens."""
+        assert self.op.sample is not None
+        return self.op.sample(self.dtype, self.request.dims, self.tokens[index], seed)
+
     def refresh(self, index: int, number: int) -> None:
         """Draw other values for the arguments, except for the op's constants."""
-        values = self._sample(index, number).arguments
+        values = self.draw(index, number).arguments
         for name, argument in self.arguments[index].items():
             if isinstance(argument, torch.Tensor) and 0 not in argument.stride():
                 argument.copy_(values[name])
@@ -124,16 +178,12 @@ class TimedKernels(TimedRequest):
         op = self.op.allowing(getattr(candidate.record, "extra_roundings", 0))
         self.refresh(index, _COMPARED)
         result = _pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, call())
-        case = self._sample(index, _COMPARED)
+        case = self.draw(index, _COMPARED)
         constants = {name: case.arguments[name] for name in self.op.constants}
         constants |= {n: _on_host(value) for n, value in self.constants.items()}
         case = replace(case, arguments={**case.arguments, **constants})
         arguments = {n: _on_host(v) for n, v in self.arguments[index].items()}
         return [str(fault) for fault in result_faults(op, case, arguments, result)]
-
-    def _sample(self, index: int, number: int) -> Case:
-        assert self.op.sample is not None
-        return self.op.sample(self.dtype, self.request.dims, self.tokens[index], number)
 
 
 class TimedAttention(TimedRequest):

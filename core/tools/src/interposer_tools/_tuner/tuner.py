@@ -18,8 +18,15 @@ from interposer.errors import ConfigError, NoCandidateError, described, foreign_
 from interposer.records import load_target
 from interposer.tooling import Measurements
 from interposer.tuning import Entry, Figures, Measurement
+from interposer_testing.timing import (
+    KernelProcesses,
+    RefusedTimesError,
+    Roofline,
+    TimedKernel,
+    batch_times,
+)
 from interposer_tools._tuner.clock import Clock, Spread
-from interposer_tools._tuner.table import NotMeasured, Table, write_entry
+from interposer_tools._tuner.table import InProcess, NotMeasured, Table, write_entry
 from interposer_tools._tuner.timed_request import Call, TimedAttention, TimedKernels, TimedRequest
 
 _MIN_REPEATS = 3
@@ -47,6 +54,9 @@ def tune(
     The result of a candidate is the geometric mean of the median times for all ``tokens``, each
     from ``repeats`` runs with cold caches. From then on, the fastest candidate is selected unless
     the configuration says otherwise.
+
+    Kernels of installed plugins run in processes of their own if possible, so that they can change
+    neither the clock nor the comparison with the reference. ``Table.in_process`` lists the others.
 
     Args:
         model: a model directory, a loaded model or a plan.
@@ -97,11 +107,18 @@ class _Session:
         self.tokens = tokens
         self.repeats = repeats
         self.clock = Clock(plan.placement.platform, self.resolver.device, timer)
+        self.timer = timer
+        self.roofline = Roofline(timer)
+        self.in_process: list[InProcess] = []
         self.measurements = Measurements(
             self.resolver.registry, self.resolver.device, self.resolver.config
         )
 
     def run(self, progress: Progress | None) -> Table:
+        with KernelProcesses() as self.processes:
+            return self.table(progress)
+
+    def table(self, progress: Progress | None) -> Table:
         entries, skipped = [], []
         requests = self.requests()
         for num_done, request in enumerate(requests):
@@ -127,7 +144,11 @@ class _Session:
             )
         if progress is not None:
             progress(len(requests), len(requests), "")
-        return Table(entries=tuple(entries), not_measured=tuple(skipped))
+        return Table(
+            entries=tuple(entries),
+            not_measured=tuple(skipped),
+            in_process=tuple(self.in_process),
+        )
 
     def requests(self) -> list[Request]:
         """Return the distinct requests of the plan and of the kernels in all attention backends.
@@ -170,22 +191,17 @@ class _Session:
         accepted = self.resolver.accepted(timed.request)
         versions = {candidate.qualified_name: candidate.version for candidate in accepted}
         failed: dict[str, tuple[str, str]] = {}
-        calls: dict[str, list[Call]] = {}
+        here, separate = list[Candidate](), list[Candidate]()
         for candidate in accepted:
-            name = candidate.qualified_name
-            try:
-                calls[name] = [partial(_call, name, call) for call in timed.calls(candidate)]
-            except foreign_errors() as error:
-                failed[name] = candidate.version, _reason(candidate, error)
-        spreads = None
-        while spreads is None:  # a failed candidate is removed, and all others are timed again
-            try:
-                times = self.spreads(timed, calls)
-                self.compare(timed, accepted, calls)
-                spreads = times
-            except _CallError as error:
-                failed[error.name] = versions[error.name], error.reason
-                del calls[error.name]
+            reason = timed.in_process_reason(candidate)
+            (here if reason else separate).append(candidate)
+            if reason:
+                name, request = candidate.qualified_name, str(timed.request)
+                note = InProcess(request=request, candidate=name, reason=reason)
+                self.in_process.append(note)
+        spreads = self.spreads_here(timed, here, failed)
+        if isinstance(timed, TimedKernels):
+            spreads |= self.separate_spreads(timed, separate, failed)
         value = Measurement(
             driver=self.measurements.driver(),
             torch=str(torch.__version__),
@@ -197,6 +213,63 @@ class _Session:
             failed=failed,
         )
         return Entry(key=self.measurements.key(timed.request), value=value)
+
+    def spreads_here(
+        self,
+        timed: TimedRequest,
+        candidates: Sequence[Candidate],
+        failed: dict[str, tuple[str, str]],
+    ) -> dict[str, list[Spread]]:
+        """Time candidates in this process. Adds version and reason of others to ``failed``."""
+        versions = {candidate.qualified_name: candidate.version for candidate in candidates}
+        calls: dict[str, list[Call]] = {}
+        for candidate in candidates:
+            name = candidate.qualified_name
+            try:
+                calls[name] = [partial(_call, name, call) for call in timed.calls(candidate)]
+            except foreign_errors() as error:
+                failed[name] = candidate.version, _reason(candidate, error)
+        while calls:  # a failed candidate is removed, and all others are timed again
+            try:
+                times = self.spreads(timed, calls)
+                self.compare(timed, candidates, calls)
+                return times
+            except _CallError as error:
+                failed[error.name] = versions[error.name], error.reason
+                del calls[error.name]
+        return {}
+
+    def separate_spreads(
+        self,
+        timed: TimedKernels,
+        candidates: Sequence[Candidate],
+        failed: dict[str, tuple[str, str]],
+    ) -> dict[str, list[Spread]]:
+        """Time candidates in other processes. Adds version and reason of others to ``failed``."""
+        remaining = {candidate.qualified_name: candidate for candidate in candidates}
+        while remaining:  # a failed candidate is removed, and all others are timed again
+            try:
+                with self.processes.scope():
+                    kernels = [self.separate(timed, c) for c in remaining.values()]
+                    columns = [
+                        batch_times(
+                            kernels, partial(timed.draw, index), self.repeats, self.roofline
+                        )
+                        for index in range(len(timed.tokens))
+                    ]
+                return {name: [Spread(*column[name]) for column in columns] for name in remaining}
+            except RefusedTimesError as error:
+                failed[error.name] = remaining.pop(error.name).version, error.reason
+        return {}
+
+    def separate(self, timed: TimedKernels, candidate: Candidate) -> TimedKernel:
+        try:
+            return timed.separate(candidate, self.processes, self.timer)
+        except RefusedTimesError:
+            raise
+        except foreign_errors() as error:
+            reason = _reason(candidate, error)
+            raise RefusedTimesError(candidate.qualified_name, reason) from error
 
     def compare(
         self,
