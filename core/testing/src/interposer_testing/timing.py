@@ -1,7 +1,7 @@
 """Times of kernels in processes of their own, by the clock of this process.
 
-The kernels can neither replace the clock nor the comparison: both are in this process, which never
-loads the kernels.
+The kernels can replace neither the clock nor the comparison: both are in this process, which never
+calls the kernels.
 """
 
 from __future__ import annotations

@@ -26,6 +26,8 @@ _BATCH_SECONDS = 0.03
 _MAX_CALLS, _MAX_BATCH_BYTES = 256, 64 << 20
 # Buffer that evicts the arguments from the caches of the usual processors.
 _EVICTING_BYTES = 128 << 20
+# The threads of this process wait actively for about so long after a parallel region.
+_SETTLING_SECONDS = 0.002
 _NUM_CHECKED = 2
 # Elements of an argument that are changed to find out whether the result depends on all of it.
 _NUM_PROBES = 6
@@ -104,6 +106,7 @@ class BatchClock:
                     if isinstance(target[name], torch.Tensor):
                         fill(target[name], value)
             _evicting_buffer().add_(1)
+            time.sleep(_SETTLING_SECONDS)
         run = {"action": "run", "function": request["function"]}
         start = self._timer()
         process.send(run)

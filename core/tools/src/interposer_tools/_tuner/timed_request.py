@@ -59,13 +59,9 @@ class TimedRequest(ABC):
         Raises: NoCandidateError: the candidate cannot be loaded, or fails the canary.
         """
 
+    @abstractmethod
     def in_process_reason(self, candidate: Candidate) -> str:
         """Return the reason why a candidate must be timed in this process; empty if it need not."""
-        del candidate
-        return (
-            f"because the calls of {self.request.kind} backends take objects of this process, "
-            "such as plans"
-        )
 
     @abstractmethod
     def refresh(self, index: int, number: int) -> None:
@@ -192,6 +188,11 @@ class TimedAttention(TimedRequest):
     def __init__(self, plan: Planned, request: Request, tokens: Sequence[int]) -> None:
         super().__init__(plan, request, tokens)
         self.projections: list[list[torch.Tensor]] = [[] for _ in self.tokens]
+
+    def in_process_reason(self, candidate: Candidate) -> str:
+        """Return the reason: a call takes more than values."""
+        del candidate
+        return "because attention backends take objects of this process, such as plans"
 
     def refresh(self, index: int, number: int) -> None:
         """Move the values of the projections to other elements; the same numbers cost the same."""
