@@ -65,6 +65,15 @@ def load(arguments, reporter):
     reporter.run(f"loading {module}", watch, import_module, module)
     return Finding.accept("is loaded")
 
+def fork(arguments, reporter):
+    def work():
+        exec(arguments["source"], {**globals(), "reporter": reporter})
+        return True
+    pid = reporter.fork(work)
+    reporter.begin("forking")
+    reporter.join(pid)
+    return Finding.accept()
+
 def work(arguments, reporter):
     reporter.begin("working", patience=100.0)
     deadline = time.monotonic() + arguments["seconds"]
@@ -393,6 +402,25 @@ def test_modules_of_the_host_are_imported_at_the_start(folder: Path) -> None:
     source = "import sys; assert 'acme_early' in sys.modules"
     with Sandbox(Host(modules=("acme_early",))) as sandbox:
         assert sandbox.run(function("visit"), {"module": write(folder, source)}, WAIT_SECONDS)
+
+
+def test_a_fork_of_the_process_ends_the_process_unless_it_is_done(
+    folder: Path, sandbox: Sandbox
+) -> None:
+    reasons = {
+        "pass": "",
+        "os._exit(0)": "exited with code 0 while forking",
+        "os._exit(3)": "exited with code 3 while forking",
+        "os.abort()": "killed by SIGABRT while forking",
+        "raise OSError": "closed the pipe of its examination while forking",
+        "import atexit; atexit.register(os._exit, 0)": "exited with code 0 while forking",
+        "reporter._pid = os.getpid(); reporter.end(Finding.accept())": (
+            "closed the pipe of its examination while forking"
+        ),
+    }
+    for source, reason in reasons.items():
+        finding = sandbox.run(function("fork"), {"source": source}, WAIT_SECONDS)
+        assert (finding.accepted, finding.reason) == (source == "pass", reason)
 
 
 @pytest.mark.parametrize("here", [True, False])

@@ -131,7 +131,8 @@ class TimedKernels(TimedRequest):
             return "because a plugin that is registered in code exists in this process only"
         for name, value in {**self.arguments[0], **self.constants}.items():
             if not can_travel(value):
-                return f"because the argument {name!r} of {self.op.name!r} is a {type(value)}"
+                kind = type(value).__name__
+                return f"because {name!r} of {self.op.name!r} is a {kind}, which cannot be sent"
         return ""
 
     def separate(
