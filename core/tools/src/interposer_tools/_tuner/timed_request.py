@@ -147,13 +147,16 @@ class TimedKernels(TimedRequest):
         pin = {self.op.name: candidate.qualified_name}
         self.resolver(kernels=pin, attention={}, tables=False).check(self.request)
         record = candidate.record
-        is_kernel = isinstance(record, Kernel)
+        target, prepare, extra_roundings = f"{self.target}.reference", "", 0
+        if isinstance(record, Kernel):
+            target, prepare = record.target, record.prepare
+            extra_roundings = record.extra_roundings
         return TimedKernel(
             candidate.qualified_name,
-            self.op.allowing(record.extra_roundings) if is_kernel else self.op,
+            self.op.allowing(extra_roundings),
             processes.of(candidate.provider),
-            record.target if is_kernel else f"{self.target}.reference",
-            record.prepare if is_kernel else "",
+            target,
+            prepare,
             self.draw(0, 0),
             timer,
         )
