@@ -75,7 +75,7 @@ def ticks() -> Callable[[], float]:
     return lambda: float(next(readings))
 
 
-ROOFLINE = Roofline(ticks())
+ROOFLINE = Roofline(ticks(), rounds=1)
 
 
 def timed(processes: KernelProcesses, name: str, prepare: str = "") -> TimedKernel:

@@ -10,7 +10,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from interposer_testing._checks.call import Call, Subject, tensors_of
 from interposer_testing._checks.expectation import Expectation
 from interposer_testing._judge.clock import BatchClock, Roofline, allocated_like, fill, spread
 from interposer_testing._judge.process import KernelError, ProcessEndedError
-from interposer_testing._judge.remote import RemoteFunction, RemoteFunctions
+from interposer_testing._judge.remote import RemoteFunction
 from interposer_testing._trials.kernels import SeparateKernels
 
 __all__ = [
@@ -63,7 +63,10 @@ class KernelProcesses:
         kernels = self._processes[distribution]
         if distribution not in self._scoped:
             self._scoped.add(distribution)
-            self._scope.enter_context(_freed(kernels.functions))
+            scope = kernels.functions.scope()
+            scope.__enter__()
+            # As a callback, because an error of the block must not be replaced.
+            self._scope.callback(_leave, scope)
         return kernels
 
     @contextmanager
@@ -74,11 +77,9 @@ class KernelProcesses:
             yield
 
 
-@contextmanager
-def _freed(functions: RemoteFunctions) -> Iterator[None]:
-    # A process that has ended needs no scope.
-    with suppress(ProcessEndedError), functions.scope():
-        yield
+def _leave(scope: AbstractContextManager[None]) -> None:
+    with suppress(ProcessEndedError):  # a process that has ended needs no scope
+        scope.__exit__(None, None, None)
 
 
 class RefusedTimesError(Exception):

@@ -204,8 +204,10 @@ class Roofline:
     threads.
     """
 
-    def __init__(self, timer: Callable[[], float] = time.perf_counter) -> None:
-        self._seconds = host_clock(_RATE_REPEATS, of_rounds=min, timer=timer)
+    def __init__(
+        self, timer: Callable[[], float] = time.perf_counter, rounds: int = _RATE_REPEATS
+    ) -> None:
+        self._seconds = host_clock(rounds, of_rounds=min, timer=timer)
         self._peaks: dict[torch.dtype, float] = {}
         self._rates: dict[int, float] = {}
 
