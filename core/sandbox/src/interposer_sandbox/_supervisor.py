@@ -168,7 +168,12 @@ class Watch:
                     used_seconds is not None
                     and used_seconds - self._used < _WORKING_FRACTION * seconds
                 ):
-                    return f"did not return within {seconds:g} s, waiting without working"
+                    # The last sign of life of a fork can be later than the stage's begin.
+                    is_silent = now > self._beaten + seconds / 2
+                    how = (
+                        "holding the interpreter's lock" if is_silent else "waiting without working"
+                    )
+                    return f"did not return within {seconds:g} s, {how}"
                 self._used = used_seconds or 0.0
         return ""
 

@@ -160,7 +160,8 @@ class ForkedKernel(KernelProcess):
         """Answer the requests of the other process, in the fork; return whether all is well."""
         limit_privileges()
         channel = Channel(connection)
-        functions = Functions(mmap.mmap(self.memory.descriptor, 0))
+        # The sandbox finds changed settings.
+        functions = Functions(mmap.mmap(self.memory.descriptor, 0), is_watched=False)
         actions = functions.actions()
         channel.serve(actions, last="start")
 

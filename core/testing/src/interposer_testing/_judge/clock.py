@@ -155,7 +155,8 @@ class BatchClock:
 
 @cache
 def _evicting_buffer() -> torch.Tensor:
-    return torch.zeros(_EVICTING_BYTES // 4, dtype=torch.int32)
+    with torch.inference_mode(mode=False):  # later writes may be outside of that mode
+        return torch.zeros(_EVICTING_BYTES // 4, dtype=torch.int32)
 
 
 def allocated_like(tensor: torch.Tensor, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:

@@ -182,10 +182,16 @@ class Surroundings:
 class Functions:
     """Loaded functions, and values that were returned and are still in use."""
 
-    def __init__(self, memory: mmap.mmap) -> None:
+    def __init__(self, memory: mmap.mmap, *, is_watched: bool = True) -> None:
+        """Create an empty set of functions.
+
+        Args:
+            is_watched: note settings that the functions change.
+        """
         self._memory = memory
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._surroundings = Surroundings()
+        self._is_watched = is_watched
         self._values: dict[int, Any] = {}
         self._count = 0
         self._calls: list[_Arguments] = []
@@ -269,7 +275,8 @@ class Functions:
 
     def describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Describe results of the last calls."""
-        self._surroundings.note()
+        if self._is_watched:
+            self._surroundings.note()
         results = [self._results[index] for index in request["indices"]]
         described = self._opaque if request.get("is_opaque") else self._described
         replies = [{"value": self.add(r), "tree": described(r)} for r in results]
