@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from interposer import Case, Dims, Tolerance, custom_op
+from interposer import Case, Dims, Tolerance, custom_op, place
 from interposer_testing.timing import (
     KernelProcesses,
     RefusedTimesError,
@@ -105,7 +105,7 @@ def test_cheats_get_no_time_or_the_right_one(
         ("missing", ""): "raised AttributeError(",
         ("leaving", ""): "cannot be timed: the process of the kernel left with exit code 0",
     }
-    with KernelProcesses() as processes:
+    with KernelProcesses(type(place().platform)) as processes:
         second = (1.0, 1.0, 1.0)
         kernels = (("right", ""), ("patches_the_clock", ""), ("wide", "prepare"))
         assert times(*kernels) == {name: second for name, _ in kernels}

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from interposer import Case, CustomOp
+from interposer import Case, CustomOp, Platform
 from interposer_testing._checks.call import Call, Subject, tensors_of
 from interposer_testing._checks.expectation import Expectation
 from interposer_testing._judge.clock import BatchClock, Roofline, allocated_like, fill, spread
@@ -44,7 +44,13 @@ _random = random.SystemRandom()
 class KernelProcesses:
     """One process for the kernels of each distribution, started on first use."""
 
-    def __init__(self) -> None:
+    def __init__(self, platform: type[Platform]) -> None:
+        """Create the processes.
+
+        Args:
+            platform: created in each process, because a platform can change how its kernels run.
+        """
+        self._platform = platform
         self._open = ExitStack()
         self._processes: dict[str, SeparateKernels] = {}
         self._scope = ExitStack()
@@ -59,7 +65,9 @@ class KernelProcesses:
     def of(self, distribution: str) -> SeparateKernels:
         """Return the process for the kernels of a distribution."""
         if distribution not in self._processes:
-            self._processes[distribution] = self._open.enter_context(SeparateKernels())
+            self._processes[distribution] = self._open.enter_context(
+                SeparateKernels(self._platform)
+            )
         kernels = self._processes[distribution]
         if distribution not in self._scoped:
             self._scoped.add(distribution)

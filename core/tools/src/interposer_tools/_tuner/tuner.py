@@ -115,7 +115,7 @@ class _Session:
         )
 
     def run(self, progress: Progress | None) -> Table:
-        with KernelProcesses() as self.processes:
+        with KernelProcesses(type(self.plan.placement.platform)) as self.processes:
             return self.table(progress)
 
     def table(self, progress: Progress | None) -> Table:
