@@ -24,6 +24,7 @@ from transformers.activations import GELUActivation
 from transformers.models.qwen3 import modeling_qwen3
 
 from interposer_ops import norms
+from interposer_testing import judge, read_solution, read_task
 
 FUNCTIONS = Path(__file__).with_name("hub_functions.py")
 USE_KERNELS = Path(__file__).with_name("hub_use_kernels.py")
@@ -179,6 +180,14 @@ def test_code_is_that_of_the_ops(repository: Path) -> None:
                 assert segment in whole, (path, segment[:80])
                 copied += 1
     assert copied > 150
+
+
+@pytest.mark.process
+def test_its_functions_are_judged(repository: Path) -> None:
+    task = read_task("rms_norm")
+    verdict = judge(task, read_solution(str(repository), task), quick=True)
+    assert verdict.state == "accepted", str(verdict)
+    assert (verdict.solution["name"], verdict.notes) == ("interposer-kernels", ())
 
 
 @pytest.mark.process

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -421,6 +421,7 @@ def test_weights_and_inputs_depend_on_separate_seeds(problem: Path, registry: Re
         ("return [8,", "return ['8',", "Model fails with TypeError"),
         ("return [torch.rand(5, 8), 2.0]", "return torch.rand(5, 8)", "returned Tensor"),
         ("2.0]", "object()]", "returned object"),
+        ("torch.rand(5, 8)", "torch.rand(1 << 20, 1 << 20)", "get_inputs() returns 4096.0 GiB"),
         ("import torch", "import torch (", "no valid Python in line 1"),
     ],
 )
@@ -530,6 +531,73 @@ def test_other_files_are_passed_on_as_bytes(tmp_path: Path, task: Task) -> None:
         wheel.writestr("a.py", "1 / 0")
     solution = read_solution(str(tmp_path / "a-1.0-py3-none-any.whl"), task)
     assert (solution.language, solution.entry) == ("wheel", "toy_double")
+
+
+BUILD = {
+    "__init__.py": "1 / 0\nfrom .functions import toy_double, other\n",
+    "functions.py": "import triton\ndef toy_double(x): ...\n",
+    "metadata.json": '{"id": "_toys_cpu_123"}',
+}
+
+
+def write_builds(folder: Path, *names: str, inside: str = "") -> Path:
+    for build in names:
+        for name, content in BUILD.items():
+            file = folder / "build" / build / inside / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(content)
+    return folder
+
+
+def test_hub_kernels_are_packages_under_the_name_that_their_library_gives(
+    tmp_path: Path, task: Task
+) -> None:
+    folder = write_builds(tmp_path / "toys", "torch-cpu", "torch-cuda")
+    (folder / "build" / "torch-cpu" / "__pycache__").mkdir()
+    (folder / "build" / "torch-cpu" / "__pycache__" / "a.pyc").write_bytes(b"")
+    solution = read_solution(str(folder), task)
+    assert (solution.name, solution.entry) == ("toys", "toy_double")
+    assert solution.file == "_toys_cpu_123/__init__.py"
+    assert solution.sources == {f"_toys_cpu_123/{n}": c.encode() for n, c in BUILD.items()}
+    other = read_solution(f"{folder / 'build' / 'torch-cuda'}:other", task)
+    assert (other.entry, other.sources) == ("other", solution.sources)
+
+
+@pytest.mark.parametrize(
+    ("builds", "device", "chosen", "language"),
+    [
+        (("torch-cpu", "torch-cuda", "torch-universal"), "cpu", "torch-cpu", "python"),
+        (("torch-cuda", "torch-universal"), "cpu", "torch-universal", "triton"),
+        (("torch-cuda", "torch11-cxx11-cpu-x86_64-linux"), "cpu", "torch-cuda", "triton"),
+        (("torch-cpu", "torch-cuda"), "cuda", "torch-cuda", "triton"),
+    ],
+)
+def test_the_build_of_hub_kernels_fits_the_device(
+    tmp_path: Path, task: Task, builds: Sequence[str], device: str, chosen: str, language: str
+) -> None:
+    folder = write_builds(tmp_path, *builds)
+    (folder / "build" / chosen / "chosen").write_text("")
+    solution = read_solution(str(folder), task, device)
+    assert "_toys_cpu_123/chosen" in solution.sources
+    assert solution.language == language
+
+
+def test_hub_kernels_may_lie_in_a_folder_of_their_build(tmp_path: Path, task: Task) -> None:
+    folder = write_builds(tmp_path, "torch-universal", inside="toys")
+    solution = read_solution(str(folder), task)
+    assert solution.file == "toys/__init__.py"
+    assert set(solution.sources) == {f"toys/{name}" for name in BUILD}
+
+
+def test_folders_without_a_fitting_build_are_refused(tmp_path: Path, task: Task) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"it has no __init__\.py"):
+        read_solution(str(tmp_path / "empty"), task)
+    folder = write_builds(tmp_path, "torch-metal")
+    with pytest.raises(ConfigError, match=r"no build for the device 'cpu'.*it has torch-metal"):
+        read_solution(str(folder), task)
+    with pytest.raises(ConfigError, match="defines no 'absent'; it defines 'toy_double'"):
+        read_solution(f"{folder / 'build' / 'torch-metal'}:absent", task)
 
 
 def test_json_solutions_keep_only_their_sources(tmp_path: Path, read_trace: ReadTrace) -> None:

@@ -97,7 +97,7 @@ class Solution:
 
     Attributes:
         name: shown in reports.
-        path: file that was named on the command line.
+        path: file or folder that was named on the command line.
         file: relative path of the source in ``sources`` that defines the entry.
         entry: name of the function or class.
         language: decides how the child loads the file.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,10 @@ from interposer_testing._tasks.python_source import top_level_names
 
 _REQUIRED = ("Model", "get_inputs", "get_init_inputs")
 _KINDS = (Tensor, bool, int, float, str)
+# Own and float64 copies of the reference and the bounds, two calls of a batch, and their results.
+_COPIES = 8
+# At least two calls must fit into the memory that the judge shares with the kernel.
+_MAX_INPUT_BYTES = 8 << 30
 
 
 def is_kernelbench(path: Path) -> bool:
@@ -53,13 +59,14 @@ def read_kernelbench(path: Path, seed: int) -> Task:
         )
     names = execute(source, str(path))
     # A digest, so that a solution cannot compute the seeds of the inputs from this one.
+    inputs = _inputs_on_meta(path, names["get_inputs"])
     weights_seed = int.from_bytes(hashlib.sha256(f"weights {seed}".encode()).digest()[:7])
     init_arguments = _init_arguments(path, names["get_init_inputs"], weights_seed)
     model = _built(path, names["Model"], weights_seed, init_arguments)
     # Copies, because a model in training mode updates its buffers.
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     wide_model = copy.deepcopy(model).double()
-    parameters = _parameters(path, model, names["get_inputs"])
+    parameters = _parameters(path, model, inputs)
 
     def run(arguments: Mapping[str, Any], wide: bool) -> list[Tensor]:
         function = wide_model if wide else model
@@ -106,19 +113,43 @@ def _built(
     return module
 
 
-def _parameters(path: Path, model: nn.Module, get_inputs: Callable[[], Any]) -> dict[str, type]:
-    """Return the type of each argument of ``forward`` that ``get_inputs`` returns, by name."""
+def _inputs_on_meta(path: Path, get_inputs: Callable[[], Any]) -> Sequence[Any]:
+    """Return inputs without memory.
 
-    def inputs_on_meta() -> Any:
-        # Problems have gigabytes of inputs, and only their types are of interest here.
+    Raises: ConfigError: they would not fit into the memory, or ``get_inputs`` fails.
+    """
+
+    def on_meta() -> Any:
         with torch.device("meta"):
             return get_inputs()
 
-    inputs = _attempt(path, "get_inputs", inputs_on_meta)
+    inputs = _attempt(path, "get_inputs", on_meta)
     if not isinstance(inputs, list | tuple):
         raise ConfigError(
             f"{path}: get_inputs() returned {type(inputs).__name__}, not a list. Return a list."
         )
+    num_bytes = sum(v.numel() * v.itemsize for v in inputs if isinstance(v, Tensor))
+    most_bytes = min(_MAX_INPUT_BYTES, _available_bytes() // _COPIES)
+    if num_bytes > most_bytes:
+        raise ConfigError(
+            f"{path}: get_inputs() returns {num_bytes / 2**30:.1f} GiB, and at most "
+            f"{most_bytes / 2**30:.1f} GiB can be judged here: the judge and the kernel hold up to "
+            f"{_COPIES} times the inputs. Try: a copy of the problem with smaller sizes"
+        )
+    return inputs
+
+
+def _available_bytes() -> int:
+    """Return the memory of this machine that programs can still allocate."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _parameters(path: Path, model: nn.Module, inputs: Sequence[Any]) -> dict[str, type]:
+    """Return the type of each argument of ``forward`` that ``get_inputs`` returns, by name."""
     names = [
         parameter.name
         for parameter in inspect.signature(model.forward).parameters.values()

@@ -6,9 +6,11 @@ import ast
 import warnings
 
 
-def top_level_names(source: str) -> list[str]:
+def top_level_names(source: str, *, with_imports: bool = False) -> list[str]:
     """Return the functions, classes and variables that a module defines at its top level.
 
+    Args:
+        with_imports: also return the names that the module imports from other modules.
     Raises: ValueError: the code has a syntax error.
     """
     names = list[str]()
@@ -18,6 +20,8 @@ def top_level_names(source: str) -> list[str]:
                 names.append(name)
             case ast.Assign(targets):
                 names += [target.id for target in targets if isinstance(target, ast.Name)]
+            case ast.ImportFrom(names=aliases) if with_imports:
+                names += [alias.asname or alias.name for alias in aliases]
     return names
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import platform
+import re
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal, NamedTuple
 
+import torch
 from pydantic import Field, field_validator, model_validator
 
 from interposer.errors import ConfigError, near_names
@@ -15,7 +21,7 @@ from interposer_testing._tasks.python_source import imported_packages, top_level
 
 Language = Literal["python", "triton", "cpp", "wheel"]
 
-_SUFFIXES = ".py, .cpp, .json (FlashInfer-Trace, SOL-ExecBench), .whl"
+_SUFFIXES = ".py, .cpp, .json (FlashInfer-Trace, SOL-ExecBench), .whl, or a folder of hub kernels"
 # FlashInfer-Trace names the first three, SOL-ExecBench the last two.
 _LANGUAGES: dict[str, Language] = {
     "python": "python",
@@ -105,18 +111,22 @@ class Entry(NamedTuple):
     name: str
 
 
-def read_solution(text: str, task: Task) -> Solution:
+def read_solution(text: str, task: Task, device: str = "cpu") -> Solution:
     """Read a solution without executing it.
 
     Args:
-        text: ``FILE.py[:NAME]``, ``FILE.cpp[:NAME]``, ``FILE.whl[:NAME]``, or ``FILE.json`` of
-            FlashInfer-Trace or SOL-ExecBench. NAME is a function or class.
+        text: ``FILE.py[:NAME]``, ``FILE.cpp[:NAME]``, ``FILE.whl[:NAME]``, ``FILE.json`` of
+            FlashInfer-Trace or SOL-ExecBench, or ``FOLDER[:NAME]``, a repository or a build of the
+            package ``kernels``. NAME is a function or class.
+        device: "cpu" or "cuda", for which a build of a repository is chosen.
 
     The default NAME is the task's, else ``run``, ``kernel`` or ``ModelNew``.
 
     Raises: ConfigError: the file is missing, invalid or of another task.
     """
     entry = _entry(text)
+    if entry.path.is_dir():
+        return _hub_solution(entry, task, device)
     match entry.path.suffix:
         case ".py":
             return _python_solution(entry, task)
@@ -152,16 +162,93 @@ def _python_solution(entry: Entry, task: Task) -> Solution:
         names, packages = top_level_names(source), imported_packages(source)
     except ValueError as error:
         raise ConfigError(f"{entry.path}: {error}. Correct the file.") from error
-    wanted = [entry.name] if entry.name else _default_names(task)
-    name = next((name for name in wanted if name in names), "")
-    if not name:
-        raise ConfigError(
-            f"{entry.path} defines no {' or '.join(map(repr, wanted))}; it defines "
-            f"{near_names(wanted[0], names)}. Name the entry: {entry.path}:NAME."
-        )
+    name = _chosen_name(entry, task, names)
     language: Language = "triton" if "triton" in packages else "python"
     file = entry.path.name
     return Solution(entry.path.stem, entry.path, file, name, language, {file: content})
+
+
+def _chosen_name(entry: Entry, task: Task, names: list[str]) -> str:
+    """Return the name of the entry, one of the names that a solution defines."""
+    wanted = [entry.name] if entry.name else _default_names(task)
+    for name in wanted:
+        if name in names:
+            return name
+    raise ConfigError(
+        f"{entry.path} defines no {' or '.join(map(repr, wanted))}; it defines "
+        f"{near_names(wanted[0], names)}. Name the entry: {entry.path}:NAME."
+    )
+
+
+def _hub_solution(entry: Entry, task: Task, device: str) -> Solution:
+    """Read a build of the layout of the package ``kernels``: a package of Python.
+
+    Source: ``kernels`` 0.17, ``variants.py`` (names of builds) and ``importer.py``.
+    """
+    build = _build_of(entry.path, device)
+    files = [p for p in build.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    sources = {path.relative_to(build).as_posix(): read_bytes(path) for path in files}
+    package = _package_of(build, sources)
+    if "__init__.py" in sources:  # the build itself is the package
+        sources = {f"{package}/{path}": content for path, content in sources.items()}
+    file = f"{package}/__init__.py"
+    try:
+        names = top_level_names(sources[file].decode(), with_imports=True)
+        code = [sources[path].decode() for path in sources if path.endswith(".py")]
+        has_triton = any("triton" in imported_packages(source) for source in code)
+    except ValueError as error:
+        raise ConfigError(f"{build}: {error}. Correct the file.") from error
+    # A build for CPUs has Triton kernels for other devices only.
+    is_triton = has_triton and (device != "cpu" or "-cpu" not in build.name)
+    name = _chosen_name(entry, task, names)
+    language: Language = "triton" if is_triton else "python"
+    return Solution(entry.path.resolve().name, entry.path, file, name, language, sources)
+
+
+def _build_of(folder: Path, device: str) -> Path:
+    """Return the build of a repository for a device; ``folder`` itself if it is a build."""
+    if not (folder / "build").is_dir():
+        return folder
+    major, minor = torch.__version__.split(".")[:2]
+    backend = "cpu" if device == "cpu" else r"cu\d+"
+    system = f"{backend}-{platform.machine()}-linux"
+    builds = sorted(path for path in (folder / "build").iterdir() if path.is_dir())
+    preferred = [
+        rf"torch{major}{minor}(-cxx11)?-{system}",
+        rf"torch-stable-abi\d+-{system}",
+        f"torch-{device}",
+        "torch-universal",
+        # On a CPU, Triton's interpreter runs the kernels of a build for GPUs.
+        *(["torch-(cuda|rocm|xpu)"] if device == "cpu" else []),
+    ]
+    for pattern in preferred:
+        for build in builds:
+            if re.fullmatch(pattern, build.name):
+                return build
+    raise ConfigError(
+        f"{folder / 'build'} has no build for the device {device!r} and torch {major}.{minor}; it "
+        f"has {', '.join(path.name for path in builds[:3]) or 'none'}. Name a folder with a build."
+    )
+
+
+def _package_of(build: Path, sources: Mapping[str, bytes]) -> str:
+    """Return the name under which ``kernels`` imports a build.
+
+    Raises: ConfigError: the folder has no package.
+    """
+    packages = [p.partition("/")[0] for p in sources if re.fullmatch(r"\w+/__init__\.py", p)]
+    if "__init__.py" in sources:
+        with contextlib.suppress(KeyError, ValueError, TypeError):
+            name = json.loads(sources["metadata.json"])["id"]
+            if name.isidentifier():
+                return str(name)
+        return re.sub(r"\W", "_", f"_{build.resolve().name}")
+    if len(packages) != 1:
+        raise ConfigError(
+            f"{build} is no build of hub kernels: it has no __init__.py. Name a Python file, or a "
+            "folder that `interposer hub-kernels` or kernel-builder wrote."
+        )
+    return packages[0]
 
 
 def _wheel_solution(entry: Entry, task: Task) -> Solution:
