@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from interposer import Case, Tolerance, custom_op
-from interposer_testing import Budget, Solution, Task, Verdict, Workload, judge
+from interposer.errors import ConfigError
+from interposer_testing import (
+    Budget,
+    Solution,
+    Task,
+    Verdict,
+    Workload,
+    judge,
+    read_solution,
+    read_task,
+)
+from interposer_testing._judge import judging
+from interposer_testing._judge.memory import ExportedMemory
+from interposer_testing._judge.process import KernelProcess, ProcessEndedError
+from interposer_testing._judge.remote import RemoteFunctions
 from interposer_testing._tasks.expected import counted
 from interposer_testing.corpus import Entry, entries
 
@@ -44,11 +61,19 @@ def _task(sizes: Sequence[tuple[int, ...]] = _SIZES) -> Task:
     )
 
 
-def _judged(code: str, task: Task | None = None, seed: int | None = None) -> Verdict:
+def _judged(
+    code: str,
+    *,
+    seed: int | None = None,
+    budget: Budget = _SHORT,
+    sources: Mapping[str, bytes] = MappingProxyType({}),
+    **options: Any,
+) -> Verdict:
     source = "import ctypes, os, sys, threading, time\nimport torch\n" + code
     file = Path("kernel.py")
-    solution = Solution("kernel", file, file.name, "kernel", "python", {file.name: source.encode()})
-    return judge(task or _task(), solution, seed=seed, budget=_SHORT)
+    files = {**sources, file.name: source.encode()}
+    solution = Solution("kernel", file, file.name, "kernel", "python", files)
+    return judge(_task(), solution, seed=seed, budget=budget, **options)
 
 
 def test_a_right_kernel_is_accepted_with_its_time_and_error() -> None:
@@ -129,6 +154,19 @@ def test_a_kernel_that_misbehaves_after_the_judging_is_refused() -> None:
     assert {finding.stage for finding in verdict.findings} == {"rerun"}
 
 
+def test_a_slow_kernel_is_called_as_often_as_the_time_of_the_rerun_allows() -> None:
+    code = "def kernel(x, factor):\n    time.sleep(0.002)\n    return x * factor\n"
+    budget = Budget(1.0, 0.2, 1.0, rerun_calls=120_000, call_seconds=5.0)
+    verdict = _judged(code, budget=budget)
+    assert verdict.state == "accepted", str(verdict)
+
+
+def test_files_of_a_solution_do_not_replace_modules_of_the_process() -> None:
+    others = dict.fromkeys(("serve.py", "json.py", "socket.py"), b"1 / 0")
+    verdict = _judged("def kernel(x, factor):\n    return x * factor\n", sources=others)
+    assert verdict.state == "accepted", str(verdict)
+
+
 def test_a_hanging_kernel_is_refused() -> None:
     budget = Budget(1.0, 1.0, 1.0, 10, call_seconds=3.0)
     code = b"import time\ndef kernel(x, factor):\n    time.sleep(1000)\n"
@@ -158,16 +196,129 @@ torch::Tensor kernel(torch::Tensor x, double factor) { return x * factor; }
     assert verdict.state == "accepted", str(verdict)
 
 
+# The path for GPUs, except for the calls of CUDA: results are copied into shared memory.
+
+
+@pytest.fixture
+def exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judging, "memory_of", lambda _device: ExportedMemory())
+
+
+@pytest.mark.usefixtures("exported")
+def test_results_that_the_process_copies_are_judged() -> None:
+    verdict = _judged("def kernel(x, factor):\n    return x * factor\n")
+    assert verdict.state == "accepted", str(verdict)
+    assert len(verdict.timings) == 1
+
+
+@pytest.mark.usefixtures("exported")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "fills the result later" else pytest.mark.slow)
+        for name in WRONG
+    ],
+)
+def test_wrong_results_that_the_process_copies_are_refused(name: str) -> None:
+    code, check = WRONG[name]
+    verdict = _judged(f"MEMORY = {{}}\ndef kernel(x, factor):\n    {code}\n")
+    assert verdict.state == "refused", str(verdict)
+    assert check in {finding.check for finding in verdict.findings}, str(verdict)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("exported")
+@pytest.mark.parametrize(
+    "entry",
+    [e for e in entries() if e.needs == "cpu" and e.symptom in ("memory", "form", "")][::4],
+    ids=lambda entry: f"{entry.verdict}-{entry.name}",
+)
+def test_the_corpus_gets_its_verdicts_from_copies(entry: Entry) -> None:
+    _check_verdict(entry, Budget(correctness_seconds=8.0, timing_seconds=2.0, rerun_seconds=6.0))
+
+
+class _LateMemory:
+    """Memory to which a device still writes between two readings."""
+
+    def __init__(self) -> None:
+        self._readings = 0
+
+    def contains(self, offset: int, num_bytes: int) -> bool:
+        return offset + num_bytes <= 64
+
+    def settle(self) -> None:
+        pass
+
+    def view(self, _offset: int, num_bytes: int) -> torch.Tensor:
+        self._readings += 1
+        return torch.full((num_bytes,), self._readings, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("exports", "reason"),
+    [
+        ([[[1000, 16, 0]]], "a result changes after the call has returned"),
+        ([[[1000, 16, 60]]], "described the copies of its results wrongly"),
+        ([[[1000, 16]]], "described the copies of its results wrongly"),
+        ([[["a", 16, 0]]], "described the copies of its results wrongly"),
+        (7, "described the copies of its results wrongly"),
+    ],
+)
+def test_unusable_copies_of_results_are_refused(exports: Any, reason: str) -> None:
+    functions = RemoteFunctions(cast(KernelProcess, SimpleNamespace(memory=_LateMemory())))
+    with pytest.raises(ProcessEndedError, match=reason):
+        functions.read_exports(exports)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU with CUDA")
+def test_a_device_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"'cuda' is not available.*Try: the device 'cpu'"):
+        _judged("def kernel(x, factor):\n    return x * factor\n", device="cuda")
+
+
+def test_unusable_devices_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"device = 'tpu' is unknown\. Try: 'cpu' or 'cuda'"):
+        _judged("kernel = None", device="tpu")
+    file = Path("kernel.py")
+    solution = Solution("k", file, file.name, "k", "python", {}, style="writes outputs")
+    with pytest.raises(ConfigError, match="writes to outputs that it is given"):
+        judge(_task(), solution, device="cuda")
+
+
+# Triton kernels run on the CPU by Triton's interpreter.
+
+
+@pytest.mark.parametrize(
+    "name", ["partial_grid.half_of_the_rows", "triton_kernel.tiles_of_columns"]
+)
+def test_triton_kernels_are_judged_without_a_gpu(name: str) -> None:
+    pytest.importorskip("triton", reason="needs the package triton")
+    (entry,) = (entry for entry in entries() if entry.name == name)
+    verdict = _check_verdict(entry, Budget(4.0, 0.5, 2.0, 100))
+    assert verdict.timings == ()
+    assert verdict.device.startswith("Triton's interpreter on ")
+    assert "not timed" in verdict.notes[0]
+    assert verdict.notes[0] in str(verdict)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", entries(), ids=lambda entry: f"{entry.verdict}-{entry.name}")
 def test_the_corpus_gets_its_verdicts(entry: Entry) -> None:
+    budget = Budget(correctness_seconds=8.0, timing_seconds=2.0, rerun_seconds=6.0)
+    if entry.needs == "triton":
+        budget = replace(budget, correctness_seconds=40.0, rerun_seconds=30.0)
+    _check_verdict(entry, budget)
+
+
+def _check_verdict(entry: Entry, budget: Budget) -> Verdict:
+    if entry.needs == "triton":
+        pytest.importorskip("triton", reason="needs the package triton")
     if entry.needs == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU with CUDA")
-    from interposer_testing import read_task
-
-    sources = {entry.path.name: entry.path.read_bytes()}
-    solution = Solution(entry.name, entry.path, entry.path.name, entry.function, "python", sources)
-    budget = Budget(correctness_seconds=8.0, timing_seconds=2.0, rerun_seconds=6.0)
-    verdict = judge(read_task(entry.op), solution, budget=budget)
+    task = read_task(entry.op)
+    device = "cuda" if entry.needs == "cuda" else "cpu"
+    solution = read_solution(f"{entry.path}:{entry.function}", task, device)
+    verdict = judge(task, solution, device=device, budget=budget)
     is_accepted = verdict.state == "accepted"
     assert is_accepted == (entry.verdict == "accepted"), f"{verdict}\n{entry.why}"
+    return verdict

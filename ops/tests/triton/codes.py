@@ -10,7 +10,6 @@ import sys
 
 import torch
 
-from interposer_ops._triton.exact_interpreter import make_exact
 from interposer_ops.quantized_linear._microscaled_linear_triton import (
     mxfp4_linear_triton,
     mxfp8_linear_triton,
@@ -21,6 +20,7 @@ from interposer_ops.quantized_linear._scaled_linear_triton import (
     fp8_linear_triton,
 )
 from interposer_ops.quantizers import decode_e2m1, decode_e8m0
+from interposer_testing.exact_interpreter import make_exact
 
 CODES = torch.arange(256, dtype=torch.uint8)
 E2M1 = torch.arange(16, dtype=torch.uint8)

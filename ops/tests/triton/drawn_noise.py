@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from interposer_ops._triton.exact_interpreter import make_exact
 from interposer_ops.sampling import _noise as defined
 from interposer_ops.sampling._noise_triton import gumbel_noise, stream_key, uniform_noise
+from interposer_testing.exact_interpreter import make_exact
 
 VOCAB_SIZE = 20_000
 

@@ -28,7 +28,7 @@ class InterpreterPlatform(Platform):
 
     def __init__(self) -> None:
         # Imported late: ``probe`` must be callable without triton installed.
-        from interposer_ops._triton.exact_interpreter import make_exact
+        from interposer_testing.exact_interpreter import make_exact
 
         make_exact()
 

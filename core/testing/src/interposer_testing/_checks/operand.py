@@ -66,7 +66,7 @@ class Operand:
         self._covered = torch.zeros(bits.shape, dtype=torch.bool)
         self._covered.as_strided(once.shape, value.stride(), start).fill_(True)
         is_in_place = is_fenced or allocate is not None
-        self._before = bits.clone() if is_in_place else bits
+        self._before = bits.cpu().clone() if is_in_place else bits
         self._buffer = bits if is_in_place else bits.to(device, copy=True)
         # Not a view of the buffer, because tracing a call would then see the whole buffer.
         empty = torch.empty(0, dtype=value.dtype, device=device)

@@ -15,7 +15,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from interposer import Case, CustomOp
-from interposer.roofline import fastest, host_clock, matmul, readers
+from interposer.roofline import copies, fastest, host_clock, matmul, readers
 from interposer_testing._checks.call import tensors_of
 from interposer_testing._checks.expectation import on_meta
 from interposer_testing._checks.remote_value import RemoteValue
@@ -105,16 +105,21 @@ class BatchClock:
                 for name, value in case.arguments.items():
                     if isinstance(target[name], torch.Tensor):
                         fill(target[name], value)
-            _evicting_buffer().add_(1)
+            _evicting_buffer(process.memory.device).add_(1)
             time.sleep(_SETTLING_SECONDS)
-        run = {"action": "run", "function": request["function"]}
+        run = {"action": "run", "function": request["function"], "exports": request["exports"]}
         start = self._timer()
         process.send(run)
         reply = process.receive()
-        seconds = self._timer() - start
+        end = self._timer()
         process.raise_error(reply)
         if chosen is None:
             chosen = self._random.sample(range(num_calls), min(_NUM_CHECKED, num_calls))
+        if request["exports"]:
+            # The reply does not prove that a device has finished: a kernel can replace the function
+            # that waits. So the calls end when this process has read their results.
+            end = self._functions.read_timed(reply, chosen, self._timer)
+        seconds = end - start
         if not chosen:
             return Batch(seconds / num_calls, ())
         reply = process.request("describe", indices=chosen)
@@ -154,9 +159,9 @@ class BatchClock:
 
 
 @cache
-def _evicting_buffer() -> torch.Tensor:
+def _evicting_buffer(device: str) -> torch.Tensor:
     with torch.inference_mode(mode=False):  # later writes may be outside of that mode
-        return torch.zeros(_EVICTING_BYTES // 4, dtype=torch.int32)
+        return torch.zeros(_EVICTING_BYTES // 4, dtype=torch.int32, device=device)
 
 
 def allocated_like(tensor: torch.Tensor, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
@@ -164,7 +169,7 @@ def allocated_like(tensor: torch.Tensor, allocate: Callable[[int], torch.Tensor]
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     covered = 1 + sum((n - 1) * step for n, step in steps) if tensor.numel() else 0
     buffer = allocate(-(-covered * tensor.itemsize // 64) * 64)
-    return torch.empty(0, dtype=tensor.dtype).set_(
+    return torch.empty(0, dtype=tensor.dtype, device=buffer.device).set_(
         buffer.untyped_storage(), 0, tensor.shape, tensor.stride()
     )
 
@@ -206,9 +211,14 @@ class Roofline:
     """
 
     def __init__(
-        self, timer: Callable[[], float] = time.perf_counter, rounds: int = _RATE_REPEATS
+        self,
+        timer: Callable[[], float] = time.perf_counter,
+        rounds: int = _RATE_REPEATS,
+        device: str = "cpu",
     ) -> None:
-        self._seconds = host_clock(rounds, of_rounds=min, timer=timer)
+        self._device = device
+        wait = (lambda: None) if device == "cpu" else torch.accelerator.synchronize
+        self._seconds = host_clock(rounds, wait, of_rounds=min, timer=timer)
         self._peaks: dict[torch.dtype, float] = {}
         self._rates: dict[int, float] = {}
 
@@ -263,7 +273,9 @@ class Roofline:
         """Measure the bytes per second that are read from a buffer of about ``num_bytes``."""
         size = max(4096, 4 << (min(num_bytes, _LARGE_BYTES) // 4).bit_length())
         if size not in self._rates:
-            self._rates[size], _ = fastest(readers(size), self._seconds)
+            on_host = self._device == "cpu"
+            ways = readers(size) if on_host else copies(self._device, size)
+            self._rates[size], _ = fastest(ways, self._seconds)
         return self._rates[size]
 
     def _peak(self, dtypes: Iterable[torch.dtype]) -> float:
@@ -272,7 +284,8 @@ class Roofline:
 
     def _rate(self, dtype: torch.dtype) -> float:
         if dtype not in self._peaks:
-            self._peaks[dtype], _ = fastest([matmul(1024, dtype)], self._seconds)
+            size = 1024 if self._device == "cpu" else 8192
+            self._peaks[dtype], _ = fastest([matmul(size, dtype, self._device)], self._seconds)
         return self._peaks[dtype]
 
 

@@ -5,21 +5,25 @@ from __future__ import annotations
 import hashlib
 import platform as machine
 import random
+import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import importlib_metadata
 import torch
 
+from interposer.errors import ConfigError, install_command
 from interposer_testing._checks.fault import Fault
 from interposer_testing._judge.cases import changed, num_bytes, varied
 from interposer_testing._judge.clock import BatchClock, Roofline, spread
 from interposer_testing._judge.kernel import JudgedKernel, fault_of
+from interposer_testing._judge.memory import memory_of
 from interposer_testing._judge.process import KernelError, KernelProcess, ProcessEndedError
 from interposer_testing._judge.remote import RemoteFunctions
 from interposer_testing._judge.task import Solution, Task, Workload
@@ -36,8 +40,17 @@ _NUM_CHANGED = 4
 _MAX_IDLE_SHARE = 0.2
 # A program that uses kernels has loaded these.
 _PRODUCTION_MODULES = ("interposer", "interposer_engine")
-_RERUN_WORKLOADS = 12
+_MAX_COMPARED = 12
 _RERUN_BATCHES = 12
+_INTERPRETED = (
+    "Triton's interpreter ran the kernel, so it was not timed, and races between the programs of a "
+    "launch were not seen"
+)
+_NEVER_ON_A_GPU = (
+    "this path of the judge has never run on its hardware: check the verdict before you use it. "
+    "Times include a copy of each result, and an argument that the kernel writes is read after the "
+    "whole device has finished"
+)
 _Style = Literal["plain", "module", "threads"]
 
 
@@ -67,6 +80,7 @@ def judge(
     task: Task,
     solution: Solution,
     *,
+    device: str = "cpu",
     seed: int | None = None,
     quick: bool = False,
     budget: Budget | None = None,
@@ -79,17 +93,32 @@ def judge(
     this process never imports the solution. Inputs are drawn from a secret seed.
 
     Args:
+        device: "cpu", or "cuda" for a GPU. The path for GPUs has never run on one.
         seed: seed of all inputs; by default a secret one, which the verdict states.
         quick: judge in a few seconds, with fewer cases and calls.
         budget: limits of time and calls, instead of those of a full or quick run.
         progress: called with the name of each step.
         timer: clock in seconds.
 
-    Raises: ConfigError: this system is not Linux.
+    Raises: ConfigError: this system is not Linux, has no such device, or lacks Triton and the
+        solution imports it.
     """
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ConfigError(f"device = {device!r} is unknown. Try: 'cpu' or 'cuda'")
+    if device != "cpu" and solution.style == "writes outputs":
+        raise ConfigError(
+            f"The solution {solution.name!r} writes to outputs that it is given, and {device!r} is "
+            "for functions that return results. Try: the device 'cpu', or another function"
+        )
+    if solution.language == "triton" and find_spec("triton") is None:
+        raise ConfigError(
+            f"The solution {solution.name!r} imports triton, which is not installed. "
+            f"Try: {install_command('interposer-ops[triton]')}"
+        )
     judging = _Judging(
         task,
         solution,
+        device,
         secrets.randbits(48) if seed is None else seed,
         budget or (QUICK if quick else Budget()),
         progress or (lambda _: None),
@@ -118,10 +147,11 @@ def judge(
             "python": machine.python_version(),
             "torch": torch.__version__,
         },
-        device=f"{machine.machine()} with {torch.get_num_threads()} threads",
+        device=judging.device_name,
         date=date,
         seconds=timer() - start,
         output=judging.output,
+        notes=judging.notes,
     )
 
 
@@ -131,6 +161,7 @@ class _Judging:
 
     task: Task
     solution: Solution
+    device: str
     seed: int
     budget: Budget
     progress: Progress
@@ -141,6 +172,7 @@ class _Judging:
     num_calls: int = 0
     num_calls_afterwards: int = 0
     output: str = ""
+    _compared: list[Workload] = field(default_factory=list)
 
     @property
     def state(self) -> State:
@@ -149,10 +181,34 @@ class _Judging:
             return "accepted"
         return "impossible" if all(f.check == "floor" for f in self.findings) else "refused"
 
+    @property
+    def is_interpreted(self) -> bool:
+        """Whether Triton's interpreter runs the kernel, as on any machine without a GPU."""
+        return self.solution.language == "triton" and self.device == "cpu"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The limits of the verdict."""
+        if self.device != "cpu":
+            return (_NEVER_ON_A_GPU,)
+        return (_INTERPRETED,) if self.is_interpreted else ()
+
+    @property
+    def device_name(self) -> str:
+        """The device that runs the kernel."""
+        if self.device != "cpu":
+            return torch.cuda.get_device_name(self.device)
+        cpu = machine.machine()
+        if self.is_interpreted:
+            return f"Triton's interpreter on {cpu}"
+        return f"{cpu} with {torch.get_num_threads()} threads"
+
     def run(self) -> None:
         """Run all stages; stop after the first stage with findings."""
         order = random.Random(self.seed)
         workloads = order.sample(self.task.workloads, len(self.task.workloads))
+        if self.is_interpreted:  # a large workload takes hours
+            workloads = [w for w in workloads if not w.timed] or [self._smallest(workloads)]
         with self._process("loading") as process:
             kernel = self._loaded(process, "loading")
             if kernel is not None:
@@ -168,7 +224,7 @@ class _Judging:
         with self._process("rerun") as process:
             kernel = self._loaded(process, "rerun")
             if kernel is not None:
-                self._rerun(kernel, workloads[::-1])
+                self._rerun(kernel, self._compared[::-1])
                 self._check_process(kernel, "rerun")
             self.num_calls_afterwards = process.num_calls
             self.output = process.output()
@@ -177,7 +233,9 @@ class _Judging:
         return KernelProcess(
             self.solution.sources,
             limit_seconds=self.budget.call_seconds,
+            environment={"TRITON_INTERPRET": "1"} if self.is_interpreted else {},
             is_shell_child=stage == "rerun",
+            memory=partial(memory_of, self.device),
         )
 
     def _loaded(self, process: KernelProcess, stage: Stage) -> JudgedKernel | None:
@@ -232,6 +290,7 @@ class _Judging:
             case = workload.case(self._generator("correctness", workload.label))
             faults, error = kernel.faults(case, is_fenced=number % 2 == 0)
             self.largest_error = max(self.largest_error, error)
+            self._compared.append(workload)
             self._add("correctness", workload.label, *faults)
             if not (number or faults):
                 self._check_idle(kernel)
@@ -258,11 +317,20 @@ class _Judging:
     def _check_threads(self, kernel: JudgedKernel, workloads: Sequence[Workload]) -> None:
         """Compare calls that run at the same time."""
         self.progress("comparing calls of several threads")
-        workload = min(workloads[:8], key=lambda w: num_bytes(w.case(self._generator("size"))))
+        workload = self._smallest(workloads[:_MAX_COMPARED])
         cases = [
             workload.case(self._generator("threads", number)) for number in range(_NUM_THREADS)
         ]
         self._add("correctness", workload.label, *kernel.departures(cases, style="threads"))
+
+    def _smallest(self, workloads: Sequence[Workload]) -> Workload:
+        """Return the workload with the fewest bytes, and one without any only if all are empty."""
+
+        def size(workload: Workload) -> tuple[bool, int]:
+            count = num_bytes(workload.case(self._generator("size")))
+            return not count, count
+
+        return min(workloads, key=size)
 
     def _check_idle(self, kernel: JudgedKernel) -> None:
         """Find threads that work on after a call, and so disturb other measurements."""
@@ -290,7 +358,9 @@ class _Judging:
     def _time(self, kernel: JudgedKernel, workloads: Sequence[Workload]) -> None:
         """Time the timed workloads, and compare results of timed calls."""
         timed = [w for w in self.task.workloads if w.timed] or list(workloads[:1])
-        roofline = Roofline(self.timer)
+        if self.is_interpreted:
+            timed = [self._smallest(workloads[:_MAX_COMPARED])]
+        roofline = Roofline(self.timer, device=self.device)
         for workload in timed[:_MAX_TIMED]:
             self.progress(f"timing {workload.label}")
             draw = partial(workload.case, self._generator("timing", workload.label))
@@ -310,7 +380,7 @@ class _Judging:
                             seconds.append(batch.seconds)
             except (KernelError, ProcessEndedError) as error:
                 self._add("timing", workload.label, fault_of(error, "timed call"))
-            if self.findings:
+            if self.findings or self.is_interpreted:
                 return
             limits = roofline.of(self.task.op, draw(), self._generator("roofline"))
             timing = Timing(
@@ -332,9 +402,11 @@ class _Judging:
 
     def _rerun(self, kernel: JudgedKernel, workloads: Sequence[Workload]) -> None:
         """Run as a program would: other frames, other inputs, other order, and many more calls."""
-        end = self.timer() + self.budget.rerun_seconds
+        half, end = (self.timer() + self.budget.rerun_seconds * part for part in (0.5, 1.0))
         self.progress("running again after the verdict")
-        for workload in workloads[:_RERUN_WORKLOADS]:
+        for workload in workloads:
+            if self.timer() > half:
+                break
             generator = self._generator("rerun", workload.label)
             cases = [varied(workload, generator)]
             if workload.of_other_size is not None:
@@ -342,13 +414,11 @@ class _Judging:
             self._add("rerun", workload.label, *kernel.departures_of_copies(cases))
             if self.findings:
                 return
-        smallest = min(
-            workloads[:_RERUN_WORKLOADS], key=lambda w: num_bytes(w.case(self._generator("size")))
-        )
+        smallest = self._smallest(workloads[:_MAX_COMPARED])
         draw = partial(smallest.case, self._generator("many calls"))
-        repeat = -(-self.budget.rerun_calls // (2 * _RERUN_BATCHES))
+        most, repeat = -(-self.budget.rerun_calls // (2 * _RERUN_BATCHES)), 1
         if self.task.op.mutates:
-            repeat = 1  # a repeated call would get the result of the one before
+            most = 1  # a repeated call would get the result of the one before
         while kernel.functions.process.num_calls < self.budget.rerun_calls and self.timer() < end:
             started, cases = self.timer(), [draw(), draw()]
             faults = kernel.departures_of_copies(cases, repeat=repeat)
@@ -357,7 +427,8 @@ class _Judging:
                 return
             took = self.timer() - started
             # At least six batches fit into the time.
-            repeat = max(1, min(repeat, int(repeat * (self.budget.rerun_seconds / 6) / took)))
+            fitting = int(repeat * (self.budget.rerun_seconds / 6) / took)
+            repeat = max(1, min(most, fitting))
 
 
 def _digest(solution: Solution) -> str:

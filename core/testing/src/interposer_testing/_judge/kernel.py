@@ -53,9 +53,11 @@ class JudgedKernel:
         def expect(given: CallArguments) -> Expectation:
             return self._expectation(case, given, results[-1])
 
-        subject = Subject(op, function, allocate=self._memory.allocate)
+        memory = self._memory
+        subject = Subject(op, function, device=memory.device, allocate=memory.allocate)
         try:
             with self.functions.scope():
+                is_fenced = is_fenced and memory.device == "cpu"
                 faults = check_subject(subject, case, expect, is_fenced)
                 if not faults:
                     given = subject.given(case)
@@ -145,8 +147,9 @@ class JudgedKernel:
                             if isinstance(v, torch.Tensor) and n not in self._task.op.constants
                         ]
                         process.request("change", values=values)
-                    process.request("run", function=request["function"])
-                    reply = process.request("describe", indices=[0])
+                    exports = request["exports"]
+                    process.request("run", function=request["function"], exports=exports)
+                    reply = process.request("describe", indices=[0], exports=exports)
                     result = self.output(call, self.functions.results(reply, 1)[0])
                     if faults := self.compare(case, shared, result):
                         return faults
@@ -156,7 +159,8 @@ class JudgedKernel:
 
     def compare(self, case: Case, arguments: Mapping[str, Any], result: Any) -> list[Fault]:
         """Compare form and values of a result with the reference."""
-        subject = Subject(self._task.op, self._task.op.reference)
+        op = self._task.op
+        subject = Subject(op, op.reference, device=self._memory.device)
         given = subject.given(case)
         for name in self._task.op.mutates:
             given.operands[name].tensor.copy_(arguments[name])
@@ -184,7 +188,7 @@ class JudgedKernel:
             self._task.op,
             case,
             _joined(forms),
-            "cpu",
+            torch.device(self._memory.device).type,
             dict(zip(labels, expected.values.values(), strict=True)),
             dict(zip(labels, expected.bounds.values(), strict=True)),
         )

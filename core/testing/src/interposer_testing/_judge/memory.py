@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -25,9 +26,15 @@ class SharedMemory:
     """A large area of memory that two processes map; buffers are allocated one after another.
 
     Attributes:
+        device: torch device of the memory.
         descriptor: file descriptor of the memory, which another process can map.
         protected: offsets of the pages that no kernel may touch, next to fenced buffers.
+        has_exports: the other process copies results into this memory, because this process cannot
+            read other memory of the device.
     """
+
+    device = "cpu"
+    has_exports = False
 
     def __init__(self) -> None:
         """Create the memory.
@@ -44,6 +51,7 @@ class SharedMemory:
         self._memory = mmap.mmap(self.descriptor, _SIZE_BYTES)
         whole = torch.frombuffer(self._memory, dtype=torch.uint8, count=1)
         self._base = whole.data_ptr()
+        self._size = self._argument_bytes = _SIZE_BYTES
         self._next = 0
         self._random = random.Random()
         self.protected: list[int] = []
@@ -70,8 +78,8 @@ class SharedMemory:
         length = -(-num_bytes // _PAGE) * _PAGE
         start = self._next + _PAGE * self._random.randrange(1, _MAX_GAP_PAGES)
         self._next = start + length + _PAGE
-        if self._next > _SIZE_BYTES:
-            raise MemoryError(f"arguments take more than {_SIZE_BYTES >> 30} GiB")
+        if self._next > self._argument_bytes:
+            raise MemoryError(f"arguments take more than {self._argument_bytes / 2**30:.1f} GiB")
         if fence == "after":
             self.protected.append(start + length)
             start += length - num_bytes
@@ -88,11 +96,18 @@ class SharedMemory:
     def offset_of(self, address: int) -> int | None:
         """Return the offset of an address in this process; None if it is other memory."""
         offset = address - self._base
-        return offset if 0 <= offset < _SIZE_BYTES else None
+        return offset if 0 <= offset < self._size else None
 
     def contains(self, offset: int, num_bytes: int) -> bool:
         """Tell whether bytes from ``offset`` on are within the memory."""
-        return 0 <= offset < _SIZE_BYTES and 0 < num_bytes <= _SIZE_BYTES - offset
+        return 0 <= offset < self._size and 0 < num_bytes <= self._size - offset
+
+    def layout(self) -> dict[str, Any]:
+        """Return the places that the other process must know, for JSON."""
+        return {}
+
+    def settle(self) -> None:
+        """Wait until this process has finished its reads and writes of the memory."""
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -103,6 +118,77 @@ class SharedMemory:
         finally:
             first = -(-start // _PAGE) * _PAGE
             if self._next > first:
-                self._memory.madvise(mmap.MADV_REMOVE, first, self._next - first)
+                self._forget(first, self._next - first)
             self._next = start
             del self.protected[protected:]
+
+    def _forget(self, offset: int, num_bytes: int) -> None:
+        """Give pages back to the system."""
+        self._memory.madvise(mmap.MADV_REMOVE, offset, num_bytes)
+
+
+class ExportedMemory(SharedMemory):
+    """Shared memory whose second half receives copies of results."""
+
+    has_exports = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._argument_bytes = self._size // 2
+
+    def layout(self) -> dict[str, Any]:
+        """Return the part for results, as offsets."""
+        return {"device": self.device, "exports": [self._argument_bytes, self._size]}
+
+
+class DeviceMemory(ExportedMemory):
+    """Memory of a GPU that two processes map, by the interprocess handles of CUDA.
+
+    This class has never run on a GPU. No page of it is protected: only the poison between the
+    arguments shows accesses outside of them.
+    """
+
+    def __init__(self, device: str) -> None:
+        """Allocate the memory: half of the free memory of the device, but at most 32 GiB.
+
+        Raises: ConfigError: there is no such device.
+        """
+        super().__init__()
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"The device {device!r} is not available: torch {torch.__version__} finds no GPU "
+                "with CUDA. Try: the device 'cpu', where Triton's interpreter runs Triton kernels"
+            )
+        self._size = min(_SIZE_BYTES, torch.cuda.mem_get_info(device)[0] // 2)
+        self._argument_bytes = self._size // 2 // _PAGE * _PAGE
+        self._arena = torch.empty(self._size, dtype=torch.uint8, device=device)
+        self.device = str(self._arena.device)
+        self._base = self._arena.data_ptr()
+
+    def view(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """Return the bytes from ``offset``, ``[num_bytes]`` uint8, with a storage of their own."""
+        empty = torch.empty(0, dtype=torch.uint8, device=self.device)
+        if not num_bytes:
+            return empty
+        storage = torch._C._construct_storage_from_data_pointer(
+            self._base + offset, torch.device(self.device), num_bytes
+        )
+        return empty.set_(storage)
+
+    def layout(self) -> dict[str, Any]:
+        """Return the part for results, and the handle with which a process maps the memory."""
+        handle = self._arena.untyped_storage()._share_cuda_()
+        texts = [["hex", part.hex()] if isinstance(part, bytes) else part for part in handle]
+        return {**super().layout(), "handle": texts}
+
+    def settle(self) -> None:
+        """Wait until this process has finished its work on the device."""
+        torch.cuda.synchronize(self.device)
+
+    def _forget(self, offset: int, num_bytes: int) -> None:
+        """Keep the memory, which stays mapped."""
+
+
+def memory_of(device: str) -> SharedMemory:
+    """Create the memory that a kernel for a device shares with the judge."""
+    return SharedMemory() if device == "cpu" else DeviceMemory(device)

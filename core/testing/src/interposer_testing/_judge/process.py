@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +23,12 @@ from interposer.tooling import child_environment
 from interposer_testing._judge.memory import SharedMemory
 
 _PROGRAM = "serve.py"
+_HOME = Path(__file__).parent
+# Files of this package that the process imports.
+_PROGRAM_FILES = {
+    _PROGRAM: _HOME / "worker.py",
+    "exact_interpreter.py": _HOME.parent / "exact_interpreter.py",
+}
 _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 3, 4
 _MAX_REPLY_BYTES = 64 << 20
 _MAX_OUTPUT_CHARACTERS = 4000
@@ -77,6 +83,7 @@ class KernelProcess:
         limit_seconds: float = 120.0,
         environment: Mapping[str, str] | None = None,
         is_shell_child: bool = False,
+        memory: Callable[[], SharedMemory] = SharedMemory,
     ) -> None:
         """Describe the process, which ``with`` starts.
 
@@ -86,17 +93,19 @@ class KernelProcess:
             limit_seconds: time limit of one request.
             environment: variables besides those that every program needs.
             is_shell_child: start the process from a shell, as a terminal or a service does.
+            memory: creates the memory for arguments and results.
         """
         self._sources = sources
         self._paths = paths
         self._limit_seconds = limit_seconds
         self._environment = dict(environment or {})
         self._is_shell_child = is_shell_child
+        self._create_memory = memory
         self.num_calls = 0
 
     def __enter__(self) -> KernelProcess:
         with ExitStack() as stack:
-            self.memory = stack.enter_context(SharedMemory())
+            self.memory = stack.enter_context(self._create_memory())
             ours, theirs = socket.socketpair()
             self._channel = stack.enter_context(ours)
             with theirs:
@@ -105,7 +114,8 @@ class KernelProcess:
             # A fork can be read by this process only if it does not inherit this.
             stack.enter_context(_unreadable_memory())
             self._received = bytearray()
-            hello = self._exchange({"action": "base"}, _START_SECONDS)
+            layout = self.memory.layout()
+            hello = self._exchange({"action": "base", "layout": layout}, _START_SECONDS)
             self.base, self.num_threads = int(hello["base"]), int(hello["threads"])
             # The functions of the solution are not loaded yet, so the number is right.
             self._pid = int(hello["process"])
@@ -122,9 +132,13 @@ class KernelProcess:
 
     def _start(self, channel: socket.socket, stack: ExitStack) -> None:
         """Start the process at the other end of the channel; ``stack`` closes its files."""
+        # Python imports from the folder of the program first, so the sources are in another.
+        program_folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         self._output = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  by the stack
-        for name, content in {_PROGRAM: _program(), **self._sources}.items():
+        for name, origin in _PROGRAM_FILES.items():
+            (program_folder / name).write_bytes(origin.read_bytes())
+        for name, content in self._sources.items():
             file = self._folder / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content)
@@ -135,7 +149,8 @@ class KernelProcess:
             environment["PYTHONPATH"] = os.pathsep.join(self._paths)
         descriptors = (channel.fileno(), self.memory.descriptor)
         # faulthandler prints the frames of a crash.
-        command = [sys.executable, "-X", "faulthandler", "-s", _PROGRAM, *map(str, descriptors)]
+        program = str(program_folder / _PROGRAM)
+        command = [sys.executable, "-X", "faulthandler", "-s", program, *map(str, descriptors)]
         if self._is_shell_child:
             command = ["/bin/sh", "-c", '"$@"; exit $?', "sh", *command]
         self._process = subprocess.Popen(
@@ -174,6 +189,7 @@ class KernelProcess:
 
     def send(self, request: Mapping[str, Any]) -> None:
         """Send a request. Raises: ProcessEndedError: the process has ended."""
+        self.memory.settle()
         try:
             self._channel.sendall(json.dumps(request).encode() + b"\n")
         except OSError as error:
@@ -226,6 +242,7 @@ class KernelProcess:
         try:
             yield
         finally:
+            self.memory.settle()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGCONT)
 
@@ -326,10 +343,6 @@ class _Range(ctypes.Structure):
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-def _program() -> bytes:
-    return Path(__file__).with_name("worker.py").read_bytes()
 
 
 def _texts(values: Any, count: int) -> list[str]:

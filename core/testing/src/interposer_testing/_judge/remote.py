@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from interposer_testing._judge.process import KernelProcess, ProcessEndedError
 
 # A result that shares its storage with scratch memory may have a storage larger than itself.
 _MAX_STORAGE_BYTES = 1 << 33
+_SECOND_READING_SECONDS = 0.005
 
 
 class _Mirror(NamedTuple):
@@ -149,6 +151,7 @@ class RemoteFunctions:
             "function": function.number,
             "calls": [[["list", arguments], keywords] for arguments, keywords in encoded],
             "protected": self.process.memory.protected,
+            "exports": self.process.memory.has_exports,
             **options,
         }
 
@@ -159,13 +162,60 @@ class RemoteFunctions:
         if not isinstance(results, list) or len(results) != count:
             raise ProcessEndedError("the process answered with another number of results")
         with self.process.stopped():
-            self.refresh()
+            if self.process.memory.has_exports:
+                self.read_exports(reply.get("exports", []))
+            else:
+                self.refresh()
             return [self._result(result) for result in results]
 
     def refresh(self) -> None:
         """Update the copies of earlier results; the process must be stopped."""
         for mirror in self._mirrors.values():
             self._copy(mirror)
+
+    def read_exports(
+        self, exports: Sequence[Any], timer: Callable[[], float] = time.perf_counter
+    ) -> float:
+        """Copy the results that the process exported, and return the time of their first reading.
+
+        The process must be stopped. Its work on a device goes on all the same; a result that such
+        work still writes differs in a second reading.
+
+        Raises: ProcessEndedError: the reply is malformed, or a result changes.
+        """
+        memory = self.process.memory
+        try:
+            places = [tuple(map(int, export)) for value in exports for export in value]
+        except (TypeError, ValueError):
+            places = [()]  # refused below
+        if not all(len(p) == 3 and memory.contains(p[2], p[1]) for p in places):
+            raise ProcessEndedError("the process described the copies of its results wrongly")
+        copies = [memory.view(offset, size).clone() for _, size, offset in places]
+        memory.settle()
+        first_reading = timer()
+        time.sleep(_SECOND_READING_SECONDS)
+        for (address, size, offset), copy in zip(places, copies, strict=True):
+            if not torch.equal(memory.view(offset, size), copy):
+                raise ProcessEndedError("a result changes after the call has returned")
+            mirror = self._mirrors.get(address)
+            if mirror is None or len(mirror.bytes) != size:
+                self._mirrors[address] = _Mirror(address, copy)
+            else:
+                mirror.bytes.copy_(copy)
+        return first_reading
+
+    def read_timed(
+        self, reply: Mapping[str, Any], indices: Sequence[int], timer: Callable[[], float]
+    ) -> float:
+        """Copy the exported results of some calls of a batch, and return the time of the reading.
+
+        Raises: ProcessEndedError: the reply is malformed, or a result changes.
+        """
+        exports = reply.get("exports")
+        if not isinstance(exports, list) or len(exports) <= max(indices):
+            raise ProcessEndedError("the process answered without copies of its results")
+        with self.process.stopped():
+            return self.read_exports([exports[index] for index in indices], timer)
 
     def encoded_items(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Describe values by name for the process."""
@@ -193,19 +243,19 @@ class RemoteFunctions:
         form = [list(tensor.shape), list(tensor.stride())]
         storage = tensor.untyped_storage()
         if not storage.nbytes():
-            return [0, 0, dtype, 0, *form, "cpu"]
+            return [0, 0, dtype, 0, *form]
         offset = self.process.memory.offset_of(storage.data_ptr())
         if offset is not None:
-            return [offset, storage.nbytes(), dtype, tensor.storage_offset(), *form, "cpu"]
+            return [offset, storage.nbytes(), dtype, tensor.storage_offset(), *form]
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         covered = 1 + sum((n - 1) * step for n, step in steps) if tensor.numel() else 0
         num_bytes = covered * tensor.itemsize
         buffer = self.process.memory.allocate(-(-num_bytes // 64) * 64)[:num_bytes]
-        source = torch.empty(0, dtype=torch.uint8).set_(storage)
+        source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         start = tensor.storage_offset() * tensor.itemsize
         buffer.copy_(source[start : start + num_bytes])
         offset = self.process.memory.offset_of(buffer.data_ptr()) if num_bytes else 0
-        return [offset, num_bytes, dtype, 0, *form, "cpu"]
+        return [offset, num_bytes, dtype, 0, *form]
 
     def _result(self, result: Any) -> Any:
         if not isinstance(result, dict):
@@ -242,14 +292,17 @@ class RemoteFunctions:
     def _tensor(self, facts: Mapping[str, Any]) -> torch.Tensor:
         dtype = getattr(torch, str(facts["dtype"]))
         shape = [int(size) for size in facts["shape"]]
-        if facts["memory"] is None or facts["device"] != "cpu" or any(facts["bits"]):
+        device = self.process.memory.device
+        if facts["memory"] is None or facts["device"] != device or any(facts["bits"]):
             return _without_memory(facts, dtype, shape)
         address, num_bytes = (int(number) for number in facts["memory"])
         strides, start = [int(step) for step in facts["strides"]], int(facts["start"])
         if not math.prod(shape):
-            return torch.empty_strided(shape, strides, dtype=dtype)
+            return torch.empty_strided(shape, strides, dtype=dtype, device=device)
         storage = self._storage(address, num_bytes)
-        return torch.empty(0, dtype=dtype).set_(storage.untyped_storage(), start, shape, strides)
+        return torch.empty(0, dtype=dtype, device=device).set_(
+            storage.untyped_storage(), start, shape, strides
+        )
 
     def _storage(self, address: int, num_bytes: int) -> torch.Tensor:
         offset = address - self.process.base
@@ -258,7 +311,7 @@ class RemoteFunctions:
             return memory.view(offset, num_bytes)
         mirror = self._mirrors.get(address)
         if mirror is None or len(mirror.bytes) < num_bytes:
-            if not 0 < num_bytes <= _MAX_STORAGE_BYTES:
+            if memory.has_exports or not 0 < num_bytes <= _MAX_STORAGE_BYTES:
                 raise ValueError(f"a storage of {num_bytes} bytes")
             mirror = _Mirror(address, torch.empty(num_bytes, dtype=torch.uint8))
             self._copy(mirror)

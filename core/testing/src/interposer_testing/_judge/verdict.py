@@ -88,6 +88,7 @@ class Verdict:
         device: name of the device.
         seconds: duration.
         output: end of the output of the kernel's process.
+        notes: limits of this verdict, such as a machine that cannot time the kernel.
     """
 
     state: State
@@ -105,6 +106,7 @@ class Verdict:
     date: str
     seconds: float
     output: str = ""
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """Convert to JSON, with the version of the schema."""
@@ -129,6 +131,7 @@ class Verdict:
             f"  {self.num_calls} calls, then {self.num_calls_afterwards} in a rerun; "
             f"seed {self.seed}; {self.seconds:.1f} s"
         )
+        lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
 

@@ -55,7 +55,16 @@ def limit_privileges() -> None:
 def _from_python(file: str, _name: str) -> ModuleType:
     """Import a file by its path, in a package if it lies in a folder."""
     sys.path.insert(0, str(Path.cwd()))
-    return importlib.import_module(".".join(Path(file).with_suffix("").parts))
+    path = Path(file)
+    module = path.parent if path.name == "__init__.py" else path.with_suffix("")
+    return importlib.import_module(".".join(module.parts))
+
+
+def import_triton() -> None:
+    """Import Triton; its interpreter must round as GPUs do."""
+    importlib.import_module("triton.testing")
+    if os.environ.get("TRITON_INTERPRET"):
+        importlib.import_module("exact_interpreter").make_exact()
 
 
 def _from_cpp(file: str, name: str) -> Any:
@@ -102,6 +111,8 @@ Action = Callable[[Mapping[str, Any]], dict[str, Any]]
 _Function = Callable[..., Any]
 _Arguments = tuple[list[Any], dict[str, Any]]
 _Calls = Sequence[_Arguments]
+_Export = tuple[int, int, int]
+_ALIGNMENT = 256
 
 
 def _is_of_torch(function: Any) -> bool:
@@ -118,7 +129,7 @@ class Surroundings:
         *("builtins", "gc", "math", "os", "random", "signal", "statistics", "sys", "threading"),
         *("time", "timeit"),
         *("torch", "torch.autograd.profiler", "torch.cuda", "torch.linalg", "torch.nn.functional"),
-        *("torch.testing", "torch.utils._pytree"),
+        *("torch.testing", "torch.utils._pytree", "triton", "triton.testing"),
     )
     _CLASSES = ("Tensor", "cuda.Event", "cuda.Stream", "nn.Module", "utils.data.DataLoader")
 
@@ -196,6 +207,11 @@ class Functions:
         self._count = 0
         self._calls: list[_Arguments] = []
         self._results: list[Any] = []
+        self._device = "cpu"
+        self._area = (0, 0)  # of the shared memory, for copies of results
+        self._next_export = 0
+        self._exported_addresses: set[int] = set()
+        self._exports: list[list[_Export]] = []
 
     def load(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Load ``file`` or ``module`` and get ``name`` from it."""
@@ -203,6 +219,9 @@ class Functions:
         if "module" in request:
             module: Any = importlib.import_module(request["module"])
         else:
+            if request["language"] == "triton":
+                import_triton()  # a kernel can replace its functions
+                self._surroundings = Surroundings()
             module = _LOADERS[request["language"]](request["file"], name)
         value = module
         for part in name.split("."):
@@ -210,6 +229,8 @@ class Functions:
         if request.get("create"):
             torch.manual_seed(request["seed"])
             value = value(*self._decoded(request["arguments"]))
+            if self._device != "cpu":
+                value = value.to(self._device)
             self._copy_state(value, request["state"])
         return {"value": self.add(value)}
 
@@ -242,7 +263,9 @@ class Functions:
         self._calls = [(self._decoded(a), self._decoded(k)) for a, k in request["calls"]]
         if request.get("copied"):
             self._calls = _pytree.tree_map_only(torch.Tensor, _copied, self._calls)
-        self._results = []
+        self._results, self._exports = [], []
+        self._next_export = self._area[0]
+        self._exported_addresses.clear()
 
     def change(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Write other values to arguments of the first prepared call, as a program would."""
@@ -257,7 +280,11 @@ class Functions:
         return {"value": self.add(self._decoded(request["argument"]))}
 
     def run(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Make the prepared calls, and wait until their work is done."""
+        """Make the prepared calls, and wait until their work is done.
+
+        With ``exports``, copy the results before the wait, as the next operation of a program would
+        read them.
+        """
         function = self._values[request["function"]]
         protected = request.get("protected", ())
         filled = _filled_memory() if request.get("filled") else contextlib.nullcontext()
@@ -267,11 +294,13 @@ class Functions:
         try:
             with filled:
                 self._results = run(function, self._calls, request)
+            if request.get("exports"):
+                self._exports = [self._exported(result) for result in self._results]
             _synchronize()
         finally:
             self._protect(protected, mmap.PROT_READ | mmap.PROT_WRITE)
             gc.enable()
-        return {}
+        return {"exports": self._exports}
 
     def describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Describe results of the last calls."""
@@ -284,7 +313,38 @@ class Functions:
         for reply, index in zip(replies, request["indices"], strict=True):
             arguments = [self._calls[index][0][i] for i in request.get("arguments", ())]
             reply["arguments"] = [self._described(argument) for argument in arguments]
-        return {"results": replies}
+        if not request.get("exports"):
+            return {"results": replies}
+        # Earlier results, which the last calls may have changed, and arguments that they wrote.
+        calls = [call for call, _ in self._calls]
+        others = [self._exported(value) for value in (*self._values.values(), *calls)]
+        _synchronize()
+        return {"results": replies, "exports": [*self._exports, *others]}
+
+    def _exported(self, value: Any) -> list[_Export]:
+        """Copy the storages of a value to shared memory; return address, size and offset of each.
+
+        Storages that lie in shared memory, or were copied since the calls, are left out.
+        """
+        exports = []
+        for tensor in _pytree.tree_leaves(value):
+            if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+                continue
+            storage = tensor.untyped_storage()
+            address, num_bytes = storage.data_ptr(), storage.nbytes()
+            is_shared = 0 <= address - self._base < self._area[1]
+            is_elsewhere = str(tensor.device) != self._device
+            if not num_bytes or is_shared or is_elsewhere or address in self._exported_addresses:
+                continue
+            self._exported_addresses.add(address)
+            offset = self._next_export
+            self._next_export += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+            if self._next_export > self._area[1]:
+                raise MemoryError(f"results take more than {self._area[1] - self._area[0]} bytes")
+            source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            self._bytes(offset, num_bytes).copy_(source)
+            exports.append((address, num_bytes, offset))
+        return exports
 
     def _protect(self, pages: Sequence[int], access: int) -> None:
         for page in pages:
@@ -305,8 +365,16 @@ class Functions:
                 importlib.import_module(name)
         return {}
 
-    def base(self, _request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the address of the shared memory in this process."""
+    def base(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Map the memory of a device, if there is any; return the address of the shared memory."""
+        layout = request["layout"]
+        if layout:
+            self._device, self._area = layout["device"], layout["exports"]
+        if "handle" in layout:
+            torch.cuda.init()
+            handle = [bytes.fromhex(p[1]) if isinstance(p, list) else p for p in layout["handle"]]
+            self._arena = torch.UntypedStorage._new_shared_cuda(*handle)
+            self._base = self._arena.data_ptr()
         return {"base": self._base, "threads": torch.get_num_threads(), "process": os.getpid()}
 
     def changes(self, _request: Mapping[str, Any]) -> dict[str, Any]:
@@ -353,16 +421,23 @@ class Functions:
         return tree
 
     def _tensor(self, content: list[Any]) -> torch.Tensor:
-        offset, num_bytes, dtype_name, start, shape, strides, device = content
+        offset, num_bytes, dtype_name, start, shape, strides = content
         dtype = getattr(torch, dtype_name)
         if not num_bytes:
-            return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        memory = torch.frombuffer(
-            self._memory, dtype=torch.uint8, count=num_bytes, offset=offset
-        ).to(device)
-        return torch.empty(0, dtype=dtype, device=device).set_(
+            return torch.empty_strided(shape, strides, dtype=dtype, device=self._device)
+        memory = self._bytes(offset, num_bytes)
+        return torch.empty(0, dtype=dtype, device=self._device).set_(
             memory.untyped_storage(), start, shape, strides
         )
+
+    def _bytes(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """Return shared memory, with a storage of its own."""
+        if self._device == "cpu":
+            return torch.frombuffer(self._memory, dtype=torch.uint8, count=num_bytes, offset=offset)
+        storage = torch._C._construct_storage_from_data_pointer(
+            self._base + offset, torch.device(self._device), num_bytes
+        )
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
 
     def _described(self, value: Any) -> Any:
         """Describe a result without looking into anything but plain tensors."""
@@ -401,11 +476,6 @@ class Functions:
         }
         if tensor.layout is not torch.strided or tensor.device.type == "meta":
             return facts
-        if tensor.device.type != "cpu":
-            num_elements = tensor.untyped_storage().nbytes() // tensor.itemsize
-            copy = tensor.as_strided((num_elements,), (1,), 0).cpu()
-            self.add(copy)
-            facts["copy"] = copy.data_ptr()
         storage = tensor.untyped_storage()
         facts["memory"] = [storage.data_ptr(), storage.nbytes()]
         facts["start"], facts["strides"] = tensor.storage_offset(), list(tensor.stride())

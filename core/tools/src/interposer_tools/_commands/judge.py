@@ -30,10 +30,14 @@ def judge(
         str,
         typer.Argument(
             metavar="SOLUTION",
-            help="FILE.py or FILE.py:FUNCTION, a C++ file, a wheel, or a solution of "
-            "FlashInfer-Trace.",
+            help="FILE.py or FILE.py:FUNCTION, a C++ file, a wheel, a folder of hub kernels, or a "
+            "solution of FlashInfer-Trace.",
         ),
     ],
+    device: Annotated[
+        str,
+        typer.Option(metavar="cpu|cuda", help="Device of the kernel; cuda has never been tried."),
+    ] = "cpu",
     quick: Annotated[
         bool, typer.Option("--quick", help="Judge in a few seconds, with fewer cases and calls.")
     ] = False,
@@ -60,9 +64,11 @@ def judge(
         from interposer_testing import read_solution, read_task
 
         the_task = read_task(task)
-        the_solution = read_solution(solution, the_task)
+        the_solution = read_solution(solution, the_task, device)
         with _progress() as progress:
-            verdict = run_judge(the_task, the_solution, seed=seed, quick=quick, progress=progress)
+            verdict = run_judge(
+                the_task, the_solution, device=device, seed=seed, quick=quick, progress=progress
+            )
         print(verdict.to_json() if as_json else verdict)
         if file is not None:
             write_text(file, verdict.to_json() + "\n")

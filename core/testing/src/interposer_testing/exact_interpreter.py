@@ -15,7 +15,7 @@ The interpreter also stores the running program in globals, so that two threads 
 and rewrites the whole language module at each call between kernel functions. With the patches,
 launches wait for each other, and a launch rewrites each module once.
 
-Remove this module once the tests in ``ops/tests/triton/test_exact_interpreter.py`` that show the
+Remove this module once the tests in ``core/testing/tests/test_exact_interpreter.py`` that show the
 faults of triton's interpreter fail.
 """
 
@@ -30,6 +30,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
+
+__all__ = ["make_exact"]
 
 _NARROW = {
     tl.bfloat16: torch.bfloat16,
