@@ -2,7 +2,7 @@
 
 ``{model}`` is the shipped model, ``{work}`` a folder that all steps share and nobody keeps. Every
 program gets ``--json FILE`` and ``--seconds N`` besides, and ``--tiny`` in a rehearsal. The limits
-add up to 25 minutes at most.
+add up to 30 minutes at most.
 """
 
 from __future__ import annotations
@@ -107,5 +107,11 @@ STAGES = (
                 80,
             ),
         ),
+    ),
+    Stage(
+        "k",
+        "judge",
+        "the corpus of cheats and honest kernels, judged on the device",
+        (Step("judge", "gpu_judge.py", limit_s=300),),
     ),
 )
