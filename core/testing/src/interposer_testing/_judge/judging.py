@@ -41,7 +41,8 @@ _MAX_IDLE_SHARE = 0.2
 # A program that uses kernels has loaded these.
 _PRODUCTION_MODULES = ("interposer", "interposer_engine")
 _MAX_COMPARED = 12
-_RERUN_BATCHES = 12
+_RERUN_BATCHES, _MIN_RERUN_BATCHES = 12, 4
+_GROWTH = 8
 _INTERPRETED = (
     "Triton's interpreter ran the kernel, so it was not timed, and races between the programs of a "
     "launch were not seen"
@@ -404,8 +405,8 @@ class _Judging:
         """Run as a program would: other frames, other inputs, other order, and many more calls."""
         half, end = (self.timer() + self.budget.rerun_seconds * part for part in (0.5, 1.0))
         self.progress("running again after the verdict")
-        for workload in workloads:
-            if self.timer() > half:
+        for number, workload in enumerate(workloads):
+            if number >= _MAX_COMPARED and self.timer() > half:
                 break
             generator = self._generator("rerun", workload.label)
             cases = [varied(workload, generator)]
@@ -416,19 +417,24 @@ class _Judging:
                 return
         smallest = self._smallest(workloads[:_MAX_COMPARED])
         draw = partial(smallest.case, self._generator("many calls"))
-        most, repeat = -(-self.budget.rerun_calls // (2 * _RERUN_BATCHES)), 1
+        most = -(-self.budget.rerun_calls // (2 * _RERUN_BATCHES))
         if self.task.op.mutates:
             most = 1  # a repeated call would get the result of the one before
-        while kernel.functions.process.num_calls < self.budget.rerun_calls and self.timer() < end:
+        repeat, num_batches = 1, 0
+        while kernel.functions.process.num_calls < self.budget.rerun_calls:
+            if num_batches >= _MIN_RERUN_BATCHES and self.timer() > end:
+                break
             started, cases = self.timer(), [draw(), draw()]
             faults = kernel.departures_of_copies(cases, repeat=repeat)
             self._add("rerun", smallest.label, *faults)
             if self.findings:
                 return
+            num_batches += 1
             took = self.timer() - started
-            # At least six batches fit into the time.
+            # Short batches say little about the time of a call; at least six long ones fit.
+            grown = repeat * _GROWTH if _GROWTH * took < self.budget.rerun_seconds else 1
             fitting = int(repeat * (self.budget.rerun_seconds / 6) / took)
-            repeat = max(1, min(most, fitting))
+            repeat = min(most, max(grown, fitting))
 
 
 def _digest(solution: Solution) -> str:
