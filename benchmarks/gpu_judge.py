@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import argparse
 
-import torch
-
 from evidence.record import Deadline, Record, add_step_options
+from gpu_clock import placement_of
 from interposer_testing import Budget, judge, read_solution, read_task
 from interposer_testing.corpus import Entry, entries
 
@@ -24,9 +23,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add_step_options(parser)
     options = parser.parse_args()
-    record, device = Record(options.json), "cpu" if options.tiny else "cuda"
-    if device == "cuda" and torch.cuda.is_available():
-        record.facts["device"] = torch.cuda.get_device_name()
+    found = placement_of(options.platform, options.tiny).device
+    record, device = Record(options.json), found.torch_device
+    record.facts["device"] = found.name
     judged = [entry for entry in _ordered() if not options.tiny or entry.name in _TINY]
     num_right = 0
     for name in record.within([e.name for e in judged], Deadline(options.seconds), "kernels"):

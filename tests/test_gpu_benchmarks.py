@@ -36,7 +36,8 @@ def module(name: str) -> Any:
 @pytest.mark.process
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without accelerator")
 @pytest.mark.parametrize(
-    "arguments", [["gpu_ops.py"], ["gpu_decode.py", "anywhere"], ["gpu_tune.py", "tiny"]]
+    "arguments",
+    [["gpu_ops.py"], ["gpu_decode.py", "anywhere"], ["gpu_tune.py", "tiny"], ["gpu_judge.py"]],
 )
 def test_without_an_accelerator_one_sentence_says_so(arguments: list[str]) -> None:
     script, *rest = arguments

@@ -225,7 +225,8 @@ class _Judging:
         with self._process("rerun") as process:
             kernel = self._loaded(process, "rerun")
             if kernel is not None:
-                self._rerun(kernel, self._compared[::-1])
+                # State that a kernel keeps from a small call is often too small for a later one.
+                self._rerun(kernel, sorted(self._compared, key=self._size))
                 self._check_process(kernel, "rerun")
             self.num_calls_afterwards = process.num_calls
             self.output = process.output()
@@ -326,12 +327,12 @@ class _Judging:
 
     def _smallest(self, workloads: Sequence[Workload]) -> Workload:
         """Return the workload with the fewest bytes, and one without any only if all are empty."""
+        return min(workloads, key=self._size)
 
-        def size(workload: Workload) -> tuple[bool, int]:
-            count = num_bytes(workload.case(self._generator("size")))
-            return not count, count
-
-        return min(workloads, key=size)
+    def _size(self, workload: Workload) -> tuple[bool, int]:
+        """Return whether a workload has no bytes, and their number."""
+        count = num_bytes(workload.case(self._generator("size")))
+        return not count, count
 
     def _check_idle(self, kernel: JudgedKernel) -> None:
         """Find threads that work on after a call, and so disturb other measurements."""

@@ -153,12 +153,12 @@ class DeviceMemory(ExportedMemory):
 
         Raises: ConfigError: there is no such device.
         """
-        super().__init__()
         if not torch.cuda.is_available():
             raise ConfigError(
                 f"The device {device!r} is not available: torch {torch.__version__} finds no GPU "
                 "with CUDA. Try: the device 'cpu', where Triton's interpreter runs Triton kernels"
             )
+        super().__init__()
         self._size = min(_SIZE_BYTES, torch.cuda.mem_get_info(device)[0] // 2)
         self._argument_bytes = self._size // 2 // _PAGE * _PAGE
         self._arena = torch.empty(self._size, dtype=torch.uint8, device=device)
