@@ -114,7 +114,7 @@ def judge(
     if solution.language == "triton" and find_spec("triton") is None:
         raise ConfigError(
             f"The solution {solution.name!r} imports triton, which is not installed. "
-            f"Try: {install_command('interposer-ops[triton]')}"
+            f"Try: {install_command('interposer-testing[triton]')}"
         )
     judging = _Judging(
         task,

@@ -63,7 +63,7 @@ def _from_python(file: str, _name: str) -> ModuleType:
 def import_triton() -> None:
     """Import Triton; its interpreter must round as GPUs do."""
     importlib.import_module("triton.testing")
-    if os.environ.get("TRITON_INTERPRET"):
+    if importlib.import_module("triton").knobs.runtime.interpret:
         importlib.import_module("exact_interpreter").make_exact()
 
 
