@@ -44,8 +44,8 @@ _MAX_COMPARED = 12
 _RERUN_BATCHES, _MIN_RERUN_BATCHES = 12, 4
 _GROWTH = 8
 _INTERPRETED = (
-    "Triton's interpreter ran the kernel, so it was not timed, and races between the programs of a "
-    "launch were not seen"
+    "Triton's interpreter ran the kernel, so it was not timed, large workloads were left out, and "
+    "races between the programs of a launch were not seen"
 )
 _NEVER_ON_A_GPU = (
     "this path of the judge has never run on its hardware: check the verdict before you use it. "
