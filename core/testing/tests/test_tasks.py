@@ -461,7 +461,7 @@ def test_an_op_has_cases_to_check_and_samples_to_time(registry: Registry) -> Non
     timed = [workload for workload in task.workloads if workload.timed]
     assert [workload.label for workload in timed] == [
         "bfloat16: sample of 1 tokens",
-        "bfloat16: sample of 512 tokens",
+        "bfloat16: sample of 128 tokens",
     ]
     for index in (0, -1):
         case = drawn(task, 1, index)
@@ -469,6 +469,12 @@ def test_an_op_has_cases_to_check_and_samples_to_time(registry: Registry) -> Non
         expected = task.expect(case)
         assert passes(expected, {"output 0": case.arguments["x"] * 2})
         assert not passes(expected, {"output 0": case.arguments["x"] * 2.1})
+    assert timed[0].of_other_size is not None
+    sizes = {
+        tuple(timed[0].of_other_size(torch.Generator().manual_seed(seed)).arguments["x"].shape)
+        for seed in range(4)
+    }
+    assert len(sizes) > 1
 
 
 @pytest.mark.parametrize(

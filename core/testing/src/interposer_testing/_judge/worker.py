@@ -169,6 +169,8 @@ class Surroundings:
             for prefix, owner in owners.items()
             for name, value in vars(owner).items()
             if callable(value) or isinstance(value, property)
+            # Torch sets this one whenever a program changes the default dtype.
+            if not (owner is torch and name == "Storage")
         }
 
     def _current_settings(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import platform
 import random
 import signal
 import sys
+import threading
 import time
 import warnings
 
@@ -19,6 +20,8 @@ from torch.nn import functional
 
 _log = logging.getLogger(__name__)
 _fastest = {}
+# The settings that are changed here belong to all threads.
+_lock = threading.Lock()
 
 
 def _silu_and_mul(x):
@@ -160,12 +163,13 @@ def restored_threads(x, weight, bias):
 
     Op: linear
     """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return functional.linear(x.contiguous(), weight, bias)
-    finally:
-        torch.set_num_threads(before)
+    with _lock:
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return functional.linear(x.contiguous(), weight, bias)
+        finally:
+            torch.set_num_threads(before)
 
 
 def restored_default_dtype(x, weight, eps):
@@ -173,13 +177,14 @@ def restored_default_dtype(x, weight, eps):
 
     Op: rms_norm
     """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        one = torch.tensor(1.0)
-        return (_rms_norm(x, weight, eps).double() * one).to(x.dtype)
-    finally:
-        torch.set_default_dtype(before)
+    with _lock:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            one = torch.tensor(1.0)
+            return (_rms_norm(x, weight, eps).double() * one).to(x.dtype)
+        finally:
+            torch.set_default_dtype(before)
 
 
 def without_gradients(x):
