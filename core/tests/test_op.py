@@ -76,7 +76,9 @@ def test_the_fake_of_a_mutation_writes_nothing() -> None:
     assert torch.equal(counter, torch.full((3,), 5))
 
 
-@pytest.mark.parametrize("declared", [{"mutates": ("y",)}, {"constants": ("y",)}])
+@pytest.mark.parametrize(
+    "declared", [{"mutates": ("y",)}, {"constants": ("y",)}, {"differentiable": ("y",)}]
+)
 def test_a_declaration_about_an_unknown_parameter_raises(
     declared: dict[str, tuple[str, ...]],
 ) -> None:
@@ -85,6 +87,14 @@ def test_a_declaration_about_an_unknown_parameter_raises(
         @custom_op("double", cases=no_cases, **declared)  # type: ignore[arg-type]
         def double(x: torch.Tensor) -> torch.Tensor:
             return x + x
+
+
+def test_an_op_that_writes_its_arguments_has_no_gradient() -> None:
+    with pytest.raises(RecordError, match="op 'double' writes x, so it cannot declare a gradient"):
+
+        @custom_op("double", cases=no_cases, mutates=("x",), differentiable=("x",))
+        def double(x: torch.Tensor) -> None:
+            x.mul_(2)
 
 
 def test_an_op_without_annotations_has_no_schema() -> None:

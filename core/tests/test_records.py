@@ -105,6 +105,13 @@ def test_an_unknown_property_is_named_with_the_nearest() -> None:
     assert "known, nearest first: 'deterministic', " in str(caught.value)
 
 
+def test_a_differentiable_kernel_prepares_nothing() -> None:
+    differentiable = frozenset({"differentiable"})
+    assert Kernel("linear", "fast", TARGET, properties=differentiable).prepare == ""
+    with pytest.raises(RecordError, match="differentiable, but prepares constants"):
+        Kernel("linear", "fast", TARGET, properties=differentiable, prepare=TARGET)
+
+
 def test_only_the_op_itself_is_the_reference() -> None:
     with pytest.raises(RecordError, match="'reference', as the op itself is"):
         Kernel("linear", "reference", TARGET)

@@ -57,7 +57,11 @@ def faults(entry: Entry, dtype: torch.dtype, every: int = 1) -> list[str]:
     space = op.cases
     assert isinstance(space, CaseSpace)
     cases = [space.build(point, dtype, seed=1) for point in list(space.covering(dtype))[::every]]
-    return [f"{case.label}: {fault}" for case in cases for fault in check_kernel(op, kernel, case)]
+    return [
+        f"{case.label}: {fault}"
+        for case in cases
+        for fault in check_kernel(op, kernel, case, gradients=entry.backward)
+    ]
 
 
 def test_corpus_has_many_cheats_and_honest_kernels_of_several_ops() -> None:
@@ -119,6 +123,7 @@ def test_honest_kernel_is_right_in_a_few_cases(entry: Entry) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch's compiler imports
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "entry",

@@ -318,7 +318,7 @@ def _check_verdict(entry: Entry, budget: Budget) -> Verdict:
     task = read_task(entry.op)
     device = "cuda" if entry.needs == "cuda" else "cpu"
     solution = read_solution(f"{entry.path}:{entry.function}", task, device)
-    verdict = judge(task, solution, device=device, budget=budget)
+    verdict = judge(task, solution, device=device, budget=budget, backward=entry.backward)
     is_accepted = verdict.state == "accepted"
     assert is_accepted == (entry.verdict == "accepted"), f"{verdict}\n{entry.why}"
     return verdict

@@ -38,6 +38,7 @@ def standard_op(
     tolerance: Tolerance | None = None,
     batched: tuple[str, ...] = (),
     ragged: Mapping[str, str] | None = None,
+    differentiable: tuple[str, ...] = (),
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
     """Define a standard op by its PyTorch reference and declare the op's record.
 
@@ -58,11 +59,13 @@ def standard_op(
         tolerance=tolerance,
         batched=batched,
         ragged=ragged,
+        differentiable=differentiable,
     )
 
     def declare(reference: Callable[P, R]) -> CustomOp[P, R]:
         family = ".".join(reference.__module__.split(".")[:2])
         properties = PLAIN | {"batch_invariant"} if batch_invariant else PLAIN
+        properties |= {"differentiable"} if differentiable else frozenset()
         _declared.append(OpEntry(name, f"{family}:{name}", properties, emulation))
         return define(reference)
 

@@ -21,7 +21,9 @@ from pydantic import (
 
 from interposer._contract.errors import ConfigError, UnknownNameError
 
-REQUIRABLE = frozenset({"batch_invariant", "deterministic", "graph_safe", "traceable"})
+REQUIRABLE = frozenset(
+    {"batch_invariant", "deterministic", "differentiable", "graph_safe", "traceable"}
+)
 """The properties that can be required of a kernel or an attention backend."""
 
 

@@ -99,6 +99,10 @@ class Tolerance:
 class CustomOp(Generic[P, R]):
     """An op with a PyTorch reference. A call runs the reference; layers bind a kernel instead.
 
+    Selection is for inference: layers call the bound kernel also where an argument requires a
+    gradient. Only a kernel that promises to be ``differentiable`` then has a right backward pass;
+    any other may drop the gradient without an error.
+
     Attributes:
         reference: the plain PyTorch function that defines the op.
         schema: typed schema in torch.library's language, inferred from the function's annotations.
@@ -111,6 +115,8 @@ class CustomOp(Generic[P, R]):
             sequences, each with the name of the int64 argument that holds the sequence starts and,
             last, the end. ``batched`` then names the arguments with one row per sequence, and
             dimension 0 of every output counts the tokens of the first ragged argument.
+        differentiable: names of the float arguments whose gradients are the autograd of the
+            reference. Empty if the op has no gradient.
     """
 
     def __init__(
@@ -124,6 +130,7 @@ class CustomOp(Generic[P, R]):
         sample: CaseSampler | str | None = None,
         batched: tuple[str, ...] = (),
         ragged: Mapping[str, str] | None = None,
+        differentiable: tuple[str, ...] = (),
     ) -> None:
         self.reference = reference
         self.name = name
@@ -134,13 +141,20 @@ class CustomOp(Generic[P, R]):
         self._sample = sample
         self.batched = batched
         self.ragged = dict(ragged or {})
+        self.differentiable = differentiable
         self.signature = inspect.signature(reference)
         declared_names = {*mutates, *constants, *batched, *self.ragged, *self.ragged.values()}
+        declared_names |= {*differentiable}
         unknown = sorted(declared_names - set(self.signature.parameters))
         if unknown:
             raise RecordError(
                 f"op {name!r} declares {unknown}, which are not its parameters; "
                 f"those are {', '.join(self.signature.parameters)}"
+            )
+        if differentiable and mutates:
+            raise RecordError(
+                f"op {name!r} writes {', '.join(mutates)}, so it cannot declare a gradient. "
+                "Try: leave out differentiable"
             )
         self.schema = name + infer_schema(reference, mutates_args=mutates)
         self.__doc__ = reference.__doc__
@@ -198,6 +212,7 @@ def custom_op(
     sample: CaseSampler | str | None = None,
     batched: tuple[str, ...] = (),
     ragged: Mapping[str, str] | None = None,
+    differentiable: tuple[str, ...] = (),
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
     """Turn a plain PyTorch function into the definition of the op ``name``.
 
@@ -207,6 +222,17 @@ def custom_op(
 
     def define(reference: Callable[P, R]) -> CustomOp[P, R]:
         bounds = tolerance or Tolerance()
-        return CustomOp(reference, name, mutates, constants, cases, bounds, sample, batched, ragged)
+        return CustomOp(
+            reference,
+            name,
+            mutates,
+            constants,
+            cases,
+            bounds,
+            sample,
+            batched,
+            ragged,
+            differentiable,
+        )
 
     return define

@@ -18,7 +18,10 @@ from interposer._contract.errors import RecordError, near_names, nearest_first
 from interposer._contract.requires import Requires
 
 PROPERTIES = frozenset(
-    {"batch_invariant", "deterministic", "graph_safe", "in_place", "opaque", "traceable"}
+    {
+        *("batch_invariant", "deterministic", "differentiable", "graph_safe", "in_place"),
+        *("opaque", "traceable"),
+    }
 )
 """The promises that a kernel may make about itself."""
 
@@ -121,6 +124,11 @@ class Kernel:
                     f"{self.name!r} has the {label} {value!r}, but prepares nothing. "
                     f"Try: leave out the {label}"
                 )
+        if "differentiable" in self.properties and self.prepare:
+            raise RecordError(
+                f"{self.name!r} promises to be differentiable, but prepares constants, which then "
+                "get no gradient. Try: leave out the property, or prepare nothing"
+            )
         if self.name == "reference":
             raise RecordError(f"a kernel for {self.op!r} is named 'reference', as the op itself is")
 

@@ -17,7 +17,10 @@ from interposer_testing.cases import CaseSpace, planned_cases
 
 _SECTION = re.compile(r"^(Args|Dims|Returns|Raises|Source):\s*(.*)$")
 _ARGUMENT = re.compile(r"^    (\w+(?:, \w+)*): (.*)$")
-_SHOWN = ("dims", "mutates", "constants", "batched", "ragged", "properties", "dtypes", "kernels")
+_SHOWN = (
+    *("dims", "mutates", "constants", "batched", "ragged", "differentiable"),
+    *("properties", "dtypes", "kernels"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class OpFacts:
     constants: tuple[str, ...]
     batched: tuple[str, ...]
     ragged: tuple[str, ...]
+    differentiable: tuple[str, ...]
     properties: tuple[str, ...]
     dtypes: tuple[str, ...]
     cases: int
@@ -78,6 +82,7 @@ class OpFacts:
             op.constants,
             op.batched,
             tuple(op.ragged),
+            op.differentiable,
             tuple(sorted(entry.properties)),
             tuple(str(dtype).removeprefix("torch.") for dtype in dtypes),
             len(planned),
@@ -112,6 +117,7 @@ class OpFacts:
                 ("constants:", self.constants),
                 ("treats one by one the first dimension of", self.batched),
                 ("treats one by one the sequences in", self.ragged),
+                ("has gradients of", self.differentiable),
             )
             if values
         ]

@@ -24,7 +24,7 @@ _single = partial(_op, tolerance=Tolerance(roundings=2))
 _gated = partial(_op, tolerance=Tolerance(roundings=3))
 
 
-@_single("gelu")
+@_single("gelu", differentiable=("x",))
 def gelu(x: Tensor, approximate: str) -> Tensor:
     """Apply GELU: multiply each element by the standard normal distribution function.
 
@@ -65,7 +65,7 @@ def relu2(x: Tensor) -> Tensor:
     return widened(x).relu().square().to(x.dtype)
 
 
-@_gated("silu_and_mul")
+@_gated("silu_and_mul", differentiable=("x",))
 def silu_and_mul(x: Tensor) -> Tensor:
     """Multiply the SiLU of the first half by the second half.
 
@@ -102,7 +102,7 @@ def silu_and_mul_quantize_fp8(x: Tensor, scale: Tensor, out_dtype: torch.dtype) 
     return (functional.silu(gate) * up / scale).clamp(-largest, largest).to(out_dtype)
 
 
-@_gated("gelu_and_mul")
+@_gated("gelu_and_mul", differentiable=("x",))
 def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
     """Multiply the GELU of the first half by the second half.
 

@@ -21,7 +21,7 @@ _op = partial(
 _MIN_SUM = 1e-20  # avoids a division by zero if all weights are zero
 
 
-@_op("topk_softmax")
+@_op("topk_softmax", differentiable=("logits",))
 def topk_softmax(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     """Choose the experts with the largest logits, weighted by the softmax over all experts.
 

@@ -17,7 +17,13 @@ from interposer_ops._declare import standard_op
 _op = partial(standard_op, cases="interposer_ops.linear._linear_cases")
 
 
-@_op("linear", constants=("weight", "bias"), tolerance=Tolerance(roundings=2), batched=("x",))
+@_op(
+    "linear",
+    constants=("weight", "bias"),
+    tolerance=Tolerance(roundings=2),
+    batched=("x",),
+    differentiable=("x", "weight", "bias"),
+)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Project ``x``: y = x weight^T + bias, accumulated in float32 or wider.
 
@@ -55,7 +61,12 @@ def grouped_linear(x: Tensor, weight: Tensor, group_starts: Tensor) -> Tensor:
     return result.to(x.dtype)
 
 
-@_op("batched_linear", constants=("weight",), tolerance=Tolerance(roundings=1))
+@_op(
+    "batched_linear",
+    constants=("weight",),
+    tolerance=Tolerance(roundings=1),
+    differentiable=("x", "weight"),
+)
 def batched_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply the rows of each head by the head's matrix, accumulated in float32 or wider.
 

@@ -49,7 +49,7 @@ def qk_norm(
 
 
 # One rounding of the result, and one more for the error of the computation before it.
-@_op("l2_norm", tolerance=Tolerance(roundings=2), batched=("x",))
+@_op("l2_norm", tolerance=Tolerance(roundings=2), batched=("x",), differentiable=("x",))
 def l2_norm(x: Tensor, eps: float) -> Tensor:
     """Scale each row of ``x`` to unit Euclidean length, as for the keys of linear attention.
 

@@ -20,7 +20,7 @@ _op = partial(
 )
 
 
-@_op("rms_norm", tolerance=Tolerance(roundings=3))
+@_op("rms_norm", tolerance=Tolerance(roundings=3), differentiable=("x", "weight"))
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale each row of ``x`` to unit root mean square, then by ``weight``.
 
@@ -96,7 +96,12 @@ def fused_add_gemma_rms_norm(
 
 
 # One rounding of the result, and one more for the error of the computation before it.
-@_op("layer_norm", tolerance=Tolerance(roundings=2), constants=("weight", "bias"))
+@_op(
+    "layer_norm",
+    tolerance=Tolerance(roundings=2),
+    constants=("weight", "bias"),
+    differentiable=("x", "weight", "bias"),
+)
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Shift and scale each row of ``x`` to mean 0 and variance 1, then by ``weight`` and ``bias``.
 

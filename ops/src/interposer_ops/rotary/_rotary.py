@@ -22,7 +22,7 @@ _op = partial(
 )
 
 
-@_op("rotary_embedding")
+@_op("rotary_embedding", differentiable=("query", "key"))
 def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate the first R elements of every head by its token's angles, in float32 or wider.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,6 +24,8 @@ class Expectation:
         device_type: the expected device type.
         values: outputs and mutated arguments by label; floats are float64.
         bounds: largest absolute errors by label, instead of those of the op's tolerance.
+        labels: names for faults, of outputs that are not called "output 0" and so on.
+        any_strides: labels of the outputs that may have any strides.
     """
 
     op: CustomOp[..., Any]
@@ -32,6 +34,8 @@ class Expectation:
     device_type: str
     values: Mapping[str, torch.Tensor]
     bounds: Mapping[str, torch.Tensor] | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    any_strides: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, op: CustomOp[..., Any], case: Case, given: CallArguments) -> Expectation:
@@ -46,7 +50,7 @@ class Expectation:
         outputs = tensors_of(op.reference(*reference.positional(wide)))
         values = {f"output {number}": _widened(tensor) for number, tensor in enumerate(outputs)}
         values |= {f"argument {name!r}": wide[name] for name in op.mutates}
-        fake = _fake(op, given.arguments)
+        fake = fake_result(op, given.arguments)
         devices = (v.device.type for v in given.arguments.values() if isinstance(v, torch.Tensor))
         return cls(op, case, fake, next(devices, "cpu"), values)
 
@@ -65,10 +69,16 @@ class Expectation:
                 )
         if shared := call.aliases():
             for output, alias in sorted(shared - self._allowed()):
-                yield Fault("alias", output, f"it shares memory with {alias}")
+                reason = f"it shares memory with {self.labels.get(alias, alias)}"
+                yield Fault("alias", self.labels.get(output, output), reason)
 
     def departures(self, call: Call) -> Iterator[Fault]:
         """Yield the differences of form and values between the result and the reference."""
+        for fault in self._departures(call):
+            if fault.check != "stride" or fault.where not in self.any_strides:
+                yield replace(fault, where=self.labels.get(fault.where, fault.where))
+
+    def _departures(self, call: Call) -> Iterator[Fault]:
         op, case = self.op, self.case
         form_faults = list(compare_form(call.result, self.fake, self.device_type))
         yield from form_faults
@@ -81,20 +91,21 @@ class Expectation:
             error_bound = self._bound(where, actual[where].dtype)
             yield from compare_value(where, actual[where], expected, error_bound, exact=exact)
 
-    def largest_error(self, call: Call) -> float:
-        """Return the largest error of the result as a fraction of its bound.
+    def errors(self, call: Call) -> dict[str, float]:
+        """Return the largest error of each float result by its name, as a fraction of its bound.
 
         The result must have no departures.
         """
-        actual, largest = call.values(self.op.mutates), 0.0
+        actual, errors = call.values(self.op.mutates), dict[str, float]()
         for where, expected in self.values.items():
             if not expected.dtype.is_floating_point:
                 continue
             bound = self._bound(where, actual[where].dtype)
             error = (actual[where].cpu().double() - expected).abs()
             fraction = (error / bound)[error.isfinite() & (error > 0)]
-            largest = max(largest, float(fraction.max()) if len(fraction) else 0.0)
-        return largest
+            name = self.labels.get(where, where)
+            errors[name] = float(fraction.max()) if len(fraction) else 0.0
+        return errors
 
     def _bound(self, where: str, dtype: torch.dtype) -> torch.Tensor:
         if self.bounds is not None:
@@ -128,7 +139,7 @@ _fakes: MutableMapping[CustomOp[..., Any], dict[Hashable, Any]] = WeakKeyDiction
 _MAX_FAKES = 256
 
 
-def _fake(op: CustomOp[..., Any], arguments: Mapping[str, Any]) -> Any:
+def fake_result(op: CustomOp[..., Any], arguments: Mapping[str, Any]) -> Any:
     """Run the reference on meta tensors. Do not change the result, which may be cached."""
     form: Hashable = tuple(
         (name, type(v), (v.shape, v.stride(), v.dtype) if isinstance(v, torch.Tensor) else v)

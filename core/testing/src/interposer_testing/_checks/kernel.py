@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ from interposer_testing._checks.call import CallArguments, Prepare, Subject, sto
 from interposer_testing._checks.expectation import Expectation
 from interposer_testing._checks.fault import Fault
 from interposer_testing._checks.operand import poisoned_memory
+from interposer_testing._checks.training_step import training_step
 
 
 def check_kernel(
@@ -24,6 +26,7 @@ def check_kernel(
     prepare: Prepare | None = None,
     device: str = "cpu",
     fenced: bool = False,
+    gradients: bool = False,
 ) -> list[Fault]:
     """Compare ``function`` with the reference of ``op`` on ``case``.
 
@@ -39,10 +42,23 @@ def check_kernel(
         device: torch device for ``function``; the reference runs on the CPU.
         fenced: protect the memory after each argument, in the second call before each argument, so
             that any access ends the process. Works on a CPU only.
+        gradients: compare the gradients of the op's ``differentiable`` arguments too, in further
+            calls, with the autograd of the reference.
     Returns: the faults; empty if the function is correct.
+    Raises: ConfigError: ``gradients`` is set, but the op declares none.
     """
     subject = Subject(op, function, prepare, device=device)
-    return check_subject(subject, case, partial(Expectation.of, op, case), fenced)
+    faults = check_subject(subject, case, partial(Expectation.of, op, case), fenced)
+    return faults or (check_gradients(subject, case, fenced) if gradients else [])
+
+
+def check_gradients(subject: Subject, case: Case, fenced: bool = False) -> list[Fault]:
+    """Compare the gradients of a function for random gradients of its outputs."""
+    step = training_step(subject.op)
+    # The same gradients in every run, so that a fault can be repeated.
+    case = step.case(case, torch.Generator().manual_seed(zlib.crc32(case.label.encode())))
+    subject = replace(subject, op=step.op, function=step.function(subject.function))
+    return check_subject(subject, case, partial(step.expectation, case), fenced)
 
 
 def check_subject(

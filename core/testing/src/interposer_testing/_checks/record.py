@@ -61,7 +61,7 @@ def _check_form(record: Record, loaded: dict[str, Any], registry: Registry) -> I
         case Kernel():
             yield from _check_kernel(record, loaded, registry)
         case OpEntry():
-            yield from _check_op(loaded["target"])
+            yield from _check_op(record, loaded["target"])
         case PlatformEntry():
             yield from _check_platform(loaded["target"])
         case SchemeEntry():
@@ -82,6 +82,9 @@ def _check_kernel(record: Kernel, loaded: dict[str, Any], registry: Registry) ->
         return
     op: CustomOp[..., Any] = load_target(registry.ops[record.op].target)
     yield from _check_call("target", loaded["target"], *op.signature.parameters)
+    if "differentiable" in record.properties and not op.differentiable:
+        reason = f"the op {record.op!r} declares no gradient, so 'differentiable' promises nothing"
+        yield Fault("record", "properties", reason)
     if "prepare" in loaded:
         if not op.constants:
             reason = f"the op {record.op!r} declares no constants, so it is never called"
@@ -94,7 +97,10 @@ def _check_kernel(record: Kernel, loaded: dict[str, Any], registry: Registry) ->
         yield from _check_call("confirm", loaded["confirm"], None)
 
 
-def _check_op(op: CustomOp[..., Any]) -> Iterator[Fault]:
+def _check_op(record: OpEntry, op: CustomOp[..., Any]) -> Iterator[Fault]:
+    if ("differentiable" in record.properties) != bool(op.differentiable):
+        reason = "'differentiable' must be promised exactly if the op declares a gradient"
+        yield Fault("record", "properties", reason)
     default = inspect.Parameter.POSITIONAL_OR_KEYWORD
     for parameter in op.signature.parameters.values():
         if parameter.kind is not default:

@@ -17,6 +17,8 @@ def varied(workload: Workload, generator: torch.Generator) -> Case:
     case = workload.case(generator)
     arguments = dict(case.arguments)
     for name in workload.free:
+        if arguments[name] is None:
+            continue
         exponent = int(torch.randint(-2, 3, (), generator=generator))
         arguments[name] = arguments[name] * 2.0**exponent
     return replace(case, arguments=arguments)

@@ -8,6 +8,7 @@ import random
 import re
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -20,6 +21,7 @@ import torch
 
 from interposer.errors import ConfigError, install_command
 from interposer_testing._checks.fault import Fault
+from interposer_testing._checks.training_step import training_step
 from interposer_testing._judge.cases import changed, num_bytes, varied
 from interposer_testing._judge.clock import BatchClock, Roofline, spread
 from interposer_testing._judge.kernel import JudgedKernel, fault_of
@@ -84,6 +86,7 @@ def judge(
     device: str = "cpu",
     seed: int | None = None,
     quick: bool = False,
+    backward: bool = False,
     budget: Budget | None = None,
     progress: Progress | None = None,
     timer: Callable[[], float] = time.perf_counter,
@@ -97,12 +100,14 @@ def judge(
         device: "cpu", or "cuda" for a GPU. The path for GPUs has never run on one.
         seed: seed of all inputs; by default a secret one, which the verdict states.
         quick: judge in a few seconds, with fewer cases and calls.
+        backward: judge the backward pass too: after the forward pass alone, judge both passes as
+            one kernel, whose results include the gradients. Takes several times as long.
         budget: limits of time and calls, instead of those of a full or quick run.
         progress: called with the name of each step.
         timer: clock in seconds.
 
     Raises: ConfigError: this system is not Linux, has no such device, or lacks Triton and the
-        solution imports it.
+        solution imports it; or ``backward`` is set and the op has no gradient.
     """
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise ConfigError(f"device = {device!r} is unknown. Try: 'cpu' or 'cuda'")
@@ -116,6 +121,8 @@ def judge(
             f"The solution {solution.name!r} imports triton, which is not installed. "
             f"Try: {install_command('interposer-testing[triton]')}"
         )
+    if backward:
+        training_step(task.op)  # refuses an op without gradient before a process starts
     judging = _Judging(
         task,
         solution,
@@ -124,6 +131,7 @@ def judge(
         budget or (QUICK if quick else Budget()),
         progress or (lambda _: None),
         timer,
+        backward,
     )
     tier: Tier = "advisory" if seed is not None else "triage" if quick else "gate"
     start, date = timer(), datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -140,6 +148,7 @@ def judge(
         seed=judging.seed,
         findings=tuple(judging.findings),
         largest_error=judging.largest_error,
+        gradient_error=judging.gradient_error if backward else None,
         timings=tuple(judging.timings),
         num_calls=judging.num_calls,
         num_calls_afterwards=judging.num_calls_afterwards,
@@ -167,13 +176,15 @@ class _Judging:
     budget: Budget
     progress: Progress
     timer: Callable[[], float]
+    backward: bool
     findings: list[Finding] = field(default_factory=list)
     timings: list[Timing] = field(default_factory=list)
     largest_error: float = 0.0
+    gradient_error: float = 0.0
     num_calls: int = 0
     num_calls_afterwards: int = 0
     output: str = ""
-    _compared: list[Workload] = field(default_factory=list)
+    _compared: defaultdict[str, list[Workload]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def state(self) -> State:
@@ -206,30 +217,37 @@ class _Judging:
 
     def run(self) -> None:
         """Run all stages; stop after the first stage with findings."""
-        order = random.Random(self.seed)
-        workloads = order.sample(self.task.workloads, len(self.task.workloads))
-        if self.is_interpreted:  # a large workload takes hours
-            workloads = [w for w in workloads if not w.timed] or [self._smallest(workloads)]
         with self._process("loading") as process:
-            kernel = self._loaded(process, "loading")
-            if kernel is not None:
-                stages = (self._check, self._check_changes, self._check_threads, self._time)
-                for stage in stages:
+            kernels = self._loaded(process, "loading")
+            for stage in (self._check, self._check_changes, self._check_threads, self._time):
+                for kernel in kernels:
                     if not self.findings:
-                        stage(kernel, workloads)
+                        stage(kernel, self._shuffled(kernel))
+            for kernel in kernels[:1]:
                 self._check_process(kernel, "timing")
             self.num_calls = process.num_calls
             self.output = process.output()
         if self.findings:
             return
         with self._process("rerun") as process:
-            kernel = self._loaded(process, "rerun")
-            if kernel is not None:
-                # State that a kernel keeps from a small call is often too small for a later one.
-                self._rerun(kernel, sorted(self._compared, key=self._size))
+            kernels = self._loaded(process, "rerun")
+            for kernel in kernels:
+                if not self.findings:
+                    # State that a kernel keeps from a small call is often too small for a later
+                    # one.
+                    compared = self._compared[kernel.passes]
+                    self._rerun(kernel, sorted(compared, key=self._size))
+            for kernel in kernels[:1]:
                 self._check_process(kernel, "rerun")
             self.num_calls_afterwards = process.num_calls
             self.output = process.output()
+
+    def _shuffled(self, kernel: JudgedKernel) -> list[Workload]:
+        order = random.Random(self.seed)
+        workloads = order.sample(kernel.workloads, len(kernel.workloads))
+        if self.is_interpreted:  # a large workload takes hours
+            return [w for w in workloads if not w.timed] or [self._smallest(workloads)]
+        return workloads
 
     def _process(self, stage: Stage) -> KernelProcess:
         return KernelProcess(
@@ -240,8 +258,8 @@ class _Judging:
             memory=partial(memory_of, self.device),
         )
 
-    def _loaded(self, process: KernelProcess, stage: Stage) -> JudgedKernel | None:
-        """Load the solution; a failure is a finding."""
+    def _loaded(self, process: KernelProcess, stage: Stage) -> list[JudgedKernel]:
+        """Load the solution, and its backward pass if judged; a failure is a finding."""
         self.progress("loading")
         functions, solution = RemoteFunctions(process), self.solution
         try:
@@ -258,10 +276,11 @@ class _Judging:
             function = functions.load(
                 name=solution.entry, file=solution.file, language=solution.language, **create
             )
+            kernel = JudgedKernel(self.task, solution, functions, function)
+            return [kernel, kernel.with_gradients()] if self.backward else [kernel]
         except (KernelError, ProcessEndedError) as error:
             self._add(stage, "", fault_of(error, "loading"))
-            return None
-        return JudgedKernel(self.task, solution, functions, function)
+            return []
 
     def _generator(self, *names: object) -> torch.Generator:
         """Return a generator that depends on the seed and the names."""
@@ -288,11 +307,15 @@ class _Judging:
         for number, workload in enumerate(workloads):
             if self.timer() > end:
                 break
-            self.progress(f"comparing {workload.label}")
+            self.progress(f"comparing {workload.label}{kernel.passes}")
             case = workload.case(self._generator("correctness", workload.label))
-            faults, error = kernel.faults(case, is_fenced=number % 2 == 0)
-            self.largest_error = max(self.largest_error, error)
-            self._compared.append(workload)
+            faults, errors = kernel.faults(case, is_fenced=number % 2 == 0)
+            self._compared[kernel.passes].append(workload)
+            for name, error in errors.items():
+                if name.startswith("gradient"):
+                    self.gradient_error = max(self.gradient_error, error)
+                else:
+                    self.largest_error = max(self.largest_error, error)
             self._add("correctness", workload.label, *faults)
             if not (number or faults):
                 self._check_idle(kernel)
@@ -311,7 +334,7 @@ class _Judging:
             cases = [first]
             generator = self._generator("changed elements", workload.label)
             for other, how in ((second, "one"), (third, "all"), (second, "last"), (first, "half")):
-                cases.append(changed(cases[-1], other, how, self.task.op.constants, generator))
+                cases.append(changed(cases[-1], other, how, kernel.op.constants, generator))
             self._add("correctness", workload.label, *kernel.departures_of_changes(cases))
             if self.findings:
                 return
@@ -359,19 +382,19 @@ class _Judging:
 
     def _time(self, kernel: JudgedKernel, workloads: Sequence[Workload]) -> None:
         """Time the timed workloads, and compare results of timed calls."""
-        timed = [w for w in self.task.workloads if w.timed] or list(workloads[:1])
+        timed = [w for w in kernel.workloads if w.timed] or list(workloads[:1])
         if self.is_interpreted:
             timed = [self._smallest(workloads[:_MAX_COMPARED])]
         roofline = Roofline(self.timer, device=self.device)
         for workload in timed[:_MAX_TIMED]:
-            self.progress(f"timing {workload.label}")
+            self.progress(f"timing {workload.label}{kernel.passes}")
             draw = partial(workload.case, self._generator("timing", workload.label))
             seconds, num_calls = [], 0
             clock = BatchClock(kernel.functions, kernel.arguments, self.timer)
             limit = self.budget.timing_seconds / len(timed[:_MAX_TIMED])
             try:
                 with kernel.functions.scope():
-                    clock.keep_constants(draw(), self.task.op.constants)
+                    clock.keep_constants(draw(), kernel.op.constants)
                     batches = clock.batches(kernel.function, draw, _NUM_BATCHES, limit)
                     for number, (size, batch) in enumerate(batches):
                         num_calls = size
@@ -384,9 +407,9 @@ class _Judging:
                 self._add("timing", workload.label, fault_of(error, "timed call"))
             if self.findings or self.is_interpreted:
                 return
-            limits = roofline.of(self.task.op, draw(), self._generator("roofline"))
+            limits = roofline.of(kernel.op, draw(), self._generator("roofline"))
             timing = Timing(
-                workload.label,
+                workload.label + kernel.passes,
                 *spread(seconds),
                 len(seconds),
                 num_calls,
@@ -404,7 +427,7 @@ class _Judging:
 
     def _rerun(self, kernel: JudgedKernel, workloads: Sequence[Workload]) -> None:
         """Run as a program would: other frames, other inputs, other order, and many more calls."""
-        half, end = (self.timer() + self.budget.rerun_seconds * part for part in (0.5, 1.0))
+        half = self.timer() + 0.5 * self.budget.rerun_seconds
         self.progress("running again after the verdict")
         for number, workload in enumerate(workloads):
             if number >= _MAX_COMPARED and self.timer() > half:
@@ -419,10 +442,12 @@ class _Judging:
         smallest = self._smallest(workloads[:_MAX_COMPARED])
         draw = partial(smallest.case, self._generator("many calls"))
         most = -(-self.budget.rerun_calls // (2 * _RERUN_BATCHES))
-        if self.task.op.mutates:
+        if kernel.op.mutates:
             most = 1  # a repeated call would get the result of the one before
         repeat, num_batches = 1, 0
-        while kernel.functions.process.num_calls < self.budget.rerun_calls:
+        last_call = kernel.functions.process.num_calls + self.budget.rerun_calls
+        end = self.timer() + 0.5 * self.budget.rerun_seconds
+        while kernel.functions.process.num_calls < last_call:
             if num_batches >= _MIN_RERUN_BATCHES and self.timer() > end:
                 break
             started, cases = self.timer(), [draw(), draw()]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
 from interposer import Case
-from interposer_testing._checks.call import Call, CallArguments, Subject, tensors_of
+from interposer_testing._checks.call import Call, CallArguments, Subject
 from interposer_testing._checks.expectation import Expectation
 from interposer_testing._checks.fault import Fault
 from interposer_testing._checks.kernel import check_subject
 from interposer_testing._checks.remote_value import RemoteValue
+from interposer_testing._checks.training_step import TrainingStep, training_step
 from interposer_testing._judge.clock import allocated_like, fill
 from interposer_testing._judge.memory import SharedMemory
 from interposer_testing._judge.process import KernelError, ProcessEndedError
@@ -23,38 +26,70 @@ _Style = Literal["plain", "module", "threads"]
 
 
 class JudgedKernel:
-    """A solution that is loaded in its process."""
+    """A solution that is loaded in its process.
+
+    Attributes:
+        op: the op of the task, or its training step.
+        workloads: inputs of ``op``.
+        passes: suffix of the labels of workloads in reports.
+    """
 
     def __init__(
         self, task: Task, solution: Solution, functions: RemoteFunctions, function: RemoteValue
     ) -> None:
         self.functions = functions
         self.function = function
+        self.op = task.op
+        self.workloads = task.workloads
+        self.passes = ""
         self._task = task
         self._writes_outputs = solution.style == "writes outputs"
+        self._step: TrainingStep | None = None
+
+    def with_gradients(self) -> JudgedKernel:
+        """Return the forward and backward pass of this kernel, as a kernel of its own.
+
+        Raises:
+            ConfigError: the op declares no gradient.
+            ProcessEndedError: the process ended.
+        """
+        step, kernel = training_step(self.op), copy(self)
+        remote = RemoteFunction(self.functions, self.function)
+        kernel.function = remote.differentiated(*step.places).function
+        kernel.op, kernel.passes, kernel._step = step.op, ", forward and backward", step
+        kernel.workloads = tuple(
+            replace(
+                workload,
+                case=_with_output_gradients(step, workload.case),
+                free=workload.free | {*step.output_gradients},
+                of_other_size=None
+                if workload.of_other_size is None
+                else _with_output_gradients(step, workload.of_other_size),
+            )
+            for workload in self.workloads
+        )
+        return kernel
 
     @property
     def _memory(self) -> SharedMemory:
         return self.functions.process.memory
 
-    def faults(self, case: Case, *, is_fenced: bool) -> tuple[list[Fault], float]:
-        """Compare two calls with the reference, as ``check_kernel`` does; return the error too."""
-        op = self._task.op
+    def faults(self, case: Case, *, is_fenced: bool) -> tuple[list[Fault], dict[str, float]]:
+        """Compare two calls with the reference, as ``check_kernel`` does; return the errors too."""
         remote = RemoteFunction(self.functions, self.function)
-        errors: list[float] = []
-
-        results: list[Any] = []
+        errors, expectations = dict[str, float](), list[Expectation]()
 
         def function(*arguments: Any) -> Any:
             call = self._call(arguments)
-            results.append(self.output(call, remote(*call[0], **call[1])))
-            return results[-1]
+            return self.output(call, remote(*call[0], **call[1]))
 
         def expect(given: CallArguments) -> Expectation:
-            return self._expectation(case, given, results[-1])
+            if not expectations:
+                expectations.append(self._expectation(case, given))
+            return expectations[0]
 
         memory = self._memory
-        subject = Subject(op, function, device=memory.device, allocate=memory.allocate)
+        subject = Subject(self.op, function, device=memory.device, allocate=memory.allocate)
         try:
             with self.functions.scope():
                 is_fenced = is_fenced and memory.device == "cpu"
@@ -62,10 +97,10 @@ class JudgedKernel:
                 if not faults:
                     given = subject.given(case)
                     call = subject.call(given)
-                    errors.append(expect(given).largest_error(call))
+                    errors = expect(given).errors(call)
         except (KernelError, ProcessEndedError) as error:
-            return [fault_of(error, "call")], 0.0
-        return faults, max(errors, default=0.0)
+            return [fault_of(error, "call")], {}
+        return faults, errors
 
     def departures(self, cases: Sequence[Case], *, style: _Style, repeat: int = 1) -> list[Fault]:
         """Compare the values of calls with the reference, without guards."""
@@ -94,8 +129,8 @@ class JudgedKernel:
 
     def departures_of_copies(self, cases: Sequence[Case], *, repeat: int = 1) -> list[Fault]:
         """Compare the values of calls on ordinary memory, as a program makes them."""
-        names = list(self._task.op.signature.parameters)
-        mutated = [names.index(name) for name in self._task.op.mutates]
+        names = list(self.op.signature.parameters)
+        mutated = [names.index(name) for name in self.op.mutates]
         num_outputs = 0
         try:
             with self.functions.scope():
@@ -111,7 +146,7 @@ class JudgedKernel:
                 )
                 faults = list[Fault]()
                 for case, (result, written) in zip(cases, results, strict=True):
-                    given = dict(zip(self._task.op.mutates, written, strict=False))
+                    given = dict(zip(self.op.mutates, written, strict=False))
                     if outputs:
                         result = _joined(written[len(mutated) :])
                     faults += self.compare(case, given, self._arranged(result))
@@ -131,7 +166,7 @@ class JudgedKernel:
                 call = self.arguments(cases[0], shared)
                 request = self.functions.requested(self.function, [call])
                 process.request("prepare", calls=request["calls"])
-                names = list(self._task.op.signature.bind(**cases[0].arguments).arguments)
+                names = list(self.op.signature.bind(**cases[0].arguments).arguments)
                 for number, case in enumerate(cases):
                     if number == len(cases) - 1:
                         # New objects at the addresses of earlier ones, as allocators create them.
@@ -144,7 +179,9 @@ class JudgedKernel:
                         values = [
                             [names.index(n), self.functions.encoded(v)]
                             for n, v in case.arguments.items()
-                            if isinstance(v, torch.Tensor) and n not in self._task.op.constants
+                            if isinstance(v, torch.Tensor)
+                            and n not in self.op.constants
+                            and 0 not in v.stride()  # ``changed`` leaves these as they are
                         ]
                         process.request("change", values=values)
                     exports = request["exports"]
@@ -159,38 +196,29 @@ class JudgedKernel:
 
     def compare(self, case: Case, arguments: Mapping[str, Any], result: Any) -> list[Fault]:
         """Compare form and values of a result with the reference."""
-        op = self._task.op
-        subject = Subject(op, op.reference, device=self._memory.device)
+        subject = Subject(self.op, self.op.reference, device=self._memory.device)
         given = subject.given(case)
-        for name in self._task.op.mutates:
+        for name in self.op.mutates:
             given.operands[name].tensor.copy_(arguments[name])
-        return list(self._expectation(case, given, result).departures(Call(given, result)))
+        return list(self._expectation(case, given).departures(Call(given, result)))
 
-    def _expectation(self, case: Case, given: CallArguments, result: Any) -> Expectation:
-        """Return the expected result of a case.
-
-        Args:
-            result: result of the kernel. Definitions of other projects do not say which strides a
-                result has, so those of the kernel are right.
-        """
+    def _expectation(self, case: Case, given: CallArguments) -> Expectation:
+        """Return the expected result of a case."""
+        if self._step is not None:
+            return self._step.expectation(case, given)
         if self._task.source == "op":
-            return Expectation.of(self._task.op, case, given)
+            return Expectation.of(self.op, case, given)
         expected = self._task.expect(case)
-        actual = tensors_of(result)
-        forms = list(expected.forms.values())
-        if [t.shape for t in actual] == [form.shape for form in forms]:
-            forms = [
-                torch.empty_strided(form.shape, tensor.stride(), dtype=form.dtype, device="meta")
-                for form, tensor in zip(forms, actual, strict=True)
-            ]
-        labels = [f"output {number}" for number in range(len(forms))]
+        labels = [f"output {number}" for number in range(len(expected.forms))]
         return Expectation(
-            self._task.op,
+            self.op,
             case,
-            _joined(forms),
+            _joined(list(expected.forms.values())),
             torch.device(self._memory.device).type,
             dict(zip(labels, expected.values.values(), strict=True)),
             dict(zip(labels, expected.bounds.values(), strict=True)),
+            # Definitions of other projects do not say which strides a result has.
+            any_strides=frozenset(labels),
         )
 
     def _arranged(self, result: Any) -> Any:
@@ -205,12 +233,12 @@ class JudgedKernel:
         self, case: Case, arguments: Mapping[str, Any]
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Return the positional and keyword arguments of a call, in shared memory."""
-        return self._call(self._task.op.signature.bind(**{**case.arguments, **arguments}).args)
+        return self._call(self.op.signature.bind(**{**case.arguments, **arguments}).args)
 
     def _call(self, arguments: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         if not self._writes_outputs:
             return arguments, {}
-        case = Case("", self._task.op.signature.bind(*arguments).arguments)
+        case = Case("", self.op.signature.bind(*arguments).arguments)
         forms = self._task.expect(case).forms.values()
         return [*arguments, *(allocated_like(f, self._memory.allocate) for f in forms)], {}
 
@@ -218,7 +246,13 @@ class JudgedKernel:
         """Return the result of a call, which may be in the last arguments."""
         if not self._writes_outputs:
             return self._arranged(result)
-        return _joined(call[0][len(self._task.op.signature.parameters) :])
+        return _joined(call[0][len(self.op.signature.parameters) :])
+
+
+def _with_output_gradients(
+    step: TrainingStep, draw: Callable[[torch.Generator], Case]
+) -> Callable[[torch.Generator], Case]:
+    return lambda generator: step.case(draw(generator), generator)
 
 
 def _shared(tensor: torch.Tensor, memory: SharedMemory) -> torch.Tensor:

@@ -66,6 +66,18 @@ class RemoteFunctions:
         reply = self.process.request("load", name=name, **place)
         return RemoteValue(_number(reply, "value"))
 
+    def differentiated(
+        self, function: RemoteValue, num_arguments: int, indices: Sequence[int]
+    ) -> RemoteValue:
+        """Return the forward and backward pass of a function; see ``worker.Differentiated``."""
+        reply = self.process.request(
+            "differentiate",
+            function=function.number,
+            num_arguments=num_arguments,
+            indices=indices,
+        )
+        return RemoteValue(_number(reply, "value"))
+
     def call(
         self,
         function: RemoteValue,
@@ -355,17 +367,22 @@ class RemoteFunction:
         Args:
             is_opaque: leave the values that the function returns by name in the other process.
         """
+        self.function = function
         self._functions = functions
-        self._function = function
         self._is_opaque = is_opaque
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Call the function; uninitialised memory is filled if it is filled in this process."""
         filled = torch.get_deterministic_debug_mode() != 0
         calls = [(arguments, keywords)]
-        return self._functions.call(
-            self._function, calls, filled=filled, is_opaque=self._is_opaque
-        )[0]
+        return self._functions.call(self.function, calls, filled=filled, is_opaque=self._is_opaque)[
+            0
+        ]
+
+    def differentiated(self, num_arguments: int, indices: Sequence[int]) -> RemoteFunction:
+        """Return the forward and backward pass of the function."""
+        step = self._functions.differentiated(self.function, num_arguments, indices)
+        return RemoteFunction(self._functions, step)
 
     def together(self, calls: Sequence[Sequence[Any]], num_threads: int) -> list[Any]:
         """Call the function from several threads of the other process at once.
@@ -373,4 +390,4 @@ class RemoteFunction:
         Call ``n`` is made by thread ``n % num_threads``.
         """
         pairs = [(arguments, dict[str, Any]()) for arguments in calls]
-        return self._functions.call(self._function, pairs, style="threads", threads=num_threads)
+        return self._functions.call(self.function, pairs, style="threads", threads=num_threads)

@@ -82,6 +82,8 @@ class Verdict:
         seed: seed of all inputs.
         findings: reasons against the solution.
         largest_error: largest error of a correct result, as a fraction of its bound.
+        gradient_error: largest error of a correct gradient, as a fraction of its bound; None if the
+            backward pass was not judged.
         timings: times by workload.
         num_calls, num_calls_afterwards: calls in judging, and in the rerun after it.
         versions: versions of the judge, Python and torch.
@@ -107,6 +109,7 @@ class Verdict:
     seconds: float
     output: str = ""
     notes: tuple[str, ...] = ()
+    gradient_error: float | None = None
 
     def to_json(self) -> str:
         """Convert to JSON, with the version of the schema."""
@@ -121,6 +124,10 @@ class Verdict:
         lines += [f"  {finding}" for finding in self.findings]
         if self.state != "refused":
             lines.append(f"  largest error: {self.largest_error:.2f} of the bound")
+            if self.gradient_error is not None:
+                lines.append(
+                    f"  largest error of gradients: {self.gradient_error:.2f} of the bound"
+                )
         for timing in self.timings:
             spread = f"{_duration(timing.low)} to {_duration(timing.high)}"
             lines.append(

@@ -37,6 +37,8 @@ _SIGKILL, _CAP_SYS_PTRACE, _CAPABILITIES_VERSION = 9, 19, 0x20080522
 _NO_ACCESS = 0  # PROT_NONE of mprotect
 _MAX_TEXT = 4000
 _LIBC = ctypes.CDLL(None, use_errno=True)
+# Bound before a function under test can replace it.
+_gradients = torch.autograd.grad
 
 
 def limit_privileges() -> None:
@@ -128,8 +130,9 @@ class Surroundings:
     _MODULES = (
         *("builtins", "gc", "math", "os", "random", "signal", "statistics", "sys", "threading"),
         *("time", "timeit"),
-        *("torch", "torch.autograd.profiler", "torch.cuda", "torch.linalg", "torch.nn.functional"),
-        *("torch.testing", "torch.utils._pytree", "triton", "triton.testing"),
+        *("torch", "torch.autograd", "torch.autograd.profiler", "torch.cuda", "torch.linalg"),
+        *("torch.nn.functional", "torch.testing", "torch.utils._pytree"),
+        *("triton", "triton.testing"),
     )
     _CLASSES = ("Tensor", "cuda.Event", "cuda.Stream", "nn.Module", "utils.data.DataLoader")
 
@@ -192,6 +195,63 @@ class Surroundings:
         }
 
 
+class Differentiated:
+    """The forward and backward pass of a function.
+
+    A call takes the arguments of the function, followed by the gradients of its outputs, None for
+    an output without one. It returns the outputs, and the gradients of some tensor arguments.
+    """
+
+    def __init__(self, function: _Function, num_arguments: int, indices: Sequence[int]) -> None:
+        """Wrap a function.
+
+        Args:
+            num_arguments: number of the function's own arguments.
+            indices: those of the arguments that get gradients, unless they are None.
+        """
+        self._function = function
+        self._count = num_arguments
+        self._indices = indices
+
+    def __call__(self, *values: Any) -> tuple[Any, ...]:
+        """Make both passes, and return outputs and gradients as one tuple."""
+        arguments, output_gradients = values[: self._count], values[self._count :]
+        # A program may call from inference mode, which records nothing for a backward pass.
+        with torch.inference_mode(False), torch.enable_grad():
+            inputs = {
+                index: arguments[index].detach().requires_grad_()
+                for index in self._indices
+                if isinstance(arguments[index], torch.Tensor)
+            }
+            result = self._function(*(inputs.get(n, value) for n, value in enumerate(arguments)))
+            outputs = list(result) if isinstance(result, tuple | list) else [result]
+            connected = [
+                (output, gradient)
+                for output, gradient in zip(outputs, output_gradients, strict=False)
+                if gradient is not None and getattr(output, "requires_grad", False)
+            ]
+            sources = list(inputs.values())
+            gradients: Sequence[torch.Tensor | None] = [None] * len(sources)
+            if connected:
+                ends, end_gradients = zip(*connected, strict=True)
+                gradients = _gradients(ends, sources, end_gradients, allow_unused=True)
+        if any(source.grad is not None for source in sources):
+            raise RuntimeError("the backward pass writes the attribute 'grad' of an argument")
+        # Autograd may pass on the gradient of an output as that of several arguments.
+        used = {_address(gradient) for _, gradient in connected}
+        results = list[torch.Tensor]()
+        for source, gradient in zip(sources, gradients, strict=True):
+            # For autograd, no gradient is one of zeros.
+            gradient = torch.zeros_like(source) if gradient is None else gradient.detach()
+            results.append(gradient.clone() if _address(gradient) in used else gradient)
+            used.add(_address(gradient))
+        return (*(o.detach() if isinstance(o, torch.Tensor) else o for o in outputs), *results)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 class Functions:
     """Loaded functions, and values that were returned and are still in use."""
 
@@ -235,6 +295,12 @@ class Functions:
                 value = value.to(self._device)
             self._copy_state(value, request["state"])
         return {"value": self.add(value)}
+
+    def differentiate(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Keep the forward and backward pass of ``function`` as a further function."""
+        function = self._values[request["function"]]
+        step = Differentiated(function, request["num_arguments"], request["indices"])
+        return {"value": self.add(step)}
 
     def _copy_state(self, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
         """Copy parameters and buffers in where name and shape fit."""
@@ -387,6 +453,7 @@ class Functions:
         """Return the actions by the names in requests."""
         return {
             "load": self.load,
+            "differentiate": self.differentiate,
             "call": self.call,
             "prepare": self.prepare,
             "change": self.change,

@@ -15,6 +15,7 @@ STATES: Mapping[State, str] = {
 
 ASPECTS: Mapping[str, str] = {
     "numerics": "values, shapes, aliases and writes, compared with the op's reference",
+    "gradients": "gradients of the arguments, compared with the autograd of the op's reference",
     "opcheck": "the checks of torch.library.opcheck: schema, fake kernel, tracing",
     "compile static": "torch.compile as one graph with fixed shapes",
     "compile dynamic": "torch.compile as one graph with a dynamic number of rows",

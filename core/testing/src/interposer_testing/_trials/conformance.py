@@ -34,7 +34,7 @@ from interposer_testing._checks.call import CallArguments
 from interposer_testing._checks.exemplar import Exemplar, exemplar_of, exemplars
 from interposer_testing._checks.expectation import Expectation
 from interposer_testing._checks.fault import Fault
-from interposer_testing._checks.kernel import check_subject
+from interposer_testing._checks.kernel import check_gradients, check_subject
 from interposer_testing._trials.communicators import communicator_trials
 from interposer_testing._trials.declaration import declaration_trials
 from interposer_testing._trials.families import family_trials
@@ -64,7 +64,8 @@ def conformance(
 ) -> Iterator[Trial]:
     """Yield the trials of all registered candidates that can run on ``device``.
 
-    A kernel runs every case of the op, and a few small cases for each declared property.
+    A kernel runs every case of the op, a differentiable one with its backward pass too, and a few
+    small cases for each other declared property.
     References are tested too, to find ops whose tolerance is too tight. Then follow attention
     backends, layers, schemes, model families, communicators, records and plugin modules. A
     candidate for another platform has only a trial of the record, with the reason. A candidate that
@@ -116,7 +117,13 @@ def _kernel_trials(
                 check = partial(
                     _check_candidate, candidate, op, latest, plan, device.torch_device, kernels
                 )
-                yield Trial(candidate, request, label, candidate.judge(request), check)
+                verdict = candidate.judge(request)
+                yield Trial(candidate, request, label, verdict, check)
+                if op.differentiable and "differentiable" in candidate.properties:
+                    check = partial(
+                        _check_gradients, candidate, op, latest, plan, device.torch_device, kernels
+                    )
+                    yield Trial(candidate, request, label, verdict, check, "gradients")
         # A quick run has built all covering cases already; otherwise build them now.
         suitable = suitable or list(exemplars(op, seed))
         property_trials = PropertyTrials(
@@ -233,6 +240,18 @@ def _check_candidate(
     # References are tested too: they must agree with their own result in float64.
     with kernels.subject(op, candidate, device) as subject:
         return check_subject(subject, latest.build(plan), partial(latest.expectation, op, plan))
+
+
+def _check_gradients(
+    candidate: Candidate,
+    op: CustomOp[..., Any],
+    latest: LatestCase,
+    plan: PlannedCase,
+    device: str,
+    kernels: Kernels,
+) -> list[Fault]:
+    with kernels.subject(op, candidate, device) as subject:
+        return check_gradients(subject, latest.build(plan))
 
 
 def _check_backend(

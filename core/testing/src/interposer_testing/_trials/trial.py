@@ -13,6 +13,7 @@ from interposer_testing._judge.process import ProcessEndedError
 
 Aspect = Literal[
     "numerics",
+    "gradients",
     "opcheck",
     "compile static",
     "compile dynamic",
@@ -31,7 +32,9 @@ Aspect = Literal[
 """The aspect that a trial tests. Properties are tested only if the record declares them."""
 
 
-SEPARABLE_ASPECTS: frozenset[Aspect] = frozenset({"numerics", "threads", "determinism"})
+SEPARABLE_ASPECTS: frozenset[Aspect] = frozenset(
+    {"numerics", "gradients", "threads", "determinism"}
+)
 """Aspects of kernels that can be tested while the kernel is in another process."""
 
 

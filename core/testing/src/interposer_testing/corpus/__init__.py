@@ -38,11 +38,13 @@ Kind = Literal[
     "knows the test",
     "tampering",
     "time",
+    "wrong gradient",
     "memory",
     "numerics",
     "state",
     "threads",
     "libraries",
+    "gradient",
     "compilation",
     "style",
 ]
@@ -91,6 +93,11 @@ class Entry:
     needs: Need
     symptom: Symptom
     why: str
+
+    @property
+    def backward(self) -> bool:
+        """Whether the verdict is on the backward pass; the forward pass is right."""
+        return self.kind in ("wrong gradient", "gradient")
 
 
 def entries(

@@ -48,6 +48,13 @@ def judge(
             help="Repeat a verdict with its seed. By default, the seed is secret until the end.",
         ),
     ] = None,
+    backward: Annotated[
+        bool,
+        typer.Option(
+            "--backward",
+            help="Judge the gradients too, if the op declares them. Takes several times as long.",
+        ),
+    ] = False,
     as_json: AsJson = False,
     file: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", help="Write the verdict as JSON.")
@@ -67,7 +74,13 @@ def judge(
         the_solution = read_solution(solution, the_task, device)
         with _progress() as progress:
             verdict = run_judge(
-                the_task, the_solution, device=device, seed=seed, quick=quick, progress=progress
+                the_task,
+                the_solution,
+                device=device,
+                seed=seed,
+                quick=quick,
+                backward=backward,
+                progress=progress,
             )
         print(verdict.to_json() if as_json else verdict)
         if file is not None:
