@@ -430,8 +430,9 @@ class _Judging:
         half = self.timer() + 0.5 * self.budget.rerun_seconds
         self.progress("running again after the verdict")
         for number, workload in enumerate(workloads):
-            if number >= _MAX_COMPARED and self.timer() > half:
-                break
+            is_late = number >= _MAX_COMPARED and self.timer() > half
+            if is_late and workload.of_other_size is None:
+                continue
             generator = self._generator("rerun", workload.label)
             cases = [varied(workload, generator)]
             if workload.of_other_size is not None:
