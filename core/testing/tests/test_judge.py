@@ -142,6 +142,23 @@ def test_a_wrong_kernel_is_refused(code: str, check: str) -> None:
     assert check in {finding.check for finding in verdict.findings}, str(verdict)
 
 
+def test_an_output_that_is_written_after_the_call_is_refused() -> None:
+    code = (
+        "import threading, time\n"
+        "def kernel(x, factor, out):\n"
+        "    def write():\n        time.sleep(0.02)\n        out.copy_(x * factor)\n"
+        "    threading.Thread(target=write).start()\n"
+    )
+    file = Path("kernel.py")
+    sources = {file.name: code.encode()}
+    solution = Solution(
+        "kernel", file, file.name, "kernel", "python", sources, style="writes outputs"
+    )
+    verdict = judge(_task(), solution, budget=_SHORT)
+    assert verdict.state == "refused"
+    assert {finding.stage for finding in verdict.findings} == {"correctness"}
+
+
 def test_a_kernel_that_misbehaves_after_the_judging_is_refused() -> None:
     code = (
         "CALLS = 0\n"
@@ -155,7 +172,7 @@ def test_a_kernel_that_misbehaves_after_the_judging_is_refused() -> None:
 
 
 def test_a_slow_kernel_is_called_as_often_as_the_time_of_the_rerun_allows() -> None:
-    code = "def kernel(x, factor):\n    time.sleep(0.002)\n    return x * factor\n"
+    code = "def kernel(x, factor):\n    time.sleep(0.02)\n    return x * factor\n"
     budget = Budget(1.0, 0.2, 1.0, rerun_calls=120_000, call_seconds=5.0)
     verdict = _judged(code, budget=budget)
     assert verdict.state == "accepted", str(verdict)

@@ -100,13 +100,14 @@ class BatchClock:
         calls = [self._call(c, t) for c, t in zip(cases, targets, strict=True)]
         request = self._functions.requested(function, calls)
         process.request("prepare", calls=request["calls"])
-        with process.stopped():
-            for case, target in zip(cases, targets, strict=True):
-                for name, value in case.arguments.items():
-                    if isinstance(target[name], torch.Tensor):
-                        fill(target[name], value)
-            _evicting_buffer(process.memory.device).add_(1)
-            time.sleep(_SETTLING_SECONDS)
+        process.stop()
+        for case, target in zip(cases, targets, strict=True):
+            for name, value in case.arguments.items():
+                if isinstance(target[name], torch.Tensor):
+                    fill(target[name], value)
+        _evicting_buffer(process.memory.device).add_(1)
+        time.sleep(_SETTLING_SECONDS)
+        process.resume()
         run = {"action": "run", "function": request["function"], "exports": request["exports"]}
         start = self._timer()
         process.send(run)

@@ -101,6 +101,7 @@ class KernelProcess:
         self._environment = dict(environment or {})
         self._is_shell_child = is_shell_child
         self._create_memory = memory
+        self._has_stopped = False
         self.num_calls = 0
 
     def __enter__(self) -> KernelProcess:
@@ -190,6 +191,7 @@ class KernelProcess:
     def send(self, request: Mapping[str, Any]) -> None:
         """Send a request. Raises: ProcessEndedError: the process has ended."""
         self.memory.settle()
+        self.resume()
         try:
             self._channel.sendall(json.dumps(request).encode() + b"\n")
         except OSError as error:
@@ -227,22 +229,26 @@ class KernelProcess:
             raise ProcessEndedError("the process answered something else than a JSON object")
         return reply
 
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Stop all threads of the process during a block.
+    def stop(self) -> None:
+        """Stop all threads of the process until the next request, or until ``resume``.
 
         Raises: ProcessEndedError: the process has ended.
         """
+        if self._has_stopped:
+            return
         try:
             os.kill(self._pid, signal.SIGSTOP)
             while not self._is_stopped():
                 time.sleep(_STOP_SECONDS)
         except OSError as error:
             raise ProcessEndedError(self._end_of_process()) from error
-        try:
-            yield
-        finally:
+        self._has_stopped = True
+
+    def resume(self) -> None:
+        """Let a stopped process go on."""
+        if self._has_stopped:
             self.memory.settle()
+            self._has_stopped = False
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGCONT)
 
@@ -284,6 +290,7 @@ class KernelProcess:
 
         Raises: ProcessEndedError: the process has ended.
         """
+        self.resume()
         time.sleep(_SETTLING_SECONDS)  # OpenMP's threads spin for a while after a parallel region
         try:
             start, before = time.perf_counter(), self._cpu_seconds()

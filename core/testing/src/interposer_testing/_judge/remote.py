@@ -134,11 +134,10 @@ class RemoteFunctions:
         request = self.requested(function, pairs, **options)
         reply = self.process.request(**request, copied=True, arguments=arguments)
         results = self.results(reply, len(calls))
-        with self.process.stopped():
-            return [
-                (result, [self._value(tree) for tree in described["arguments"]])
-                for result, described in zip(results, reply["results"], strict=True)
-            ]
+        return [
+            (result, [self._value(tree) for tree in described["arguments"]])
+            for result, described in zip(results, reply["results"], strict=True)
+        ]
 
     def kept(self, value: torch.Tensor) -> RemoteValue:
         """Make an argument in shared memory one object of the process, for several calls."""
@@ -168,17 +167,21 @@ class RemoteFunctions:
         }
 
     def results(self, reply: Mapping[str, Any], count: int) -> list[Any]:
-        """Read the results that a reply describes out of the stopped process."""
+        """Read the results that a reply describes out of the process.
+
+        The process stays stopped until the next request: arguments that the call has written are in
+        shared memory, and no thread of the process may write to them before they are compared.
+        """
         self.process.raise_error(reply)
         results = reply.get("results")
         if not isinstance(results, list) or len(results) != count:
             raise ProcessEndedError("the process answered with another number of results")
-        with self.process.stopped():
-            if self.process.memory.has_exports:
-                self.read_exports(reply.get("exports", []))
-            else:
-                self.refresh()
-            return [self._result(result) for result in results]
+        self.process.stop()
+        if self.process.memory.has_exports:
+            self.read_exports(reply.get("exports", []))
+        else:
+            self.refresh()
+        return [self._result(result) for result in results]
 
     def refresh(self) -> None:
         """Update the copies of earlier results; the process must be stopped."""
@@ -226,8 +229,8 @@ class RemoteFunctions:
         exports = reply.get("exports")
         if not isinstance(exports, list) or len(exports) <= max(indices):
             raise ProcessEndedError("the process answered without copies of its results")
-        with self.process.stopped():
-            return self.read_exports([exports[index] for index in indices], timer)
+        self.process.stop()
+        return self.read_exports([exports[index] for index in indices], timer)
 
     def encoded_items(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Describe values by name for the process."""
