@@ -90,6 +90,13 @@ def test_a_right_kernel_is_accepted_with_its_time_and_error() -> None:
     assert facts["solution"]["sha256"] == verdict.solution["sha256"]
 
 
+def test_a_kernel_can_be_timed_with_warm_caches() -> None:
+    verdict = _judged("def kernel(x, factor):\n    return x * factor\n", caches="warm")
+    assert verdict.state == "accepted", str(verdict)
+    assert json.loads(verdict.to_json())["caches"] == "warm"
+    assert "the arguments of timed calls lay in the caches" in str(verdict)
+
+
 WRONG = {
     "wrong value": ("return x * (factor + 1e-3)", "value"),
     "wrong dtype": ("return (x * factor).double()", "dtype"),

@@ -229,6 +229,17 @@ def test_a_reference_that_leaves_torch_is_run_in_its_own_dtype(read_trace: ReadT
     assert passes(expected, dict(zip(task.outputs, task.op(**case.arguments), strict=True)))
 
 
+def test_variable_axes_get_other_sizes_if_no_input_depends_on_them(read_trace: ReadTrace) -> None:
+    (workload,) = read_trace().workloads
+    draw = workload.of_other_size
+    assert draw is not None
+    cases = [draw(torch.Generator().manual_seed(seed)) for seed in range(20)]
+    assert {case.arguments["x"].shape for case in cases} == {(1, 64), (2, 64), (3, 64)}
+    constrained = changed(DEFINITION, "axes.parts", {"type": "expr", "expression": "rows * 2"})
+    (workload,) = read_trace(constrained).workloads
+    assert workload.of_other_size is None
+
+
 def test_a_random_reference_is_refused(read_trace: ReadTrace) -> None:
     random = SCALE_REFERENCE.replace("* factor", "* torch.rand(())")
     task = read_trace(changed(DEFINITION, "reference", random))

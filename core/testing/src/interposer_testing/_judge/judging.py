@@ -23,7 +23,7 @@ from interposer.errors import ConfigError, install_command
 from interposer_testing._checks.fault import Fault
 from interposer_testing._checks.training_step import training_step
 from interposer_testing._judge.cases import changed, num_bytes, varied
-from interposer_testing._judge.clock import BatchClock, Roofline, spread
+from interposer_testing._judge.clock import BatchClock, Caches, Roofline, spread
 from interposer_testing._judge.kernel import JudgedKernel, fault_of
 from interposer_testing._judge.memory import memory_of
 from interposer_testing._judge.process import KernelError, KernelProcess, ProcessEndedError
@@ -87,6 +87,7 @@ def judge(
     seed: int | None = None,
     quick: bool = False,
     backward: bool = False,
+    caches: Caches = "cold",
     budget: Budget | None = None,
     progress: Progress | None = None,
     timer: Callable[[], float] = time.perf_counter,
@@ -102,6 +103,8 @@ def judge(
         quick: judge in a few seconds, with fewer cases and calls.
         backward: judge the backward pass too: after the forward pass alone, judge both passes as
             one kernel, whose results include the gradients. Takes several times as long.
+        caches: where the arguments of timed calls lie when a call begins: "cold" for memory, "warm"
+            for the caches, as far as they fit.
         budget: limits of time and calls, instead of those of a full or quick run.
         progress: called with the name of each step.
         timer: clock in seconds.
@@ -132,6 +135,7 @@ def judge(
         progress or (lambda _: None),
         timer,
         backward,
+        caches,
     )
     tier: Tier = "advisory" if seed is not None else "triage" if quick else "gate"
     start, date = timer(), datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -149,6 +153,7 @@ def judge(
         findings=tuple(judging.findings),
         largest_error=judging.largest_error,
         gradient_error=judging.gradient_error if backward else None,
+        caches=caches,
         timings=tuple(judging.timings),
         num_calls=judging.num_calls,
         num_calls_afterwards=judging.num_calls_afterwards,
@@ -177,6 +182,7 @@ class _Judging:
     progress: Progress
     timer: Callable[[], float]
     backward: bool
+    caches: Caches
     findings: list[Finding] = field(default_factory=list)
     timings: list[Timing] = field(default_factory=list)
     largest_error: float = 0.0
@@ -390,7 +396,7 @@ class _Judging:
             self.progress(f"timing {workload.label}{kernel.passes}")
             draw = partial(workload.case, self._generator("timing", workload.label))
             seconds, num_calls = [], 0
-            clock = BatchClock(kernel.functions, kernel.arguments, self.timer)
+            clock = BatchClock(kernel.functions, kernel.arguments, self.timer, self.caches)
             limit = self.budget.timing_seconds / len(timed[:_MAX_TIMED])
             try:
                 with kernel.functions.scope():

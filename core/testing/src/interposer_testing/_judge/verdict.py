@@ -84,6 +84,7 @@ class Verdict:
         largest_error: largest error of a correct result, as a fraction of its bound.
         gradient_error: largest error of a correct gradient, as a fraction of its bound; None if the
             backward pass was not judged.
+        caches: "cold" if arguments lay in memory when a timed call began, "warm" if in the caches.
         timings: times by workload.
         num_calls, num_calls_afterwards: calls in judging, and in the rerun after it.
         versions: versions of the judge, Python and torch.
@@ -110,6 +111,7 @@ class Verdict:
     output: str = ""
     notes: tuple[str, ...] = ()
     gradient_error: float | None = None
+    caches: str = "cold"
 
     def to_json(self) -> str:
         """Convert to JSON, with the version of the schema."""
@@ -134,6 +136,8 @@ class Verdict:
                 f"  {timing.workload}: {_duration(timing.median)} ({spread}), "
                 f"{timing.share_of_roofline:.0%} of the roofline ({timing.limit})"
             )
+        if self.timings and self.caches == "warm":
+            lines.append("  the arguments of timed calls lay in the caches")
         lines.append(
             f"  {self.num_calls} calls, then {self.num_calls_afterwards} in a rerun; "
             f"seed {self.seed}; {self.seconds:.1f} s"

@@ -71,15 +71,15 @@ def _problem(folder: Path, name: str) -> Path:
     exact = [path for path in problems if name in (path.stem, names[path])]
     matching = exact or [
         path
-        for path, known in names.items()
-        if known.startswith(f"{name}_") or path.stem.startswith(f"{name}_")
+        for path, problem in names.items()
+        if problem.startswith(f"{name}_") or path.stem.startswith(f"{name}_")
     ]
     if len(matching) == 1:
         return matching[0]
     if matching:
-        found = near_names(name, [names[path] for path in matching])
+        candidates = near_names(name, [names[path] for path in matching])
         raise ConfigError(
-            f"{len(matching)} problems in {str(folder)!r} are named {name!r}: {found}. "
+            f"{len(matching)} problems in {str(folder)!r} are named {name!r}: {candidates}. "
             "Use the name with its folder."
         )
     raise UnknownNameError("problem", name, names.values(), _FORMATS, f"in {str(folder)!r}")

@@ -45,15 +45,15 @@ def parse(model: type[P], content: bytes | str, place: str) -> P:
         if fault["type"] == "missing":
             message = "the field is missing"
         elif fault["type"] == "literal_error" and isinstance(fault["input"], str):
-            known = [part.strip(" '") for part in _alternatives(fault["ctx"]["expected"])]
-            message = f"unknown; known, nearest first: {near_names(fault['input'], known)}"
+            alternatives = [part.strip(" '") for part in _alternatives(fault["ctx"]["expected"])]
+            message = f"unknown; known, nearest first: {near_names(fault['input'], alternatives)}"
         value = repr(fault["input"])
         if not fault["loc"] or fault["type"] == "missing":
             value = ""
         elif len(value) > _MAX_VALUE:
             value = value[:_MAX_VALUE] + "..."
-        shown = f"{field} = {value}" if value else field
-        raise ConfigError(f"{place}: {shown}: {message}. Correct the file.") from error
+        setting = f"{field} = {value}" if value else field
+        raise ConfigError(f"{place}: {setting}: {message}. Correct the file.") from error
 
 
 def _alternatives(expected: str) -> list[str]:

@@ -110,23 +110,23 @@ class Definition(Part):
             raise ValueError(f"{min(repeated)!r} is both an input and an output")
         return self
 
-    def sizes(self, bound: Mapping[str, int], place: str) -> dict[str, int]:
+    def sizes(self, axis_sizes: Mapping[str, int], place: str) -> dict[str, int]:
         """Return the sizes of all axes.
 
         Args:
-            bound: sizes of the variable axes.
-        Raises: ConfigError: ``bound`` has other axes, or breaks a constraint.
+            axis_sizes: sizes of the variable axes.
+        Raises: ConfigError: ``axis_sizes`` has other axes, or breaks a constraint.
         """
         variable = [name for name, axis in self.axes.items() if isinstance(axis, VarAxis)]
-        for name in [*variable, *bound]:
-            if name not in bound or name not in variable:
+        for name in [*variable, *axis_sizes]:
+            if name not in axis_sizes or name not in variable:
                 state = "has no size" if name in variable else "is no variable axis"
                 raise ConfigError(
                     f"{place}: axes: {name!r} {state}; the variable axes of {self.name!r} are "
                     f"{', '.join(variable) or '(none)'}. Correct the workload."
                 )
         sizes = {n: axis.value for n, axis in self.axes.items() if isinstance(axis, ConstAxis)}
-        sizes |= bound
+        sizes |= axis_sizes
         for name, axis in self.axes.items():
             if isinstance(axis, ExprAxis):
                 size = _evaluated(axis.expression, sizes, f"{place}: axes.{name}")
@@ -140,7 +140,7 @@ class Definition(Part):
             # Other constraints speak of the values of inputs, and are meant for readers.
             if _names_of(constraint) <= sizes.keys() and not _evaluated(constraint, sizes, place):
                 raise ConfigError(
-                    f"{place}: the sizes {dict(bound)} break the constraint {constraint!r} of "
+                    f"{place}: the sizes {dict(axis_sizes)} break the constraint {constraint!r} of "
                     f"{self.name!r}. Correct the workload."
                 )
         return sizes
@@ -205,10 +205,7 @@ class DefinedTask:
                     f"{place}: inputs: {name!r} {state}; {self.definition.name!r} has the inputs "
                     f"{', '.join(inputs)}. Correct the workload."
                 )
-        draws = {
-            name: self._draw(spec, entry.inputs[name], sizes, f"{place}: inputs.{name}")
-            for name, spec in inputs.items()
-        }
+        draws = self._draws(entry, sizes, place)
         axes = ", ".join(f"{name}={size}" for name, size in entry.axes.items())
         label = f"{axes} ({entry.uuid})" if axes else entry.uuid
 
@@ -220,7 +217,46 @@ class DefinedTask:
             for name, source in entry.inputs.items()
             if isinstance(source, RandomInput) and inputs[name].torch_dtype.is_floating_point
         )
-        return Workload(label, case, free)
+        if not self._has_any_size(entry):
+            return Workload(label, case, free)
+
+        def of_other_size(generator: torch.Generator) -> Case:
+            smaller = {
+                axis: int(torch.randint(1, size + 1, (), generator=generator))
+                for axis, size in entry.axes.items()
+            }
+            draws = self._draws(entry, self.definition.sizes(smaller, place), place)
+            return Case(label, {name: draw(generator) for name, draw in draws.items()})
+
+        return Workload(label, case, free, of_other_size=of_other_size)
+
+    def _draws(
+        self, entry: WorkloadEntry, sizes: Mapping[str, int], place: str
+    ) -> dict[str, Callable[[torch.Generator], Any]]:
+        """Return the functions that draw the inputs, by name."""
+        return {
+            name: self._draw(spec, entry.inputs[name], sizes, f"{place}: inputs.{name}")
+            for name, spec in self.definition.inputs.items()
+        }
+
+    def _has_any_size(self, entry: WorkloadEntry) -> bool:
+        """Tell whether the inputs are valid for any sizes of the variable axes.
+
+        The values of integers, such as indices, often depend on the sizes.
+        """
+        return (
+            bool(entry.axes)
+            and not self.definition.constraints
+            and not any(isinstance(axis, ExprAxis) for axis in self.definition.axes.values())
+            and all(
+                isinstance(source, ScalarInput)
+                or (
+                    isinstance(source, RandomInput)
+                    and self.definition.inputs[name].torch_dtype.is_floating_point
+                )
+                for name, source in entry.inputs.items()
+            )
+        )
 
     def _draw(
         self, spec: TensorSpec, source: Input, sizes: Mapping[str, int], place: str
@@ -232,9 +268,9 @@ class DefinedTask:
                 "inputs are known to solutions. Use random, scalar or safetensors."
             )
         if isinstance(source, ScalarInput) != (spec.shape is None):
-            wanted = "a number, of type scalar" if spec.shape is None else "a tensor"
+            expected = "a number, of type scalar" if spec.shape is None else "a tensor"
             raise ConfigError(
-                f"{place}: type = {source.type!r}: the definition asks for {wanted}. "
+                f"{place}: type = {source.type!r}: the definition asks for {expected}. "
                 "Correct the workload."
             )
         if isinstance(source, ScalarInput):

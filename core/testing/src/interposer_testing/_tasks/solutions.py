@@ -78,8 +78,8 @@ class Build(Part):
     @property
     def loaded_as(self) -> Language:
         """The language that needs most of the loader."""
-        named = {_LANGUAGES[n] for n in (self.language, *self.languages) if n}
-        return next(language for language in ("cpp", "triton", "python") if language in named)
+        languages = {_LANGUAGES[n] for n in (self.language, *self.languages) if n}
+        return next(language for language in ("cpp", "triton", "python") if language in languages)
 
 
 class SolutionFile(Part):
@@ -150,9 +150,9 @@ def _entry(text: str) -> Entry:
 
 
 def _default_names(task: Task) -> list[str]:
-    own = task.name.rpartition("/")[2]
-    others = ["ModelNew"] if task.module else ["run", "kernel"]
-    return [*([own] if own.isidentifier() else []), *others]
+    task_name = task.name.rpartition("/")[2]
+    usual_names = ["ModelNew"] if task.module else ["run", "kernel"]
+    return [*([task_name] if task_name.isidentifier() else []), *usual_names]
 
 
 def _python_solution(entry: Entry, task: Task) -> Solution:
@@ -170,13 +170,13 @@ def _python_solution(entry: Entry, task: Task) -> Solution:
 
 def _chosen_name(entry: Entry, task: Task, names: list[str]) -> str:
     """Return the name of the entry, one of the names that a solution defines."""
-    wanted = [entry.name] if entry.name else _default_names(task)
-    for name in wanted:
+    entry_names = [entry.name] if entry.name else _default_names(task)
+    for name in entry_names:
         if name in names:
             return name
     raise ConfigError(
-        f"{entry.path} defines no {' or '.join(map(repr, wanted))}; it defines "
-        f"{near_names(wanted[0], names)}. Name the entry: {entry.path}:NAME."
+        f"{entry.path} defines no {' or '.join(map(repr, entry_names))}; it defines "
+        f"{near_names(entry_names[0], names)}. Name the entry: {entry.path}:NAME."
     )
 
 

@@ -55,6 +55,12 @@ def judge(
             help="Judge the gradients too, if the op declares them. Takes several times as long.",
         ),
     ] = False,
+    warm_caches: Annotated[
+        bool,
+        typer.Option(
+            "--warm-caches", help="Time calls whose arguments lie in the caches, not in memory."
+        ),
+    ] = False,
     as_json: AsJson = False,
     file: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", help="Write the verdict as JSON.")
@@ -80,6 +86,7 @@ def judge(
                 seed=seed,
                 quick=quick,
                 backward=backward,
+                caches="warm" if warm_caches else "cold",
                 progress=progress,
             )
         print(verdict.to_json() if as_json else verdict)
