@@ -169,8 +169,8 @@ class TimedKernel:
             yield
         except KernelError as error:
             # Only the first line, because allocators report many.
-            shown, newline, _ = repr(error).partition("\\n")
-            reason = f"raised {shown}{' ...' if newline else ''}"
+            first_line, newline, _ = repr(error).partition("\\n")
+            reason = f"raised {first_line}{' ...' if newline else ''}"
             raise RefusedTimesError(self.name, reason) from error
         except ProcessEndedError as error:
             self._kernels.end()
@@ -215,12 +215,12 @@ class Answers:
             arguments: mutated arguments by name, as the call left them; others are ignored.
         """
         if index not in self._expected:
-            given = Subject(op, op.reference).given(case)
-            self._expected[index] = given, Expectation.of(op, case, given)
-        given, expectation = self._expected[index]
+            call_arguments = Subject(op, op.reference).given(case)
+            self._expected[index] = call_arguments, Expectation.of(op, case, call_arguments)
+        call_arguments, expectation = self._expected[index]
         for name in op.mutates:
-            given.operands[name].tensor.copy_(arguments[name])
-        yield from replace(expectation, op=op).departures(Call(given, result))
+            call_arguments.operands[name].tensor.copy_(arguments[name])
+        yield from replace(expectation, op=op).departures(Call(call_arguments, result))
 
 
 def can_travel(value: Any) -> bool:
@@ -258,9 +258,9 @@ def batch_times(
     # The first batch compiles; the second one tells how many calls a batch needs.
     for _ in range(2):
         cases = drawn(2)
-        least = min(kernel.seconds(cases, Answers()) for kernel in kernels)
+        fastest_seconds = min(kernel.seconds(cases, Answers()) for kernel in kernels)
     num_bytes = sum(t.numel() * t.itemsize for t in tensors_of(dict(cases[0].arguments)))
-    num_calls = math.ceil(_BATCH_SECONDS / max(least, 1e-7))
+    num_calls = math.ceil(_BATCH_SECONDS / max(fastest_seconds, 1e-7))
     num_calls = max(1, min(num_calls, _MAX_CALLS, _MAX_BATCH_BYTES // max(1, num_bytes)))
     seconds: dict[str, list[float]] = {kernel.name: [] for kernel in kernels}
     compared = _random.sample(range(repeats), min(_NUM_CHECKED, repeats))

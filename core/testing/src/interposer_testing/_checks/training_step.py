@@ -160,8 +160,8 @@ class TrainingStep:
             arguments = {name: changes.changed(value) for name, value in wide.items()}
             with changes:
                 changed = _outputs(self.op, case, arguments)[self._num_outputs :]
-            for scale, gradient, other in zip(scales, gradients, changed, strict=True):
-                difference = ((other - gradient).abs() / _CHANGE).nan_to_num(torch.inf)
+            for scale, gradient, changed_gradient in zip(scales, gradients, changed, strict=True):
+                difference = ((changed_gradient - gradient).abs() / _CHANGE).nan_to_num(torch.inf)
                 torch.maximum(scale, difference, out=scale)
                 if is_large:
                     scale.clamp_(min=float(difference.square().mean().sqrt()))

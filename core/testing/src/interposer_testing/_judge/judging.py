@@ -339,8 +339,13 @@ class _Judging:
                 continue
             cases = [first]
             generator = self._generator("changed elements", workload.label)
-            for other, how in ((second, "one"), (third, "all"), (second, "last"), (first, "half")):
-                cases.append(changed(cases[-1], other, how, kernel.op.constants, generator))
+            for other_case, how in (
+                (second, "one"),
+                (third, "all"),
+                (second, "last"),
+                (first, "half"),
+            ):
+                cases.append(changed(cases[-1], other_case, how, kernel.op.constants, generator))
             self._add("correctness", workload.label, *kernel.departures_of_changes(cases))
             if self.findings:
                 return
@@ -448,9 +453,9 @@ class _Judging:
                 return
         smallest = self._smallest(workloads[:_MAX_COMPARED])
         draw = partial(smallest.case, self._generator("many calls"))
-        most = -(-self.budget.rerun_calls // (2 * _RERUN_BATCHES))
+        most_repeats = -(-self.budget.rerun_calls // (2 * _RERUN_BATCHES))
         if kernel.op.mutates:
-            most = 1  # a repeated call would get the result of the one before
+            most_repeats = 1  # a repeated call would get the result of the one before
         repeat, num_batches = 1, 0
         last_call = kernel.functions.process.num_calls + self.budget.rerun_calls
         end = self.timer() + 0.5 * self.budget.rerun_seconds
@@ -467,7 +472,7 @@ class _Judging:
             # Short batches say little about the time of a call; at least six long ones fit.
             grown = repeat * _GROWTH if _GROWTH * took < self.budget.rerun_seconds else 1
             fitting = int(repeat * (self.budget.rerun_seconds / 6) / took)
-            repeat = min(most, max(grown, fitting))
+            repeat = min(most_repeats, max(grown, fitting))
 
 
 def _digest(solution: Solution) -> str:

@@ -83,9 +83,9 @@ class JudgedKernel:
             call = self._call(arguments)
             return self.output(call, remote(*call[0], **call[1]))
 
-        def expect(given: CallArguments) -> Expectation:
+        def expect(call_arguments: CallArguments) -> Expectation:
             if not expectations:
-                expectations.append(self._expectation(case, given))
+                expectations.append(self._expectation(case, call_arguments))
             return expectations[0]
 
         memory = self._memory
@@ -95,9 +95,9 @@ class JudgedKernel:
                 is_fenced = is_fenced and memory.device == "cpu"
                 faults = check_subject(subject, case, expect, is_fenced)
                 if not faults:
-                    given = subject.given(case)
-                    call = subject.call(given)
-                    errors = expect(given).errors(call)
+                    call_arguments = subject.given(case)
+                    call = subject.call(call_arguments)
+                    errors = expect(call_arguments).errors(call)
         except (KernelError, ProcessEndedError) as error:
             return [fault_of(error, "call")], {}
         return faults, errors
@@ -119,10 +119,10 @@ class JudgedKernel:
                 )
                 return [
                     fault
-                    for case, given, call, result in zip(
+                    for case, call_arguments, call, result in zip(
                         cases, arguments, calls, results, strict=True
                     )
-                    for fault in self.compare(case, given, self.output(call, result))
+                    for fault in self.compare(case, call_arguments, self.output(call, result))
                 ]
         except (KernelError, ProcessEndedError) as error:
             return [fault_of(error, "call")]
@@ -145,11 +145,13 @@ class JudgedKernel:
                     repeat=repeat,
                 )
                 faults = list[Fault]()
-                for case, (result, written) in zip(cases, results, strict=True):
-                    given = dict(zip(self.op.mutates, written, strict=False))
+                for case, (result, arguments_afterwards) in zip(cases, results, strict=True):
+                    mutated_arguments = dict(
+                        zip(self.op.mutates, arguments_afterwards, strict=False)
+                    )
                     if outputs:
-                        result = _joined(written[len(mutated) :])
-                    faults += self.compare(case, given, self._arranged(result))
+                        result = _joined(arguments_afterwards[len(mutated) :])
+                    faults += self.compare(case, mutated_arguments, self._arranged(result))
                 return faults
         except (KernelError, ProcessEndedError) as error:
             return [fault_of(error, "call")]
@@ -197,17 +199,19 @@ class JudgedKernel:
     def compare(self, case: Case, arguments: Mapping[str, Any], result: Any) -> list[Fault]:
         """Compare form and values of a result with the reference."""
         subject = Subject(self.op, self.op.reference, device=self._memory.device)
-        given = subject.given(case)
+        call_arguments = subject.given(case)
         for name in self.op.mutates:
-            given.operands[name].tensor.copy_(arguments[name])
-        return list(self._expectation(case, given).departures(Call(given, result)))
+            call_arguments.operands[name].tensor.copy_(arguments[name])
+        return list(
+            self._expectation(case, call_arguments).departures(Call(call_arguments, result))
+        )
 
-    def _expectation(self, case: Case, given: CallArguments) -> Expectation:
+    def _expectation(self, case: Case, call_arguments: CallArguments) -> Expectation:
         """Return the expected result of a case."""
         if self._step is not None:
-            return self._step.expectation(case, given)
+            return self._step.expectation(case, call_arguments)
         if self._task.source == "op":
-            return Expectation.of(self.op, case, given)
+            return Expectation.of(self.op, case, call_arguments)
         expected = self._task.expect(case)
         labels = [f"output {number}" for number in range(len(expected.forms))]
         return Expectation(

@@ -94,10 +94,10 @@ def _from_wheel(file: str, name: str) -> ModuleType:
     sys.path.insert(0, str(folder))
     entries = sorted(p.stem.partition(".")[0] for p in folder.iterdir() if p.suffix != ".dist-info")
     modules = [importlib.import_module(entry) for entry in entries]
-    found = [module for module in modules if hasattr(module, name.partition(".")[0])]
-    if not found:
+    matching = [module for module in modules if hasattr(module, name.partition(".")[0])]
+    if not matching:
         raise AttributeError(f"no module of {file} has {name!r}; it has {', '.join(entries)}")
-    return found[0]
+    return matching[0]
 
 
 _LOADERS: dict[str, Callable[[str, str], Any]] = {
@@ -238,13 +238,13 @@ class Differentiated:
         if any(source.grad is not None for source in sources):
             raise RuntimeError("the backward pass writes the attribute 'grad' of an argument")
         # Autograd may pass on the gradient of an output as that of several arguments.
-        used = {_address(gradient) for _, gradient in connected}
+        used_addresses = {_address(gradient) for _, gradient in connected}
         results = list[torch.Tensor]()
         for source, gradient in zip(sources, gradients, strict=True):
             # For autograd, no gradient is one of zeros.
             gradient = torch.zeros_like(source) if gradient is None else gradient.detach()
-            results.append(gradient.clone() if _address(gradient) in used else gradient)
-            used.add(_address(gradient))
+            results.append(gradient.clone() if _address(gradient) in used_addresses else gradient)
+            used_addresses.add(_address(gradient))
         return (*(o.detach() if isinstance(o, torch.Tensor) else o for o in outputs), *results)
 
 
@@ -385,9 +385,9 @@ class Functions:
             return {"results": replies}
         # Earlier results, which the last calls may have changed, and arguments that they wrote.
         calls = [call for call, _ in self._calls]
-        others = [self._exported(value) for value in (*self._values.values(), *calls)]
+        other_exports = [self._exported(value) for value in (*self._values.values(), *calls)]
         _synchronize()
-        return {"results": replies, "exports": [*self._exports, *others]}
+        return {"results": replies, "exports": [*self._exports, *other_exports]}
 
     def _exported(self, value: Any) -> list[_Export]:
         """Copy the storages of a value to shared memory; return address, size and offset of each.
