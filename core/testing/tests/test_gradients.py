@@ -20,10 +20,10 @@ from interposer import (
     Registry,
     Tolerance,
     custom_op,
+    place,
 )
 from interposer import Verdict as Accepted
 from interposer.errors import ConfigError
-from interposer_cpu._platform import CPUPlatform
 from interposer_ops.norms import layer_norm
 from interposer_testing import (
     Budget,
@@ -294,7 +294,7 @@ def test_gradients_are_compared_while_the_kernel_is_in_another_process() -> None
     candidate = Candidate("functional", "acme", "1", 10.0, record, lambda _: Accepted.accept())
     case = next(c for c in layer_norm.cases(torch.float32, 0) if c.label == "many rows")
     with (
-        SeparateKernels(CPUPlatform) as kernels,
+        SeparateKernels(type(place().platform)) as kernels,
         kernels.subject(layer_norm, candidate, "cpu") as subject,
     ):
         assert check_gradients(subject, case) == []
