@@ -361,6 +361,7 @@ def test_the_judge_refuses_a_wrong_backward_pass() -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_the_judge_refuses_a_backward_pass_that_is_wrong_in_programs() -> None:
     verdict = judged(IN_PROGRAMS)
     assert verdict.state == "refused"

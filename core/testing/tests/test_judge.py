@@ -90,6 +90,7 @@ def test_a_right_kernel_is_accepted_with_its_time_and_error() -> None:
     assert facts["solution"]["sha256"] == verdict.solution["sha256"]
 
 
+@pytest.mark.slow
 def test_a_kernel_can_be_timed_with_warm_caches() -> None:
     verdict = _judged("def kernel(x, factor):\n    return x * factor\n", caches="warm")
     assert verdict.state == "accepted", str(verdict)
@@ -178,6 +179,7 @@ def test_a_kernel_that_misbehaves_after_the_judging_is_refused() -> None:
     assert {finding.stage for finding in verdict.findings} == {"rerun"}
 
 
+@pytest.mark.slow
 def test_a_slow_kernel_is_called_as_often_as_the_time_of_the_rerun_allows() -> None:
     code = "def kernel(x, factor):\n    time.sleep(0.02)\n    return x * factor\n"
     budget = Budget(1.0, 0.2, 1.0, rerun_calls=120_000, call_seconds=5.0)
@@ -313,7 +315,11 @@ def test_unusable_devices_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["partial_grid.half_of_the_rows", "triton_kernel.tiles_of_columns"]
+    "name",
+    [
+        "partial_grid.half_of_the_rows",
+        pytest.param("triton_kernel.tiles_of_columns", marks=pytest.mark.slow),
+    ],
 )
 def test_triton_kernels_are_judged_without_a_gpu(name: str) -> None:
     pytest.importorskip("triton", reason="needs the package triton")
