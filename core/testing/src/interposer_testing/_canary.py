@@ -101,8 +101,8 @@ class ForkedKernel(KernelProcess):
                 crashed or left early.
             begin: called in this process with the steps of ``offer``.
         """
-        # The sandbox limits the time.
-        super().__init__({}, limit_seconds=math.inf)
+        # The sandbox limits the time, and finds changed settings.
+        super().__init__({}, limit_seconds=math.inf, is_watched=False)
         self._offer = offer
         self._fork = fork
         self._join = join
@@ -160,8 +160,7 @@ class ForkedKernel(KernelProcess):
         """Answer the requests of the other process, in the fork; return whether all is well."""
         limit_privileges()
         channel = Channel(connection)
-        # The sandbox finds changed settings.
-        functions = Functions(mmap.mmap(self.memory.descriptor, 0), is_watched=False)
+        functions = Functions(mmap.mmap(self.memory.descriptor, 0))
         actions = functions.actions()
         channel.serve(actions, last="start")
 

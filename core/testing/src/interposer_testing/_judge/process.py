@@ -83,6 +83,7 @@ class KernelProcess:
         limit_seconds: float = 120.0,
         environment: Mapping[str, str] | None = None,
         is_shell_child: bool = False,
+        is_watched: bool = True,
         memory: Callable[[], SharedMemory] = SharedMemory,
     ) -> None:
         """Describe the process, which ``with`` starts.
@@ -92,6 +93,8 @@ class KernelProcess:
             paths: folders to import installed modules from, besides those of this Python.
             limit_seconds: time limit of one request.
             environment: variables besides those that every program needs.
+            is_watched: find changes of settings by functions; takes 0.1 ms
+                for each call.
             is_shell_child: start the process from a shell, as a terminal or a service does.
             memory: creates the memory for arguments and results.
         """
@@ -100,6 +103,7 @@ class KernelProcess:
         self._limit_seconds = limit_seconds
         self._environment = dict(environment or {})
         self._is_shell_child = is_shell_child
+        self._is_watched = is_watched
         self._create_memory = memory
         self._has_stopped = False
         self.num_calls = 0
@@ -116,7 +120,10 @@ class KernelProcess:
             stack.enter_context(_unreadable_memory())
             self._received = bytearray()
             layout = self.memory.layout()
-            hello = self._exchange({"action": "base", "layout": layout}, _START_SECONDS)
+            hello = self._exchange(
+                {"action": "base", "layout": layout, "is_watched": self._is_watched},
+                _START_SECONDS,
+            )
             self.base, self.num_threads = int(hello["base"]), int(hello["threads"])
             # The functions of the solution are not loaded yet, so the number is right.
             self._pid = int(hello["process"])

@@ -255,16 +255,11 @@ def _address(tensor: torch.Tensor) -> int:
 class Functions:
     """Loaded functions, and values that were returned and are still in use."""
 
-    def __init__(self, memory: mmap.mmap, *, is_watched: bool = True) -> None:
-        """Create an empty set of functions.
-
-        Args:
-            is_watched: note settings that the functions change.
-        """
+    def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._surroundings = Surroundings()
-        self._is_watched = is_watched
+        self._is_watched = False
         self._values: dict[int, Any] = {}
         self._count = 0
         self._calls: list[_Arguments] = []
@@ -434,8 +429,11 @@ class Functions:
         return {}
 
     def base(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Map the memory of a device, if there is any; return the address of the shared memory."""
-        layout = request["layout"]
+        """Map the memory of a device, if there is any; return the address of the shared memory.
+
+        With ``is_watched``, settings that functions change are noted from now on.
+        """
+        self._is_watched, layout = request["is_watched"], request["layout"]
         if layout:
             self._device, self._area = layout["device"], layout["exports"]
         if "handle" in layout:

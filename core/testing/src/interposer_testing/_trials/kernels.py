@@ -128,6 +128,7 @@ class SeparateKernels:
             {},
             paths=tuple(path for path in sys.path if path),
             limit_seconds=self._limit_seconds,
+            is_watched=False,
             environment={
                 name: value
                 for name, value in child_environment().items()
