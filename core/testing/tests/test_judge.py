@@ -193,6 +193,14 @@ def test_files_of_a_solution_do_not_replace_modules_of_the_process() -> None:
     assert verdict.state == "accepted", str(verdict)
 
 
+def test_a_verdict_without_all_workloads_is_no_gate() -> None:
+    budget = Budget(correctness_seconds=0.0, timing_seconds=0.5, rerun_seconds=0.5, rerun_calls=10)
+    verdict = _judged("def kernel(x, factor):\n    return x * factor\n", budget=budget)
+    assert verdict.tier == "triage"
+    (note,) = verdict.notes
+    assert "workloads were not compared, as the time had ended" in note
+
+
 def test_a_hanging_kernel_is_refused() -> None:
     budget = Budget(1.0, 1.0, 1.0, 10, call_seconds=3.0)
     code = b"import time\ndef kernel(x, factor):\n    time.sleep(1000)\n"

@@ -137,9 +137,11 @@ def judge(
         backward,
         caches,
     )
-    tier: Tier = "advisory" if seed is not None else "triage" if quick else "gate"
     start, date = timer(), datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     judging.run()
+    tier: Tier = "triage" if quick or judging.num_left_out else "gate"
+    if seed is not None:
+        tier = "advisory"
     return Verdict(
         state=judging.state,
         tier=tier,
@@ -189,6 +191,7 @@ class _Judging:
     gradient_error: float = 0.0
     num_calls: int = 0
     num_calls_afterwards: int = 0
+    num_left_out: int = 0
     output: str = ""
     _compared: defaultdict[str, list[Workload]] = field(default_factory=lambda: defaultdict(list))
 
@@ -207,9 +210,12 @@ class _Judging:
     @property
     def notes(self) -> tuple[str, ...]:
         """The limits of the verdict."""
-        if self.device != "cpu":
-            return (_NEVER_ON_A_GPU,)
-        return (_INTERPRETED,) if self.is_interpreted else ()
+        notes = [_NEVER_ON_A_GPU] if self.device != "cpu" else []
+        if self.is_interpreted:
+            notes.append(_INTERPRETED)
+        if self.num_left_out:
+            notes.append(f"{self.num_left_out} workloads were not compared, as the time had ended")
+        return tuple(notes)
 
     @property
     def device_name(self) -> str:
@@ -311,7 +317,8 @@ class _Judging:
         """Compare each workload with the reference, in guarded memory."""
         end = self.timer() + self.budget.correctness_seconds
         for number, workload in enumerate(workloads):
-            if self.timer() > end:
+            if number and self.timer() > end:
+                self.num_left_out += len(workloads) - number
                 break
             self.progress(f"comparing {workload.label}{kernel.passes}")
             case = workload.case(self._generator("correctness", workload.label))
