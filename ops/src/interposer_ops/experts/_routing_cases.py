@@ -52,6 +52,9 @@ _GROUPED = {
     "no tokens": (0, 16, 4, 2, 2),
 }
 _LOGITS = {"": _STEP, "far apart": 0.5, "tied": None, "ruled out": _STEP}
+# Their exponentials overflow unless the largest logit is subtracted first.
+_SOFTMAX_LOGITS = {**_LOGITS, "large": 1.0}
+_LARGE_LOGIT = 100
 _RENORMALIZE = {"": True, "not renormalised": False}
 # Factors unlike 1: a kernel that forgets the scale, or applies the scale too early, fails.
 _SCALES = {True: 2.5, False: 16.0}
@@ -68,7 +71,7 @@ def _topk_softmax(point: Point, dtype: torch.dtype, generator: torch.Generator) 
 topk_softmax_cases = CaseSpace(
     _topk_softmax,
     Axis("shape", _SHAPES),
-    Axis("logits", _LOGITS),
+    Axis("logits", _SOFTMAX_LOGITS),
     Axis("weights", _RENORMALIZE),
     strided={"logits": "rows"},
     crossed={
@@ -77,7 +80,7 @@ topk_softmax_cases = CaseSpace(
     },
     alone={"shape": ("no tokens", "one expert")},
 )
-"""Clear, widely spread, tied and -inf logits of few to many experts."""
+"""Clear, widely spread, tied, large and -inf logits of few to many experts."""
 
 
 def _topk_sigmoid(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -174,6 +177,8 @@ def _logits(
         drawn = torch.randint(-3, 3, (tokens, num_experts), generator=generator)
         return (drawn / 2).to(dtype)
     logits = _distinct(tokens, num_experts, step, generator)
+    if point.labels["logits"] == "large":
+        logits = logits + _LARGE_LOGIT
     if point.labels["logits"] == "ruled out":
         # Mask the lowest logits, half of the experts if K experts remain.
         rank = logits.argsort(-1, descending=True).argsort(-1)
