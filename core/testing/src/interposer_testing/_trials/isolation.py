@@ -2,13 +2,12 @@
 
 Each process runs its shard of the trials and reports the start and the outcome of every trial.
 After a crash, the running trial fails, and a new process continues without the candidate that
-crashed. On a CPU, the trials that only call a kernel run in shards of their own, whose processes
-never import the kernel: the kernel is called in yet another process, which has no checks.
+crashed. On a CPU, the trials that only call a kernel run first, and call it in yet another process,
+which has no checks. Only the trials after them import kernels into the process that judges.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ import torch
 from interposer import Device, Registry
 from interposer.errors import ConfigError
 from interposer_testing._trials.outcome import Outcome, Progress, Scope, outcomes
-from interposer_testing._trials.shard import Group, Message, Shard
+from interposer_testing._trials.shard import Message, Shard
 from interposer_testing._trials.verification import declared
 
 # Fewer candidates take less time than the start of a process, which takes seconds.
@@ -80,15 +79,14 @@ class Isolation:
             )
         messages = SimpleQueue[Message]()
         # A kernel on an accelerator returns memory of the device, which no other process can read.
-        can_separate = device.torch_device == "cpu" and sys.platform == "linux" and not scope.host
-        groups: tuple[Group, ...] = ("separable", "other") if can_separate else ("all",)
-        request = {"scope": asdict(scope), "platform": self._platform}
-        shards = [
-            Shard({**request, "group": group}, part, self._jobs)
-            for group in groups
-            for part in range(self._jobs)
-        ]
-        with ThreadPoolExecutor(max(self._jobs, min(len(shards), _num_cores()))) as pool:
+        is_separate = device.torch_device == "cpu" and sys.platform == "linux" and not scope.host
+        request = {
+            "scope": asdict(scope),
+            "platform": self._platform,
+            "is_separate": is_separate,
+        }
+        shards = [Shard(request, part, self._jobs) for part in range(self._jobs)]
+        with ThreadPoolExecutor(self._jobs) as pool:
             try:
                 for shard in shards:
                     pool.submit(shard.run, messages.put, self._limit_seconds)
@@ -117,10 +115,6 @@ class Isolation:
             while next_number in early:
                 yield early.pop(next_number)
                 next_number += 1
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _is_installed(registry: Registry, scope: Scope) -> bool:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 from interposer import Config
 from interposer.errors import InterposerError, foreign_errors
@@ -26,13 +26,8 @@ Message = str | tuple[int, Outcome] | BaseException | None
 trial; the error that stopped the shard; or None at the end."""
 
 
-Group = Literal["all", "separable", "other"]
-"""The trials that shards divide: those that only call a kernel, which then runs in a process of
-its own; the others; or all."""
-
-
 class Shard:
-    """Every ``parts``-th block of a group of trials, which runs in one child process at a time."""
+    """Every ``parts``-th block of trials, which runs in one child process at a time."""
 
     def __init__(self, request: dict[str, Any], part: int, parts: int) -> None:
         self._request = {**request, "part": part, "parts": parts}
@@ -44,11 +39,15 @@ class Shard:
 
         If the child process crashes in a trial, a new process continues after that trial.
         """
-        first, crashed = 0, list[tuple[str, ...]]()
+        first_position, crashed = 0, list[tuple[str, ...]]()
         try:
             while not self._stopped:
-                running: tuple[int, Outcome] | None = None
-                request = {**self._request, "first": first, "crashed": crashed}
+                running: tuple[int, int, Outcome] | None = None
+                request = {
+                    **self._request,
+                    "first_position": first_position,
+                    "crashed": crashed,
+                }
                 with Child(request, limit_seconds) as self._child:
                     if self._stopped:  # ``stop`` was called while the child started
                         return
@@ -57,7 +56,8 @@ class Shard:
                             return
                         number = message["number"]
                         if "begins" in message:
-                            running = number, Outcome.from_dict(message["begins"])
+                            outcome = Outcome.from_dict(message["begins"])
+                            running = number, message["position"], outcome
                             send(message["named"])
                             continue
                         running = None
@@ -68,8 +68,8 @@ class Shard:
                 if running is None:
                     send(InterposerError(f"A process that runs trials {end}. It said:\n{stderr}"))
                     return
-                number, outcome = running
-                first = number + 1
+                number, position, outcome = running
+                first_position = position + 1
                 crashed.append(outcome.candidate)
                 fault = Fault("call", "process", end, traceback=stderr)
                 send((number, replace(outcome, state="failed", faults=(fault,))))
@@ -95,19 +95,22 @@ def main() -> None:
     config = Config(platform=request["platform"]) if request["platform"] else Config()
     registry, scope = current_registry(config), Scope(**request["scope"])
     crashed = set(map(tuple, request["crashed"]))
-    placement, is_separable = place(config), request["group"] == "separable"
-    with SeparateKernels(type(placement.platform)) if is_separable else nullcontext() as kernels:
+    placement, is_separate = place(config), request["is_separate"]
+    part, parts = request["part"], request["parts"]
+    with SeparateKernels(type(placement.platform)) if is_separate else nullcontext() as kernels:
         all_trials = trials(registry, placement.device, scope, kernels)
-        for number, trial in _of_shard(all_trials, **_shard_of(request)):
+        of_shard = _of_shard(all_trials, part, parts, is_separate=is_separate)
+        for position, (number, trial) in enumerate(of_shard):
             # Earlier trials ran before the crash.
-            if number < request["first"]:
+            if position < request["first_position"]:
                 continue
             outcome = untried(trial)
             if outcome.candidate in crashed:
                 reason = "a trial before it ended the process"
                 outcome = replace(outcome, state="not run", reason=reason)
             else:
-                _reply(replies, number=number, begins=outcome.to_dict(), named=str(trial))
+                begins = {"begins": outcome.to_dict(), "position": position, "named": str(trial)}
+                _reply(replies, number=number, **begins)
                 outcome = outcome_of(trial)
                 # The process of a kernel crashed, and this process goes on.
                 if any(fault.where == "process" for fault in outcome.faults):
@@ -116,21 +119,26 @@ def main() -> None:
     _reply(replies, ended=True)
 
 
-def _shard_of(request: dict[str, Any]) -> dict[str, Any]:
-    return {name: request[name] for name in ("group", "part", "parts")}
-
-
 def _of_shard(
-    all_trials: Iterable[Trial], group: Group, part: int, parts: int
+    all_trials: Iterable[Trial], part: int, parts: int, *, is_separate: bool
 ) -> Iterator[tuple[int, Trial]]:
-    """Yield (number among all trials, trial) for the trials of one shard."""
-    num_in_group = 0
+    """Yield (number among all trials, trial) for the trials of one shard.
+
+    With ``is_separate``, all separable trials come first: the others import kernels into this
+    process, which could then change how it judges.
+    """
+    others = list[tuple[int, Trial]]()
+    num_separable = num_others = 0
     for number, trial in enumerate(all_trials):
-        if group != "all" and trial.is_separable != (group == "separable"):
-            continue
-        if num_in_group // _BLOCK % parts == part:
-            yield number, trial
-        num_in_group += 1
+        if trial.is_separable or not is_separate:
+            if num_separable // _BLOCK % parts == part:
+                yield number, trial
+            num_separable += 1
+        else:
+            if num_others // _BLOCK % parts == part:
+                others.append((number, trial))
+            num_others += 1
+    yield from others
 
 
 def _reply(replies: IO[str], **facts: Any) -> None:
