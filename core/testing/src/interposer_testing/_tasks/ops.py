@@ -17,6 +17,9 @@ from interposer_testing._tasks.expected import counted
 from interposer_testing.cases import CaseSpace, PlannedCase, planned_cases
 
 _SAMPLE_TOKENS = (1, 128)
+# Numbers of tokens at one size of the test cases, whose numbers and sizes change together: a kernel
+# may keep what it computed from the first number for all calls of that size.
+_UNTIMED_TOKENS = (3, 7)
 _MAX_OTHER_TOKENS = 1024
 # Sizes as in models; those of test cases are small.
 _MODEL_DIMS = {
@@ -58,7 +61,7 @@ def _case(op: CustomOp[..., Any], plan: PlannedCase, generator: torch.Generator)
 
 
 def _samples(op: CustomOp[..., Any], plans: list[PlannedCase]) -> list[Workload]:
-    """Return the workloads that are worth timing: one token and many, in one dtype."""
+    """Return workloads of several numbers of tokens in one dtype; those of model size are timed."""
     sample = op.sample
     if sample is None or not plans:
         return []
@@ -66,17 +69,18 @@ def _samples(op: CustomOp[..., Any], plans: list[PlannedCase]) -> list[Workload]
     dtypes = {plan.dtype for plan in plans}
     dtype = torch.bfloat16 if torch.bfloat16 in dtypes else plans[0].dtype
     largest = max((plan.build() for plan in plans if plan.dtype == dtype), key=_num_elements)
+    model_dims = _model_dims(largest.dims)
 
-    dims = _model_dims(largest.dims)
-
-    def case(num_tokens: int, generator: torch.Generator) -> Case:
+    def case(
+        num_tokens: int, generator: torch.Generator, dims: Mapping[str, Any] = model_dims
+    ) -> Case:
         return sample(dtype, dims, num_tokens, _seed(generator))
 
     def of_other_size(generator: torch.Generator) -> Case:
         num_tokens = int(torch.randint(1, _MAX_OTHER_TOKENS, (), generator=generator))
         return case(num_tokens, generator)
 
-    return [
+    timed = [
         Workload(
             f"{_dtype_name(dtype)}: sample of {count} tokens",
             partial(case, count),
@@ -84,6 +88,15 @@ def _samples(op: CustomOp[..., Any], plans: list[PlannedCase]) -> list[Workload]
         )
         for count in _SAMPLE_TOKENS
     ]
+    untimed = [
+        Workload(
+            f"{_dtype_name(dtype)}: small sample of {count} tokens",
+            partial(case, count, dims=largest.dims),
+            timed=False,
+        )
+        for count in _UNTIMED_TOKENS
+    ]
+    return [*timed, *untimed]
 
 
 def _model_dims(dims: Mapping[str, Any]) -> dict[str, Any]:
