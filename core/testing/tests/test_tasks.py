@@ -515,21 +515,22 @@ def task(registry: Registry) -> Task:
 
 
 @pytest.mark.parametrize(
-    ("code", "suffix", "entry", "language"),
+    ("code", "suffix", "entry", "uses_triton"),
     [
-        ("1 / 0\ndef toy_double(x): ...\ndef run(x): ...", "", "toy_double", "python"),
-        ("1 / 0\nimport triton.language as tl\ndef run(x): ...", "", "run", "triton"),
-        ("1 / 0\nkernel = lambda x: x", "", "kernel", "python"),
-        ("1 / 0\ndef mine(x): ...\ndef run(x): ...", ":mine", "mine", "python"),
+        ("1 / 0\ndef toy_double(x): ...\ndef run(x): ...", "", "toy_double", False),
+        ("1 / 0\nimport triton.language as tl\ndef run(x): ...", "", "run", True),
+        ("1 / 0\nkernel = lambda x: x", "", "kernel", False),
+        ("1 / 0\ndef mine(x): ...\ndef run(x): ...", ":mine", "mine", False),
     ],
 )
 def test_the_entry_of_a_python_file_is_found_without_executing_it(
-    tmp_path: Path, task: Task, code: str, suffix: str, entry: str, language: str
+    tmp_path: Path, task: Task, code: str, suffix: str, entry: str, uses_triton: bool
 ) -> None:
     path = tmp_path / "candidate.py"
     path.write_text(code)
     solution = read_solution(f"{path}{suffix}", task)
-    assert (solution.entry, solution.language, solution.file) == (entry, language, "candidate.py")
+    assert (solution.entry, solution.language, solution.file) == (entry, "python", "candidate.py")
+    assert solution.uses_triton == uses_triton
     assert solution.sources == {"candidate.py": code.encode()}
     assert solution.style == "returns"
 
@@ -544,10 +545,33 @@ def test_other_files_are_passed_on_as_bytes(tmp_path: Path, task: Task) -> None:
     (tmp_path / "a.cpp").write_text("int x;")
     solution = read_solution(f"{tmp_path / 'a.cpp'}:fast", task)
     assert (solution.language, solution.entry) == ("cpp", "fast")
-    with zipfile.ZipFile(tmp_path / "a-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("a.py", "1 / 0")
-    solution = read_solution(str(tmp_path / "a-1.0-py3-none-any.whl"), task)
+
+
+@pytest.mark.parametrize(
+    ("code", "uses_triton"),
+    [("1 / 0", False), ("from triton import jit", True), ("def f():\n    import triton", True)],
+)
+def test_wheels_are_searched_for_triton(
+    tmp_path: Path, task: Task, code: str, uses_triton: bool
+) -> None:
+    path = tmp_path / "a-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr("a/__init__.py", "")
+        wheel.writestr("a/kernels.py", code)
+    solution = read_solution(str(path), task)
     assert (solution.language, solution.entry) == ("wheel", "toy_double")
+    assert (list(solution.sources), solution.uses_triton) == ([path.name], uses_triton)
+
+
+def test_damaged_wheels_are_refused(tmp_path: Path, task: Task) -> None:
+    path = tmp_path / "a-1.0-py3-none-any.whl"
+    path.write_bytes(b"PK")
+    with pytest.raises(ConfigError, match="is no wheel: File is not a zip file"):
+        read_solution(str(path), task)
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr("a.py", "import triton, (")
+    with pytest.raises(ConfigError, match="no valid Python in line 1"):
+        read_solution(str(path), task)
 
 
 BUILD = {
@@ -581,22 +605,22 @@ def test_hub_kernels_are_packages_under_the_name_that_their_library_gives(
 
 
 @pytest.mark.parametrize(
-    ("builds", "device", "chosen", "language"),
+    ("builds", "device", "chosen", "uses_triton"),
     [
-        (("torch-cpu", "torch-cuda", "torch-universal"), "cpu", "torch-cpu", "python"),
-        (("torch-cuda", "torch-universal"), "cpu", "torch-universal", "triton"),
-        (("torch-cuda", "torch11-cxx11-cpu-x86_64-linux"), "cpu", "torch-cuda", "triton"),
-        (("torch-cpu", "torch-cuda"), "cuda", "torch-cuda", "triton"),
+        (("torch-cpu", "torch-cuda", "torch-universal"), "cpu", "torch-cpu", False),
+        (("torch-cuda", "torch-universal"), "cpu", "torch-universal", True),
+        (("torch-cuda", "torch11-cxx11-cpu-x86_64-linux"), "cpu", "torch-cuda", True),
+        (("torch-cpu", "torch-cuda"), "cuda", "torch-cuda", True),
     ],
 )
 def test_the_build_of_hub_kernels_fits_the_device(
-    tmp_path: Path, task: Task, builds: Sequence[str], device: str, chosen: str, language: str
+    tmp_path: Path, task: Task, builds: Sequence[str], device: str, chosen: str, uses_triton: bool
 ) -> None:
     folder = write_builds(tmp_path, *builds)
     (folder / "build" / chosen / "chosen").write_text("")
     solution = read_solution(str(folder), task, device)
     assert "_toys_cpu_123/chosen" in solution.sources
-    assert solution.language == language
+    assert solution.uses_triton == uses_triton
 
 
 def test_hub_kernels_may_lie_in_a_folder_of_their_build(tmp_path: Path, task: Task) -> None:
@@ -622,13 +646,14 @@ def test_json_solutions_keep_only_their_sources(tmp_path: Path, read_trace: Read
     path.write_text(json.dumps(SOLUTION))
     solution = read_solution(str(path), read_trace())
     assert (solution.name, solution.entry, solution.file) == ("fast_scale", "scale", "main.py")
-    assert (solution.language, solution.style) == ("triton", "writes outputs")
+    assert (solution.language, solution.style) == ("python", "writes outputs")
+    assert solution.uses_triton
     assert solution.sources == {"main.py": b"raise SystemExit\n"}
     several = changed(SOLUTION, "spec.languages", ["pytorch", "triton"])
     del several["spec"]["language"]
     path.write_text(json.dumps(changed(several, "spec.destination_passing_style", False)))
     solution = read_solution(str(path), read_trace())
-    assert (solution.language, solution.style) == ("triton", "returns")
+    assert (solution.uses_triton, solution.style) == (True, "returns")
 
 
 @pytest.mark.parametrize(

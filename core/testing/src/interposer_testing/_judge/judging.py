@@ -119,7 +119,7 @@ def judge(
             f"The solution {solution.name!r} writes to outputs that it is given, and {device!r} is "
             "for functions that return results. Try: the device 'cpu', or another function"
         )
-    if solution.language == "triton" and find_spec("triton") is None:
+    if solution.uses_triton and find_spec("triton") is None:
         raise ConfigError(
             f"The solution {solution.name!r} imports triton, which is not installed. "
             f"Try: {install_command('interposer-testing[triton]')}"
@@ -148,7 +148,7 @@ def judge(
         task={"name": task.name, "source": task.source, "sha256": task.digest},
         solution={
             "name": solution.name,
-            "language": solution.language,
+            "language": "triton" if solution.uses_triton else solution.language,
             "sha256": _digest(solution),
         },
         seed=judging.seed,
@@ -205,7 +205,7 @@ class _Judging:
     @property
     def is_interpreted(self) -> bool:
         """Whether Triton's interpreter runs the kernel, as on any machine without a GPU."""
-        return self.solution.language == "triton" and self.device == "cpu"
+        return self.solution.uses_triton and self.device == "cpu"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -286,7 +286,11 @@ class _Judging:
                     "state": functions.encoded_items(module.tensors),
                 }
             function = functions.load(
-                name=solution.entry, file=solution.file, language=solution.language, **create
+                name=solution.entry,
+                file=solution.file,
+                language=solution.language,
+                uses_triton=solution.uses_triton,
+                **create,
             )
             kernel = JudgedKernel(self.task, solution, functions, function)
             return [kernel, kernel.with_gradients()] if self.backward else [kernel]

@@ -103,12 +103,14 @@ class Solution:
         language: decides how the child loads the file.
         sources: contents by relative path; the child sees no other files.
         style: whether outputs are returned, or written to tensors that follow the inputs.
+        uses_triton: whether a file imports Triton, whose interpreter runs it on a CPU.
     """
 
     name: str
     path: Path
     file: str
     entry: str
-    language: Literal["python", "triton", "cpp", "wheel"]
+    language: Literal["python", "cpp", "wheel"]
     sources: Mapping[str, bytes]
     style: Literal["returns", "writes outputs"] = "returns"
+    uses_triton: bool = False

@@ -102,7 +102,6 @@ def _from_wheel(file: str, name: str) -> ModuleType:
 
 _LOADERS: dict[str, Callable[[str, str], Any]] = {
     "python": _from_python,
-    "triton": _from_python,
     "cpp": _from_cpp,
     "wheel": _from_wheel,
 }
@@ -276,7 +275,7 @@ class Functions:
         if "module" in request:
             module: Any = importlib.import_module(request["module"])
         else:
-            if request["language"] == "triton":
+            if request["uses_triton"]:
                 import_triton()  # a kernel can replace its functions
                 self._surroundings = Surroundings()
             module = _LOADERS[request["language"]](request["file"], name)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import platform
 import re
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal, NamedTuple
@@ -19,13 +21,13 @@ from interposer_testing._judge.task import Solution, Task
 from interposer_testing._tasks.files import Part, parse, read_bytes
 from interposer_testing._tasks.python_source import imported_packages, top_level_names
 
-Language = Literal["python", "triton", "cpp", "wheel"]
+Language = Literal["python", "cpp", "wheel"]
 
 _SUFFIXES = ".py, .cpp, .json (FlashInfer-Trace, SOL-ExecBench), .whl, or a folder of hub kernels"
-# FlashInfer-Trace names the first three, SOL-ExecBench the last two.
+# Languages that FlashInfer-Trace and SOL-ExecBench name, and how their files are loaded.
 _LANGUAGES: dict[str, Language] = {
     "python": "python",
-    "triton": "triton",
+    "triton": "python",
     "cpp": "cpp",
     "pytorch": "python",
 }
@@ -63,13 +65,13 @@ class Build(Part):
 
     @model_validator(mode="after")
     def _check_languages(self) -> Build:
-        for language in (self.language, *self.languages):
-            if language and language not in _LANGUAGES:
+        for language in self.named_languages:
+            if language not in _LANGUAGES:
                 raise ValueError(
                     f"the language {language!r} cannot be judged; nearest: "
                     f"{near_names(language, _LANGUAGES)}"
                 )
-        if not self.language and not self.languages:
+        if not self.named_languages:
             raise ValueError("it has neither 'language' nor 'languages'")
         if self.loaded_as == "cpp" and self.binding != "torch":
             raise ValueError(f"binding = {self.binding!r} cannot be judged; use 'torch' for C++")
@@ -78,8 +80,12 @@ class Build(Part):
     @property
     def loaded_as(self) -> Language:
         """The language that needs most of the loader."""
-        languages = {_LANGUAGES[n] for n in (self.language, *self.languages) if n}
-        return next(language for language in ("cpp", "triton", "python") if language in languages)
+        return "cpp" if "cpp" in self.named_languages else "python"
+
+    @property
+    def named_languages(self) -> list[str]:
+        """All languages that the file names."""
+        return [name for name in (self.language, *self.languages) if name]
 
 
 class SolutionFile(Part):
@@ -133,7 +139,8 @@ def read_solution(text: str, task: Task, device: str = "cpu") -> Solution:
         case ".cpp":
             name = entry.name or _default_names(task)[0]
             sources = {entry.path.name: read_bytes(entry.path)}
-            return Solution(entry.path.stem, entry.path, entry.path.name, name, "cpp", sources)
+            stem, file = entry.path.stem, entry.path.name
+            return Solution(stem, entry.path, file, name, "cpp", sources)
         case ".whl":
             return _wheel_solution(entry, task)
         case ".json":
@@ -163,9 +170,10 @@ def _python_solution(entry: Entry, task: Task) -> Solution:
     except ValueError as error:
         raise ConfigError(f"{entry.path}: {error}. Correct the file.") from error
     name = _chosen_name(entry, task, names)
-    language: Language = "triton" if "triton" in packages else "python"
-    file = entry.path.name
-    return Solution(entry.path.stem, entry.path, file, name, language, {file: content})
+    stem, file, uses_triton = entry.path.stem, entry.path.name, "triton" in packages
+    return Solution(
+        stem, entry.path, file, name, "python", {file: content}, uses_triton=uses_triton
+    )
 
 
 def _chosen_name(entry: Entry, task: Task, names: list[str]) -> str:
@@ -194,15 +202,22 @@ def _hub_solution(entry: Entry, task: Task, device: str) -> Solution:
     file = f"{package}/__init__.py"
     try:
         names = top_level_names(sources[file].decode(), with_imports=True)
-        code = [sources[path].decode() for path in sources if path.endswith(".py")]
-        has_triton = any("triton" in imported_packages(source) for source in code)
+        imports_triton = _imports_triton(sources)
     except ValueError as error:
         raise ConfigError(f"{build}: {error}. Correct the file.") from error
     # A build for CPUs has Triton kernels for other devices only.
-    is_triton = has_triton and (device != "cpu" or "-cpu" not in build.name)
-    name = _chosen_name(entry, task, names)
-    language: Language = "triton" if is_triton else "python"
-    return Solution(entry.path.resolve().name, entry.path, file, name, language, sources)
+    uses_triton = imports_triton and (device != "cpu" or "-cpu" not in build.name)
+    name, entry_name = entry.path.resolve().name, _chosen_name(entry, task, names)
+    return Solution(name, entry.path, file, entry_name, "python", sources, uses_triton=uses_triton)
+
+
+def _imports_triton(sources: Mapping[str, bytes]) -> bool:
+    """Tell whether a Python file among the sources imports Triton.
+
+    Raises: ValueError: a file has a syntax error.
+    """
+    code = [content.decode() for path, content in sources.items() if path.endswith(".py")]
+    return any("triton" in imported_packages(source) for source in code)
 
 
 def _build_of(folder: Path, device: str) -> Path:
@@ -253,10 +268,20 @@ def _package_of(build: Path, sources: Mapping[str, bytes]) -> str:
 
 def _wheel_solution(entry: Entry, task: Task) -> Solution:
     content = read_bytes(entry.path)
-    if not zipfile.is_zipfile(entry.path):
-        raise ConfigError(f"{entry.path} is no wheel: it is no zip file. Build it again.")
-    name, file = entry.name or _default_names(task)[0], entry.path.name
-    return Solution(entry.path.stem, entry.path, file, name, "wheel", {file: content})
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as wheel:
+            files = {name: wheel.read(name) for name in wheel.namelist() if name.endswith(".py")}
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{entry.path} is no wheel: {error}. Build it again.") from error
+    try:
+        uses_triton = _imports_triton(files)
+    except ValueError as error:
+        raise ConfigError(
+            f"{entry.path}: {error}. Correct the file, and build it again."
+        ) from error
+    stem, name, file = entry.path.stem, entry.name or _default_names(task)[0], entry.path.name
+    sources = {file: content}
+    return Solution(stem, entry.path, file, name, "wheel", sources, uses_triton=uses_triton)
 
 
 def _json_solution(entry: Entry, task: Task) -> Solution:
@@ -279,5 +304,6 @@ def _json_solution(entry: Entry, task: Task) -> Solution:
         entry=name,
         language=solution.spec.loaded_as,
         sources={source.path: source.content.encode() for source in solution.sources},
+        uses_triton="triton" in solution.spec.named_languages,
         style="writes outputs" if solution.spec.destination_passing_style else "returns",
     )
