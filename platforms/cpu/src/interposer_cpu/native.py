@@ -97,7 +97,8 @@ def _load() -> tuple[ModuleType | None, str]:
     except ModuleNotFoundError:
         return None, (
             "this installation holds no native kernels, as they could not be compiled. "
-            "Try: install a C++ compiler, then interposer-cpu anew"
+            "Try: install a C++ compiler, then interposer-cpu anew with `pip install --verbose`, "
+            "which shows the compiler's errors"
         )
     except ImportError as error:
         return None, f"the native kernels cannot be loaded: {error}"
