@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +29,7 @@ from transformers import (
 
 import interposer
 from interposer.errors import CheckpointError, ConfigError, UnsupportedModelError
+from interposer_adapt._loading import load_adapted
 from interposer_engine import LanguageModel, load, plan
 from interposer_tools import main
 
@@ -233,6 +236,15 @@ def test_unsupported_options_of_adapted_models_are_named(
     options: dict[str, Any] = {name: value}
     with pytest.raises(ConfigError, match=rf"{name}=.* no family .*'GemmaForCausalLM'.* without"):
         load(folder, "float32", **options)
+
+
+def test_the_page_lists_the_refused_options() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "adapt.md").read_text(encoding="utf-8")
+    row = re.search(r"`load` refuses (.*) \|", page)
+    assert row is not None
+    supported = inspect.signature(load_adapted).parameters.keys() | {"path", "platform"}
+    refused = inspect.signature(load).parameters.keys() - supported
+    assert set(re.findall(r"`(\w+)`", row[1])) == refused
 
 
 def test_the_error_of_plan_names_load(checkpoint: Callable[[str], tuple[Path, Any]]) -> None:
