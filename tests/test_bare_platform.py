@@ -164,10 +164,10 @@ def test_a_platform_that_runs_the_kernels_of_another_gets_the_same_and_its_token
         assert tokens("host") == tokens("cpu")
     for row in lent.rows:
         platform = getattr(row.choice.chosen.record, "platform", "")
-        said = "for cpu, whose kernels host runs by its own statement" in row.choice.notes
+        said = "made for cpu, whose kernels host can run" in row.choice.notes
         assert said == (platform == "cpu")
-    assert "note: for cpu, whose kernels host runs by its own statement\n" in str(lent)
-    assert "by its own statement" not in str(own)
+    assert "note: made for cpu, whose kernels host can run\n" in str(lent)
+    assert "whose kernels" not in str(own)
 
 
 def test_without_that_statement_they_are_refused() -> None:
@@ -197,7 +197,7 @@ def test_what_they_need_is_judged_by_the_platforms_own_devices() -> None:
 def test_what_it_runs_is_listed_as_fitting_the_device() -> None:
     with installed(Host, runs=("cpu",)):
         text = str(explain(config=policy("host")).all())
-    assert "on cpu, fits the device: for cpu, whose kernels host runs by its own statement" in text
+    assert "on cpu, fits the device: made for cpu, whose kernels host can run" in text
 
 
 def test_a_kernel_for_the_other_platform_is_compared_with_the_reference_first() -> None:

@@ -54,7 +54,7 @@ def lending(platform: str) -> tuple[str, ...]:
 
 def test_a_platform_runs_the_kernels_that_it_states_to_run() -> None:
     judge = acceptance_of(kernel(platform="tpu"), runs=lending)
-    assert judge(REQUEST).reason == "for tpu, whose kernels host runs by its own statement"
+    assert judge(REQUEST).reason == "made for tpu, whose kernels host can run"
     elsewhere = replace(REQUEST, platform="board")
     assert judge(elsewhere).reason == "runs on tpu, the request is for board"
     for platform in ("", "host"):
@@ -72,9 +72,7 @@ def test_other_requirements_are_judged_by_the_device() -> None:
 
 def test_the_reason_includes_that_of_the_predicate() -> None:
     judge = acceptance_of(kernel(talkative, platform="tpu"), runs=lending)
-    assert judge(REQUEST).reason == (
-        "for tpu, whose kernels host runs by its own statement; in two passes"
-    )
+    assert judge(REQUEST).reason == "made for tpu, whose kernels host can run; in two passes"
 
 
 def test_requirements_are_judged_before_the_predicate() -> None:

@@ -383,7 +383,7 @@ def test_padded_batches_and_transformers_caches_run_part_by_part() -> None:
     assert torch.equal(actual, expected)
     assert "such as padding" in layers_of(adapted)["model.layers.0"]
     model(IDS, **{CACHE: DynamicCache(config=config)}, use_cache=True)
-    assert "no cache of this project" in layers_of(adapted)["model.layers.0"]
+    assert "no cache of interposer" in layers_of(adapted)["model.layers.0"]
 
 
 @pytest.mark.slow
@@ -416,7 +416,7 @@ def test_the_engine_computes_blocks_over_its_pages(window: int | None) -> None:
         assert list(out.token_ids) == right[0, len(prompt) :].tolist()
     # The trial has no cache.
     assert set(layers_of(adapted).values()) == {
-        "some calls are computed part by part: they have no cache of this project"
+        "some calls are computed part by part: they have no cache of interposer"
     }
 
 

@@ -96,8 +96,8 @@ def test_a_linear_subclass_with_equal_results_is_bound(bias: bool, dtype: torch.
     ("kind", "reason"),
     [
         (ScoringLinear, "the module a tuple"),
-        (HalvedLinear, "times as far away"),
-        (ColumnsLinear, "times as far away"),
+        (HalvedLinear, "times as large"),
+        (ColumnsLinear, "times as large"),
     ],
 )
 def test_a_linear_subclass_with_other_results_is_skipped(

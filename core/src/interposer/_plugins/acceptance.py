@@ -178,7 +178,7 @@ def judge_requirements(record: Judged, request: Request, runs: Runs) -> Verdict:
     verdict = record.requires.judge(request)
     if verdict and record_platform not in ("", request_platform):
         return Verdict.accept(
-            f"for {record_platform}, whose kernels {request_platform} runs by its own statement"
+            f"made for {record_platform}, whose kernels {request_platform} can run"
         )
     return verdict
 

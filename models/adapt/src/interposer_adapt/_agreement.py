@@ -68,7 +68,7 @@ def check_agreement(
     excess = float(
         (distance / max_distance.clamp(min=torch.finfo(torch.float64).tiny)).nan_to_num().max()
     )
-    return Verdict.refuse(f"its results are {excess:.1f} times as far away as rounding explains")
+    return Verdict.refuse(f"its error is {excess:.1f} times as large as rounding explains")
 
 
 def check_calls(

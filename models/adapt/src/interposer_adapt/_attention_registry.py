@@ -184,7 +184,7 @@ def bind_eager(
         return Verdict.accept()
     adaptation.changes.undo(savepoint)
     return Verdict.refuse(
-        f"in a trial its results were {excess:.1f} times as far away as rounding explains"
+        f"in a trial its error was {excess:.1f} times as large as rounding explains"
     )
 
 

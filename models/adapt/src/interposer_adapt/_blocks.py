@@ -490,7 +490,7 @@ class BlockForward:
         cache = kwargs.get(self.cache_argument)
         index = self._parts.layer_index
         if type(cache) is not RowsCache or index >= len(cache.layers):
-            return "they have no cache of this project"
+            return "they have no cache of interposer"
         layer = cache.layers[index]
         if type(layer) is not RowsLayer or self._parts.window_tokens is not None:
             return "their cache drops tokens outside its window"
@@ -546,7 +546,7 @@ def check_block(
     excess = distance(actual, expected) / (2 * math.sqrt(2 * ROUNDINGS) * one_rounding)
     if excess <= 1:
         return Verdict.accept()
-    return Verdict.refuse(f"its results are {excess:.1f} times as far away as rounding explains")
+    return Verdict.refuse(f"its error is {excess:.1f} times as large as rounding explains")
 
 
 class _Trial:

@@ -297,4 +297,4 @@ def _check_layer(module: nn.Module, layer: GatedMLP, weight: Tensor) -> Verdict:
     if bool(distance <= max_distance):
         return Verdict.accept()
     excess = float(distance / max_distance)
-    return Verdict.refuse(f"its results are {excess:.1f} times as far away as rounding explains")
+    return Verdict.refuse(f"its error is {excess:.1f} times as large as rounding explains")

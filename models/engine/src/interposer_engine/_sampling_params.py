@@ -151,9 +151,10 @@ class SamplingParams(BaseModel):
         top_p: Draw from the likeliest tokens that together have this probability; 1 for all.
         min_p: Draw from tokens that are at least this fraction as likely as the likeliest; 0 for
             all.
-        repetition_penalty: A value above 1 discourages the tokens of prompt and output.
-        presence_penalty: Subtracted once from the logit of each token that was generated.
-        frequency_penalty: Subtracted from the logit of a token each time that it was generated.
+        repetition_penalty: A value above 1 makes the tokens of prompt and output less likely.
+        presence_penalty: Number to subtract once from the logit of each generated token.
+        frequency_penalty: Number to subtract from a token's logit for each time that the token was
+            generated.
         seed: The same seed gives the same tokens, independent of other requests; by default, a
             random seed.
         stop: Texts that end the request and are not part of the returned text.

@@ -47,7 +47,7 @@ def _native_kernels() -> str:
     reason = native.why_absent()
     if reason:
         return f"none, so torch computes: {reason}"
-    return f"use {native.level()}, of {', '.join(native.levels())}"
+    return f"{native.level()} in use; compiled for {', '.join(native.levels())}"
 
 
 def _processors(root: Path) -> str:

@@ -64,19 +64,24 @@ def serve(
         typer.Option("--without-keys", help="Allow requests from other machines without a key."),
     ] = False,
     queue: Annotated[
-        int, typer.Option(min=0, help="Answers that may wait; further requests get status 429.")
+        int,
+        typer.Option(
+            min=0, help="Maximum number of waiting answers; further requests get status 429."
+        ),
     ] = 256,
     deadline: Annotated[
         float, typer.Option(min=1, help="Time limit of a request in seconds.")
     ] = 600,
     drain: Annotated[
         int,
-        typer.Option(min=0, help="Seconds for running answers to finish after Ctrl-C or SIGTERM."),
+        typer.Option(
+            min=0, help="Seconds that running answers have to finish after Ctrl-C or SIGTERM."
+        ),
     ] = 30,
     log_level: Annotated[
         _LogLevel,
         typer.Option(
-            help="Least severe lines to log on standard error; info includes one line per request: "
+            help="Lowest level of the lines on standard error; info includes one line per request: "
             "client, method, path, status, milliseconds, tokens of prompts and answers."
         ),
     ] = _LogLevel.INFO,

@@ -27,8 +27,8 @@ def explain(
         Path | None,
         typer.Argument(
             metavar="MODEL",
-            help="Model directory, or name on the hub. The default is to list everything that a "
-            "model can request.",
+            help="Model directory, or name on the hub. Without a model, explain lists everything "
+            "that a model can request.",
         ),
     ] = None,
     why: Annotated[

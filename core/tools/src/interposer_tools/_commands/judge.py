@@ -36,7 +36,7 @@ def judge(
     ],
     device: Annotated[
         str,
-        typer.Option(metavar="cpu|cuda", help="Device of the kernel; cuda has never been tried."),
+        typer.Option(metavar="cpu|cuda", help="Device of the kernel; cuda has never run on a GPU."),
     ] = "cpu",
     quick: Annotated[
         bool, typer.Option("--quick", help="Judge in a few seconds, with fewer cases and calls.")
@@ -66,7 +66,7 @@ def judge(
         Path | None, typer.Option("--output", metavar="FILE", help="Write the verdict as JSON.")
     ] = None,
 ) -> None:
-    """Judge a kernel that nobody trusts: is it right, and how fast is it?
+    """Judge a kernel that you do not trust: test its results, and measure its speed.
 
     The kernel runs in a process of its own. Exits with 0 if the kernel is accepted, with 1 if it is
     refused or its time is impossible, and with 2 if it could not be judged.

@@ -511,7 +511,7 @@ def kinds_of(
         what = f"batch of {batch}, context {batch_context}"
         yield Decode(f"batch_{batch}", what, context=batch_context, new=new, batch=batch)
     if not whole_prompts:
-        what = f"prefill of {sizes.prompt} behind {sizes.cached_prefix}"
+        what = f"prefill of {sizes.prompt} after {sizes.cached_prefix}"
         test = f"{pp} @ d{sizes.cached_prefix}"
         yield Extend("extend", what, test, tokens=sizes.prompt, cached_prefix=sizes.cached_prefix)
     what = f"decode of {RUNNING}, prompts of {sizes.prompt} join"
@@ -524,7 +524,7 @@ def kinds_of(
         num_joining=sizes.num_joining,
     )
     if sizes.shared:
-        what = f"first token behind {sizes.shared} + {END_TOKENS}"
+        what = f"first token after {sizes.shared} + {END_TOKENS}"
         yield SharedPrefix("prefix_new", what, common=sizes.shared)
         what = f"the same, {sizes.shared} in the cache"
         options = {"common": sizes.shared, "is_known": True}

@@ -53,17 +53,18 @@ def bench(
         str | None, typer.Option(metavar="FOLDER", help="Add rows with this LoRA adapter.")
     ] = None,
     shared_prefix: Annotated[
-        int, typer.Option(metavar="TOKENS", help="Add rows for prompts with a shared prefix.")
+        int,
+        typer.Option(metavar="TOKENS", help="Add rows for prompts that share this many tokens."),
     ] = 0,
     options: Values,
     tensor_parallel: TensorParallel = 1,
-    threads: Annotated[int | None, typer.Option(help="Threads of torch on the host.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Number of CPU threads for torch.")] = None,
     platform: PlatformName = None,
     kernel: Kernels = None,
     locked: Locked = False,
     read_mib: Annotated[
         int | None,
-        typer.Option(help="MiB to read for the memory bandwidth; must exceed the CPU caches."),
+        typer.Option(help="MiB that a bandwidth measurement reads; must exceed the CPU caches."),
     ] = None,
     as_json: AsJson = False,
     llama_bench: Annotated[

@@ -56,7 +56,7 @@ def remove(
     name: _Name,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
 ) -> None:
-    """Remove a downloaded model from the cache: all revisions, or that of NAME@REVISION."""
+    """Remove a downloaded model from the cache; NAME@REVISION removes only that revision."""
     from interposer_engine._checkpoint.hub_cache import removal
 
     removed = removal(name)

@@ -52,7 +52,7 @@ def quantize(
     calibrate: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Round by GPTQ, on a text with typical inputs of the model."
+            metavar="FILE", help="Round by GPTQ, calibrated on this text; use a typical input."
         ),
     ] = None,
     act_order: Annotated[
@@ -66,7 +66,7 @@ def quantize(
     locked: Locked = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a quantized copy of a model, as the compressed-tensors library stores it."""
+    """Write a quantized copy of a model in the format of the compressed-tensors library."""
     from interposer_engine._quantize.quantizer import quantize as write
 
     with _progress() as progress:
