@@ -217,7 +217,7 @@ def test_an_eager_attention_with_other_results_is_kept(monkeypatch: pytest.Monke
     expected = model(ids).logits
     adapted = adapt(model)
     assert model.config._attn_implementation == "eager"
-    assert any("in a trial its results were" in note for note in adapted.resolver.notes)
+    assert any("in a trial its error was" in note for note in adapted.resolver.notes)
     assert close(model(ids).logits, expected)
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", eager)
     adapt(adapted.restore())
