@@ -34,7 +34,7 @@ from tokenizers import Tokenizer
 from cpu_decode import ROOM_MIB, loaded, note, ratio_to_best, spread
 from cpu_engines.contract import Settings
 from cpu_models import SHIPPED
-from cpu_peers import Engine, Unavailable, cache_folder, chosen_engines
+from cpu_peers import Engine, Unavailable, add_instructions, cache_folder, chosen_engines
 from cpu_processes import Worker
 
 SUITES = ("batches", "prefixes", "mixed", "large", "adapters", "guesses", "idle")
@@ -318,6 +318,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--scale", type=int, default=1, help="divides prompts, for rehearsals")
+    add_instructions(parser)
     parser.add_argument("--environments", type=Path, default=cache_folder())
     parser.add_argument("--timeout", type=float, default=600, help="seconds to load or for a row")
     parser.add_argument("--room-mib", type=int, default=ROOM_MIB, help="free memory for a start")

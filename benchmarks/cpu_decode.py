@@ -2,6 +2,7 @@
 
     python benchmarks/cpu_models.py qwen3-0.6b DIR
     python benchmarks/cpu_decode.py DIR [--peers NAME ...] [--threads 2,1] [--repeat 5]
+    python benchmarks/cpu_decode.py DIR --instructions avx2   # as on a processor without AVX-512
 
 Engines are compared in groups of equal bits per weight. Every engine has its own process; all
 processes of a group exist at the same time, and are suspended by a signal while another one runs.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -27,8 +29,10 @@ from cpu_engines.contract import MAX_BATCH, MAX_CONTEXT, MAX_STEP_TOKENS, Settin
 from cpu_peers import (
     ENGINES,
     ENVIRONMENTS,
+    INSTRUCTIONS,
     Engine,
     Unavailable,
+    add_instructions,
     cache_folder,
     chosen_engines,
     environment_python,
@@ -119,7 +123,10 @@ def measured_group(
             note(f"{group.threads} threads, {group.bits} bits: round {index} of {options.repeat}")
             command = [sys.executable, str(ROOFS), "--threads", str(group.threads)]
             command += ["--read-mib", str(options.read_mib)]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            variables = {**os.environ, **INSTRUCTIONS[options.instructions]}
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=True, env=variables
+            )
             group.roofs.append(json.loads(done.stdout))
             for row in rows:
                 run_row(group, workers, row, index, options)
@@ -139,10 +146,12 @@ def loaded(
 
     Raises: Unavailable: the engine cannot be installed or loaded, or memory is short.
     """
-    python = environment_python(ENVIRONMENTS[engine.environment], options.environments)
+    environment, instructions = ENVIRONMENTS[engine.environment], options.instructions
+    python = environment_python(environment, options.environments, instructions)
     if available_mib() < options.room_mib:
         raise Unavailable(f"only {available_mib()} MiB of memory left. Try: fewer engines")
-    return Worker(engine, python, folder or options.model_dir, threads, options.timeout, settings)
+    folder = folder or options.model_dir
+    return Worker(engine, python, folder, threads, options.timeout, settings, instructions)
 
 
 def run_row(
@@ -253,6 +262,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="at the shortest context; 1: none")
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--repeat", type=int, default=5)
+    add_instructions(parser)
     parser.add_argument("--environments", type=Path, default=cache_folder())
     parser.add_argument("--timeout", type=float, default=1200, help="seconds to load or for a row")
     parser.add_argument("--room-mib", type=int, default=ROOM_MIB, help="free memory for a start")

@@ -6,6 +6,7 @@ virtual environment in a cache folder, because the engines' requirements conflic
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import shutil
@@ -19,9 +20,11 @@ from pathlib import Path
 __all__ = [
     "ENGINES",
     "ENVIRONMENTS",
+    "INSTRUCTIONS",
     "Engine",
     "Environment",
     "Unavailable",
+    "add_instructions",
     "cache_folder",
     "chosen_engines",
     "environment_python",
@@ -46,6 +49,7 @@ class Environment:
 
     Attributes:
         unwanted: packages that pip also installs and that are removed again.
+        is_compiled: the package is compiled for the instructions of this machine.
     """
 
     name: str
@@ -53,6 +57,7 @@ class Environment:
     requirements: tuple[str, ...]
     needs_torch: bool = True
     unwanted: tuple[str, ...] = ()
+    is_compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,13 @@ ENVIRONMENTS = {
         Environment("transformers", "transformers", ("transformers==5.23.0",)),
         Environment("torchao", "torchao", ("torchao==0.18.0", "transformers==5.23.0")),
         # Compiled from source on this machine with this processor's flags: a quarter of an hour.
-        Environment("llama_cpp", "llama_cpp", ("llama-cpp-python==0.3.36",), needs_torch=False),
+        Environment(
+            "llama_cpp",
+            "llama_cpp",
+            ("llama-cpp-python==0.3.36",),
+            needs_torch=False,
+            is_compiled=True,
+        ),
         # The exporter of Gemma 3 and Qwen3-Next does not work with newer transformers.
         Environment(
             "openvino",
@@ -99,6 +110,21 @@ ENVIRONMENTS = {
             ("onnxruntime-genai==0.18.0", "onnx", "onnx-ir", "transformers"),
         ),
     )
+}
+
+# Environment variables that limit the engines to older instructions: of torch, oneDNN and MKL, and
+# of interposer's adapter here. llama.cpp is compiled for them.
+INSTRUCTIONS: dict[str, dict[str, str]] = {
+    "": {},
+    "avx2": {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "BENCHMARK_LEVEL": "avx2",
+    },
+}
+_CMAKE = {
+    "avx2": "-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON",
 }
 
 
@@ -146,32 +172,49 @@ def chosen_engines(names: Iterable[str]) -> list[Engine]:
     return list(chosen.values())
 
 
+def add_instructions(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--instructions``, a key of INSTRUCTIONS."""
+    parser.add_argument(
+        "--instructions",
+        choices=list(INSTRUCTIONS),
+        default="",
+        help="limit all engines to these instructions; llama.cpp is compiled for them",
+    )
+
+
 def cache_folder() -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(root) / "interposer-benchmarks"
 
 
-def environment_python(environment: Environment, folder: Path) -> Path:
+def environment_python(environment: Environment, folder: Path, instructions: str = "") -> Path:
     """Find the Python that has the engine, or create an environment with it.
 
+    Args:
+        instructions: key of INSTRUCTIONS for which a package is compiled; by default those of this
+            machine.
     Raises: Unavailable: the engine cannot be installed.
     """
-    if importlib.util.find_spec(environment.module) is not None:
+    cmake = _CMAKE[instructions] if instructions and environment.is_compiled else ""
+    if not cmake and importlib.util.find_spec(environment.module) is not None:
         return Path(sys.executable)
-    home = folder / environment.name
+    home = folder / (f"{environment.name}-{instructions}" if cmake else environment.name)
     python = home / "bin" / "python"
     if python.exists() and _has(python, environment.module):
         return python
     print(f"installing {', '.join(environment.requirements)} into {home}", file=sys.stderr)
     steps: list[tuple[str, ...]] = [(sys.executable, "-m", "venv", str(home))]
     pip = (str(python), "-m", "pip", "install", "--quiet")
+    # A cached wheel may be compiled for other instructions.
+    pip += ("--no-cache-dir",) if cmake else ()
+    variables = {**os.environ, "CMAKE_ARGS": cmake} if cmake else None
     torch = (TORCH,) if environment.needs_torch else ()
     steps += [(*pip, *torch)] if torch else []
     steps += [(*pip, *torch, *environment.requirements)]
     if environment.unwanted:
         steps.append((*pip[:3], "uninstall", "--quiet", "--yes", *environment.unwanted))
     for step in steps:
-        done = subprocess.run(step, capture_output=True, text=True)
+        done = subprocess.run(step, capture_output=True, text=True, env=variables)
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
             reason = (lines or done.stderr.strip().splitlines() or ["no reason given"])[-1]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cpu_engines.contract import Settings
-from cpu_peers import Engine, Unavailable
+from cpu_peers import INSTRUCTIONS, Engine, Unavailable
 
 __all__ = ["Worker", "available_mib"]
 
@@ -37,6 +37,7 @@ class Worker:
         threads: int,
         timeout_s: float,
         settings: Settings | None = None,
+        instructions: str = "",
     ) -> None:
         self.engine = engine
         self.timeout_s = timeout_s
@@ -54,7 +55,12 @@ class Worker:
             text=True,
             # Its own process group, so that child processes are suspended and ended with it.
             start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": number, "HF_HUB_OFFLINE": "1"},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": number,
+                "HF_HUB_OFFLINE": "1",
+                **INSTRUCTIONS[instructions],
+            },
         )
         self.answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.reader = threading.Thread(target=self._read, daemon=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ class Engine:
         torch.set_num_threads(threads)
         models = importlib.import_module("interposer_engine")
         config: Any = importlib.import_module("interposer").Config
+        if level := os.environ.get("BENCHMARK_LEVEL"):
+            importlib.import_module("interposer_cpu.native").force_level(level)
         # The example plugin's kernels have a high score and would be selected if installed.
         disabled = importlib.util.find_spec("interposer_example_norm") is not None
         without = ("interposer-example-norm",) if disabled else ()

@@ -1,8 +1,9 @@
-// Vectors of sixteen numbers on every processor: the compiler splits them into registers.
+// Vectors of sixteen numbers on every processor.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -31,29 +32,216 @@ namespace {  // per level: the linker must not merge code of different flags
 
 constexpr int kLanes = 16;
 
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef int8_t SignedBytes __attribute__((vector_size(64)));
+// Whether a vector is a `Lanes` of registers.
+template <class V>
+constexpr bool kInRegisters = false;
+
 typedef uint16_t Halves __attribute__((vector_size(32)));
 typedef uint8_t Bytes __attribute__((vector_size(16)));
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+
+// Sixteen numbers in two registers. The compiler would divide a larger vector, but keep its parts in
+// memory: a GEMM or attention then loads and stores every sum at every step.
+template <class T>
+struct Lanes {
+  typedef T Register __attribute__((vector_size(32)));
+
+  Register low, high;
+
+  // The same bits as another type.
+  template <class U>
+  INTERPOSER_INLINE explicit operator Lanes<U>() const {
+    return {(typename Lanes<U>::Register)low, (typename Lanes<U>::Register)high};
+  }
+  INTERPOSER_INLINE T operator[](int lane) const { return lane < 8 ? low[lane] : high[lane - 8]; }
+  INTERPOSER_INLINE T& operator[](int lane) { return reinterpret_cast<T*>(this)[lane]; }
+  INTERPOSER_INLINE Lanes operator-() const { return {-low, -high}; }
+  INTERPOSER_INLINE Lanes operator~() const { return {~low, ~high}; }
+
+#define INTERPOSER_OPERATION(op)                                                \
+  friend INTERPOSER_INLINE Lanes operator op(Lanes a, Lanes b) {                \
+    return {a.low op b.low, a.high op b.high};                                  \
+  }                                                                             \
+  friend INTERPOSER_INLINE Lanes operator op(Lanes a, T b) {                    \
+    return {a.low op b, a.high op b};                                           \
+  }                                                                             \
+  friend INTERPOSER_INLINE Lanes operator op(T a, Lanes b) {                    \
+    return {a op b.low, a op b.high};                                           \
+  }                                                                             \
+  INTERPOSER_INLINE Lanes& operator op##=(Lanes b) { return *this = *this op b; } \
+  INTERPOSER_INLINE Lanes& operator op##=(T b) { return *this = *this op b; }
+  INTERPOSER_OPERATION(+)
+  INTERPOSER_OPERATION(-)
+  INTERPOSER_OPERATION(*)
+  INTERPOSER_OPERATION(/)
+  INTERPOSER_OPERATION(&)
+  INTERPOSER_OPERATION(|)
+  INTERPOSER_OPERATION(^)
+  INTERPOSER_OPERATION(<<)
+  INTERPOSER_OPERATION(>>)
+#undef INTERPOSER_OPERATION
+
+#define INTERPOSER_COMPARISON(op)                                                 \
+  friend INTERPOSER_INLINE Lanes<int32_t> operator op(Lanes a, Lanes b) {         \
+    return {a.low op b.low, a.high op b.high};                                    \
+  }
+  INTERPOSER_COMPARISON(<)
+  INTERPOSER_COMPARISON(<=)
+  INTERPOSER_COMPARISON(>)
+  INTERPOSER_COMPARISON(>=)
+  INTERPOSER_COMPARISON(==)
+  INTERPOSER_COMPARISON(!=)
+#undef INTERPOSER_COMPARISON
+};
+
+template <class T>
+constexpr bool kInRegisters<Lanes<T>> = true;
+
+typedef Lanes<float> Floats;
+typedef Lanes<int32_t> Ints;
+typedef Lanes<uint32_t> Words;
+
+template <class To, class T>
+INTERPOSER_INLINE To converted(Lanes<T> from) {
+  if constexpr (std::is_same_v<To, Halves> || std::is_same_v<To, Bytes>) {
+    // Saturation changes nothing after the mask.
+    const __m256i mask = _mm256_set1_epi32(std::is_same_v<To, Halves> ? 0xffff : 0xff);
+    const __m256i pairs = _mm256_packus_epi32(_mm256_and_si256((__m256i)from.low, mask),
+                                              _mm256_and_si256((__m256i)from.high, mask));
+    const __m256i halves = _mm256_permute4x64_epi64(pairs, 0xd8);
+    if constexpr (std::is_same_v<To, Halves>) {
+      return (Halves)halves;
+    } else {
+      return (Bytes)_mm_packus_epi16(_mm256_castsi256_si128(halves),
+                                     _mm256_extracti128_si256(halves, 1));
+    }
+  } else {
+    return {__builtin_convertvector(from.low, typename To::Register),
+            __builtin_convertvector(from.high, typename To::Register)};
+  }
+}
+
+template <class To>
+INTERPOSER_INLINE To converted(Halves from) {
+  const __m256i all = (__m256i)from;
+  const Ints wide = {(Ints::Register)_mm256_cvtepu16_epi32(_mm256_castsi256_si128(all)),
+                     (Ints::Register)_mm256_cvtepu16_epi32(_mm256_extracti128_si256(all, 1))};
+  return (To)wide;
+}
+
+template <class To>
+INTERPOSER_INLINE To converted(Bytes from) {
+  const __m128i all = (__m128i)from;
+  const Ints wide = {(Ints::Register)_mm256_cvtepu8_epi32(all),
+                     (Ints::Register)_mm256_cvtepu8_epi32(_mm_srli_si128(all, 8))};
+  return (To)wide;
+}
+
+#else
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+
+template <class To, class From>
+INTERPOSER_INLINE To converted(From from) {
+  return __builtin_convertvector(from, To);
+}
+
+#endif
+
 template <class V>
 INTERPOSER_INLINE V load(const void* from) {
-  V value;
-  std::memcpy(&value, from, sizeof value);
-  return value;
+  if constexpr (kInRegisters<V>) {
+    // As a whole, it would be copied by halves of registers, which the processor reads only after
+    // both are written.
+    return {load<typename V::Register>(from),
+            load<typename V::Register>(static_cast<const char*>(from) + 32)};
+  } else {
+    V value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+  }
 }
 
 template <class V>
 INTERPOSER_INLINE void store(void* to, V value) {
-  std::memcpy(to, &value, sizeof value);
+  if constexpr (kInRegisters<V>) {
+    store(to, value.low);
+    store(static_cast<char*>(to) + 32, value.high);
+  } else {
+    std::memcpy(to, &value, sizeof value);
+  }
 }
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+
+INTERPOSER_INLINE Floats splat(float s) {
+  const Floats::Register eight = (Floats::Register)_mm256_set1_ps(s);
+  return {eight, eight};
+}
+INTERPOSER_INLINE Ints splat(int32_t s) {
+  const Ints::Register eight = (Ints::Register)_mm256_set1_epi32(s);
+  return {eight, eight};
+}
+INTERPOSER_INLINE Words splat(uint32_t s) { return (Words)splat(int32_t(s)); }
+
+// `yes` in the lanes where all bits of the mask are set, and `no` in the others.
+INTERPOSER_INLINE Floats chosen(Ints mask, Floats yes, Floats no) {
+  const Floats picks = (Floats)mask;
+  return {(Floats::Register)_mm256_blendv_ps((__m256)no.low, (__m256)yes.low, (__m256)picks.low),
+          (Floats::Register)_mm256_blendv_ps((__m256)no.high, (__m256)yes.high, (__m256)picks.high)};
+}
+
+// Lane by lane would take as long as the additions of a whole head.
+INTERPOSER_INLINE float sum_of_lanes(Floats values) {
+  const __m256 eight = (__m256)(values.low + values.high);
+  float four[4];
+  _mm_storeu_ps(four, _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1)));
+  return (four[0] + four[1]) + (four[2] + four[3]);
+}
+
+#else
 
 #define INTERPOSER_SPLAT(s) {s, s, s, s, s, s, s, s, s, s, s, s, s, s, s, s}
 INTERPOSER_INLINE Floats splat(float s) { return Floats INTERPOSER_SPLAT(s); }
 INTERPOSER_INLINE Ints splat(int32_t s) { return Ints INTERPOSER_SPLAT(s); }
 INTERPOSER_INLINE Words splat(uint32_t s) { return Words INTERPOSER_SPLAT(s); }
+
+// `yes` in the lanes where all bits of the mask are set, and `no` in the others.
+INTERPOSER_INLINE Floats chosen(Ints mask, Floats yes, Floats no) {
+  return (Floats)(((Ints)yes & mask) | ((Ints)no & ~mask));
+}
+
+// Lane by lane would take as long as the additions of a whole head.
+INTERPOSER_INLINE float sum_of_lanes(Floats sum) {
+  sum += __builtin_shuffle(sum, Ints{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
+  sum += __builtin_shuffle(sum, Ints{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
+  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+#endif
+
+// Copy arrays of vectors, which std::memcpy would copy by parts of registers.
+template <class V, int M>
+INTERPOSER_INLINE void copy(const V (&from)[M], V (&to)[M]) {
+  if constexpr (std::is_array_v<V>) {
+    for (int m = 0; m < M; ++m) copy(from[m], to[m]);
+  } else {
+    for (int m = 0; m < M; ++m) store(&to[m], load<V>(&from[m]));
+  }
+}
+
+// The numbers of the lanes.
+INTERPOSER_INLINE Ints lane_numbers() {
+  constexpr int32_t numbers[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return load<Ints>(numbers);
+}
+
+INTERPOSER_INLINE Floats chosen(Words mask, Floats yes, Floats no) {
+  return chosen((Ints)mask, yes, no);
+}
 
 INTERPOSER_INLINE Floats as_floats(Words bits) { return (Floats)bits; }
 
@@ -84,7 +272,7 @@ INTERPOSER_INLINE Floats floats_of_bfloat16(Halves halves) {
   // Without this intrinsic, compilers convert each half of the vector and join the halves again.
   return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)halves), 16);
 #else
-  return as_floats(__builtin_convertvector(halves, Words) << 16);
+  return as_floats(converted<Words>(halves) << 16);
 #endif
 }
 
@@ -104,7 +292,7 @@ INTERPOSER_INLINE Halves bfloat16_of_floats(Floats values) {
   Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   Words nan = bits >> 16 | 0x40;
   Words is_nan = less(splat(uint32_t(0x7f800000)), bits & 0x7fffffff);
-  return __builtin_convertvector((rounded & ~is_nan) | (nan & is_nan), Halves);
+  return converted<Halves>((rounded & ~is_nan) | (nan & is_nan));
 #endif
 }
 
@@ -114,7 +302,7 @@ INTERPOSER_INLINE Bytes low_bytes(Ints numbers) {
   constexpr __mmask16 kAll = 0xffff;  // the unmasked form: warning about undefined values
   return (Bytes)_mm512_maskz_cvtepi32_epi8(kAll, (__m512i)numbers);
 #else
-  return __builtin_convertvector(numbers, Bytes);
+  return converted<Bytes>(numbers);
 #endif
 }
 
@@ -138,7 +326,7 @@ INTERPOSER_INLINE Floats floats_of_float16(Halves halves) {
 #else
   // Shift exponent and mantissa into place, then correct the bias by a multiplication, which is
   // exact for subnormals too. Infinities and NaN keep the largest exponent.
-  Words wide = __builtin_convertvector(halves, Words);
+  Words wide = converted<Words>(halves);
   Words magnitude = (wide & 0x7fff) << 13;
   Floats scaled = as_floats(magnitude) * splat(0x1p112f);
   Words special = less(splat(uint32_t(0x7bff)), wide & 0x7fff);
@@ -177,7 +365,7 @@ INTERPOSER_INLINE Halves float16_of_floats(Floats values) {
   Words is_nan = less(splat(uint32_t(0x7f800000)), magnitude);
   Words result = (small & is_small) | (normal & ~is_small);
   result = (result & ~is_large) | (splat(uint32_t(0x7c00)) & is_large) | (0x200 & is_nan);
-  return __builtin_convertvector(result | sign, Halves);
+  return converted<Halves>(result | sign);
 #endif
 }
 

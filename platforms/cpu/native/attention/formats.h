@@ -44,8 +44,8 @@ struct Float16OnFloats : OnFloats {
   static constexpr int kParts = 2, kInputs = 2;
 
   static INTERPOSER_INLINE void decode(Words words, Part (&parts)[kParts]) {
-    parts[0] = floats_of_float16(__builtin_convertvector(words, Halves));
-    parts[1] = floats_of_float16(__builtin_convertvector(words >> 16, Halves));
+    parts[0] = floats_of_float16(converted<Halves>(words));
+    parts[1] = floats_of_float16(converted<Halves>(words >> 16));
   }
   static constexpr int place(int part) { return part; }
 };
@@ -75,7 +75,7 @@ struct Int8OnFloats : OnFloats {
 
   static INTERPOSER_INLINE void decode(Words words, Part (&parts)[kParts]) {
     for (int i = 0; i < kParts; ++i) {
-      parts[i] = __builtin_convertvector((Ints)(words << (24 - 8 * i)) >> 24, Floats);
+      parts[i] = converted<Floats>((Ints)(words << (24 - 8 * i)) >> 24);
     }
   }
   static constexpr int place(int part) { return part == 1 ? 2 : part == 2 ? 1 : part; }
@@ -89,7 +89,7 @@ struct UInt4OnFloats : OnFloats {
 
   static INTERPOSER_INLINE void decode(Words words, Part (&parts)[kParts]) {
     for (int i = 0; i < kParts; ++i) {
-      parts[i] = __builtin_convertvector((Ints)(words >> element_shift(8, i) & 15), Floats);
+      parts[i] = converted<Floats>((Ints)(words >> element_shift(8, i) & 15));
     }
   }
   static constexpr int place(int part) { return part; }

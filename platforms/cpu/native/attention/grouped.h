@@ -47,7 +47,7 @@ inline uint32_t round_group(const float* from, Ints (&codes)[2]) {
   for (int i = 0; i < 2; ++i) {
     const Floats quotient = ((i ? second : first) - splat(base)) / splat(step);
     const Floats positive = step > 0 ? larger(quotient, Floats{}) : Floats{};
-    const Floats limited = positive < splat(15.0f) ? positive : splat(15.0f);
+    const Floats limited = chosen(positive < splat(15.0f), positive, splat(15.0f));
     codes[i] = (Ints)(limited + splat(12582912.0f)) & 15;
   }
   return step_bits | base_bits >> 16;
@@ -142,7 +142,7 @@ void prepare_grouped(const char* from, int32_t type, const GroupedX& x, const Bl
       for (int64_t i = at; i < at + kGroup; i += kLanes) {
         const Ints units = whole_numbers(load_floats(from + i * size, type) * factor);
         put_planes(units, to + i, D);
-        sum += __builtin_convertvector(units, Floats);
+        sum += converted<Floats>(units);
       }
       x.sums(block, row)[at / kGroup] = sum_of(sum);
     }
@@ -156,7 +156,7 @@ INTERPOSER_INLINE Floats of_planes(const typename F::Sum (&sums)[R][T], int m, i
   if constexpr (F::kPlanes == 1) {
     return sums[m][t];
   } else {
-    return __builtin_convertvector((sums[2 * m][t] << 8) + sums[2 * m + 1][t], Floats);
+    return converted<Floats>((sums[2 * m][t] << 8) + sums[2 * m + 1][t]);
   }
 }
 

@@ -175,7 +175,7 @@ void weigh_codes(const Block& block, const Tiles& tiles, int64_t count, int64_t 
     for (int turn = 0; turn < G; ++turn) {
       const Columns columns = {first_column + turn * T * kLanes, T * kLanes, turn, G};
       typename F::Sum sums[R][T];
-      std::memcpy(sums, held[turn], sizeof sums);
+      copy(held[turn], sums);
       for (int64_t tile = begin; tile < end; ++tile) {
         const Ahead then = values_ahead(tiles, tile, D, columns, kSteps);
         const char *words[T], *ahead[T];
@@ -187,7 +187,7 @@ void weigh_codes(const Block& block, const Tiles& tiles, int64_t count, int64_t 
         add_products<F, R, T>(sums, words, D * 4, kSteps, x + tile * kTileX, kKeys * 4, kTile,
                               ahead, then.row_bytes);
       }
-      std::memcpy(held[turn], sums, sizeof sums);
+      copy(sums, held[turn]);
     }
   }
   for (int turn = 0; turn < G; ++turn) {
@@ -376,7 +376,7 @@ float soften(const Block& block, const Scoring& scoring, int64_t row, int m, See
              int64_t count) {
   float* scores = block.scores + m * kKeys;
   char* weights = reinterpret_cast<char*>(scores);
-  const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const Ints lanes = lane_numbers();
   Floats maximum = splat(kLowest);
   // Without softcap, scores stay unscaled; the scale is applied in the exponent.
   const bool later = scoring.cap == 0 && scoring.scale > 0;

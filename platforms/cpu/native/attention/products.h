@@ -24,8 +24,8 @@ INTERPOSER_INLINE Floats joined(const typename F::Sum (&sums)[R][T], int m, int 
     const Planes& of = planes[m];
     const Ints high = sums[2 * m][t] - splat(of.excess[0]);
     const Ints low = sums[2 * m + 1][t] - splat(of.excess[1]);
-    return (__builtin_convertvector(high, Floats) * splat(256.0f) +
-            __builtin_convertvector(low, Floats)) *
+    return (converted<Floats>(high) * splat(256.0f) +
+            converted<Floats>(low)) *
            splat(of.unit);
   } else {
     return sums[m][t];

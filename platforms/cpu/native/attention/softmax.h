@@ -18,12 +18,8 @@ INTERPOSER_INLINE Floats larger(Floats a, Floats b) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_maskz_max_ps(kAllLanes, (__m512)a, (__m512)b);
 #else
-  return a > b ? a : b;
+  return chosen(a > b, a, b);
 #endif
-}
-
-INTERPOSER_INLINE Floats chosen(Ints mask, Floats a, Floats b) {
-  return (Floats)(((Ints)a & mask) | ((Ints)b & ~mask));
 }
 
 // 2^x for x <= 0, relative error below 2e-7 for normal results; 0 far below.
@@ -50,7 +46,7 @@ INTERPOSER_INLINE Floats exp2_of(Floats x) {
   return (Floats)_mm512_maskz_scalef_ps(kAllLanes, (__m512)power, (__m512)whole);
 #else
   const Floats result = (Floats)((Words)power + ((Words)shifted << 23));  // may wrap if unused
-  return x < splat(-126.0f) ? splat(0.0f) : result;
+  return chosen(x < splat(-126.0f), splat(0.0f), result);
 #endif
 }
 

@@ -66,7 +66,7 @@ inline void widen_8_bits(const char* from, int32_t type, int64_t rows, int64_t r
 
 INTERPOSER_INLINE Floats numbers_of(Words words, int element, Floats step, Floats base) {
   const Ints codes = (Ints)(words >> element_shift(8, element) & 15);
-  return __builtin_convertvector(codes, Floats) * step + base;
+  return converted<Floats>(codes) * step + base;
 }
 
 inline void widen_grouped_keys(const char* from, int64_t head_size, char* to) {

@@ -169,8 +169,8 @@ INTERPOSER_INLINE Words weight_words(Floats first, Floats second) {
     const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
     return (Words)_mm512_permutexvar_epi16(order, both);
 #else
-    return __builtin_convertvector(bfloat16_of_floats(first), Words) |
-           __builtin_convertvector(bfloat16_of_floats(second), Words) << 16;
+    return converted<Words>(bfloat16_of_floats(first)) |
+           converted<Words>(bfloat16_of_floats(second)) << 16;
 #endif
   }
 }
@@ -187,8 +187,7 @@ void soften(const Block& block, const Scoring& scoring, bool is_biased, int64_t 
   bool is_masked = false;
   for (int lane = 0; lane < kLanes; ++lane) is_masked |= first[lane] > from || end[lane] < to;
   const Floats slope = load<Floats>(block.slope + row);
-  const Floats position = __builtin_convertvector(
-      load<Ints>(block.position + row) - splat(int32_t(begin)), Floats);
+  const Floats position = converted<Floats>(load<Ints>(block.position + row) - splat(int32_t(begin)));
   Floats maximum = load<Floats>(block.maximum + row);
   const Floats before = maximum;
   if (scoring.cap == 0 && !is_biased && !is_masked) {

@@ -113,7 +113,7 @@ void soften_few(const Block& block, const Scoring& scoring, bool is_biased, int6
   float* scores = block.scores + row * kFewStride<F>;
   const int64_t first = block.first[row] - begin;
   const int64_t end = block.end[row] - begin < count ? block.end[row] - begin : count;
-  const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const Ints lanes = lane_numbers();
   const float before = block.maximum[row];
   Floats most = splat(before);
   for (int64_t key = 0; key < count; key += kLanes) {
@@ -126,7 +126,7 @@ void soften_few(const Block& block, const Scoring& scoring, bool is_biased, int6
     const Ints at = splat(int32_t(key)) + lanes;
     if (is_biased) {
       const Floats away =
-          __builtin_convertvector(splat(int32_t(block.position[row] - begin)) - at, Floats);
+          converted<Floats>(splat(int32_t(block.position[row] - begin)) - at);
       score -= splat(block.slope[row]) * (Floats)((Ints)away & 0x7fffffff);
     }
     if (key < first || key + kLanes > end) {

@@ -22,8 +22,8 @@ INTERPOSER_INLINE Floats load_stored(const char* from, int32_t stored, int count
   } else {
     std::memcpy(&codes, from, size_t(count));
   }
-  const Words code = __builtin_convertvector(codes, Words);
-  if (stored == kCacheInt8) return __builtin_convertvector((Ints)(code << 24) >> 24, Floats);
+  const Words code = converted<Words>(codes);
+  if (stored == kCacheInt8) return converted<Floats>((Ints)(code << 24) >> 24);
   const int mantissa = stored == kCacheE4M3 ? 3 : 2;
   const Words bits = (code & 0x7f) << (23 - mantissa) | (code & 0x80) << 24;
   return as_floats(bits) * splat(mantissa == 3 ? 0x1p120f : 0x1p112f);
@@ -78,9 +78,9 @@ void interleave(const char* first, const char* second, int64_t count, char* to) 
   for (int64_t i = 0; i < count; i += kLanes) {
     const int n = lanes_left(count - i);
     if constexpr (F::kPairs) {
-      Words words = __builtin_convertvector(load_halves(first + i * 2, n), Words);
+      Words words = converted<Words>(load_halves(first + i * 2, n));
       if (second) {
-        words |= __builtin_convertvector(load_halves(second + i * 2, n), Words) << 16;
+        words |= converted<Words>(load_halves(second + i * 2, n)) << 16;
       }
       store(to + i * 4, words);
     } else {

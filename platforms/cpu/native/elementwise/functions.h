@@ -8,10 +8,6 @@
 
 namespace {
 
-INTERPOSER_INLINE Floats chosen(Words mask, Floats yes, Floats no) {
-  return as_floats((mask & (Words)yes) | (~mask & (Words)no));
-}
-
 INTERPOSER_INLINE Floats magnitude(Floats x) { return as_floats((Words)x & 0x7fffffffu); }
 
 // Clamp x to [-limit, limit]; NaN stays NaN.

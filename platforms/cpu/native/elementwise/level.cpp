@@ -43,11 +43,8 @@ INTERPOSER_INLINE float summed(int64_t width, const F& term) {
   }
   for (; i + kLanes <= width; i += kLanes) sums[0] += term(i, kLanes);
   if (i < width) sums[1] += term(i, int(width - i));
-  Floats sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-  // Tree reduction: adding lanes one by one takes as long as all numbers of a head.
-  sum += __builtin_shuffle(sum, Ints{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
-  sum += __builtin_shuffle(sum, Ints{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
-  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+  const Floats sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  return sum_of_lanes(sum);
 }
 
 // Rows of one type; the residual has the type `kAdding`, kNone without a residual.
@@ -241,15 +238,15 @@ INTERPOSER_INLINE void store_codes(char* to, Floats quotient, int count) {
     // With a subnormal scale, a quotient can exceed 127. 128 is not a valid value.
     const Ints whole = rounded(limited(quotient, 128.0f));
     const Ints excess = (whole >> 7) & ~(whole >> 31);
-    const Bytes sixteen = __builtin_convertvector(whole - excess, Bytes);
+    const Bytes sixteen = converted<Bytes>(whole - excess);
     std::memcpy(to, &sixteen, size_t(count));
   } else {
     const Floats nearest = nearest_e4m3(limited(quotient, largest_code(kCode)));
     if constexpr (kCode == kE4M3) {
-      const Bytes sixteen = __builtin_convertvector(codes_of_e4m3(nearest), Bytes);
+      const Bytes sixteen = converted<Bytes>(codes_of_e4m3(nearest));
       std::memcpy(to, &sixteen, size_t(count));
     } else {
-      const Halves sixteen = __builtin_convertvector((Words)nearest >> 16, Halves);
+      const Halves sixteen = converted<Halves>((Words)nearest >> 16);
       std::memcpy(to, &sixteen, size_t(count) * 2);
     }
   }
@@ -258,12 +255,12 @@ INTERPOSER_INLINE void store_codes(char* to, Floats quotient, int count) {
 // Scale that maps the largest magnitude of a row to the largest quantized value.
 template <int32_t kType, int32_t kCode>
 INTERPOSER_INLINE float fitting_scale(const interposer_coded& coded, const char* x) {
-  Ints peaks = {};  // bits of magnitudes, ordered like the magnitudes
+  Floats peaks = {};  // compared as integers, so that NaN is larger than all others
   in_vectors(coded.rows.width, [&](int64_t i, int count) INTERPOSER_LAMBDA {
-    const Ints value = (Ints)magnitude(load_some(element<kType>(x, i), kType, count));
-    peaks = value > peaks ? value : peaks;
+    const Floats value = magnitude(load_some(element<kType>(x, i), kType, count));
+    peaks = chosen((Ints)value > (Ints)peaks, value, peaks);
   });
-  const float peak = largest_of((Floats)peaks);
+  const float peak = largest_of(peaks);
   if (coded.powers == kSharedExponents) {
     int exponent, largest;
     __builtin_frexpf(largest_code(kCode), &largest);
@@ -301,7 +298,7 @@ void code_rows(const interposer_coded& coded, int64_t first, int64_t last) {
       in_vectors(width, [&](int64_t i, int count) INTERPOSER_LAMBDA {
         const Floats value = load_some(element<kType>(x, i), kType, count);
         const Ints whole = rounded(divided(value, scale, inverse));
-        const Bytes sixteen = __builtin_convertvector(whole, Bytes);
+        const Bytes sixteen = converted<Bytes>(whole);
         std::memcpy(codes + i, &sixteen, size_t(count));
       });
       continue;

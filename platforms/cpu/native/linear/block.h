@@ -47,7 +47,7 @@ Block block_of(const interposer_packed& weight, int64_t index) {
 
 INTERPOSER_INLINE Floats load_scales(const char* scales, int32_t type) {
   if (type != kE8M0) return load_floats(scales, type);
-  const Words exponents = __builtin_convertvector(load<Bytes>(scales), Words);
+  const Words exponents = converted<Words>(load<Bytes>(scales));
   // The smallest exponent is subnormal and the largest is NaN; both need their highest mantissa bit
   // set.
   const Words edge = less((exponents + 1) & 255, splat(uint32_t(2)));
@@ -56,7 +56,7 @@ INTERPOSER_INLINE Floats load_scales(const char* scales, int32_t type) {
 
 template <class F>
 INTERPOSER_INLINE Ints zeros_of(const char* zeros) {
-  return zeros ? __builtin_convertvector(load<Bytes>(zeros), Ints) : splat(int32_t(F::kZero));
+  return zeros ? converted<Ints>(load<Bytes>(zeros)) : splat(int32_t(F::kZero));
 }
 
 INTERPOSER_INLINE bool has_scales_of_groups(const interposer_product& product) {
@@ -74,7 +74,7 @@ INTERPOSER_INLINE Floats scaled(const interposer_product& product, const Prepare
   if constexpr (F::kInteger) {
     const Ints codes = splat(prepared.sums[row * prepared.num_groups + group]);
     const Ints centred = F::kSymmetric ? sum + codes : sum - zero * codes;
-    return __builtin_convertvector(centred, Floats) * scale;
+    return converted<Floats>(centred) * scale;
   } else {
     return sum * scale;
   }
@@ -114,7 +114,7 @@ INTERPOSER_INLINE void write_tiles(const interposer_product& product, Rows rows,
   const interposer_packed& weight = *product.weight;
   if (output + T * kLanes > weight.outputs) {
     Floats results[M][T];
-    std::memcpy(results, sums, sizeof results);
+    copy(sums, results);
     for (int t = 0; t < T && output + t * kLanes < weight.outputs; ++t) {
       for (int m = 0; m < M; ++m) {
         write_outputs(product, rows[m], output + t * kLanes, results[m][t]);

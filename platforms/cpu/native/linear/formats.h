@@ -27,7 +27,7 @@ struct OnFloats {  // inputs in float32
   typedef Floats Sum;
   static constexpr bool kInteger = false;
   static constexpr bool kSymmetric = false;
-  static constexpr int kInputBytes = 4;
+  static constexpr int kInputBytes = 4, kNarrowSteps = 0;
 
   static INTERPOSER_INLINE void add(Sum& sum, Part part, const char* x) {
     sum += part * splat(load_float(x));
@@ -56,7 +56,7 @@ struct Int8OnFloats : OnFloats {
   static constexpr int kParts = 4, kInputs = 4, kZero = 128;
 
   static INTERPOSER_INLINE Part part(Words words, Ints zero, int index) {
-    return __builtin_convertvector((Ints)(words >> 8 * index & 255) - zero, Floats);
+    return converted<Floats>((Ints)(words >> 8 * index & 255) - zero);
   }
   static constexpr int place(int part) { return part; }
 };
@@ -67,9 +67,9 @@ struct Int4OnFloats : OnFloats {
   static INTERPOSER_INLINE Part part(Words words, Ints zero, int index) {
 #if defined(__AVX512F__)
     const Floats table = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return looked_up(table, words >> 4 * index) - __builtin_convertvector(zero, Floats);
+    return looked_up(table, words >> 4 * index) - converted<Floats>(zero);
 #else
-    return __builtin_convertvector((Ints)(words >> 4 * index & 15) - zero, Floats);
+    return converted<Floats>((Ints)(words >> 4 * index & 15) - zero);
 #endif
   }
   static constexpr int place(int part) { return kNibbleOrder[part]; }
@@ -95,13 +95,14 @@ struct E2M1OnFloats : OnFloats {
 #if defined(__AVX512F__)
     const Floats table = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
     return looked_up(table, words >> 4 * index);
-#elif defined(__x86_64__)
-    // The table stores twice the represented value, which has no subnormals: these would take a
-    // hundred cycles here.
-    const Words code = words >> 4 * index;
-    const Words doubled = splat(0xc8643210u) >> ((code & 7) << 2) & 15;
-    const Floats sizes = __builtin_convertvector((Ints)doubled, Floats) * splat(0.5f);
-    return as_floats((Words)sizes | (code & 8) << 28);
+#elif defined(__AVX2__)
+    // Only the three lowest bits of an index count.
+    const __m256 sizes = _mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6);
+    const Ints code = (Ints)(words >> 4 * index);
+    const Floats size = {
+        (Floats::Register)_mm256_permutevar8x32_ps(sizes, (__m256i)code.low),
+        (Floats::Register)_mm256_permutevar8x32_ps(sizes, (__m256i)code.high)};
+    return as_floats((Words)size | (words << (28 - 4 * index) & 0x80000000u));
 #else
     // Two exponent bits and one mantissa bit, moved to those of a float32. The multiplication
     // corrects the bias, also of the one subnormal.
@@ -131,7 +132,7 @@ struct OnPairs {
   typedef Floats Sum;
   static constexpr bool kInteger = false;
   static constexpr bool kSymmetric = false;
-  static constexpr int kInputBytes = 2;
+  static constexpr int kInputBytes = 2, kNarrowSteps = 0;
 
   static INTERPOSER_INLINE void add(Sum& sum, Part part, const char* x) {
 #if defined(__AVX512BF16__)
@@ -215,7 +216,7 @@ struct OnCodes {
   typedef Ints Sum;
   static constexpr bool kInteger = true;
   static constexpr bool kSymmetric = false;
-  static constexpr int kInputBytes = 1;
+  static constexpr int kInputBytes = 1, kNarrowSteps = 0;
 
   static INTERPOSER_INLINE void add(Sum& sum, Part part, const char* x) {
     const uint32_t four = load_word(x);
@@ -228,23 +229,8 @@ struct OnCodes {
     sum += (Ints)_mm512_madd_epi16((__m512i)(part >> 8 & 0x00ff00ffu), _mm512_srai_epi16(codes, 8));
 #elif defined(__AVXVNNI__)
     const __m256i codes = _mm256_set1_epi32(int(four));
-    for (int i = 0; i < 2; ++i) {
-      const __m256i eight = load<__m256i>((const char*)&sum + 32 * i);
-      const __m256i bytes = load<__m256i>((const char*)&part + 32 * i);
-      store((char*)&sum + 32 * i, _mm256_dpbusd_avx_epi32(eight, bytes, codes));
-    }
-#elif defined(__AVX2__)
-    const __m256i codes = _mm256_set1_epi32(int(four));
-    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 8);
-    const __m256i odd = _mm256_srai_epi16(codes, 8);
-    const __m256i low = _mm256_set1_epi32(0x00ff00ff);
-    for (int i = 0; i < 2; ++i) {
-      __m256i eight = load<__m256i>((const char*)&sum + 32 * i);
-      const __m256i bytes = load<__m256i>((const char*)&part + 32 * i);
-      eight = _mm256_add_epi32(eight, _mm256_madd_epi16(_mm256_and_si256(bytes, low), even));
-      const __m256i high = _mm256_srli_epi16(bytes, 8);
-      store((char*)&sum + 32 * i, _mm256_add_epi32(eight, _mm256_madd_epi16(high, odd)));
-    }
+    sum.low = (Sum::Register)_mm256_dpbusd_avx_epi32((__m256i)sum.low, (__m256i)part.low, codes);
+    sum.high = (Sum::Register)_mm256_dpbusd_avx_epi32((__m256i)sum.high, (__m256i)part.high, codes);
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
     const int8x16_t codes = vreinterpretq_s8_u32(vdupq_n_u32(four));
     for (int i = 0; i < 4; ++i) {
@@ -271,6 +257,48 @@ struct OnCodes {
   }
 };
 
+#if defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512F__)
+
+// Inputs in 16 bits, as a byte times a byte, added to its neighbour, can have 17.
+struct Int8OnCodes : OnCodes {
+  static constexpr int kParts = 2, kInputs = 4, kZero = 128, kInputBytes = 2;
+
+  static INTERPOSER_INLINE Part part(Words words, Ints, int index) {
+    return (index ? words >> 8 : words) & 0x00ff00ffu;
+  }
+  static constexpr int place(int part) { return 2 * part; }
+  static INTERPOSER_INLINE void add(Sum& sum, Part part, const char* x) {
+    const __m256i pair = _mm256_set1_epi32(int(load_word(x)));
+    sum.low += (Sum::Register)_mm256_madd_epi16((__m256i)part.low, pair);
+    sum.high += (Sum::Register)_mm256_madd_epi16((__m256i)part.high, pair);
+  }
+};
+
+// Four bits times a byte, added to its neighbour, is at most 3840, so that 16 bits hold eight of
+// these.
+struct Int4OnCodes : OnCodes {
+  static constexpr int kParts = 2, kInputs = 8, kZero = 8, kNarrowSteps = 4;
+
+  static INTERPOSER_INLINE Part part(Words words, Ints, int index) {
+    return words >> 4 * index & 0x0f0f0f0fu;
+  }
+  static constexpr int place(int part) { return 4 * part; }
+  static INTERPOSER_INLINE void add(Sum& narrow, Part part, const char* x) {
+    const __m256i four = _mm256_set1_epi32(int(load_word(x)));
+    const __m256i low = _mm256_maddubs_epi16((__m256i)part.low, four);
+    const __m256i high = _mm256_maddubs_epi16((__m256i)part.high, four);
+    narrow.low = (Sum::Register)_mm256_add_epi16((__m256i)narrow.low, low);
+    narrow.high = (Sum::Register)_mm256_add_epi16((__m256i)narrow.high, high);
+  }
+  static INTERPOSER_INLINE void widen(Sum& sum, Sum narrow) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    sum.low += (Sum::Register)_mm256_madd_epi16((__m256i)narrow.low, ones);
+    sum.high += (Sum::Register)_mm256_madd_epi16((__m256i)narrow.high, ones);
+  }
+};
+
+#else
+
 struct Int8OnCodes : OnCodes {
   static constexpr int kParts = 1, kInputs = 4, kZero = 128;
 
@@ -288,6 +316,8 @@ struct Int4OnCodes : OnCodes {
   }
   static constexpr int place(int part) { return 4 * part; }
 };
+
+#endif
 
 template <class F>
 INTERPOSER_INLINE void decode(Words words, Ints zero, typename F::Part (&parts)[F::kParts]) {

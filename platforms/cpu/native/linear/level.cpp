@@ -7,7 +7,6 @@
 #include "block.h"
 #include "codes.h"
 #include "formats.h"
-#include "halves.h"
 #include "matrices.h"
 #include "pieces.h"
 #include "steps.h"
@@ -47,7 +46,7 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
                                       const Block& block, int tile, Rows rows,
                                       const char* ahead) {
   typedef typename F::Sum Sum;
-  constexpr int kChains = M == 1 ? 2 : 1;  // independent sums
+  constexpr int kChains = M == 1 && T <= kMostChained ? 2 : 1;  // independent sums
   constexpr bool kByMatrices = M % 2 == 0 && Matrices<F>::kKnown;
   constexpr bool kIsRaised = kRaised<F> && !kByMatrices;
   // Only quantized weights: bfloat16 is read no faster this way.
@@ -78,10 +77,6 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
     begin_sums<F, kIsRaised>(prepared, rows, group, sums);
     if constexpr (kByMatrices) {
       multiply_matrices<F>(sums, words, x, group_steps);
-      words += group_steps * kBlock * 4;
-      for (int m = 0; m < M; ++m) x[m] += group_inputs * F::kInputBytes;
-    } else if constexpr (InHalves<F>::kKnown) {
-      multiply_halves<F, kFetch>(sums, words, x, group_steps, ahead);
       words += group_steps * kBlock * 4;
       for (int m = 0; m < M; ++m) x[m] += group_inputs * F::kInputBytes;
     } else {
@@ -115,7 +110,8 @@ INTERPOSER_INLINE void multiply_by_tiles(const interposer_product& product,
   // Decoded formats are limited by arithmetic, not by memory.
   if constexpr (kRegisterTiles > 1 && kPasses > 1 && Read::kOnce && F::kParts == 1) {
     if (from_memory && num_groups(*product.weight) == 1) {
-      return multiply_by_pieces<F, M, T, Read::kFetch>(product, prepared, block, rows);
+      const int64_t end = rows.last < rows.first + M ? rows.last + 1 : rows.first + M;
+      return multiply_by_pieces<F, M, T, Read::kFetch>(product, prepared, block, rows.first, end);
     }
   }
   const int64_t bytes = padded_inputs(product.weight->inputs) / F::kInputs * kBlock * 4;
@@ -172,9 +168,48 @@ void multiply_last(const interposer_product& product, const Prepared& prepared, 
   }
 }
 
+#if defined(INTERPOSER_FEW_REGISTERS)
+
+// Multiply rows by a block. One row takes the block in the order of memory; several take it in
+// pieces, divided into equal chunks of two, three or four rows.
+template <class F, int kFetch>
+void multiply_shares(const interposer_product& product, const Prepared& prepared,
+                     const Block& block, int64_t row, int64_t end) {
+  // Sums of 16 bits take registers beside those of 32.
+  constexpr int kMost = F::kNarrowSteps ? 3 : 4, kShared = kSharingRows / kMost * kMost;
+  for (; end - row > kShared; row += kShared) {
+    multiply_by_pieces<F, kMost, 1, kFetch>(product, prepared, block, row, row + kShared);
+  }
+  const int64_t count = end - row, chunks = (count + kMost - 1) / kMost;
+  switch ((count + chunks - 1) / chunks) {
+    case 1:
+      // Sums of integers do without a second chain, so that those of all tiles fit.
+      return multiply_by_tiles<F, 1, F::kInteger ? kTiles : 2, ReadOnce<kFetch>>(
+          product, prepared, block, row, true);
+    case 2:
+      return multiply_by_pieces<F, 2, 2, kFetch>(product, prepared, block, row, end);
+    case 3:
+      return multiply_by_pieces<F, 3, 1, kFetch>(product, prepared, block, row, end);
+    default:
+      return multiply_by_pieces<F, kMost, 1, kFetch>(product, prepared, block, row, end);
+  }
+}
+
+#endif
+
 template <class F>
 void multiply_block(const interposer_product& product, const Prepared& prepared, const Block& block,
                     int64_t row, int64_t end) {
+#if defined(INTERPOSER_FEW_REGISTERS)
+  if constexpr (F::kInteger || F::kParts == 1) {
+    if (interposer_reads_past_caches()) {
+      return multiply_shares<F, kPastOthers>(product, prepared, block, row, end);
+    }
+    return multiply_shares<F, kToSecondLevel>(product, prepared, block, row, end);
+  } else {
+    return multiply_shares<F, kToFirstLevel>(product, prepared, block, row, end);
+  }
+#else
   bool first = true;
   // Integer sums leave registers for more rows, and more rows per pass read the weights less often.
   constexpr int kChunk = F::kInteger ? kLastRows : kMostRows;
@@ -192,6 +227,7 @@ void multiply_block(const interposer_product& product, const Prepared& prepared,
   }
 #endif
   multiply_last<F, ReadOnce<kToFirstLevel>>(product, prepared, block, rows, end - row, first);
+#endif
 }
 
 template <class F>
@@ -294,7 +330,9 @@ bool reads_pairs(const interposer_product& product) {
 
 int64_t prepared_row_bytes(const interposer_product& product) {
   const int64_t inputs = padded_inputs(product.weight->inputs);
-  if (product.x_type == kInt8) return round_up(inputs, 64);
+  if (product.x_type == kInt8) {
+    return round_up(has_wide_codes(*product.weight) ? 2 * inputs : inputs, 64);
+  }
   const bool whole = inputs == product.weight->inputs;
   if (reads_pairs(product)) return whole ? 0 : round_up(2 * inputs, 64);
   if (product.x_type == kFloat32 && whole) return 0;

@@ -1,9 +1,9 @@
-// GEMM of more rows than registers can sum for all tiles of a block at once, with weights read from
-// memory. Included once for every level.
+// GEMM of rows whose sums do not fit in registers for all tiles of a block at once, with weights read
+// from memory. Included once for every level.
 //
-// A block is divided into pieces that stay in the first-level cache between passes. Prefetches
-// follow the order of memory, spread evenly over the passes. Passes over a whole block would read
-// words that were prefetched long ago or only just now.
+// A block is divided into pieces that stay in the first-level cache while all tiles and rows use
+// them. Prefetches follow the order of memory, spread evenly over the passes of the first rows.
+// Passes over a whole block would read words that were prefetched long ago or only just now.
 #pragma once
 
 #include "steps.h"
@@ -14,56 +14,152 @@ namespace {
 constexpr int64_t kPieceSteps = 32;
 // During the first of two passes, reading gets half a piece closer to the prefetch position.
 constexpr int64_t kStepsAhead = 48;
+// Rows that use a piece before the next piece is read. Their sums take eight kilobytes.
+constexpr int kSharingRows = 32;
 
-// Multiply by all tiles of a block, T at a time; the inputs of the weight have one scale.
+// A block times up to kSharingRows rows, M rows and T tiles at a time.
 template <class F, int M, int T, int kFetch>
-void multiply_by_pieces(const interposer_product& product, const Prepared& prepared,
-                        const Block& block, Rows rows) {
+struct Pieces {
   typedef typename F::Sum Sum;
-  constexpr int kPasses = kTiles / T;
-  const interposer_packed& weight = *product.weight;
-  const int64_t steps = padded_inputs(weight.inputs) / F::kInputs;
-  const char* x[M];
-  for (int m = 0; m < M; ++m) {
-    x[m] = static_cast<const char*>(prepared.data) + rows[m] * prepared.stride;
+  static constexpr int kPasses = kTiles / T;
+  static constexpr int kChunks = (kSharingRows + M - 1) / M;
+
+  const interposer_product& product;
+  const Prepared& prepared;
+  const Block& block;
+  int64_t first_row, end_row;
+  int64_t groups, group_steps;
+  int num_passes;
+  // What waits for the next piece: the sums of all inputs, or the totals of complete groups.
+  Sum sums[kChunks][kPasses][M][T][1];
+  Floats totals[kChunks][kPasses][M][T];
+
+  Pieces(const interposer_product& product, const Prepared& prepared, const Block& block,
+         int64_t first_row, int64_t end_row)
+      : product(product), prepared(prepared), block(block), first_row(first_row),
+        end_row(end_row), groups(num_groups(*product.weight)) {
+    const int64_t inputs = padded_inputs(product.weight->inputs);
+    group_steps = (groups > 1 ? product.weight->group : inputs) / F::kInputs;
+    const int64_t outputs = product.weight->outputs - block.first_output;
+    num_passes = outputs < kBlock ? int((outputs + T * kLanes - 1) / (T * kLanes)) : kPasses;
   }
-  Ints zeros[kPasses][T];
-  Sum carried[kPasses][M][T][1];  // from one piece to the next
-  for (int pass = 0; pass < kPasses; ++pass) {
-    for (int t = 0; t < T; ++t) {
-      const int place = (pass * T + t) * kLanes;
-      zeros[pass][t] = zeros_of<F>(block.zeros ? block.zeros + place : nullptr);
-    }
-    begin_sums<F, kRaised<F>>(prepared, rows, 0, carried[pass]);
+
+  int num_chunks() const { return int((end_row - first_row + M - 1) / M); }
+  Rows rows(int chunk) const { return {first_row + chunk * M, end_row - 1}; }
+
+  const char* zeros(int pass, int t, int64_t group) const {
+    if (!block.zeros) return nullptr;
+    return block.zeros + group * kBlock + (pass * T + t) * kLanes;
   }
-  const char* ahead = block.words + kStepsAhead * kBlock * 4;
-  for (int64_t first = 0; first < steps; first += kPieceSteps) {
-    const int64_t count = steps - first < kPieceSteps ? steps - first : kPieceSteps;
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const char* words = block.words + (first * kBlock + pass * T * kLanes) * 4;
-      const char* from[M];
-      for (int m = 0; m < M; ++m) from[m] = x[m] + first * F::kInputs * F::kInputBytes;
-      Sum sums[M][T][1];  // copies stay in registers
-      std::memcpy(sums, carried[pass], sizeof sums);
-      add_steps<F, kFetch>(sums, words, from, count, zeros[pass], ahead);
-      std::memcpy(carried[pass], sums, sizeof sums);
-    }
+
+  Floats scale(int pass, int t, int64_t group) const {
+    if (!block.scales) return splat(1.0f);
+    const int32_t type = product.weight->scale_type;
+    const int64_t place = group * kBlock + (pass * T + t) * kLanes;
+    return load_scales(block.scales + place * size_of(type), type);
   }
-  const int scale_size = size_of(weight.scale_type);
-  for (int pass = 0; pass < kPasses; ++pass) {
-    const int64_t output = block.first_output + pass * T * kLanes;
-    if (output >= weight.outputs) break;
-    Floats totals[M][T];
-    for (int t = 0; t < T; ++t) {
-      const char* scales = block.scales + (pass * T + t) * kLanes * scale_size;
-      const Floats scale = block.scales ? load_scales(scales, weight.scale_type) : splat(1.0f);
-      for (int m = 0; m < M; ++m) {
-        totals[m][t] = ended<F, kRaised<F>>(product, prepared, rows[m], 0, carried[pass][m][t][0],
-                                            zeros[pass][t], scale);
+
+  INTERPOSER_INLINE Floats ended(Rows rows, int m, int64_t group, Sum sum, Ints zero,
+                                 Floats scale) const {
+    return ::ended<F, kRaised<F>>(product, prepared, rows[m], group, sum, zero, scale);
+  }
+
+  INTERPOSER_INLINE void add_groups(int chunk, int pass, const char* words, const char* (&x)[M],
+                                    int64_t group, int64_t end, const char*& ahead) {
+    Floats kept[M][T];  // copies stay in registers
+    copy(totals[chunk][pass], kept);
+    for (; group < end; ++group) {
+      Ints zero[T];
+      for (int t = 0; t < T; ++t) zero[t] = zeros_of<F>(zeros(pass, t, group));
+      Sum current[M][T][1];
+      begin_sums<F, kRaised<F>>(prepared, rows(chunk), group, current);
+      add_steps<F, kFetch>(current, words, x, group_steps, zero, ahead);
+      for (int t = 0; t < T; ++t) {
+        const Floats scale = this->scale(pass, t, group);
+        for (int m = 0; m < M; ++m) {
+          kept[m][t] += ended(rows(chunk), m, group, current[m][t][0], zero[t], scale);
+        }
       }
     }
-    write_tiles(product, rows, output, totals);
+    copy(kept, totals[chunk][pass]);
   }
+
+  INTERPOSER_INLINE void add_inputs(int chunk, int pass, const char* words, const char* (&x)[M],
+                                    int64_t steps, const char*& ahead) {
+    Ints zero[T];
+    for (int t = 0; t < T; ++t) zero[t] = zeros_of<F>(zeros(pass, t, 0));
+    Sum current[M][T][1];  // copies stay in registers
+    copy(sums[chunk][pass], current);
+    add_steps<F, kFetch>(current, words, x, steps, zero, ahead);
+    copy(current, sums[chunk][pass]);
+  }
+
+  void begin() {
+    for (int chunk = 0; chunk < num_chunks(); ++chunk) {
+      for (int pass = 0; pass < num_passes; ++pass) {
+        if (groups > 1) {
+          for (int m = 0; m < M; ++m) {
+            for (int t = 0; t < T; ++t) totals[chunk][pass][m][t] = splat(0.0f);
+          }
+        } else {
+          begin_sums<F, kRaised<F>>(prepared, rows(chunk), 0, sums[chunk][pass]);
+        }
+      }
+    }
+  }
+
+  void multiply() {
+    const int64_t steps = groups * group_steps;
+    const int64_t piece_groups = group_steps < kPieceSteps ? kPieceSteps / group_steps : 1;
+    const int64_t piece_steps = groups > 1 ? piece_groups * group_steps : kPieceSteps;
+    const char* ahead = block.words + kStepsAhead * kBlock * 4;
+    for (int64_t first = 0; first < steps; first += piece_steps) {
+      const int64_t count = steps - first < piece_steps ? steps - first : piece_steps;
+      for (int chunk = 0; chunk < num_chunks(); ++chunk) {
+        const char* none = nullptr;
+        for (int pass = 0; pass < num_passes; ++pass) {
+          const char* words = block.words + (first * kBlock + pass * T * kLanes) * 4;
+          const char* x[M];
+          for (int m = 0; m < M; ++m) {
+            x[m] = static_cast<const char*>(prepared.data) + rows(chunk)[m] * prepared.stride +
+                   first * F::kInputs * F::kInputBytes;
+          }
+          const char*& fetched = chunk ? none : ahead;
+          if (groups > 1) {
+            const int64_t group = first / group_steps;
+            add_groups(chunk, pass, words, x, group, group + count / group_steps, fetched);
+          } else {
+            add_inputs(chunk, pass, words, x, count, fetched);
+          }
+        }
+      }
+    }
+  }
+
+  void end() {
+    for (int chunk = 0; chunk < num_chunks(); ++chunk) {
+      for (int pass = 0; pass < num_passes; ++pass) {
+        Floats(&results)[M][T] = totals[chunk][pass];
+        for (int t = 0; t < T && groups == 1; ++t) {
+          const Floats scale = this->scale(pass, t, 0);
+          const Ints zero = zeros_of<F>(zeros(pass, t, 0));
+          for (int m = 0; m < M; ++m) {
+            results[m][t] = ended(rows(chunk), m, 0, sums[chunk][pass][m][t][0], zero, scale);
+          }
+        }
+        write_tiles(product, rows(chunk), block.first_output + pass * T * kLanes, results);
+      }
+    }
+  }
+};
+
+template <class F, int M, int T, int kFetch>
+void multiply_by_pieces(const interposer_product& product, const Prepared& prepared,
+                        const Block& block, int64_t first_row, int64_t end_row) {
+  Pieces<F, M, T, kFetch> pieces(product, prepared, block, first_row, end_row);
+  pieces.begin();
+  pieces.multiply();
+  pieces.end();
 }
 
 }  // namespace

@@ -4,7 +4,6 @@
 
 #include "block.h"
 #include "formats.h"
-#include "halves.h"
 #include "matrices.h"
 
 namespace {
@@ -13,6 +12,12 @@ namespace {
 constexpr int kRegisterTiles = 4;
 #else
 constexpr int kRegisterTiles = 1;
+#endif
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define INTERPOSER_FEW_REGISTERS 1  // sixteen, each of half a tile
+constexpr int kMostChained = 2;     // tiles of one row that have two sums each
+#else
+constexpr int kMostChained = kTiles;
 #endif
 
 // Whether sums start at minus the shift of all values, which costs nothing.
@@ -39,7 +44,7 @@ INTERPOSER_INLINE Floats ended(const interposer_product& product, const Prepared
                                int64_t row, int64_t group, typename F::Sum sum, Ints zero,
                                Floats scale) {
   if constexpr (kIsRaised) {
-    return __builtin_convertvector(sum, Floats) * scale;
+    return converted<Floats>(sum) * scale;
   } else {
     return scaled<F>(product, prepared, row, group, sum, zero, scale);
   }
@@ -48,7 +53,7 @@ INTERPOSER_INLINE Floats ended(const interposer_product& product, const Prepared
 // Add `steps` rows of words times x to the first `sums` of M rows and T tiles. Advances `words` and
 // `x`. Prefetches `ahead` unless it is null.
 template <class F, int kFetch, int M, int T, int C>
-INTERPOSER_INLINE void add_steps(typename F::Sum (&sums)[M][T][C], const char*& words,
+INTERPOSER_INLINE void add_products(typename F::Sum (&sums)[M][T][C], const char*& words,
                                  const char* (&x)[M], int64_t steps, const Ints (&zero)[T],
                                  const char*& ahead) {
   // With many rows, sums fill the registers. Then one decoded part is kept next to them for all
@@ -87,6 +92,30 @@ INTERPOSER_INLINE void add_steps(typename F::Sum (&sums)[M][T][C], const char*& 
     words += kBlock * 4;
     if (ahead) ahead += T * 64;
     for (int m = 0; m < M; ++m) x[m] += F::kInputs * F::kInputBytes;
+  }
+}
+
+// The same for all formats: sums of 16 bits are added to `sums` before they can overflow.
+template <class F, int kFetch, int M, int T, int C>
+INTERPOSER_INLINE void add_steps(typename F::Sum (&sums)[M][T][C], const char*& words,
+                                 const char* (&x)[M], int64_t steps, const Ints (&zero)[T],
+                                 const char*& ahead) {
+  if constexpr (F::kNarrowSteps == 0) {
+    add_products<F, kFetch>(sums, words, x, steps, zero, ahead);
+  } else {
+    for (int64_t left = steps; left > 0; left -= F::kNarrowSteps) {
+      typename F::Sum narrow[M][T][C] = {};
+      if (left >= F::kNarrowSteps) {
+        add_products<F, kFetch>(narrow, words, x, F::kNarrowSteps, zero, ahead);
+      } else {
+        add_products<F, kFetch>(narrow, words, x, left, zero, ahead);
+      }
+      for (int m = 0; m < M; ++m) {
+        for (int t = 0; t < T; ++t) {
+          for (int chain = 0; chain < C; ++chain) F::widen(sums[m][t][chain], narrow[m][t][chain]);
+        }
+      }
+    }
   }
 }
 

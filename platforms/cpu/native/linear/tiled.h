@@ -17,6 +17,9 @@
 
 namespace {
 
+typedef int8_t SignedBytes __attribute__((vector_size(64)));
+
+
 #if defined(INTERPOSER_TILES)
 
 // Fewest rows of words for which a tile pays.
@@ -233,7 +236,7 @@ void multiply_tiled_rows(const interposer_product& product, const Prepared& prep
         for (int j = 0; j < 2; ++j) {
           const auto sum = load<typename F::Sum>(from + j * kSumBytes + i * 64);
           if constexpr (std::is_same<F, CentredOnCodes>::value) {
-            results[i][j] = __builtin_convertvector(sum, Floats) * columns[j].scale;
+            results[i][j] = converted<Floats>(sum) * columns[j].scale;
           } else {
             results[i][j] = scaled<F>(product, prepared, row + m + i, 0, sum, columns[j].zero,
                                       columns[j].scale);
@@ -298,7 +301,7 @@ void multiply_tiled_groups(const interposer_product& product, const Prepared& pr
       Floats factor = scale;
       if constexpr (kScaledX) factor *= splat(x_scales[m * product.x_scale_stride + group - 1]);
       if constexpr (F::kInteger) {
-        totals[m] += __builtin_convertvector(sum, Floats) * factor;
+        totals[m] += converted<Floats>(sum) * factor;
       } else {
         totals[m] += sum * factor;
       }

@@ -21,12 +21,6 @@ INTERPOSER_INLINE const char* element(const void* from, int64_t index) {
   return static_cast<const char*>(from) + index * size_of(kType);
 }
 
-INTERPOSER_INLINE float total_of(Floats sum) {
-  sum += __builtin_shuffle(sum, Ints{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
-  sum += __builtin_shuffle(sum, Ints{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
-  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
-}
-
 template <int kTokens>
 struct Count {
   static constexpr int value = kTokens;
@@ -120,7 +114,7 @@ INTERPOSER_INLINE void shrink_tile(const interposer_lora_shrink& call, const int
     take(i + part, element<kType>(a, part), left, int(least(left - part, kLanes)));
   }
   for (int t = 0; t < kTokens; ++t) {
-    for (int r = 0; r < kRows; ++r) y[t][row + r] = call.scale * total_of(sums[t][r]);
+    for (int r = 0; r < kRows; ++r) y[t][row + r] = call.scale * sum_of_lanes(sums[t][r]);
   }
 }
 

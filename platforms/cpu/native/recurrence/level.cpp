@@ -36,12 +36,6 @@ INTERPOSER_INLINE float number(const void* from, int64_t index) {
   return load_some(element<kFloat16>(from, index), kFloat16, 1)[0];
 }
 
-INTERPOSER_INLINE float halved_sum(Floats sum) {
-  sum += __builtin_shuffle(sum, Ints{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
-  sum += __builtin_shuffle(sum, Ints{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
-  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
-}
-
 // Convolve sixteen channels of all sequences.
 template <int32_t kType, int kTaps>
 void convolve_channels(const interposer_convolution& call, int64_t channel, int count) {
@@ -183,7 +177,7 @@ void scan_head(const interposer_scan& call, int64_t head, float* b, float* c) {
             store_some(held + i, next, kFloat32, some);
             sum += next * load_some(c + i, kFloat32, some);
           });
-          sums[lane] = halved_sum(sum);
+          sums[lane] = sum_of_lanes(sum);
         }
         Floats result = load<Floats>(sums);
         if (call.skip) result += skip * inputs;

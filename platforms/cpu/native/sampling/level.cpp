@@ -136,7 +136,7 @@ struct Kernels {
       std::memcpy(&in_prompt, prompt + i, size_t(lanes));
       const Floats count = floats_of_counts(counts + i, lanes);
       const Words generated = less(Words{}, (Words)count);
-      const Words used = less(Words{}, __builtin_convertvector(in_prompt, Words)) | generated;
+      const Words used = less(Words{}, converted<Words>(in_prompt)) | generated;
       const Words negative = (Words)((Ints)y >> 31);
       const Floats repeated = chosen(negative, y * repetition, y / repetition);
       y = chosen(used, repeated, y);

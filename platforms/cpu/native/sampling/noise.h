@@ -48,7 +48,7 @@ INTERPOSER_INLINE Floats uniform_below(uint64_t key, int64_t first) {
     const Longs hashes = mixed(steps + (start + 8 * part * kGamma));
     store((char*)&whole + 32 * part, __builtin_convertvector(hashes >> 40, EightWords));
   }
-  return __builtin_convertvector(whole, Floats) * 0x1p-24f;
+  return converted<Floats>(whole) * 0x1p-24f;
 }
 
 }  // namespace
