@@ -204,9 +204,9 @@ def environment_python(environment: Environment, folder: Path, instructions: str
         return python
     print(f"installing {', '.join(environment.requirements)} into {home}", file=sys.stderr)
     steps: list[tuple[str, ...]] = [(sys.executable, "-m", "venv", str(home))]
-    pip = (str(python), "-m", "pip", "install", "--quiet")
     # A cached wheel may be compiled for other instructions.
-    pip += ("--no-cache-dir",) if cmake else ()
+    uncached = ("--no-cache-dir",) if cmake else ()
+    pip = (str(python), "-m", "pip", "install", "--quiet", *uncached)
     variables = {**os.environ, "CMAKE_ARGS": cmake} if cmake else None
     torch = (TORCH,) if environment.needs_torch else ()
     steps += [(*pip, *torch)] if torch else []

@@ -171,8 +171,11 @@ class ForkedKernel(KernelProcess):
         def use(function: Callable[..., Any], prepare: Prepare | None, takes: Takes) -> None:
             added = None if prepare is None else functions.add(prepare)
             channel.send({"function": functions.add(function), "prepare": added})
-            asked = {"takes": lambda request: {"takes": bool(takes(request["dims"]))}}
-            channel.serve({**actions, **asked}, last="end")
+
+            def accept(request: Mapping[str, Any]) -> dict[str, Any]:
+                return {"takes": bool(takes(request["dims"]))}
+
+            channel.serve({**actions, "takes": accept}, last="end")
 
         finding = self._offer(use, begin)
         channel.send({"finding": finding})

@@ -391,7 +391,7 @@ class _Judging:
             self._add("correctness", "", Fault("call", "process", reason))
 
     def _check_process(self, kernel: JudgedKernel, stage: Stage) -> None:
-        """Find what the kernel changed in its process, which other code of a program shares."""
+        """Find changed settings and replaced functions, which would affect a whole program."""
         if any(finding.check == "process" for finding in self.findings):
             return
         try:

@@ -52,16 +52,17 @@ class ProcessEndedError(Exception):
 class KernelError(Exception):
     """The kernel raised an exception in its process."""
 
-    shown = ""
+    representation = ""
 
     def __repr__(self) -> str:
         """Return the representation of the exception in its process."""
-        return self.shown or super().__repr__()
+        return self.representation or super().__repr__()
 
 
-def kernel_error(name: str, message: str, trace: str, shown: str = "") -> KernelError:
+def kernel_error(name: str, message: str, trace: str, representation: str = "") -> KernelError:
     """Create the error of an exception of another process, with the name of its class."""
-    kind = type(name if name.isidentifier() else "Exception", (KernelError,), {"shown": shown})
+    class_name = name if name.isidentifier() else "Exception"
+    kind = type(class_name, (KernelError,), {"representation": representation})
     error: KernelError = kind(message)
     error.add_note(trace)
     return error
@@ -319,7 +320,7 @@ class KernelProcess:
         )
 
     def _end_of_process(self) -> str:
-        """End the process, and say how it ended."""
+        """Wait for the process to end, and describe its exit code or signal."""
         # A process that closed its channel may still run.
         try:
             code = self._process.wait(1.0)

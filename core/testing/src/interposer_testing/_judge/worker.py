@@ -55,7 +55,7 @@ def limit_privileges() -> None:
 
 
 def _from_python(file: str, _name: str) -> ModuleType:
-    """Import a file by its path, in a package if it lies in a folder."""
+    """Import a Python file; a file in a folder is imported as a module of a package."""
     sys.path.insert(0, str(Path.cwd()))
     path = Path(file)
     module = path.parent if path.name == "__init__.py" else path.with_suffix("")
@@ -63,7 +63,7 @@ def _from_python(file: str, _name: str) -> ModuleType:
 
 
 def import_triton() -> None:
-    """Import Triton; its interpreter must round as GPUs do."""
+    """Import Triton, and correct the rounding of its interpreter if that is in use."""
     importlib.import_module("triton.testing")
     if importlib.import_module("triton").knobs.runtime.interpret:
         importlib.import_module("exact_interpreter").make_exact()
@@ -117,7 +117,10 @@ _ALIGNMENT = 256
 
 
 def _is_of_torch(function: Any) -> bool:
-    """Tell whether a function is of torch, which wraps some of its own when it first compiles."""
+    """Tell whether a function is defined in a file of torch.
+
+    Torch replaces some of its own functions by wrappers during its first compilation.
+    """
     code = getattr(function, "__code__", None)
     return code is not None and Path(code.co_filename).is_relative_to(Path(torch.__file__).parent)
 
@@ -141,7 +144,7 @@ class Surroundings:
         self._changes: dict[str, None] = {}
 
     def note(self) -> None:
-        """Note the settings that differ, as a function may change them back in its next call."""
+        """Record each changed setting now, since a later call may restore it."""
         for name, value in self._current_settings().items():
             if value != self._settings[name]:
                 self._changes[f"{name} was {self._settings[name]}, and is {value}"] = None
@@ -443,7 +446,7 @@ class Functions:
         return {"base": self._base, "threads": torch.get_num_threads(), "process": os.getpid()}
 
     def changes(self, _request: Mapping[str, Any]) -> dict[str, Any]:
-        """Describe what the functions changed in this process."""
+        """Describe replaced functions and changed settings of this process."""
         return {"changes": self._surroundings.changes()}
 
     def actions(self) -> dict[str, Action]:
@@ -470,7 +473,7 @@ class Functions:
         return self._count
 
     def _decoded(self, tree: Any) -> Any:
-        """Build a value from its description in JSON."""
+        """Decode an argument: a list ``[kind, content]`` of JSON, or a plain value."""
         if isinstance(tree, list):
             kind, content = tree
             if kind == "list":

@@ -221,7 +221,10 @@ def _imports_triton(sources: Mapping[str, bytes]) -> bool:
 
 
 def _build_of(folder: Path, device: str) -> Path:
-    """Return the build of a repository for a device; ``folder`` itself if it is a build."""
+    """Find the build for a device in a repository of hub kernels.
+
+    A folder without a subfolder ``build`` is a build itself.
+    """
     if not (folder / "build").is_dir():
         return folder
     major, minor = torch.__version__.split(".")[:2]

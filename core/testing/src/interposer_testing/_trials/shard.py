@@ -127,7 +127,7 @@ def _of_shard(
     With ``is_separate``, all separable trials come first: the others import kernels into this
     process, which could then change how it judges.
     """
-    others = list[tuple[int, Trial]]()
+    deferred_trials = list[tuple[int, Trial]]()
     num_separable = num_others = 0
     for number, trial in enumerate(all_trials):
         if trial.is_separable or not is_separate:
@@ -136,9 +136,9 @@ def _of_shard(
             num_separable += 1
         else:
             if num_others // _BLOCK % parts == part:
-                others.append((number, trial))
+                deferred_trials.append((number, trial))
             num_others += 1
-    yield from others
+    yield from deferred_trials
 
 
 def _reply(replies: IO[str], **facts: Any) -> None:
