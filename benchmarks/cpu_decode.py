@@ -85,6 +85,7 @@ class Group:
 
     threads: int
     bits: int
+    product_dtype: str
     rates: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     memory: dict[str, dict[str, Any]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
@@ -122,8 +123,11 @@ def measured_group(
         for index in range(options.repeat + 1):
             note(f"{group.threads} threads, {group.bits} bits: round {index} of {options.repeat}")
             command = [sys.executable, str(ROOFS), "--threads", str(group.threads)]
-            command += ["--read-mib", str(options.read_mib)]
-            variables = {**os.environ, **INSTRUCTIONS[options.instructions]}
+            command += ["--read-mib", str(options.read_mib), "--dtype", group.product_dtype]
+            # MKL multiplies float32. oneDNN's own kernels, which read memory, need all instructions.
+            limits = INSTRUCTIONS[options.instructions]
+            limits = {name: value for name, value in limits.items() if "ONEDNN" not in name}
+            variables = {**os.environ, **limits}
             done = subprocess.run(
                 command, capture_output=True, text=True, check=True, env=variables
             )
@@ -185,8 +189,8 @@ def report(group: Group, rows: list[Row], work: ModelWork) -> Iterator[str]:
     span = [float(roof["bytes_per_s"]) / 1e9 for roof in group.roofs]
     yield (
         f"\n{group.threads} threads, {group.bits} bits: reading {bandwidth / 1e9:.1f} GB/s "
-        f"({min(span):.1f}-{max(span):.1f}, by {group.roofs[-1]['read_by']}), bf16 products "
-        f"{peak / 1e9:.0f} GFLOP/s; tokens per second\n"
+        f"({min(span):.1f}-{max(span):.1f}, by {group.roofs[-1]['read_by']}), "
+        f"{group.product_dtype} products {peak / 1e9:.0f} GFLOP/s; tokens per second\n"
     )
     names = [name for name in group.memory if name in group.rates]
     if names:
@@ -289,7 +293,8 @@ def main() -> None:
     groups = []
     for threads in options.threads:
         for bits in options.bits:
-            group = Group(threads, bits)
+            # Older instructions multiply bfloat16 as float32.
+            group = Group(threads, bits, "float32" if options.instructions else "bfloat16")
             chosen = [engine for engine in engines if engine.bits == bits]
             if not chosen:
                 continue

@@ -1,6 +1,6 @@
-"""Measure the processor's roofline: memory read bandwidth and bfloat16 GEMM throughput.
+"""Measure the processor's roofline: memory read bandwidth and GEMM throughput.
 
-    python benchmarks/cpu_roofs.py [--threads N] [--rounds N]
+    python benchmarks/cpu_roofs.py [--threads N] [--rounds N] [--dtype float32]
 
 Prints JSON. The bandwidth is the best of several methods that read far more bytes than the caches
 hold; every method's result is the median of its rounds. `interposer_engine.roofline` measures.
@@ -22,11 +22,17 @@ __all__ = ["READ_BYTES", "roofs_of"]
 READ_BYTES = 512 << 20
 
 
-def roofs_of(threads: int, rounds: int, read_bytes: int = READ_BYTES) -> Roofs:
+def roofs_of(
+    threads: int,
+    rounds: int,
+    read_bytes: int = READ_BYTES,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Roofs:
     """Measure the roofline of the host with a number of threads; use few bytes for a rehearsal."""
     torch.set_num_threads(threads)
     side = 2048 if read_bytes == READ_BYTES else 256
-    return measured_roofs(place(Config(platform="cpu")), rounds, read_bytes=read_bytes, side=side)
+    placement = place(Config(platform="cpu"))
+    return measured_roofs(placement, rounds, dtype=dtype, read_bytes=read_bytes, side=side)
 
 
 def main() -> None:
@@ -34,8 +40,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--read-mib", type=int, default=READ_BYTES >> 20)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     options = parser.parse_args()
-    print(json.dumps(asdict(roofs_of(options.threads, options.rounds, options.read_mib << 20))))
+    dtype = getattr(torch, options.dtype)
+    roofs = roofs_of(options.threads, options.rounds, options.read_mib << 20, dtype)
+    print(json.dumps(asdict(roofs)))
 
 
 if __name__ == "__main__":

@@ -223,6 +223,19 @@ INTERPOSER_INLINE float sum_of_lanes(Floats sum) {
 
 #endif
 
+#if defined(__AVXVNNI__)
+
+// Add the products of four unsigned bytes of each word and four signed bytes, the same for all
+// words.
+INTERPOSER_INLINE void add_byte_products(Ints& sums, Words bytes, uint32_t four) {
+  const __m256i codes = _mm256_set1_epi32(int(four));
+  sums.low = (Ints::Register)_mm256_dpbusd_avx_epi32((__m256i)sums.low, (__m256i)bytes.low, codes);
+  sums.high =
+      (Ints::Register)_mm256_dpbusd_avx_epi32((__m256i)sums.high, (__m256i)bytes.high, codes);
+}
+
+#endif
+
 // Copy arrays of vectors, which std::memcpy would copy by parts of registers.
 template <class V, int M>
 INTERPOSER_INLINE void copy(const V (&from)[M], V (&to)[M]) {

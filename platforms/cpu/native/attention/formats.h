@@ -123,12 +123,7 @@ struct Int8OnCodes {
     sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)part,
                                     _mm512_set1_epi32(load<int32_t>(x)));
 #elif defined(__AVXVNNI__)
-    const __m256i four = _mm256_set1_epi32(load<int32_t>(x));
-    for (int i = 0; i < 2; ++i) {
-      const __m256i eight = load<__m256i>((const char*)&sum + 32 * i);
-      const __m256i codes = load<__m256i>((const char*)&part + 32 * i);
-      store((char*)&sum + 32 * i, _mm256_dpbusd_avx_epi32(eight, codes, four));
-    }
+    add_byte_products(sum, part, load<uint32_t>(x));
 #else
     const int8x16_t four = vreinterpretq_s8_u32(vdupq_n_u32(load<uint32_t>(x)));
     for (int i = 0; i < 4; ++i) {

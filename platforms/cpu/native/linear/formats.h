@@ -228,9 +228,7 @@ struct OnCodes {
     sum += (Ints)_mm512_madd_epi16((__m512i)(part & 0x00ff00ffu), even);
     sum += (Ints)_mm512_madd_epi16((__m512i)(part >> 8 & 0x00ff00ffu), _mm512_srai_epi16(codes, 8));
 #elif defined(__AVXVNNI__)
-    const __m256i codes = _mm256_set1_epi32(int(four));
-    sum.low = (Sum::Register)_mm256_dpbusd_avx_epi32((__m256i)sum.low, (__m256i)part.low, codes);
-    sum.high = (Sum::Register)_mm256_dpbusd_avx_epi32((__m256i)sum.high, (__m256i)part.high, codes);
+    add_byte_products(sum, part, four);
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
     const int8x16_t codes = vreinterpretq_s8_u32(vdupq_n_u32(four));
     for (int i = 0; i < 4; ++i) {

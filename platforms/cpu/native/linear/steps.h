@@ -54,8 +54,8 @@ INTERPOSER_INLINE Floats ended(const interposer_product& product, const Prepared
 // `x`. Prefetches `ahead` unless it is null.
 template <class F, int kFetch, int M, int T, int C>
 INTERPOSER_INLINE void add_products(typename F::Sum (&sums)[M][T][C], const char*& words,
-                                 const char* (&x)[M], int64_t steps, const Ints (&zero)[T],
-                                 const char*& ahead) {
+                                    const char* (&x)[M], int64_t steps, const Ints (&zero)[T],
+                                    const char*& ahead) {
   // With many rows, sums fill the registers. Then one decoded part is kept next to them for all
   // tiles, so that every number of x is read once.
   constexpr bool kByParts = M > 2 && (kRegisterTiles > 1 || F::kParts > 2);
