@@ -124,7 +124,7 @@ def measured_group(
             note(f"{group.threads} threads, {group.bits} bits: round {index} of {options.repeat}")
             command = [sys.executable, str(ROOFS), "--threads", str(group.threads)]
             command += ["--read-mib", str(options.read_mib), "--dtype", group.product_dtype]
-            # MKL multiplies float32. oneDNN's own kernels, which read memory, need all instructions.
+            # MKL multiplies float32; oneDNN reads memory, and needs all instructions for that.
             limits = INSTRUCTIONS[options.instructions]
             limits = {name: value for name, value in limits.items() if "ONEDNN" not in name}
             variables = {**os.environ, **limits}
