@@ -433,6 +433,7 @@ def test_weights_and_inputs_depend_on_separate_seeds(problem: Path, registry: Re
         ("return [torch.rand(5, 8), 2.0]", "return torch.rand(5, 8)", "returned Tensor"),
         ("2.0]", "object()]", "returned object"),
         ("torch.rand(5, 8)", "torch.rand(1 << 20, 1 << 20)", "get_inputs() returns 4096.0 GiB"),
+        ("self.shift * bias", "self.shift.new_zeros(1 << 39, 1, 2)", "Model returns 20480.0 GiB"),
         ("import torch", "import torch (", "no valid Python in line 1"),
     ],
 )

@@ -7,12 +7,13 @@ import copy
 import hashlib
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 from interposer import Case
 from interposer.errors import ConfigError, described, foreign_errors
@@ -25,7 +26,9 @@ from interposer_testing._tasks.python_source import top_level_names
 _REQUIRED = ("Model", "get_inputs", "get_init_inputs")
 _KINDS = (Tensor, bool, int, float, str)
 # Own and float64 copies of the reference and the bounds, two calls of a batch, and their results.
-_COPIES = 8
+_INPUT_COPIES = 8
+# Results in float64, their bounds, and temporary copies of the comparison are twice as wide.
+_OUTPUT_COPIES = 24
 # At least two calls must fit into the memory that the judge shares with the kernel.
 _MAX_INPUT_BYTES = 8 << 30
 
@@ -65,6 +68,7 @@ def read_kernelbench(path: Path, seed: int) -> Task:
     model = _built(path, names["Model"], weights_seed, init_arguments)
     # Copies, because a model in training mode updates its buffers.
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    _check_outputs(path, model, inputs)
     wide_model = copy.deepcopy(model).double()
     parameters = _parameters(path, model, inputs)
 
@@ -128,15 +132,35 @@ def _inputs_on_meta(path: Path, get_inputs: Callable[[], Any]) -> Sequence[Any]:
         raise ConfigError(
             f"{path}: get_inputs() returned {type(inputs).__name__}, not a list. Return a list."
         )
-    num_bytes = sum(v.numel() * v.itemsize for v in inputs if isinstance(v, Tensor))
-    most_bytes = min(_MAX_INPUT_BYTES, _available_bytes() // _COPIES)
+    most_bytes = min(_MAX_INPUT_BYTES, _available_bytes() // _INPUT_COPIES)
+    _check_bytes(path, "get_inputs() returns", _num_bytes(inputs), most_bytes)
+    return inputs
+
+
+def _check_outputs(path: Path, model: nn.Module, inputs: Sequence[Any]) -> None:
+    """Compute the sizes of the outputs without memory.
+
+    Raises: ConfigError: the outputs would not fit into the memory.
+    """
+    try:
+        outputs = copy.deepcopy(model).to("meta")(*inputs)
+    except foreign_errors():
+        return  # a model that reads values has outputs of unknown size
+    most_bytes = _available_bytes() // _OUTPUT_COPIES
+    _check_bytes(path, "Model returns", _num_bytes(_pytree.tree_leaves(outputs)), most_bytes)
+
+
+def _check_bytes(path: Path, source: str, num_bytes: int, most_bytes: int) -> None:
     if num_bytes > most_bytes:
         raise ConfigError(
-            f"{path}: get_inputs() returns {num_bytes / 2**30:.1f} GiB, and at most "
-            f"{most_bytes / 2**30:.1f} GiB can be judged here: the judge and the kernel hold up to "
-            f"{_COPIES} times the inputs. Try: a copy of the problem with smaller sizes"
+            f"{path}: {source} {num_bytes / 2**30:.1f} GiB, and at most "
+            f"{most_bytes / 2**30:.1f} GiB can be judged here, because the judge and the kernel "
+            "hold several copies. Try: a copy of the problem with smaller sizes"
         )
-    return inputs
+
+
+def _num_bytes(values: Iterable[Any]) -> int:
+    return sum(value.numel() * value.itemsize for value in values if isinstance(value, Tensor))
 
 
 def _available_bytes() -> int:
