@@ -31,7 +31,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from cpu_decode import ROOM_MIB, loaded, note, ratio_to_best, spread
+from cpu_decode import ROOM_MIB, loaded, note, ratio_text, spread
 from cpu_engines.contract import Settings
 from cpu_models import SHIPPED
 from cpu_peers import Engine, Unavailable, add_instructions, cache_folder, chosen_engines
@@ -288,7 +288,7 @@ def report(name: str, suite: Suite, figures: Figures, options: argparse.Namespac
             # A ratio says how much better ours is, of milliseconds as well.
             better = rates if key != GAP else {n: [1 / v for v in rates[n]] for n in rates}
             cells = (
-                f"{spread(rates[name])}{ratio_to_best(name, better)}" if name in rates else "-"
+                f"{spread(rates[name])}{ratio_text(name, better)}" if name in rates else "-"
                 for name in names
             )
             yield f"| {label} | " + " | ".join(cells) + " |"

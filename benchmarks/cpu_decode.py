@@ -3,6 +3,7 @@
     python benchmarks/cpu_models.py qwen3-0.6b DIR
     python benchmarks/cpu_decode.py DIR [--peers NAME ...] [--threads 2,1] [--repeat 5]
     python benchmarks/cpu_decode.py DIR --instructions avx2   # as on a processor without AVX-512
+    python benchmarks/cpu_decode.py DIR --record "AMD EPYC, AVX2"   # adds runs to results/cpu.json
 
 Engines are compared in groups of equal bits per weight. Every engine has its own process; all
 processes of a group exist at the same time, and are suspended by a signal while another one runs.
@@ -22,6 +23,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ from cpu_peers import (
     environment_python,
 )
 from cpu_processes import Worker, available_mib
+from cpu_results import Run, add_runs
 from interposer_engine import plan
 from interposer_engine.roofline import ModelWork
 
@@ -178,6 +181,15 @@ def run_row(
                 group.rates.setdefault(name, {}).setdefault(label, []).append(rate)
 
 
+def roofline(group: Group, row: Row, phase: str, work: ModelWork) -> float:
+    """Return the tokens per second that the memory bandwidth or the GEMM rate allows."""
+    if phase == "prefill":
+        return row.context * group.roof("flops_per_s") / work.operations(row.context)
+    middle = row.context + row.new_tokens / 2
+    step_bytes = decode_bytes(work, group.bits, row.batch, middle)
+    return row.batch * group.roof("bytes_per_s") / step_bytes
+
+
 def decode_bytes(work: ModelWork, bits: int, batch: int, context: float) -> float:
     """Count the bytes that a step reads: every used weight once, and the cache of every request."""
     return work.weights_read(batch) * MODEL_WEIGHTS[bits] + batch * work.context_bytes(context)
@@ -194,20 +206,15 @@ def report(group: Group, rows: list[Row], work: ModelWork) -> Iterator[str]:
     )
     names = [name for name in group.memory if name in group.rates]
     if names:
-        yield "| | ceiling | " + " | ".join(names) + " |"
+        yield "| | roofline | " + " | ".join(names) + " |"
         yield "|---" * (len(names) + 2) + "|"
     for row in rows:
         for phase in row.shown:
-            label = row.labels[phase]
-            if phase == "prefill":
-                ceiling = row.context * peak / work.operations(row.context)
-            else:
-                middle = row.context + row.new_tokens / 2
-                ceiling = row.batch * bandwidth / decode_bytes(work, group.bits, row.batch, middle)
+            label, limit = row.labels[phase], roofline(group, row, phase, work)
             rates = {name: group.rates[name][label] for name in names}
             if names:
-                cells = (cell(name, rates, ceiling) for name in names)
-                yield f"| {label} | {ceiling:.0f} | " + " | ".join(cells) + " |"
+                cells = (cell(name, rates, limit) for name in names)
+                yield f"| {label} | {limit:.0f} | " + " | ".join(cells) + " |"
     yield ""
     for name in names:
         facts = group.memory[name]
@@ -221,10 +228,10 @@ def report(group: Group, rows: list[Row], work: ModelWork) -> Iterator[str]:
         yield f"- {name}: NOT RUN: {reason}"
 
 
-def cell(name: str, rates: dict[str, list[float]], ceiling: float) -> str:
+def cell(name: str, rates: dict[str, list[float]], limit: float) -> str:
     """Format the median with its spread, and for interposer the ratio to the best other engine."""
-    share = statistics.median(rates[name]) / ceiling
-    return f"{spread(rates[name])}, {share:.0%}{ratio_to_best(name, rates)}"
+    share = statistics.median(rates[name]) / limit
+    return f"{spread(rates[name])}, {share:.0%}{ratio_text(name, rates)}"
 
 
 def spread(values: list[float]) -> str:
@@ -232,14 +239,65 @@ def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.1f} ({min(values):.1f}-{max(values):.1f})"
 
 
-def ratio_to_best(name: str, rates: dict[str, list[float]]) -> str:
-    """Return interposer's median ratio to the best other engine over rounds; "" for others."""
+def ratio_text(name: str, rates: dict[str, list[float]]) -> str:
+    """Format interposer's ratio to the best other engine; "" for others."""
+    ratio = ratio_to_best(name, rates)
+    return f", x{ratio[0]:.2f} {ratio[1]}" if ratio else ""
+
+
+def ratio_to_best(name: str, rates: dict[str, list[float]]) -> tuple[float, str] | None:
+    """Return interposer's median ratio to the best other engine over rounds; None for others."""
     peers = {peer: found for peer, found in rates.items() if not peer.startswith(OURS)}
     if not name.startswith(OURS) or not peers:
-        return ""
+        return None
     best = max(peers, key=lambda peer: statistics.median(peers[peer]))
     pairs = zip(rates[name], peers[best], strict=True)
-    return f", x{statistics.median(ours / theirs for ours, theirs in pairs):.2f} {best}"
+    return statistics.median(ours / theirs for ours, theirs in pairs), best
+
+
+def run_of(group: Group, rows: list[Row], work: ModelWork, machine: str, shape: str) -> Run:
+    """Return a group as a run of results/cpu.json, whose module describes the fields."""
+    bandwidths = sorted(float(roof["bytes_per_s"]) / 1e9 for roof in group.roofs)
+    names = [name for name in group.memory if name in group.rates]
+    return {
+        "machine": machine,
+        "shape": shape,
+        "threads": group.threads,
+        "bits": group.bits,
+        "date": datetime.now(UTC).date().isoformat(),
+        "read_gb_per_s": [
+            round(rate, 1)
+            for rate in (statistics.median(bandwidths), bandwidths[0], bandwidths[-1])
+        ],
+        "gemm_gflop_per_s": round(group.roof("flops_per_s") / 1e9),
+        "engines": {name: _facts(group.memory[name]) for name in names},
+        "not_run": group.failures,
+        "rows": {
+            row.labels[phase]: _cells(group, row.labels[phase], roofline(group, row, phase, work))
+            for row in rows
+            for phase in row.shown
+        },
+    }
+
+
+def _facts(memory: dict[str, Any]) -> dict[str, Any]:
+    sizes = {key: round(memory[key]) for key in ("peak_rss_mib", "load_peak_mib", "anonymous_mib")}
+    # Which kernels were chosen is a list, and `explain` shows the reasons too.
+    facts = {key: value for key, value in memory["facts"].items() if key != "chosen"}
+    text = ", ".join(f"{key} {value}" for key, value in facts.items())
+    return {"load_s": round(memory["load_s"], 1), **sizes, "facts": text}
+
+
+def _cells(group: Group, label: str, limit: float) -> dict[str, Any]:
+    rates = {name: found[label] for name, found in group.rates.items()}
+    cells: dict[str, Any] = {"roofline": round(limit, 1)}
+    for name, values in rates.items():
+        median = statistics.median(values)
+        shown = [round(value, 1) for value in (median, min(values), max(values))]
+        cells[name] = {"rates": shown, "of_roofline": round(median / limit, 2)}
+        if ratio := ratio_to_best(name, rates):
+            cells[name] |= {"ratio": round(ratio[0], 2), "peer": ratio[1]}
+    return cells
 
 
 def note(text: str) -> None:
@@ -271,7 +329,12 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=1200, help="seconds to load or for a row")
     parser.add_argument("--room-mib", type=int, default=ROOM_MIB, help="free memory for a start")
     parser.add_argument("--read-mib", type=int, default=512, help="to measure the bandwidth with")
-    parser.add_argument("--json", type=Path, help="write every single figure there")
+    parser.add_argument("--json", type=Path, help="write all measurements to this file")
+    parser.add_argument(
+        "--record",
+        metavar="MACHINE",
+        help="add the results to results/cpu.json, with the name of DIR as the shape",
+    )
     options = parser.parse_args()
     options.model_dir = options.model_dir.absolute()
     options.environments = options.environments.absolute()
@@ -304,6 +367,9 @@ def main() -> None:
                 print(line, flush=True)
             if options.json:
                 options.json.write_text(json.dumps([vars(g) for g in groups], indent=1))
+            if options.record:
+                shape = options.model_dir.name
+                add_runs([run_of(group, rows, options.work, options.record, shape)])
 
 
 if __name__ == "__main__":

@@ -1,35 +1,34 @@
-"""Write the figure, the tables and the losses of README.md and docs/performance.md from results.
+"""Write the figure, the tables and the losses of README.md and docs/performance.md.
 
     python benchmarks/plot_results.py [--check]
 
-The figure is plain SVG, the same bytes for the same results. The table and the losses stand in the
-page between comments. ``--check`` writes nothing, and fails if a file differs from the results.
+The source is results/cpu.json. The figure is plain SVG, the same bytes for the same results. The
+tables and the losses stand between comments of the pages. ``--check`` writes nothing, and fails if
+a file differs from the results.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-__all__ = ["Bar", "Cell", "Figure", "figures", "losses", "read_tables", "summary", "table"]
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cpu_results import Run, read_runs, runs_of
+
+__all__ = ["Bar", "Cell", "Figure", "figures", "losses", "summary", "table"]
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "docs" / "figures"
 PAGE = ROOT / "docs" / "performance.md"
 README = ROOT / "README.md"
 
-# A machine and the end of the names of its files.
-MACHINES = {
-    "AMD EPYC, AVX-512 BF16": "",
-    "Intel Xeon, AMX": "_amx",
-    "Intel Xeon, AVX-512 VNNI": "_vnni",
-}
+MACHINES = ("AMD EPYC, AVX-512 BF16", "Intel Xeon, AMX", "Intel Xeon, AVX-512 VNNI")
+SHAPE = "qwen3-0.6b"
 # An engine, by the width of its weights, and its columns in the tables. Of several columns the
 # fastest is drawn.
 ENGINES: Mapping[int, Mapping[str, tuple[str, ...]]] = {
@@ -69,12 +68,12 @@ COLUMNS = {
 }
 SHOWN = ("decode, context 128", "prefill 512", "batch 8, context 128")
 ROWS = (*SHOWN, "decode, context 1024", "prefill 1024")
-# Smaller shapes on the EPYC, whose files have tables of 16 and of 4 bits.
+# Other shapes on the first machine, in 16 and in 4 bits.
 SHAPES = {
-    "Gemma 3 1B": "gemma_3_1b",
-    "DeepSeek-V2-Lite with fewer experts": "deepseek_v2_lite_cut",
-    "Qwen3 MoE": "qwen3_moe_16e",
-    "Qwen3-Next with 8 layers": "qwen3_next_cut",
+    "Gemma 3 1B": "gemma-3-1b",
+    "DeepSeek-V2-Lite with fewer experts": "deepseek-v2-lite-cut",
+    "Qwen3 MoE": "qwen3-moe-16e",
+    "Qwen3-Next with 8 layers": "qwen3-next-cut",
 }
 PEERS = {"llama_cpp": "llama.cpp", "openvino": "OpenVINO", "vllm": "vLLM"}
 # Why another engine is faster: every loss needs its sentence.
@@ -140,93 +139,58 @@ FIGURES_DRAWN = (
 )
 
 
-def read_tables(text: str) -> list[dict[str, dict[str, tuple[float, float, float]]]]:
-    """Return the tables of a file of results, in its order, by row and column."""
-    tables: list[dict[str, dict[str, tuple[float, float, float]]]] = []
-    names: list[str] = []
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.split("|")[1:-1]]
-        if not cells or cells[0].startswith("---"):
-            continue
-        if not cells[0]:
-            names = cells
-            tables.append({})
-            continue
-        figures = {}
-        for name, cell in zip(names, cells, strict=True):
-            found = re.match(r"([\d.]+) \(([\d.]+)-([\d.]+)\)", cell)
-            if found:
-                median, low, high = map(float, found.groups())
-                figures[name] = median, low, high
-        tables[-1][cells[0]] = figures
-    return tables
-
-
-def bars(row: str, bits: int, suffix: str) -> list[Bar]:
-    """Return the engines of a machine, each from the first table of the file that has it."""
-    file = RESULTS / f"cpu_decode_{bits}_bits{suffix}.txt"
-    if not file.is_file():
-        return []
-    tables = read_tables(file.read_text(encoding="utf-8"))
+def bars(runs: Sequence[Run], row: str, bits: int, machine: str) -> list[Bar]:
+    """Return the engines of a machine, each from the newest run that has it."""
     found = []
     for engine, columns in ENGINES[bits].items():
-        for table in tables:
-            figures = [table.get(row, {})[name] for name in columns if name in table.get(row, {})]
-            if figures:
-                found.append(Bar(engine, *max(figures)))
+        for run in runs_of(runs, machine, SHAPE, bits):
+            cells = run["rows"].get(row, {})
+            rates = [cells[name]["rates"] for name in columns if name in cells]
+            if rates:
+                found.append(Bar(engine, *max(rates)))
                 break
     return found
 
 
-def cell(file: Path, row: str, column: str) -> Cell | None:
-    """Return the first cell of a column in a file of results, None if no table has it."""
-    names: list[str] = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        cells = [part.strip() for part in line.split("|")[1:-1]]
-        if cells and not cells[0]:
-            names = cells
-        elif cells and cells[0] == row and column in names:
-            parts = re.match(r"([\d.]+) .*x([\d.]+) (\w+):", cells[names.index(column)])
-            assert parts, f"{file.name}, {row}, {column}: no ratio"
-            return Cell(float(parts[1]), float(parts[2]), PEERS[parts[3]])
+def cell(
+    runs: Sequence[Run], machine: str, shape: str, bits: int, row: str, column: str
+) -> Cell | None:
+    """Return the newest cell of a column, None if no run has it."""
+    for run in runs_of(runs, machine, shape, bits):
+        if found := run["rows"].get(row, {}).get(column):
+            library = found["peer"].partition(":")[0]
+            return Cell(found["rates"][0], found["ratio"], PEERS[library])
     return None
 
 
-def table() -> str:
+def table(runs: Sequence[Run]) -> str:
     """Return the table of the page: machines and weights by row."""
     lines = [
         "| machine | weights | decode | prefill of 512 | batch of 8 |",
         "|---|---|---|---|---|",
     ]
-    for machine, suffix in MACHINES.items():
+    for machine in MACHINES:
         label = machine
         for bits, columns in COLUMNS.items():
-            file = RESULTS / f"cpu_decode_{bits}_bits{suffix}.txt"
             for weights, column in columns.items():
-                cells = [cell(file, row, column) for row in SHOWN]
+                cells = [cell(runs, machine, SHAPE, bits, row, column) for row in SHOWN]
                 shown = " | ".join(each.shown if each else "" for each in cells)
                 lines.append(f"| {label} | {weights} | {shown} |")
                 label = ""
     return "\n".join(lines)
 
 
-def losses() -> str:
+def losses(runs: Sequence[Run]) -> str:
     """Return a line for each cell in which another engine is faster, with the reason."""
-    subjects = [
-        (machine, bits, f"cpu_decode_{bits}_bits{suffix}.txt")
-        for machine, suffix in MACHINES.items()
-        for bits in COLUMNS
-    ]
+    subjects = [(machine, machine, SHAPE, bits) for machine in MACHINES for bits in COLUMNS]
     subjects += [
-        (shape, bits, f"cpu_decode_{name}.txt")
-        for shape, name in SHAPES.items()
-        for bits in (16, 4)
+        (title, MACHINES[0], shape, bits) for title, shape in SHAPES.items() for bits in (16, 4)
     ]
     lines = []
-    for subject, bits, file in subjects:
+    for subject, machine, shape, bits in subjects:
         for weights, column in COLUMNS[bits].items():
             for row in ROWS:
-                result = cell(RESULTS / file, row, column)
+                result = cell(runs, machine, shape, bits, row, column)
                 if result and result.ratio < 1:
                     place = f"{subject}, {weights}, {row}"
                     reason = REASONS[subject, weights, row]
@@ -234,13 +198,13 @@ def losses() -> str:
     return "\n".join(lines)
 
 
-def summary() -> str:
+def summary(runs: Sequence[Run]) -> str:
     """Return the table of the README: decoding by one request, machines by row."""
     weights = {name: bits for bits, columns in COLUMNS.items() for name in columns}
     lines = [f"| decode, one request | {' | '.join(weights)} |", "|---" * (1 + len(weights)) + "|"]
-    for machine, suffix in MACHINES.items():
+    for machine in MACHINES:
         cells = [
-            cell(RESULTS / f"cpu_decode_{bits}_bits{suffix}.txt", SHOWN[0], COLUMNS[bits][name])
+            cell(runs, machine, SHAPE, bits, SHOWN[0], COLUMNS[bits][name])
             for name, bits in weights.items()
         ]
         lines.append(f"| {machine} | {' | '.join(each.shown if each else '' for each in cells)} |")
@@ -297,13 +261,13 @@ def panel(left: float, machine: str, groups: Mapping[int, list[Bar]]) -> Iterato
         y += 8
 
 
-def draw(figure: Figure) -> str:
+def draw(figure: Figure, runs: Sequence[Run]) -> str:
     """Return a figure as SVG."""
     width = len(MACHINES) * (PANEL + GAP) + GAP
     height = HEAD + sum(8 + LINE * (1 + len(engines)) for engines in ENGINES.values()) + 6
     marks = [box(0, 0, width, height, "#ffffff"), text(GAP, 24, figure.title, size=16)]
-    for number, (machine, suffix) in enumerate(MACHINES.items()):
-        groups = {bits: bars(figure.row, bits, suffix) for bits in ENGINES}
+    for number, machine in enumerate(MACHINES):
+        groups = {bits: bars(runs, figure.row, bits, machine) for bits in ENGINES}
         marks.extend(panel(GAP + number * (PANEL + GAP), machine, groups))
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"'
@@ -314,10 +278,11 @@ def draw(figure: Figure) -> str:
 
 def figures() -> dict[Path, str]:
     """Return the text of every figure, and of the pages with tables, by its file."""
-    drawn = {FIGURES / f"{figure.name}.svg": draw(figure) for figure in FIGURES_DRAWN}
+    runs = read_runs()
+    drawn = {FIGURES / f"{figure.name}.svg": draw(figure, runs) for figure in FIGURES_DRAWN}
     return drawn | {
-        PAGE: insert(PAGE, {"table": table(), "losses": losses()}),
-        README: insert(README, {"summary": summary()}),
+        PAGE: insert(PAGE, {"table": table(runs), "losses": losses(runs)}),
+        README: insert(README, {"summary": summary(runs)}),
     }
 
 
