@@ -37,8 +37,8 @@ class BoundKernel(NamedTuple, Generic[P, R]):
         return constants if self.prepare is None else self.prepare(**constants)
 
 
-class Binder(Protocol):
-    """The methods by which layers request kernels; ``Resolver`` is the only implementation.
+class ResolverProtocol(Protocol):
+    """The interface of ``Resolver``, which this package cannot import: selection imports it.
 
     Attributes:
         registry: the ``Registry`` that provides the candidates.
@@ -100,7 +100,7 @@ class Binder(Protocol):
 class Site:
     """The place of a layer: the resolver, the dotted prefix and the model's dtype."""
 
-    resolver: Binder
+    resolver: ResolverProtocol
     prefix: str
     dtype: torch.dtype
 

@@ -12,7 +12,7 @@ from interposer._config.config import Config, config_sources, effective_config
 from interposer._config.rules import Rule
 from interposer._contract.capability import Device
 from interposer._contract.errors import ConfigError, UnknownNameError, install_command
-from interposer._contract.layer import Binder
+from interposer._contract.layer import ResolverProtocol
 from interposer._contract.platform import Placement
 from interposer._contract.records import load_target
 from interposer._contract.request import AttentionType, Request
@@ -39,7 +39,7 @@ class Explainable(Protocol):
     """A model or a part of a model, with the resolver that made its choices."""
 
     @property
-    def resolver(self) -> Binder:
+    def resolver(self) -> ResolverProtocol:
         """The resolver that made the choices."""
         ...
 
