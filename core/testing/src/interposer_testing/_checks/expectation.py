@@ -91,6 +91,26 @@ class Expectation:
             error_bound = self._bound(where, actual[where].dtype)
             yield from compare_value(where, actual[where], expected, error_bound, exact=exact)
 
+    def at_rounding_boundaries(self, call: Call) -> Expectation:
+        """Return a copy that accepts neighbouring 8-bit numbers in a few elements of ``call``.
+
+        The cases of an op that quantizes avoid values so close to a rounding boundary that float32
+        errors decide between two numbers. Values mixed from several cases do not avoid them. The
+        float32 error of a norm of H elements is about sqrt(H) u(float32) = 4e-6 for H = 4096, and
+        8-bit floats are at least 2**-4 apart, both relative to the value. So about one element in
+        8,000 may have the other number; eight times as many are accepted.
+        """
+        values, actual = dict(self.values), call.values(self.op.mutates)
+        for where, expected in self.values.items():
+            result = actual[where]
+            if result.itemsize != 1 or result.dtype == torch.bool:
+                continue
+            distance = (_ordered(result) - _ordered(expected.to(result.dtype))).abs()
+            num_different = int(distance.count_nonzero())
+            if num_different <= max(1, result.numel() >> 10) and int(distance.max()) <= 1:
+                values[where] = _widened(result)
+        return replace(self, values=values)
+
     def errors(self, call: Call) -> dict[str, float]:
         """Return the largest error of each float result by its name, as a fraction of its bound.
 
@@ -168,6 +188,14 @@ def on_meta(arguments: Mapping[str, Any]) -> dict[str, Any]:
         else v
         for name, v in arguments.items()
     }
+
+
+def _ordered(numbers: torch.Tensor) -> torch.Tensor:
+    """Map 8-bit numbers to integers in the same order, in which neighbours differ by 1."""
+    if not numbers.dtype.is_floating_point:
+        return numbers.int()
+    bits = numbers.view(torch.uint8).int()
+    return torch.where(bits < 128, bits, 128 - bits)
 
 
 def _widened(value: Any) -> Any:
