@@ -102,11 +102,10 @@ class Stream:
         self.index = index
         self.text = ""
         self.stopped = False
-        self._unread: deque[sequences.Event] = deque()
+        self._unread = sequence.unread = deque[sequences.Event]()
         self._num_read = 0
         self._sent = 0
         self._detokenizer = Detokenizer(tokenizer)
-        sequence.reader = self._add_unread
 
     @property
     def ended(self) -> bool:
@@ -118,13 +117,13 @@ class Stream:
         """Number of computed tokens that were not read yet."""
         return len(self._unread)
 
-    def _add_unread(self, event: sequences.Event) -> None:
-        if event.finish_reason != "error":  # the token of an error is not part of the answer
-            self._unread.append(event)
-
     def read(self) -> Delta:
         """Take the next token, and return the token with the added text."""
-        return self.delta(self._unread.popleft())
+        return self.delta(self.take())
+
+    def take(self) -> sequences.Event:
+        """Take the next token without text, for ``delta``."""
+        return self._unread.popleft()
 
     def delta(self, event: sequences.Event) -> Delta:
         """Return the token of an event with the text that the token adds.
