@@ -31,7 +31,6 @@ from interposer_engine._weight_transfer.receiver import WeightsFrom, offer_of
 
 Prompt = str | Sequence[int]
 _PROMPTS = "a text or a list of texts or of lists of token ids"
-_PREFIXES = "prefix cache: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,13 +292,14 @@ class LanguageModel:
 
     @property
     def resolver(self) -> Resolver:
-        """The resolver of the kernel choices, with a note on the savings of the prefix cache."""
-        if (statistics := self.engine.prefixes) is not None:
-            notes = self._resolver.notes
-            other_notes = (note for note in notes if not note.startswith(_PREFIXES))
-            # Replace the note of an earlier call, so that the note has the present counts.
-            notes[:] = [*other_notes, f"{_PREFIXES}{statistics}"]
+        """The resolver of the kernel choices."""
         return self._resolver
+
+    @property
+    def current_notes(self) -> list[str]:
+        """Notes for ``explain`` that change while the model runs."""
+        statistics = self.engine.prefixes
+        return [] if statistics is None else [f"prefix cache: {statistics}"]
 
     def explanations(self) -> list[dict[str, Any]]:
         """Return ``interposer.explain(model).to_dict()`` of each process of the model."""
