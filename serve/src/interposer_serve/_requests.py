@@ -247,7 +247,10 @@ class _WithLengths(Body):
 
 _SAMPLING_FIELDS = SamplingParams.request_fields()
 if TYPE_CHECKING:  # mypy does not take a created class as a base
-    _WithSamplingFields = _WithLengths
+
+    class _WithSamplingFields(_WithLengths):
+        min_tokens: int
+        prompt_logprobs: int | None
 else:
     _WithSamplingFields = create_model(
         "_WithSamplingFields", __base__=_WithLengths, **_SAMPLING_FIELDS
@@ -257,16 +260,15 @@ else:
 class SampledBody(_WithSamplingFields):
     """Base of the bodies that request generated text: sampling, output form and streaming."""
 
+    # Sampling fields with another form in JSON, or with a limit on the work for a client.
     stop: _Texts = ()
     stop_token_ids: Annotated[tuple[_TokenId, ...], _FAIL_FAST, _List] = Field(
         (), max_length=_MAX_TOKEN_IDS, description=f"a list of up to {_MAX_TOKEN_IDS} token ids"
     )
-    ignore_eos: _Flag = False
-    min_tokens: int = Field(0, ge=0, le=_INT64_MAX, description="an integer of at least 0")
     logit_bias: _Bias = Field(
         {}, description=f"up to {_MAX_TOKEN_IDS} token ids with numbers from -100 to 100"
     )
-    prompt_logprobs: _Likely | None = Field(None, description="an integer from 0 to 20")
+
     response_format: dict[str, Any] | None = Field(None, description="an object with a type")
     structured_outputs: dict[str, Any] | None = Field(
         None, description="an object with 'json', 'regex', 'choice' or 'grammar'"
@@ -321,17 +323,12 @@ class SampledBody(_WithSamplingFields):
         requested = {
             name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
         }
+        requested["prompt_logprobs"] = self.num_prompt_likely
         return SamplingParams(
             **{**suggested, **requested},
             max_new_tokens=self.max_tokens or max_new_tokens,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-            min_tokens=self.min_tokens,
-            logit_bias=self.logit_bias,
             constraint=constraint,
             top_logprobs=self.num_likely,
-            prompt_logprobs=self.num_prompt_likely,
         )
 
     @property

@@ -312,6 +312,7 @@ def _explain_built(model: Explainable) -> Explanation:
         notes=(
             *_notes(placement),
             *resolver.notes,
+            *getattr(model, "current_notes", ()),
             *_step_notes(model, "graphs", "decode steps run {} graphs", ("as", "without")),
             *_step_notes(model, "compiled", "steps are {}compiled", ("", "not ")),
         ),

@@ -26,6 +26,8 @@ from interposer_adapt._paged_decoder import FAILURES, DecoderSizes, PagedDecoder
 from interposer_adapt._sequence_caches import SequenceCaches, sequence_caches
 from interposer_engine import LanguageModel, TextTokenizer
 from interposer_engine.parts import (
+    DEFAULT_MAX_SEQUENCES,
+    DEFAULT_MAX_STEP_TOKENS,
     CacheBudget,
     CacheShape,
     Engine,
@@ -64,8 +66,8 @@ def language_model(
     tokenizer: Any = None,
     *,
     cache_tokens: int | None = None,
-    max_sequences: int = 64,
-    max_step_tokens: int = 2048,
+    max_sequences: int = DEFAULT_MAX_SEQUENCES,
+    max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS,
 ) -> LanguageModel:
     """Run an adapted decoder in interposer's engine: continuous batching over a paged KV cache.
 

@@ -38,12 +38,12 @@ def load_adapted(
     checkpoint: Checkpoint,
     config: Config,
     *,
-    dtype: str | torch.dtype = "auto",
-    quantization: str | Mapping[str, Any] | None = None,
-    cache_tokens: int | None = None,
-    max_sequences: int = 64,
-    max_step_tokens: int = 2048,
-    progress: Callable[[int, int], None] | None = None,
+    dtype: str | torch.dtype,
+    quantization: str | Mapping[str, Any] | None,
+    cache_tokens: int | None,
+    max_sequences: int,
+    max_step_tokens: int,
+    progress: Callable[[int, int], None] | None,
     **others: Any,
 ) -> LanguageModel:
     """Load and adapt a decoder of transformers for the engine.

@@ -187,8 +187,9 @@ class Engine:
     def step(self) -> list[Event]:
         """Compute the next step: schedule, run, sample, and deliver the new tokens.
 
-        Each new token is an event, which the reader of its sequence gets too. The list is empty
-        while prompts are computed in chunks, and when there is nothing to do; ``busy``
+        Each new token is an event. Another thread than the caller's may have started the request,
+        so the event is also added to the unread ones of a sequence that has a reader. The list is
+        empty while prompts are computed in chunks, and when there is nothing to do; ``busy``
         distinguishes the two.
         """
         chunks = self.scheduler.next_step()
@@ -329,12 +330,12 @@ class Engine:
     def deliver(
         self, sequences: Sequence[TokenSequence], tokens: Sequence[int], logprobs: Sequence[float]
     ) -> list[Event]:
-        """Append a new token to each sequence, and pass the events to the readers."""
+        """Append a new token to each sequence; see ``append``."""
         samples = zip(sequences, tokens, logprobs, strict=True)
         return [self.append(*sample) for sample in samples]
 
     def append(self, sequence: TokenSequence, token: int, logprob: float) -> Event:
-        """Append a new token to a sequence, and pass the event to the reader.
+        """Append a new token to a sequence, and return the event.
 
         The sequence ends if the token ends it. If the logits were not finite, the sequence ends
         with an error and the token is not appended.
@@ -350,8 +351,9 @@ class Engine:
             sequence.has_end_token = reason == "stop" and self._is_end_token(sequence, token)
         top_logprobs = sequence.top_logprobs[-1] if sequence.top_logprobs else ()
         event = Event(sequence, token, logprob, top_logprobs, reason)
-        if sequence.reader is not None:
-            sequence.reader(event)
+        # The token of an error is not part of the answer.
+        if sequence.unread is not None and reason != "error":
+            sequence.unread.append(event)
         if reason is not None:
             self._end(sequence, reason)
         return event
@@ -377,7 +379,6 @@ class Engine:
 
     def _end(self, sequence: TokenSequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
-        sequence.reader = None
         self.scheduler.remove(sequence)
         if self.runner.adapters is not None:
             self.runner.adapters.request_ended(sequence)

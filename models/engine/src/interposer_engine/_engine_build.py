@@ -40,7 +40,7 @@ from interposer_engine._kv_cache_size import (
 from interposer_engine._load_options import LoadOptions
 from interposer_engine._lora.adapters import AdapterMemory
 from interposer_engine._lora.files import Adapter, read_adapters
-from interposer_engine._offload.loading import OFFLOAD_NOTE, load_offloaded
+from interposer_engine._offload.loading import load_offloaded
 from interposer_engine._plan import Plan
 from interposer_engine._planning import SAMPLER
 from interposer_engine._prefix_settings import PrefixCache
@@ -136,7 +136,8 @@ def build_engine(
         compiled = None if planned.compiled is None else _compiler(planned, planned.compiled)
         loaded = _load_weights(planned, options, memory.weight_check, load_draft)
         if planned.offload is not None:  # the sizes of loaded weights are exact
-            resolver.notes[:] = (n for n in resolver.notes if not n.startswith(OFFLOAD_NOTE))
+            estimates = planned.offload.plan.notes()
+            resolver.notes[:] = [note for note in resolver.notes if note not in estimates]
         notes += loaded.notes
 
     new_engine = partial(_new_engine, planned, options, group, loaded)

@@ -266,7 +266,6 @@ class StepThread:
         self._closed = False
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._running: dict[TokenSequence, tuple[Generation, Stream]] = {}
-        self._events: deque[Event] = deque()  # of the running answers, from the steps of any thread
         self._deliveries: dict[asyncio.AbstractEventLoop, Delivery] = {}
         # Reentrant, because the garbage collector may close a model while this thread holds it.
         self._lock = threading.RLock()
@@ -413,7 +412,7 @@ class StepThread:
             with self._model.engine.lock:
                 self._model.engine.step()
                 self.failed = False
-                outcomes = self._read_events(start_time)
+                outcomes = self._read_tokens(start_time)
         except Exception as error:  # noqa: BLE001 - kernels raise any error; later requests can run
             _log.exception("a step of the engine has failed; all running requests end")
             self.failed = True
@@ -425,7 +424,7 @@ class StepThread:
             return  # it was cancelled while this order was queued
         n, answers = generation.n, generation.answers
         try:
-            # No other thread may step before the events of the answers come here.
+            # All answers join the same step, whichever thread steps.
             with self._model.engine.lock:
                 for index, (prompt, params) in enumerate(generation.prompts):
                     # Each answer of a stream reports the prompt's log probabilities itself.
@@ -433,7 +432,6 @@ class StepThread:
                         prompt, params, n, index * n, shares=not generation.streams
                     )
                 for stream in answers:
-                    stream.sequence.reader = self._events.append
                     self._running[stream.sequence] = generation, stream
         except Exception as error:  # noqa: BLE001 - raised in the reader of this request only
             self._leave(generation)
@@ -450,50 +448,43 @@ class StepThread:
         outcomes = {generation: error for generation, _ in self._running.values()}
         for generation in outcomes:
             self._leave(generation)
-        self._events.clear()
         return outcomes
 
-    def _read_events(self, start_time: int) -> Outcomes:
+    def _read_tokens(self, start_time: int) -> Outcomes:
         """Pass new tokens to their generations, and return the generations to wake now.
 
         Args:
             start_time: Start of the step, in nanoseconds since the epoch.
         """
-        for sequence, (generation, _) in self._running.items():
+        outcomes: dict[Generation, Exception | None] = {}
+        for sequence, (generation, stream) in [*self._running.items()]:
             if sequence.num_computed and not generation.stages.started:
                 generation.stages.started = start_time
-        outcomes: dict[Generation, Exception | None] = {}
-        while self._events:
-            event = self._events.popleft()
-            # A step can compute tokens after a stop text, or after the request was cancelled.
-            if event.sequence in self._running:
-                generation, stream = self._running[event.sequence]
-                if self._read(generation, stream, event):
-                    outcomes[generation] = outcomes.get(generation) or event.sequence.error
-        for sequence, (generation, _) in [*self._running.items()]:
-            if sequence.finish_reason is not None:  # it was cancelled, which is no event
-                self._drop(sequence)
-                outcomes.setdefault(generation, None)
+            if self._read(generation, stream):
+                outcomes[generation] = outcomes.get(generation) or sequence.error
         return outcomes
 
-    def _read(self, generation: Generation, stream: Stream, event: Event) -> bool:
-        """Pass a new token to its generation; drop an answer that has ended.
+    def _read(self, generation: Generation, stream: Stream) -> bool:
+        """Pass new tokens of an answer to its generation; drop the answer if it has ended.
 
         Returns: whether the reader must be woken now.
         """
-        is_first = not generation.num_tokens
-        if event.finish_reason != "error":
-            # Only answers with stop texts are detokenized here, others by the reader.
-            has_stops = bool(event.sequence.params.stop)
+        num_old = generation.num_tokens
+        # Only answers with stop texts are detokenized here, others by the reader.
+        has_stops = bool(stream.sequence.params.stop)
+        # A step can compute tokens after a stop text.
+        while stream.num_unread and not stream.stopped:
+            event = stream.take()
             generation.unread.append((stream, stream.delta(event) if has_stops else event))
             generation.num_tokens += 1
-            if is_first:
-                generation.stages.first_token = self._clock()
-        if event.finish_reason is not None or stream.stopped:
-            self._drop(event.sequence)
+        num_new = generation.num_tokens - num_old
+        if num_new and not num_old:
+            generation.stages.first_token = self._clock()
+        if stream.ended:
+            self._drop(stream.sequence)
             return True
         if generation.streams:
-            return is_first or not generation.delivery.is_paused
+            return bool(num_new) and not (num_old and generation.delivery.is_paused)
         return len(generation.unread) >= _BATCH_TOKENS
 
     def _drop(self, sequence: TokenSequence) -> None:

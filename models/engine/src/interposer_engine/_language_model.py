@@ -31,7 +31,6 @@ from interposer_engine._weight_transfer.receiver import WeightsFrom, offer_of
 
 Prompt = str | Sequence[int]
 _PROMPTS = "a text or a list of texts or of lists of token ids"
-_PREFIXES = "prefix cache: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +101,10 @@ class Stream:
         self.index = index
         self.text = ""
         self.stopped = False
-        self._unread: deque[sequences.Event] = deque()
+        self._unread = sequence.unread = deque[sequences.Event]()
         self._num_read = 0
         self._sent = 0
         self._detokenizer = Detokenizer(tokenizer)
-        sequence.reader = self._add_unread
 
     @property
     def ended(self) -> bool:
@@ -118,13 +116,13 @@ class Stream:
         """Number of computed tokens that were not read yet."""
         return len(self._unread)
 
-    def _add_unread(self, event: sequences.Event) -> None:
-        if event.finish_reason != "error":  # the token of an error is not part of the answer
-            self._unread.append(event)
-
     def read(self) -> Delta:
         """Take the next token, and return the token with the added text."""
-        return self.delta(self._unread.popleft())
+        return self.delta(self.take())
+
+    def take(self) -> sequences.Event:
+        """Take the next token without text, for ``delta``."""
+        return self._unread.popleft()
 
     def delta(self, event: sequences.Event) -> Delta:
         """Return the token of an event with the text that the token adds.
@@ -294,13 +292,14 @@ class LanguageModel:
 
     @property
     def resolver(self) -> Resolver:
-        """The resolver of the kernel choices, with a note on the savings of the prefix cache."""
-        if (statistics := self.engine.prefixes) is not None:
-            notes = self._resolver.notes
-            other_notes = (note for note in notes if not note.startswith(_PREFIXES))
-            # Replace the note of an earlier call, so that the note has the present counts.
-            notes[:] = [*other_notes, f"{_PREFIXES}{statistics}"]
+        """The resolver of the kernel choices."""
         return self._resolver
+
+    @property
+    def current_notes(self) -> list[str]:
+        """Notes for ``explain`` that change while the model runs."""
+        statistics = self.engine.prefixes
+        return [] if statistics is None else [f"prefix cache: {statistics}"]
 
     def explanations(self) -> list[dict[str, Any]]:
         """Return ``interposer.explain(model).to_dict()`` of each process of the model."""

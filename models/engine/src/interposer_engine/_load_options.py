@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from interposer_engine._speculation.settings import Speculation
     from interposer_ops.layers.moe.placement import ExpertParallel
 
+DEFAULT_MAX_SEQUENCES = 64
+"""Default of ``max_sequences`` of ``load``."""
+DEFAULT_MAX_STEP_TOKENS = 2048
+"""Default of ``max_step_tokens`` of ``load``."""
+
 
 @dataclass(frozen=True, slots=True)
 class CommandOption:
@@ -76,10 +81,12 @@ class LoadOptions:
         ),
     )
     max_sequences: int = field(
-        default=64, metadata=_option(int, "Maximum number of answers that run at once.", min=1)
+        default=DEFAULT_MAX_SEQUENCES,
+        metadata=_option(int, "Maximum number of answers that run at once.", min=1),
     )
     max_step_tokens: int = field(
-        default=2048, metadata=_option(int, "Most tokens that one step computes.", min=1)
+        default=DEFAULT_MAX_STEP_TOKENS,
+        metadata=_option(int, "Most tokens that one step computes.", min=1),
     )
     cache_tokens: int | None = field(
         default=None,

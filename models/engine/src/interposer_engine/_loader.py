@@ -23,7 +23,12 @@ from interposer_engine._checkpoint.opening import open_checkpoint
 from interposer_engine._distributed.group import join_ranks
 from interposer_engine._engine_build import build_engine
 from interposer_engine._language_model import LanguageModel
-from interposer_engine._load_options import LoadOptions, policy_in_force
+from interposer_engine._load_options import (
+    DEFAULT_MAX_SEQUENCES,
+    DEFAULT_MAX_STEP_TOKENS,
+    LoadOptions,
+    policy_in_force,
+)
 from interposer_engine._planning import plan
 from interposer_engine._prefix_settings import PrefixCache
 from interposer_engine._speculation.settings import Speculation
@@ -44,8 +49,8 @@ def load(
     quantization: str | Mapping[str, Any] | None = None,
     cache_tokens: int | None = None,
     memory_fraction: float | None = None,
-    max_sequences: int = 64,
-    max_step_tokens: int = 2048,
+    max_sequences: int = DEFAULT_MAX_SEQUENCES,
+    max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS,
     prefix_cache: bool | PrefixCache = False,
     adapters: Mapping[str, str | Path] | None = None,
     speculation: str | Path | Speculation | None = None,

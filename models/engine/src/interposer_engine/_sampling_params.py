@@ -216,28 +216,31 @@ class SamplingParams(BaseModel):
             default=None, ge=0, le=_INT64_MAX, description="None or an integer from 0 to 2^63 - 1"
         )
     )
-    stop: Annotated[tuple[_Text, ...], CommandField()] = Field(
+    stop: Annotated[tuple[_Text, ...], RequestField(), CommandField()] = Field(
         default=(), strict=False, description="a list or tuple of texts that are not empty"
     )
-    stop_token_ids: tuple[_TokenId, ...] = Field(
+    stop_token_ids: Annotated[tuple[_TokenId, ...], RequestField()] = Field(
         default=(), strict=False, description="a list or tuple of integers of at least 0"
     )
-    ignore_eos: bool = Field(default=False, description="True or False")
-    min_tokens: Annotated[int, LogitEdit()] = Field(
-        default=0, ge=0, description="an integer from 0 to max_new_tokens"
+    ignore_eos: Annotated[bool, RequestField("true or false")] = Field(
+        default=False, description="True or False"
+    )
+    min_tokens: Annotated[int, LogitEdit(), RequestField("an integer of at least 0")] = Field(
+        default=0, ge=0, le=_INT64_MAX, description="an integer from 0 to max_new_tokens"
     )
     logit_bias: Annotated[
         Mapping[_TokenId, Annotated[float, Field(ge=-100, le=100)]],
         AfterValidator(_Bias),
         LogitEdit(),
+        RequestField(),
     ] = Field(default=_Bias(), description="token ids with numbers from -100 to 100")
     constraint: Annotated[Constraint | None, LogitEdit()] = Field(
         default=None, description="None or a Constraint, such as Constraint.regex('[0-9]+')"
     )
     top_logprobs: _NumTokens = Field(default=0, description=f"an integer from 0 to {MOST_LIKELY}")
-    prompt_logprobs: _NumTokens | None = Field(
-        default=None, description=f"None or an integer from 0 to {MOST_LIKELY}"
-    )
+    prompt_logprobs: Annotated[
+        _NumTokens | None, RequestField(f"an integer from 0 to {MOST_LIKELY}")
+    ] = Field(default=None, description=f"None or an integer from 0 to {MOST_LIKELY}")
     adapter: str | None = Field(default=None, description="None or the name of a loaded adapter")
     cache_salt: str = Field(default="", description="a text")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -62,8 +62,8 @@ class TokenSequence:
         top_logprobs: Likeliest tokens at each output position, if requested.
         prompt_logprobs: Log probabilities of the prompt tokens from the second on, as far as
             computed, if requested.
-        reader: Gets the event of each new token during the step, whichever thread steps; None if
-            nothing reads the tokens, and after the end.
+        unread: Events that the reader of the sequence has not taken yet, from the steps of any
+            thread; None if only the caller of ``Engine.step`` gets the events.
     """
 
     id: int
@@ -88,7 +88,7 @@ class TokenSequence:
     matcher: Matcher | None = None
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
-    reader: Callable[[Event], None] | None = field(default=None, repr=False)
+    unread: deque[Event] | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.output)

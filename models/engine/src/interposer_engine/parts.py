@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         check_sizes,
         unmeasured_budget,
     )
+    from interposer_engine._load_options import DEFAULT_MAX_SEQUENCES, DEFAULT_MAX_STEP_TOKENS
     from interposer_engine._locks import FairLock
     from interposer_engine._pages import PagePool
     from interposer_engine._plan import compute_dtype
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from interposer_engine._tokenizer import MissingTokenizer
 
 __all__ = [
+    "DEFAULT_MAX_SEQUENCES",
+    "DEFAULT_MAX_STEP_TOKENS",
     "TRANSFORMERS_METHOD",
     "CacheBudget",
     "CacheGroup",
@@ -105,6 +108,7 @@ __getattr__ = lazy_attributes(
         "interposer_engine._kv_cache_budget": (
             "CacheBudget check_cache check_sizes unmeasured_budget"
         ),
+        "interposer_engine._load_options": "DEFAULT_MAX_SEQUENCES DEFAULT_MAX_STEP_TOKENS",
         "interposer_engine._locks": "FairLock",
         "interposer_engine._pages": "PagePool",
         "interposer_engine._plan": "compute_dtype",

@@ -12,11 +12,10 @@ from zlib import crc32
 
 import torch
 
-from interposer import Resolver, explain
+from interposer import explain
 from interposer.errors import ConfigError, RankError
 from interposer_engine._closed_model import ClosedModel
 from interposer_engine._distributed.estimate import (
-    NOTE,
     ExpertLoads,
     better_placements,
     load_notes,
@@ -162,12 +161,9 @@ class RankedLanguageModel(LanguageModel):
             layer.routes.reset_counts()  # the routes of the steps that measured the cache
 
     @property
-    def resolver(self) -> Resolver:
-        """The resolver of the model, with a note on the balance of the ranks."""
-        resolver = super().resolver
-        other_notes = [note for note in resolver.notes if not note.startswith(NOTE)]
-        resolver.notes[:] = [*other_notes, *load_notes(self.engine.model)]
-        return resolver
+    def current_notes(self) -> list[str]:
+        """Notes for ``explain`` that change while the model runs."""
+        return [*super().current_notes, *load_notes(self.engine.model)]
 
     def _release(self) -> None:
         """Close the communicators too."""

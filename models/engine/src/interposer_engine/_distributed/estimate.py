@@ -15,7 +15,7 @@ from interposer.errors import ConfigError
 from interposer_engine._bench.roofline import ModelWork
 from interposer_ops.layers.moe.dispatcher import EXCHANGE
 from interposer_ops.layers.moe.placement import ExpertPlacement, balanced_placement
-from interposer_ops.layers.moe.sharded_experts import ExpertParallelExperts
+from interposer_ops.layers.moe.sharded_experts import ExpertParallelExperts, NotPlacedNote
 from interposer_ops.layers.tensor_parallel.fused_all_reduce import FUSED_ALL_REDUCE
 from interposer_ops.layers.tensor_parallel.sharding import Shard
 
@@ -261,9 +261,6 @@ def _size(part: str, shard: Shard) -> str:
     return f"{part} {shard.size} of {shard.whole}".lstrip()
 
 
-NOTE = "expert loads: "
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertLoads:
     """The number of rows that each expert of one layer has computed since the last placement.
@@ -315,7 +312,7 @@ def check_expert_parallel(model: nn.Module, resolver: Resolver, ranks: Ranks | N
     if ranks is None or ranks.experts is None or placed_layers(model):
         return
     # Layers that declined expert parallelism have noted the reason.
-    reasons = [note for note in resolver.notes if note.startswith("experts of ")]
+    reasons = [note for note in resolver.notes if isinstance(note, NotPlacedNote)]
     explanation = "; ".join(reasons) or "the model has no MoE layer that can be divided"
     raise ConfigError(
         f"expert_parallel is requested, but no layer of this model supports it: {explanation}. "
@@ -333,6 +330,6 @@ def load_notes(model: nn.Module) -> Iterator[str]:
         worst = max(used_layers, key=lambda prefix: used_layers[prefix].imbalance)
         rows = sum(sum(layer_loads.rows) for layer_loads in used_layers.values())
         yield (
-            f"{NOTE}{rows} rows in {len(used_layers)} layers; the most loaded rank has "
+            f"expert loads: {rows} rows in {len(used_layers)} layers; the most loaded rank has "
             f"{used_layers[worst].imbalance:.2f} times the mean in {worst}"
         )

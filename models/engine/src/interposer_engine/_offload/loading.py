@@ -55,8 +55,6 @@ from interposer_engine._plan import Plan
 _ALIGNED_BYTES = 256
 """Alignment of tensors in a buffer, the same as that of the device's allocator."""
 
-OFFLOAD_NOTE = "offload: "
-"""The beginning of notes on offload."""
 _FIXED = (
     "offloaded weights cannot be updated: a buffer holds them only while their block computes. "
     "Try: load the new checkpoint, or load(..., offload=False)"
@@ -96,7 +94,7 @@ def load_offloaded(
     if not offloading.is_automatic:
         raise ConfigError(f"offload was requested, but {refusal}") from refusal
     notes = load_weights(planned, checkpoint, weights, progress)
-    return [f"{OFFLOAD_NOTE}none, {refusal}", *notes]
+    return [f"offload: none, {refusal}", *notes]
 
 
 def _from_disk(

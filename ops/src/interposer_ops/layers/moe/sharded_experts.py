@@ -126,6 +126,12 @@ class ExpertParallelExperts(Experts):
         return self.gather(local_results, [stop - start for start, stop in pairwise(edges)])
 
 
+class NotPlacedNote(str):
+    """Note why the experts of a layer are not placed whole."""
+
+    __slots__ = ()
+
+
 def build_expert_parallel(
     site: Site, spec: ExpertsSpec, settings: ExpertParallel
 ) -> ExpertParallelExperts | None:
@@ -138,9 +144,8 @@ def build_expert_parallel(
     try:
         stacked = _stacked_parameters(site, spec, len(placement.ranks[_ranks(site).rank]))
     except (CannotShardError, InterposerError) as refusal:
-        note_once(
-            site, f"experts of {prefix_without_numbers(site)} are not placed whole: {refusal}"
-        )
+        prefix = prefix_without_numbers(site)
+        note_once(site, NotPlacedNote(f"experts of {prefix} are not placed whole: {refusal}"))
         return None
     tokens, why = _dispatch_tokens(site, spec, settings)
     layer = ExpertParallelExperts(site, spec, placement, stacked, tokens)
