@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from interposer_cuda._hardware import driver_inquiry
-from interposer_ops.devices.driver_inquiry import DriverInquiry
+from interposer_cuda._hardware import driver_query
+from interposer_ops.devices.driver_inquiry import QUERY_PROGRAM, DriverInquiry
 
 _LIBRARY = "libcuda.so.1"
 _LIMIT_SECONDS = 60.0
@@ -27,7 +25,7 @@ _EXPLANATIONS = {
 }
 _INQUIRY = DriverInquiry(
     "CUDA's driver",
-    Path(driver_inquiry.__file__),
+    QUERY_PROGRAM,
     "If it takes long to wake, nvidia-persistenced keeps it awake",
     _EXPLANATIONS,
 )
@@ -63,21 +61,6 @@ class CUDADevice:
     cluster_launch: bool
     tensor_map_access: bool
 
-    @classmethod
-    def of(cls, facts: dict[str, Any]) -> CUDADevice:
-        """Create the device from the JSON object that the inquiry printed."""
-        flags = (
-            *("integrated", "can_map_host_memory", "unified_addressing"),
-            *("cluster_launch", "tensor_map_access"),
-        )
-        return cls(
-            **{
-                **facts,
-                "peers": tuple(facts["peers"]),
-                **{flag: bool(facts[flag]) for flag in flags},
-            }
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -96,6 +79,7 @@ def ask(libraries: Iterable[str] = (_LIBRARY,), limit_seconds: float = _LIMIT_SE
         DriverError: the driver cannot be loaded, or returns an error.
         DriverLostError: the driver crashes, or does not answer in time.
     """
-    facts = _INQUIRY.run(*libraries, limit_seconds=limit_seconds)
-    major, minor = facts["cuda"]
-    return Answer((major, minor), tuple(CUDADevice.of(device) for device in facts["devices"]))
+    answer = _INQUIRY.run(driver_query.__file__, *libraries, limit_seconds=limit_seconds)
+    major, minor = answer["cuda"]
+    devices = [CUDADevice(**{**d, "peers": tuple(d["peers"])}) for d in answer["devices"]]
+    return Answer((major, minor), tuple(devices))

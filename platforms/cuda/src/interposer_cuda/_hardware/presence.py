@@ -1,7 +1,7 @@
 """Check for a GPU that CUDA shows to this process, and explain why there is none.
 
 No check creates a context, initialises torch.cuda or calls ``cuInit`` in this process; see
-``driver_inquiry`` for the reason. NVIDIA's libraries are loaded only if there is a device file.
+``driver_query`` for the reason. NVIDIA's libraries are loaded only if there is a device file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from interposer import Verdict
 from interposer_cuda._hardware import driver, nvml
-from interposer_cuda._hardware.nvml import Inventory, NVMLError
+from interposer_cuda._hardware.nvml import Inventory
 from interposer_cuda._hardware.system import System
 from interposer_cuda._hardware.torch_build import TorchBuild
 from interposer_cuda._hardware.visibility import visible
@@ -50,7 +50,7 @@ class Presence:
             return verdict
         try:
             inventory = nvml.inventory(self.system.libraries(_NVML))
-        except NVMLError as error:
+        except DriverError as error:
             return self._judge_by_driver(error)
         return self._judge_inventory(inventory)
 
@@ -92,7 +92,7 @@ class Presence:
         parts += [visible_units.note] if visible_units.note else []
         return Verdict.accept("; ".join([*parts, *inventory.faults]))
 
-    def _judge_by_driver(self, error: NVMLError) -> Verdict:
+    def _judge_by_driver(self, error: DriverError) -> Verdict:
         """Check without NVML, by querying CUDA's driver in a child process."""
         if error.code == _VERSION_MISMATCH:
             return Verdict.refuse(

@@ -1,6 +1,6 @@
 """Check for an Intel GPU that torch can use, and explain why there is none.
 
-No check initialises torch.xpu or loads Level Zero in this process; see ``level_zero_inquiry`` for
+No check initialises torch.xpu or loads Level Zero in this process; see ``level_zero_query`` for
 the reason. A child process queries the driver, and only if there is a device file.
 """
 
