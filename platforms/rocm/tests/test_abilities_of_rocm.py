@@ -114,7 +114,7 @@ def platform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ROCmPlatform:
     )
     seen = system.read_system(machine.root)
     monkeypatch.setattr(system, "read_system", lambda: seen)
-    build = TorchBuild("2.13.0+rocm7.0", "7.0")
+    build = TorchBuild("2.13.0+rocm7.0", hip="7.0")
     monkeypatch.setattr(TorchBuild, "installed", lambda: build)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return ROCmPlatform()
@@ -142,7 +142,7 @@ def test_numerics_set_the_library_switches() -> None:
 def test_graphs_need_a_hip_that_reports_capture_errors(
     hip: str, accepted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build = TorchBuild("2.11.0", hip)
+    build = TorchBuild("2.11.0", hip=hip)
     monkeypatch.setattr(TorchBuild, "installed", lambda: build)
     verdict = ROCmPlatform.provides("capture_graph")
     assert verdict.accepted == accepted

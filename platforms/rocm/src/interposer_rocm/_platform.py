@@ -119,7 +119,7 @@ class ROCmPlatform(Platform):
         build = presence.build
         device_facts = {
             "torch": f"{build.version}, for HIP {build.hip}",
-            "driver": f"amdgpu {presence.system.driver or 'of unknown version'}",
+            "driver": f"amdgpu {presence.system.files.driver or 'of unknown version'}",
         }
         environment = variables()
         device_facts |= {name: repr(environment[name]) for name in VARIABLES if name in environment}

@@ -81,6 +81,4 @@ def _device(driver: DriverLibrary, handle: c_int, handles: list[c_int]) -> dict[
 def _attribute(driver: DriverLibrary, number: int, handle: c_int) -> int:
     """Return the attribute's value; 0 if the driver is older than the attribute."""
     arguments = ..., number, handle
-    return driver.read(
-        c_int(), "cuDeviceGetAttribute", *arguments, ignored={_INVALID_VALUE}
-    ).value
+    return driver.read(c_int(), "cuDeviceGetAttribute", *arguments, ignored={_INVALID_VALUE}).value
