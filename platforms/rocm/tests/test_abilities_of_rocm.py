@@ -11,7 +11,7 @@ from platforms.rocm.tests.fake_machine import Machine, Node
 from interposer import NumericsPolicy
 from interposer.errors import ConfigError, PluginError, UnknownNameError
 from interposer_rocm._hardware import system
-from interposer_rocm._hardware.abilities import capability_of, fixed_features
+from interposer_rocm._hardware.abilities import capability_of
 from interposer_rocm._hardware.architectures import KNOWN, GfxVersion, architecture_of
 from interposer_rocm._hardware.torch_build import TorchBuild
 from interposer_rocm._platform import ROCmPlatform
@@ -58,7 +58,7 @@ def test_other_names_are_refused(name: str) -> None:
     ],
 )
 def test_features_of_an_architecture(name: str, has: set[str], lacks: set[str]) -> None:
-    features = fixed_features(GfxVersion.of_name(name))
+    features = architecture_of(GfxVersion.of_name(name)).features
     assert has <= features
     assert not lacks & features
 

@@ -63,7 +63,7 @@ def test_a_description_matches_the_driver_files_of_the_device(name: str) -> None
     known = architecture_of(gfx)
     lanes = 64 if "wave64" in known.features else 32
     peers = (2,) if xgmi else ()
-    clocks = (memory, mhz, bits, l2, known.lds_bytes, lanes, 0, 128)
+    clocks = (memory, mhz, bits, l2, known.shared_bytes, lanes, 0, 128)
     gpu = GPU(1, gfx, description.name, "", units, *clocks, peers, xgmi)
     assert description.device().capability == capability_of(gpu, frozenset({1, 2}))
     assert description.dtypes == known.dtypes

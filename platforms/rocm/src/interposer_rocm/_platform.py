@@ -166,7 +166,7 @@ class ROCmPlatform(Platform):
 
 def _describe(gpu: GPU) -> str:
     parts = [
-        f"{gpu.name}, {gpu.version} ({architecture_of(gpu.version).family}), "
+        f"{gpu.name}, {gpu.version} ({architecture_of(gpu.version).name}), "
         f"{gpu.units} compute units",
         f"{gpu.memory_bytes / _GIB:.1f} GiB",
     ]

@@ -115,7 +115,7 @@ def _gpu(root: Path, number: int, properties: Mapping[str, int], gpu_nodes: Iter
         memory_bits=max((bank.get("width", 0) for bank in banks), default=0),
         l2_bytes=sum(cache.get("size", 0) * 1024 for cache in caches if cache.get("level") == 2),
         # The table is the fallback if the driver does not report the size.
-        lds_bytes=lds or architecture_of(version).lds_bytes,
+        lds_bytes=lds or architecture_of(version).shared_bytes,
         wave_lanes=properties.get("wave_front_size", 0),
         engine_mhz=properties.get("max_engine_clk_fcompute", 0),
         render_node=render,
