@@ -147,11 +147,11 @@ def test_torch_without_kernels_for_the_gpu(machine: Machine) -> None:
 def test_an_override_changes_the_architecture(machine: Machine) -> None:
     machine.gpus(Node(110002), Node(90402))
     presence = Presence(read_system(machine.root), HIP, {"HSA_OVERRIDE_GFX_VERSION_1": "11.0.0"})
-    assert [str(gpu.version) for gpu in presence.visible_gpus().gpus] == ["gfx1100", "gfx942"]
+    assert [str(gpu.version) for gpu in presence.visible_gpus().devices] == ["gfx1100", "gfx942"]
     both = replace(presence, variables={"HSA_OVERRIDE_GFX_VERSION": "11.0.0"})
-    assert [str(gpu.version) for gpu in both.visible_gpus().gpus] == ["gfx1100", "gfx1100"]
+    assert [str(gpu.version) for gpu in both.visible_gpus().devices] == ["gfx1100", "gfx1100"]
     nonsense = replace(presence, variables={"HSA_OVERRIDE_GFX_VERSION": "11"})
-    assert [str(gpu.version) for gpu in nonsense.visible_gpus().gpus] == ["gfx1102", "gfx942"]
+    assert [str(gpu.version) for gpu in nonsense.visible_gpus().devices] == ["gfx1102", "gfx942"]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_variables_select_the_visible_gpus(
     machine.gpus(node(0), node(1), node(2))
     presence = Presence(read_system(machine.root), HIP, variables)
     shown = presence.visible_gpus()
-    assert [gpu.node for gpu in shown.gpus] == nodes
+    assert [gpu.node for gpu in shown.devices] == nodes
     assert note in shown.note
     verdict = presence.judge()
     assert verdict.accepted == bool(nodes)

@@ -148,7 +148,7 @@ def test_the_installed_build_is_read() -> None:
 
 
 def test_sub_devices_and_device_types_are_parsed() -> None:
-    assert visible_devices(2, {}).ordinals == (0, 1)
-    assert visible_devices(2, {"ONEAPI_DEVICE_SELECTOR": " "}).ordinals == (0, 1)
-    assert visible_devices(2, {"ONEAPI_DEVICE_SELECTOR": "LEVEL_ZERO:GPU"}).ordinals == (0, 1)
-    assert visible_devices(2, {"ONEAPI_DEVICE_SELECTOR": "level_zero:*.*"}).ordinals == (0, 1)
+    assert visible_devices(2, {}).devices == (0, 1)
+    assert visible_devices(2, {"ONEAPI_DEVICE_SELECTOR": " "}).devices == (0, 1)
+    assert visible_devices(2, {"ONEAPI_DEVICE_SELECTOR": "LEVEL_ZERO:GPU"}).devices == (0, 1)
+    assert visible_devices(2, {"ONEAPI_DEVICE_SELECTOR": "level_zero:*.*"}).devices == (0, 1)

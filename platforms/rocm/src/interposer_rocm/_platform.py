@@ -142,14 +142,14 @@ class ROCmPlatform(Platform):
     @cached_property
     def _gpus(self) -> tuple[GPU, ...]:
         visible = self._presence().visible_gpus()
-        if not visible.gpus:
+        if not visible.devices:
             raise PluginError(
                 self.name,
                 "interposer-rocm",
                 f"the driver shows no device to this process: {visible.note or 'there is none'}",
                 "interposer doctor says what is missing",
             )
-        return visible.gpus
+        return visible.devices
 
     @cached_property
     def _recorder(self) -> GraphRecorder:

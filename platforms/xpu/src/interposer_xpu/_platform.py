@@ -125,7 +125,7 @@ class XPUPlatform(Platform):
             raise PluginError(
                 self.name, "interposer-xpu", f"Level Zero lists no device: {error}"
             ) from error
-        visible_ordinals = visible_devices(len(answer.devices), variables()).ordinals
+        visible_ordinals = visible_devices(len(answer.devices), variables()).devices
         if not visible_ordinals:
             raise PluginError(
                 self.name,

@@ -66,17 +66,17 @@ class Presence:
         if not verdict:
             return verdict
         visible_units = visible(inventory.gpus, self.variables)
-        if not visible_units.uuids:
+        if not visible_units.devices:
             return refuse_hidden(len(inventory.gpus), visible_units.note)
         # An ambiguous index has an empty uuid; every GPU of the machine is checked then.
         listed_gpus = [
-            gpu for gpu in inventory.gpus if {gpu.uuid, *gpu.parts} & {*visible_units.uuids}
+            gpu for gpu in inventory.gpus if {gpu.uuid, *gpu.parts} & {*visible_units.devices}
         ]
         usable_gpus = (
-            listed_gpus if listed_gpus and "" not in visible_units.uuids else inventory.gpus
+            listed_gpus if listed_gpus and "" not in visible_units.devices else inventory.gpus
         )
         return judge_gpus(
-            f"{len(visible_units.uuids)} visible of {len(inventory.gpus)}",
+            f"{len(visible_units.devices)} visible of {len(inventory.gpus)}",
             [
                 (gpu.name, self.build.judge_architecture(gpu.name, *gpu.architecture))
                 for gpu in usable_gpus

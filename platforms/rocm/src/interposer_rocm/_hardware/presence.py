@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 from interposer import Verdict
 from interposer_ops.devices.presence import judge_gpus, refuse_hidden
+from interposer_ops.devices.visible_devices import VisibleDevices
 from interposer_rocm._hardware.system import System
+from interposer_rocm._hardware.topology import GPU
 from interposer_rocm._hardware.torch_build import TorchBuild
-from interposer_rocm._hardware.visibility import Visible, overridden, visible
+from interposer_rocm._hardware.visibility import overridden, visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +37,22 @@ class Presence:
         if not verdict:
             return verdict
         visible_gpus = self.visible_gpus()
-        if not visible_gpus.gpus:
+        if not visible_gpus.devices:
             return refuse_hidden(len(gpus), visible_gpus.note)
         return judge_gpus(
-            f"{len(visible_gpus.gpus)} visible of {len(gpus)}",
+            f"{len(visible_gpus.devices)} visible of {len(gpus)}",
             [
                 (f"{gpu.name} ({gpu.version})", self.build.judge_architecture(str(gpu.version)))
-                for gpu in visible_gpus.gpus
+                for gpu in visible_gpus.devices
             ],
             f"amdgpu {self.system.files.driver}",
             visible_gpus.note,
         )
 
-    def visible_gpus(self) -> Visible:
+    def visible_gpus(self) -> VisibleDevices[GPU]:
         """Return the GPUs that HIP shows to this process, with overridden architectures."""
         visible_gpus = visible(self.system.topology.gpus, self.variables)
-        return Visible(
-            tuple(overridden(gpu, self.variables) for gpu in visible_gpus.gpus),
+        return VisibleDevices(
+            tuple(overridden(gpu, self.variables) for gpu in visible_gpus.devices),
             visible_gpus.note,
         )

@@ -68,9 +68,9 @@ class Presence:
             reason = f": {settings_text} hides every GPU, or names none" if settings_text else ""
             return Verdict.refuse(f"Level Zero shows no GPU to this process{reason}")
         sycl_devices = visible_devices(len(answer.devices), self.variables)
-        if not sycl_devices.ordinals:
+        if not sycl_devices.devices:
             return refuse_hidden(len(answer.devices), sycl_devices.note, "SYCL")
-        devices = [answer.devices[ordinal] for ordinal in sycl_devices.ordinals]
+        devices = [answer.devices[ordinal] for ordinal in sycl_devices.devices]
         return judge_gpus(
             f"{len(devices)} visible of {len(answer.devices)}",
             [(device.name, _judge_architecture(device)) for device in devices],
