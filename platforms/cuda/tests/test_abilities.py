@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from interposer_cuda._hardware.abilities import bandwidth_bytes_per_s, capability_of
 from interposer_cuda._hardware.architectures import architecture_of
-from interposer_cuda._hardware.driver import CUDADevice
+from interposer_cuda._hardware.driver import CUDADevice, bandwidth_bytes_per_s, capability_of
 
 H100 = CUDADevice(
     name="NVIDIA H100 80GB HBM3",

@@ -11,8 +11,8 @@ from platforms.rocm.tests.fake_machine import Machine, Node
 from interposer import NumericsPolicy
 from interposer.errors import ConfigError, PluginError, UnknownNameError
 from interposer_rocm._hardware import system
-from interposer_rocm._hardware.abilities import capability_of
 from interposer_rocm._hardware.architectures import KNOWN, GfxVersion, architecture_of
+from interposer_rocm._hardware.topology import capability_of
 from interposer_rocm._hardware.torch_build import TorchBuild
 from interposer_rocm._platform import ROCmPlatform
 

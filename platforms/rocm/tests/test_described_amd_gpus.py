@@ -20,9 +20,8 @@ from interposer.records import (
     load_target,
     resource_path,
 )
-from interposer_rocm._hardware.abilities import capability_of
 from interposer_rocm._hardware.architectures import GfxVersion, architecture_of
-from interposer_rocm._hardware.topology import GPU
+from interposer_rocm._hardware.topology import GPU, capability_of
 from interposer_rocm._platform import ROCmPlatform
 from interposer_rocm.plugin import interposer_records
 from interposer_testing.described import DeviceDescription

@@ -51,7 +51,7 @@ from interposer.tooling import variables
 from interposer_ops.devices.driver_inquiry import DriverError, DriverLostError
 from interposer_xpu._hardware import level_zero, system
 from interposer_xpu._hardware.presence import Presence
-from interposer_xpu._hardware.torch_build import TorchBuild
+from interposer_xpu._hardware.presence import TorchBuild
 
 root, build, wanted = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
 # Of the platform's own limit a busy machine may need more.

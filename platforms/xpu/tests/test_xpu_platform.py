@@ -15,8 +15,8 @@ from interposer_xpu import _triton_backend as triton_backend
 from interposer_xpu._hardware import host_mapping, level_zero
 from interposer_xpu._hardware.architectures import packed
 from interposer_xpu._hardware.level_zero import Answer, XPUDevice
+from interposer_xpu._hardware.presence import TorchBuild
 from interposer_xpu._hardware.system import read_system
-from interposer_xpu._hardware.torch_build import TorchBuild
 from interposer_xpu._hardware.visibility import visible_devices
 from interposer_xpu._platform import XPUPlatform
 

@@ -1,12 +1,14 @@
-"""Devices that a runtime shows to a process, from environment variables that list devices."""
+"""Devices that a runtime shows to a process: reading of device lists, and the probe's verdict."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["VisibleDevices", "read_device_list", "require_index"]
+from interposer import Verdict
+
+__all__ = ["VisibleDevices", "judge_gpus", "read_device_list", "refuse_hidden", "require_index"]
 
 _Device = TypeVar("_Device")
 
@@ -53,3 +55,31 @@ def require_index(index: int, count: int) -> None:
     if not 0 <= index < count:
         range_text = f"the last is {count - 1}" if count else "there are none"
         raise ValueError(f"there is no GPU {index}, {range_text}")
+
+
+def refuse_hidden(total: int, note: str, runtime: str = "") -> Verdict:
+    """Refuse a machine whose GPUs are all hidden from this process.
+
+    Args:
+        total: number of GPUs of the machine.
+        note: how they are hidden.
+        runtime: software that hides them, if the driver shows them.
+    """
+    gpus_text = f"{total} GPUs" if total > 1 else "1 GPU"
+    return Verdict.refuse(
+        f"none of {gpus_text} is visible{f' to {runtime}' if runtime else ''}: {note}"
+    )
+
+
+def judge_gpus(counts: str, gpus: Sequence[tuple[str, Verdict]], *notes: str) -> Verdict:
+    """Accept if torch has kernels for at least one visible GPU, and describe the GPUs.
+
+    Args:
+        counts: how many GPUs are visible.
+        gpus: name of each visible GPU, and whether torch has kernels for the GPU.
+        notes: further parts of the description; empty ones are left out.
+    """
+    if not any(verdict for _, verdict in gpus):
+        return gpus[0][1]
+    names = ", ".join(sorted({name for name, _ in gpus}))
+    return Verdict.accept("; ".join(filter(None, [f"{counts}: {names}", *notes])))

@@ -14,10 +14,9 @@ from interposer.tooling import applied, variables
 from interposer_ops.devices.graph_recorder import GraphRecorder
 from interposer_ops.devices.memory_profile import MemoryProfile, memory_profile
 from interposer_rocm._hardware import system
-from interposer_rocm._hardware.abilities import bandwidth_bytes_per_s, capability_of
 from interposer_rocm._hardware.architectures import architecture_of
 from interposer_rocm._hardware.presence import Presence
-from interposer_rocm._hardware.topology import GPU
+from interposer_rocm._hardware.topology import GPU, bandwidth_bytes_per_s, capability_of
 from interposer_rocm._hardware.torch_build import TorchBuild
 from interposer_rocm._hardware.visibility import VARIABLES
 

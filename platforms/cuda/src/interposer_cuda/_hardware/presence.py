@@ -16,7 +16,7 @@ from interposer_cuda._hardware.torch_build import TorchBuild
 from interposer_cuda._hardware.visibility import visible
 from interposer_ops.devices.driver_inquiry import DriverError, DriverLostError
 from interposer_ops.devices.gpu_files import GPUFiles
-from interposer_ops.devices.presence import judge_gpus, refuse_hidden
+from interposer_ops.devices.visible_devices import judge_gpus, refuse_hidden
 
 _NVML = "libnvidia-ml.so.1"
 _CUDA = "libcuda.so.1"

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from interposer import Verdict
-from interposer_ops.devices.presence import judge_gpus, refuse_hidden
-from interposer_ops.devices.visible_devices import VisibleDevices
+from interposer_ops.devices.visible_devices import VisibleDevices, judge_gpus, refuse_hidden
 from interposer_rocm._hardware.system import System
 from interposer_rocm._hardware.topology import GPU
 from interposer_rocm._hardware.torch_build import TorchBuild

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from interposer import Capability
+from interposer_ops.devices.architecture import capability
 from interposer_ops.devices.driver_inquiry import QUERY_PROGRAM, DriverInquiry
 from interposer_xpu._hardware import level_zero_query
+from interposer_xpu._hardware.architectures import architecture_of
 
 LOADER = "libze_loader.so.1"
 _LIMIT_SECONDS = 60.0
@@ -80,3 +83,29 @@ def ask(library: str = LOADER, limit_seconds: float = _LIMIT_SECONDS) -> Answer:
         for device in answer["devices"]
     ]
     return Answer(answer["driver"], tuple(devices))
+
+
+def capability_of(device: XPUDevice, *, triton: bool = False) -> Capability:
+    """Return the capability of a device as the driver described it.
+
+    Args:
+        triton: a triton with a backend for these devices is installed.
+    """
+    architecture = architecture_of(device.ip_version)
+    return capability(
+        architecture.name,
+        architecture,
+        has_feature={
+            "float64": device.float64,
+            "integrated": device.integrated,
+            "triton": triton,
+            **{f"sub_group_{size}": True for size in device.sub_group_sizes},
+        },
+        bandwidth_bytes_per_s=device.bandwidth_bytes_per_s,
+        units=device.xe_cores,
+        memory_bytes=device.memory_bytes,
+        caches_bytes={
+            "l2": device.cache_bytes,
+            "shared": device.shared_bytes or architecture.shared_bytes,
+        },
+    )

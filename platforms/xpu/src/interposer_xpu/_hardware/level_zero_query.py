@@ -32,63 +32,45 @@ def _structure(stype: int, **fields: Any) -> Any:
     return type(f"Structure{stype:x}", (ctypes.Structure,), members)
 
 
+def _numbers(names: str) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), c_uint32)
+
+
 _Driver = _structure(0x1, uuid=c_uint8 * 16, version=c_uint32)
 _Ip = _structure(0x1000F, version=c_uint32)
 _Device = _structure(
     0x3,
-    kind=c_uint32,
-    vendor=c_uint32,
-    device=c_uint32,
-    flags=c_uint32,
-    part=c_uint32,
-    clock_mhz=c_uint32,
+    **_numbers("kind vendor device flags part clock_mhz"),
     largest_allocation=c_uint64,
-    contexts=c_uint32,
-    priorities=c_uint32,
-    threads_per_engine=c_uint32,
-    lanes=c_uint32,
-    engines_per_core=c_uint32,
-    cores_per_slice=c_uint32,
-    slices=c_uint32,
+    **_numbers("contexts priorities threads_per_engine lanes"),
+    **_numbers("engines_per_core cores_per_slice slices"),
     timer=c_uint64,
-    timer_bits=c_uint32,
-    kernel_timer_bits=c_uint32,
+    **_numbers("timer_bits kernel_timer_bits"),
     uuid=c_uint8 * 16,
     name=c_char * 256,
 )
 _Compute = _structure(
     0x4,
     group=c_uint32,
-    group_sizes=c_uint32 * 3,
-    group_counts=c_uint32 * 3,
-    shared_bytes=c_uint32,
-    num_sub_group_sizes=c_uint32,
+    **dict.fromkeys(("group_sizes", "group_counts"), c_uint32 * 3),
+    **_numbers("shared_bytes num_sub_group_sizes"),
     sub_group_sizes=c_uint32 * 8,
 )
 _Module = _structure(
     0x5,
-    spirv=c_uint32,
-    flags=c_uint32,
+    **_numbers("spirv flags"),
     float_flags=c_uint32 * 3,
-    arguments=c_uint32,
-    printf=c_uint32,
+    **_numbers("arguments printf"),
     native=c_uint8 * 16,
 )
 _MemoryKind = _structure(
     0x1000E,
     kind=c_uint32,
     physical_bytes=c_uint64,
-    read_bandwidth=c_uint32,
-    write_bandwidth=c_uint32,
-    unit=c_uint32,
+    **_numbers("read_bandwidth write_bandwidth unit"),
 )
 _Memory = _structure(
-    0x7,
-    flags=c_uint32,
-    clock_mhz=c_uint32,
-    bus_bits=c_uint32,
-    total_bytes=c_uint64,
-    name=c_char * 256,
+    0x7, **_numbers("flags clock_mhz bus_bits"), total_bytes=c_uint64, name=c_char * 256
 )
 _Cache = _structure(0x9, flags=c_uint32, bytes=c_size_t)
 

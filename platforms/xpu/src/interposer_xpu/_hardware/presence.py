@@ -10,17 +10,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from interposer import Verdict
+from interposer_ops.devices import torch_build
 from interposer_ops.devices.driver_inquiry import DriverError, DriverLostError
 from interposer_ops.devices.gpu_files import GPUFiles
-from interposer_ops.devices.presence import judge_gpus, refuse_hidden
+from interposer_ops.devices.visible_devices import judge_gpus, refuse_hidden
 from interposer_xpu._hardware import level_zero
 from interposer_xpu._hardware.architectures import architecture_of
 from interposer_xpu._hardware.level_zero import Answer, XPUDevice
-from interposer_xpu._hardware.torch_build import TorchBuild
 from interposer_xpu._hardware.visibility import driver_settings, visible_devices
 
 # Shorter than the five seconds after which the plugin examination kills a probe.
 _LIMIT_SECONDS = 4.0
+
+
+class TorchBuild(torch_build.TorchBuild):
+    """A build of torch, which needs XPU support for GPUs of Intel."""
+
+    toolkit = "XPU"
+    wheels = "xpu"
 
 
 @dataclass(frozen=True, slots=True)
