@@ -81,9 +81,9 @@ class GPUFiles:
             wsl_text = ", and in Windows inside WSL;" if self.vendor.in_wsl else ","
             return Verdict.refuse(f"finds GPUs on Linux{wsl_text} this is {sys.platform}")
         for attributes, text in self.vendor.refusals.items():
-            if self.nodes and attributes != ("closed",):
-                continue
-            if all(getattr(self, attribute) for attribute in attributes):
+            # Device files that exist are refused only if the user may open none of them.
+            may_apply = not self.nodes or attributes == ("closed",)
+            if may_apply and all(getattr(self, attribute) for attribute in attributes):
                 return Verdict.refuse(
                     text.format(
                         driver=self.driver,

@@ -11,7 +11,7 @@ from interposer_cuda._hardware.architectures import architecture_of
 from interposer_ops.devices.architecture import capability
 from interposer_ops.devices.driver_inquiry import QUERY_PROGRAM, DriverInquiry
 
-_LIBRARY = "libcuda.so.1"
+LIBRARY = "libcuda.so.1"
 _LIMIT_SECONDS = 60.0
 # Advice by CUresult code, where the driver's own text names no action.
 _EXPLANATIONS = {
@@ -73,7 +73,7 @@ class Answer:
     devices: tuple[CUDADevice, ...]
 
 
-def ask(libraries: Iterable[str] = (_LIBRARY,), limit_seconds: float = _LIMIT_SECONDS) -> Answer:
+def ask(libraries: Iterable[str], limit_seconds: float = _LIMIT_SECONDS) -> Answer:
     """Query the devices that CUDA shows to a child process with the same environment.
 
     Args:

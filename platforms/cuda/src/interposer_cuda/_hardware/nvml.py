@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from interposer_ops.devices.driver_inquiry import DriverError, DriverLibrary
 
-_LIBRARY = "libnvidia-ml.so.1"
+LIBRARY = "libnvidia-ml.so.1"
 _BUFFER_BYTES = 96
 _LIBRARY_LACKS_IT, _NOT_SUPPORTED, _NOT_FOUND, _FUNCTION_NOT_FOUND = 0, 3, 6, 13
 
@@ -78,7 +78,7 @@ class _Memory(ctypes.Structure):
     )
 
 
-def inventory(libraries: Iterable[str] = (_LIBRARY,)) -> Inventory:
+def inventory(libraries: Iterable[str]) -> Inventory:
     """Read driver version and GPUs of this machine, sorted by PCI address.
 
     Args:

@@ -18,8 +18,6 @@ from interposer_ops.devices.driver_inquiry import DriverError, DriverLostError
 from interposer_ops.devices.gpu_files import GPUFiles
 from interposer_ops.devices.visible_devices import judge_gpus, refuse_hidden
 
-_NVML = "libnvidia-ml.so.1"
-_CUDA = "libcuda.so.1"
 _VERSION_MISMATCH = 18  # NVML_ERROR_LIB_RM_VERSION_MISMATCH
 # Shorter than the five seconds after which the plugin examination kills a probe.
 _LIMIT_SECONDS = 4.0
@@ -45,14 +43,14 @@ class Presence:
         if not verdict:
             return verdict
         try:
-            inventory = nvml.inventory(system.libraries(self.system, _NVML))
+            inventory = nvml.inventory(system.libraries(self.system, nvml.LIBRARY))
         except DriverError as error:
             return self._judge_by_driver(error)
         return self._judge_inventory(inventory)
 
     def libraries(self) -> tuple[str, ...]:
         """Return the names or paths to try, in order, to load CUDA's driver."""
-        return system.libraries(self.system, _CUDA)
+        return system.libraries(self.system, driver.LIBRARY)
 
     def _detected_text(self) -> str:
         return f"there is a GPU ({', '.join(self.system.nodes)})"
