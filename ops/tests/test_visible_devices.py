@@ -20,7 +20,8 @@ def find(entry: str) -> int:
         (
             "1,3,0",
             (1,),
-            "ACME_DEVICES=1,3,0: there is no GPU 3, the last is 2, and the list ends there",
+            "ACME_DEVICES=1,3,0: there is no GPU 3, the last is 2, "
+            "and entries from there on are ignored",
         ),
     ],
 )

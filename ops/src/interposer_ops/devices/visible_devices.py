@@ -42,7 +42,7 @@ def read_device_list(
         try:
             devices.append(find(entry))
         except ValueError as fault:
-            note = f"{variable}={text}: {fault}, and the list ends there"
+            note = f"{variable}={text}: {fault}, and entries from there on are ignored"
             return VisibleDevices(tuple(devices), note)
     return VisibleDevices(tuple(devices), f"{variable}={text}")
 

@@ -36,10 +36,11 @@ def visible(gpus: Sequence[GPU], variables: Mapping[str, str]) -> VisibleDevices
         return _all_visible(gpus)
     listed = read_device_list(DEVICES, text, lambda entry: _parse_entry(entry, gpus))
     keys = [key for key, _ in listed.devices]
-    repeated = next((key for key in keys if keys.count(key) > 1), "")
-    if repeated:
-        note = f"{DEVICES}={text} names {repeated} twice, which hides every GPU"
-        return VisibleDevices((), note)
+    for position, key in enumerate(keys):
+        if key in keys[:position]:
+            entry = text.split(",")[position].strip()
+            note = f"{DEVICES}={text} names {entry} twice, which hides every GPU"
+            return VisibleDevices((), note)
     # GPUs of one model have equal speed and stay in PCI order.
     has_definite_order = (
         len({gpu.name for gpu in gpus}) == 1 or variables.get(ORDER) == "PCI_BUS_ID"
