@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from interposer_ops.devices.driver_inquiry import DriverError, DriverInquiry, DriverLostError
+from interposer_ops.devices.driver_inquiry import (
+    QUERY_PROGRAM,
+    DriverError,
+    DriverInquiry,
+    DriverLibrary,
+    DriverLostError,
+)
 
 pytestmark = pytest.mark.process
 
@@ -76,3 +83,50 @@ def test_a_driver_that_hangs_is_lost(tmp_path: Path) -> None:
     with pytest.raises(DriverLostError) as raised:
         inquiry(tmp_path, "import time; time.sleep(600)").run(limit_seconds=0.5)
     assert str(raised.value) == "Acme's driver gave no answer in 0.5 s. Restart the machine"
+
+
+QUERY = """
+import ctypes
+from ctypes import c_void_p
+
+def query(library):
+    library.call("atoi", b"7", ignored={7})
+    end = library.read(c_void_p(), "strtol", b"0 apples", ..., 10)
+    library.call("atoi", CALLED)
+    return {"devices": [ctypes.string_at(end.value).decode()]}
+
+def error_text(library, code):
+    return f"error {code}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("libraries", "called", "outcome"),
+    [
+        (["libc.so.6"], "b'0'", None),
+        (["libabsent.so", "libc.so.6"], "b'0'", None),
+        (["libc.so.6"], "b'7'", "atoi: error 7; the card is loose"),
+        (["libc.so.6"], "b'8'", "atoi: error 8"),
+        (["libabsent.so"], "b'0'", "libabsent.so: cannot open shared object file"),
+    ],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the C library of Linux")
+def test_a_query_calls_the_functions_of_a_library(
+    tmp_path: Path, libraries: list[str], called: str, outcome: str | None
+) -> None:
+    query = tmp_path / "query.py"
+    query.write_text(QUERY.replace("CALLED", called), encoding="utf-8")
+    acme = DriverInquiry("Acme's driver", QUERY_PROGRAM, "", {7: "the card is loose"})
+    if outcome is None:
+        assert acme.run(str(query), *libraries) == {"devices": [" apples"]}
+    else:
+        with pytest.raises(DriverError) as raised:
+            acme.run(str(query), *libraries)
+        assert str(raised.value).startswith(outcome)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the C library of Linux")
+def test_a_function_that_a_library_lacks_is_an_error() -> None:
+    library = DriverLibrary(["libc.so.6"], lambda _, code: str(code))
+    with pytest.raises(DriverError, match="find_the_card: this driver does not have it"):
+        library.call("find_the_card")

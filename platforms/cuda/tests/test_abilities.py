@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from interposer_cuda._hardware.abilities import bandwidth_bytes_per_s, capability_of, fixed_features
 from interposer_cuda._hardware.architectures import architecture_of
-from interposer_cuda._hardware.driver import CUDADevice
+from interposer_cuda._hardware.driver import CUDADevice, bandwidth_bytes_per_s, capability_of
 
 H100 = CUDADevice(
     name="NVIDIA H100 80GB HBM3",
@@ -81,8 +80,9 @@ def test_shared_memory_without_opt_in_is_used_if_the_driver_reports_no_opt_in() 
 def test_features_of_an_architecture(
     version: tuple[int, int], generation: int, has: set[str], lacks: set[str]
 ) -> None:
-    features = fixed_features(*version)
-    assert architecture_of(*version).generation == generation
+    features = architecture_of(*version).features
+    tensor_cores = {name for name in features if name.startswith("tensor_cores")}
+    assert tensor_cores == {f"tensor_cores_{number}" for number in range(1, generation + 1)}
     assert has <= features
     assert not lacks & features
 
@@ -111,5 +111,5 @@ def test_an_unknown_architecture_has_no_instructions_of_a_single_one() -> None:
     future = architecture_of(15, 0)
     assert future.name == "newer than Blackwell"
     assert "nvfp4" in future.formats
-    assert not {"wgmma", "tcgen05"} & fixed_features(15, 0)
-    assert "triton" in fixed_features(15, 0)
+    assert not {"wgmma", "tcgen05"} & future.features
+    assert "triton" in future.features

@@ -20,10 +20,10 @@ from interposer.records import (
     load_target,
     resource_path,
 )
-from interposer_cuda._hardware.abilities import bandwidth_features, fixed_features
 from interposer_cuda._hardware.architectures import architecture_of
 from interposer_cuda._platform import CUDAPlatform
 from interposer_cuda.plugin import interposer_records
+from interposer_ops.devices.architecture import bandwidth_features
 from interposer_testing.described import DeviceDescription
 
 FOLDER = Path(interposer_cuda.__file__).parent / "devices"
@@ -63,10 +63,10 @@ def test_a_description_matches_its_architecture(name: str) -> None:
     known = architecture_of(*version)
     assert description.architecture == f"sm_{version[0]}{version[1]}"
     bandwidth = bandwidth_features(2 * mhz * 1e6 * bits / 8)
-    assert description.features - OF_THE_MACHINE == fixed_features(*version) | bandwidth
+    assert description.features - OF_THE_MACHINE == known.features | bandwidth
     assert description.formats == known.formats
     assert description.dtypes == known.dtypes
-    assert description.caches_bytes["shared"] == known.shared_optin_bytes
+    assert description.caches_bytes["shared"] == known.shared_bytes
     assert description.caches_bytes["l2"] < description.memory_bytes
     assert description.platform == CUDAPlatform.name
     assert torch.device(description.torch_device).type == CUDAPlatform.device_type

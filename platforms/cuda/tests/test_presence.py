@@ -327,7 +327,7 @@ def test_a_gpu_without_kernels_in_torch_is_refused(workstation: Machine) -> None
         [
             ("0", 1, "CUDA_VISIBLE_DEVICES=0"),
             ("2,0", 2, "CUDA_VISIBLE_DEVICES=2,0"),
-            ("1,7,0", 1, "there is no GPU 7, the last is 2, and entries from there on count for"),
+            ("1,7,0", 1, "there is no GPU 7, the last is 2, and entries from there on are ignored"),
             ("0,-1,1", 1, "-1 ends the list"),
             ("1x", 1, "CUDA_VISIBLE_DEVICES=1x"),
             (UUIDS[1], 1, ""),

@@ -11,8 +11,8 @@ from platforms.rocm.tests.fake_machine import Machine, Node
 from interposer import NumericsPolicy
 from interposer.errors import ConfigError, PluginError, UnknownNameError
 from interposer_rocm._hardware import system
-from interposer_rocm._hardware.abilities import capability_of, fixed_features
 from interposer_rocm._hardware.architectures import KNOWN, GfxVersion, architecture_of
+from interposer_rocm._hardware.topology import capability_of
 from interposer_rocm._hardware.torch_build import TorchBuild
 from interposer_rocm._platform import ROCmPlatform
 
@@ -58,7 +58,7 @@ def test_other_names_are_refused(name: str) -> None:
     ],
 )
 def test_features_of_an_architecture(name: str, has: set[str], lacks: set[str]) -> None:
-    features = fixed_features(GfxVersion.of_name(name))
+    features = architecture_of(GfxVersion.of_name(name)).features
     assert has <= features
     assert not lacks & features
 
@@ -114,7 +114,7 @@ def platform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ROCmPlatform:
     )
     seen = system.read_system(machine.root)
     monkeypatch.setattr(system, "read_system", lambda: seen)
-    build = TorchBuild("2.13.0+rocm7.0", "7.0")
+    build = TorchBuild("2.13.0+rocm7.0", hip="7.0")
     monkeypatch.setattr(TorchBuild, "installed", lambda: build)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return ROCmPlatform()
@@ -142,7 +142,7 @@ def test_numerics_set_the_library_switches() -> None:
 def test_graphs_need_a_hip_that_reports_capture_errors(
     hip: str, accepted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build = TorchBuild("2.11.0", hip)
+    build = TorchBuild("2.11.0", hip=hip)
     monkeypatch.setattr(TorchBuild, "installed", lambda: build)
     verdict = ROCmPlatform.provides("capture_graph")
     assert verdict.accepted == accepted

@@ -20,9 +20,8 @@ from interposer.records import (
     load_target,
     resource_path,
 )
-from interposer_rocm._hardware.abilities import capability_of
 from interposer_rocm._hardware.architectures import GfxVersion, architecture_of
-from interposer_rocm._hardware.topology import GPU
+from interposer_rocm._hardware.topology import GPU, capability_of
 from interposer_rocm._platform import ROCmPlatform
 from interposer_rocm.plugin import interposer_records
 from interposer_testing.described import DeviceDescription
@@ -63,7 +62,7 @@ def test_a_description_matches_the_driver_files_of_the_device(name: str) -> None
     known = architecture_of(gfx)
     lanes = 64 if "wave64" in known.features else 32
     peers = (2,) if xgmi else ()
-    clocks = (memory, mhz, bits, l2, known.lds_bytes, lanes, 0, 128)
+    clocks = (memory, mhz, bits, l2, known.shared_bytes, lanes, 0, 128)
     gpu = GPU(1, gfx, description.name, "", units, *clocks, peers, xgmi)
     assert description.device().capability == capability_of(gpu, frozenset({1, 2}))
     assert description.dtypes == known.dtypes

@@ -9,7 +9,7 @@ from interposer_rocm._hardware.system import read_system
 
 pytestmark = [
     pytest.mark.skipif(
-        read_system().device_file or bool(read_system().on_bus),
+        bool(read_system().files.nodes or read_system().files.on_bus),
         reason="needs a machine without a GPU of AMD",
     ),
     pytest.mark.process,

@@ -14,12 +14,11 @@ import pytest
 from platforms.rocm.tests.fake_machine import Machine, Node
 
 from interposer_rocm._hardware.presence import Presence
-from interposer_rocm._hardware.system import System, read_system
-from interposer_rocm._hardware.topology import Topology
+from interposer_rocm._hardware.system import read_system
 from interposer_rocm._hardware.torch_build import TorchBuild
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, as the driver does")
-HIP = TorchBuild("2.13.0+rocm7.0", "7.0.51831", targets=("gfx90a", "gfx942", "gfx1100"))
+HIP = TorchBuild("2.13.0+rocm7.0", hip="7.0.51831", targets=("gfx90a", "gfx942", "gfx1100"))
 IDS = "0x1111111111111111", "0x2222222222222222", "0x2233333333333333"
 
 
@@ -103,8 +102,10 @@ def test_a_container_that_was_given_other_gpus(machine: Machine) -> None:
     assert reason.endswith("1 nodes cannot be read, as of GPUs that a container was not given")
 
 
-def test_a_user_without_permission_is_told_the_group() -> None:
-    verdict = System(Topology(()), device_file=True, allowed=False).judge()
+def test_a_user_without_permission_is_told_the_group(machine: Machine) -> None:
+    system = read_system(machine.gpus(Node()).root)
+    files = replace(system.files, closed=system.files.nodes)
+    verdict = replace(system, files=files).judge()
     assert not verdict
     assert "usermod -a -G render,video" in verdict.reason
 
@@ -146,11 +147,11 @@ def test_torch_without_kernels_for_the_gpu(machine: Machine) -> None:
 def test_an_override_changes_the_architecture(machine: Machine) -> None:
     machine.gpus(Node(110002), Node(90402))
     presence = Presence(read_system(machine.root), HIP, {"HSA_OVERRIDE_GFX_VERSION_1": "11.0.0"})
-    assert [str(gpu.version) for gpu in presence.visible_gpus().gpus] == ["gfx1100", "gfx942"]
+    assert [str(gpu.version) for gpu in presence.visible_gpus().devices] == ["gfx1100", "gfx942"]
     both = replace(presence, variables={"HSA_OVERRIDE_GFX_VERSION": "11.0.0"})
-    assert [str(gpu.version) for gpu in both.visible_gpus().gpus] == ["gfx1100", "gfx1100"]
+    assert [str(gpu.version) for gpu in both.visible_gpus().devices] == ["gfx1100", "gfx1100"]
     nonsense = replace(presence, variables={"HSA_OVERRIDE_GFX_VERSION": "11"})
-    assert [str(gpu.version) for gpu in nonsense.visible_gpus().gpus] == ["gfx1102", "gfx942"]
+    assert [str(gpu.version) for gpu in nonsense.visible_gpus().devices] == ["gfx1102", "gfx942"]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +189,7 @@ def test_variables_select_the_visible_gpus(
     machine.gpus(node(0), node(1), node(2))
     presence = Presence(read_system(machine.root), HIP, variables)
     shown = presence.visible_gpus()
-    assert [gpu.node for gpu in shown.gpus] == nodes
+    assert [gpu.node for gpu in shown.devices] == nodes
     assert note in shown.note
     verdict = presence.judge()
     assert verdict.accepted == bool(nodes)
@@ -203,7 +204,7 @@ from interposer_rocm._hardware.presence import Presence
 from interposer_rocm._hardware.system import read_system
 from interposer_rocm._hardware.torch_build import TorchBuild
 
-build = TorchBuild("2.13.0+rocm7.0", "7.0", targets=("gfx942",))
+build = TorchBuild("2.13.0+rocm7.0", hip="7.0", targets=("gfx942",))
 verdict = Presence(read_system(Path(sys.argv[1])), build, variables()).judge()
 mapped = {line.rsplit("/", 1)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
 vendor = ("libamdhip", "libhsa", "librocm", "libdrm")
@@ -237,7 +238,7 @@ def test_the_installed_torch_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
     own = TorchBuild.installed()
     assert own == TorchBuild(
-        torch.__version__, torch.version.hip or "", torch.version.cuda or "", own.targets
+        torch.__version__, torch.version.cuda or "", torch.version.hip or "", targets=own.targets
     )
     monkeypatch.setattr(torch.version, "hip", "7.0.51831")
     monkeypatch.setattr(

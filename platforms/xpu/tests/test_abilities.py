@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from interposer_xpu._hardware.abilities import capability_of
 from interposer_xpu._hardware.architectures import architecture_of, packed
-from interposer_xpu._hardware.level_zero import XPUDevice
+from interposer_xpu._hardware.level_zero import XPUDevice, capability_of
 
 MAX1550 = XPUDevice(
     name="Intel(R) Data Center GPU Max 1550",

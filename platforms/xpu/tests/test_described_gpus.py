@@ -14,9 +14,8 @@ from interposer import Request, explain
 from interposer.records import DeviceEntry, Kernel, PlatformEntry, load_target, resource_path
 from interposer.requires import Requires
 from interposer_testing.described import DeviceDescription
-from interposer_xpu._hardware.abilities import capability_of
 from interposer_xpu._hardware.architectures import architecture_of, packed
-from interposer_xpu._hardware.level_zero import XPUDevice
+from interposer_xpu._hardware.level_zero import XPUDevice, capability_of
 from interposer_xpu._platform import XPUPlatform
 from interposer_xpu.plugin import interposer_records
 

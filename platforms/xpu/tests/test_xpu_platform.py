@@ -15,8 +15,8 @@ from interposer_xpu import _triton_backend as triton_backend
 from interposer_xpu._hardware import host_mapping, level_zero
 from interposer_xpu._hardware.architectures import packed
 from interposer_xpu._hardware.level_zero import Answer, XPUDevice
+from interposer_xpu._hardware.presence import TorchBuild
 from interposer_xpu._hardware.system import read_system
-from interposer_xpu._hardware.torch_build import TorchBuild
 from interposer_xpu._hardware.visibility import visible_devices
 from interposer_xpu._platform import XPUPlatform
 
@@ -148,7 +148,7 @@ def test_the_installed_build_is_read() -> None:
 
 
 def test_sub_devices_and_device_types_are_parsed() -> None:
-    assert visible_devices(2, {}).ordinals == (0, 1)
-    assert visible_devices(2, {"ONEAPI_DEVICE_SELECTOR": " "}).ordinals == (0, 1)
-    assert visible_devices(2, {"ONEAPI_DEVICE_SELECTOR": "LEVEL_ZERO:GPU"}).ordinals == (0, 1)
-    assert visible_devices(2, {"ONEAPI_DEVICE_SELECTOR": "level_zero:*.*"}).ordinals == (0, 1)
+    assert visible_devices(2, {}).devices == (0, 1)
+    assert visible_devices(2, {"ONEAPI_DEVICE_SELECTOR": " "}).devices == (0, 1)
+    assert visible_devices(2, {"ONEAPI_DEVICE_SELECTOR": "LEVEL_ZERO:GPU"}).devices == (0, 1)
+    assert visible_devices(2, {"ONEAPI_DEVICE_SELECTOR": "level_zero:*.*"}).devices == (0, 1)

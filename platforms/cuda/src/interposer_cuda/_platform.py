@@ -12,9 +12,13 @@ from interposer import Capability, Device, NumericsPolicy, Platform, Verdict
 from interposer.errors import PluginError, UnknownNameError
 from interposer.tooling import applied, variables
 from interposer_cuda._hardware import driver, host_mapping, system
-from interposer_cuda._hardware.abilities import bandwidth_bytes_per_s, capability_of
 from interposer_cuda._hardware.architectures import architecture_of
-from interposer_cuda._hardware.driver import Answer, CUDADevice
+from interposer_cuda._hardware.driver import (
+    Answer,
+    CUDADevice,
+    bandwidth_bytes_per_s,
+    capability_of,
+)
 from interposer_cuda._hardware.presence import Presence
 from interposer_cuda._hardware.torch_build import TorchBuild
 from interposer_cuda._hardware.visibility import DEVICES, ORDER

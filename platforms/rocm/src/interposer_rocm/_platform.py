@@ -14,10 +14,9 @@ from interposer.tooling import applied, variables
 from interposer_ops.devices.graph_recorder import GraphRecorder
 from interposer_ops.devices.memory_profile import MemoryProfile, memory_profile
 from interposer_rocm._hardware import system
-from interposer_rocm._hardware.abilities import bandwidth_bytes_per_s, capability_of
 from interposer_rocm._hardware.architectures import architecture_of
 from interposer_rocm._hardware.presence import Presence
-from interposer_rocm._hardware.topology import GPU
+from interposer_rocm._hardware.topology import GPU, bandwidth_bytes_per_s, capability_of
 from interposer_rocm._hardware.torch_build import TorchBuild
 from interposer_rocm._hardware.visibility import VARIABLES
 
@@ -119,7 +118,7 @@ class ROCmPlatform(Platform):
         build = presence.build
         device_facts = {
             "torch": f"{build.version}, for HIP {build.hip}",
-            "driver": f"amdgpu {presence.system.driver or 'of unknown version'}",
+            "driver": f"amdgpu {presence.system.files.driver or 'of unknown version'}",
         }
         environment = variables()
         device_facts |= {name: repr(environment[name]) for name in VARIABLES if name in environment}
@@ -142,14 +141,14 @@ class ROCmPlatform(Platform):
     @cached_property
     def _gpus(self) -> tuple[GPU, ...]:
         visible = self._presence().visible_gpus()
-        if not visible.gpus:
+        if not visible.devices:
             raise PluginError(
                 self.name,
                 "interposer-rocm",
                 f"the driver shows no device to this process: {visible.note or 'there is none'}",
                 "interposer doctor says what is missing",
             )
-        return visible.gpus
+        return visible.devices
 
     @cached_property
     def _recorder(self) -> GraphRecorder:
@@ -166,7 +165,7 @@ class ROCmPlatform(Platform):
 
 def _describe(gpu: GPU) -> str:
     parts = [
-        f"{gpu.name}, {gpu.version} ({architecture_of(gpu.version).family}), "
+        f"{gpu.name}, {gpu.version} ({architecture_of(gpu.version).name}), "
         f"{gpu.units} compute units",
         f"{gpu.memory_bytes / _GIB:.1f} GiB",
     ]

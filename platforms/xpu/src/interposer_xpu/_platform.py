@@ -15,11 +15,9 @@ from interposer_ops.devices.driver_inquiry import DriverError
 from interposer_ops.devices.memory_profile import MemoryProfile, memory_profile
 from interposer_xpu import _triton_backend as triton_backend
 from interposer_xpu._hardware import host_mapping, level_zero, system
-from interposer_xpu._hardware.abilities import capability_of
 from interposer_xpu._hardware.architectures import architecture_of
-from interposer_xpu._hardware.level_zero import Answer, XPUDevice
-from interposer_xpu._hardware.presence import Presence
-from interposer_xpu._hardware.torch_build import TorchBuild
+from interposer_xpu._hardware.level_zero import Answer, XPUDevice, capability_of
+from interposer_xpu._hardware.presence import Presence, TorchBuild
 from interposer_xpu._hardware.visibility import HIERARCHY, MASK, SELECTOR, visible_devices
 from interposer_xpu._packages import kernel_package
 
@@ -125,7 +123,7 @@ class XPUPlatform(Platform):
             raise PluginError(
                 self.name, "interposer-xpu", f"Level Zero lists no device: {error}"
             ) from error
-        visible_ordinals = visible_devices(len(answer.devices), variables()).ordinals
+        visible_ordinals = visible_devices(len(answer.devices), variables()).devices
         if not visible_ordinals:
             raise PluginError(
                 self.name,

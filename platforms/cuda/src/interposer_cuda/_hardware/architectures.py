@@ -7,28 +7,9 @@ cores, shared memory, clusters, tensor maps), and the PTX ISA, the target notes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """Properties of all devices of one compute capability.
-
-    Attributes:
-        generation: tensor core generation; 0 without tensor cores.
-        features: instructions and units.
-        formats: number formats with arithmetic in hardware.
-        dtypes: torch names of the dtypes that models may run in, the preferred one first.
-        shared_optin_bytes: largest shared memory of one block, with opt-in.
-    """
-
-    name: str
-    generation: int
-    features: frozenset[str]
-    formats: frozenset[str]
-    dtypes: tuple[str, ...]
-    shared_optin_bytes: int
-
+from interposer_ops.devices.architecture import Architecture
 
 _KIB = 1024
 _FLOATS = frozenset({"float32", "float16"})
@@ -38,27 +19,43 @@ _ADA = _AMPERE | {"float8_e4m3fn", "float8_e5m2"}
 # Hopper and newer have no 4-bit integer matmul.
 _HOPPER = _ADA - {"int4"}
 _BLACKWELL = _HOPPER | {"mxfp8", "mxfp4", "nvfp4"}
-_ASYNC = frozenset({"cp_async"})
-_CLUSTERS = _ASYNC | {"clusters", "dependent_launch", "tma"}
 _OLD = ("float16", "float32")
 _WIDE = ("bfloat16", "float16", "float32")
 
+
+def _features(tensor_cores: int, *others: str) -> frozenset[str]:
+    """Return the features of a generation of tensor cores.
+
+    A device with third-generation tensor cores has ``tensor_cores_1`` to ``tensor_cores_3``, so a
+    kernel requires the oldest generation with its instructions.
+    """
+    return frozenset({*(f"tensor_cores_{n}" for n in range(1, tensor_cores + 1)), *others})
+
+
+# Triton's compiler supports Turing and newer.
+_VOLTA = _features(1)
+_ASYNC = ("triton", "cp_async")
+_CLUSTERS = (*_ASYNC, "clusters", "dependent_launch", "tma")
+_TENSOR3, _TENSOR4 = _features(3, *_ASYNC), _features(4, *_ASYNC)
+_WGMMA = _features(4, *_CLUSTERS, "wgmma")
+_TENSOR5, _TCGEN05 = _features(5, *_CLUSTERS), _features(5, *_CLUSTERS, "tcgen05")
+
 _TABLE = {
-    (7, 0): Architecture("Volta", 1, frozenset(), _FLOATS, _OLD, 96 * _KIB),
-    (7, 2): Architecture("Volta", 1, frozenset(), _FLOATS | {"int8"}, _OLD, 96 * _KIB),
-    (7, 5): Architecture("Turing", 2, frozenset(), _TURING, _OLD, 64 * _KIB),
-    (8, 0): Architecture("Ampere", 3, _ASYNC, _AMPERE, _WIDE, 163 * _KIB),
-    (8, 6): Architecture("Ampere", 3, _ASYNC, _AMPERE, _WIDE, 99 * _KIB),
-    (8, 7): Architecture("Ampere", 3, _ASYNC, _AMPERE, _WIDE, 163 * _KIB),
-    (8, 9): Architecture("Ada", 4, _ASYNC, _ADA, _WIDE, 99 * _KIB),
-    (9, 0): Architecture("Hopper", 4, _CLUSTERS | {"wgmma"}, _HOPPER, _WIDE, 227 * _KIB),
-    (10, 0): Architecture("Blackwell", 5, _CLUSTERS | {"tcgen05"}, _BLACKWELL, _WIDE, 227 * _KIB),
-    (10, 3): Architecture("Blackwell", 5, _CLUSTERS | {"tcgen05"}, _BLACKWELL, _WIDE, 227 * _KIB),
-    (11, 0): Architecture("Blackwell", 5, _CLUSTERS | {"tcgen05"}, _BLACKWELL, _WIDE, 227 * _KIB),
-    (12, 0): Architecture("Blackwell", 5, _CLUSTERS, _BLACKWELL, _WIDE, 99 * _KIB),
-    (12, 1): Architecture("Blackwell", 5, _CLUSTERS, _BLACKWELL, _WIDE, 99 * _KIB),
+    (7, 0): Architecture("Volta", _VOLTA, _FLOATS, _OLD, 96 * _KIB),
+    (7, 2): Architecture("Volta", _VOLTA, _FLOATS | {"int8"}, _OLD, 96 * _KIB),
+    (7, 5): Architecture("Turing", _features(2, "triton"), _TURING, _OLD, 64 * _KIB),
+    (8, 0): Architecture("Ampere", _TENSOR3, _AMPERE, _WIDE, 163 * _KIB),
+    (8, 6): Architecture("Ampere", _TENSOR3, _AMPERE, _WIDE, 99 * _KIB),
+    (8, 7): Architecture("Ampere", _TENSOR3, _AMPERE, _WIDE, 163 * _KIB),
+    (8, 9): Architecture("Ada", _TENSOR4, _ADA, _WIDE, 99 * _KIB),
+    (9, 0): Architecture("Hopper", _WGMMA, _HOPPER, _WIDE, 227 * _KIB),
+    (10, 0): Architecture("Blackwell", _TCGEN05, _BLACKWELL, _WIDE, 227 * _KIB),
+    (10, 3): Architecture("Blackwell", _TCGEN05, _BLACKWELL, _WIDE, 227 * _KIB),
+    (11, 0): Architecture("Blackwell", _TCGEN05, _BLACKWELL, _WIDE, 227 * _KIB),
+    (12, 0): Architecture("Blackwell", _TENSOR5, _BLACKWELL, _WIDE, 99 * _KIB),
+    (12, 1): Architecture("Blackwell", _TENSOR5, _BLACKWELL, _WIDE, 99 * _KIB),
 }
-_OLDER = Architecture("older", 0, frozenset(), frozenset({"float32"}), ("float32",), 48 * _KIB)
+_OLDER = Architecture("older", frozenset(), frozenset({"float32"}), ("float32",), 48 * _KIB)
 
 
 def architecture_of(major: int, minor: int) -> Architecture:
@@ -74,11 +71,5 @@ def architecture_of(major: int, minor: int) -> Architecture:
     nearest = _TABLE[max(older_versions)]
     if max(older_versions)[0] == major:
         return nearest
-    return Architecture(
-        f"newer than {nearest.name}",
-        nearest.generation,
-        nearest.features - {"wgmma", "tcgen05"},
-        nearest.formats,
-        nearest.dtypes,
-        nearest.shared_optin_bytes,
-    )
+    features = nearest.features - {"wgmma", "tcgen05"}
+    return replace(nearest, name=f"newer than {nearest.name}", features=features)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from interposer_cuda._hardware import driver_inquiry
-from interposer_ops.devices.driver_inquiry import DriverInquiry
+from interposer import Capability
+from interposer_cuda._hardware import driver_query
+from interposer_cuda._hardware.architectures import architecture_of
+from interposer_ops.devices.architecture import capability
+from interposer_ops.devices.driver_inquiry import QUERY_PROGRAM, DriverInquiry
 
-_LIBRARY = "libcuda.so.1"
+LIBRARY = "libcuda.so.1"
 _LIMIT_SECONDS = 60.0
 # Advice by CUresult code, where the driver's own text names no action.
 _EXPLANATIONS = {
@@ -27,7 +28,7 @@ _EXPLANATIONS = {
 }
 _INQUIRY = DriverInquiry(
     "CUDA's driver",
-    Path(driver_inquiry.__file__),
+    QUERY_PROGRAM,
     "If it takes long to wake, nvidia-persistenced keeps it awake",
     _EXPLANATIONS,
 )
@@ -63,21 +64,6 @@ class CUDADevice:
     cluster_launch: bool
     tensor_map_access: bool
 
-    @classmethod
-    def of(cls, facts: dict[str, Any]) -> CUDADevice:
-        """Create the device from the JSON object that the inquiry printed."""
-        flags = (
-            *("integrated", "can_map_host_memory", "unified_addressing"),
-            *("cluster_launch", "tensor_map_access"),
-        )
-        return cls(
-            **{
-                **facts,
-                "peers": tuple(facts["peers"]),
-                **{flag: bool(facts[flag]) for flag in flags},
-            }
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -87,7 +73,7 @@ class Answer:
     devices: tuple[CUDADevice, ...]
 
 
-def ask(libraries: Iterable[str] = (_LIBRARY,), limit_seconds: float = _LIMIT_SECONDS) -> Answer:
+def ask(libraries: Iterable[str], limit_seconds: float = _LIMIT_SECONDS) -> Answer:
     """Query the devices that CUDA shows to a child process with the same environment.
 
     Args:
@@ -96,6 +82,34 @@ def ask(libraries: Iterable[str] = (_LIBRARY,), limit_seconds: float = _LIMIT_SE
         DriverError: the driver cannot be loaded, or returns an error.
         DriverLostError: the driver crashes, or does not answer in time.
     """
-    facts = _INQUIRY.run(*libraries, limit_seconds=limit_seconds)
-    major, minor = facts["cuda"]
-    return Answer((major, minor), tuple(CUDADevice.of(device) for device in facts["devices"]))
+    answer = _INQUIRY.run(driver_query.__file__, *libraries, limit_seconds=limit_seconds)
+    major, minor = answer["cuda"]
+    devices = [CUDADevice(**{**d, "peers": tuple(d["peers"])}) for d in answer["devices"]]
+    return Answer((major, minor), tuple(devices))
+
+
+def bandwidth_bytes_per_s(device: CUDADevice) -> float:
+    """Return the peak memory bandwidth: two transfers per clock over the full bus width."""
+    return 2 * device.memory_khz * 1e3 * device.bus_bits / 8
+
+
+def capability_of(device: CUDADevice) -> Capability:
+    """Return the capability of a device as the driver described it."""
+    return capability(
+        f"sm_{device.major}{device.minor}",
+        architecture_of(device.major, device.minor),
+        has_feature={
+            "clusters": device.cluster_launch,
+            "tma": device.tensor_map_access,
+            "host_mapping": device.can_map_host_memory and device.unified_addressing,
+            "integrated": device.integrated,
+            "p2p": bool(device.peers),
+        },
+        bandwidth_bytes_per_s=bandwidth_bytes_per_s(device),
+        units=device.multiprocessors,
+        memory_bytes=device.memory_bytes,
+        caches_bytes={
+            "l2": device.l2_bytes,
+            "shared": device.shared_optin_bytes or device.shared_bytes,
+        },
+    )

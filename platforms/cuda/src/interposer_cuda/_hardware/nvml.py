@@ -10,22 +10,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from ctypes import byref, c_int, c_void_p
 from dataclasses import dataclass
 
-_LIBRARY = "libnvidia-ml.so.1"
+from interposer_ops.devices.driver_inquiry import DriverError, DriverLibrary
+
+LIBRARY = "libnvidia-ml.so.1"
 _BUFFER_BYTES = 96
-_NOT_SUPPORTED, _NOT_FOUND = 3, 6
-_FUNCTION_NOT_FOUND = 13
-
-
-class NVMLError(Exception):
-    """A call to NVML failed with return code ``code``; 0 if the library could not be loaded."""
-
-    def __init__(self, call: str, code: int, text: str) -> None:
-        self.call = call
-        self.code = code
-        super().__init__(f"{call}: {text}" if call else text)
+_LIBRARY_LACKS_IT, _NOT_SUPPORTED, _NOT_FOUND, _FUNCTION_NOT_FOUND = 0, 3, 6, 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,37 +78,42 @@ class _Memory(ctypes.Structure):
     )
 
 
-def inventory(libraries: Iterable[str] = (_LIBRARY,)) -> Inventory:
+def inventory(libraries: Iterable[str]) -> Inventory:
     """Read driver version and GPUs of this machine, sorted by PCI address.
 
     Args:
         libraries: names or paths of NVML; the first that loads is used.
-    Raises: NVMLError: NVML cannot be loaded, or does not work.
+    Raises: DriverError: NVML cannot be loaded, or does not work.
     """
-    with _open(libraries) as nvml:
-        driver = nvml.text("nvmlSystemGetDriverVersion")
-        cuda = nvml.number("nvmlSystemGetCudaDriverVersion_v2")
+    nvml = DriverLibrary(libraries, _error_text)
+    nvml.call("nvmlInit_v2")
+    try:
+        driver = _text(nvml, "nvmlSystemGetDriverVersion")
+        cuda = nvml.read(c_int(), "nvmlSystemGetCudaDriverVersion_v2", ...).value
         gpus, faults = [], []
-        for index in range(nvml.number("nvmlDeviceGetCount_v2")):
+        for index in range(nvml.read(c_int(), "nvmlDeviceGetCount_v2", ...).value):
             # One faulty GPU, such as one fallen off the bus, must not hide the others.
             try:
-                gpus.append(_gpu(nvml, nvml.handle("nvmlDeviceGetHandleByIndex_v2", index)))
-            except NVMLError as error:
+                gpus.append(
+                    _gpu(nvml, nvml.read(c_void_p(), "nvmlDeviceGetHandleByIndex_v2", index, ...))
+                )
+            except DriverError as error:
                 faults.append(f"GPU {index}: {error}")
+    finally:
+        nvml.call("nvmlShutdown")
     gpus.sort(key=lambda gpu: gpu.bus_id)
     return Inventory(driver, (cuda // 1000, cuda % 1000 // 10), tuple(gpus), tuple(faults))
 
 
-def _gpu(nvml: _NVML, device: ctypes.c_void_p) -> GPU:
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    nvml.call("nvmlDeviceGetCudaComputeCapability", device, major, minor)
-    pci, memory = _PciInfo(), _Memory()
-    nvml.call("nvmlDeviceGetPciInfo_v3", device, pci)
-    nvml.call("nvmlDeviceGetMemoryInfo", device, memory)
-    mig = _mig_mode(nvml, device)
+def _gpu(nvml: DriverLibrary, device: c_void_p) -> GPU:
+    minor = c_int()
+    major = nvml.read(c_int(), "nvmlDeviceGetCudaComputeCapability", device, ..., byref(minor))
+    pci = nvml.read(_PciInfo(), "nvmlDeviceGetPciInfo_v3", device, ...)
+    memory = nvml.read(_Memory(), "nvmlDeviceGetMemoryInfo", device, ...)
+    mig = _is_in_mig_mode(nvml, device)
     return GPU(
-        nvml.text("nvmlDeviceGetUUID", device),
-        nvml.text("nvmlDeviceGetName", device),
+        _text(nvml, "nvmlDeviceGetUUID", device),
+        _text(nvml, "nvmlDeviceGetName", device),
         pci.busId.decode(errors="replace"),
         (major.value, minor.value),
         memory.total,
@@ -125,102 +122,36 @@ def _gpu(nvml: _NVML, device: ctypes.c_void_p) -> GPU:
     )
 
 
-def _mig_mode(nvml: _NVML, device: ctypes.c_void_p) -> bool:
-    current, pending = ctypes.c_uint(), ctypes.c_uint()
+def _is_in_mig_mode(nvml: DriverLibrary, device: c_void_p) -> bool:
     try:
-        nvml.call("nvmlDeviceGetMigMode", device, current, pending)
-    except NVMLError as error:
+        mode = nvml.read(c_int(), "nvmlDeviceGetMigMode", device, ..., byref(c_int()))
+    except DriverError as error:
         # GPUs without MIG, and drivers older than MIG.
-        if error.code in (_NOT_SUPPORTED, _FUNCTION_NOT_FOUND):
+        if error.code in (_LIBRARY_LACKS_IT, _NOT_SUPPORTED, _FUNCTION_NOT_FOUND):
             return False
         raise
-    return bool(current.value)
+    return bool(mode.value)
 
 
-def _parts(nvml: _NVML, device: ctypes.c_void_p) -> Iterator[str]:
-    for index in range(nvml.number("nvmlDeviceGetMaxMigDeviceCount", device)):
-        try:
-            part = nvml.handle("nvmlDeviceGetMigDeviceHandleByIndex", device, index)
-        except NVMLError as error:
-            if error.code == _NOT_FOUND:  # an index without a MIG device
-                continue
-            raise
-        yield nvml.text("nvmlDeviceGetUUID", part)
+def _parts(nvml: DriverLibrary, device: c_void_p) -> Iterator[str]:
+    count = nvml.read(c_int(), "nvmlDeviceGetMaxMigDeviceCount", device, ...).value
+    for index in range(count):
+        part = nvml.read(
+            *(c_void_p(), "nvmlDeviceGetMigDeviceHandleByIndex", device, index, ...),
+            ignored={_NOT_FOUND},
+        )
+        if part:  # not every index has a MIG device
+            yield _text(nvml, "nvmlDeviceGetUUID", part)
 
 
-@contextmanager
-def _open(libraries: Iterable[str]) -> Iterator[_NVML]:
-    nvml = _NVML(_load_library(libraries))
-    nvml.call("nvmlInit_v2")
-    try:
-        yield nvml
-    finally:
-        nvml.call("nvmlShutdown")
+def _text(nvml: DriverLibrary, name: str, *arguments: object) -> str:
+    """Return the text that a function writes into a buffer."""
+    buffer = ctypes.create_string_buffer(_BUFFER_BYTES)
+    return nvml.read(buffer, name, *arguments, ..., _BUFFER_BYTES).value.decode(errors="replace")
 
 
-def _load_library(libraries: Iterable[str]) -> ctypes.CDLL:
-    failures = []
-    for library in libraries:
-        try:
-            return ctypes.CDLL(library)
-        except OSError as error:
-            failures.append(str(error))
-    raise NVMLError("", 0, "; ".join(failures) or "no library is named")
-
-
-class _NVML:
-    """Calls into NVML; failures raise ``NVMLError``."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
-
-    def call(self, name: str, *arguments: object) -> None:
-        """Call a function; ctypes structures and numbers are passed by reference, as outputs."""
-        try:
-            function = getattr(self._library, name)
-        except AttributeError:
-            text = "this driver does not have it"
-            raise NVMLError(name, _FUNCTION_NOT_FOUND, text) from None
-        code = function(*(_by_reference(argument) for argument in arguments))
-        if code:
-            describe = self._library.nvmlErrorString
-            # The default result type of ctypes, int, would truncate the pointer.
-            describe.restype = ctypes.c_char_p
-            message = describe(code) or b""
-            raise NVMLError(name, code, f"{message.decode(errors='replace')} (code {code})")
-
-    def text(self, name: str, *arguments: object) -> str:
-        """Return the text that a function writes into a buffer."""
-        buffer = ctypes.create_string_buffer(_BUFFER_BYTES)
-        self.call(name, *arguments, buffer, _BUFFER_BYTES)
-        return buffer.value.decode(errors="replace")
-
-    def number(self, name: str, *arguments: object) -> int:
-        """Return the integer that a function writes."""
-        value = ctypes.c_int()
-        self.call(name, *arguments, value)
-        return value.value
-
-    def handle(self, name: str, *arguments: object) -> ctypes.c_void_p:
-        """Return the device handle that a function writes."""
-        value = ctypes.c_void_p()
-        self.call(name, *arguments, _Reference(value))
-        return value
-
-
-class _Reference:
-    """A device handle that a call writes; plain handles are passed by value."""
-
-    def __init__(self, handle: ctypes.c_void_p) -> None:
-        self.handle = handle
-
-
-def _by_reference(argument: object) -> object:
-    match argument:
-        case _Reference():
-            return ctypes.byref(argument.handle)
-        case ctypes.c_int() | ctypes.c_uint() | ctypes.Structure():
-            return ctypes.byref(argument)
-        case int():
-            return ctypes.c_uint(argument)
-    return argument
+def _error_text(library: ctypes.CDLL, code: int) -> str:
+    describe = library.nvmlErrorString
+    # The default result type of ctypes, int, would truncate the pointer.
+    describe.restype = ctypes.c_char_p
+    return f"{(describe(code) or b'').decode(errors='replace')} (code {code})"

@@ -7,48 +7,38 @@ one minor version supports all; the table "minimum required driver version" for 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from interposer import Verdict
 from interposer.errors import install_command
+from interposer_ops.devices import torch_build
+from interposer_ops.devices.torch_build import WHEELS
 
 # Oldest Linux driver by CUDA major version.
 _OLDEST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 # In the flags that nvcc was given: "-gencode;arch=compute_90,code=sm_90".
 _TARGET = re.compile(r"\bcode=((?:sm|compute)_\d+[af]?)\b")
-_WHEELS = "https://download.pytorch.org/whl/"
 
 
-@dataclass(frozen=True, slots=True)
-class TorchBuild:
-    """Version, CUDA or HIP, and compiled architectures of one build of torch.
+class TorchBuild(torch_build.TorchBuild):
+    """A build of torch, which needs CUDA for GPUs of NVIDIA.
 
-    Attributes:
-        cuda: CUDA version of the build, such as ``"12.8"``; empty without CUDA.
-        hip: HIP version of the build; empty without HIP.
-        targets: architectures that the kernels were compiled for, such as ``"sm_90"`` and
-            ``"compute_120"``; empty if unknown.
+    ``targets`` are architectures such as ``"sm_90"`` and ``"compute_120"``.
     """
 
-    version: str
-    cuda: str = ""
-    hip: str = ""
-    targets: tuple[str, ...] = ()
+    toolkit = "CUDA"
+    wheels = "cu128"
 
     @classmethod
-    def installed(cls) -> TorchBuild:
-        """Return the build of the torch that this process imports."""
-        import torch  # imported here, because tests that pass a build need no torch
+    def read_targets(cls) -> tuple[str, ...]:
+        """Extend ``TorchBuild.read_targets``: read the header with nvcc's flags."""
+        import torch
 
         # torch's own functions have side effects: torch.__config__.show() starts CUDA in this
         # process, and torch.cuda.get_arch_list() makes CUDA unusable in forks. Hence the header.
         header = Path(torch.__file__).with_name("include") / "ATen/cuda/CUDAConfig.h"
         flags = header.read_text("utf-8", "replace") if header.is_file() else ""
-        targets = dict.fromkeys(_TARGET.findall(flags))
-        return cls(
-            torch.__version__, torch.version.cuda or "", torch.version.hip or "", (*targets,)
-        )
+        return (*dict.fromkeys(_TARGET.findall(flags)),)
 
     def judge_vendor(self) -> Verdict:
         """Refuse a build for AMD GPUs, which torch also calls ``cuda``."""
@@ -58,15 +48,6 @@ class TorchBuild:
                 f"Try: {install_command('interposer-rocm')}"
             )
         return Verdict.accept()
-
-    def judge_cuda(self, gpus_text: str) -> Verdict:
-        """Refuse a build without CUDA; ``gpus_text`` describes the GPUs of the machine."""
-        if self.cuda:
-            return Verdict.accept()
-        return Verdict.refuse(
-            f"there is {gpus_text}, but torch {self.version} is built without CUDA. Try: "
-            f"pip install --force-reinstall torch --index-url {_WHEELS}cu128"
-        )
 
     def judge_driver(self, driver: str, serves: tuple[int, int]) -> Verdict:
         """Refuse a driver that is too old for this build.
@@ -85,7 +66,7 @@ class TorchBuild:
         return Verdict.refuse(
             f"torch {self.version} is built for CUDA {self.cuda}, but {driver_name} serves CUDA up "
             f"to {serves[0]}.{serves[1]}. Update NVIDIA's driver to {required}, or install a torch "
-            f"for CUDA {serves[0]}: {_WHEELS}"
+            f"for CUDA {serves[0]}: {WHEELS}"
         )
 
     def judge_architecture(self, name: str, major: int, minor: int) -> Verdict:
@@ -99,7 +80,7 @@ class TorchBuild:
             return Verdict.accept()
         return Verdict.refuse(
             f"{name} is an sm_{major}{minor}, and torch {self.version} has kernels for "
-            f"{', '.join(self.targets)} only. Install a torch for it: {_WHEELS}"
+            f"{', '.join(self.targets)} only. Install a torch for it: {WHEELS}"
         )
 
 

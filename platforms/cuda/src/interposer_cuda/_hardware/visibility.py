@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from interposer_cuda._hardware.nvml import GPU
+from interposer_ops.devices.visible_devices import (
+    VisibleDevices,
+    read_device_list,
+    require_index,
+)
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
@@ -18,56 +22,38 @@ ORDER = "CUDA_DEVICE_ORDER"
 _NUMBER = re.compile(r"\s*([+-]?\d+)")
 
 
-@dataclass(frozen=True, slots=True)
-class Visible:
-    """The GPUs that a process sees.
+def visible(gpus: Sequence[GPU], variables: Mapping[str, str]) -> VisibleDevices[str]:
+    """Return the uuids of the GPUs or MIG devices that CUDA would show, in CUDA's order.
 
-    Attributes:
-        uuids: uuids of GPUs or MIG devices in CUDA's order. CUDA's default order is "fastest
-            first", so an index into GPUs of different models is ambiguous: its uuid is empty.
-        note: reason for the selection; empty if all GPUs are visible.
+    CUDA's default order is "fastest first", so an index into GPUs of different models is ambiguous:
+    its uuid is empty.
+
+    Args:
+        gpus: sorted by PCI address.
     """
-
-    uuids: tuple[str, ...]
-    note: str = ""
-
-
-def visible(gpus: Sequence[GPU], variables: Mapping[str, str]) -> Visible:
-    """Return the GPUs that CUDA would show; ``gpus`` are sorted by PCI address."""
-    ordered = [_cuda_unit(gpu) for gpu in gpus]
-    usable = [unit for unit in ordered if unit]
-    mig_gpus = [gpu for gpu in gpus if gpu.mig]
-    devices_text = variables.get(DEVICES)
-    if devices_text is None:
-        return _all_visible(usable, mig_gpus)
-    if not devices_text.strip():
-        return Visible((), f"{DEVICES} is empty, which hides every GPU")
-    # CUDA's default order is by speed, which is unknown here. GPUs of one model have equal speed
-    # and stay in PCI order.
+    text = variables.get(DEVICES)
+    if text is None:
+        return _all_visible(gpus)
+    listed = read_device_list(DEVICES, text, lambda entry: _parse_entry(entry, gpus))
+    keys = [key for key, _ in listed.devices]
+    for position, key in enumerate(keys):
+        if key in keys[:position]:
+            entry = text.split(",")[position].strip()
+            note = f"{DEVICES}={text} names {entry} twice, which hides every GPU"
+            return VisibleDevices((), note)
+    # GPUs of one model have equal speed and stay in PCI order.
     has_definite_order = (
         len({gpu.name for gpu in gpus}) == 1 or variables.get(ORDER) == "PCI_BUS_ID"
     )
-    units: list[str] = []
-    identities: set[str] = set()
-    note = ""
-    for entry in devices_text.split(","):
-        # A valid index denotes some GPU of the machine, but which one may be ambiguous.
-        unit, identity, problem = _parse_entry(entry, gpus, ordered)
-        if not problem and identity in identities:
-            note = f"{DEVICES}={devices_text} names {entry.strip()} twice, which hides every GPU"
-            return Visible((), note)
-        if problem:
-            note = (
-                f"{DEVICES}={devices_text}: {problem}, and entries from there on count for nothing"
-            )
-            break
-        identities.add(identity)
-        units.append(unit if has_definite_order or not identity.isdecimal() else "")
-    parts = [unit for unit in units if unit.startswith("MIG-")]
-    if parts and len(units) > 1:
+    uuids = tuple(
+        uuid if has_definite_order or not key.isdecimal() else "" for key, uuid in listed.devices
+    )
+    parts = [uuid for uuid in uuids if uuid.startswith("MIG-")]
+    if parts and len(uuids) > 1:
         # CUDA shows at most one MIG device to a process, and nothing else.
-        return Visible((parts[0],), f"a process sees one part of a divided GPU, {parts[0]}")
-    return Visible(tuple(units), note or (f"{DEVICES}={devices_text}" if units else ""))
+        note = f"a process sees one part of a divided GPU, {parts[0]}"
+        return VisibleDevices((parts[0],), note)
+    return VisibleDevices(uuids, listed.note)
 
 
 def _cuda_unit(gpu: GPU) -> str:
@@ -77,59 +63,59 @@ def _cuda_unit(gpu: GPU) -> str:
     return gpu.parts[0] if gpu.parts else ""
 
 
-def _all_visible(usable: list[str], mig_gpus: list[GPU]) -> Visible:
-    if not mig_gpus:
-        return Visible(tuple(usable))
-    names = ", ".join(f"{gpu.name} at {gpu.bus_id}" for gpu in mig_gpus)
+def _all_visible(gpus: Sequence[GPU]) -> VisibleDevices[str]:
+    usable = [unit for unit in map(_cuda_unit, gpus) if unit]
+    names = ", ".join(f"{gpu.name} at {gpu.bus_id}" for gpu in gpus if gpu.mig)
+    if not names:
+        return VisibleDevices(tuple(usable))
     if not usable:
         note = (
             f"MIG divides {names}, but no part exists. Create some: nvidia-smi mig -cgi ... -C, "
             "or switch MIG off: nvidia-smi -mig 0"
         )
-        return Visible((), note)
+        return VisibleDevices((), note)
     parts = [unit for unit in usable if unit.startswith("MIG-")]
     if not parts:
-        return Visible(tuple(usable), f"MIG divides {names}, of which no part exists")
+        return VisibleDevices(tuple(usable), f"MIG divides {names}, of which no part exists")
     note = f"MIG divides {names}; a process sees one part, and {DEVICES}=MIG-... picks it"
-    return Visible((parts[0],), note)
+    return VisibleDevices((parts[0],), note)
 
 
-def _parse_entry(entry: str, gpus: Sequence[GPU], ordered: Sequence[str]) -> tuple[str, str, str]:
-    """Parse one entry of the list.
+def _parse_entry(entry: str, gpus: Sequence[GPU]) -> tuple[str, str]:
+    """Return a key that detects repeated entries, and the uuid of the GPU or MIG device.
 
-    Returns: uuid of the GPU or MIG device, a key that detects duplicates, and the entry's fault.
+    Raises: ValueError: the entry selects nothing.
     """
     text = entry.strip()
     if text.startswith(("GPU-", "MIG-")):
-        return _parse_uuid(text, gpus)
+        uuid = _find_uuid(text, gpus)
+        return uuid, uuid
     number = _NUMBER.match(text)
     if number is None:
-        return "", "", f"{text!r} is neither an index nor a uuid"
+        raise ValueError(f"{text!r} is neither an index nor a uuid")
     index = int(number[1])
     if index < 0:
-        return "", "", f"{index} ends the list"
-    if index >= len(ordered):
-        return "", "", f"there is no GPU {index}, the last is {len(ordered) - 1}"
-    if not ordered[index]:
-        return "", "", f"GPU {index} is divided by MIG, and no part of it exists"
-    return ordered[index], str(index), ""
+        raise ValueError(f"{index} ends the list")
+    require_index(index, len(gpus))
+    uuid = _cuda_unit(gpus[index])
+    if not uuid:
+        raise ValueError(f"GPU {index} is divided by MIG, and no part of it exists")
+    return str(index), uuid
 
 
-def _parse_uuid(text: str, gpus: Sequence[GPU]) -> tuple[str, str, str]:
-    """Parse a uuid prefix, which must match exactly one GPU or MIG device."""
+def _find_uuid(text: str, gpus: Sequence[GPU]) -> str:
+    """Return the unit of a uuid prefix, which must match exactly one GPU or MIG device."""
     if text.startswith("MIG-GPU-"):  # MIG-GPU-uuid/instance/instance, of drivers before 470
         gpu_uuid = text.removeprefix("MIG-").partition("/")[0]
-        matches = [gpu.uuid for gpu in gpus if gpu.uuid == gpu_uuid and gpu.parts]
-        return (text, text, "") if matches else ("", "", f"no divided GPU is {gpu_uuid}")
-    units = [gpu.uuid for gpu in gpus] + [part for gpu in gpus for part in gpu.parts]
-    matches = [unit for unit in units if unit.startswith(text)]
-    # An ambiguous prefix ends the list, as an unknown uuid does.
+        if any(gpu.uuid == gpu_uuid and gpu.parts for gpu in gpus):
+            return text
+        raise ValueError(f"no divided GPU is {gpu_uuid}")
+    unit_by_uuid = {gpu.uuid: _cuda_unit(gpu) for gpu in gpus}
+    unit_by_uuid |= {part: part for gpu in gpus for part in gpu.parts}
+    matches = [unit for uuid, unit in unit_by_uuid.items() if uuid.startswith(text)]
     if len(matches) != 1:
-        count_text = "no GPU" if not matches else f"{len(matches)} GPUs"
-        return "", "", f"{count_text} of a uuid that begins with {text}"
-    mig_gpus = next((gpu for gpu in gpus if gpu.uuid == matches[0] and gpu.mig), None)
-    if mig_gpus is None:
-        return matches[0], matches[0], ""
-    if not mig_gpus.parts:
-        return "", "", f"{text} is divided by MIG, and no part of it exists"
-    return mig_gpus.parts[0], mig_gpus.parts[0], ""
+        count_text = f"{len(matches)} GPUs" if matches else "no GPU"
+        raise ValueError(f"{count_text} of a uuid that begins with {text}")
+    if not matches[0]:
+        raise ValueError(f"{text} is divided by MIG, and no part of it exists")
+    return matches[0]

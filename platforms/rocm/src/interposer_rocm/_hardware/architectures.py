@@ -15,6 +15,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from interposer_ops.devices import architecture
+
 _NAME = re.compile(r"gfx(\d{1,2})([0-9a-f])([0-9a-f])")
 _KIB = 1024
 
@@ -56,26 +58,20 @@ class GfxVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class Architecture:
+class Architecture(architecture.Architecture):
     """Properties of all GPUs of one or more graphics core versions.
 
+    Features are the family and the older families that the family extends, matrix instructions
+    (``mfma``, ``wmma``), the 8-bit float format that these multiply (``fp8_ocp``, ``fp8_fnuz``),
+    wavefront size (``wave64``, ``wave32``), and ``triton`` if tests compile the Triton kernels
+    ahead of time for this architecture. The fnuz formats have neither infinities nor a negative
+    zero, and half the value of the same OCP bits.
+
     Attributes:
-        family: such as ``"CDNA 3"``.
-        features: the family and the older families that the family extends, matrix instructions
-            (``mfma``, ``wmma``), wavefront size (``wave64``, ``wave32``), and ``triton`` if tests
-            compile the Triton kernels ahead of time for this architecture.
-        formats: number formats with matmul in hardware. The fnuz formats have neither infinities
-            nor a negative zero, and half the value of the same OCP bits.
-        dtypes: torch names of the dtypes that models may run in, the preferred one first.
-        lds_bytes: largest local memory (LDS) of one workgroup.
         transfers: memory transfers per clock; 0 if the memory type is unknown.
     """
 
-    family: str
-    features: frozenset[str]
-    formats: frozenset[str]
-    dtypes: tuple[str, ...]
-    lds_bytes: int = 64 * _KIB
+    shared_bytes: int = 64 * _KIB
     transfers: int = 0
 
 
@@ -96,22 +92,24 @@ def _features(kind: str, generation: int, *other_features: str) -> frozenset[str
     return frozenset(generations | {*other_features})
 
 
-_M64 = ("mfma", "wave64")
+_M64 = ("mfma", "wave64", "triton")
 _W32 = ("wmma", "wave32", "triton")
 
 _VEGA = Architecture("Vega", frozenset({"wave64"}), _PLAIN, _OLD)
 _VEGA20 = Architecture("Vega 20", frozenset({"wave64"}), _DOTS, _OLD, transfers=2)
-_MI100 = Architecture("CDNA 1", _features("cdna", 1, *_M64, "triton"), _CDNA1, _WIDE, transfers=2)
-_MI200 = Architecture("CDNA 2", _features("cdna", 2, *_M64, "triton"), _CDNA1, _WIDE, transfers=2)
-_MI300 = Architecture("CDNA 3", _features("cdna", 3, *_M64, "triton"), _CDNA3, _WIDE, transfers=4)
-_MI350 = Architecture("CDNA 4", _features("cdna", 4, *_M64, "triton"), _CDNA4, _WIDE, 160 * _KIB, 4)
+_MI100 = Architecture("CDNA 1", _features("cdna", 1, *_M64), _CDNA1, _WIDE, transfers=2)
+_MI200 = Architecture("CDNA 2", _features("cdna", 2, *_M64), _CDNA1, _WIDE, transfers=2)
+_MI300 = Architecture("CDNA 3", _features("cdna", 3, *_M64, "fp8_fnuz"), _CDNA3, _WIDE, transfers=4)
+_MI350 = Architecture(
+    "CDNA 4", _features("cdna", 4, *_M64, "fp8_ocp"), _CDNA4, _WIDE, 160 * _KIB, 4
+)
 _NAVI1 = Architecture("RDNA 1", _features("rdna", 1, "wave32"), _PLAIN, _OLD, transfers=16)
 _NAVI2 = Architecture("RDNA 2", _features("rdna", 2, "wave32"), _DOTS, _OLD, transfers=16)
 _NAVI3 = Architecture("RDNA 3", _features("rdna", 3, *_W32), _RDNA3, _WIDE, transfers=16)
 # Integrated GPUs: the bandwidth of system memory is unknown here.
 _PHOENIX = Architecture("RDNA 3", _features("rdna", 3, *_W32), _RDNA3, _WIDE)
 _STRIX = Architecture("RDNA 3.5", _features("rdna", 3, *_W32), _RDNA3, _WIDE)
-_NAVI4 = Architecture("RDNA 4", _features("rdna", 4, *_W32), _RDNA4, _WIDE, transfers=16)
+_NAVI4 = Architecture("RDNA 4", _features("rdna", 4, *_W32, "fp8_ocp"), _RDNA4, _WIDE, transfers=16)
 
 _TABLE = {
     **dict.fromkeys(("gfx900", "gfx902", "gfx904", "gfx909", "gfx90c"), _VEGA),
@@ -137,8 +135,7 @@ def architecture_of(version: GfxVersion) -> Architecture:
     Nothing is inferred from neighbouring versions, which may differ: 9.5 has other formats than
     9.4, and 12.5 has other matrix instructions than 12.0.
     """
-    architecture = _TABLE.get(str(version))
-    if architecture is not None:
-        return architecture
+    if str(version) in _TABLE:
+        return _TABLE[str(version)]
     wave_feature = "wave64" if version.major < 10 else "wave32"
     return Architecture("unknown", frozenset({wave_feature}), _PLAIN, _OLD)

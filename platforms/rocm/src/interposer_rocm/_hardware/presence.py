@@ -6,14 +6,15 @@ no child process is started.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from interposer import Verdict
+from interposer_ops.devices.visible_devices import VisibleDevices, judge_gpus, refuse_hidden
 from interposer_rocm._hardware.system import System
+from interposer_rocm._hardware.topology import GPU
 from interposer_rocm._hardware.torch_build import TorchBuild
-from interposer_rocm._hardware.visibility import Visible, overridden, visible
+from interposer_rocm._hardware.visibility import overridden, visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,33 +27,31 @@ class Presence:
 
     def judge(self) -> Verdict:
         """Accept if there is a usable GPU; otherwise name the missing part."""
-        if sys.platform != "linux":
-            return Verdict.refuse(f"finds GPUs on Linux, this is {sys.platform}")
         verdict = self.system.judge()
         if not verdict:
             return verdict
         gpus = self.system.topology.gpus
         all_names = ", ".join(sorted({f"{gpu.name} ({gpu.version})" for gpu in gpus}))
-        verdict = self.build.judge(all_names)
+        verdict = self.build.judge(f"there is {all_names}")
         if not verdict:
             return verdict
         visible_gpus = self.visible_gpus()
-        if not visible_gpus.gpus:
-            count = f"{len(gpus)} GPUs" if len(gpus) > 1 else "1 GPU"
-            return Verdict.refuse(f"none of {count} is visible: {visible_gpus.note}")
-        verdicts = [self.build.judge_architecture(str(gpu.version)) for gpu in visible_gpus.gpus]
-        # One GPU with kernels in torch is enough.
-        if not any(verdicts):
-            return verdicts[0]
-        names = ", ".join(sorted({f"{gpu.name} ({gpu.version})" for gpu in visible_gpus.gpus}))
-        counts = f"{len(visible_gpus.gpus)} visible of {len(gpus)}: {names}"
-        parts = [counts, f"amdgpu {self.system.driver}", visible_gpus.note]
-        return Verdict.accept("; ".join(filter(None, parts)))
+        if not visible_gpus.devices:
+            return refuse_hidden(len(gpus), visible_gpus.note)
+        return judge_gpus(
+            f"{len(visible_gpus.devices)} visible of {len(gpus)}",
+            [
+                (f"{gpu.name} ({gpu.version})", self.build.judge_architecture(str(gpu.version)))
+                for gpu in visible_gpus.devices
+            ],
+            f"amdgpu {self.system.files.driver}",
+            visible_gpus.note,
+        )
 
-    def visible_gpus(self) -> Visible:
+    def visible_gpus(self) -> VisibleDevices[GPU]:
         """Return the GPUs that HIP shows to this process, with overridden architectures."""
         visible_gpus = visible(self.system.topology.gpus, self.variables)
-        return Visible(
-            tuple(overridden(gpu, self.variables) for gpu in visible_gpus.gpus),
+        return VisibleDevices(
+            tuple(overridden(gpu, self.variables) for gpu in visible_gpus.devices),
             visible_gpus.note,
         )

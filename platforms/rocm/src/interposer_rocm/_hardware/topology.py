@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from interposer import Capability
+from interposer_ops.devices.architecture import capability
 from interposer_ops.devices.system_files import list_folder, read_text
 from interposer_rocm._hardware.architectures import GfxVersion, architecture_of
 
@@ -89,6 +91,30 @@ def read_topology(root: Path) -> Topology:
     return Topology(tuple(gpus), unreadable)
 
 
+def bandwidth_bytes_per_s(gpu: GPU) -> float:
+    """Return the peak memory bandwidth; 0 if the memory's clock or type is unknown."""
+    clock, transfers = gpu.memory_mhz * 1e6, architecture_of(gpu.version).transfers
+    return clock * transfers * gpu.memory_bits / 8
+
+
+def capability_of(gpu: GPU, visible: frozenset[int] = frozenset()) -> Capability:
+    """Return the capability of a GPU; ``visible`` has the nodes of the GPUs that HIP shows.
+
+    The architecture is the one that HIP presents, after HSA_OVERRIDE_GFX_VERSION.
+    """
+    is_connected = bool(visible & {*gpu.peers})
+    caches = {"l2": gpu.l2_bytes, "lds": gpu.lds_bytes}
+    return capability(
+        str(gpu.version),
+        architecture_of(gpu.version),
+        has_feature={"p2p": is_connected, "xgmi": is_connected and gpu.xgmi},
+        bandwidth_bytes_per_s=bandwidth_bytes_per_s(gpu),
+        units=gpu.units,
+        memory_bytes=gpu.memory_bytes,
+        caches_bytes={name: size for name, size in caches.items() if size},
+    )
+
+
 def _gpu(root: Path, number: int, properties: Mapping[str, int], gpu_nodes: Iterable[int]) -> GPU:
     folder = root / _NODES / str(number)
     version = GfxVersion.of_number(properties["gfx_target_version"])
@@ -115,7 +141,7 @@ def _gpu(root: Path, number: int, properties: Mapping[str, int], gpu_nodes: Iter
         memory_bits=max((bank.get("width", 0) for bank in banks), default=0),
         l2_bytes=sum(cache.get("size", 0) * 1024 for cache in caches if cache.get("level") == 2),
         # The table is the fallback if the driver does not report the size.
-        lds_bytes=lds or architecture_of(version).lds_bytes,
+        lds_bytes=lds or architecture_of(version).shared_bytes,
         wave_lanes=properties.get("wave_front_size", 0),
         engine_mhz=properties.get("max_engine_clk_fcompute", 0),
         render_node=render,

@@ -6,52 +6,28 @@ torch calls AMD GPUs ``cuda`` if built for HIP; a torch built for CUDA does not 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
-from dataclasses import dataclass
 
 from interposer import Verdict
-
-_INSTALL = (
-    "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/rocm7.0"
-)
+from interposer_ops.devices import torch_build
 
 _OLDEST_HIP_FOR_GRAPHS = (7, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class TorchBuild:
-    """Version, HIP or CUDA, and compiled architectures of one build of torch.
+class TorchBuild(torch_build.TorchBuild):
+    """A build of torch, which needs HIP for GPUs of AMD."""
 
-    Attributes:
-        hip: HIP version of the build; empty without HIP.
-        cuda: CUDA version of the build; empty without CUDA.
-        targets: architectures that the kernels were compiled for; empty if unknown.
-    """
-
-    version: str
-    hip: str = ""
-    cuda: str = ""
-    targets: Collection[str] = ()
+    toolkit = "HIP"
+    wheels = "rocm7.0"
+    foreign_note = ", that is GPUs of NVIDIA"
 
     @classmethod
-    def installed(cls) -> TorchBuild:
-        """Return the build of the torch that this process imports."""
-        import torch  # imported here, because tests that pass a build need no torch
+    def read_targets(cls) -> frozenset[str]:
+        """Extend ``TorchBuild.read_targets``: read the flags of torch's HIP compiler."""
+        import torch
 
-        hip, cuda = torch.version.hip or "", torch.version.cuda or ""
         # torch.cuda.get_arch_list() returns these flags too, but queries the devices first.
-        flags = torch._C._cuda_getArchFlags() if hip else ""
-        targets = {flag.partition(":")[0] for flag in (flags or "").split()}
-        return cls(torch.__version__, hip, cuda, frozenset(targets))
-
-    def judge(self, gpus_text: str) -> Verdict:
-        """Refuse a build without HIP; ``gpus_text`` describes the GPUs of the machine."""
-        if self.hip:
-            return Verdict.accept()
-        build_text = f"for CUDA {self.cuda}, that is GPUs of NVIDIA" if self.cuda else "without HIP"
-        return Verdict.refuse(
-            f"there is {gpus_text}, but torch {self.version} is built {build_text}. Try: {_INSTALL}"
-        )
+        flags = torch._C._cuda_getArchFlags() if torch.version.hip else ""
+        return frozenset(flag.partition(":")[0] for flag in (flags or "").split())
 
     def judge_graphs(self) -> Verdict:
         """Refuse a HIP version whose captured graphs can replay wrong results silently.

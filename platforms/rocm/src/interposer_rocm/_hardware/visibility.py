@@ -14,8 +14,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from interposer_ops.devices.visible_devices import (
+    VisibleDevices,
+    read_device_list,
+    require_index,
+)
 from interposer_rocm._hardware.architectures import GfxVersion
 from interposer_rocm._hardware.topology import GPU
 
@@ -27,20 +32,7 @@ VARIABLES = (_ROCR, _HIP, _CUDA, _OVERRIDE)
 _VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)")
 
 
-@dataclass(frozen=True, slots=True)
-class Visible:
-    """The GPUs that a process sees.
-
-    Attributes:
-        gpus: visible GPUs in the order of HIP and torch.
-        note: reason for the selection; empty if no variable is set.
-    """
-
-    gpus: tuple[GPU, ...]
-    note: str = ""
-
-
-def visible(gpus: Sequence[GPU], variables: Mapping[str, str]) -> Visible:
+def visible(gpus: Sequence[GPU], variables: Mapping[str, str]) -> VisibleDevices[GPU]:
     """Return the GPUs that HIP would show; ``gpus`` are sorted by node."""
     notes = []
     remaining = tuple(gpus)
@@ -53,7 +45,7 @@ def visible(gpus: Sequence[GPU], variables: Mapping[str, str]) -> Visible:
                 remaining, note = _select(remaining, name, variables[name], strict=False)
                 notes.append(note)
             break
-    return Visible(remaining, "; ".join(notes))
+    return VisibleDevices(remaining, "; ".join(notes))
 
 
 def overridden(gpu: GPU, variables: Mapping[str, str]) -> GPU:
@@ -77,34 +69,33 @@ def _select(
     ROCr is ``strict``: a repeated GPU ends the list, and a unique id must match exactly one GPU,
     but spaces around an entry are ignored. HIP is not strict, but spaces make an entry invalid.
     """
-    if not text.strip():
-        return (), f"{name} is empty, which hides every GPU"
-    selected: list[GPU] = []
-    for entry in text.removesuffix(",").split(","):
-        index, problem = _parse_entry(entry.strip() if strict else entry, gpus, strict)
-        if not problem and gpus[index] in selected:
-            if not strict:
-                continue
-            problem = f"GPU {index} was named before"
-        if problem:
-            return tuple(selected), f"{name}={text}: {problem}, and the list ends there"
-        selected.append(gpus[index])
-    return tuple(selected), f"{name}={text}"
+    indices: list[int] = []
+
+    def find(entry: str) -> int:
+        index = _index_of(entry.strip() if strict else entry, gpus, strict)
+        if strict and index in indices:
+            raise ValueError(f"GPU {index} was named before")
+        indices.append(index)
+        return index
+
+    listed = read_device_list(name, text.removesuffix(","), find)
+    return tuple(gpus[index] for index in dict.fromkeys(listed.devices)), listed.note
 
 
-def _parse_entry(entry: str, gpus: Sequence[GPU], strict: bool) -> tuple[int, str]:
-    """Return the index of the GPU that an entry selects, and the fault of the entry."""
+def _index_of(entry: str, gpus: Sequence[GPU], strict: bool) -> int:
+    """Return the index of the GPU that an entry selects.
+
+    Raises: ValueError: the entry selects no GPU.
+    """
     if entry.upper().startswith("GPU-"):
         prefix = entry[4:].lower()
         matches = [i for i, gpu in enumerate(gpus) if prefix and gpu.unique_id.startswith(prefix)]
         if len(matches) == 1 or (matches and not strict):
-            return matches[0], ""
+            return matches[0]
         matches_text = f"{len(matches)} GPUs have" if matches else "no GPU has"
-        return -1, f"{matches_text} a unique id that begins with {entry}"
+        raise ValueError(f"{matches_text} a unique id that begins with {entry}")
     # Both runtimes reject an index with leading zeros.
     if not re.fullmatch(r"0|-?[1-9]\d*", entry):
-        return -1, f"{entry!r} is neither an index nor a unique id"
-    if not 0 <= int(entry) < len(gpus):
-        range_text = f"the last is {len(gpus) - 1}" if gpus else "there are none"
-        return -1, f"there is no GPU {entry}, {range_text}"
-    return int(entry), ""
+        raise ValueError(f"{entry!r} is neither an index nor a unique id")
+    require_index(int(entry), len(gpus))
+    return int(entry)

@@ -14,27 +14,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from interposer_ops.devices import architecture
+
 
 @dataclass(frozen=True, slots=True)
-class Architecture:
-    """Properties of all devices of one graphics version.
+class Architecture(architecture.Architecture):
+    """Properties of all devices of one graphics version; the name is such as ``"bmg_g21"``.
 
     Attributes:
-        name: such as ``"bmg_g21"``.
         family: such as ``"Xe2-HPG"``.
-        features: instructions and units.
-        formats: number formats with arithmetic in hardware.
-        dtypes: torch names of the dtypes that models may run in, the preferred one first.
-        shared_bytes: largest local memory of one work-group.
         computes: torch has kernels for the architecture.
     """
 
-    name: str
-    family: str
-    features: frozenset[str]
-    formats: frozenset[str]
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
     shared_bytes: int = 128 * 1024
+    family: str = "unknown"
     computes: bool = True
 
 
@@ -66,10 +60,13 @@ _ROWS = {
     (30, 0): ("ptl_h", "Xe3-LPG", _XE3, _XMX_TF32),
     (30, 1): ("ptl_u", "Xe3-LPG", _XE3, _XMX_TF32),
 }
-_TABLE = {version: Architecture(*row) for version, row in _ROWS.items()}
-_UNKNOWN = Architecture("unknown", "unknown", frozenset(), _PLAIN, shared_bytes=64 * 1024)
+_TABLE = {
+    version: Architecture(name, features, formats, family=family)
+    for version, (name, family, features, formats) in _ROWS.items()
+}
+_UNKNOWN = Architecture("unknown", frozenset(), _PLAIN, shared_bytes=64 * 1024)
 _OLDER = Architecture(
-    "older", "before Xe-HPG", frozenset(), _PLAIN, ("float16", "float32"), 64 * 1024, False
+    *("older", frozenset(), _PLAIN, ("float16", "float32"), 64 * 1024, "before Xe-HPG", False)
 )
 
 
@@ -93,5 +90,5 @@ def architecture_of(ip_version: int) -> Architecture:
         return _OLDER
     name = f"xe_{version[0]}_{version[1]}"
     if version < (20, 0):
-        return Architecture(name, "between Xe-HPG and Xe2", frozenset(), _PLAIN)
-    return Architecture(name, "Xe2 or newer", _SYSTOLIC_WIDE, _XMX_TF32)
+        return Architecture(name, frozenset(), _PLAIN, family="between Xe-HPG and Xe2")
+    return Architecture(name, _SYSTOLIC_WIDE, _XMX_TF32, family="Xe2 or newer")

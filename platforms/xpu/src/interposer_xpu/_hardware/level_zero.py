@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from interposer_ops.devices.driver_inquiry import DriverInquiry
-from interposer_xpu._hardware import level_zero_inquiry
+from interposer import Capability
+from interposer_ops.devices.architecture import capability
+from interposer_ops.devices.driver_inquiry import QUERY_PROGRAM, DriverInquiry
+from interposer_xpu._hardware import level_zero_query
+from interposer_xpu._hardware.architectures import architecture_of
 
 LOADER = "libze_loader.so.1"
 _LIMIT_SECONDS = 60.0
@@ -23,7 +24,7 @@ _EXPLANATIONS = {
 }
 _INQUIRY = DriverInquiry(
     "Level Zero",
-    Path(level_zero_inquiry.__file__),
+    QUERY_PROGRAM,
     "Look at: dmesg | grep -E 'xe|i915'",
     _EXPLANATIONS,
 )
@@ -58,11 +59,6 @@ class XPUDevice:
     sub_group_sizes: tuple[int, ...]
     float64: bool
 
-    @classmethod
-    def of(cls, facts: dict[str, Any]) -> XPUDevice:
-        """Create the device from the JSON object that the inquiry printed."""
-        return cls(**{**facts, "sub_group_sizes": tuple(facts["sub_group_sizes"])})
-
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -81,5 +77,35 @@ def ask(library: str = LOADER, limit_seconds: float = _LIMIT_SECONDS) -> Answer:
         DriverError: Level Zero cannot be loaded, or returns an error.
         DriverLostError: Level Zero crashes, or does not answer in time.
     """
-    facts = _INQUIRY.run(library, limit_seconds=limit_seconds)
-    return Answer(facts["driver"], tuple(XPUDevice.of(device) for device in facts["devices"]))
+    answer = _INQUIRY.run(level_zero_query.__file__, library, limit_seconds=limit_seconds)
+    devices = [
+        XPUDevice(**{**device, "sub_group_sizes": tuple(device["sub_group_sizes"])})
+        for device in answer["devices"]
+    ]
+    return Answer(answer["driver"], tuple(devices))
+
+
+def capability_of(device: XPUDevice, *, triton: bool = False) -> Capability:
+    """Return the capability of a device as the driver described it.
+
+    Args:
+        triton: a triton with a backend for these devices is installed.
+    """
+    architecture = architecture_of(device.ip_version)
+    return capability(
+        architecture.name,
+        architecture,
+        has_feature={
+            "float64": device.float64,
+            "integrated": device.integrated,
+            "triton": triton,
+            **{f"sub_group_{size}": True for size in device.sub_group_sizes},
+        },
+        bandwidth_bytes_per_s=device.bandwidth_bytes_per_s,
+        units=device.xe_cores,
+        memory_bytes=device.memory_bytes,
+        caches_bytes={
+            "l2": device.cache_bytes,
+            "shared": device.shared_bytes or architecture.shared_bytes,
+        },
+    )

@@ -1,26 +1,33 @@
 """Check for an Intel GPU that torch can use, and explain why there is none.
 
-No check initialises torch.xpu or loads Level Zero in this process; see ``level_zero_inquiry`` for
+No check initialises torch.xpu or loads Level Zero in this process; see ``level_zero_query`` for
 the reason. A child process queries the driver, and only if there is a device file.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from interposer import Verdict
+from interposer_ops.devices import torch_build
 from interposer_ops.devices.driver_inquiry import DriverError, DriverLostError
+from interposer_ops.devices.gpu_files import GPUFiles
+from interposer_ops.devices.visible_devices import judge_gpus, refuse_hidden
 from interposer_xpu._hardware import level_zero
 from interposer_xpu._hardware.architectures import architecture_of
-from interposer_xpu._hardware.level_zero import Answer
-from interposer_xpu._hardware.system import System
-from interposer_xpu._hardware.torch_build import TorchBuild
+from interposer_xpu._hardware.level_zero import Answer, XPUDevice
 from interposer_xpu._hardware.visibility import driver_settings, visible_devices
 
 # Shorter than the five seconds after which the plugin examination kills a probe.
 _LIMIT_SECONDS = 4.0
+
+
+class TorchBuild(torch_build.TorchBuild):
+    """A build of torch, which needs XPU support for GPUs of Intel."""
+
+    toolkit = "XPU"
+    wheels = "xpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +38,7 @@ class Presence:
         limit_seconds: time limit for the driver's answer.
     """
 
-    system: System
+    system: GPUFiles
     build: TorchBuild
     variables: Mapping[str, str]
     limit_seconds: float = _LIMIT_SECONDS
@@ -41,10 +48,6 @@ class Presence:
 
         Raises: DriverLostError: there may be a GPU, but the driver crashes or hangs.
         """
-        if sys.platform != "linux":
-            return Verdict.refuse(
-                f"finds GPUs on Linux, and in Windows inside WSL; this is {sys.platform}"
-            )
         verdict = self.system.judge()
         if verdict:
             verdict = self.build.judge(self._detected_text())
@@ -62,7 +65,7 @@ class Presence:
         nodes = ", ".join(self.system.nodes)
         if self.system.wsl:
             return f"there may be a GPU of Intel behind {nodes}"
-        displays = "; ".join(map(str, self.system.displays))
+        displays = self.system.displays_text
         where = f" at {displays}" if displays else ""
         return f"there is a GPU of Intel ({nodes}){where}"
 
@@ -72,21 +75,22 @@ class Presence:
             reason = f": {settings_text} hides every GPU, or names none" if settings_text else ""
             return Verdict.refuse(f"Level Zero shows no GPU to this process{reason}")
         sycl_devices = visible_devices(len(answer.devices), self.variables)
-        if not sycl_devices.ordinals:
-            count = len(answer.devices)
-            return Verdict.refuse(f"none of {count} GPUs is visible to SYCL: {sycl_devices.note}")
-        devices = [answer.devices[ordinal] for ordinal in sycl_devices.ordinals]
-        supported = [device for device in devices if architecture_of(device.ip_version).computes]
-        names = ", ".join(sorted({device.name for device in devices}))
-        if not supported:
-            return Verdict.refuse(
-                f"{names} is of an architecture before Xe-HPG (Arc A-series), for which torch has "
-                "no kernels"
-            )
-        counts = f"{len(devices)} visible of {len(answer.devices)}: {names}"
-        parts = [
-            counts,
+        if not sycl_devices.devices:
+            return refuse_hidden(len(answer.devices), sycl_devices.note, "SYCL")
+        devices = [answer.devices[ordinal] for ordinal in sycl_devices.devices]
+        return judge_gpus(
+            f"{len(devices)} visible of {len(answer.devices)}",
+            [(device.name, _judge_architecture(device)) for device in devices],
             f"driver {answer.driver}",
-            *filter(None, (settings_text, sycl_devices.note)),
-        ]
-        return Verdict.accept("; ".join(parts))
+            settings_text,
+            sycl_devices.note,
+        )
+
+
+def _judge_architecture(device: XPUDevice) -> Verdict:
+    if architecture_of(device.ip_version).computes:
+        return Verdict.accept()
+    return Verdict.refuse(
+        f"{device.name} is of an architecture before Xe-HPG (Arc A-series), for which torch has "
+        "no kernels"
+    )

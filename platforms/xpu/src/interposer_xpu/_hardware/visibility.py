@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from interposer_ops.devices.visible_devices import VisibleDevices
 
 MASK = "ZE_AFFINITY_MASK"
 HIERARCHY = "ZE_FLAT_DEVICE_HIERARCHY"
@@ -21,21 +22,8 @@ _BACKENDS = {"level_zero", "*"}
 _NUMBER = re.compile(r"\d+")
 
 
-@dataclass(frozen=True, slots=True)
-class VisibleDevices:
-    """The devices that the SYCL runtime shows.
-
-    Attributes:
-        ordinals: positions of the devices in the driver's list.
-        note: reason for the selection; empty if the variable is not set.
-    """
-
-    ordinals: tuple[int, ...]
-    note: str = ""
-
-
-def visible_devices(count: int, variables: Mapping[str, str]) -> VisibleDevices:
-    """Apply ``ONEAPI_DEVICE_SELECTOR`` to ``count`` devices of the driver.
+def visible_devices(count: int, variables: Mapping[str, str]) -> VisibleDevices[int]:
+    """Return the positions of the devices that ``ONEAPI_DEVICE_SELECTOR`` selects.
 
     Terms with ``!`` discard devices, the other terms accept devices; without an accepting term, all
     devices are accepted. A term is ``backend:devices``. Devices are given by type, by number, or as
