@@ -130,7 +130,7 @@ def test_models_without_a_template_or_a_tokenizer_say_so(path: Path, tmp_path: P
         TextTokenizer(tmp_path / "bare").chat.token_ids(MESSAGES, None, None, {})
     (tmp_path / "bare" / "tokenizer.json").unlink()
     bare = load(tmp_path / "bare", cache_tokens=512)
-    with pytest.raises(RequestError, match="holds no tokenizer, so that messages"):
+    with pytest.raises(RequestError, match="holds no tokenizer, so messages"):
         bare.chat(MESSAGES)
 
 

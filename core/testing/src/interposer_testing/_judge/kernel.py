@@ -1,4 +1,4 @@
-"""A solution that is loaded in its process: calls of it, and their results."""
+"""Calls of a solution that the worker process has loaded, and checks of the results."""
 
 from __future__ import annotations
 

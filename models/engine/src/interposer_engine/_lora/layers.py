@@ -144,8 +144,8 @@ class StepAdapters:
         if self._graphs and len(self._tokens) < count <= len(self._buffer):
             return self._buffer[:count]
         raise ConfigError(
-            f"{prefix} computes {count} rows in a step of {len(self._tokens)} tokens, so that the "
-            "adapters of these are not known. Try: an adapter without this module"
+            f"{prefix} computes {count} rows in a step of {len(self._tokens)} tokens, so the "
+            "adapter of each row is unknown. Try: an adapter without this module"
         )
 
     def _in_buffer(self, numbers: list[int]) -> Tensor:

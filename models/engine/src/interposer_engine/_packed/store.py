@@ -110,8 +110,8 @@ class PackedStore:
         if file.is_of_root or (secret is not None and file.is_signed(secret)):
             return ""
         return (
-            "it has no signature of this user's cache, so that it was made elsewhere or its header "
-            "was changed"
+            "it lacks the signature of this user's cache: another user wrote the file, or its "
+            "header was changed"
         )
 
     def judge_space(self, num_bytes: int) -> str:
