@@ -25,9 +25,9 @@ def varied(workload: Workload, generator: torch.Generator) -> Case:
 
 
 def changed(
-    case: Case, other: Case, how: str, constants: Sequence[str], generator: torch.Generator
+    case: Case, new_values: Case, how: str, constants: Sequence[str], generator: torch.Generator
 ) -> Case:
-    """Return a copy of ``case`` with values of ``other`` in each tensor argument.
+    """Return a copy of ``case`` with values of ``new_values`` in each tensor argument.
 
     Arguments that differ in shape or dtype keep their values, and so do constants: no program
     changes those between calls.
@@ -37,7 +37,7 @@ def changed(
     """
     arguments = dict(case.arguments)
     for name, value in case.arguments.items():
-        new = other.arguments[name]
+        new = new_values.arguments[name]
         if not isinstance(value, torch.Tensor) or name in constants or not value.numel():
             continue
         if new.shape != value.shape or new.dtype != value.dtype or 0 in value.stride():

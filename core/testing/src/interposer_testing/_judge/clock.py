@@ -267,12 +267,12 @@ class Roofline:
     def _limits(
         self,
         arguments: Mapping[str, Any],
-        read: Sequence[str],
+        arguments_read: Sequence[str],
         result: Any,
         num_operations: int,
     ) -> Limits:
-        """Return the limits of a call that reads the arguments ``read``."""
-        tensors = [*tensors_of(result), *(arguments[name] for name in read)]
+        """Return the limits of a call that reads the arguments ``arguments_read``."""
+        tensors = [*tensors_of(result), *(arguments[name] for name in arguments_read)]
         num_bytes = sum(t.numel() * t.itemsize for t in tensors)
         # The caches may hold the arguments, if they fit.
         from_cache = num_bytes / max(self._reading_rate(n) for n in (num_bytes, _LARGE_BYTES))

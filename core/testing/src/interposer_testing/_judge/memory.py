@@ -49,8 +49,8 @@ class SharedMemory:
         self.descriptor = os.memfd_create("data")
         os.ftruncate(self.descriptor, _SIZE_BYTES)
         self._memory = mmap.mmap(self.descriptor, _SIZE_BYTES)
-        whole = torch.frombuffer(self._memory, dtype=torch.uint8, count=1)
-        self._base = whole.data_ptr()
+        first_byte = torch.frombuffer(self._memory, dtype=torch.uint8, count=1)
+        self._base = first_byte.data_ptr()
         self._size = self._argument_bytes = _SIZE_BYTES
         self._next = 0
         self._random = random.Random()

@@ -191,15 +191,15 @@ class _Session:
         accepted = self.resolver.accepted(timed.request)
         versions = {candidate.qualified_name: candidate.version for candidate in accepted}
         failed: dict[str, tuple[str, str]] = {}
-        here, separate = list[Candidate](), list[Candidate]()
+        in_process, separate = list[Candidate](), list[Candidate]()
         for candidate in accepted:
             reason = timed.in_process_reason(candidate)
-            (here if reason else separate).append(candidate)
+            (in_process if reason else separate).append(candidate)
             if reason:
                 name, request = candidate.qualified_name, str(timed.request)
                 note = InProcess(request=request, candidate=name, reason=reason)
                 self.in_process.append(note)
-        spreads = self.spreads_here(timed, here, failed)
+        spreads = self.spreads_here(timed, in_process, failed)
         if isinstance(timed, TimedKernels):
             spreads |= self.separate_spreads(timed, separate, failed)
         value = Measurement(

@@ -92,7 +92,7 @@ class PackedStore:
         try:
             file = PackedFile.open(path)
             fault = (
-                difference(file.facts.asked, self.key.asked)
+                difference(file.facts.asked, self.key.requested)
                 or difference(file.facts.made_by, self.key.made_by)
                 or check_fault(file.facts, self.weight_check)
                 or self._signature_fault(file)
