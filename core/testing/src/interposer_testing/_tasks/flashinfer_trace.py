@@ -233,7 +233,6 @@ class DefinedTask:
     def _draws(
         self, entry: WorkloadEntry, sizes: Mapping[str, int], place: str
     ) -> dict[str, Callable[[torch.Generator], Any]]:
-        """Return the functions that draw the inputs, by name."""
         return {
             name: self._draw(spec, entry.inputs[name], sizes, f"{place}: inputs.{name}")
             for name, spec in self.definition.inputs.items()
