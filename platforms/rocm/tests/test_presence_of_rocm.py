@@ -103,7 +103,7 @@ def test_a_container_that_was_given_other_gpus(machine: Machine) -> None:
     assert reason.endswith("1 nodes cannot be read, as of GPUs that a container was not given")
 
 
-def test_a_user_without_permission_is_told_the_group() -> None:
+def test_an_error_names_the_group_to_a_user_without_permission() -> None:
     verdict = System(Topology(()), device_file=True, allowed=False).judge()
     assert not verdict
     assert "usermod -a -G render,video" in verdict.reason
