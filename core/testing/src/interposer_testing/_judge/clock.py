@@ -115,6 +115,7 @@ class BatchClock:
         calls = [self._call(c, t) for c, t in zip(cases, targets, strict=True)]
         request = self._functions.requested(function, calls)
         process.request("prepare", calls=request["calls"])
+        # The kernel sees the values only when the clock runs: it is stopped while they are written.
         process.stop()
         for case, target in zip(cases, targets, strict=True):
             for name, value in case.arguments.items():
@@ -125,6 +126,7 @@ class BatchClock:
         time.sleep(_SETTLING_SECONDS)
         process.resume()
         run = {"action": "run", "function": request["function"], "exports": request["exports"]}
+        # The judge reads its own clock, which the kernel cannot replace.
         start = self._timer()
         process.send(run)
         reply = process.receive()
