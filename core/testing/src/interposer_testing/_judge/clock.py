@@ -208,7 +208,7 @@ def spread(seconds: Sequence[float]) -> tuple[float, float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the machine allows for one call, in seconds.
+    """Time limits of one call on this machine, in seconds.
 
     Attributes:
         roofline: time at the rates that torch reaches, with arguments in main memory.

@@ -381,7 +381,7 @@ class _Judging:
         return min(workloads, key=self._size)
 
     def _size(self, workload: Workload) -> tuple[bool, int]:
-        """Return whether a workload has no bytes, and their number."""
+        """Return a sort key: the number of bytes, and workloads without any last."""
         count = num_bytes(workload.case(self._generator("size")))
         return not count, count
 

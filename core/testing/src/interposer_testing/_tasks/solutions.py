@@ -1,4 +1,4 @@
-"""Solutions, which are read as bytes: nothing here imports or executes them."""
+"""Readers of solutions: files are read as bytes, and never imported or executed."""
 
 from __future__ import annotations
 

@@ -145,8 +145,8 @@ def _progress() -> Iterator[Progress]:
     ) as bar:
         task = bar.add_task("", total=None)  # the first call of ``advance`` sets the total
 
-        def advance(done: int, total: int, subject: str) -> None:
-            bar.update(task, completed=done, total=total, description=escape(subject))
+        def advance(num_done: int, total: int, subject: str) -> None:
+            bar.update(task, completed=num_done, total=total, description=escape(subject))
 
         yield advance
 
