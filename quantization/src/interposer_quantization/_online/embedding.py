@@ -112,4 +112,4 @@ class OnlineEmbedding(EmbeddingMethod):
         rounded = self.rounding(weight)
         if not rounded.is_finite:
             check_finite(weight, self.name)
-        return rounded.codes, rounded.scale
+        return rounded.quantized, rounded.scale
