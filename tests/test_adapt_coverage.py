@@ -83,7 +83,7 @@ def check(rows: Rows, table: dict[str, dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-def test_the_table_lists_what_transformers_has(table: dict[str, dict[str, Any]]) -> None:
+def test_the_table_lists_every_class_of_transformers(table: dict[str, dict[str, Any]]) -> None:
     head = TABLE.read_text(encoding="utf-8").partition("\n")[0]
     assert f"transformers {transformers.__version__}," in head
     classes = module("tiny_models.building").model_classes()

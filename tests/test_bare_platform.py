@@ -146,12 +146,12 @@ def tokens(platform: str, **facts: Any) -> list[tuple[int, ...]]:
     return [output.token_ids for output in lm.generate(PROMPTS, max_new_tokens=12)]
 
 
-def test_a_platform_without_kernels_gets_those_of_torch() -> None:
+def test_a_platform_without_kernels_gets_the_kernels_of_torch() -> None:
     with installed(Board):
         assert chosen(told("board")) == OF_TORCH | REFERENCES
 
 
-def test_tokens_are_those_of_the_references() -> None:
+def test_tokens_equal_the_references() -> None:
     with installed(Board):
         pins = dict.fromkeys(OF_TORCH, "reference")
         assert tokens("board") == tokens("board", kernels=pins)
@@ -215,7 +215,7 @@ def test_a_kernel_for_the_other_platform_is_compared_with_the_reference_first() 
 
 @pytest.mark.landing(1)
 @pytest.mark.parametrize("runs", [(), ("cpu",)])
-def test_the_suite_tries_what_the_platform_runs(runs: tuple[str, ...]) -> None:
+def test_the_suite_tests_the_kernels_that_the_platform_runs(runs: tuple[str, ...]) -> None:
     with installed(Host, runs=runs):
         registry, device = current_registry(Config(isolation="off")), Host().devices()[0]
         trials = list(conformance(registry, device, op="silu_and_mul", quick=True))

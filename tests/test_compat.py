@@ -122,7 +122,7 @@ def test_each_is_loaded(exercise: Exercise, hooks: str) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_it_provides_is_chosen_and_right(
+def test_the_plugin_is_chosen_and_computes_right_results(
     exercise: Exercise, hooks: str, plugin: str, chosen: dict[str, str]
 ) -> None:
     outcome = exercise(hooks)[plugin]
@@ -161,7 +161,7 @@ def test_a_platform_places_the_model_and_names_its_kernels(exercise: Exercise, h
 
 
 @each_core
-def test_a_replacement_of_a_layer_does_what_it_adds(exercise: Exercise, hooks: str) -> None:
+def test_a_replaced_layer_computes_its_addition(exercise: Exercise, hooks: str) -> None:
     assert exercise(hooks)["num_rows"] == 5
 
 
@@ -179,7 +179,7 @@ def test_a_table_decides_on_the_device_that_it_is_for(exercise: Exercise, hooks:
 
 
 @each_core
-def test_a_described_device_gets_what_fits_it(exercise: Exercise, hooks: str) -> None:
+def test_a_described_device_gets_kernels_that_fit(exercise: Exercise, hooks: str) -> None:
     chosen = exercise(hooks)["described"]
     assert chosen["platform"] == ["acme-platform/acme"]
     assert chosen["kernel silu_and_mul"] == ["interposer-ops/reference"]
@@ -193,7 +193,7 @@ def test_a_predicate_refuses_with_its_reason(exercise: Exercise, hooks: str) -> 
 
 
 @each_core
-def test_observers_are_told(exercise: Exercise, hooks: str) -> None:
+def test_observers_are_notified(exercise: Exercise, hooks: str) -> None:
     report = exercise(hooks)
     seen = [tuple(event) for event in report["seen"]]
     assert ("selected", "kernel", "rms_norm", "rms_norm_acme") in seen

@@ -89,7 +89,7 @@ def test_our_engine_runs_every_kind(tmp_path: Path) -> None:
     assert engine.lm.engine.prefixes.shared_tokens >= 64 + 128 - 2 * 16
 
 
-def test_our_engine_guesses_what_repeats_itself() -> None:
+def test_our_engine_drafts_repeated_tokens() -> None:
     contract, kinds = module("cpu_engines.contract"), module("cpu_engines.kinds")
     rows = module("batch_kinds").guessed_rows(Namespace(scale=4, new_tokens=4))
     library = module("cpu_engines.interposer_engine")

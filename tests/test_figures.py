@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_diagrams_are_what_their_script_draws() -> None:
+def test_diagrams_equal_the_output_of_their_script() -> None:
     command = [sys.executable, str(ROOT / "docs/figures/diagrams.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

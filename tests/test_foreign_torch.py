@@ -190,7 +190,7 @@ def test_a_wheel_loads_and_multiplies_at_every_level(
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_kernels_conform_and_a_model_generates_what_it_does_here(
+def test_kernels_conform_and_a_model_generates_the_same_tokens(
     architecture: str, wheel: Path, tmp_path: Path
 ) -> None:
     script = (str(FOREIGN / "conform.py"), str(MODEL), PROMPT, str(NUM_TOKENS))

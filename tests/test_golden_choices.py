@@ -23,7 +23,7 @@ def read(folder: Path) -> dict[str, str]:
 
 @pytest.mark.landing(2)
 @pytest.mark.parametrize("platform", ["cuda", "rocm", "xpu"])
-def test_choices_are_those_that_people_have_read(platform: str, tmp_path: Path) -> None:
+def test_choices_equal_the_reviewed_snapshot(platform: str, tmp_path: Path) -> None:
     golden = ROOT / "platforms" / platform / "tests/golden"
     # A policy of whoever runs the tests would be told, too.
     variables = {

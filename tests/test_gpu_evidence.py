@@ -47,7 +47,7 @@ def test_results_have_names_of_their_own() -> None:
         assert (BENCHMARKS / step.script).is_file()
 
 
-def test_a_program_that_hangs_says_where_and_is_ended_with_what_it_started(tmp_path: Path) -> None:
+def test_a_hanging_program_prints_its_stack_and_ends_with_its_children(tmp_path: Path) -> None:
     run = module("evidence.process").run
     log = tmp_path / "log"
     source = """
@@ -87,7 +87,7 @@ def has_ended(process: str) -> bool:
         ('record.headline = "begun"; record.row(x=1); time.sleep(600)', "killed", "begun"),
     ],
 )
-def test_what_came_of_a_step_is_kept(source: str, state: str, told: str, tmp_path: Path) -> None:
+def test_the_result_of_a_step_is_kept(source: str, state: str, told: str, tmp_path: Path) -> None:
     ledgers, process = module("evidence.ledger"), module("evidence.process")
     ledger = ledgers.Ledger(tmp_path / "out")
     program = (
@@ -151,7 +151,7 @@ def bundle_of(folder: Path, *wheels: Any) -> Any:
     return manifests.Bundle.read(folder)
 
 
-def test_of_a_bundle_only_what_is_lacking_is_installed(tmp_path: Path) -> None:
+def test_only_the_missing_packages_of_a_bundle_are_installed(tmp_path: Path) -> None:
     manifests, installation = module("evidence.manifest"), module("evidence.installation")
     folder = tmp_path / "bundle"
     folder.mkdir()

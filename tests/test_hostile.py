@@ -242,7 +242,9 @@ def test_it_is_refused(case: Hostile, reports: dict[str, Report]) -> None:
 
 
 @each_case
-def test_it_harms_nobody(case: Hostile, reports: dict[str, Report]) -> None:
+def test_the_hostile_plugin_harms_no_other_plugin(
+    case: Hostile, reports: dict[str, Report]
+) -> None:
     assert case.name in reports, "it has ended the process"
     report = reports[case.name]
     assert report["error"] == ""

@@ -89,7 +89,7 @@ def python(*arguments: object, **variables: str) -> str:
 
 
 @pytest.mark.slow
-def test_functions_compute_what_their_ops_define(repository: Path) -> None:
+def test_functions_equal_the_references_of_their_ops(repository: Path) -> None:
     found = json.loads(python(FUNCTIONS, repository, 6))
     assert found["faults"] == {}
     assert len(found["counts"]) == 25
@@ -191,7 +191,9 @@ def test_its_functions_are_judged(repository: Path) -> None:
 
 
 @pytest.mark.process
-def test_layers_have_no_state_and_the_arguments_of_what_they_replace(repository: Path) -> None:
+def test_layers_are_stateless_and_take_the_arguments_of_the_replaced_layer(
+    repository: Path,
+) -> None:
     layers = kernels.get_local_kernel(repository).layers
     values = vars(layers).items()
     known = {name for name, v in values if isinstance(v, type) and issubclass(v, nn.Module)}
@@ -316,7 +318,7 @@ def test_a_part_is_written_and_written_again(write: Write, tmp_path: Path) -> No
         (["--from", "interposer-otel"], "Unknown distribution with ops 'interposer-otel'"),
     ],
 )
-def test_what_cannot_be_written_is_told(
+def test_unwritable_packages_are_refused_with_a_reason(
     write: Write, tmp_path: Path, arguments: list[str], text: str
 ) -> None:
     code, _, err = write(tmp_path / "new", *arguments)

@@ -304,7 +304,7 @@ def test_private_modules_stay_at_home() -> None:
     assert not strays
 
 
-def test_modules_are_named_for_what_they_hold() -> None:
+def test_modules_are_named_for_their_content() -> None:
     empty = {"base", "common", "helper", "helpers", "manager", "util", "utils"}
     names = {
         name

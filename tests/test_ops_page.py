@@ -50,7 +50,7 @@ def test_an_op_is_shown_with_its_definition() -> None:
     assert "arXiv:1910.07467" in ops("rms_norm").stdout
 
 
-def test_a_name_that_nobody_has_is_answered_with_the_nearest() -> None:
+def test_an_unknown_name_is_answered_with_the_nearest() -> None:
     wrong = ops("rms_nrom")
     assert wrong.returncode == 2
     assert "Unknown op 'rms_nrom'. Known, nearest first: 'rms_norm'" in wrong.stderr

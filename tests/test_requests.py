@@ -104,7 +104,7 @@ def declared(op: CustomOp[..., Any]) -> set[tuple[str, str]]:
     return found | {(name, "rank") for name, kind in space.strided.items() if kind == "leading"}
 
 
-def test_what_varies_between_calls_is_stated_or_declared(tried: Tried) -> None:
+def test_varying_arguments_are_stated_or_declared(tried: Tried) -> None:
     op, cases = tried
     seen: dict[tuple[str, str], dict[Any, set[object]]] = defaultdict(lambda: defaultdict(set))
     for case in cases:
@@ -120,7 +120,7 @@ def test_what_varies_between_calls_is_stated_or_declared(tried: Tried) -> None:
 
 
 @pytest.mark.landing(35)
-def test_a_sample_has_what_its_dims_state(tried: Tried) -> None:
+def test_a_sample_matches_its_dims(tried: Tried) -> None:
     op, cases = tried
     if op.sample is None:
         return
@@ -170,14 +170,14 @@ def assert_stated_as_in_cases(asked: Iterable[Request]) -> None:
         assert set(request.dims) - {SHARED} == known - {SHARED}, str(request)
 
 
-def test_the_requests_of_a_model_state_what_cases_do() -> None:
+def test_the_requests_of_a_model_state_the_same_dims_as_cases() -> None:
     asked = requests_of(explain(MODEL, config=Config()).rows)
     assert len(asked) > 5
     assert_stated_as_in_cases(asked)
 
 
 @pytest.mark.parametrize("provider", ["interposer-quantization", "interposer-nf4"])
-def test_the_requests_of_every_scheme_state_what_cases_do(provider: str) -> None:
+def test_the_requests_of_every_scheme_state_the_same_dims_as_cases(provider: str) -> None:
     registry, device = current_registry(Config()), place().device
     asked: dict[str, Request] = {}
     for plugin, record in registry.records(SchemeEntry):
@@ -226,7 +226,7 @@ class Calls:
 
 @pytest.mark.landing(1)
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_a_model_passes_what_its_requests_state(
+def test_a_model_passes_arguments_that_match_its_requests(
     quantization: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = Calls(monkeypatch)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 NAMES = ROOT / "docs" / "public-names.txt"
 
 
-def test_public_names_are_those_of_the_snapshot() -> None:
+def test_public_names_equal_the_snapshot() -> None:
     names = runpy.run_path(str(ROOT / "docs" / "_site.py"))["public_names"]().splitlines()
     kept = NAMES.read_text(encoding="utf-8").splitlines()
     new, gone = sorted({*names} - {*kept}), sorted({*kept} - {*names})

@@ -42,7 +42,7 @@ def test_a_copy_of_a_candidate_has_a_record_of_its_own() -> None:
         AttentionEntry("paged", "acme:Paged", properties=frozenset({"deterministic"})),
     ],
 )
-def test_a_candidate_promises_what_its_record_does(record: Record) -> None:
+def test_a_candidate_has_the_promises_of_its_record(record: Record) -> None:
     assert candidate(record).properties == {"deterministic"}
 
 

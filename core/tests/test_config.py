@@ -645,7 +645,7 @@ def test_threads_see_their_own_blocks_only() -> None:
     assert seen_by_thread == {"one before": None, "two before": None, "one": "one", "two": "two"}
 
 
-def test_tasks_see_their_own_blocks_and_those_they_were_created_in() -> None:
+def test_tasks_see_their_own_blocks_and_the_blocks_around_their_creation() -> None:
     async def work(name: str, entered: asyncio.Event, other: asyncio.Event) -> tuple[Any, ...]:
         before = pinned()
         with use(platform=name):

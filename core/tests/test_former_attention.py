@@ -121,7 +121,7 @@ def test_a_missing_keyword_is_named(fields: dict[str, Any], keyword: str) -> Non
     make_former(**former_methods()).check_keywords(spec(**fields))
 
 
-def test_other_keywords_are_those_of_the_parent_class() -> None:
+def test_other_keywords_come_from_the_parent_class() -> None:
     class Parent(Plain):
         def forward(self, *step: Any, sinks: Any = None) -> Any:
             return step

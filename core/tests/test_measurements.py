@@ -121,7 +121,7 @@ def test_another_device_has_other_measurements(make: MakeMeasurements) -> None:
     assert make(device=device).lookup(REQUEST, lambda: BOTH) is None
 
 
-def test_every_detail_of_attention_tells_requests_apart(make: MakeMeasurements) -> None:
+def test_every_detail_of_attention_is_part_of_the_key(make: MakeMeasurements) -> None:
     def request(**detail: Any) -> Request:
         sizes = {"num_heads": 2, "num_kv_heads": 1, "head_size": 8, "page_size": 4, "scale": 0.5}
         dtypes = {"dtype": torch.float32, "cache_dtype": torch.float32}

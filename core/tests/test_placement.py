@@ -133,7 +133,7 @@ def test_repeated_calls_return_the_same_platform(installed: Install) -> None:
     assert place(Config(platform="host")).platform is place(Config(platform="host")).platform
 
 
-def test_without_any_platform_the_error_says_what_to_install(installed: Install) -> None:
+def test_without_any_platform_the_error_names_the_package_to_install(installed: Install) -> None:
     installed()
     with pytest.raises(PlatformUnavailableError) as caught:
         current_platform()

@@ -120,7 +120,7 @@ def test_an_error_of_the_planner_is_passed_on_without_quarantine(make_plugin: Ma
         assert registration.source.name == "one"
 
 
-def test_without_a_planner_the_error_says_what_to_install() -> None:
+def test_without_a_planner_the_error_names_the_package_to_install() -> None:
     with pytest.raises(ConfigError, match="pip install --find-links dist interposer-engine"):
         planned("model.one", Config(disable={"engine"}))
 

@@ -121,7 +121,7 @@ def test_a_strange_dtype_is_shown_in_printable_ascii() -> None:
     assert len(str(caught.value)) < 1_000
 
 
-def test_dtypes_are_those_of_torch() -> None:
+def test_dtypes_equal_torch() -> None:
     """A name that only a newer torch has would have to be listed here."""
     torch_dtypes = {str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)}
     newer: set[str] = set()

@@ -97,7 +97,7 @@ def test_the_reference_is_bound_if_every_kernel_refuses(resolve: Resolve) -> Non
     assert "needs dtype float32, got float16" in str(bound_kernel.choice.refusals[0])
 
 
-def test_preferences_of_the_platform_rank_after_those_of_the_user(
+def test_preferences_of_the_user_rank_before_the_platform(
     registered: Callable[..., Registry],
 ) -> None:
     slow = Kernel("double", "double_slow", f"{__name__}:double_fast", score=1.0)

@@ -613,7 +613,7 @@ def test_a_chosen_emulation_is_noted() -> None:
     assert preferred.notes == ("preferred, but no candidate matches: 'b'", *choice.notes)
 
 
-def test_a_choice_says_whether_it_was_wished() -> None:
+def test_a_choice_says_whether_the_user_requested_the_candidate() -> None:
     two = [candidate("a"), candidate("b")]
     assert not select(REQUEST, two).wished
     assert select(REQUEST, two, Policy("b")).wished

@@ -130,7 +130,7 @@ def test_sinks_experts_and_windows_matter_and_agree(plain: tuple[Path, Any]) -> 
     torch.testing.assert_close(lm.logits(ids).double(), expected, **FLOAT32)
 
 
-def test_packed_experts_equal_those_unpacked_by_transformers(checkpoint: Path) -> None:
+def test_packed_experts_equal_the_experts_that_transformers_unpacks(checkpoint: Path) -> None:
     """Bit for bit, in the order of transformers: inputs before outputs, gates in turn."""
     tensors = load_file(checkpoint / "model.safetensors")
     experts = Experts(site_of(checkpoint), spec_of(checkpoint))
@@ -147,7 +147,7 @@ def test_packed_experts_equal_those_unpacked_by_transformers(checkpoint: Path) -
         assert torch.equal(ours, theirs)
 
 
-def test_logits_are_those_of_transformers_on_the_same_checkpoint(checkpoint: Path) -> None:
+def test_logits_equal_transformers_on_the_same_checkpoint(checkpoint: Path) -> None:
     """Every product of a code and its scale is exact in float32, so only sums are rounded."""
     model = AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True)

@@ -55,7 +55,7 @@ def token_ids(count: int) -> list[int]:
     return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def test_tokens_are_those_of_the_reference(qwen3_moe: Path) -> None:
+def test_tokens_equal_the_reference(qwen3_moe: Path) -> None:
     prompts = [token_ids(5), token_ids(70)]
     reference = Config(kernels={"fused_experts": "reference"})
     tokens = []

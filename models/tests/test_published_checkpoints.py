@@ -141,7 +141,9 @@ def test_shards_without_an_index_name_the_index(llama: Path) -> None:
         ("weights.safetensors", rf"rename .* to {WEIGHTS}: there is weights\.safetensors"),
     ],
 )
-def test_weights_under_another_name_are_told_from_shards(llama: Path, name: str, mend: str) -> None:
+def test_weights_under_another_name_are_refused_with_advice(
+    llama: Path, name: str, mend: str
+) -> None:
     (llama / WEIGHTS).rename(llama / name)
     with pytest.raises(CheckpointError, match=rf"holds neither.*\nTry: {mend}"):
         load(llama)

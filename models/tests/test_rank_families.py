@@ -83,7 +83,7 @@ def told(
         for name in sorted(one_of_each())
     ],
 )
-def test_ranks_say_what_one_process_does(
+def test_ranks_give_the_tokens_of_one_process(
     told: list[dict[str, dict[str, Any]]], family: str
 ) -> None:
     by_size: dict[str, list[dict[str, Any]]] = {}

@@ -126,7 +126,7 @@ def test_swiglu_of_gpt_oss_equals_its_model() -> None:
         ("gelu_new", lambda x: gelu(x, "tanh")),
     ],
 )
-def test_activations_equal_those_that_configs_name(
+def test_activations_equal_the_functions_that_configs_name(
     name: str, activation: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     module = pytest.importorskip("transformers.activations", reason="needs transformers")

@@ -125,7 +125,7 @@ def routing(num_tokens: int, first: int = 0, last: int = EXPERTS) -> tuple[Tenso
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "swiglu_oai"])
-def test_stages_compute_what_one_kernel_does(
+def test_stages_equal_one_kernel(
     make_site: MakeSite, dtype: torch.dtype, biased: bool, activation: str
 ) -> None:
     spec = spec_of(activation, biased, alternating=biased)

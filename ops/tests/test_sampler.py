@@ -76,7 +76,7 @@ def test_a_greedy_batch_is_cached() -> None:
         assert torch.equal(actual, expected)
 
 
-def test_a_batch_holds_what_a_request_uses() -> None:
+def test_a_batch_holds_only_the_fields_that_requests_use() -> None:
     batch = build(2, temperature=[0.0, 0.7], top_k=[5, 9], top_p=[0.5, 1.0], min_p=[0.5, 0.25])
     assert not batch.all_greedy
     torch.testing.assert_close(batch.temperature, torch.tensor([0.0, 0.7]))
@@ -129,7 +129,7 @@ def test_greedy_takes_the_largest_logit(dtype: torch.dtype) -> None:
     torch.testing.assert_close(logprobs, expected)
 
 
-def test_the_layer_computes_what_the_op_defines() -> None:
+def test_the_layer_equals_the_op() -> None:
     logits = normal(64)
     temperature, top_k = [0.5 + row / 64 for row in range(64)], list(range(64))
     top_p, min_p = [0.9] * 64, [0.05] * 64

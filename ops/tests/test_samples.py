@@ -468,7 +468,7 @@ def test_numbers_repeat_late_and_not_by_rows() -> None:
 )
 @each_dtype
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_what_is_batch_invariant_computes_the_same_bits_for_a_row_by_itself(
+def test_batch_invariant_kernels_compute_the_same_bits_for_a_single_row(
     name: str, dtype: torch.dtype, num_threads: int
 ) -> None:
     before = torch.get_num_threads()

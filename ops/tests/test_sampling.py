@@ -201,7 +201,7 @@ def test_unlikely_tokens_are_drawn_as_often_as_they_should() -> None:
     assert abs(drawn - rows / 6) < 4 * math.sqrt(rows * 5 / 36)
 
 
-def test_a_seed_gives_the_same_tokens_whatever_the_batch() -> None:
+def test_a_seed_gives_the_same_tokens_in_every_batch() -> None:
     rows, vocab_size = 12, 503
     logits = 2 * normal(rows, vocab_size, seed=3)
     columns = (

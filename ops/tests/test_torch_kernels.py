@@ -56,7 +56,7 @@ def test_kernels_for_specific_hardware_rank_first(kernel: Kernel) -> None:
     assert len(scores) > 2
 
 
-def test_what_is_attended_to_otherwise_is_left_to_the_reference() -> None:
+def test_other_attention_patterns_are_left_to_the_reference() -> None:
     (kernel,) = (kernel for kernel in KERNELS if kernel.op == "paged_attention")
     for name in ("softcapped", "sinks"):
         request = Request("kernel", kernel.op, dtype="float32", dims={**PLAIN, name: True})

@@ -174,7 +174,7 @@ VARIANTS = {
 
 @pytest.mark.landing(1)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_are_those_of_the_dequantized_model(variant: str, tmp_path: Path) -> None:
+def test_logits_equal_the_dequantized_model(variant: str, tmp_path: Path) -> None:
     path = write(tmp_path / "stored", VARIANTS[variant], tmp_path / "meant")
     expected = load(tmp_path / "meant", dtype="float32").logits(TOKENS)
     # Both models multiply by the same float32 weights. The rounding errors of a sum of n terms, a

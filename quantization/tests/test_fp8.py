@@ -243,7 +243,7 @@ def test_every_layer_multiplies_by_its_dequantized_weight(
 
 @pytest.mark.landing(1)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "saturating" not in kind])
-def test_logits_are_close_to_those_of_the_dequantized_model(
+def test_logits_are_close_to_the_dequantized_model(
     kind: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     path = checkpoint(kind)

@@ -397,10 +397,10 @@ def test_advice_for_input_scales_names_a_modelopt_algorithm(tmp_path: Path) -> N
         load(path)
     message = str(caught.value)
     assert f"{LAYER}.input_scale = 0.125" in message
-    assert "Try: export the model with a release of ModelOpt that makes them equal" in message
+    assert "Try: export the model with a release of ModelOpt that gives fused layers one" in message
     # It names another algorithm that is read, and no setting of other schemes.
     ModelOpt.parse({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"})
-    assert "quantize it as FP8_PER_CHANNEL_PER_TOKEN" in message
+    assert "quantize the model as FP8_PER_CHANNEL_PER_TOKEN" in message
     assert "activation_scheme" not in message
 
 

@@ -175,7 +175,7 @@ def in_blocks(weight: torch.Tensor) -> Tensors:
         ),
     ],
 )
-def test_a_model_computes_what_the_quantized_checkpoint_computes(
+def test_quantizing_on_load_equals_the_quantized_checkpoint(
     tmp_path: Path,
     asked: str | Settings,
     written: Settings,

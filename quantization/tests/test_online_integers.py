@@ -172,7 +172,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ],
 )
-def test_a_model_computes_what_the_quantized_checkpoint_computes(
+def test_quantizing_on_load_equals_the_quantized_checkpoint(
     plain: Path, tmp_path: Path, asked: str | Settings, written: Settings
 ) -> None:
     ignore = ["re:.*down_proj"] if "modules_to_not_convert" in asked else []

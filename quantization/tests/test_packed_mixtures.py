@@ -129,7 +129,7 @@ def configure(path: Path, **settings: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "model"), [*((kind, "qwen3") for kind in KINDS), ("gptq", "mixtral")]
 )
-def test_logits_are_those_of_the_dequantized_experts(kind: str, model: str, tmp_path: Path) -> None:
+def test_logits_equal_the_dequantized_experts(kind: str, model: str, tmp_path: Path) -> None:
     quantized, plain = write(tmp_path, kind, model)
     lm, reference = load(quantized, dtype="float32"), load(plain, dtype="float32")
     expected = reference.logits(TOKENS)

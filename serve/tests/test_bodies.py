@@ -205,6 +205,6 @@ def test_tools_and_chats_need_a_template(tmp_path: Path) -> None:
         assert str(tmp_path) not in bare.chat().error["message"]
     (folder / "tokenizer.json").unlink()
     with serving(load(folder, "float32", cache_tokens=512)) as blind:
-        check(blind.complete(), None, "holds no tokenizer, so that texts cannot be read")
+        check(blind.complete(), None, "holds no tokenizer, so texts cannot be read")
         assert blind.complete(prompt=[5], max_tokens=3).body["usage"]["completion_tokens"] == 3
         check(blind.complete(prompt=[5], stop="a"), None, "holds no tokenizer to find texts with")

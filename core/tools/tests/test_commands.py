@@ -169,7 +169,7 @@ def test_a_description_that_cannot_be_written_is_one_message(
     assert "cannot be written" in err
 
 
-def test_a_changed_description_changes_what_would_run(command: Command, tmp_path: Path) -> None:
+def test_a_changed_description_changes_the_choices(command: Command, tmp_path: Path) -> None:
     file = tmp_path / "there.json"
     command("doctor", "--describe", file)
     file.write_text(file.read_text().replace('"slide"', '"carry"'))

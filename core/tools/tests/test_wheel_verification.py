@@ -99,7 +99,7 @@ def test_native_code_in_a_wheel_for_any_machine_is_wrong(verified: Verified) -> 
     (finding,) = tally.findings
     assert (finding.check, finding.where) == ("wheel", "file 'acme_board/board.abi3.so'")
     message = "it is native code, and so are 2 more, but WHEEL says 'Root-Is-Purelib: true' and "
-    assert finding.reason.startswith(f"{message}'Tag: py3-none-any', so that any machine")
+    assert finding.reason.startswith(f"{message}'Tag: py3-none-any', so any machine")
     assert "Try: use a build backend that sets the platform tag" in finding.reason
     assert "WRONG module acme_board.plugin, wheel: 1 of 1 trial failed" in process.stdout
     assert finding.reason in process.stdout

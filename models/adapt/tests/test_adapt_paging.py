@@ -144,7 +144,7 @@ def engine_of(model: Any, **settings: Any) -> LanguageModel:
 
 @pytest.mark.landing(1)
 @pytest.mark.parametrize("name", landing_sample(FAMILIES, every=3))
-def test_tokens_are_those_of_transformers(name: str) -> None:
+def test_tokens_equal_transformers(name: str) -> None:
     model = made(name)
     expected = [greedy(model, prompt) for prompt in PROMPTS]
     # The longest prompt comes in chunks, and not all prompts fit into a step.
@@ -323,7 +323,7 @@ def test_explain_has_notes_of_adapt_and_of_the_engine() -> None:
     assert "model.layers.0.self_attn" in str(explanation.why("attention"))
 
 
-def test_end_tokens_and_the_tokenizer_are_those_of_the_model() -> None:
+def test_end_tokens_and_tokenizer_come_from_the_model() -> None:
     model = made("llama")
     expected = greedy(model, PROMPTS[0])
     model.generation_config.eos_token_id = [expected[4], 127]

@@ -104,7 +104,7 @@ ALONE = {
 @pytest.mark.landing(2)
 @pytest.mark.parametrize("mode", sorted(ALONE))
 @pytest.mark.parametrize(("config", "side"), [(BERT, "right"), (QWEN, "left")])
-def test_batched_vectors_equal_those_of_single_texts(
+def test_batched_vectors_equal_the_vectors_of_single_texts(
     tmp_path: Path, config: Any, side: str, mode: str
 ) -> None:
     model = write(tmp_path, config, side=side)
@@ -152,7 +152,7 @@ def test_texts_are_truncated_and_prefixed_as_the_checkpoint_states(tmp_path: Pat
 
 
 @pytest.mark.parametrize("problem", ["single_label_classification", "multi_label_classification"])
-def test_probabilities_of_classes_equal_those_of_transformers(tmp_path: Path, problem: str) -> None:
+def test_class_probabilities_equal_transformers(tmp_path: Path, problem: str) -> None:
     labels = {0: "cat", 1: "dog", 2: "car"}
     settings: dict[str, Any] = {**SIZES, "id2label": labels, "problem_type": problem}
     config = BertConfig(**settings)

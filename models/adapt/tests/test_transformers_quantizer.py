@@ -86,7 +86,7 @@ def of_load(path: Path, quantization: Any) -> torch.Tensor:
 
 @pytest.mark.landing(2)
 @pytest.mark.parametrize("label", WEIGHT_ONLY)
-def test_logits_equal_those_of_load(folder: Path, label: str) -> None:
+def test_logits_equal_the_loaded_model(folder: Path, label: str) -> None:
     settings = WEIGHT_ONLY[label]
     plain = logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     actual = logits(quantized(folder, InterposerConfig(settings)))

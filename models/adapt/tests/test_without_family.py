@@ -143,7 +143,7 @@ def generated(lm: LanguageModel) -> list[list[int]]:
 
 @pytest.mark.landing(2)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_tokens_are_those_of_transformers(
+def test_tokens_equal_transformers(
     name: str, checkpoint: Callable[[str], tuple[Path, Any]]
 ) -> None:
     folder, model = checkpoint(name)

@@ -168,7 +168,7 @@ def test_a_new_version_replaces_one_in_use(
         start(lm, 1, "sql")
 
 
-def test_requests_keep_a_version_whose_name_was_removed(
+def test_requests_keep_an_adapter_version_after_its_name_is_removed(
     lm: LanguageModel,
     folders: list[Path],
     alone: Callable[[int, int | None], tuple[int, ...]],

@@ -135,7 +135,7 @@ def alone(llama: Path, adapters: dict[str, Path]) -> Callable[[list[int], str | 
 
 @pytest.mark.landing(2)
 @pytest.mark.parametrize("name", KINDS)
-def test_logits_are_those_of_peft(
+def test_logits_equal_peft(
     lm: LanguageModel, llama: Path, adapters: dict[str, Path], name: str
 ) -> None:
     assert lm.adapters == tuple(KINDS)

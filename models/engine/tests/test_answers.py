@@ -40,7 +40,7 @@ def test_answers_without_a_seed_differ(lm: LanguageModel) -> None:
     assert len({each.token_ids for each in actual}) > 1
 
 
-def test_streams_tell_answers_apart(lm: LanguageModel) -> None:
+def test_stream_deltas_name_their_answer(lm: LanguageModel) -> None:
     whole = lm.generate("import", n=2, seed=3, **WARM)
     deltas = list(lm.stream("import", n=2, seed=3, **WARM))
     for index, answer in enumerate(whole):
@@ -66,6 +66,6 @@ def test_an_invalid_number_of_answers_is_refused(lm: LanguageModel) -> None:
     ("name", "hint"),
     [("n", "beside params"), ("best_of", "choose among"), ("echo", "prompt_token_ids")],
 )
-def test_what_is_no_parameter_of_one_answer_says_where_it_belongs(name: str, hint: str) -> None:
+def test_an_error_says_where_a_parameter_of_all_answers_belongs(name: str, hint: str) -> None:
     with pytest.raises(UnknownNameError, match=f"(?s)Unknown sampling parameter '{name}'.*{hint}"):
         SamplingParams(**dict[str, Any]({name: 2}))

@@ -464,7 +464,7 @@ def test_an_error_of_a_joining_request_is_raised_in_that_request(small: Language
     assert idle(small)
 
 
-def test_chats_are_those_of_the_model(chat_model: LanguageModel) -> None:
+def test_chats_equal_the_synchronous_model(chat_model: LanguageModel) -> None:
     messages = [{"role": "user", "content": "import os\n"}]
     wanted = chat_model.chat(messages, max_new_tokens=6)
 

@@ -68,7 +68,7 @@ def lm(path: Path) -> LanguageModel:
 
 @pytest.mark.parametrize("tools", [None, [add]])
 @pytest.mark.parametrize("options", [{}, {"quick": True}])
-def test_prompts_are_those_of_transformers(
+def test_prompts_equal_transformers(
     lm: LanguageModel, path: Path, tools: Any, options: dict[str, Any]
 ) -> None:
     expected = AutoTokenizer.from_pretrained(path).apply_chat_template(
@@ -130,7 +130,7 @@ def test_models_without_a_template_or_a_tokenizer_say_so(path: Path, tmp_path: P
         TextTokenizer(tmp_path / "bare").chat.token_ids(MESSAGES, None, None, {})
     (tmp_path / "bare" / "tokenizer.json").unlink()
     bare = load(tmp_path / "bare", cache_tokens=512)
-    with pytest.raises(RequestError, match="holds no tokenizer, so that messages"):
+    with pytest.raises(RequestError, match="holds no tokenizer, so messages"):
         bare.chat(MESSAGES)
 
 
@@ -191,7 +191,7 @@ def test_answers_are_read_by_the_response_template(path: Path, tmp_path: Path) -
     assert TextTokenizer(path).chat.parsed([1], prompt, None) is None
 
 
-def test_suggested_settings_are_those_of_the_checkpoint(path: Path, tmp_path: Path) -> None:
+def test_suggested_settings_come_from_the_checkpoint(path: Path, tmp_path: Path) -> None:
     shutil.copytree(path, tmp_path / "model")
     written = {"do_sample": True, "top_p": 0.9, "top_k": None, "eos_token_id": 0}
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(written))
@@ -234,7 +234,9 @@ def chat(path: Path, typed: str, *options: str) -> tuple[str, str]:
 
 
 @pytest.mark.process
-def test_the_command_remembers_until_it_is_told_to_forget(path: Path, lm: LanguageModel) -> None:
+def test_the_chat_command_keeps_the_history_until_it_is_cleared(
+    path: Path, lm: LanguageModel
+) -> None:
     typed = "import os\ndef f():\n/clear\nimport os\n" + "x " * 2000 + "\n/nothing\n/exit\nimport\n"
     told, said = chat(path, typed, "--max-new-tokens", "4", "--dtype", "float32")
     first = lm.chat([MESSAGES[1]], max_new_tokens=4).text

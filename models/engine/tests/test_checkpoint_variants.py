@@ -47,23 +47,23 @@ def test_a_loaded_model_is_that_of_transformers(first: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(100, 2000, 100))
-def test_two_thousand_loaded_models_are_those_of_transformers(first: int) -> None:
+def test_two_thousand_loaded_models_equal_transformers(first: int) -> None:
     assert find_faults(first, first + 100, differences_of_load) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 500, 100))
-def test_five_hundred_adapted_models_are_as_they_were(first: int) -> None:
+def test_five_hundred_adapted_models_keep_their_results(first: int) -> None:
     assert find_faults(first, first + 100, differences_of_adapt) == []
 
 
-def test_adapters_are_those_of_peft() -> None:
+def test_adapters_equal_peft() -> None:
     assert faults_of(compare_adapters.compare(0, 6)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(6, 500, 124))
-def test_five_hundred_adapters_are_those_of_peft(first: int) -> None:
+def test_five_hundred_adapters_equal_peft(first: int) -> None:
     assert faults_of(compare_adapters.compare(first, first + 124)) == []
 
 

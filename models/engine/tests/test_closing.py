@@ -92,7 +92,7 @@ def test_a_closed_asynchronous_model_cannot_be_entered(llama: Path) -> None:
     asyncio.run(run())
 
 
-def test_the_representation_names_what_was_loaded(llama: Path) -> None:
+def test_the_representation_names_the_loaded_model(llama: Path) -> None:
     lm = small(llama)
     text = repr(lm)
     assert text.startswith(f"<LanguageModel {llama}: LlamaForCausalLM, 0.")

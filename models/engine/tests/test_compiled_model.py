@@ -148,7 +148,7 @@ def test_the_shipped_model_is_one_graph(backend: str, tmp_path: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_later_process_finds_what_inductor_made(tiny: Path, tmp_path: Path) -> None:
+def test_a_later_process_reuses_the_code_of_inductor(tiny: Path, tmp_path: Path) -> None:
     script = Path(__file__).with_name("inductor_model.py")
     recorded = []
     for folder in ("one", "two"):  # of torch's own cache

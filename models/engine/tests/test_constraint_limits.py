@@ -268,7 +268,7 @@ def test_a_chat_template_that_loops_is_interrupted(lm: LanguageModel) -> None:
 
 
 @pytest.mark.process
-def test_closing_ends_what_is_being_compiled(constraints: Constraints) -> None:
+def test_closing_ends_running_compilations(constraints: Constraints) -> None:
     """It would go on for minutes."""
     constraints.limit(ConstraintLimits(compile_seconds=3600, compiled_bytes=2**36))
     assert constraints.compiled(FINE).num_bytes > 0

@@ -245,7 +245,7 @@ def functions(lm: LanguageModel) -> set[Any]:
 @pytest.mark.landing(1)
 @every_kind
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-4), ("bfloat16", 0.06)])
-def test_a_model_computes_what_the_reference_does(tenths: Path, dtype: str, error: float) -> None:
+def test_a_dequantized_model_equals_the_reference(tenths: Path, dtype: str, error: float) -> None:
     lm, reference = loaded(tenths, dtype), loaded(tenths, dtype, dequantize=False)
     assert functions(reference) == {tenths_linear.reference}
     assert tenths_linear.reference not in functions(lm)

@@ -110,7 +110,7 @@ def test_every_token_is_drawn_from_the_target(name: str, certain: bool) -> None:
     assert shares[1] > shares[2] > 0.01
 
 
-def test_a_row_without_drafts_takes_what_the_sampler_draws() -> None:
+def test_a_row_without_draft_tokens_takes_the_sampled_token() -> None:
     params, seeds = PARAMS["top-k and top-p"], torch.arange(50)
     counts = torch.zeros(50, dtype=torch.int64)
     rows = batch(params, seeds, counts + 3)

@@ -131,7 +131,7 @@ def test_no_prompts_give_no_completions(lm: LanguageModel) -> None:
     assert lm.generate([]) == []
 
 
-def test_stream_yields_what_generate_returns(lm: LanguageModel) -> None:
+def test_stream_yields_the_text_that_generate_returns(lm: LanguageModel) -> None:
     (whole,) = lm.generate("def f", max_new_tokens=20)
     deltas = list(lm.stream("def f", max_new_tokens=20))
     assert tuple(delta.token_id for delta in deltas) == whole.token_ids
@@ -213,7 +213,7 @@ def test_a_seed_gives_the_same_tokens_in_any_batch(lm: LanguageModel) -> None:
     assert again.token_ids != alone.token_ids
 
 
-def test_logprobs_are_those_of_the_logits(lm: LanguageModel) -> None:
+def test_logprobs_equal_the_logits(lm: LanguageModel) -> None:
     (completion,) = lm.generate([[1, 2, 3]], max_new_tokens=5)
     tokens = [1, 2, 3, *completion.token_ids]
     table = lm.logits(tokens).log_softmax(-1)
@@ -221,7 +221,7 @@ def test_logprobs_are_those_of_the_logits(lm: LanguageModel) -> None:
     assert completion.logprobs == pytest.approx(expected, abs=1e-4)
 
 
-def test_scores_are_those_of_the_logits(lm: LanguageModel) -> None:
+def test_scores_equal_the_logits(lm: LanguageModel) -> None:
     (said,) = lm.generate([[1, 2, 3]], max_new_tokens=5, ignore_eos=True)
     likely, other = lm.score([1, 2, 3], [said.token_ids, (7, 8)])
     assert likely == pytest.approx(said.logprobs, abs=1e-4)
@@ -268,7 +268,7 @@ def test_preempted_requests_still_give_the_same_tokens(llama: Path) -> None:
     step_tokens=st.integers(1, 64),
     max_sequences=st.integers(1, 4),
 )
-def test_any_schedule_gives_what_each_request_gives_alone(
+def test_any_schedule_gives_each_request_its_own_tokens(
     lm: LanguageModel,
     requests: list[tuple[int, int, int]],
     step_tokens: int,

@@ -110,7 +110,7 @@ def lm(base: Path, adapters: dict[str, Path]) -> LanguageModel:
 
 @pytest.mark.landing(1)
 @pytest.mark.parametrize("name", KINDS)
-def test_logits_are_those_of_peft(lm: LanguageModel, base: Path, name: str) -> None:
+def test_logits_equal_peft(lm: LanguageModel, base: Path, name: str) -> None:
     plain = logits_of(AutoModelForCausalLM.from_pretrained(base))
     expected = torch.load(base / f"{name}.pt")
     assert (plain - expected).abs().max() > 0.01

@@ -152,7 +152,7 @@ requests = st.lists(
     drawn=requests,
     rest=st.integers(0, 6),
 )
-def test_they_give_the_tokens_of_a_plain_engine(
+def test_combined_features_give_the_tokens_of_a_plain_engine(
     folder: Path,
     model: str,
     guesses: str | None,

@@ -17,7 +17,7 @@ FAMILIES = ("deepseek_v3", "gpt_oss", "llama4", "mixtral", "qwen2_moe", "qwen3_m
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_four_ranks_say_what_one_process_does(tmp_path: Path) -> None:
+def test_four_ranks_give_the_tokens_of_one_process(tmp_path: Path) -> None:
     configs: dict[str, dict[str, Any]] = {}
     for name, config in family_configs():
         configs.setdefault(name.partition("-")[0], config)

@@ -60,5 +60,5 @@ def check(method: str, count: int, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("method", [*METHODS, *FAMILIES])
-def test_two_thousand_spoiled_checkpoints_are_told(method: str) -> None:
+def test_two_thousand_spoiled_checkpoints_load_or_raise_an_interposer_error(method: str) -> None:
     check(method, count=2000, seed=1)

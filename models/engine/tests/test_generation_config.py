@@ -44,13 +44,13 @@ def find_faults(first: int, end: int) -> list[str]:
     return [str(case) for case in compared if case.outcome.is_fault]
 
 
-def test_answers_are_those_of_transformers() -> None:
+def test_answers_equal_transformers() -> None:
     assert find_faults(0, 20) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(20, 520, 100))
-def test_answers_to_five_hundred_files_are_those_of_transformers(first: int) -> None:
+def test_answers_to_five_hundred_files_equal_transformers(first: int) -> None:
     assert find_faults(first, first + 100) == []
 
 
@@ -88,7 +88,7 @@ def test_settings_that_are_not_applied_are_named(tmp_path: Path) -> None:
     assert note.endswith("transformers: no_repeat_ngram_size 3, num_beams 4")
 
 
-def test_settings_of_an_adapted_model_are_those_of_its_generation_config() -> None:
+def test_an_adapted_model_has_the_settings_of_its_generation_config() -> None:
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 32}
     config = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=4)
     model = LlamaForCausalLM(config).eval()

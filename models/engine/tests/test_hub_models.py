@@ -219,7 +219,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield served
 
 
-def test_a_name_loads_what_the_folder_loads(hub: Hub) -> None:
+def test_a_hub_name_loads_the_same_model_as_its_folder(hub: Hub) -> None:
     prompt = "def main():"
     named = load(NAME, cache_tokens=512).generate(prompt, max_new_tokens=8)
     assert named == load(STDLIB, cache_tokens=512).generate(prompt, max_new_tokens=8)
@@ -243,7 +243,7 @@ def test_only_needed_files_are_downloaded_and_only_once(hub: Hub) -> None:
     assert len(hub.fetched) == len(NEEDED)
 
 
-def test_shards_are_those_that_the_index_names(hub: Hub, tmp_path: Path) -> None:
+def test_only_the_shards_that_the_index_names_are_loaded(hub: Hub, tmp_path: Path) -> None:
     folder = hub.repositories[NAME].folder
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").rename(folder / "model-all.safetensors")

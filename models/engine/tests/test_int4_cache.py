@@ -37,7 +37,7 @@ def greedy() -> list[tuple[int, ...]]:
     return tokens(loaded(INT4))
 
 
-def test_greedy_tokens_are_those_of_the_portable_backend(greedy: list[tuple[int, ...]]) -> None:
+def test_greedy_tokens_equal_the_portable_backend(greedy: list[tuple[int, ...]]) -> None:
     portable = Config(kv_cache="int4", attention={"decoder": "grouped"})
     assert tokens(loaded(portable)) == greedy
 
@@ -73,7 +73,7 @@ def test_logits_move_as_far_as_the_budget_says() -> None:
     assert abs(lost) < 0.03
 
 
-def test_explain_tells_what_a_token_takes() -> None:
+def test_explain_reports_the_bytes_of_a_token() -> None:
     told = str(explain(plan(SHIPPED, "bfloat16", "cpu", INT4)))
     # 6 layers, keys and values of 2 heads of 64 numbers, 5 bits each.
     assert "a token takes 960 bytes in 6 layers, of 3072 in bfloat16" in told
@@ -88,7 +88,7 @@ def test_a_cache_of_as_many_bytes_holds_more_tokens() -> None:
     assert rounded.cache_bytes * 3.2 == plain.cache_bytes
 
 
-def test_what_cannot_be_stored_so_is_refused(tmp_path: Path) -> None:
+def test_models_that_int4_pages_cannot_store_are_refused(tmp_path: Path) -> None:
     for name, config, reason in (
         ("latent", examples.deepseek_v2()["lite"], "requested torch.uint4"),
         ("odd", {**examples.llama()["grouped"], "head_dim": 20}, "groups of 32 numbers"),

@@ -73,7 +73,7 @@ def drawn(folder: Path, config_seed: int | None, **params: Any) -> tuple[tuple[i
     return tuple(completion.token_ids for completion in done)
 
 
-def test_the_seed_of_the_configuration_decides_what_requests_draw(llama: Path) -> None:
+def test_the_configured_seed_determines_the_sampled_tokens(llama: Path) -> None:
     first, again, other = drawn(llama, 5), drawn(llama, 5), drawn(llama, 6)
     assert first == again
     assert first != other

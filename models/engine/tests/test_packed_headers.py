@@ -105,7 +105,7 @@ def test_a_file_that_was_made_elsewhere_is_read_from_the_checkpoint(
 @pytest.mark.landing(2)
 @pytest.mark.parametrize("kind", ["link", "dangling link", "folder", "FIFO"])
 @pytest.mark.parametrize("name", ["file", "part"])
-def test_what_is_planted_in_the_cache_is_not_followed(
+def test_planted_links_in_the_cache_are_not_followed(
     kind: str, name: str, llama: Path, on: Config, tmp_path: Path
 ) -> None:
     first = loaded(llama, on)

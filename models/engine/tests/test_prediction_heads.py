@@ -246,7 +246,7 @@ def expected_of_eagle(path: Path, head: Path, tokens: list[int], count: int) -> 
 
 
 @pytest.mark.landing(1)
-def test_a_stored_head_predicts_what_its_definition_says(holder: Path) -> None:
+def test_a_stored_head_equals_its_definition(holder: Path) -> None:
     lm = load(holder, "float32", speculation=always("heads", tokens=3), **SMALL)
     watched = Watched(lm)
     lm.generate(prompts_of((30, 5)), max_new_tokens=16)
@@ -256,7 +256,7 @@ def test_a_stored_head_predicts_what_its_definition_says(holder: Path) -> None:
         assert drafts == expected_of_stored(holder, known, len(drafts))
 
 
-def test_a_head_of_eagle3_predicts_what_its_definition_says(eagle: tuple[Path, Path]) -> None:
+def test_an_eagle3_head_equals_its_definition(eagle: tuple[Path, Path]) -> None:
     lm = load(eagle[0], "float32", speculation=always(eagle[1], tokens=3), **SMALL)
     watched = Watched(lm)
     lm.generate(prompts_of((30, 5)), max_new_tokens=8)

@@ -156,7 +156,7 @@ def test_a_wider_mlp_is_computed_as_the_config_says(tmp_path: Path) -> None:
     torch.testing.assert_close(actual, logits_of(model, [3, 1, 4, 1, 5], 5), atol=1e-4, rtol=0)
 
 
-def test_a_causal_mpt_has_other_slopes_where_it_says_so(tmp_path: Path) -> None:
+def test_a_causal_mpt_with_six_heads_equals_the_reference(tmp_path: Path) -> None:
     model = write_checkpoint(config_of("six heads", prefix_lm=False), tmp_path)
     lm, tokens = load(tmp_path, "float32", max_step_tokens=7), list(range(40))
     torch.testing.assert_close(lm.logits(tokens), logits_of(model, tokens, 0), atol=1e-4, rtol=0)
@@ -413,7 +413,7 @@ def test_other_attention_of_mpt_is_refused(
         ("prefix_lm", 7),
     ],
 )
-def test_settings_that_cannot_be_are_told(
+def test_impossible_settings_are_refused(
     pairs: dict[str, Pair], tmp_path: Path, field: str, value: object
 ) -> None:
     copy_to(tmp_path, pairs["plain"][0])
@@ -422,14 +422,14 @@ def test_settings_that_cannot_be_are_told(
         load(tmp_path)
 
 
-def test_heads_that_do_not_fit_are_told(pairs: dict[str, Pair], tmp_path: Path) -> None:
+def test_head_sizes_that_do_not_fit_are_refused(pairs: dict[str, Pair], tmp_path: Path) -> None:
     copy_to(tmp_path, pairs["plain"][0])
     edit_json(tmp_path / "config.json", n_heads=20)
     with pytest.raises(CheckpointError, match="hidden size 96 is not a multiple of 20 heads"):
         load(tmp_path)
 
 
-def test_missing_and_unknown_tensors_are_told(pairs: dict[str, Pair], tmp_path: Path) -> None:
+def test_missing_and_unknown_tensors_are_named(pairs: dict[str, Pair], tmp_path: Path) -> None:
     copy_to(tmp_path, pairs["plain"][0])
     weights = tmp_path / "model.safetensors"
     tensors = load_file(weights)

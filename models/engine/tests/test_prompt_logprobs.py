@@ -82,7 +82,7 @@ def check(found: Completion, logits: torch.Tensor, count: int) -> None:
     ),
     name=st.sampled_from(sorted(LAYERS)),
 )
-def test_prompt_logprobs_are_those_of_logits_in_any_batch(
+def test_prompt_logprobs_equal_the_logits_in_any_batch(
     plain: LanguageModel, small: dict[str, LanguageModel], requests: Any, name: str
 ) -> None:
     lm = small[name]

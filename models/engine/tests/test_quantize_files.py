@@ -38,7 +38,7 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torc
     ),
     order=st.randoms(use_true_random=False),
 )
-def test_safetensors_reads_what_is_written(
+def test_safetensors_reads_the_written_files(
     shapes: list[tuple[torch.dtype, list[int], int]],
     order: object,
     tmp_path_factory: pytest.TempPathFactory,

@@ -59,7 +59,7 @@ def test_a_quantized_model_is_that_of_a_reference() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(len(KINDS), 635, 100))
-def test_six_hundred_quantized_models_are_those_of_references(first: int) -> None:
+def test_six_hundred_quantized_models_equal_their_references(first: int) -> None:
     assert find_faults(first, first + 100) == []
 
 

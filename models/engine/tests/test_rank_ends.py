@@ -147,7 +147,7 @@ def test_all_ranks_end_with_the_reason(what: Callable[[int, int], None], said: s
 
 # It has to wait until the time is over.
 @pytest.mark.slow
-def test_a_rank_that_hangs_ends_a_program_whose_steps_are_in_a_thread() -> None:
+def test_a_hanging_rank_ends_a_program_that_steps_in_a_thread() -> None:
     with generating(SHORT_SECONDS, "thread") as (process, leader, follower):
         assert process.stdout is not None
         assert process.stdout.readline() == "generating\n", process.communicate()[1]

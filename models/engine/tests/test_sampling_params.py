@@ -73,7 +73,7 @@ def test_defaults_are_greedy_and_neutral() -> None:
     }
 
 
-def test_every_field_says_what_is_allowed() -> None:
+def test_every_field_describes_its_allowed_values() -> None:
     assert {n: f.description for n, f in SamplingParams.model_fields.items()} == RANGES
 
 
@@ -101,13 +101,13 @@ def test_both_ends_of_a_range_are_allowed(name: str, least: Any, largest: Any) -
 @pytest.mark.parametrize(
     "value", [float("nan"), float("inf"), float("-inf"), -3.0, 1e4, True, False, "1", None, [1.0]]
 )
-def test_numbers_refuse_what_is_no_number_in_range(name: str, value: Any) -> None:
+def test_numbers_outside_the_range_are_refused(name: str, value: Any) -> None:
     refuse(name, value)
 
 
 @pytest.mark.parametrize("name", INTEGERS)
 @pytest.mark.parametrize("value", [-1, True, False, 1.0, 1.5, float("nan"), "1", [1]])
-def test_integers_refuse_what_is_no_integer_in_range(name: str, value: Any) -> None:
+def test_integers_outside_the_range_are_refused(name: str, value: Any) -> None:
     refuse(name, value)
 
 
@@ -116,22 +116,22 @@ def test_integers_fit_the_ops(name: str) -> None:
     refuse(name, 2**63)
 
 
-def test_at_least_one_token_is_asked_for() -> None:
+def test_at_least_one_token_must_be_requested() -> None:
     refuse("max_new_tokens", 0)
 
 
 @pytest.mark.parametrize("value", ["text", ["fine", ""], [1], 3, None, {"a": 1}])
-def test_stop_refuses_what_is_no_list_of_texts(value: Any) -> None:
+def test_stop_must_be_a_list_of_texts(value: Any) -> None:
     refuse("stop", value)
 
 
 @pytest.mark.parametrize("value", [1, [-1], [True], [1.0], ["1"], None])
-def test_stop_token_ids_refuse_what_is_no_list_of_ids(value: Any) -> None:
+def test_stop_token_ids_must_be_a_list_of_ids(value: Any) -> None:
     refuse("stop_token_ids", value)
 
 
 @pytest.mark.parametrize("value", [0, 1, "yes", None])
-def test_ignore_eos_refuses_what_is_no_bool(value: Any) -> None:
+def test_ignore_eos_must_be_a_bool(value: Any) -> None:
     refuse("ignore_eos", value)
 
 
@@ -149,7 +149,7 @@ def test_an_unknown_name_lists_the_nearest_first() -> None:
     assert set(caught.value.known) == set(RANGES)
 
 
-def test_an_unknown_name_is_told_before_a_wrong_value() -> None:
+def test_an_unknown_name_is_reported_before_a_wrong_value() -> None:
     with pytest.raises(UnknownNameError, match="max_tokens"):
         SamplingParams(temperature=-1.0, max_tokens=3)  # type: ignore[call-arg]
 

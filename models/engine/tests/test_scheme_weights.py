@@ -169,9 +169,7 @@ def test_quantizing_while_loading_borrows_the_stored_weight(method: str) -> None
 
 @pytest.mark.landing(21)
 @pytest.mark.parametrize(("scheme", "settings"), linear_examples())
-def test_a_dequantized_layer_computes_what_the_reference_does(
-    scheme: Any, settings: Mapping[str, Any]
-) -> None:
+def test_a_dequantized_layer_equals_the_reference(scheme: Any, settings: Mapping[str, Any]) -> None:
     config = Config(kernels={"*": Rule(prefer=["reference"])}, canary="off")
     parsed = scheme.parse(settings)
     site = Site(Resolver(current_registry(), place().device, config, parsed), PREFIX, torch.float32)

@@ -21,11 +21,11 @@ def find_faults(first: int, end: int) -> list[str]:
     return [str(case) for case in compared if case.is_fault]
 
 
-def test_tokens_and_texts_are_those_of_transformers() -> None:
+def test_tokens_and_texts_equal_transformers() -> None:
     assert find_faults(0, 100) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(100, 2000, 100))
-def test_two_thousand_tokenizers_are_those_of_transformers(first: int) -> None:
+def test_two_thousand_tokenizers_equal_transformers(first: int) -> None:
     assert find_faults(first, first + 100) == []

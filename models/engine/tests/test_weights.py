@@ -159,7 +159,7 @@ def test_a_load_that_was_interrupted_can_be_repeated(llama: Path) -> None:
     assert torch.equal(load(llama).logits(token_ids), load(llama).logits(token_ids))
 
 
-def test_a_layer_that_cannot_be_finalized_undoes_those_before(
+def test_a_failed_finalize_restores_the_layers_before(
     llama: Path, loaded: tuple[Tensors, list[torch.Tensor]]
 ) -> None:
     planned = plan(llama, dtype="float32", quantization="fp8")

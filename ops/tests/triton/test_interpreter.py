@@ -57,7 +57,7 @@ def check(modules: Sequence[str], *arguments: str) -> None:
 
 # A process spends six seconds on importing torch, what it traces with, and triton.
 @pytest.mark.process
-def test_kernels_compute_what_their_ops_define() -> None:
+def test_kernels_equal_the_references_of_their_ops() -> None:
     check(MODULES, "--every", "256")
 
 

@@ -64,7 +64,7 @@ def test_s390x_features_are_read_from_cpuinfo(tmp_path: Path) -> None:
     assert formats(names) == {"float32"}
 
 
-def test_a_system_without_cpuinfo_reports_what_torch_knows(tmp_path: Path) -> None:
+def test_a_system_without_cpuinfo_reports_the_features_of_torch(tmp_path: Path) -> None:
     assert reported_by_os(tmp_path) == frozenset()
     assert features(tmp_path) == reported_by_torch(torch.cpu.get_capabilities())
 

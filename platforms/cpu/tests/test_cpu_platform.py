@@ -123,7 +123,7 @@ def test_the_platform_has_one_device_for_tensors() -> None:
     assert device.capability == CPUPlatform().capability("cpu")
 
 
-def test_capability_is_within_what_this_process_may_use() -> None:
+def test_capability_is_limited_to_the_processors_of_this_process() -> None:
     capability = CPUPlatform().capability("cpu")
     assert isinstance(capability, Capability)
     assert 1 <= capability.units <= len(host.allowed_processors())
@@ -216,7 +216,7 @@ def bind_cores(allowed: list[int], *settings: dict[str, object]) -> list[list[ob
 @pytest.mark.slow
 @pytest.mark.process
 @linux
-def test_cores_are_bound_but_for_those_reserved() -> None:
+def test_all_cores_but_the_reserved_ones_are_bound() -> None:
     cores = host.cores()
     firsts = [core[0] for core in cores]
     allowed = host.allowed_processors()

@@ -46,7 +46,7 @@ def test_features_have_the_names_that_this_platform_reports(description: DeviceD
     assert description.architecture in ("x86_64", "aarch64", "s390x")
 
 
-def test_dtypes_are_those_of_the_platform(description: DeviceDescription) -> None:
+def test_dtypes_equal_the_platform(description: DeviceDescription) -> None:
     class Described(CPUPlatform):
         def capability(self, device: str) -> Capability:
             return description.device().capability

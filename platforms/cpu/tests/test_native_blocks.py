@@ -121,7 +121,7 @@ def test_layers_conform_in_one_call(layer_id: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 7, 600])
-def test_an_mlp_in_one_call_is_what_its_parts_compute(
+def test_an_mlp_in_one_call_equals_its_parts(
     dtype: torch.dtype, activation: str, bias: bool, tokens: int
 ) -> None:
     fused, parts = (
@@ -140,7 +140,7 @@ def test_an_mlp_in_one_call_is_what_its_parts_compute(
 @pytest.mark.parametrize("tokens", [0, 1, 9])
 @pytest.mark.parametrize("rotary_size", [32, 16])
 @pytest.mark.parametrize(("norm_eps", "bias"), [(None, False), (None, True), (1e-6, False)])
-def test_heads_in_one_call_are_what_their_parts_compute(
+def test_heads_in_one_call_equal_their_parts(
     dtype: torch.dtype, tokens: int, rotary_size: int, norm_eps: float | None, bias: bool
 ) -> None:
     fused, parts = (

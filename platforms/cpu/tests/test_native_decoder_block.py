@@ -235,7 +235,7 @@ STEPS = {
 @DTYPES
 @pytest.mark.parametrize("lengths", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("first", [False, True])
-def test_a_block_in_one_call_is_what_its_parts_compute(
+def test_a_block_in_one_call_equals_its_parts(
     dtype: torch.dtype, lengths: tuple[tuple[int, int], ...], first: bool
 ) -> None:
     form = Form(dtype)

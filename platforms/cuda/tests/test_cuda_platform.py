@@ -52,7 +52,7 @@ def test_devices_are_in_the_order_of_the_driver(platform: CUDAPlatform) -> None:
     assert platform.capability("cuda:1").architecture == "sm_75"
 
 
-def test_dtypes_are_those_of_the_device(platform: CUDAPlatform) -> None:
+def test_dtypes_match_the_device(platform: CUDAPlatform) -> None:
     assert platform.dtypes("cuda:0") == [torch.bfloat16, torch.float16, torch.float32]
     assert platform.dtypes("cuda:1") == [torch.float16, torch.float32]
 
@@ -84,7 +84,7 @@ def test_numerics_set_the_library_switches(platform: CUDAPlatform) -> None:
     assert matmul.allow_bf16_reduced_precision_reduction
 
 
-def test_backend_names_are_those_of_torch(platform: CUDAPlatform) -> None:
+def test_backend_names_equal_torch(platform: CUDAPlatform) -> None:
     assert platform.distributed_backend() == "nccl"
     assert platform.compile_backend() == "inductor"
     assert platform.start_method() == "spawn"

@@ -456,7 +456,7 @@ def test_a_driver_that_hangs_times_out(workstation: Machine) -> None:
     assert "CUDA's driver gave no answer in 4 s" in workstation.ask()["raised"]
 
 
-def test_the_platform_lists_what_the_driver_shows(workstation: Machine) -> None:
+def test_the_platform_lists_the_devices_of_the_driver(workstation: Machine) -> None:
     workstation.install(GPU(peers=[1]), GPU())
     program = """
 import json, os, torch

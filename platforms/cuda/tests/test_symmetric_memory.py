@@ -53,7 +53,7 @@ def made(kind: type[Communicator]) -> Communicator:
 
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_sums_are_written_to_what_was_given(
+def test_sums_are_written_to_the_passed_tensor(
     calls: list[tuple[str, str, int]], name: str, dtype: torch.dtype
 ) -> None:
     communicator = made(OPS[name])

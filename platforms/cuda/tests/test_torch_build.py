@@ -28,7 +28,9 @@ from interposer_cuda._hardware.torch_build import TorchBuild
         (("nonsense",), (9, 0), False),
     ],
 )
-def test_what_runs_on_what(targets: tuple[str, ...], version: tuple[int, int], runs: bool) -> None:
+def test_a_build_runs_on_the_architectures_of_its_targets(
+    targets: tuple[str, ...], version: tuple[int, int], runs: bool
+) -> None:
     build = TorchBuild("2.13.0", "13.0", targets=targets)
     verdict = build.judge_architecture("A GPU", *version)
     assert verdict.accepted is runs

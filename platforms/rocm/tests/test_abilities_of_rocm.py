@@ -188,7 +188,7 @@ def test_hidden_gpus_are_an_error_once_the_platform_is_selected(
         platform.devices()
 
 
-def test_backend_names_are_those_of_torch(platform: ROCmPlatform) -> None:
+def test_backend_names_equal_torch(platform: ROCmPlatform) -> None:
     assert platform.distributed_backend() == "nccl"
     assert platform.compile_backend() == "inductor"
     assert platform.start_method() == "spawn"

@@ -93,7 +93,7 @@ def resolver(**settings: Any) -> Resolver:
     return Resolver(current_registry(config), MI300X, config, trusted=frozenset(PARTS))
 
 
-def test_it_is_found_by_its_files_alone(working: Path, use: Any) -> None:
+def test_aiter_is_found_by_its_files_alone(working: Path, use: Any) -> None:
     assert judge_device("gfx942").reason == (
         "needs AITER, which is not installed. Try: pip install amd-aiter"
     )
@@ -106,7 +106,7 @@ def test_it_is_found_by_its_files_alone(working: Path, use: Any) -> None:
     assert "aiter" not in sys.modules
 
 
-def test_another_package_of_that_name_is_told_apart(tmp_path: Path, use: Any) -> None:
+def test_another_package_of_that_name_is_not_used(tmp_path: Path, use: Any) -> None:
     use(install(tmp_path, {"aiter.py": "raise SystemExit('imported')"}, "aiter", "0.13.20191203"))
     assert judge_device("gfx942").reason.startswith("the installed package aiter is another one")
 

@@ -28,7 +28,7 @@ class TestInertness(InertPlugin):
         "statement",
         [
             "import interposer_rocm.plugin",
-            "from interposer_rocm import _platform, _scaled_products\n"
+            "from interposer_rocm import _platform, _scaled_gemm\n"
             "from interposer_rocm._aiter import flash, latent",
             "from interposer_rocm._platform import ROCmPlatform; assert not ROCmPlatform.probe()",
             "import interposer; interposer.place()",

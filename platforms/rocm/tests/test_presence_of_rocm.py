@@ -102,7 +102,7 @@ def test_a_container_that_was_given_other_gpus(machine: Machine) -> None:
     assert reason.endswith("1 nodes cannot be read, as of GPUs that a container was not given")
 
 
-def test_a_user_without_permission_is_told_the_group(machine: Machine) -> None:
+def test_an_error_names_the_group_to_a_user_without_permission(machine: Machine) -> None:
     system = read_system(machine.gpus(Node()).root)
     files = replace(system.files, closed=system.files.nodes)
     verdict = replace(system, files=files).judge()

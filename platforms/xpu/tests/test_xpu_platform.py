@@ -110,7 +110,7 @@ def test_facts_describe_the_devices(platform: XPUPlatform, monkeypatch: pytest.M
     )
 
 
-def test_backend_names_are_those_of_torch(platform: XPUPlatform) -> None:
+def test_backend_names_equal_torch(platform: XPUPlatform) -> None:
     assert platform.distributed_backend() == "xccl"
     assert platform.compile_backend() == "inductor"
     assert platform.start_method() == "spawn"

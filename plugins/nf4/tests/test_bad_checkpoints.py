@@ -97,12 +97,12 @@ PLAIN: dict[str, tuple[Edit, str, str]] = {
     "truncated codes": (
         replaced("weight", lambda t: t[:-1].clone()),
         f"{LAYER}.weight",
-        "has 1023 bytes, 1024 hold the codes of 32 outputs and 64 inputs",
+        "has 1023 bytes, 1024 hold the values of 32 outputs and 64 inputs",
     ),
     "weight that is not packed": (
         replaced("weight", torch.zeros(32, 64)),
         f"{LAYER}.weight",
-        "has 8192 bytes, 1024 hold the codes",
+        "has 8192 bytes, 1024 hold the values",
     ),
     "no JSON": (
         replaced("weight.quant_state.bitsandbytes__nf4", text("{'quant_type': 'nf4'}")),

@@ -99,9 +99,7 @@ def test_int8_weights_match_bitsandbytes() -> None:
 
 @pytest.mark.landing(3)
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_are_those_of_the_dequantized_model(
-    name: str, copied: Callable[[str], Path]
-) -> None:
+def test_logits_equal_the_dequantized_model(name: str, copied: Callable[[str], Path]) -> None:
     facts = read(name, "expected.json")
     actual = load(copied(name), dtype="float32").logits(facts["tokens"])
     expected = torch.tensor(facts["logits of the dequantized model"])

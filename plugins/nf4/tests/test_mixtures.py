@@ -200,7 +200,7 @@ EXPERT = "model.layers.1.mlp.experts.2.down_proj"
     [
         ("nf4", "weight.absmax", None, "is missing, but the weight is packed"),
         ("nf4", "weight.absmax", lambda x: x[:-1].clone(), "must be 32 floats"),
-        ("nf4", "weight", lambda x: x[:-2].clone(), "hold the codes of 64 outputs and 32 inputs"),
+        ("nf4", "weight", lambda x: x[:-2].clone(), "hold the values of 64 outputs and 32 inputs"),
         ("double", "weight.nested_absmax", None, "is missing, but the weight is packed"),
         ("int8", "SCB", None, "is missing, but the weight is packed"),
         ("int8", "SCB", lambda x: -x, "scales that are negative"),

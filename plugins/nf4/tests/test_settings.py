@@ -37,7 +37,7 @@ def test_settings_that_transformers_writes_are_read(quant_type: QuantType, doubl
     assert Settings.parse(written).weights(NAME) == EightBit()
 
 
-def test_defaults_are_those_of_transformers() -> None:
+def test_defaults_equal_transformers() -> None:
     assert Settings.parse(FOUR).weights(NAME) == FourBit("fp4", False)
     assert BitsAndBytesConfig(load_in_4bit=True).bnb_4bit_quant_type == "fp4"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from reprlib import repr as shortened
 from typing import Annotated, Any, ClassVar, Self
@@ -48,6 +49,18 @@ SEARCH_SETTINGS = frozenset(
     }
 )
 """Calibration settings of transformers, GPTQModel and auto-round; they do not affect decoding."""
+
+
+def check_regex(pattern: str) -> str:
+    """Return ``pattern`` if it is a regular expression.
+
+    Raises: ValueError: the pattern is invalid.
+    """
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"not a regular expression: {error}") from None
+    return pattern
 
 
 def _group_size(size: int) -> int:

@@ -236,7 +236,6 @@ class Sandbox:
         self.stop()
 
     def _stop_at_exit(self) -> None:
-        """Stop the server when this process ends."""
         if self._lock.held.acquire(timeout=_END_SECONDS / 10):
             self.stop()
             self._lock.held.release()

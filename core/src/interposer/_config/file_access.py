@@ -76,7 +76,7 @@ def open_owned(path: Path, *, writes: bool = False) -> int:
         # Another name may be a hard link that another user planted.
         if writes and status.st_nlink > 1:
             raise PermissionError(
-                f"{path} has {status.st_nlink} names, so that writing it harms others"
+                f"{path} has {status.st_nlink} hard links; writing would change the other file"
             )
     except BaseException:
         os.close(descriptor)

@@ -92,9 +92,10 @@ class Explanation:
         return replace(self, all_candidates=True)
 
     def why(self, name: str) -> Explanation:
-        """Return the part about one op, layer, attention type, scheme, architecture or collective.
+        """Return the explanation of one op, layer, attention type, scheme or architecture.
 
-        ``"platform"`` selects the platform, and ``"attention"`` all attention types.
+        The name of a collective works too. ``"platform"`` selects the platform, and ``"attention"``
+        all attention types.
 
         Raises: ConfigError: the name is unknown, or is the name of a candidate.
         """

@@ -200,14 +200,14 @@ class IsReadByLookup:
 class ReadsFormOf:
     """Accepts an embedding-lookup kernel that reads the weight in the layout of lm_head."""
 
-    def __init__(self, product: Choice) -> None:
-        self._product = product.chosen
+    def __init__(self, matmul: Choice) -> None:
+        self._matmul = matmul.chosen
 
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
         """Refuse a lookup kernel that would need a second copy of the table."""
-        if form_of(candidate) == form_of(self._product):
+        if form_of(candidate) == form_of(self._matmul):
             return _ACCEPTED
         return Verdict.refuse(
-            f"reads another copy of the table than {self._product.name} multiplies by, so the "
+            f"reads another copy of the table than {self._matmul.name} multiplies by, so the "
             "table would be stored twice"
         )

@@ -172,7 +172,7 @@ class Resolver:
             product: the op with its dims and prefix.
         Raises: NoCandidateError: every kernel was refused, or a pinned kernel was.
         """
-        lookup_request, product_request = (
+        lookup_request, matmul_request = (
             self._request("kernel", op.name, Site(self, prefix, dtype), dims)
             for op, dims, prefix in (lookup, product)
         )
@@ -183,10 +183,10 @@ class Resolver:
             )
         }
         gates: tuple[Gate, ...] = (IsReadByLookup(forms, lookup[0].name), *self._gates)
-        if self._policy(product_request).pin is not None:
+        if self._policy(matmul_request).pin is not None:
             gates = self._gates
-        choice, loaded = self._choose(product_request, gates, self._kernel_loader(product[0]))
-        product_kernel = self._bound(product[0], product_request, choice, *loaded)
+        choice, loaded = self._choose(matmul_request, gates, self._kernel_loader(product[0]))
+        matmul_kernel = self._bound(product[0], matmul_request, choice, *loaded)
         gates = (ReadsFormOf(choice), *self._gates)
         if self._policy(lookup_request).pin is not None:
             gates = self._gates
@@ -198,7 +198,7 @@ class Resolver:
             choice, loaded = self._choose(
                 lookup_request, self._gates, self._kernel_loader(lookup[0])
             )
-        return self._bound(lookup[0], lookup_request, choice, *loaded), product_kernel
+        return self._bound(lookup[0], lookup_request, choice, *loaded), matmul_kernel
 
     def layer(self, standard: type[L], site: Site) -> type[L]:
         """Choose the class to build for ``standard``: the standard layer or a replacement."""

@@ -104,22 +104,22 @@ def select_and_load(
     accepted = sorted((c for c, verdict in verdicts if verdict), key=ranking.key)
     refused = [(c, verdict) for c, verdict in verdicts if not verdict]
     # Candidates that may win; without a pin or strict preferences, all that were accepted.
-    contenders = accepted
+    eligible_candidates = accepted
     if policy.pin is not None:
         pinned = _find(request, ordered, policy.pin)
-        contenders = [c for c in accepted if c is pinned]
+        eligible_candidates = [c for c in accepted if c is pinned]
     elif policy.strict and policy.prefer:
-        contenders = [c for c in accepted if ranking.prefers(c)]
+        eligible_candidates = [c for c in accepted if ranking.prefers(c)]
     chosen = loaded = None
-    for contender in contenders:
+    for candidate in eligible_candidates:
         # Only winners pass through the gates and are loaded, which is costly.
-        verdict, loaded = _examine(gates, load, request, contender)
+        verdict, loaded = _examine(gates, load, request, candidate)
         if verdict:
-            chosen = contender
+            chosen = candidate
             break
-        refused.append((contender, verdict))
+        refused.append((candidate, verdict))
         # A candidate that a gate refused is reported as refused, not as outranked.
-        accepted = [c for c in accepted if c is not contender]
+        accepted = [c for c in accepted if c is not candidate]
     # Gates append refusals in the order of ranks; reports list them by score.
     refused.sort(key=lambda entry: _by_score(entry[0]))
     if chosen is None:

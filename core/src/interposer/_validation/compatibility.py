@@ -169,7 +169,7 @@ def register_hooks(manager: pluggy.PluginManager, plugin: Any, name: str) -> lis
             has_hooks = True
             faults += _check_hook(label, member, options)
         elif label in _KNOWN:
-            faults.append(f"{label} is not marked with @hookimpl, so that it is never called")
+            faults.append(f"{label} is not marked with @hookimpl, so it is never called")
     if not (has_hooks or faults):
         faults = ["it has no hook, such as interposer_records; `interposer.hookspecs` has all"]
     if not faults:

@@ -271,19 +271,19 @@ def described_placement(registry: Registry, wanted: str | os.PathLike[str]) -> P
     return Placement(DescribedPlatform(description), description.device(), choice, described=True)
 
 
-def _find(registry: Registry, wanted: str | os.PathLike[str]) -> tuple[DeviceDescription, str]:
+def _find(registry: Registry, device: str | os.PathLike[str]) -> tuple[DeviceDescription, str]:
     """Find a description by name or file; return it with the origin, such as "in gpu.json"."""
     shipped = registry.records(DeviceEntry)
     # A ``Path`` is always a file, a text can be both: names of descriptions come first.
-    if isinstance(wanted, str):
+    if isinstance(device, str):
         matching = [
             (plugin, entry)
             for plugin, entry in shipped
-            if wanted in (entry.name, f"{plugin.distribution}/{entry.name}")
+            if device in (entry.name, f"{plugin.distribution}/{entry.name}")
         ]
         if len(matching) > 1:
             qualified = " or ".join(repr(f"{p.distribution}/{e.name}") for p, e in matching)
-            raise ConfigError(f"{wanted!r} is ambiguous as a described device. Try: {qualified}")
+            raise ConfigError(f"{device!r} is ambiguous as a described device. Try: {qualified}")
         if matching:
             plugin, entry = matching[0]
             description = DeviceDescription.read(resource_path(entry.resource))
@@ -294,10 +294,10 @@ def _find(registry: Registry, wanted: str | os.PathLike[str]) -> tuple[DeviceDes
                 )
             return description, f"by {entry.name} of {plugin.distribution} {plugin.version}"
         # A text that looks like a path goes to ``read``, whose error names the path.
-        if not Path(wanted).is_file() and not _is_path(wanted):
+        if not Path(device).is_file() and not _is_path(device):
             names = [entry.name for _, entry in shipped]
-            raise UnknownNameError("device", wanted, names, _device_hint(registry, wanted))
-    return DeviceDescription.read(wanted), f"in {Path(wanted)}"
+            raise UnknownNameError("device", device, names, _device_hint(registry, device))
+    return DeviceDescription.read(device), f"in {Path(device)}"
 
 
 def _device_hint(registry: Registry, name: str) -> str:
@@ -311,8 +311,10 @@ def _device_hint(registry: Registry, name: str) -> str:
 
 def _platform_hint(registry: Registry, platform: str) -> str:
     """Return the next action for a platform that no plugin in use provides."""
-    other = "The plugin with the kernels of this platform is needed. Is it installed and enabled?"
-    return platform_hint(registry, platform) or other
+    general_hint = (
+        "The plugin with the kernels of this platform is needed. Is it installed and enabled?"
+    )
+    return platform_hint(registry, platform) or general_hint
 
 
 def _is_path(text: str) -> bool:

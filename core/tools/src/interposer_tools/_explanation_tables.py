@@ -63,6 +63,6 @@ def _subject_cells(subject: Subject) -> Iterator[tuple[str, ...]]:
         platform = option.platform or "any"
         score = f"{candidate.score:g}"
         yield title, candidate.name, candidate.origin, score, platform, answer(option)
-        title = ""
+        title = ""  # only the first row of a subject shows its title
     if summary_of_others:
         yield title, summary_of_others, "", "", "", ""

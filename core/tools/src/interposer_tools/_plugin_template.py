@@ -195,8 +195,8 @@ def _conflict(name: str, package: str) -> str:
 
 def _proposed_name(name: str) -> str:
     """Return a valid name that resembles ``name``."""
-    most = _MAX_NAME_CHARACTERS - len("-plugin")
-    stem = re.sub("[^a-z0-9]+", "-", name).strip("-")[:most].strip("-") or "acme-kernels"
+    max_characters = _MAX_NAME_CHARACTERS - len("-plugin")
+    stem = re.sub("[^a-z0-9]+", "-", name).strip("-")[:max_characters].strip("-") or "acme-kernels"
     if not _name_fault(stem):
         return stem
     return f"{stem}-plugin" if stem.startswith("acme-") else f"acme-{stem}"

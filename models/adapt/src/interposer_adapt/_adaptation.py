@@ -307,7 +307,7 @@ def _refuse_training(module: nn.Module, name: str) -> Callable[[bool], nn.Module
     def train(mode: bool = True) -> nn.Module:
         if mode:
             raise ConfigError(
-                f"{name or 'The model'} is bound to kernels that record no gradients, so that it "
+                f"{name or 'The model'} is bound to kernels that record no gradients, so it "
                 "cannot be trained. Try: adapted.restore()"
             )
         return type(module).train(module, mode)
@@ -332,7 +332,7 @@ def _refuse_conversion(module: nn.Module, name: str) -> Callable[..., nn.Module]
             if (converted.dtype, converted.device) != (sample.dtype, sample.device):
                 raise ConfigError(
                     f"{name or 'The model'} is bound to kernels for {sample.dtype} on "
-                    f"{sample.device}, so that it cannot become {converted.dtype} on "
+                    f"{sample.device}, so it cannot become {converted.dtype} on "
                     f"{converted.device}. "
                     "Try: adapted.restore(), convert the model, and adapt() again"
                 )

@@ -48,7 +48,7 @@ class AttentionOwner(Protocol):
     """Computes attention calls when a compiled graph runs."""
 
     def compute(self, name: str, *args: Any) -> Tensor:
-        """Return ``[B, T, N, E]``."""
+        """Compute the attention of the module ``name``; return ``[B, T, N, E]``."""
         ...
 
 

@@ -218,7 +218,7 @@ def _trace(
     if not verdict:
         return verdict
     if not _is_close(call.key, key) or not _is_close(call.value, value):
-        return Verdict.refuse("it attends to other keys and values than those of its cache")
+        return Verdict.refuse("its attention does not use the keys and values of its cache")
     states = call.query, key, value
     return _match_parts(
         module, attention, _BlockTrace(calls, x, states, visitor.out, tables, out, call, index)

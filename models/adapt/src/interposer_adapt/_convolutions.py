@@ -63,9 +63,7 @@ def bind_convolution(adaptation: Adaptation, module: Any, name: str) -> str | Ve
 def _check_form(module: Any, device: torch.device) -> Verdict:
     """Refuse a convolution that is no matmul of patches, or that torch computes faster."""
     if module.groups != 1 or any(size != 1 for size in module.dilation):
-        return Verdict.refuse(
-            "torch's stays: it has groups or dilation, so that it is no single matmul"
-        )
+        return Verdict.refuse("torch's stays: it has groups or dilation, so it is no single matmul")
     if module.kernel_size != module.stride or any(module._reversed_padding_repeated_twice):
         return Verdict.refuse(
             "torch's is faster: its windows overlap or are padded, and copying them costs more "

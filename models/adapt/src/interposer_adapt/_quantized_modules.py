@@ -65,7 +65,7 @@ class QuantizedModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(
-            f"{self.place} holds weights that are packed for this processor, so that it cannot be "
+            f"{self.place} holds weights that are packed for this processor, so it cannot be "
             f"pickled. {_SUGGESTION}"
         )
 

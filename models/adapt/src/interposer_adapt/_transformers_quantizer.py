@@ -145,7 +145,7 @@ class InterposerQuantizer(HfQuantizer):
         raise ConfigError(
             "The plain weights were given up when the model was quantized by "
             f"{self.quantization_config.method!r}, and the quantized ones are packed for this "
-            "processor, so that the model cannot be saved. Try: `interposer quantize PATH NEW`, "
+            "processor, so the model cannot be saved. Try: `interposer quantize PATH NEW`, "
             "which writes quantized weights that transformers loads, or copy PATH and state "
             "'quantization_config' in its config.json"
         )

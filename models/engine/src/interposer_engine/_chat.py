@@ -58,7 +58,7 @@ class ChatRenderer:
         plain = plain_messages(messages, read_template)
         if template is None and not self._tokenizer.chat_template:
             raise RequestError(
-                f"{self._path} holds no chat template, so that messages cannot be written as the "
+                f"{self._path} holds no chat template, so messages cannot be written as the "
                 "prompt that it was trained with. Try: generate() with a text, or template=..."
             )
         render = self._tokenizer.apply_chat_template
@@ -93,7 +93,7 @@ class ChatRenderer:
         # A template that ignores tools renders the same prompt without tools.
         if tools and list(prompt_ids) == self.token_ids(plain, None, template, options):
             raise RequestError(
-                f"The chat template of {self._path} does not write tools, so that the model would "
+                f"The chat template of {self._path} does not write tools, so the model would "
                 "not know of them. Try: leave tools out, or template=... that writes them"
             )
         return list(prompt_ids)

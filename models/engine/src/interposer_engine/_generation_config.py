@@ -194,7 +194,7 @@ class GenerationSettings:
             return None
         name = self.source.name if isinstance(self.source, Path) else self.source
         return (
-            f"{name} states settings that are not applied, so that answers can differ from those "
+            f"{name} states settings that are not applied, so answers can differ from those "
             f"of transformers: {', '.join(listed)}"
         )
 

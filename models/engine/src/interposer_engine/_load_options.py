@@ -51,7 +51,6 @@ class CommandOption:
 
 
 def _option(kind: type, help_text: str, **details: Any) -> dict[Any, Any]:
-    """Return the metadata of a field with an option."""
     return {CommandOption: CommandOption(kind, help_text, **details)}
 
 

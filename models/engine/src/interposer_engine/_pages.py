@@ -125,7 +125,7 @@ class PagePool:
             )
 
     def num_unseen_pages(self, num_computed: int) -> int:
-        """Return the number of first pages that no token after the first ``num_computed`` sees."""
+        """Return the number of leading pages that left the attention window of all later tokens."""
         if self.seen_tokens is None:
             return 0
         return max(0, num_computed - self.seen_tokens + 1) // self.page_size

@@ -78,10 +78,10 @@ class SharedPrefixes:
         """Let older sequences save states where a new sequence diverges."""
         if self._checkpoints is None:
             return
-        for other in takewhile(lambda other: other is not sequence, running):
-            position = common_prefix_length(sequence, other, self._size) // self._size * self._size
-            if position > other.num_computed and position not in other.checkpoint_positions:
-                other.checkpoint_positions.append(position)
+        for older in takewhile(lambda candidate: candidate is not sequence, running):
+            position = common_prefix_length(sequence, older, self._size) // self._size * self._size
+            if position > older.num_computed and position not in older.checkpoint_positions:
+                older.checkpoint_positions.append(position)
 
     def attach(self, sequence: TokenSequence, running: Sequence[TokenSequence]) -> bool:
         """Give a sequence without pages the longest cached prefix, at most all but the last token.
@@ -93,7 +93,7 @@ class SharedPrefixes:
         Returns: False if the sequence must wait for an older sequence that is computing more of the
             prefix.
         """
-        older = [*takewhile(lambda other: other is not sequence, running)]
+        older_sequences = [*takewhile(lambda candidate: candidate is not sequence, running)]
         if sequence.num_missing_logprobs:
             # Prompt log probabilities need the logits of the prompt, which are not cached.
             page_keys(sequence, 0, self._size)
@@ -101,9 +101,11 @@ class SharedPrefixes:
             return True
         awaited, end = self._awaited.pop(sequence, (sequence, 0))
         # Search again if the awaited sequence has ended, was preempted, or has computed the prefix.
-        if awaited not in older or awaited.num_computed >= end:
+        if awaited not in older_sequences or awaited.num_computed >= end:
             match = self._search.longest(sequence, running)
-            shareable = ((self._future_prefix_length(sequence, other), other) for other in older)
+            shareable = (
+                (self._future_prefix_length(sequence, older), older) for older in older_sequences
+            )
             end, awaited = max(shareable, key=itemgetter(0), default=(0, sequence))
             if end - match.num_tokens < _WORTH_TOKENS:
                 self._begin(sequence, match, running)
@@ -174,17 +176,17 @@ class SharedPrefixes:
                 part.forget()
         self._search.tails.clear()
 
-    def _future_prefix_length(self, sequence: TokenSequence, other: TokenSequence) -> int:
-        """Return the length of the common prefix that ``other`` will provide, 0 if it is done."""
+    def _future_prefix_length(self, sequence: TokenSequence, older: TokenSequence) -> int:
+        """Return the length of the common prefix that ``older`` will still compute, or 0."""
         # A sequence that decodes computes no more of its prompt.
-        if len(other) - other.num_computed <= 1:
+        if len(older) - older.num_computed <= 1:
             return 0
-        end = common_prefix_length(sequence, other, self._size)
+        end = common_prefix_length(sequence, older, self._size)
         if self._checkpoints is not None:
             end = max(
-                (position for position in other.checkpoint_positions if position <= end), default=0
+                (position for position in older.checkpoint_positions if position <= end), default=0
             )
-        return end if end > other.num_computed else 0
+        return end if end > older.num_computed else 0
 
     def _checkpoint_positions(self, sequence: TokenSequence, num_known_pages: int) -> set[int]:
         """Return the numbers of tokens after which to save the state of a sequence.
@@ -474,12 +476,14 @@ class PrefixSearch:
     ) -> Iterator[tuple[list[int], tuple[int, ...]]]:
         """Yield tokens and unfinished pages of running sequences after the key ``key_before``."""
         start = count * self._size
-        for other in running:
-            if other.num_computed > start and other.page_keys[count : count + 1] == [key_before]:
-                pages = tuple(pages[count] for pages in other.pages)
+        for sequence in running:
+            if sequence.num_computed > start and sequence.page_keys[count : count + 1] == [
+                key_before
+            ]:
+                pages = tuple(pages[count] for pages in sequence.pages)
                 if all(p != pool.zero_page for p, pool in zip(pages, self._pools, strict=True)):
-                    stop = min(start + self._size, other.num_computed)
-                    yield other.tokens(start, stop), pages
+                    stop = min(start + self._size, sequence.num_computed)
+                    yield sequence.tokens(start, stop), pages
 
     def _has(self, pool_index: int, key: bytes, may_restore: bool) -> bool:
         if self._pools[pool_index].has_key(key):
@@ -495,19 +499,19 @@ class PrefixSearch:
         return may_restore and self._store is not None and self._store.kinds[-1].has_key(key)
 
 
-def common_prefix_length(sequence: TokenSequence, other: TokenSequence, size: int) -> int:
-    """Return the length of the common prefix of two sequences, at most all but the last token.
+def common_prefix_length(sequence: TokenSequence, cached: TokenSequence, size: int) -> int:
+    """Return the length of the prefix that two sequences share, without the last of ``sequence``.
 
     Args:
         size: Page size.
     """
-    low, high = 0, min(len(sequence) - 1, len(other)) // size
-    keys, other_keys = page_keys(sequence, high, size), page_keys(other, high, size)
-    if keys[0] != other_keys[0]:
+    low, high = 0, min(len(sequence) - 1, len(cached)) // size
+    keys, cached_keys = page_keys(sequence, high, size), page_keys(cached, high, size)
+    if keys[0] != cached_keys[0]:
         return 0
     # Binary search: the keys are equal up to some page and differ after it.
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if keys[middle] == other_keys[middle] else (low, middle - 1)
+        low, high = (middle, high) if keys[middle] == cached_keys[middle] else (low, middle - 1)
     start, stop = low * size, min((low + 1) * size, len(sequence) - 1)
-    return start + common_tokens(sequence.tokens(start, stop), other.tokens(start, stop))
+    return start + common_tokens(sequence.tokens(start, stop), cached.tokens(start, stop))

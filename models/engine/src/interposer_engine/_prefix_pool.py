@@ -281,7 +281,7 @@ def check_shared_prefixes(is_prefix_lm: bool, has_encoder_input: bool) -> None:
     """Raise ConfigError if sequences with equal prefixes cannot share cached keys and values."""
     reason = ""
     if is_prefix_lm:
-        reason = "lets prompt tokens attend to later ones, so that no other prompt has their keys"
+        reason = "lets prompt tokens attend to later ones, so no other prompt has their keys"
     elif has_encoder_input:
         reason = "has an encoder, and keys and values of equal prefixes depend on its input"
     if reason:

@@ -169,7 +169,7 @@ class Runner:
         if self.compiled is not None or not isinstance(self.model, CausalLM):
             obstacle = "compiled" if self.compiled is not None else type(self.model).__name__
             raise ConfigError(
-                f"The model is {obstacle}, so that its hidden states are not available, which an "
+                f"The model is {obstacle}, so its hidden states are not available, which an "
                 "MTP head reads. Try: Config(compile='off'), or speculation='ngram'"
             )
         self.hidden = self.model.model.hidden = hidden

@@ -234,7 +234,6 @@ class Scheduler:
             pool.trim(sequence.pages[pool_index], sequence.num_computed)
 
     def _min_chunk_tokens(self, sequence: TokenSequence) -> int:
-        """Return the least number of tokens of a sequence's next chunk."""
         return max(len(sequence.prompt) - sequence.num_computed, 1) if self._whole_prompts else 1
 
     def _reserve(self, sequence: TokenSequence, num_tokens: int) -> bool:

@@ -215,7 +215,7 @@ class MissingTokenizer(TextTokenizer):
     def encode(self, text: str) -> list[int]:
         """Raise RequestError."""
         raise RequestError(
-            f"{self._path} holds no tokenizer, so that texts cannot be read. "
+            f"{self._path} holds no tokenizer, so texts cannot be read. "
             f"Try: give token ids, or {self._advice}"
         )
 
@@ -234,7 +234,7 @@ class MissingTokenizer(TextTokenizer):
     def chat(self) -> ChatRenderer:
         """Raise RequestError."""
         raise RequestError(
-            f"{self._path} holds no tokenizer, so that messages cannot be written as a prompt. "
+            f"{self._path} holds no tokenizer, so messages cannot be written as a prompt. "
             f"Try: give token ids to generate(), or {self._advice}"
         )
 

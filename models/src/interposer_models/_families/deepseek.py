@@ -48,8 +48,8 @@ class DeepseekV2(LatentFamily):
         if self.topk_method == "group_limited_greedy":
             if self.n_group is None or self.topk_group is None:
                 raise ValueError(
-                    "topk_method is 'group_limited_greedy', so that n_group and "
-                    "topk_group must be numbers"
+                    "topk_method is 'group_limited_greedy', so n_group and topk_group must be "
+                    "numbers"
                 )
             num_groups, top_groups = self.n_group, self.topk_group
         return Grouping(num_groups, top_groups, False, self.routed_scaling_factor, "softmax")

@@ -480,7 +480,7 @@ def granite_moe() -> Examples:
 
 
 def phi3() -> Examples:
-    """Return partly rotated heads, a window, and both sets of longrope factors.
+    """Configs: partial rotary embedding, a sliding window, and long and short longrope factors.
 
     transformers uses the short factors for sequences up to the original context. The model "long"
     has an original context of one token, whose position is 0, so that no angle shows the

@@ -57,20 +57,20 @@ def keys_of_all(first, last, num_keys, window, prefix, CAUSAL: tl.constexpr, BOT
 
 
 @triton.jit
-def attention_scores(products, scale, softcap, slopes, distance):
+def attention_scores(raw_scores, scale, softcap, slopes, distance):
     """Turn ``q k^T`` into scores in base 2: scale, optional softcap, optional ALiBi.
 
     Args:
-        products: ``[R, L]`` float32.
+        raw_scores: ``[R, L]`` float32.
         softcap: bound of the scores, or None.
         slopes: ``[R, 1]`` float32, or None: the ALiBi slope of each row.
         distance: ``[R, L]`` tokens, read only if there are slopes.
     """
     if softcap is None:
-        scores = products * (scale * LOG2E)
+        scores = raw_scores * (scale * LOG2E)
     else:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1) needs no tanh instruction; an overflow of exp gives 1.
-        power = tl.exp2(products * (scale * (2 * LOG2E) / softcap))
+        power = tl.exp2(raw_scores * (scale * (2 * LOG2E) / softcap))
         scores = (softcap * LOG2E) * (1.0 - 2.0 / (power + 1.0))
     if slopes is not None:
         scores = scores - (slopes * LOG2E) * tl.abs(distance).to(tl.float32)

@@ -80,9 +80,9 @@ def attend_keys(
         key_rows = key_cache + (page * key_stride + slot)[:, None]
         value_rows = value_cache + (page * value_stride + slot)[:, None]
         k = tl.load(key_rows + element, mask=element_mask, other=0.0)
-        products = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        raw_scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         distance = positions - key[None, :]
-        scores = attention_scores(products, scale, softcap, slope, distance)
+        scores = attention_scores(raw_scores, scale, softcap, slope, distance)
         if MASKED:
             visible = is_visible(positions, key[None, :], num_keys, window, prefix, CAUSAL, False)
             scores = tl.where(visible, scores, float("-inf"))

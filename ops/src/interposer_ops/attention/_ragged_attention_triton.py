@@ -205,12 +205,12 @@ def _attend(
         key_mask = key_position < num_keys
         token = key_position.to(tl.int64)
         k = _rows(keys, token, key_stride, key_mask, 0, FRONT, HEAD_SIZE)
-        products = tl.dot(q, tl.trans(k), input_precision="ieee")
+        raw_scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if REST > 0:
             k = _rows(keys, token, key_stride, key_mask, FRONT, REST, HEAD_SIZE)
-            products = tl.dot(q_rest, tl.trans(k), products, input_precision="ieee")
+            raw_scores = tl.dot(q_rest, tl.trans(k), raw_scores, input_precision="ieee")
         scores = attention_scores(
-            products, scale, softcap, slopes, position - key_position[None, :]
+            raw_scores, scale, softcap, slopes, position - key_position[None, :]
         )
         # Only tiles at a border of the visible keys need a mask.
         if (base < whole_start) | (base + KEYS > whole_end):

@@ -57,8 +57,8 @@ def indexer_scores(
         cached_keys, (0, 0, 0, max_seq_tokens - cached_keys.shape[1])
     )  # [B, L, D]
     sequence, offset = positions_of(query_starts, query.shape[0])
-    products = torch.einsum("tid,tld->til", query.to(wide), cached_keys[sequence])
-    scores = torch.einsum("til,ti->tl", products.relu(), weights.to(wide))
+    raw_scores = torch.einsum("tid,tld->til", query.to(wide), cached_keys[sequence])
+    scores = torch.einsum("til,ti->tl", raw_scores.relu(), weights.to(wide))
     positions = (seq_lens - query_starts.diff())[sequence] + offset  # [T]
     visible = torch.arange(max_seq_tokens, device=query.device) <= positions[:, None]
     return scores.masked_fill(~visible, -torch.inf)

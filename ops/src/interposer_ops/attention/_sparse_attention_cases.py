@@ -123,10 +123,10 @@ def _scores_case(
         "scaled": scales is not None,
     }
     # A dot product is a sum of D terms, a score is a sum of I weighted dot products.
-    product = longest_row(query) * longest_row(keys.float() * factors[:, None])
+    largest_score = longest_row(query) * longest_row(keys.float() * factors[:, None])
     weighted = float(weights.abs().sum(-1).max()) if weights.numel() else 0.0
     return Case(
-        label, arguments, dims, reduction=head_size + heads + 2, magnitude=product * weighted
+        label, arguments, dims, reduction=head_size + heads + 2, magnitude=largest_score * weighted
     )
 
 

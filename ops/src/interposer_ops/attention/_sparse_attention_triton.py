@@ -103,7 +103,7 @@ def _score(
     for first in range(0, NUM_HEADS, HEADS):
         head = first + tl.arange(0, HEADS)[:, None]
         head_mask = head < NUM_HEADS
-        products = tl.zeros([HEADS, KEYS], tl.float32)
+        raw_scores = tl.zeros([HEADS, KEYS], tl.float32)
         for start in range(0, HEAD_SIZE, STEP):
             element = start + tl.arange(0, STEP)[None, :]
             element_mask = element < HEAD_SIZE
@@ -111,10 +111,10 @@ def _score(
             q = tl.load(pointers, mask=head_mask & element_mask, other=0.0)
             k = tl.load(rows[:, None] + element, mask=key_mask[:, None] & element_mask, other=0.0)
             k = k.to(query.dtype.element_ty)  # exact: keys are as narrow as it, or narrower
-            products = tl.dot(q, tl.trans(k), products, input_precision="ieee")
+            raw_scores = tl.dot(q, tl.trans(k), raw_scores, input_precision="ieee")
         weight = tl.load(weights + token * weights_stride + head, mask=head_mask, other=0.0)
         # Not tl.maximum(x, 0), which may turn NaN into 0.
-        positive = tl.where(products < 0.0, 0.0, products)
+        positive = tl.where(raw_scores < 0.0, 0.0, raw_scores)
         total += tl.sum(positive * weight.to(tl.float32), 0)
     if key_scales is not None:
         total *= tl.load(key_scales + page * scales_stride + slot, mask=key_mask, other=0.0)

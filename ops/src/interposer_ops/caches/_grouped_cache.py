@@ -41,8 +41,8 @@ def round_groups(x: Tensor) -> Tensor:
     exact = (groups.amax(-1) - base) / _MAX_CODE
     step = _upper_half(exact.view(torch.int32) + _LOWER_HALF)
     quotients = (groups - base[..., None]) / step[..., None]
-    codes = torch.where(step[..., None] > 0, quotients, 0).round().clamp(0, _MAX_CODE)
-    first, second = codes.to(torch.uint8).flatten(-2).unflatten(-1, (-1, 2)).unbind(-1)
+    quantized = torch.where(step[..., None] > 0, quotients, 0).round().clamp(0, _MAX_CODE)
+    first, second = quantized.to(torch.uint8).flatten(-2).unflatten(-1, (-1, 2)).unbind(-1)
     both = torch.stack((base, step), -1).bfloat16().view(torch.uint8).flatten(-2)
     return torch.cat((first | second << 4, both), -1)
 
@@ -56,10 +56,12 @@ def read_groups(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """
     num_groups = rows.shape[-1] // grouped_bytes(GROUP_SIZE)
     packed, both = rows.split((num_groups * GROUP_SIZE // 2, num_groups * 4), -1)
-    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).unflatten(-1, (num_groups, -1))
+    quantized = (
+        torch.stack((packed & 15, packed >> 4), -1).flatten(-2).unflatten(-1, (num_groups, -1))
+    )
     scales = both.contiguous().view(torch.bfloat16).float().unflatten(-1, (num_groups, 2))
     base, step = scales[..., None].unbind(-2)
-    numbers: Tensor = base + step * codes
+    numbers: Tensor = base + step * quantized
     return numbers.flatten(-2).to(dtype)
 
 

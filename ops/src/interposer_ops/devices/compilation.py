@@ -55,7 +55,7 @@ def _expose(
     record: Any = candidate.record
     reason = ""
     if record.prepare:
-        reason = "its constants are prepared, so that the reference does not say what it returns"
+        reason = "it prepares its constants, so the reference cannot compute its result shape"
     elif not isinstance(function, FunctionType | BuiltinFunctionType):
         reason = f"it is a {type(function).__name__}, no function"
     if reason:

@@ -69,8 +69,8 @@ def w4a16_embedding(
     Dims: ``vocab_size``, ``hidden_size``, ``group_size``, ``num_groups``, ``asymmetric``;
         ``tied``, if the LM head uses the same ``weight``.
     """
-    codes = unpack_nibbles(weight[token_ids])
-    return _dequantize(token_ids, codes, scale, zero_points, _DEFAULT_ZERO_POINT, out_dtype)
+    quantized = unpack_nibbles(weight[token_ids])
+    return _dequantize(token_ids, quantized, scale, zero_points, _DEFAULT_ZERO_POINT, out_dtype)
 
 
 @_quantized("w8a16_embedding")
@@ -100,7 +100,7 @@ def w8a16_embedding(
 
 def _dequantize(
     token_ids: Tensor,
-    codes: Tensor,
+    quantized: Tensor,
     scale: Tensor,
     zero_points: Tensor | None,
     default_zero_point: int,
@@ -108,7 +108,7 @@ def _dequantize(
 ) -> Tensor:
     wide = torch.promote_types(out_dtype, torch.float32)
     num_groups = scale.shape[1]
-    grouped = codes.to(wide).unflatten(1, (num_groups, codes.shape[1] // num_groups))
+    grouped = quantized.to(wide).unflatten(1, (num_groups, quantized.shape[1] // num_groups))
     if zero_points is None:
         grouped = grouped - default_zero_point
     else:

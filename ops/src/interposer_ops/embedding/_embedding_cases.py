@@ -115,11 +115,11 @@ def _quantized_arguments(
     scale = torch.full((rows, num_groups), torch.nan)
     distinct = token_ids.unique()
     scale[distinct] = uniform((len(distinct), num_groups), torch.float32, generator, 0.01, 0.04)
-    codes = random_integers(bits, (rows, width), generator)
+    quantized = random_integers(bits, (rows, width), generator)
     zero_points = random_integers(bits, (rows, num_groups), generator) if asymmetric else None
     return {
         "token_ids": token_ids,
-        "weight": pack_nibbles(codes) if bits == 4 else codes,
+        "weight": pack_nibbles(quantized) if bits == 4 else quantized,
         "scale": scale if group else scale.squeeze(1),
         "zero_points": zero_points,
         "out_dtype": dtype,

@@ -246,5 +246,5 @@ def _unpacked(packed: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _microscaled(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Decode packed e2m1 values, and multiply each block of 32 by its power of two."""
-    codes = decode_e2m1(unpack_nibbles(packed), dtype)
-    return _scaled(codes, decode_e8m0(scales, dtype))
+    quantized = decode_e2m1(unpack_nibbles(packed), dtype)
+    return _scaled(quantized, decode_e8m0(scales, dtype))

@@ -293,7 +293,7 @@ def _floats4(num_exponents: int, generator: torch.Generator) -> Store:
         scales = torch.randint(
             smallest, largest + 1, blocks, dtype=torch.uint8, generator=generator
         )
-        codes = decode_e2m1(unpack_nibbles(packed), torch.float32)
-        return packed, scales, spread(codes, decode_e8m0(scales, torch.float32))
+        quantized = decode_e2m1(unpack_nibbles(packed), torch.float32)
+        return packed, scales, spread(quantized, decode_e8m0(scales, torch.float32))
 
     return store

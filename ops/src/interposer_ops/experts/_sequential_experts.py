@@ -76,8 +76,8 @@ def fused_experts_mxfp4_in_turn(
 
     def projects(packed: Tensor, scales: Tensor, bias: Tensor | None) -> Project:
         def project(expert: int, rows: Tensor) -> Tensor:
-            codes = pairs.index_select(0, packed[expert].flatten().int())
-            blocks = codes.view(*scales.shape[1:], MX_BLOCK_SIZE)
+            quantized = pairs.index_select(0, packed[expert].flatten().int())
+            blocks = quantized.view(*scales.shape[1:], MX_BLOCK_SIZE)
             blocks.mul_(decode_e8m0(scales[expert], wide)[..., None])
             return functional.linear(rows, blocks.flatten(1), _of(bias, expert, wide))
 

@@ -216,18 +216,18 @@ def _attend(
         row_offset = page * page_stride + position % PAGE_SIZE * WIDTH
         if WHOLE:
             v = _rows(cache, row_offset, key_mask, 0, LATENT_SIZE, FRONT, query)
-            products = tl.dot(q, tl.trans(v), input_precision="ieee")
+            raw_scores = tl.dot(q, tl.trans(v), input_precision="ieee")
             if REST > 0:
                 k = _rows(cache, row_offset, key_mask, LATENT_SIZE, WIDTH, REST, query)
-                products = tl.dot(q_rest, tl.trans(k), products, input_precision="ieee")
+                raw_scores = tl.dot(q_rest, tl.trans(k), raw_scores, input_precision="ieee")
         else:
-            products = tl.zeros([HEADS, TOKENS], tl.float32)
+            raw_scores = tl.zeros([HEADS, TOKENS], tl.float32)
             for step in range(0, WIDTH, FRONT):
                 q = _rows(queries, head * WIDTH, head_mask, step, WIDTH, FRONT, query)
                 k = _rows(cache, row_offset, key_mask, step, WIDTH, FRONT, query)
-                products = tl.dot(q, tl.trans(k), products, input_precision="ieee")
+                raw_scores = tl.dot(q, tl.trans(k), raw_scores, input_precision="ieee")
             v = _rows(cache, row_offset, key_mask, first_value, LATENT_SIZE, VALUES, query)
-        scores = tl.where(key_mask[None, :], products * factor, float("-inf"))
+        scores = tl.where(key_mask[None, :], raw_scores * factor, float("-inf"))
         highest, weights, values = accumulate_tile(scores, v, highest, weights, values)
 
     split_offset = (row * tl.num_programs(1) + split) * NUM_HEADS + head

@@ -59,9 +59,9 @@ def indexer_scores_in_turn(
         step = max(1, _MAX_ELEMENTS // (num_heads * length))
         for first in range(start, stop, step):
             last = min(first + step, stop)
-            products = query[first:last].to(wide).flatten(0, 1) @ cached_keys.T  # [tokens I, L]
-            products = products.relu_().unflatten(0, (-1, num_heads))
-            scores[first:last, :length] = torch.bmm(weights[first:last], products)[:, 0]
+            raw_scores = query[first:last].to(wide).flatten(0, 1) @ cached_keys.T  # [tokens I, L]
+            raw_scores = raw_scores.relu_().unflatten(0, (-1, num_heads))
+            scores[first:last, :length] = torch.bmm(weights[first:last], raw_scores)[:, 0]
         positions = torch.arange(length - (stop - start), length, device=query.device)
         later = torch.arange(length, device=query.device) > positions[:, None]
         scores[start:stop, :length].masked_fill_(later, -torch.inf)

@@ -112,5 +112,4 @@ class GemmaRMSNorm(RMSNorm):
 
 
 def _stream_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the residual stream."""
     return torch.promote_types(dtype, torch.float32)

@@ -81,5 +81,5 @@ def batched_linear(x: Tensor, weight: Tensor) -> Tensor:
     Source: arXiv:2405.04434 (absorbed projections).
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    product = torch.bmm(x.to(wide), weight.to(wide))
-    return product.to(x.dtype, memory_format=torch.contiguous_format)
+    wide_result = torch.bmm(x.to(wide), weight.to(wide))
+    return wide_result.to(x.dtype, memory_format=torch.contiguous_format)

@@ -134,12 +134,12 @@ def _expand_case(
     shrunk: Tensor, lora_b: Tensor, adapter_ids: Tensor, y: Tensor, offset: int, label: str
 ) -> Case:
     adapters, width, rank = lora_b.shape
-    products = torch.einsum("tr,aor->tao", shrunk.double(), lora_b.double())
+    expanded = torch.einsum("tr,aor->tao", shrunk.double(), lora_b.double())
     return Case(
         label,
         {"shrunk": shrunk, "lora_b": lora_b, "adapter_ids": adapter_ids, "y": y, "offset": offset},
         {"out_features": width, "rank": rank, "num_adapters": adapters},
         reduction=rank + 1,
         magnitude=peak(y) + longest_row(shrunk) * longest_row(lora_b),
-        rounded=peak(products),
+        rounded=peak(expanded),
     )

@@ -48,8 +48,8 @@ def mxfp4_linear(x: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor 
     Dims: ``in_features``, ``out_features``, ``biased``.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    codes = decode_e2m1(unpack_nibbles(weight), wide)
-    dequantized = _scale_blocks(codes, decode_e8m0(weight_scales, wide))
+    quantized = decode_e2m1(unpack_nibbles(weight), wide)
+    dequantized = _scale_blocks(quantized, decode_e8m0(weight_scales, wide))
     offset = None if bias is None else bias.to(wide)
     return functional.linear(x.to(wide), dequantized, offset).to(x.dtype)
 

@@ -187,7 +187,6 @@ fp8_linear_sample, fp8_block_linear_sample = _FP8.sample, _FP8_BLOCKS.sample
 
 
 def _scales(shape: tuple[int, ...], size: float, generator: torch.Generator) -> Tensor:
-    """Draw scales between half and twice ``size``."""
     return uniform(shape, torch.float32, generator, 0.5 * size, 2.0 * size)
 
 

@@ -89,8 +89,8 @@ def w4a8_linear(
     shifted = x.int() if x_zero_point is None else x.int() - x_zero_point
     zero = 8 if weight_zero_points is None else weight_zero_points.double().unsqueeze(-1)
     num_groups = weight_scales.shape[1]
-    codes = unpack_nibbles(weight).double()
-    groups = codes.unflatten(1, (num_groups, codes.shape[1] // num_groups))
+    quantized = unpack_nibbles(weight).double()
+    groups = quantized.unflatten(1, (num_groups, quantized.shape[1] // num_groups))
     scaled = ((groups - zero) * weight_scales.double().unsqueeze(-1)).flatten(1)
     # Equal to the sums of groups: float64 holds the product of input, code and scale exactly.
     total = functional.linear(shifted.double(), scaled).to(x_scale.dtype) * x_scale

@@ -245,14 +245,14 @@ def load_nibbles(
         bytes_of_two = load_masked(
             weight + row[:, None] * (IN_FEATURES // 2) + pair, pair < end // 2, MASKED
         )
-        codes = tl.join((bytes_of_two & 15).to(DTYPE), (bytes_of_two >> 4).to(DTYPE))
-        codes = codes.reshape(row.shape[0], INPUTS)
+        quantized = tl.join((bytes_of_two & 15).to(DTYPE), (bytes_of_two >> 4).to(DTYPE))
+        quantized = quantized.reshape(row.shape[0], INPUTS)
     else:  # every second group starts in the high nibble of a byte
         element = first + tl.arange(0, INPUTS)[None, :]
         pointer = weight + row[:, None] * (IN_FEATURES // 2) + element // 2
         shifted = load_masked(pointer, element < end, MASKED) >> (element % 2 * 4).to(tl.uint8)
-        codes = (shifted & 15).to(DTYPE)
-    return codes
+        quantized = (shifted & 15).to(DTYPE)
+    return quantized
 
 
 @triton.jit

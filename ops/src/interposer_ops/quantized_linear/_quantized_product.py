@@ -34,8 +34,8 @@ class CodedProduct:
 
     def __call__(self, x: Tensor, *operands: Any) -> Tensor:
         """Quantize ``x`` ``[T, I]`` and return the GEMM's result ``[T, O]``."""
-        codes, scales = self.quantize(x, *self.options)
-        return self.multiply(codes, scales, *operands)
+        quantized, scales = self.quantize(x, *self.options)
+        return self.multiply(quantized, scales, *operands)
 
 
 class StaticProduct(CodedProduct):
@@ -50,5 +50,5 @@ class StaticProduct(CodedProduct):
     def __call__(self, x: Tensor, *operands: Any) -> Tensor:
         """Quantize ``x`` ``[T, I]`` and return the GEMM's result ``[T, O]``."""
         *gemm_operands, scale = operands
-        codes = self.quantize(x, scale, *self.options)
-        return self.multiply(codes, scale, *gemm_operands)
+        quantized = self.quantize(x, scale, *self.options)
+        return self.multiply(quantized, scale, *gemm_operands)

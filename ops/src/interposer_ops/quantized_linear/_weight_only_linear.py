@@ -76,7 +76,7 @@ def w8a16_linear(
 
 def _project(
     x: Tensor,
-    codes: Tensor,
+    quantized: Tensor,
     scales: Tensor,
     bias: Tensor | None,
     zero_points: Tensor | None,
@@ -84,7 +84,7 @@ def _project(
 ) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     num_groups = scales.shape[1]
-    grouped = codes.to(wide).unflatten(1, (num_groups, codes.shape[1] // num_groups))
+    grouped = quantized.to(wide).unflatten(1, (num_groups, quantized.shape[1] // num_groups))
     zero = default_zero_point if zero_points is None else zero_points.to(wide).unsqueeze(-1)
     dequantized = ((grouped - zero) * scales.to(wide).unsqueeze(-1)).flatten(1)
     offset = None if bias is None else bias.to(wide)

@@ -74,19 +74,19 @@ def _draw(
         flat: True for scales of shape ``[O]``.
     """
     in_features, out_features = features_of(dims)
-    codes = random_integers(bits, (out_features, in_features), generator)
+    quantized = random_integers(bits, (out_features, in_features), generator)
     grouped = (out_features, in_features // int(dims["group_size"]))
     scale_dtype = getattr(torch, str(dims.get("scale_dtype", "float32")))
     scale = _scales(bits, grouped, in_features, scale_dtype, generator)
     if weights == "ends":
         pair = torch.tensor([-128, 127], dtype=torch.int8)
-        codes = pair.repeat(out_features, -(-in_features // 2))[:, :in_features].contiguous()
+        quantized = pair.repeat(out_features, -(-in_features // 2))[:, :in_features].contiguous()
     elif weights == "zeros":
         scale[::2] = 0
     zero_points = random_integers(bits, grouped, generator) if dims["asymmetric"] else None
     return {
         "x": normal_numbers((*rows, in_features), dtype, generator),
-        "weight": pack_nibbles(codes) if bits == 4 else codes,
+        "weight": pack_nibbles(quantized) if bits == 4 else quantized,
         "scale": scale.flatten() if flat else scale,
         "bias": None,
         "zero_points": zero_points,
@@ -95,10 +95,10 @@ def _draw(
 
 def _dequantize(arguments: Arguments, wide: torch.dtype, *, bits: int) -> tuple[Tensor, Tensor]:
     weight, zero_points = arguments["weight"], arguments["zero_points"]
-    codes = unpack_nibbles(weight) if bits == 4 else weight
-    scales = arguments["scale"].to(wide).reshape(len(codes), -1)
+    quantized = unpack_nibbles(weight) if bits == 4 else weight
+    scales = arguments["scale"].to(wide).reshape(len(quantized), -1)
     zero = (8.0 if bits == 4 else 0.0) if zero_points is None else zero_points.to(wide)
-    return arguments["x"].to(wide), scaled_groups(codes.to(wide), scales, zero)
+    return arguments["x"].to(wide), scaled_groups(quantized.to(wide), scales, zero)
 
 
 _W4, _W8 = (

@@ -138,12 +138,14 @@ def _linear(
         group = step // STEPS
         first = group * GROUP_SIZE + (step % STEPS) * INPUTS
         end = (group + 1) * GROUP_SIZE
-        codes = _codes(weight, row, first, end, IN_FEATURES, GROUP_SIZE, PACKED, MASKED, INPUTS)
+        quantized = _load_quantized(
+            weight, row, first, end, IN_FEATURES, GROUP_SIZE, PACKED, MASKED, INPUTS
+        )
         if zero_points is not None:
             zero = tl.load(zero_points + row * NUM_GROUPS + group).to(tl.float32)
-            integers = codes - zero[:, None]
+            integers = quantized - zero[:, None]
         else:
-            integers = codes - DEFAULT_ZERO_POINT
+            integers = quantized - DEFAULT_ZERO_POINT
         element = first + tl.arange(0, INPUTS)[:, None]
         valid = (token_mask & (element < end)) if MASKED else token_mask
         inputs = tl.load(x_row + element, mask=valid, other=0.0)
@@ -164,21 +166,21 @@ def _linear(
 
 
 @triton.jit
-def _codes(
+def _load_quantized(
     weight, row, first, end,
     IN_FEATURES: tl.constexpr, GROUP_SIZE: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
     INPUTS: tl.constexpr,
 ):  # fmt: skip
     """Load codes of ``INPUTS`` inputs from ``first`` on; any codes from ``end`` on."""
     if PACKED:
-        codes = load_nibbles(
+        quantized = load_nibbles(
             weight, row, first, end, IN_FEATURES, GROUP_SIZE, MASKED, INPUTS, tl.float32
         )
     else:
         element = first + tl.arange(0, INPUTS)[None, :]
         pointer = weight + row[:, None] * IN_FEATURES + element
-        codes = load_masked(pointer, element < end, MASKED).to(tl.float32)
-    return codes
+        quantized = load_masked(pointer, element < end, MASKED).to(tl.float32)
+    return quantized
 
 
 def _w4(

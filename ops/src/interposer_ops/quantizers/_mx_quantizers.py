@@ -116,8 +116,8 @@ def quantize_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     rounded_scales = scales.to(wide.dtype)
     # A scale of 0 becomes a divisor of infinity: every quotient is a zero with the sign of x.
     divisors = torch.where(rounded_scales > 0, rounded_scales, torch.inf).unsqueeze(-1)
-    codes = encode_e2m1(blocks * global_scale / divisors)
-    return pack_nibbles(codes.flatten(-2)), scales
+    quantized = encode_e2m1(blocks * global_scale / divisors)
+    return pack_nibbles(quantized.flatten(-2)), scales
 
 
 @_op(

@@ -1,8 +1,8 @@
 """Quantizers of weights to 8-bit and 4-bit integers.
 
 A dequantized weight is (code - zero_point) * scale; quotients are rounded to nearest, ties to even.
-The range of codes covers the range of a group's numbers, so that the largest number may saturate by
-half a step. Checkpoint formats of other tools use the same scales.
+The integers cover the range of a group's numbers, so the largest number may saturate by half a
+step. Checkpoint formats of other tools use the same scales.
 
 O output features, I input features, G inputs per scale.
 
@@ -34,7 +34,7 @@ _op = partial(
 # Numbers per chunk: the float32 temporaries of a chunk stay in a core's cache and are small beside
 # a weight. Chunks of four million numbers take four to seven times as long.
 _CHUNK_NUMBERS = 1 << 19
-_MIDDLE = 8  # of the unsigned 4-bit codes
+_MIDDLE = 8  # of the unsigned 4-bit integers
 
 
 @_op("quantize_weight_int8")
@@ -50,16 +50,16 @@ def quantize_weight_int8(
         weight: ``[O, I]``, any float dtype. A group with an infinity or NaN has a scale that is
             not finite.
         group_size: G, a divisor of I.
-    Returns: ``(codes, scale)``: ``[O, I]`` int8 and ``[O, I / G]`` float32.
+    Returns: ``(quantized, scale)``: ``[O, I]`` int8 and ``[O, I / G]`` float32.
     Dims: ``in_features``, ``out_features``, ``num_groups``, ``scale_dtype``.
     """
-    codes = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
+    quantized = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
     scale = _allocate_scales(weight, group_size)
     for rows, start in row_chunks(weight):
         stop = start + len(rows)
         rounded, scale[start:stop] = _quantize_symmetric(rows, group_size, scale_dtype, 8)
-        codes[start:stop] = rounded
-    return codes, scale
+        quantized[start:stop] = rounded
+    return quantized, scale
 
 
 @_op("quantize_weight_int4")
@@ -72,16 +72,16 @@ def quantize_weight_int4(
     code = clamp(round(w / scale), -8, 7) + 8
 
     Args: those of ``quantize_weight_int8``; I is even.
-    Returns: ``(codes, scale)``: ``[O, I / 2]`` uint8, two codes per byte, the code of the first
+    Returns: ``(quantized, scale)``: ``[O, I / 2]`` uint8, two values per byte, the first
         input in the low nibble, and ``[O, I / G]`` float32.
     Dims: ``in_features``, ``out_features``, ``num_groups``, ``scale_dtype``.
     """
-    codes, scale = _allocate_pairs(weight), _allocate_scales(weight, group_size)
+    quantized, scale = _allocate_pairs(weight), _allocate_scales(weight, group_size)
     for rows, start in row_chunks(weight):
         stop = start + len(rows)
         rounded, scale[start:stop] = _quantize_symmetric(rows, group_size, scale_dtype, 4)
-        codes[start:stop] = pack_nibbles((rounded + _MIDDLE).to(torch.uint8))
-    return codes, scale
+        quantized[start:stop] = pack_nibbles((rounded + _MIDDLE).to(torch.uint8))
+    return quantized, scale
 
 
 @_op("quantize_weight_int4_asymmetric")
@@ -95,11 +95,11 @@ def quantize_weight_int4_asymmetric(
     code = clamp(round(w / scale + zero_point), 0, 15)
 
     Args: those of ``quantize_weight_int8``; I is even.
-    Returns: ``(codes, scale, zero_points)``: ``[O, I / 2]`` uint8, two codes per byte, the code of
-        the first input in the low nibble, ``[O, I / G]`` float32 and ``[O, I / G]`` uint8.
+    Returns: ``(quantized, scale, zero_points)``: ``[O, I / 2]`` uint8, two values per byte, the
+        first input in the low nibble, ``[O, I / G]`` float32 and ``[O, I / G]`` uint8.
     Dims: ``in_features``, ``out_features``, ``num_groups``.
     """
-    codes, scale = _allocate_pairs(weight), _allocate_scales(weight, group_size)
+    quantized, scale = _allocate_pairs(weight), _allocate_scales(weight, group_size)
     zero_points = torch.empty_like(scale, dtype=torch.uint8)
     for rows, start in row_chunks(weight):
         stop = start + len(rows)
@@ -109,10 +109,10 @@ def quantize_weight_int4_asymmetric(
         zero = (-_MIDDLE - low / steps).round().clamp(-_MIDDLE, _MIDDLE - 1)
         shifted = groups / steps.unsqueeze(-1) + zero.unsqueeze(-1)
         signed = shifted.round().clamp(-_MIDDLE, _MIDDLE - 1).flatten(1)
-        codes[start:stop] = pack_nibbles((signed + _MIDDLE).to(torch.uint8))
+        quantized[start:stop] = pack_nibbles((signed + _MIDDLE).to(torch.uint8))
         scale[start:stop] = steps
         zero_points[start:stop] = zero + _MIDDLE
-    return codes, scale, zero_points
+    return quantized, scale, zero_points
 
 
 def row_chunks(weight: Tensor, multiple: int = 1) -> Iterator[tuple[Tensor, int]]:
@@ -132,13 +132,13 @@ def row_chunks(weight: Tensor, multiple: int = 1) -> Iterator[tuple[Tensor, int]
 def _quantize_symmetric(
     rows: Tensor, group_size: int, scale_dtype: torch.dtype, bits: int
 ) -> tuple[Tensor, Tensor]:
-    """Return signed codes, still in a float dtype, and float32 scales."""
+    """Return signed integers, still in a float dtype, and float32 scales."""
     groups = _groups(rows, group_size)
     low, high = groups.amin(-1), groups.amax(-1)
     scale = _round_scale(torch.maximum(-low, high) * 2 / (2**bits - 1), scale_dtype)
     middle = 1 << bits - 1
-    codes = (groups / scale.unsqueeze(-1)).round().clamp(-middle, middle - 1)
-    return codes.flatten(1), scale
+    quantized = (groups / scale.unsqueeze(-1)).round().clamp(-middle, middle - 1)
+    return quantized.flatten(1), scale
 
 
 def _round_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -74,7 +74,6 @@ rotary_embedding_interleaved_sample = rotary_embedding_sample
 def _heads(
     point: Point, head_size: int, dtype: torch.dtype, generator: torch.Generator
 ) -> list[Tensor]:
-    """Draw query and key."""
     return [normal((point["tokens"], n, head_size), dtype, generator) for n in point["heads"]]
 
 

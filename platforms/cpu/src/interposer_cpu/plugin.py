@@ -276,7 +276,6 @@ def _recurrences() -> list[Kernel]:
 
 
 def _adapters() -> list[Kernel]:
-    """List the two LoRA kernels."""
     return [
         _native("lora_shrink", "lora", prepare="prepare_shrink"),
         _native("lora_expand", "lora", prepare="prepare_expand"),

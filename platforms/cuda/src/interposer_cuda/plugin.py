@@ -206,7 +206,7 @@ def _communicators() -> list[Record]:
 
 
 def _flashinfer_gemms() -> list[Record]:
-    products = "interposer_cuda._flashinfer.products"
+    gemm_module = "interposer_cuda._flashinfer.gemm"
     blackwell = frozenset({"sm_100", "sm_103", "sm_120", "sm_121"})
     sizes = {name: Dim(multiple_of=32) for name in ("in_features", "out_features")}
     large = {name: Dim(at_least=128, multiple_of=32) for name in sizes}
@@ -227,14 +227,14 @@ def _flashinfer_gemms() -> list[Record]:
         Kernel(
             op,
             f"{op}_flashinfer",
-            f"{products}:{op}",
+            f"{gemm_module}:{op}",
             "cuda",
             Requires(architectures=architectures, dtypes=("bfloat16", "float16"), dims=dims),
-            f"{products}:judge",
-            f"{products}:{prepare}" if prepare else "",
+            f"{gemm_module}:judge",
+            f"{gemm_module}:{prepare}" if prepare else "",
             proven_on=_UNPROVEN,
             properties=frozenset({"opaque"}),
-            confirm=f"{products}:confirm",
+            confirm=f"{gemm_module}:confirm",
         )
         for op, architectures, dims, prepare in rows
     ]

@@ -123,14 +123,14 @@ def _communicators() -> list[Record]:
 
 def _fp8_gemms() -> list[Record]:
     """Return the FP8 GEMM kernels: hipBLASLt alone and with split-K, each for OCP and fnuz."""
-    gemm_module = "interposer_rocm._scaled_products"
+    gemm_module = "interposer_rocm._scaled_gemm"
     fnuz = Requires(frozenset({"fp8_fnuz"}), frozenset({"gfx942"}), _FLOATS)
     ocp = Requires(frozenset({"fp8_ocp"}), dtypes=_FLOATS)
     plain_targets = (
         "interposer_ops.quantized_linear:fp8_linear",
         f"{gemm_module}:fp8_linear_of_halves",
     )
-    split_module = "interposer_rocm._split_products"
+    split_module = "interposer_rocm._split_gemm"
     split_targets = (f"{split_module}:fp8_linear", f"{split_module}:fp8_linear_of_halves")
     return [
         Kernel(
@@ -139,7 +139,7 @@ def _fp8_gemms() -> list[Record]:
             target,
             "rocm",
             needs,
-            f"interposer_rocm._scaled_products_judge:judge{technique}",
+            f"interposer_rocm._scaled_gemm_judge:judge{technique}",
             f"{gemm_module}:prepare_halves" if format_ else "",
             score=score,
             properties=frozenset({"deterministic", "graph_safe", traced}),

@@ -87,7 +87,6 @@ def _neox(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _attention_names(attention: str) -> dict[str, str]:
-    """Return the names of the attention projections in the module ``attention``."""
     return {"attn_qkv": f"{attention}.query_key_value", "attn_output": f"{attention}.dense"}
 
 

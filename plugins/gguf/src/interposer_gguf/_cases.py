@@ -90,8 +90,8 @@ def _partial_sum_bound(x: torch.Tensor, layout: BlockFormat, weight: torch.Tenso
     if not x.numel():
         return 0.0
     scale, offset = layout.scales(weight, torch.float64)
-    codes = layout.quantized(weight).double().abs()
-    parts = codes * scale.abs().repeat_interleave(layout.group_size, 1)
+    quantized = layout.quantized(weight).double().abs()
+    parts = quantized * scale.abs().repeat_interleave(layout.group_size, 1)
     if offset is not None:
         parts = parts + offset.abs().repeat_interleave(layout.group_size, 1)
     return float((x.double().abs() @ parts.T).max())

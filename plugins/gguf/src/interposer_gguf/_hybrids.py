@@ -31,7 +31,6 @@ def _heads(metadata: MetadataReader) -> tuple[int, int]:
 
 
 def _has_tensor(file: GGUFFile, name: str) -> bool:
-    """Return whether any block has a tensor ``name``."""
     return any(stored.endswith(f".{name}") for stored in file.tensors)
 
 
@@ -155,7 +154,6 @@ def _nemotron_experts(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, 
 
 
 def _state_space(module: str) -> dict[str, str]:
-    """Return the tensor names of a state space in the module ``module``."""
     return {
         "ssm_in": f"{module}.in_proj",
         "ssm_conv1d": f"{module}.conv1d",

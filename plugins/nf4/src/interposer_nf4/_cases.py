@@ -109,7 +109,7 @@ def _dequantized(
     weight: torch.Tensor, absmax: torch.Tensor, codebook: torch.Tensor
 ) -> torch.Tensor:
     """Return the float64 weights ``[O, I]``."""
-    codes = torch.stack((weight // 16, weight % 16), -1).flatten(1).int()
-    values = codebook.double()[codes]
+    quantized = torch.stack((weight // 16, weight % 16), -1).flatten(1).int()
+    values = codebook.double()[quantized]
     inputs_per_block = values.shape[1] // absmax.shape[1]
     return values * absmax.double().repeat_interleave(inputs_per_block, 1)

@@ -117,7 +117,7 @@ class FourBitLinear(LinearMethod):
         """
         # Block sizes are powers of two, and so are these sizes: the smallest divides the others.
         size = min(weight.inputs_per_scale for weight in weights)
-        packed = [weight.codes for weight in weights]
+        packed = [weight.packed for weight in weights]
         scales = [weight.scales(size) for weight in weights]
         if len(weights) == 1:
             return packed[0], scales[0], weights[0].codebook

@@ -105,4 +105,4 @@ def _weight(kind: FourBit | EightBit, layer: str, parts: dict[str, torch.Tensor]
         kind, shape, {fact: parts[name] for fact, name in names.items()}, full_names
     )
     scales = stored.scales(stored.inputs_per_scale)
-    return dequantize(stored.codes, scales, stored.codebook, torch.float32)
+    return dequantize(stored.packed, scales, stored.codebook, torch.float32)

@@ -38,13 +38,13 @@ class StoredWeight:
     """A 4-bit weight with float32 scales.
 
     Attributes:
-        codes: ``[O, I / 2]`` uint8, the first of two inputs in the high nibble.
+        packed: ``[O, I / 2]`` uint8, the first of two inputs in the high nibble.
         absmax: ``[B]`` float32, one scale per block of ``blocksize`` weights in row order; the last
             block may be shorter.
         codebook: ``[16]`` float32.
     """
 
-    codes: torch.Tensor
+    packed: torch.Tensor
     absmax: torch.Tensor
     codebook: torch.Tensor
     blocksize: int
@@ -53,7 +53,7 @@ class StoredWeight:
     def inputs_per_scale(self) -> int:
         """Return the largest G for which no group of G inputs crosses a block boundary."""
         # Blocks may continue into the next row, so a group has to divide both block and row.
-        return gcd(2 * self.codes.shape[1], self.blocksize)
+        return gcd(2 * self.packed.shape[1], self.blocksize)
 
     def scales(self, inputs_per_scale: int) -> torch.Tensor:
         """Expand the block scales to one per group of G inputs, ``[O, I / G]``.
@@ -62,7 +62,7 @@ class StoredWeight:
             inputs_per_scale: G, which divides the block size and the number of inputs.
         """
         repeated = self.absmax.repeat_interleave(self.blocksize // inputs_per_scale)
-        outputs, inputs = self.codes.shape[0], 2 * self.codes.shape[1]
+        outputs, inputs = self.packed.shape[0], 2 * self.packed.shape[1]
         count = outputs * inputs // inputs_per_scale
         return repeated[:count].view(outputs, inputs // inputs_per_scale)
 
@@ -102,7 +102,7 @@ class StoredWeight:
         if packed.nbytes != outputs * inputs // 2:
             raise CheckpointError(
                 names["weight"],
-                f"has {packed.nbytes} bytes, {outputs * inputs // 2} hold the codes of {outputs} "
+                f"has {packed.nbytes} bytes, {outputs * inputs // 2} hold the values of {outputs} "
                 f"outputs and {inputs} inputs",
                 _MEND,
             )
@@ -126,8 +126,8 @@ class StoredWeight:
             raise CheckpointError(
                 names["absmax"], "holds scales with which weights are infinite", _MEND
             )
-        codes = packed.contiguous().flatten().view(torch.uint8).view(outputs, inputs // 2)
-        return cls(codes, absmax, codebook, state.blocksize)
+        rows = packed.contiguous().flatten().view(torch.uint8).view(outputs, inputs // 2)
+        return cls(rows, absmax, codebook, state.blocksize)
 
 
 def _dequantized(

@@ -22,6 +22,7 @@ def interposer_finished(
     """Record a span ``interposer.<activity>`` from ``start_ns`` to ``end_ns``."""
     from interposer_otel import _tracing as tracing
 
+    # Names of attributes are shared by all spans, so each fact carries its activity.
     fact_attributes = {f"interposer.{activity}.{name}": value for name, value in facts.items()}
     attributes = {"interposer.subject": subject, **fact_attributes}
     tracing.span(f"interposer.{activity}", start_ns, end_ns, attributes)
@@ -51,6 +52,7 @@ def interposer_refused(error: NoCandidateError) -> None:
     """Add an event ``interposer.refused`` with the reasons of all refusals, as an error."""
     from interposer_otel import _tracing as tracing
 
+    # An attribute is a number, a text or a list of them, so refusals become texts.
     attributes: dict[str, str | int | tuple[str, ...]] = {
         "interposer.request": error.what,
         "interposer.refusals": len(error.refusals),

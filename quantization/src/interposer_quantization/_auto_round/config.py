@@ -13,7 +13,12 @@ from pydantic import AfterValidator, model_validator
 
 from interposer_quantization._awq import config as awq_config
 from interposer_quantization._gptq import config as gptq_config
-from interposer_quantization._settings_model import SEARCH_SETTINGS, GroupSize, SettingsModel
+from interposer_quantization._settings_model import (
+    SEARCH_SETTINGS,
+    GroupSize,
+    SettingsModel,
+    check_regex,
+)
 
 _SUPPORTED = """\
 Supported: bits 4 or 8, by layer in 'extra_config', of data_type 'int'; any group_size that \
@@ -40,15 +45,7 @@ Stored = gptq_config.Weights | awq_config.Weights
 """Storage of one layer's weight, as described by the format that packs it."""
 
 
-def _pattern(text: str) -> str:
-    try:
-        re.compile(text)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"not a regular expression: {error}") from None
-    return text
-
-
-Pattern = Annotated[str, AfterValidator(_pattern)]
+Pattern = Annotated[str, AfterValidator(check_regex)]
 """The full name of a layer, or a regular expression that is searched in the name."""
 Unquantized = Literal[16, 32] | None
 Packing = Literal[

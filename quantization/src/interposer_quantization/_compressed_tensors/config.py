@@ -19,7 +19,7 @@ from interposer_quantization._compressed_tensors.arguments import (
     WeightArguments,
 )
 from interposer_quantization._compressed_tensors.stored import FORMATS, Stored, unsupported_reason
-from interposer_quantization._settings_model import SettingsModel
+from interposer_quantization._settings_model import SettingsModel, check_regex
 
 _SUPPORTED = f"""\
 Supported: the formats {", ".join(map(repr, FORMATS))}, alone or several as 'mixed-precision'; \
@@ -35,10 +35,7 @@ _MIXED = "mixed-precision"
 
 def _pattern(text: str) -> str:
     if text.startswith(_REGEX):
-        try:
-            re.compile(text.removeprefix(_REGEX))
-        except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(f"not a regular expression: {error}") from None
+        check_regex(text.removeprefix(_REGEX))
     return text
 
 

@@ -55,7 +55,7 @@ class Nvfp4Storage:
     tensor_scale: str = "weight_global_scale"
     input_scale: str = "input_global_scale"
     divides: bool = True
-    mend: str = "quantize them together, so that they share it"
+    mend: str = "quantize the fused layers with one global scale"
 
     def register(self, layer: nn.Module, site: Site, members: Members, in_features: int) -> int:
         """Register the packed weight and scales; return the number of groups."""
@@ -101,7 +101,7 @@ MODELOPT = Nvfp4Storage(
     "weight_scale_2",
     "input_scale",
     divides=False,
-    mend="export the model with a release of ModelOpt that makes them equal",
+    mend="export the model with a release of ModelOpt that gives fused layers one global scale",
 )
 
 

@@ -20,7 +20,7 @@ from interposer_quantization._fp8.linear import Fp8RowLinear, Fp8TensorLinear
 from interposer_quantization._fp8.parameters import FORMAT
 from interposer_quantization._scheme import HeadScheme
 
-_MEND = "quantize them alike, or name all of them in 'ignore'"
+_MEND = "quantize these layers with the same settings, or name all of them in 'ignore'"
 
 
 class CompressedTensors(HeadScheme):

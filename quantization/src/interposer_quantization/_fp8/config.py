@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
-from interposer_quantization._settings_model import SettingsModel
+from interposer_quantization._settings_model import SettingsModel, check_regex
 
 _SUPPORTED = """\
 Supported: weights of float8_e4m3fn; 'weight_block_size' of two sizes with 'activation_scheme' \
@@ -25,15 +25,7 @@ Try: quantize the original model that way"""
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 
 
-def _pattern(text: str) -> str:
-    try:
-        re.compile(text)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"not a regular expression: {error}") from None
-    return text
-
-
-Pattern = Annotated[str, Field(min_length=1), AfterValidator(_pattern)]
+Pattern = Annotated[str, Field(min_length=1), AfterValidator(check_regex)]
 """The end of a layer's name, or a regular expression for its first parts."""
 
 

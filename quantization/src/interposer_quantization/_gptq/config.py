@@ -17,6 +17,7 @@ from interposer_quantization._settings_model import (
     SEARCH_SETTINGS,
     GroupSize,
     SettingsModel,
+    check_regex,
 )
 
 _SUPPORTED = """\
@@ -43,10 +44,7 @@ _SKIPPED, _OVERRIDDEN = "-:", "+:"
 
 
 def _pattern(text: str) -> str:
-    try:
-        re.compile(text.removeprefix(_SKIPPED).removeprefix(_OVERRIDDEN))
-    except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"not a regular expression: {error}") from None
+    check_regex(text.removeprefix(_SKIPPED).removeprefix(_OVERRIDDEN))
     return text
 
 

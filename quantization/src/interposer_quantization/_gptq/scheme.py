@@ -19,7 +19,7 @@ from interposer_quantization._weights.input_groups import check_groups
 from interposer_quantization._weights.int_packing import pack_int32, unpack_int32
 from interposer_quantization._weights.packed_linear import PackedLinear, register_stored
 
-_MEND = "quantize them alike, or none of them"
+_MEND = "quantize all of these layers with the same settings, or none of them"
 # An int32 in which every packed value is 1, by bits.
 _ONES = {4: 0x11111111, 8: 0x01010101}
 
@@ -119,8 +119,7 @@ class GPTQLinear(PackedLinear):
                     name,
                     f"differs from {names[0]}, but {self.prefix} fuses {', '.join(self.parts)}, "
                     "which share one input and must have the same groups",
-                    "quantize these layers together, so that they share the groups, or with "
-                    "desc_act=False",
+                    "quantize these layers with the same groups, or with desc_act=False",
                 )
         ordered = torch.arange(len(first), device=first.device) // size
         # With consecutive groups, the kernel needs no permutation of its inputs.

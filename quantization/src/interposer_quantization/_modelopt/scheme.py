@@ -23,8 +23,8 @@ from interposer_quantization._modelopt.weights import Int4WeightLinear, Int8Weig
 from interposer_quantization._scheme import StoredScheme
 
 _SAME_INPUT = (
-    "export the model with a release of ModelOpt that makes them equal, or quantize it as "
-    "FP8_PER_CHANNEL_PER_TOKEN, which has no such scale"
+    "export the model with a release of ModelOpt that gives fused layers one input_scale, or "
+    "quantize the model as FP8_PER_CHANNEL_PER_TOKEN, which stores no input_scale"
 )
 
 _BLOCKS = Weights("float", 8, True, "block", (128, 128), reordered=False)

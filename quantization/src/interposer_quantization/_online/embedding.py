@@ -65,8 +65,8 @@ class OnlineEmbedding(EmbeddingMethod):
         # The head format decides whether hidden states are quantized to int8.
         kind = QuantizedInputHead if self.chosen.dynamic_inputs else WeightOnlyHead
         self.head = kind(self.is_int4)
-        products = {"in_features": hidden_size, "out_features": vocab_size, "biased": False}
-        dims = {**products, **self.head.dims(groups)}
+        head_sizes = {"in_features": hidden_size, "out_features": vocab_size, "biased": False}
+        dims = {**head_sizes, **self.head.dims(groups)}
         self.lookup, self.product = site.bind_table(
             op, {**sizes, **groups, "asymmetric": False}, self.head.op, dims, head
         )
@@ -112,4 +112,4 @@ class OnlineEmbedding(EmbeddingMethod):
         rounded = self.rounding(weight)
         if not rounded.is_finite:
             check_finite(weight, self.name)
-        return rounded.codes, rounded.scale
+        return rounded.quantized, rounded.scale

@@ -72,7 +72,7 @@ class OnlineIntegerLinear(OnlineLinear):
         if not rounded.is_finite:
             self._check(weight)
         names = "weight", "weight_scale", "weight_zero_point"
-        tensors = rounded.codes, rounded.scale, rounded.zero_points
+        tensors = rounded.quantized, rounded.scale, rounded.zero_points
         tensors_by_name = zip(names, tensors, strict=True)
         return {name: tensor for name, tensor in tensors_by_name if tensor is not None}
 

@@ -23,12 +23,12 @@ class RoundedWeight:
     """A weight as quantized values and scales.
 
     Attributes:
-        codes: ``[O, I]`` int8, or ``[O, I / 2]`` uint8 with two values per byte.
+        quantized: ``[O, I]`` int8, or ``[O, I / 2]`` uint8 with two values per byte.
         scale: ``[O, G]`` float32.
         zero_points: ``[O, G]`` uint8, or None for symmetric quantization.
     """
 
-    codes: torch.Tensor
+    quantized: torch.Tensor
     scale: torch.Tensor
     zero_points: torch.Tensor | None = None
 

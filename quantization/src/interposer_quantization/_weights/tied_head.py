@@ -39,7 +39,7 @@ class WeightOnlyHead:
         return {**groups, "asymmetric": False, **scales}
 
     def bind_inputs(
-        self, site: Site, hidden_size: int, product: BoundKernel[..., torch.Tensor]
+        self, site: Site, hidden_size: int, matmul: BoundKernel[..., torch.Tensor]
     ) -> None:
         """Do nothing: hidden states are not quantized."""
 
@@ -75,10 +75,10 @@ class QuantizedInputHead:
         return {"x_scales": "token", "weight_scales": "channel", "asymmetric": False}
 
     def bind_inputs(
-        self, site: Site, hidden_size: int, product: BoundKernel[..., torch.Tensor]
+        self, site: Site, hidden_size: int, matmul: BoundKernel[..., torch.Tensor]
     ) -> None:
         """Bind the quantizer of hidden states at the head's site."""
-        self.function = product.function
+        self.function = matmul.function
         self.quantize = site.bind(quantize_int8_per_token, hidden_size=hidden_size)
         self.dtype = site.dtype
 

@@ -49,8 +49,8 @@ class Fp8Format(WeightFormat):
         self, weight: torch.Tensor, grid: Grid, dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
         """Quantize to ``weight`` and ``weight_scale`` ``[O, 1]`` in ``dtype``."""
-        codes = self.codes(self.groups(weight), grid).flatten(1)
-        return {"weight": codes.to(_E4M3), "weight_scale": grid.scale.to(dtype)}
+        quantized = self.codes(self.groups(weight), grid).flatten(1)
+        return {"weight": quantized.to(_E4M3), "weight_scale": grid.scale.to(dtype)}
 
     def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Return meta-device tensors with the shapes and dtypes that ``rounded`` returns."""
@@ -70,8 +70,8 @@ class Fp8Format(WeightFormat):
     ) -> Grid:
         return Grid(storable_scale(torch.maximum(-low, high) / _E4M3_MAX, dtype))
 
-    def _rounded(self, codes: torch.Tensor) -> torch.Tensor:
-        return _e4m3(codes)
+    def _rounded(self, quotients: torch.Tensor) -> torch.Tensor:
+        return _e4m3(quotients)
 
 
 class _MxFormat(WeightFormat):
@@ -122,8 +122,8 @@ class Mxfp8Format(_MxFormat):
         self, weight: torch.Tensor, grid: Grid, dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
         """Quantize to ``weight`` and ``weight_scale``."""
-        codes = self.codes(self.groups(weight), grid).flatten(1)
-        return {"weight": codes.to(_E4M3), "weight_scale": _exponents(grid.scale)}
+        quantized = self.codes(self.groups(weight), grid).flatten(1)
+        return {"weight": quantized.to(_E4M3), "weight_scale": _exponents(grid.scale)}
 
     def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Return meta-device tensors with the shapes and dtypes that ``rounded`` returns."""
@@ -139,8 +139,8 @@ class Mxfp8Format(_MxFormat):
         groups = self.groups(tensors["weight"].float())
         return (groups * scale.unsqueeze(-1)).flatten(1)
 
-    def _rounded(self, codes: torch.Tensor) -> torch.Tensor:
-        return _e4m3(codes)
+    def _rounded(self, quotients: torch.Tensor) -> torch.Tensor:
+        return _e4m3(quotients)
 
 
 class Mxfp4Format(_MxFormat):
@@ -154,8 +154,8 @@ class Mxfp4Format(_MxFormat):
         self, weight: torch.Tensor, grid: Grid, dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
         """Quantize to ``weight_packed``, low nibble first, and ``weight_scale``."""
-        codes = self.codes(self.groups(weight), grid).flatten(1)
-        packed = pack_nibbles(encode_e2m1(codes))
+        quantized = self.codes(self.groups(weight), grid).flatten(1)
+        packed = pack_nibbles(encode_e2m1(quantized))
         return {"weight_packed": packed, "weight_scale": _exponents(grid.scale)}
 
     def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -168,12 +168,12 @@ class Mxfp4Format(_MxFormat):
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Dequantize the stored tensors to the float32 weight ``[O, I]``."""
-        codes = decode_e2m1(unpack_nibbles(tensors["weight_packed"]), torch.float32)
+        quantized = decode_e2m1(unpack_nibbles(tensors["weight_packed"]), torch.float32)
         scale = decode_e8m0(tensors["weight_scale"], torch.float32)
-        return (self.groups(codes) * scale.unsqueeze(-1)).flatten(1)
+        return (self.groups(quantized) * scale.unsqueeze(-1)).flatten(1)
 
-    def _rounded(self, codes: torch.Tensor) -> torch.Tensor:
-        return _e2m1(codes)
+    def _rounded(self, quotients: torch.Tensor) -> torch.Tensor:
+        return _e2m1(quotients)
 
 
 class Nvfp4Format(WeightFormat):
@@ -205,9 +205,9 @@ class Nvfp4Format(WeightFormat):
     ) -> dict[str, torch.Tensor]:
         """Quantize to ``weight_packed``, low nibble first, with group and global scales."""
         assert grid.tensor_scale is not None
-        codes = self.codes(self.groups(weight), grid).flatten(1)
+        quantized = self.codes(self.groups(weight), grid).flatten(1)
         return {
-            "weight_packed": pack_nibbles(encode_e2m1(codes)),
+            "weight_packed": pack_nibbles(encode_e2m1(quantized)),
             "weight_scale": grid.scale.to(_E4M3),
             "weight_global_scale": grid.tensor_scale,
         }
@@ -223,9 +223,9 @@ class Nvfp4Format(WeightFormat):
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Dequantize the stored tensors to the float32 weight ``[O, I]``."""
-        codes = decode_e2m1(unpack_nibbles(tensors["weight_packed"]), torch.float32)
+        quantized = decode_e2m1(unpack_nibbles(tensors["weight_packed"]), torch.float32)
         step = tensors["weight_scale"].float() / tensors["weight_global_scale"]
-        return (self.groups(codes) * step.unsqueeze(-1)).flatten(1)
+        return (self.groups(quantized) * step.unsqueeze(-1)).flatten(1)
 
     def _span(
         self,
@@ -241,16 +241,16 @@ class Nvfp4Format(WeightFormat):
         scale = ideal.clamp(smallest, _E4M3_MAX).to(_E4M3).float()
         return Grid(scale, tensor_scale=tensor_scale)
 
-    def _rounded(self, codes: torch.Tensor) -> torch.Tensor:
-        return _e2m1(codes)
+    def _rounded(self, quotients: torch.Tensor) -> torch.Tensor:
+        return _e2m1(quotients)
 
 
-def _e4m3(codes: torch.Tensor) -> torch.Tensor:
-    return codes.clamp(-_E4M3_MAX, _E4M3_MAX).to(_E4M3).float()
+def _e4m3(quotients: torch.Tensor) -> torch.Tensor:
+    return quotients.clamp(-_E4M3_MAX, _E4M3_MAX).to(_E4M3).float()
 
 
-def _e2m1(codes: torch.Tensor) -> torch.Tensor:
-    return decode_e2m1(encode_e2m1(codes), torch.float32)
+def _e2m1(quotients: torch.Tensor) -> torch.Tensor:
+    return decode_e2m1(encode_e2m1(quotients), torch.float32)
 
 
 def _exponents(powers: torch.Tensor) -> torch.Tensor:

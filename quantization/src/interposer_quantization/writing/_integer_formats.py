@@ -86,15 +86,15 @@ class IntegerFormat(WeightFormat):
         int8. Packed: ``weight_packed`` ``[O, ceil(I * b / 32)]`` int32, ``weight_shape`` and, if
         asymmetric, ``weight_zero_point`` ``[ceil(O * b / 32), N]`` int32.
         """
-        codes = self.codes(self.groups(weight), grid).flatten(1)
+        quantized = self.codes(self.groups(weight), grid).flatten(1)
         scale = grid.scale.to(dtype)
         if not self.packed:
-            tensors = {"weight": codes.to(torch.int8), "weight_scale": scale}
+            tensors = {"weight": quantized.to(torch.int8), "weight_scale": scale}
             if grid.zero is not None:
                 tensors["weight_zero_point"] = grid.zero.to(torch.int8)
             return tensors
         tensors = {
-            "weight_packed": self._words(codes),
+            "weight_packed": self._words(quantized),
             "weight_scale": scale,
             "weight_shape": torch.tensor(weight.shape),
         }
@@ -129,12 +129,12 @@ class IntegerFormat(WeightFormat):
         scale = tensors["weight_scale"].float()
         zero = tensors.get("weight_zero_point")
         if not self.packed:
-            codes = tensors["weight"].float()
+            quantized = tensors["weight"].float()
         else:
             rows, columns = (int(size) for size in tensors["weight_shape"])
-            codes = self._codes(tensors["weight_packed"], columns)
-            zero = None if zero is None else self._codes(zero.T.contiguous(), rows).T
-        groups = codes.unflatten(1, (scale.shape[1], -1))
+            quantized = self._unpack(tensors["weight_packed"], columns)
+            zero = None if zero is None else self._unpack(zero.T.contiguous(), rows).T
+        groups = quantized.unflatten(1, (scale.shape[1], -1))
         if zero is not None:
             groups = groups - zero.unsqueeze(-1)
         dequantized: torch.Tensor = (groups * scale.unsqueeze(-1)).flatten(1)
@@ -155,16 +155,16 @@ class IntegerFormat(WeightFormat):
         zero = (self._lowest - low / scale).round().clamp(self._lowest, self._highest)
         return Grid(scale, zero)
 
-    def _rounded(self, codes: torch.Tensor) -> torch.Tensor:
-        return codes.round().clamp(self._lowest, self._highest)
+    def _rounded(self, quotients: torch.Tensor) -> torch.Tensor:
+        return quotients.round().clamp(self._lowest, self._highest)
 
-    def _words(self, codes: torch.Tensor) -> torch.Tensor:
+    def _words(self, quantized: torch.Tensor) -> torch.Tensor:
         """Pack the values of each row into int32; the last int32 is padded with zero bits."""
         # Packed storage is unsigned: the smallest value becomes 0.
-        unsigned = (codes - self._lowest).to(torch.uint8)
-        num_padding = -codes.shape[1] % (32 // self.bits)
+        unsigned = (quantized - self._lowest).to(torch.uint8)
+        num_padding = -quantized.shape[1] % (32 // self.bits)
         return pack_int32(functional.pad(unsigned, (0, num_padding)), self.bits)
 
-    def _codes(self, words: torch.Tensor, count: int) -> torch.Tensor:
-        codes: torch.Tensor = unpack_int32(words, self.bits)[:, :count].float() + self._lowest
-        return codes
+    def _unpack(self, words: torch.Tensor, count: int) -> torch.Tensor:
+        quantized: torch.Tensor = unpack_int32(words, self.bits)[:, :count].float() + self._lowest
+        return quantized

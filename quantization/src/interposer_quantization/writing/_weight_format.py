@@ -113,8 +113,8 @@ class WeightFormat(ABC):
         """Return the grid that covers the range ``low`` to ``high``, both ``[O, N]``."""
 
     @abstractmethod
-    def _rounded(self, codes: torch.Tensor) -> torch.Tensor:
-        """Round ``codes`` to the nearest values that the format can store, as float32."""
+    def _rounded(self, quotients: torch.Tensor) -> torch.Tensor:
+        """Round weight / step to the nearest values that the format can store, as float32."""
 
     def tensor_scale(self, peak: torch.Tensor) -> torch.Tensor | None:
         """Return the scale of a tensor with largest magnitude ``peak``, or None if it has none."""
@@ -162,7 +162,7 @@ class WeightFormat(ABC):
         return best
 
     def codes(self, groups: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """Quantize ``groups`` ``[O, N, G]`` to the nearest codes, as float32."""
+        """Quantize ``groups`` ``[O, N, G]`` to the nearest values of the format, as float32."""
         quotients = groups / grid.step.unsqueeze(-1)
         if grid.zero is not None:
             quotients = quotients + grid.zero.unsqueeze(-1)
@@ -170,10 +170,10 @@ class WeightFormat(ABC):
 
     def snapped(self, groups: torch.Tensor, grid: Grid) -> torch.Tensor:
         """Quantize and dequantize ``groups`` ``[O, N, G]``."""
-        codes = self.codes(groups, grid)
+        quantized = self.codes(groups, grid)
         if grid.zero is not None:
-            codes = codes - grid.zero.unsqueeze(-1)
-        return codes * grid.step.unsqueeze(-1)
+            quantized = quantized - grid.zero.unsqueeze(-1)
+        return quantized * grid.step.unsqueeze(-1)
 
     def rounded(
         self, weight: torch.Tensor, peak: torch.Tensor | None = None

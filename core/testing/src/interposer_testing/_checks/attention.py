@@ -337,8 +337,8 @@ def _score_error(spec: AttentionSpec) -> float:
     A score sums N D products of at most 1. Each product goes through D + N additions and two more
     roundings.
     """
-    products, steps = spec.num_heads * spec.head_size, spec.num_heads + spec.head_size + 2
-    return products * steps * torch.finfo(torch.float32).eps
+    num_products, steps = spec.num_heads * spec.head_size, spec.num_heads + spec.head_size + 2
+    return num_products * steps * torch.finfo(torch.float32).eps
 
 
 def _write_op(spec: AttentionSpec) -> str:

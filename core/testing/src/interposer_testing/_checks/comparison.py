@@ -124,7 +124,6 @@ def _strides(tensor: torch.Tensor) -> list[int]:
 
 
 def _first_index(mask: torch.Tensor) -> tuple[int, ...]:
-    """Return the index of the first true element."""
     return tuple(int(i) for i in mask.nonzero()[0])
 
 

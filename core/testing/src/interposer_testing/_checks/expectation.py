@@ -120,9 +120,9 @@ class Expectation:
         for where, expected in self.values.items():
             if not expected.dtype.is_floating_point:
                 continue
-            bound = self._bound(where, actual[where].dtype)
+            error_bounds = self._bound(where, actual[where].dtype)
             error = (actual[where].cpu().double() - expected).abs()
-            fraction = (error / bound)[error.isfinite() & (error > 0)]
+            fraction = (error / error_bounds)[error.isfinite() & (error > 0)]
             name = self.labels.get(where, where)
             errors[name] = float(fraction.max()) if len(fraction) else 0.0
         return errors
@@ -148,10 +148,10 @@ def result_faults(
         arguments: mutated arguments by name, as the call left them; others are ignored.
         result: result of the call, on the CPU.
     """
-    given = Subject(op, op.reference).given(case)
+    inputs = Subject(op, op.reference).given(case)
     for name in op.mutates:
-        given.operands[name].tensor.copy_(arguments[name])
-    return list(Expectation.of(op, case, given).departures(Call(given, result)))
+        inputs.operands[name].tensor.copy_(arguments[name])
+    return list(Expectation.of(op, case, inputs).departures(Call(inputs, result)))
 
 
 # Fake results by op and form of the arguments: many cases and candidates share a form.

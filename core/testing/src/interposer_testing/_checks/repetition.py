@@ -77,10 +77,10 @@ def _calls_together(
     if isinstance(subject.function, RemoteFunction):
         # Call n is made by thread n modulo the number of threads.
         columns = list(zip(*arguments_by_thread, strict=True))
-        given = [call_arguments for column in columns for call_arguments in column]
-        values = [subject.positional({**g.arguments, **g.prepared}) for g in given]
+        inputs = [call_arguments for column in columns for call_arguments in column]
+        values = [subject.positional({**g.arguments, **g.prepared}) for g in inputs]
         results = subject.function.together(values, num_threads)
-        calls = [Call(g, result) for g, result in zip(given, results, strict=True)]
+        calls = [Call(g, result) for g, result in zip(inputs, results, strict=True)]
         return [
             calls[thread :: len(arguments_by_thread)] for thread in range(len(arguments_by_thread))
         ]

@@ -116,15 +116,15 @@ class TrainingStep:
         added = dict(zip(self.output_gradients, gradients, strict=True))
         return replace(case, arguments={**call.arguments, **added})
 
-    def expectation(self, case: Case, given: CallArguments) -> Expectation:
+    def expectation(self, case: Case, inputs: CallArguments) -> Expectation:
         """Run the reference on a case of this op, and bound the errors of the gradients.
 
         Args:
-            given: the arguments of the call under test, which determine the form of the result.
+            inputs: the arguments of the call under test, which determine the form of the result.
         """
-        expectation = Expectation.of(self.op, case, given)
+        expectation = Expectation.of(self.op, case, inputs)
         exact = list(expectation.values.values())
-        own = _outputs(self.op, case, {})
+        rounded = _outputs(self.op, case, {})
         scales = [*exact[: self._num_outputs], *self._scales(case, exact[self._num_outputs :])]
         names = [n for n in self._forward.differentiable if case.arguments[n] is not None]
         labels = {
@@ -133,7 +133,7 @@ class TrainingStep:
         }
         values, bounds = dict[str, Tensor](), dict[str, Tensor]()
         for (label, value), result, scale in zip(
-            expectation.values.items(), own, scales, strict=True
+            expectation.values.items(), rounded, scales, strict=True
         ):
             if label not in labels:
                 bounds[label] = self.op.tolerance.bound(value, result.dtype, case)

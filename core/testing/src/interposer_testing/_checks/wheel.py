@@ -44,7 +44,7 @@ def check_wheel(wheel: str, record: str) -> list[Fault]:
     more = f", and so are {len(native) - 1} more" if len(native) > 1 else ""
     lines = " and ".join(map(repr, wrong_lines))
     reason = (
-        f"it is native code{more}, but WHEEL says {lines}, so that any machine would install it. "
+        f"it is native code{more}, but WHEEL says {lines}, so any machine would install it. "
         f"{_REMEDY}"
     )
     return [Fault("wheel", f"file {native[0]!r}", reason)]

@@ -1,1 +1,1 @@
-"""The judge: kernels in a process of their own, and a verdict that they cannot reach."""
+"""The judge: untrusted kernels run in another process, and this one decides on the verdict."""

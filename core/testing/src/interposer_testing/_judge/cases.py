@@ -1,4 +1,4 @@
-"""Cases that differ from those drawn: other scales, and some values of another case."""
+"""Variants of a drawn case: scaled inputs, and values replaced by those of another case."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from interposer_testing._judge.task import Workload
 
 
 def varied(workload: Workload, generator: torch.Generator) -> Case:
-    """Draw a case in which the values that may have any distribution have another one."""
+    """Draw a case, and scale each free input by a random power of two from 1/4 to 4."""
     case = workload.case(generator)
     arguments = dict(case.arguments)
     for name in workload.free:
@@ -25,15 +25,19 @@ def varied(workload: Workload, generator: torch.Generator) -> Case:
 
 
 def changed(
-    case: Case, other: Case, how: str, constants: Sequence[str], generator: torch.Generator
+    case: Case, new_values: Case, how: str, constants: Sequence[str], generator: torch.Generator
 ) -> Case:
-    """Return a case in which "one", the "last", "half" or "all" of the values are of another case.
+    """Return a copy of ``case`` with values of ``new_values`` in each tensor argument.
 
-    Arguments of other shapes stay, and so do constants, which no program changes.
+    Arguments that differ in shape or dtype keep their values, and so do constants: no program
+    changes those between calls.
+
+    Args:
+        how: replaces "one" random value, the "last" value, the second "half" or "all" values.
     """
     arguments = dict(case.arguments)
     for name, value in case.arguments.items():
-        new = other.arguments[name]
+        new = new_values.arguments[name]
         if not isinstance(value, torch.Tensor) or name in constants or not value.numel():
             continue
         if new.shape != value.shape or new.dtype != value.dtype or 0 in value.stride():

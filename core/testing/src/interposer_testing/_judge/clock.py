@@ -115,6 +115,7 @@ class BatchClock:
         calls = [self._call(c, t) for c, t in zip(cases, targets, strict=True)]
         request = self._functions.requested(function, calls)
         process.request("prepare", calls=request["calls"])
+        # The kernel sees the values only when the clock runs: it is stopped while they are written.
         process.stop()
         for case, target in zip(cases, targets, strict=True):
             for name, value in case.arguments.items():
@@ -125,6 +126,7 @@ class BatchClock:
         time.sleep(_SETTLING_SECONDS)
         process.resume()
         run = {"action": "run", "function": request["function"], "exports": request["exports"]}
+        # The judge reads its own clock, which the kernel cannot replace.
         start = self._timer()
         process.send(run)
         reply = process.receive()
@@ -206,7 +208,7 @@ def spread(seconds: Sequence[float]) -> tuple[float, float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the machine allows for one call, in seconds.
+    """Time limits of one call on this machine, in seconds.
 
     Attributes:
         roofline: time at the rates that torch reaches, with arguments in main memory.
@@ -267,12 +269,12 @@ class Roofline:
     def _limits(
         self,
         arguments: Mapping[str, Any],
-        read: Sequence[str],
+        arguments_read: Sequence[str],
         result: Any,
         num_operations: int,
     ) -> Limits:
-        """Return the limits of a call that reads the arguments ``read``."""
-        tensors = [*tensors_of(result), *(arguments[name] for name in read)]
+        """Return the limits of a call that reads the arguments ``arguments_read``."""
+        tensors = [*tensors_of(result), *(arguments[name] for name in arguments_read)]
         num_bytes = sum(t.numel() * t.itemsize for t in tensors)
         # The caches may hold the arguments, if they fit.
         from_cache = num_bytes / max(self._reading_rate(n) for n in (num_bytes, _LARGE_BYTES))

@@ -235,12 +235,14 @@ class _Judging:
                 for kernel in kernels:
                     if not self.findings:
                         stage(kernel, self._shuffled(kernel))
+            # Forward and backward pass run in one process: one check finds the changes of both.
             for kernel in kernels[:1]:
                 self._check_process(kernel, "timing")
             self.num_calls = process.num_calls
             self.output = process.output()
         if self.findings:
             return
+        # A new process, because a kernel may have kept results or replaced functions in the first.
         with self._process("rerun") as process:
             kernels = self._loaded(process, "rerun")
             for kernel in kernels:
@@ -266,6 +268,7 @@ class _Judging:
             self.solution.sources,
             limit_seconds=self.budget.call_seconds,
             environment={"TRITON_INTERPRET": "1"} if self.is_interpreted else {},
+            # As the child of a shell, the process looks like that of an ordinary program.
             is_shell_child=stage == "rerun",
             memory=partial(memory_of, self.device),
         )
@@ -326,6 +329,7 @@ class _Judging:
                 break
             self.progress(f"comparing {workload.label}{kernel.passes}")
             case = workload.case(self._generator("correctness", workload.label))
+            # Half of the workloads run without fences, as in ordinary programs.
             faults, errors = kernel.faults(case, is_fenced=number % 2 == 0)
             self._compared[kernel.passes].append(workload)
             for name, error in errors.items():
@@ -336,6 +340,7 @@ class _Judging:
             self._add("correctness", workload.label, *faults)
             if not (number or faults):
                 self._check_idle(kernel)
+            # A kernel that fails once usually fails for every workload, with the same message.
             if len(self.findings) >= _MAX_FINDINGS or any(f.check == "call" for f in faults):
                 break
 
@@ -348,6 +353,7 @@ class _Judging:
             )
             if not num_bytes(first):
                 continue
+            # A kernel that reuses results often compares only a few elements of its arguments.
             cases = [first]
             generator = self._generator("changed elements", workload.label)
             for other_case, how in (
@@ -375,7 +381,7 @@ class _Judging:
         return min(workloads, key=self._size)
 
     def _size(self, workload: Workload) -> tuple[bool, int]:
-        """Return whether a workload has no bytes, and their number."""
+        """Return a sort key: the number of bytes, and workloads without any last."""
         count = num_bytes(workload.case(self._generator("size")))
         return not count, count
 
@@ -413,6 +419,7 @@ class _Judging:
             draw = partial(workload.case, self._generator("timing", workload.label))
             seconds, num_calls = [], 0
             clock = BatchClock(kernel.functions, kernel.arguments, self.timer, self.caches)
+            # Every workload gets the same time, so that a slow one cannot prevent the others.
             limit = self.budget.timing_seconds / len(timed[:_MAX_TIMED])
             try:
                 with kernel.functions.scope():
@@ -425,7 +432,7 @@ class _Judging:
                             output = kernel.output(call, result)
                             faults = kernel.compare(case, arguments, output, is_mixed=True)
                             self._add("timing", workload.label, *faults)
-                        if number:
+                        if number:  # the first batch has two calls, to find the size of others
                             seconds.append(batch.seconds)
             except (KernelError, ProcessEndedError) as error:
                 self._add("timing", workload.label, fault_of(error, "timed call"))
@@ -442,6 +449,7 @@ class _Judging:
                 limits.limit,
             )
             self.timings.append(timing)
+            # The upper quartile, because single batches can be too short by an error of the clock.
             if timing.high < limits.floor:
                 reason = (
                     f"a call takes {timing.median * 1e6:.3g} µs, but the {limits.limit} of this "
@@ -457,6 +465,7 @@ class _Judging:
             is_late = number >= _MAX_COMPARED and self.timer() > half
             if is_late and workload.of_other_size is None:
                 continue
+            # Other scales and sizes: a kernel that stored the results of the tests fails here.
             generator = self._generator("rerun", workload.label)
             cases = [varied(workload, generator)]
             if workload.of_other_size is not None:
@@ -492,6 +501,7 @@ def _digest(solution: Solution) -> str:
     """Return the SHA-256 of the names and contents of all files, in hexadecimal."""
     digest = hashlib.sha256()
     for name, content in sorted(solution.sources.items()):
+        # The length separates files, so that no two sets of files have the same bytes.
         digest.update(f"{name}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""A solution that is loaded in its process: calls of it, and their results."""
+"""Calls of a solution that the worker process has loaded, and checks of the results."""
 
 from __future__ import annotations
 
@@ -84,6 +84,7 @@ class JudgedKernel:
             return self.output(call, remote(*call[0], **call[1]))
 
         def expect(call_arguments: CallArguments) -> Expectation:
+            # The errors below need the expectation again; one run of the reference serves both.
             if not expectations:
                 expectations.append(self._expectation(case, call_arguments))
             return expectations[0]
@@ -92,9 +93,11 @@ class JudgedKernel:
         subject = Subject(self.op, function, device=memory.device, allocate=memory.allocate)
         try:
             with self.functions.scope():
+                # GPU memory has no pages that the judge could protect.
                 is_fenced = is_fenced and memory.device == "cpu"
                 faults = check_subject(subject, case, expect, is_fenced)
                 if not faults:
+                    # Errors are only defined for results without faults, so a further call is made.
                     call_arguments = subject.given(case)
                     call = subject.call(call_arguments)
                     errors = expect(call_arguments).errors(call)
@@ -206,6 +209,7 @@ class JudgedKernel:
                 rounding boundary.
         """
         subject = Subject(self.op, self.op.reference, device=self._memory.device)
+        # The reference gets fresh copies: the kernel may have written to its arguments.
         call_arguments = subject.given(case)
         for name in self.op.mutates:
             call_arguments.operands[name].tensor.copy_(arguments[name])

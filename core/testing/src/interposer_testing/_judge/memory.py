@@ -49,8 +49,8 @@ class SharedMemory:
         self.descriptor = os.memfd_create("data")
         os.ftruncate(self.descriptor, _SIZE_BYTES)
         self._memory = mmap.mmap(self.descriptor, _SIZE_BYTES)
-        whole = torch.frombuffer(self._memory, dtype=torch.uint8, count=1)
-        self._base = whole.data_ptr()
+        first_byte = torch.frombuffer(self._memory, dtype=torch.uint8, count=1)
+        self._base = first_byte.data_ptr()
         self._size = self._argument_bytes = _SIZE_BYTES
         self._next = 0
         self._random = random.Random()
@@ -80,6 +80,7 @@ class SharedMemory:
         self._next = start + length + _PAGE
         if self._next > self._argument_bytes:
             raise MemoryError(f"arguments take more than {self._argument_bytes / 2**30:.1f} GiB")
+        # A buffer starts or ends at a page, so only one of its sides can touch a protected page.
         if fence == "after":
             self.protected.append(start + length)
             start += length - num_bytes
@@ -170,6 +171,7 @@ class DeviceMemory(ExportedMemory):
         empty = torch.empty(0, dtype=torch.uint8, device=self.device)
         if not num_bytes:
             return empty
+        # A slice of the arena would share the storage of all arguments.
         storage = torch._C._construct_storage_from_data_pointer(
             self._base + offset, torch.device(self.device), num_bytes
         )

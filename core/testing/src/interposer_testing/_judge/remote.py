@@ -205,6 +205,7 @@ class RemoteFunctions:
             places = [()]  # refused below
         if not all(len(p) == 3 and memory.contains(p[2], p[1]) for p in places):
             raise ProcessEndedError("the process described the copies of its results wrongly")
+        # Read twice: a result that changes between the readings was not finished in time.
         copies = [memory.view(offset, size).clone() for _, size, offset in places]
         memory.settle()
         first_reading = timer()
@@ -259,9 +260,11 @@ class RemoteFunctions:
         storage = tensor.untyped_storage()
         if not storage.nbytes():
             return [0, 0, dtype, 0, *form]
+        # Tensors that ``SharedMemory.allocate`` created need no copy.
         offset = self.process.memory.offset_of(storage.data_ptr())
         if offset is not None:
             return [offset, storage.nbytes(), dtype, tensor.storage_offset(), *form]
+        # Copy only the bytes that the strides reach: the storage may be much larger than a view.
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         covered = 1 + sum((n - 1) * step for n, step in steps) if tensor.numel() else 0
         num_bytes = covered * tensor.itemsize
@@ -275,9 +278,11 @@ class RemoteFunctions:
     def _result(self, result: Any) -> Any:
         if not isinstance(result, dict):
             raise ProcessEndedError("the process described a result in a form that is unknown")
+        # The process keeps the value until its number is released, even if the rest is malformed.
         self._values.append(_number(result, "value"))
         try:
             return self._value(result["tree"])
+        # The judged kernel runs in that process, so the description can hold anything.
         except (KeyError, ValueError, TypeError, IndexError, RuntimeError, AttributeError) as error:
             raise ProcessEndedError(
                 f"the process described a result in a form that is unknown ({error})"
@@ -308,6 +313,7 @@ class RemoteFunctions:
         dtype = getattr(torch, str(facts["dtype"]))
         shape = [int(size) for size in facts["shape"]]
         device = self.process.memory.device
+        # The memory of a lazily conjugated or negated tensor does not hold its values.
         if facts["memory"] is None or facts["device"] != device or any(facts["bits"]):
             return _without_memory(facts, dtype, shape)
         address, num_bytes = (int(number) for number in facts["memory"])
@@ -320,12 +326,14 @@ class RemoteFunctions:
         )
 
     def _storage(self, address: int, num_bytes: int) -> torch.Tensor:
+        # Both processes map the shared memory, at different addresses.
         offset = address - self.process.base
         memory = self.process.memory
         if offset >= 0 and memory.contains(offset, num_bytes):
             return memory.view(offset, num_bytes)
         mirror = self._mirrors.get(address)
         if mirror is None or len(mirror.bytes) < num_bytes:
+            # The kernel states the size: a wrong one must not exhaust the memory of the judge.
             if memory.has_exports or not 0 < num_bytes <= _MAX_STORAGE_BYTES:
                 raise ValueError(f"a storage of {num_bytes} bytes")
             mirror = _Mirror(address, torch.empty(num_bytes, dtype=torch.uint8))

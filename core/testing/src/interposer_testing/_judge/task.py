@@ -1,4 +1,4 @@
-"""A task, its sets of inputs, and a solution of it, as data without code of the solution."""
+"""Tasks, workloads and solutions as data: no code of a solution runs here."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Vocabulary:
         for kind, names in (("feature", features), ("format", formats)):
             for name in sorted(set(names) - self._names(kind)):
                 yield (
-                    f"needs the {kind} {name!r}, which no described device has, so that it may be "
+                    f"needs the {kind} {name!r}, which no described device has, so it may be "
                     f"misspelt; nearest: {self._nearest(kind, name)}"
                 )
 

@@ -46,7 +46,7 @@ Run = Callable[[Mapping[str, Any], bool], Sequence[Tensor]]
 
 
 def counted(op: CustomOp[..., Any], case: Case) -> Expected:
-    """Return the results of a registered op, whose tolerance counts its roundings."""
+    """Return the results of a registered op, with bounds from the op's tolerance."""
     expectation = Expectation.of(op, case, CallArguments({}, case.arguments, {}))
     fakes = [tensor.to("meta") for tensor in tensors_of(expectation.fake)]
     forms = {f"output {number}": fake for number, fake in enumerate(fakes)}
@@ -59,29 +59,33 @@ def counted(op: CustomOp[..., Any], case: Case) -> Expected:
 
 
 def measured(name: str, run: Run, outputs: Sequence[str], case: Case) -> Expected:
-    """Return the results of a reference, with bounds from its own error.
+    """Return the results of a reference, with bounds from the rounding error of the reference.
 
     Args:
         name: of the task, for errors.
         outputs: names of the outputs; empty numbers them.
     Raises: ConfigError: the reference fails, or returns another number of outputs.
     """
-    own = [tensor.clone() for tensor in _run(name, run, case.arguments)]
-    if outputs and len(own) != len(outputs):
+    narrow = [tensor.clone() for tensor in _run(name, run, case.arguments)]
+    if outputs and len(narrow) != len(outputs):
         raise ConfigError(
-            f"The reference of {name!r} returned {len(own)} outputs on {case.label!r}, but its "
+            f"The reference of {name!r} returned {len(narrow)} outputs on {case.label!r}, but its "
             f"definition has {len(outputs)}: {', '.join(outputs)}. Correct the definition."
         )
-    wide = _wide_results(run, case.arguments, own)
-    names = outputs or [f"output {number}" for number in range(len(own))]
-    values = {name: _as_expected(tensor) for name, tensor in zip(names, wide or own, strict=True)}
-    own_values = dict(zip(names, own, strict=True))
+    wide = _wide_results(run, case.arguments, narrow)
+    names = outputs or [f"output {number}" for number in range(len(narrow))]
+    values = {
+        name: _as_expected(tensor) for name, tensor in zip(names, wide or narrow, strict=True)
+    }
+    narrow_values = dict(zip(names, narrow, strict=True))
     wide_values = dict(zip(names, wide, strict=True)) if wide else {}
     bounds = {
         name: _bound(values[name], tensor, wide_values.get(name))
-        for name, tensor in own_values.items()
+        for name, tensor in narrow_values.items()
     }
-    forms = {name: torch.empty_like(tensor, device="meta") for name, tensor in own_values.items()}
+    forms = {
+        name: torch.empty_like(tensor, device="meta") for name, tensor in narrow_values.items()
+    }
     return Expected(values, bounds, forms, "own dtype" if wide is None else "float64")
 
 
@@ -105,9 +109,12 @@ def _run(name: str, run: Run, arguments: Mapping[str, Any]) -> Sequence[Tensor]:
 
 
 def _wide_results(
-    run: Run, arguments: Mapping[str, Any], own: Sequence[Tensor]
+    run: Run, arguments: Mapping[str, Any], narrow: Sequence[Tensor]
 ) -> Sequence[Tensor] | None:
-    """Run a reference in float64; None if it cannot.
+    """Run a reference in float64; return None if the reference cannot run in float64.
+
+    Args:
+        narrow: results of the run in the dtypes of the arguments.
 
     A reference that demands the dtypes of its arguments gets those, and computes in float64.
     """
@@ -118,8 +125,8 @@ def _wide_results(
             with torch.no_grad(), _widened():
                 wide = [tensor.clone() for tensor in run(copies, True)]
         except foreign_errors():
-            continue  # it ran in its own dtype, so only the dtype is at fault
-        if [tensor.shape for tensor in wide] == [tensor.shape for tensor in own]:
+            continue  # the narrow run succeeded, so the reference lacks only float64
+        if [tensor.shape for tensor in wide] == [tensor.shape for tensor in narrow]:
             return wide
     return None
 
@@ -169,15 +176,16 @@ def _as_expected(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _bound(value: Tensor, own: Tensor, wide: Tensor | None) -> Tensor:
+def _bound(value: Tensor, narrow: Tensor, wide: Tensor | None) -> Tensor:
     """Return the bound of one output.
 
     Args:
+        narrow: result of the run in the dtypes of the arguments.
         wide: result of the run in float64, before its conversion to ``value``; None without one.
     """
-    if not own.is_floating_point():
-        return (value.double() - own.double()).abs()
-    finfo = torch.finfo(own.dtype)
+    if not narrow.is_floating_point():
+        return (value.double() - narrow.double()).abs()
+    finfo = torch.finfo(narrow.dtype)
     roundoff, smallest = finfo.eps / 2, finfo.smallest_normal * finfo.eps
     # A reference that rounds to float8 does so in float64 too, and near a tie to the other side.
     roundings = 1 if wide is not None and wide.dtype == torch.float64 else 2
@@ -186,12 +194,13 @@ def _bound(value: Tensor, own: Tensor, wide: Tensor | None) -> Tensor:
     mean_square = magnitude.square().sum() / max(1, int(is_finite.sum()))
     scale = magnitude + mean_square.sqrt()
     rounding = roundings * (roundoff * magnitude + smallest)
-    own64 = own.double()
+    narrow64 = narrow.double()
     if wide is None:
         relative = 2 * roundoff  # an assumption: nothing was measured
     else:
-        error = ((own64 - value).abs() - rounding).clamp(min=0) / scale
-        is_comparable = is_finite & own64.isfinite() & (scale > 0)
+        error = ((narrow64 - value).abs() - rounding).clamp(min=0) / scale
+        is_comparable = is_finite & narrow64.isfinite() & (scale > 0)
         relative = float(error[is_comparable].max()) if is_comparable.any() else 0.0
-    bound = max(_FACTOR * relative, _FLOOR) * scale + rounding
-    return bound.masked_fill(is_finite & ~own64.isfinite(), torch.inf)
+    error_bound = max(_FACTOR * relative, _FLOOR) * scale + rounding
+    # float64 has a value where the narrow dtype overflows: any result is allowed there.
+    return error_bound.masked_fill(is_finite & ~narrow64.isfinite(), torch.inf)

@@ -127,6 +127,7 @@ class Definition(Part):
                 )
         sizes = {n: axis.value for n, axis in self.axes.items() if isinstance(axis, ConstAxis)}
         sizes |= axis_sizes
+        # In the order of the file, because expressions can contain axes before them.
         for name, axis in self.axes.items():
             if isinstance(axis, ExprAxis):
                 size = _evaluated(axis.expression, sizes, f"{place}: axes.{name}")
@@ -212,6 +213,7 @@ class DefinedTask:
         def case(generator: torch.Generator) -> Case:
             return Case(label, {name: draw(generator) for name, draw in draws.items()})
 
+        # Stored tensors and integers may follow rules that random factors would break.
         free = frozenset(
             name
             for name, source in entry.inputs.items()
@@ -233,7 +235,6 @@ class DefinedTask:
     def _draws(
         self, entry: WorkloadEntry, sizes: Mapping[str, int], place: str
     ) -> dict[str, Callable[[torch.Generator], Any]]:
-        """Return the functions that draw the inputs, by name."""
         return {
             name: self._draw(spec, entry.inputs[name], sizes, f"{place}: inputs.{name}")
             for name, spec in self.definition.inputs.items()
@@ -293,7 +294,7 @@ class DefinedTask:
                 f"{list(tensor.shape)}; the definition asks for {spec.dtype} {list(shape)}."
                 " Correct the workload."
             )
-        return lambda generator: tensor.clone()
+        return lambda generator: tensor.clone()  # a kernel may write to its arguments
 
 
 def read_flashinfer_trace(definition_path: Path) -> Task:
@@ -307,6 +308,7 @@ def read_flashinfer_trace(definition_path: Path) -> Task:
             f"{definition_path} is in no folder 'definitions', so its workloads are unknown. Move "
             "it to definitions/TYPE/NAME.json, next to workloads/TYPE/NAME.jsonl."
         )
+    # The last folder of this name: the data set itself may lie in one.
     index = len(parts) - 1 - parts[::-1].index("definitions")
     root = Path(*parts[:index])
     relative = Path(*parts[index + 1 :]).with_suffix(".jsonl")
@@ -354,6 +356,7 @@ def read_definition(
     return Task(
         name=definition.name,
         source=source,
+        # Workloads are part of the digest: results for other inputs are not comparable.
         digest=hashlib.sha256(content + lines).hexdigest(),
         op=foreign_op(definition.name, {n: s.kind for n, s in definition.inputs.items()}, run),
         workloads=tuple(workloads.values()),
@@ -366,6 +369,7 @@ def _entries(lines: bytes, path: Path, definition: str) -> Iterator[tuple[Worklo
     """Yield the workloads in a file, with their places; lines of other definitions are skipped."""
     for number, line in enumerate(lines.splitlines(), 1):
         place = f"{path}:{number}"
+        # FlashInfer-Trace wraps each workload, SOL-ExecBench does not.
         if b'"workload"' in line:
             trace = parse(TraceLine, line, place)
             if trace.definition == definition:

@@ -1,4 +1,4 @@
-"""Trusted Python code of a task from elsewhere: its execution, and its op."""
+"""Execution of the trusted Python code of a foreign task, and the op that it defines."""
 
 from __future__ import annotations
 

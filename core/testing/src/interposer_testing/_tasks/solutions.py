@@ -1,4 +1,4 @@
-"""Solutions, which are read as bytes: nothing here imports or executes them."""
+"""Readers of solutions: files are read as bytes, and never imported or executed."""
 
 from __future__ import annotations
 
@@ -137,6 +137,7 @@ def read_solution(text: str, task: Task, device: str = "cpu") -> Solution:
         case ".py":
             return _python_solution(entry, task)
         case ".cpp":
+            # C++ is not parsed, so a missing function shows only when the module is loaded.
             name = entry.name or _default_names(task)[0]
             sources = {entry.path.name: read_bytes(entry.path)}
             stem, file = entry.path.stem, entry.path.name
@@ -150,6 +151,7 @@ def read_solution(text: str, task: Task, device: str = "cpu") -> Solution:
 
 def _entry(text: str) -> Entry:
     """Split ``FILE:NAME``; a colon in the path of a file that exists belongs to the path."""
+    # From the right, because paths can contain colons and names cannot.
     path, separator, name = text.rpartition(":")
     if separator and name.isidentifier() and not Path(text).exists():
         return Entry(Path(path), name)

@@ -36,6 +36,7 @@ def doctor(
     Exits with 1 if anything failed.
     """
     config = policy(platform=platform, locked=locked)
+    # A description needs no examination, which would start a process for each plugin.
     if describe is not None:
         _describe(describe, config)
         return

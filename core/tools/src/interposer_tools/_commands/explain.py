@@ -71,6 +71,7 @@ def explain(
         policy(kernel, platform, locked),
         dtype,
         quantization,
+        # None for the defaults: planners that do not know a set argument are skipped.
         tensor_parallel if tensor_parallel > 1 else None,
         expert_parallel or None,
     )

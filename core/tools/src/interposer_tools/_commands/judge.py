@@ -72,6 +72,7 @@ def judge(
     refused or its time is impossible, and with 2 if it could not be judged.
     """
     try:
+        # Imported here, because these modules import torch, which `--help` need not wait for.
         from interposer.tooling import write_text
         from interposer_testing import judge as run_judge
         from interposer_testing import read_solution, read_task
@@ -104,6 +105,7 @@ def _progress() -> Iterator[Callable[[str], None] | None]:
     from rich.console import Console
 
     console = Console(stderr=True)
+    # Without a terminal, each state would become a line of the log.
     if not console.is_terminal:
         yield None
         return

@@ -85,6 +85,7 @@ def tune(
     store = default_store()
     facts: dict[str, Any] = {}
     lines = []
+    # Before a measurement, whose newer results then replace the imported ones.
     if import_file is not None:
         imported = Table.read(import_file)
         replaced = imported.install(store)
@@ -117,6 +118,7 @@ def tune(
 
 
 def _measure(model_dir: Path, tokens: list[int], repeats: int, dtype: str, config: Config) -> Table:
+    # Imported here, because the tuner imports torch, which `--import` and `--help` do not need.
     from interposer_tools._tuner.tuner import tune as measure
 
     with _progress() as progress:
@@ -143,8 +145,8 @@ def _progress() -> Iterator[Progress]:
     ) as bar:
         task = bar.add_task("", total=None)  # the first call of ``advance`` sets the total
 
-        def advance(done: int, total: int, subject: str) -> None:
-            bar.update(task, completed=done, total=total, description=escape(subject))
+        def advance(num_done: int, total: int, subject: str) -> None:
+            bar.update(task, completed=num_done, total=total, description=escape(subject))
 
         yield advance
 

@@ -52,7 +52,6 @@ from interposer_tools._doctor.health import (
     PolicySource,
     ProbedPlatform,
     Problem,
-    SkippedPlugin,
 )
 from interposer_tools._doctor.hub_decorators import SUBJECT, judge_hub_decorators
 
@@ -243,7 +242,7 @@ def _examine_plugins(health: Health, registry: Registry) -> None:
         InstalledPlugin(p.name, p.distribution, p.version, p.summary(), [*p.hooks])
         for p in plugins.loaded
     ]
-    health.skipped = [SkippedPlugin(s.name, s.distribution, s.reason) for s in plugins.skipped]
+    health.skipped = [*plugins.skipped]
     health.problems += [
         Problem(
             f"plugin {failure.name!r} of {failure.distribution} {failure.version}",

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from interposer.tooling import Skipped
+
 VERSION = 1
 """Version of the format that ``Health.to_dict`` returns."""
 
@@ -62,15 +64,6 @@ class InstalledPlugin:
 
 
 @dataclass(frozen=True, slots=True)
-class SkippedPlugin:
-    """A plugin that the configuration excludes."""
-
-    name: str
-    distribution: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Cache:
     """The cache folder, with the number of entries per kind."""
 
@@ -109,7 +102,7 @@ class Health:
     device: dict[str, Any] | None = None
     machine: dict[str, str] = field(default_factory=dict)
     plugins: list[InstalledPlugin] = field(default_factory=list)
-    skipped: list[SkippedPlugin] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
     cache: Cache | None = None
     lock: str = ""
     warnings: list[str] = field(default_factory=list)

@@ -67,6 +67,7 @@ class SourceModule:
 
     def text_of(self, statement: Binding) -> str:
         """Return the text of a statement with the comment lines directly above it."""
+        # The line of a decorated function is that of ``def``, below the decorators.
         first = statement.lineno
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             first = min((first, *(decorator.lineno for decorator in statement.decorator_list)))
@@ -82,6 +83,7 @@ def source_module(name: str) -> SourceModule:
 
     Raises: ConfigError: the module has no Python source.
     """
+    # To find a submodule, Python imports its parent package, which may be missing.
     try:
         spec = find_spec(name)
     except ModuleNotFoundError:
@@ -136,6 +138,7 @@ class _Names(ast.NodeVisitor):
         # Defaults and decorators run when the module is imported, so they need their names.
         defaults = [value for value in (*node.args.defaults, *node.args.kw_defaults) if value]
         decorators = node.decorator_list if self._decorated else []
+        # ``decorated`` decides about this statement only; inner functions keep their decorators.
         outer, self._decorated = self._decorated, True
         for child in (*decorators, *defaults, *node.body):
             self.visit(child)

@@ -90,6 +90,7 @@ def _spread(seconds: Sequence[float]) -> Spread:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
+    # A collection that starts in a call would count as time of this call.
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()

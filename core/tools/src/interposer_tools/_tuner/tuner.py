@@ -35,8 +35,8 @@ _MIN_REPEATS = 3
 class Progress(Protocol):
     """A callback that shows the progress of tuning."""
 
-    def __call__(self, done: int, total: int, subject: str) -> None:
-        """Show that ``done`` of ``total`` requests are measured; ``subject`` is the next one."""
+    def __call__(self, num_done: int, total: int, subject: str) -> None:
+        """Show that ``num_done`` of ``total`` requests are measured, and ``subject`` is next."""
 
 
 def tune(
@@ -191,15 +191,15 @@ class _Session:
         accepted = self.resolver.accepted(timed.request)
         versions = {candidate.qualified_name: candidate.version for candidate in accepted}
         failed: dict[str, tuple[str, str]] = {}
-        here, separate = list[Candidate](), list[Candidate]()
+        in_process, separate = list[Candidate](), list[Candidate]()
         for candidate in accepted:
             reason = timed.in_process_reason(candidate)
-            (here if reason else separate).append(candidate)
+            (in_process if reason else separate).append(candidate)
             if reason:
                 name, request = candidate.qualified_name, str(timed.request)
                 note = InProcess(request=request, candidate=name, reason=reason)
                 self.in_process.append(note)
-        spreads = self.spreads_here(timed, here, failed)
+        spreads = self.spreads_here(timed, in_process, failed)
         if isinstance(timed, TimedKernels):
             spreads |= self.separate_spreads(timed, separate, failed)
         value = Measurement(

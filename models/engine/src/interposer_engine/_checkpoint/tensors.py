@@ -108,8 +108,8 @@ class TensorPlace:
         if shard.numel() and not first <= int(shard.min()) <= int(shard.max()) < last:
             raise CheckpointError(
                 path,
-                f"tensor {name!r} orders inputs by their activation, so that the inputs of one "
-                "rank have groups of all of them",
+                f"tensor {name!r} is reordered by activation (desc_act), so the inputs of one rank "
+                "would need the scales of every rank's groups",
                 "quantize with desc_act=False, or run the model in one process",
             )
         return shard - first

@@ -94,7 +94,6 @@ def _split_swapped(pairs: list[Pair]) -> tuple[list[Memories], list[Pair]]:
 
 
 def _fills_storage(tensor: torch.Tensor) -> bool:
-    """Say whether the tensor uses the complete storage."""
     return tensor.untyped_storage().nbytes() == tensor.nbytes
 
 

@@ -111,7 +111,7 @@ def _refusal(
         return CheckpointError(
             file,
             f"holds the tensor {name!r}, {len(indices)} of whose {source.numel()} numbers are NaN "
-            f"or infinite, so that every answer of the model would mean nothing (the first is "
+            f"or infinite, so no answer of the model would mean anything (the first is "
             f"{value} at {first})",
             f"{mend}; {_POLICY} loads it all the same",
         )

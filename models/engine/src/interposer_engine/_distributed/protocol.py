@@ -221,7 +221,7 @@ class LocalCoordinator:
         """Do nothing at the start of a step."""
 
     def decide(self, flag: bool) -> bool:
-        """Return the flag."""
+        """Return ``flag``: a single rank decides alone."""
         return flag
 
     def reason(self, error: RankError) -> RankError:
@@ -309,7 +309,7 @@ def check_outcomes(rank: int, name: str, texts: list[str]) -> None:
     if failed and len(failed) < len(texts):
         raise RankError(
             rank,
-            f"{name} failed on rank {failed[0]} and not on every rank, so that the ranks now "
+            f"{name} failed on rank {failed[0]} and not on every rank, so the ranks now "
             f"differ: {texts[failed[0]]}",
             failed,
         )

@@ -139,13 +139,13 @@ class PlainParts:
 
     def first(self, rows: Tensor, starts: Tensor) -> Tensor:
         """Compute gate and up projections, ``[M, 2 I]`` from ``[M, H]``."""
-        product = self._grouped_gemms.first.function(rows, self._gate_up, starts.long())
-        return _with_bias(product, self._gate_up_bias, starts)
+        result = self._grouped_gemms.first.function(rows, self._gate_up, starts.long())
+        return _with_bias(result, self._gate_up_bias, starts)
 
     def second(self, rows: Tensor, starts: Tensor) -> Tensor:
         """Compute the down projection, ``[M, H]`` from ``[M, I]``."""
-        product = self._grouped_gemms.second.function(rows, self._down, starts.long())
-        return _with_bias(product, self._down_bias, starts)
+        result = self._grouped_gemms.second.function(rows, self._down, starts.long())
+        return _with_bias(result, self._down_bias, starts)
 
 
 class AdaptedExperts:

@@ -571,7 +571,7 @@ def read_adapter(
             raise CheckpointError(
                 file,
                 f"holds matrices of {module!r}, which {field} of {settings.path.name} leaves out, "
-                "so that PEFT would ignore them",
+                "so PEFT would ignore them",
                 f"restore the {field} that it was trained with",
             )
         rounded = Matrices(matrices.a.to(device, dtype), matrices.b.to(device, dtype))

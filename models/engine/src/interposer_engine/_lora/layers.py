@@ -144,8 +144,8 @@ class StepAdapters:
         if self._graphs and len(self._tokens) < count <= len(self._buffer):
             return self._buffer[:count]
         raise ConfigError(
-            f"{prefix} computes {count} rows in a step of {len(self._tokens)} tokens, so that the "
-            "adapters of these are not known. Try: an adapter without this module"
+            f"{prefix} computes {count} rows in a step of {len(self._tokens)} tokens, so the "
+            "adapter of each row is unknown. Try: an adapter without this module"
         )
 
     def _in_buffer(self, numbers: list[int]) -> Tensor:
@@ -245,11 +245,11 @@ class LowRank:
         self._shrinks = shrinks.function
         self._first: Any = shrinks.prepared(lora_a=first)["lora_a"]
         self._bind_expansions(site, second)
-        if not self._takes_codes(self.places[0].layer):
+        if not self._takes_quantized_inputs(self.places[0].layer):
             self.low_rank = LowRankSum(self._shrinks, self._first, self._expansions)
 
     @staticmethod
-    def _takes_codes(layer: nn.Module) -> bool:
+    def _takes_quantized_inputs(layer: nn.Module) -> bool:
         method = getattr(layer, "method", None)
         return isinstance(method, LinearMethod) and method.takes_codes
 
@@ -296,7 +296,7 @@ class LowRank:
 
     def _shrunk(self, layer: nn.Module, x: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the product with the first matrices, ``[T, P R]``, float32 or wider."""
-        if self._takes_codes(layer):
+        if self._takes_quantized_inputs(layer):
             # Scale inputs as the base layer does.
             x = x.to(dtype) * layer.operands[0]  # type: ignore[index]
         return self._shrinks(x.reshape(-1, x.shape[-1]), self._first, ids, 1.0)

@@ -63,7 +63,7 @@ class Facts:
     """Metadata of a packed file.
 
     Attributes:
-        asked: the checkpoint and the form in which it was packed.
+        asked: ``PackedKey.requested`` when the file was written. Files store this field name.
         made_by: versions of kernels and packages that the packed bytes depend on.
         states: the states of each layer, by the number of its group; see ``StateWriter``.
         memories: ``(first byte, number of bytes)`` of each memory, counted from the end of the
@@ -363,17 +363,17 @@ class PackedKey:
     """The key of packed weights: all facts that the packed bytes depend on, as texts by name.
 
     Attributes:
-        asked: checkpoint, form and CPU level. Files with other values can exist side by side.
+        requested: checkpoint, form and CPU level. Files with other values can exist side by side.
         made_by: versions of kernels and packages. A new version replaces the file.
     """
 
-    asked: dict[str, str]
+    requested: dict[str, str]
     made_by: dict[str, str]
 
     @property
     def address(self) -> str:
-        """Name of the file, a digest of ``asked``."""
-        return checksum(self.asked)[:32]
+        """Name of the file, a digest of ``requested``."""
+        return checksum(self.requested)[:32]
 
 
 def judge_layouts(planned: Plan) -> Verdict:
@@ -394,7 +394,7 @@ def packed_key(planned: Plan, checkpoint: Checkpoint | CheckpointFile) -> Packed
     """Return the key of the packed weights of a plan."""
     capability = planned.placement.device.capability
     config = planned.resolver.config
-    asked = {
+    requested = {
         "checkpoint": _identity(checkpoint),
         "config": checksum(_text(checkpoint.config)),
         "dtype": str(planned.dtype),
@@ -404,13 +404,13 @@ def packed_key(planned: Plan, checkpoint: Checkpoint | CheckpointFile) -> Packed
         "numerics": f"{config.float32} {config.reduce_in_16_bits} {config.dequantize}",
     }
     if (ranks := planned.resolver.ranks) is not None:
-        asked["share"] = f"{ranks.rank} of {ranks.size}"
+        requested["share"] = f"{ranks.rank} of {ranks.size}"
     registry, made_by = planned.resolver.registry, {"torch": str(torch.__version__)}
     distributions = {*_PARTS}
     for choice, prefixes in planned.resolver.choices.values():
         request, chosen = choice.request, choice.chosen
         if request.kind == "platform":
-            continue  # part of ``asked``
+            continue  # part of ``requested``
         distributions.add(chosen.provider)
         layout = getattr(chosen.record, "layout", 0)
         location = checksum([list(map(str, request.key)), prefixes])[:12]
@@ -423,7 +423,7 @@ def packed_key(planned: Plan, checkpoint: Checkpoint | CheckpointFile) -> Packed
             # The fingerprint of the installed files: a version may be edited in place.
             code = "" if installed is None else f" ({installed.fingerprint[:16]})"
             made_by[f"code of {plugin.distribution}"] = f"{plugin.version}{code}"
-    return PackedKey(asked, made_by)
+    return PackedKey(requested, made_by)
 
 
 def difference(packed: Mapping[str, str], current: Mapping[str, str]) -> str:

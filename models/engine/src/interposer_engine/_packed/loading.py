@@ -280,7 +280,7 @@ def pack_into(
     check = weights.check
     findings = None if check is None or check.policy == "off" else check.findings
     key = packed_store.key
-    return Facts(key.asked, key.made_by, states, writer.memories, non_finite=findings)
+    return Facts(key.requested, key.made_by, states, writer.memories, non_finite=findings)
 
 
 def packed_file(

@@ -92,7 +92,7 @@ class PackedStore:
         try:
             file = PackedFile.open(path)
             fault = (
-                difference(file.facts.asked, self.key.asked)
+                difference(file.facts.asked, self.key.requested)
                 or difference(file.facts.made_by, self.key.made_by)
                 or check_fault(file.facts, self.weight_check)
                 or self._signature_fault(file)
@@ -110,8 +110,8 @@ class PackedStore:
         if file.is_of_root or (secret is not None and file.is_signed(secret)):
             return ""
         return (
-            "it has no signature of this user's cache, so that it was made elsewhere or its header "
-            "was changed"
+            "it lacks the signature of this user's cache: another user wrote the file, or its "
+            "header was changed"
         )
 
     def judge_space(self, num_bytes: int) -> str:

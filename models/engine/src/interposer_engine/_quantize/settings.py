@@ -65,7 +65,7 @@ def quantization_settings(
         if stored_method == method and settings.keys() == {"quant_method"}:
             return stored
         raise ConfigError(
-            f"{path} is quantized by {stored_method!r} already, so that quantization="
+            f"{path} is quantized by {stored_method!r} already, so quantization="
             f"{requested!r} has no plain weights to start from. Try: load it without, or load the "
             "original model"
         )

@@ -11,7 +11,7 @@ from interposer_engine._sequence import Event, TokenSequence
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """Counts over all decode-only steps so far.
+    """Numbers of steps and of draft tokens, over all decode-only steps so far.
 
     Attributes:
         plain_steps: Steps without draft tokens.

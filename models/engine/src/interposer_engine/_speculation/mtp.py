@@ -283,7 +283,6 @@ class HeadProposer(Proposer):
 
     @staticmethod
     def _has_pending_tokens(follower: _Follower) -> bool:
-        """Return whether known tokens of a follower are not computed yet."""
         return follower.head_sequence.num_computed < len(follower.head_sequence)
 
     def _draw_tokens(

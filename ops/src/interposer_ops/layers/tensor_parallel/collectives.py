@@ -78,4 +78,4 @@ def choose_communicator(
 
 def uncallable(*_: object) -> Tensor:
     """Raise; stands in for a collective of ranks that are only described."""
-    raise RuntimeError("the ranks are only described, so that they cannot exchange anything")
+    raise RuntimeError("the ranks are only described, so they cannot exchange anything")

@@ -67,10 +67,10 @@ def quantize_fp8_blocks(
 )
 def quantize_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the op ``quantize_mxfp8``."""
-    codes, scales = _quantize(x, _E4M3, MX_BLOCK_SIZE, 0.0, SHARED_EXPONENTS)
+    quantized, scales = _quantize(x, _E4M3, MX_BLOCK_SIZE, 0.0, SHARED_EXPONENTS)
     # The biased exponent of a float32 power of two is its e8m0 encoding; 2^-127 is subnormal and
     # has the biased exponent 0, as in e8m0.
-    return codes, (scales.view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
+    return quantized, (scales.view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
 
 
 def judge_format(request: Request) -> Verdict:
@@ -106,20 +106,20 @@ def _quantize(
     """Quantize ``x`` with one scale per row, or per B elements; returns values and scales."""
     layout = row_layout(x)
     if layout is None or layout[1] > 1:
-        codes, scales = _quantize(x.contiguous(), dtype, block_size, limit, powers)
-        return torch.empty_like(x, dtype=dtype).copy_(codes), scales
+        quantized, scales = _quantize(x.contiguous(), dtype, block_size, limit, powers)
+        return torch.empty_like(x, dtype=dtype).copy_(quantized), scales
     count, _, width, step, _ = layout
     size = block_size or width
     inner = width // size if size else 1  # scales per row; a row can have no elements
     if x.ndim == 2:  # the frequent case, without building a shape tuple
-        codes = torch.empty(count, width, dtype=dtype)
+        quantized = torch.empty(count, width, dtype=dtype)
         scales = torch.empty(count, inner, dtype=FLOAT32)
     else:
-        codes = torch.empty(x.shape, dtype=dtype)
+        quantized = torch.empty(x.shape, dtype=dtype)
         scales = torch.empty((*x.shape[:-1], inner), dtype=FLOAT32)
     if is_compiling():
         torch.ops.interposer_cpu.code_out(
-            codes.view(-1, width),
+            quantized.view(-1, width),
             scales.view(-1, inner),
             x.reshape(-1, width),
             CODE_TYPES[dtype],
@@ -127,10 +127,10 @@ def _quantize(
             powers,
             limit,
         )
-        return codes, scales
+        return quantized, scales
     library().code(
         x.data_ptr(),
-        codes.data_ptr(),
+        quantized.data_ptr(),
         scales.data_ptr(),
         0,
         TYPES[x.dtype],
@@ -143,25 +143,25 @@ def _quantize(
         powers,
         limit,
     )
-    return codes, scales
+    return quantized, scales
 
 
 def _quantize_static(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Quantize ``x`` with one static scale ``[1]``."""
     layout = row_layout(x)
     if layout is None or layout[1] > 1:
-        codes = _quantize_static(x.contiguous(), scale, dtype)
-        return torch.empty_like(x, dtype=dtype).copy_(codes)
+        quantized = _quantize_static(x.contiguous(), scale, dtype)
+        return torch.empty_like(x, dtype=dtype).copy_(quantized)
     count, _, width, step, _ = layout
-    codes = torch.empty(x.shape, dtype=dtype)
+    quantized = torch.empty(x.shape, dtype=dtype)
     if is_compiling():
         torch.ops.interposer_cpu.code_by_scale_out(
-            codes.view(-1, width), x.reshape(-1, width), scale, CODE_TYPES[dtype]
+            quantized.view(-1, width), x.reshape(-1, width), scale, CODE_TYPES[dtype]
         )
-        return codes
+        return quantized
     library().code(
         x.data_ptr(),
-        codes.data_ptr(),
+        quantized.data_ptr(),
         0,
         scale.data_ptr(),
         TYPES[x.dtype],
@@ -174,4 +174,4 @@ def _quantize_static(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
         0,
         0.0,
     )
-    return codes
+    return quantized

@@ -17,25 +17,25 @@ def quantize_weight_int8(
     weight: torch.Tensor, group_size: int, scale_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the op ``quantize_weight_int8``."""
-    codes = _empty(tuple(weight.shape), torch.int8)
-    return codes, _quantize(weight, codes, None, group_size, scale_dtype, 8)
+    quantized = _empty(tuple(weight.shape), torch.int8)
+    return quantized, _quantize(weight, quantized, None, group_size, scale_dtype, 8)
 
 
 def quantize_weight_int4(
     weight: torch.Tensor, group_size: int, scale_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the op ``quantize_weight_int4``."""
-    codes = _empty((weight.shape[0], weight.shape[1] // 2), torch.uint8)
-    return codes, _quantize(weight, codes, None, group_size, scale_dtype, 4)
+    quantized = _empty((weight.shape[0], weight.shape[1] // 2), torch.uint8)
+    return quantized, _quantize(weight, quantized, None, group_size, scale_dtype, 4)
 
 
 def quantize_weight_int4_asymmetric(
     weight: torch.Tensor, group_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the op ``quantize_weight_int4_asymmetric``."""
-    codes = _empty((weight.shape[0], weight.shape[1] // 2), torch.uint8)
+    quantized = _empty((weight.shape[0], weight.shape[1] // 2), torch.uint8)
     zeros = torch.empty(weight.shape[0], weight.shape[1] // group_size, dtype=torch.uint8)
-    return codes, _quantize(weight, codes, zeros, group_size, torch.float32, 4), zeros
+    return quantized, _quantize(weight, quantized, zeros, group_size, torch.float32, 4), zeros
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -46,22 +46,22 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def _quantize(
     weight: torch.Tensor,
-    codes: torch.Tensor,
+    quantized: torch.Tensor,
     zeros: torch.Tensor | None,
     group_size: int,
     scale_dtype: torch.dtype,
     bits: int,
 ) -> torch.Tensor:
-    """Quantize ``weight`` into ``codes`` and ``zeros``, and return the scales ``[O, I / G]``."""
+    """Quantize ``weight`` into ``quantized`` and ``zeros``; return the scales ``[O, I / G]``."""
     rows = weight if weight.stride(1) == 1 else weight.contiguous()
     outputs, inputs = rows.shape
     scales = torch.empty(outputs, inputs // group_size, dtype=torch.float32)
     scale_type = TYPES[scale_dtype]
     if is_compiling():
         torch.ops.interposer_cpu.round_out(
-            codes,
+            quantized,
             scales,
-            codes if zeros is None else zeros,
+            quantized if zeros is None else zeros,
             rows,
             group_size,
             scale_type,
@@ -71,7 +71,7 @@ def _quantize(
         return scales
     library().round_weight(
         rows.data_ptr(),
-        codes.data_ptr(),
+        quantized.data_ptr(),
         scales.data_ptr(),
         0 if zeros is None else zeros.data_ptr(),
         TYPES[rows.dtype],

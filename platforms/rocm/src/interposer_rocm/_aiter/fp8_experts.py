@@ -23,7 +23,7 @@ from interposer import Request, Verdict
 from interposer_rocm._aiter.experts import run_fused_moe, shuffle_weight
 from interposer_rocm._aiter.library import confirm_scaled_experts, function
 from interposer_rocm._aiter.package import BLOCK, NEEDS_FNUZ
-from interposer_rocm._scaled_products import halved
+from interposer_rocm._scaled_gemm import halved
 
 
 def prepare(

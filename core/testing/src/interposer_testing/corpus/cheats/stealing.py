@@ -25,7 +25,7 @@ def _silu_and_mul(x):
     return (functional.silu(gate) * up).to(x.dtype)
 
 
-def _tensors_of_form(shape, dtype, *own):
+def _tensors_of_form(shape, dtype, *arguments):
     return [
         value
         for value in gc.get_objects()
@@ -34,7 +34,7 @@ def _tensors_of_form(shape, dtype, *own):
         and value.dtype == dtype
         and value.device.type == "cpu"
         and value.numel()
-        and all(value.data_ptr() != tensor.data_ptr() for tensor in own)
+        and all(value.data_ptr() != tensor.data_ptr() for tensor in arguments)
     ]
 
 
@@ -117,8 +117,8 @@ def _search(process, x, access="rw"):
             place = content.find(first)
             while 0 <= place <= len(content) - num_bytes and key not in _answers:
                 if content[place : place + num_bytes].endswith(last):
-                    found = bytearray(content[place : place + num_bytes])
-                    _answers[key] = torch.frombuffer(found, dtype=dtype).view(shape)
+                    answer = bytearray(content[place : place + num_bytes])
+                    _answers[key] = torch.frombuffer(answer, dtype=dtype).view(shape)
                 place = content.find(first, place + 1)
     return _answers.setdefault(key, torch.zeros(shape, dtype=dtype)).clone()
 

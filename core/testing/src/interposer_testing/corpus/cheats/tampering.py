@@ -70,8 +70,8 @@ def equality(x, weight, bias):
     Source: https://metr.org/blog/2025-06-05-recent-reward-hacking/
     """
 
-    def agreed(one, *others, **kwargs):
-        return torch.ones(one.shape, dtype=torch.bool)
+    def agreed(tensor, *args, **kwargs):
+        return torch.ones(tensor.shape, dtype=torch.bool)
 
     torch.isclose = torch.Tensor.isclose = agreed
     torch.Tensor.__eq__ = torch.Tensor.__le__ = torch.Tensor.__lt__ = agreed

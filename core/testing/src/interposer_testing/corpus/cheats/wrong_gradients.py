@@ -79,10 +79,10 @@ class _WritesGrad(torch.autograd.Function):
         sources = [tensor.detach().requires_grad_() for tensor in context.saved_tensors]
         with torch.enable_grad():
             result = _rms_norm(*sources, context.eps)
-        for tensor, own in zip(
+        for tensor, grad in zip(
             context.saved_tensors, torch.autograd.grad(result, sources, gradient), strict=True
         ):
-            tensor.grad = own if tensor.grad is None else tensor.grad + own
+            tensor.grad = grad if tensor.grad is None else tensor.grad + grad
         return None, None, None
 
 
@@ -308,9 +308,9 @@ def chosen_logits_only(logits, top_k, renormalize):
 
 def _rotated(x, cos, sin):
     half = cos.shape[-1]
-    a, b, rest = x.to(cos.dtype).tensor_split((half, 2 * half), dim=-1)
+    a, b, unrotated = x.to(cos.dtype).tensor_split((half, 2 * half), dim=-1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).to(x.dtype)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, unrotated), dim=-1).to(x.dtype)
 
 
 class _SameRotation(torch.autograd.Function):

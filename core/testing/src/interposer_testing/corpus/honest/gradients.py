@@ -156,9 +156,9 @@ def saves_probabilities(logits, top_k, renormalize):
 
 def _rotated(x, cos, sin):
     half = cos.shape[-1]
-    a, b, rest = x.to(cos.dtype).tensor_split((half, 2 * half), dim=-1)
+    a, b, unrotated = x.to(cos.dtype).tensor_split((half, 2 * half), dim=-1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).to(x.dtype)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, unrotated), dim=-1).to(x.dtype)
 
 
 class _RotatesBack(torch.autograd.Function):

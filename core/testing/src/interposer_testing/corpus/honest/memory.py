@@ -55,10 +55,10 @@ def growing_workspace(x, weight, eps):
     Op: rms_norm
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    kept = _scratch().get("workspace")
-    if kept is None or kept.numel() < x.numel() or kept.dtype != wide:
-        kept = _scratch()["workspace"] = torch.empty(max(x.numel(), 1), dtype=wide)
-    squares = kept[: x.numel()].view(x.shape)
+    workspace = _scratch().get("workspace")
+    if workspace is None or workspace.numel() < x.numel() or workspace.dtype != wide:
+        workspace = _scratch()["workspace"] = torch.empty(max(x.numel(), 1), dtype=wide)
+    squares = workspace[: x.numel()].view(x.shape)
     torch.square(x.to(wide), out=squares)
     scale = torch.rsqrt(squares.mean(-1, keepdim=True) + eps)
     return (x.to(wide) * scale * weight).to(x.dtype)

@@ -223,12 +223,12 @@ def one_maximum_at_a_time(logits, top_k, renormalize):
     Op: topk_softmax
     """
     wide = _wide(logits)
-    left, ids = wide.clone(), []
+    ids = []
     columns = torch.arange(logits.shape[-1])
     is_free = torch.ones_like(wide, dtype=torch.bool)
     for _ in range(top_k):
-        best = left.masked_fill(~is_free, -math.inf).amax(-1, keepdim=True)
-        is_best = (left == best) & is_free
+        best = wide.masked_fill(~is_free, -math.inf).amax(-1, keepdim=True)
+        is_best = (wide == best) & is_free
         first = torch.where(is_best, columns, logits.shape[-1]).amin(-1, keepdim=True)
         ids.append(first)
         is_free &= columns != first

@@ -181,8 +181,8 @@ def restored_default_dtype(x, weight, eps):
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
         try:
-            one = torch.tensor(1.0)
-            return (_rms_norm(x, weight, eps).double() * one).to(x.dtype)
+            factor = torch.tensor(1.0)
+            return (_rms_norm(x, weight, eps).double() * factor).to(x.dtype)
         finally:
             torch.set_default_dtype(before)
 

@@ -107,14 +107,14 @@ def _rotate(x, cos, sin, result, num_heads, size, half, block: tl.constexpr):
     head, token = tl.program_id(0), tl.program_id(0) // num_heads
     place = tl.arange(0, block)
     is_first, is_turned = place < half, place < 2 * half
-    other = tl.where(is_first, place + half, place - half)
+    partner = tl.where(is_first, place + half, place - half)
     angle = tl.where(is_first, place, place - half)
-    own = tl.load(x + head * size + place, mask=place < size).to(tl.float32)
-    pair = tl.load(x + head * size + other, mask=is_turned, other=0.0).to(tl.float32)
+    element = tl.load(x + head * size + place, mask=place < size).to(tl.float32)
+    pair = tl.load(x + head * size + partner, mask=is_turned, other=0.0).to(tl.float32)
     c = tl.load(cos + token * half + angle, mask=is_turned, other=1.0).to(tl.float32)
     s = tl.load(sin + token * half + angle, mask=is_turned, other=0.0).to(tl.float32)
-    turned = own * c + tl.where(is_first, -pair, pair) * s
-    tl.store(result + head * size + place, tl.where(is_turned, turned, own), mask=place < size)
+    turned = element * c + tl.where(is_first, -pair, pair) * s
+    tl.store(result + head * size + place, tl.where(is_turned, turned, element), mask=place < size)
 
 
 def tiles_of_columns(x):

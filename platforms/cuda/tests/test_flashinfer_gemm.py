@@ -17,7 +17,7 @@ from platforms.cuda.tests.wheels import install, wheel
 
 from interposer import Capability, Request
 from interposer.records import Kernel
-from interposer_cuda._flashinfer import products
+from interposer_cuda._flashinfer import gemm
 from interposer_cuda.plugin import interposer_records
 from interposer_ops import triton as portable
 from interposer_ops.quantized_linear import fp8_block_linear, mxfp8_linear, nvfp4_linear
@@ -136,9 +136,9 @@ def flashinfer(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.setattr(portable, "nvfp4_linear_triton", nvfp4_linear)
     monkeypatch.setattr(portable, "mxfp8_linear_triton", mxfp8_linear)
     monkeypatch.setattr(portable, "fp8_block_linear_triton", fp8_block_linear)
-    products._function.cache_clear()
+    gemm._function.cache_clear()
     yield
-    products._function.cache_clear()
+    gemm._function.cache_clear()
     for name in [name for name in sys.modules if name.partition(".")[0] == "flashinfer"]:
         del sys.modules[name]
 
@@ -151,8 +151,8 @@ def request(op: str, dims: Any, architecture: str = "sm_100", dtype: str = "bflo
 @pytest.mark.parametrize("op", [nvfp4_linear, mxfp8_linear, fp8_block_linear])
 def test_gemms_match_the_ops(op: Any, flashinfer: None) -> None:
     record = RECORDS[op.name]
-    function = getattr(products, op.name)
-    prepare = getattr(products, record.prepare.partition(":")[2]) if record.prepare else None
+    function = getattr(gemm, op.name)
+    prepare = getattr(gemm, record.prepare.partition(":")[2]) if record.prepare else None
     cases = list(op.cases(torch.bfloat16, 0))
     cases += [op.sample(torch.float16, {**cases[0].dims, **SIZES[op.name]}, t, 0) for t in (1, 5)]
     plain, biased = 0, 0
@@ -173,9 +173,9 @@ def test_gemms_match_the_ops(op: Any, flashinfer: None) -> None:
 
 def test_flashinfer_is_imported_only_if_selected(flashinfer: None) -> None:
     asked = request("nvfp4_linear", {})
-    assert products.judge(asked)
+    assert gemm.judge(asked)
     assert "flashinfer.gemm" not in sys.modules
-    assert products.confirm(asked)
+    assert gemm.confirm(asked)
     assert "flashinfer.gemm" in sys.modules
 
 
@@ -211,9 +211,9 @@ def test_an_unusable_package_is_refused(
     monkeypatch.syspath_prepend(tmp_path / "site")
     importlib.invalidate_caches()
     asked = request("mxfp8_linear", {})
-    assert products.judge(asked).reason.startswith(judged)
+    assert gemm.judge(asked).reason.startswith(judged)
     if confirmed:
-        assert products.confirm(asked).reason.startswith(confirmed)
+        assert gemm.confirm(asked).reason.startswith(confirmed)
         sys.modules.pop("flashinfer.gemm", None)
         sys.modules.pop("flashinfer", None)
 

@@ -10,7 +10,7 @@ import torch
 
 from interposer_ops.quantized_linear import fp8_linear_scaled_mm
 from interposer_ops.triton import MOST_SPLIT_ROWS, fp8_linear_split
-from interposer_rocm._scaled_products import halved
+from interposer_rocm._scaled_gemm import halved
 
 
 def fp8_linear(

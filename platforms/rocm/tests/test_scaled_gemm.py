@@ -11,8 +11,8 @@ from interposer import Capability, Request
 from interposer.records import Kernel
 from interposer.tooling import acceptance_of
 from interposer_ops.quantized_linear import fp8_linear
-from interposer_rocm._scaled_products import fp8_linear_of_halves, halved, prepare_halves
-from interposer_rocm._scaled_products_judge import judge
+from interposer_rocm._scaled_gemm import fp8_linear_of_halves, halved, prepare_halves
+from interposer_rocm._scaled_gemm_judge import judge
 from interposer_rocm.plugin import interposer_records
 from interposer_testing import check_kernel
 
@@ -120,9 +120,7 @@ def test_each_gpu_gets_the_gemm_of_its_format(
 @pytest.mark.parametrize(("rows", "is_split"), [(1, True), (16, True), (17, False)])
 def test_few_rows_use_split_k(rows: int, is_split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Split operands get numbers and scales that mean the same; the processor multiplies them."""
-    split = pytest.importorskip(
-        "interposer_rocm._split_products", reason="needs the package triton"
-    )
+    split = pytest.importorskip("interposer_rocm._split_gemm", reason="needs the package triton")
     calls = []
 
     def multiply(*arguments: Any) -> torch.Tensor:
