@@ -35,7 +35,7 @@ _MIN_REPEATS = 3
 class Progress(Protocol):
     """A callback that shows the progress of tuning."""
 
-    def __call__(self, num_done: int, total: int, subject: str) -> None:
+    def __call__(self, num_done: int, total: int, subject: str, /) -> None:
         """Show that ``num_done`` of ``total`` requests are measured, and ``subject`` is next."""
 
 
