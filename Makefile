@@ -14,7 +14,7 @@ AVAILABLE := not gpu and not foreign and not versions and not vllm
 SEED := $(or $(SEED),$(shell $(PYTHON) -c 'import random; print(random.randrange(2**32))'))
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help install demo test test-quick test-process test-all test-repeat test-checkpoints test-load mutants test-vllm test-foreign test-torch test-transformers test-hub test-libraries test-spirv test-gpu gpu-bundle gpu-evidence gpu-rehearsal lint format docs triton-targets adapt-coverage bench wheels cycles clean
+.PHONY: FORCE help install demo test test-quick test-process test-all test-speed test-repeat test-checkpoints test-load mutants test-vllm test-foreign test-torch test-transformers test-hub test-libraries test-spirv test-gpu gpu-bundle gpu-evidence gpu-rehearsal lint format docs triton-targets adapt-coverage bench wheels cycles clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -45,6 +45,13 @@ test-all: $(INSTALLED) ## Run all tests that this machine can run, with a random
 	@echo "hypothesis seed: $(SEED)"
 	$(PYTEST) -n 2 --dist loadgroup --hypothesis-profile=random --hypothesis-seed=$(SEED) -m "not process and $(AVAILABLE)"
 	$(PYTEST) --hypothesis-profile=random --hypothesis-seed=$(SEED) -m "process and $(AVAILABLE)"
+	$(if $(RELEASE),@$(MAKE) --no-print-directory test-speed)
+
+# RELEASE is the Python of an environment with the last release of interposer-cpu.
+test-speed: $(INSTALLED) ## Fail if this checkout decodes slower than a release: make test-speed RELEASE=PYTHON. Ten minutes.
+	@test -n "$(RELEASE)" || { echo "Name a Python in whose environment a release is installed: make test-speed RELEASE=PYTHON"; exit 2; }
+	$(BIN)/python benchmarks/random_model.py llama-100m .speed_cache/llama-100m
+	OMP_NUM_THREADS=2 $(BIN)/python benchmarks/revisions.py $(RELEASE) .speed_cache/llama-100m --quantization none int8 w4a8 --at-least 0.93
 
 RUNS ?= 10
 test-repeat: $(INSTALLED) ## Run the quick and the process tests RUNS times, to find tests that fail now and then.
