@@ -129,7 +129,7 @@ class Reporter:
         raise NotImplementedError("only a process that runs one function can fork")
 
     def join(self, pid: int) -> None:
-        """Wait for the end of a fork. If its ``work`` did not return, end this process alike."""
+        """Wait for a fork to end; if its ``work`` did not return, end this process the same way."""
         raise NotImplementedError("only a process that runs one function can fork")
 
     def run(

@@ -177,7 +177,7 @@ class Config(Settings):
 
     @property
     def numerics(self) -> NumericsPolicy:
-        """The numerics of every step of a run. The seed is set once, when the model is loaded."""
+        """Numerics of every step; the random seed is set once, when the model is loaded."""
         from interposer._contract.platform import NumericsPolicy  # imports torch
 
         return NumericsPolicy(self.float32, self.reduce_in_16_bits)

@@ -115,7 +115,7 @@ class Rule(Settings):
 
     @model_serializer
     def _shortened(self) -> str | dict[str, Any]:
-        """Serialize to the shortest form that parses to this rule."""
+        """Serialize the rule as its pin if only the pin is set, else as the fields that are set."""
         fields = dict(self.__repr_args__())
         return fields["pin"] if fields.keys() == {"pin"} else fields
 
@@ -150,7 +150,7 @@ def read_rule(value: Any) -> Rule:
 
 
 def first_fault(error: ValidationError) -> str:
-    """Return the place and the message of the first fault in ``error``."""
+    """Return the field path and the message of the first validation failure in ``error``."""
     fault = error.errors()[0]
     return f"{'.'.join(map(str, fault['loc'])) or 'the file'}: {fault['msg']}"
 

@@ -221,7 +221,7 @@ def default_store(config: Config | None = None) -> Store:
 
 @cache
 def _folder_without_home(problem: str) -> Path:
-    """Return a folder to which only this user can write, or else a path that cannot be written."""
+    """Return a private folder in the temporary directory, or an unusable path if none is safe."""
     # Without user ids, the owner of a folder cannot be checked, so no folder is trusted.
     user = os.getuid() if hasattr(os, "getuid") else None
     folder = Path(os.devnull, "interposer")

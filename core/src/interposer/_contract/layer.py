@@ -92,7 +92,7 @@ class ResolverProtocol(Protocol):
         ...
 
     def choose_scheme(self, settings: Mapping[str, Any]) -> None:
-        """Set ``scheme`` to the scheme for a checkpoint's ``quantization_config``."""
+        """Choose the scheme for ``quantization_config`` and store the scheme as ``scheme``."""
         ...
 
 

@@ -52,7 +52,7 @@ class Request:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """A key that is equal for all requests of one device that must get equal answers."""
+        """Cache key among the requests of one device: all fields except capability and prefix."""
         # The capability is left out: a resolver has one device.
         dims = tuple(sorted(self.dims.items()))
         return (self.kind, self.name, self.platform, self.dtype, dims, self.detail)

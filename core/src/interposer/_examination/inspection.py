@@ -235,7 +235,7 @@ class _Relay(Reporter):
 
 
 def _offer(use: Callable[..., Finding], arguments: Arguments, reporter: Reporter) -> Finding:
-    """Load a kernel with its preparation and its predicate, and call ``use`` with them.
+    """Load a kernel with its ``prepare`` and predicate, and return the finding of ``use`` for them.
 
     Returns: the finding of ``use``, or a refusal if the code changes the process.
     """

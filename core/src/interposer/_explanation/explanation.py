@@ -85,7 +85,7 @@ class Explanation:
     full: bool = False
 
     def all(self) -> Explanation:
-        """Return the same explanation, whose text lists the refused candidates with reasons.
+        """Return this explanation with all candidates, including refused ones and the reasons.
 
         The candidates of other platforms are only counted.
         """
@@ -172,7 +172,7 @@ class Explanation:
 
     @property
     def head(self) -> str:
-        """The device and the notes, line by line."""
+        """The line about the device, and one line per note."""
         notes = (f"note: {note}" for note in self.notes)
         return "\n".join((f"device: {self.device.torch_device} ({self.device.name})", *notes))
 
@@ -329,7 +329,7 @@ def _notes(placement: Placement | None) -> tuple[str, ...]:
 def _step_notes(
     model: Explainable, name: str, text: str, words: tuple[str, str]
 ) -> tuple[str, ...]:
-    """Return a note whether steps are captured or compiled, if the model can tell."""
+    """Return a note that says whether steps are captured or compiled, if the model can tell."""
     verdict: Verdict | None = getattr(model, name, None)
     if verdict is None:
         return ()
@@ -338,7 +338,7 @@ def _step_notes(
 
 
 def _names(subject: Subject | Request) -> tuple[str, ...]:
-    """Return the names by which ``why`` selects a subject; for attention, all types."""
+    """Return the names by which ``Explanation.why`` selects a subject; for attention, all types."""
     if subject.kind == "attention" and isinstance(subject, Subject):
         return "attention", *get_args(AttentionType)
     if subject.kind == "attention":

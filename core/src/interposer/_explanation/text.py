@@ -128,6 +128,6 @@ def answer(option: Option) -> str:
 
 
 def figures(choice: Choice) -> list[str]:
-    """Return the run times of the candidates as text, the fastest first."""
+    """Return the name and run time of each measured candidate as text, the fastest first."""
     fastest_first = sorted(choice.seconds.items(), key=lambda item: (item[1], item[0]))
     return [f"{name} {duration(seconds, digits=3)}" for name, seconds in fastest_first]

@@ -134,7 +134,7 @@ class Measurements:
 
 @cached
 def _shipped_entries(resource: str, device: str) -> dict[str, Entry]:
-    """Read a table's newest entry by address, with ``device`` in place of the measured device."""
+    """Read the newest entry per address of a shipped table, as if measured on ``device``."""
     newest: dict[str, Entry] = {}
     for entry in read_entries(resource_path(resource)):
         key_address = address(entry.key.model_copy(update={"device": device}))

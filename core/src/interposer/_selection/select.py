@@ -243,7 +243,7 @@ class _Ranking:
         return duration(self.measured.seconds[candidate.qualified_name])
 
     def deciding_rule(self, first: Candidate, second: Candidate) -> _Rule:
-        """Return the first rule that ranks two candidates differently."""
+        """Return the first ranking criterion, such as "time", in which two candidates differ."""
         # The same order as ``key``.
         if self.preference(first) != self.preference(second):
             return "preference"

@@ -120,7 +120,7 @@ class ForkedKernel(KernelProcess):
         return None
 
     def end(self) -> Mapping[str, Any]:
-        """Let the fork end, and return the finding of ``offer``."""
+        """Let the fork end, and return its finding about the kernel's code."""
         return self._ended(self._ask("end"))
 
     def takes(self, dims: Mapping[str, Any], /) -> bool:
@@ -157,7 +157,7 @@ class ForkedKernel(KernelProcess):
         self._pid = self._fork(partial(self._serve, channel))
 
     def _serve(self, connection: socket.socket) -> bool:
-        """Answer the requests of the other process, in the fork; return whether all is well."""
+        """Serve requests of the judging process in the fork; return whether the code passed."""
         limit_privileges()
         channel = Channel(connection)
         functions = Functions(mmap.mmap(self.memory.descriptor, 0))

@@ -85,14 +85,14 @@ class ExactBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
     create_fma = _on_numbers("create_fma")
 
     def create_dot(self, a: Any, b: Any, d: Any, *options: Any) -> Any:
-        """Return ``a @ b + d`` of numbers that the interpreter stores as integers."""
+        """Return ``a @ b + d``, with operands that are stored as integers converted to float32."""
         converted = [self._converted(operand, tl.float32) for operand in (a, b)]
         wide = [o if c is None else c for o, c in zip((a, b), converted, strict=True)]
         with np.errstate(all="ignore"):
             return super().create_dot(*wide, d, *options)
 
     def _converted(self, src: Any, dst_type: Any) -> Any:
-        """Convert ``src``, or return None if neither dtype is stored as an integer."""
+        """Convert ``src`` to ``dst_type``; None if neither dtype is stored as an integer."""
         source, target = src.dtype.scalar, dst_type.scalar
         if source == target or not (source in _NARROW or target in _NARROW):
             return None

@@ -131,7 +131,7 @@ def random_projections(
 
 
 def _make_exact(numbers: torch.Tensor) -> None:
-    """Round to multiples of 1/8, and put both extremes into each group of 32.
+    """Round the numbers to multiples of 1/8, and put both extremes into each group of 32.
 
     The 4-bit scale of the group is then 1/8, so quantization is exact.
     """

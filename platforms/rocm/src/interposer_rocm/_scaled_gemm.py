@@ -36,7 +36,7 @@ def halved(x: torch.Tensor) -> torch.Tensor:
 def prepare_halves(
     weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
 ) -> dict[str, torch.Tensor | None]:
-    """Convert the weight to fnuz, whose bits mean half the value, and double the scale, once."""
+    """Convert the weight to half the value in fnuz, and double the weight scale."""
     return {"weight": halved(weight), "weight_scale": weight_scale * 2, "bias": bias}
 
 

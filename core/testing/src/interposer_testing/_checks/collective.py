@@ -58,7 +58,7 @@ class CollectiveCase:
         return f"{self.collective} of {self.dtype}, {rows}, {values}{layout}"
 
     def sent(self, rank: int) -> list[int]:
-        """Return the numbers of rows that ``rank`` sends to each rank in ``all_to_all``."""
+        """Return the number of rows that ``rank`` sends to each rank in ``all_to_all``."""
         # Rank 1 receives nothing from anybody, so that empty messages are tested too.
         num = len(self.sizes)
         return [self.sizes[(rank + to) % num] * (to != 1) for to in range(num)]
@@ -122,7 +122,7 @@ class CollectiveCase:
         return method(x, *arguments)  # type: ignore[no-any-return]
 
     def received(self, rank: int) -> list[int]:
-        """Return the numbers of rows that ``rank`` receives from each rank in ``all_to_all``."""
+        """Return the number of rows that ``rank`` receives from each rank in ``all_to_all``."""
         return [self.sent(sender)[rank] for sender in range(len(self.sizes))]
 
     def faults(self, rank: int, result: Any) -> Iterator[Fault]:

@@ -57,7 +57,7 @@ def exemplars(op: CustomOp[..., Any], seed: int) -> Iterator[Exemplar]:
 def exemplar_of(
     op: CustomOp[..., Any], planned: PlannedCase, case: Case, seed: int
 ) -> Exemplar | None:
-    """Create an exemplar from ``case``; None if it has empty, special or no tensors."""
+    """Create an exemplar from ``case``; None for empty tensors, special values or no tensors."""
     tensors = [v for v in case.arguments.values() if isinstance(v, torch.Tensor)]
     is_special = planned.point is not None and planned.point.special != ORDINARY
     if is_special or not tensors or not all(tensor.numel() for tensor in tensors):

@@ -60,7 +60,7 @@ class TrainingStep:
     """
 
     def __init__(self, op: CustomOp[..., Any]) -> None:
-        """Derive the op.
+        """Derive the training step of ``op``.
 
         Raises: ConfigError: the op declares no gradient.
         """
@@ -147,7 +147,7 @@ class TrainingStep:
         )
 
     def _scales(self, case: Case, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return the size of the intermediate values that reach each element of the gradients."""
+        """Estimate the size of the intermediate values that contribute to each gradient element."""
         scales = [gradient.abs() for gradient in gradients]
         wide = {
             name: value.double()

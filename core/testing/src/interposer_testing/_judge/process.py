@@ -60,7 +60,7 @@ class KernelError(Exception):
 
 
 def kernel_error(name: str, message: str, trace: str, representation: str = "") -> KernelError:
-    """Create the error of an exception of another process, with the name of its class."""
+    """Create the error for an exception of another process, in a class of the same name."""
     class_name = name if name.isidentifier() else "Exception"
     kind = type(class_name, (KernelError,), {"representation": representation})
     error: KernelError = kind(message)
@@ -206,7 +206,7 @@ class KernelProcess:
             raise ProcessEndedError(self._end_of_process()) from error
 
     def receive(self, limit_seconds: float | None = None) -> dict[str, Any]:
-        """Wait for a reply.
+        """Wait for and return the next reply of the process.
 
         Raises: ProcessEndedError: there is no reply in time, or the reply is malformed.
         """
@@ -253,7 +253,7 @@ class KernelProcess:
         self._has_stopped = True
 
     def resume(self) -> None:
-        """Let a stopped process go on."""
+        """Let the stopped process continue."""
         if self._has_stopped:
             self.memory.settle()
             self._has_stopped = False
@@ -294,7 +294,7 @@ class KernelProcess:
             num_read += count
 
     def idle_share(self) -> float:
-        """Return the share of a core that the process uses while nothing is asked of it.
+        """Return the fraction of a core that the process uses while no request is pending.
 
         Raises: ProcessEndedError: the process has ended.
         """
@@ -341,7 +341,7 @@ class KernelProcess:
 
 @contextmanager
 def _unreadable_memory() -> Iterator[None]:
-    """Keep other processes without privileges from reading the memory of this one."""
+    """Prevent unprivileged processes from reading this process's memory within a block."""
     before = _LIBC.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0)
     _LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     try:

@@ -65,7 +65,7 @@ class Timing:
 
     @property
     def share_of_roofline(self) -> float:
-        """The time of the roofline as a fraction of the median time."""
+        """Fraction of the roofline that the median call reaches: roofline time over median time."""
         return self.roofline / self.median
 
 

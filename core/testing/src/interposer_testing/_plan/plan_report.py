@@ -41,7 +41,7 @@ class PlannedRecord:
 
     @property
     def state(self) -> PlanState:
-        """The worst applicable state."""
+        """Worst state that applies: "wrong", "unresolved", "fits nowhere" or "sound"."""
         if self.faults:
             return "wrong"
         if self.unresolved:
@@ -70,11 +70,11 @@ class PlanReport:
 
     @property
     def sound(self) -> bool:
-        """True if no record is wrong. A record that fits no described device may fit others."""
+        """True if no record is wrong; records that fit no described device may fit others."""
         return not self.in_state("wrong")
 
     def in_state(self, state: PlanState) -> list[PlannedRecord]:
-        """Return the records in this state."""
+        """Return the records whose state is ``state``."""
         return [record for record in self.records if record.state == state]
 
     def to_dict(self) -> dict[str, Any]:

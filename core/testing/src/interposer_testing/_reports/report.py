@@ -61,7 +61,7 @@ class Report:
         return list(dict.fromkeys(tally.aspect for tally in tallies))
 
     def in_state(self, state: State) -> list[Examined]:
-        """Return the candidates in this state."""
+        """Return the candidates whose state is ``state``."""
         return [candidate for candidate in self.candidates if candidate.state == state]
 
     @property

@@ -111,7 +111,7 @@ class Definition(Part):
         return self
 
     def sizes(self, axis_sizes: Mapping[str, int], place: str) -> dict[str, int]:
-        """Return the sizes of all axes.
+        """Return the sizes of the constant, variable and computed axes by name.
 
         Args:
             axis_sizes: sizes of the variable axes.
@@ -366,7 +366,7 @@ def read_definition(
 
 
 def _entries(lines: bytes, path: Path, definition: str) -> Iterator[tuple[WorkloadEntry, str]]:
-    """Yield the workloads in a file, with their places; lines of other definitions are skipped."""
+    """Yield each workload in a file with its position; skip lines of other definitions."""
     for number, line in enumerate(lines.splitlines(), 1):
         place = f"{path}:{number}"
         # FlashInfer-Trace wraps each workload, SOL-ExecBench does not.

@@ -51,7 +51,7 @@ class Isolation:
     """Runs the trials of a verification in child processes, which find only installed plugins."""
 
     def __init__(self, platform: str = "", jobs: int = 1, limit_seconds: float = 600.0) -> None:
-        """Create a runner.
+        """Create a runner of trials in child processes.
 
         Args:
             platform: platform to run on; empty for the configured one.

@@ -47,7 +47,7 @@ def _padded(tensor: torch.Tensor, _: int) -> torch.Tensor:
 
 
 def _uneven(tensor: torch.Tensor, number: int) -> torch.Tensor:
-    """Leave another number of elements after the rows of every argument."""
+    """Leave a gap after each row, with another size of the gap for every argument."""
     # A kernel that uses the row stride of one argument for another one then fails.
     return _with_gaps(tensor, max(tensor.ndim - 2, 0), 5 + 2 * number)
 

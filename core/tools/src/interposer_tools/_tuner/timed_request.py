@@ -61,11 +61,11 @@ class TimedRequest(ABC):
 
     @abstractmethod
     def in_process_reason(self, candidate: Candidate) -> str:
-        """Return the reason why a candidate must be timed in this process; empty if it need not."""
+        """Return why a candidate must be timed in this process; "" if any process will do."""
 
     @abstractmethod
     def refresh(self, index: int, number: int) -> None:
-        """Change the values of the arguments for a number of tokens.
+        """Change the values of the arguments of the calls for one number of tokens.
 
         Args:
             index: index of the number of tokens.
@@ -91,7 +91,7 @@ class TimedRequest(ABC):
 
 
 class TimedKernels(TimedRequest):
-    """The calls of an op's kernels, on the samples of the op."""
+    """The calls of an op's kernels, on arguments from the op's sampler."""
 
     def __init__(
         self, plan: Planned, request: Request, tokens: Sequence[int], op: CustomOp[..., Any]
@@ -122,7 +122,7 @@ class TimedKernels(TimedRequest):
         ]
 
     def in_process_reason(self, candidate: Candidate) -> str:
-        """Return the reason why a candidate must be timed in this process; empty if it need not."""
+        """Return why a candidate must be timed in this process; "" if any process will do."""
         if self.device != "cpu":
             return f"because no other process can read results on {self.device}"
         if sys.platform != "linux":
@@ -194,12 +194,12 @@ class TimedAttention(TimedRequest):
         self.projections: list[list[torch.Tensor]] = [[] for _ in self.tokens]
 
     def in_process_reason(self, candidate: Candidate) -> str:
-        """Return the reason: a call takes more than values."""
+        """Return the reason: attention backends take objects of this process, such as plans."""
         del candidate
         return "because attention backends take objects of this process, such as plans"
 
     def refresh(self, index: int, number: int) -> None:
-        """Move the values of the projections to other elements; the same numbers cost the same."""
+        """Rotate the values of the projections by one element; the same numbers cost the same."""
         del number
         for tensor in self.projections[index]:
             if tensor.is_floating_point():

@@ -38,7 +38,7 @@ _PAGE_TOKENS = 256
 
 
 class Flash2Plan(NamedTuple):
-    """A step with the key offset of each sequence, as the variable-length function takes it.
+    """A planned step, with the key offsets that the variable-length function takes.
 
     Attributes:
         key_starts: ``[B + 1]`` int32; None if every sequence has one query.
@@ -62,7 +62,7 @@ class FlashAttention2Backend(AttentionBackend):
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept 16-bit decoders with a cache of the same dtype and pages of 256 n tokens."""
+        """Accept 16-bit decoders with a cache of the same dtype and pages of n x 256 tokens."""
         if spec.page_size % _PAGE_TOKENS:
             return Verdict.refuse(
                 f"reads pages of multiples of {_PAGE_TOKENS} tokens, got {spec.page_size}"
@@ -153,7 +153,7 @@ class FlashAttention2GatheredBackend(GatheredBackend):
 
 
 def _layer_arguments(spec: AttentionSpec) -> dict[str, Any]:
-    """Return the keyword arguments that both functions take from the layer's specification."""
+    """Return the layer's keyword arguments, which both functions of FlashAttention 2 take."""
     return {
         "softmax_scale": spec.scale,
         "causal": True,

@@ -120,7 +120,7 @@ class FlashInferCommunicator(Communicator):
         )
 
     def _pieces(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Split all tensors along rows into pieces of at most ``MOST_BYTES``, in parallel."""
+        """Split all tensors along rows, at the same rows, into pieces of at most ``MOST_BYTES``."""
         row_bytes = tensors[0].shape[-1] * self._dtype.itemsize
         return zip(*(tensor.split(MOST_BYTES // row_bytes) for tensor in tensors), strict=True)
 

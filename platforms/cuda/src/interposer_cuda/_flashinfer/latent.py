@@ -27,7 +27,7 @@ _WORKSPACE_BYTES = 128 * 2**20
 
 
 class _Wrappers(threading.local):
-    """One wrapper per device and thread: a plan in one thread must not replace another's."""
+    """FlashInfer wrappers of the current thread by device; each wrapper holds one plan."""
 
     def __init__(self) -> None:
         self.by_device: dict[torch.device, Any] = {}

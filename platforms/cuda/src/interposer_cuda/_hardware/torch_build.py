@@ -21,7 +21,7 @@ _TARGET = re.compile(r"\bcode=((?:sm|compute)_\d+[af]?)\b")
 
 
 class TorchBuild(torch_build.TorchBuild):
-    """A build of torch, which needs CUDA for GPUs of NVIDIA.
+    """A build of torch, which must support CUDA to use NVIDIA GPUs.
 
     ``targets`` are architectures such as ``"sm_90"`` and ``"compute_120"``.
     """

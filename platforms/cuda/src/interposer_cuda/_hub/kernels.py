@@ -57,14 +57,14 @@ def layer_norm(
 
 
 def confirm_activation(request: Request) -> Verdict:
-    """Load the activation kernels; refuse if that fails or a function is missing."""
+    """Load the activation kernels; refuse if loading fails or a function is missing."""
     del request
     names = "silu_and_mul gelu_and_mul gelu_tanh_and_mul gelu gelu_tanh gelu_quick"
     return _confirm(ACTIVATION, names)
 
 
 def confirm_layer_norm(request: Request) -> Verdict:
-    """Load the normalization kernels; refuse if that fails or a function is missing."""
+    """Load the normalization kernels; refuse if loading fails or a function is missing."""
     del request
     return _confirm(LAYER_NORM, "dropout_add_ln_fwd")
 

@@ -131,7 +131,7 @@ class AiterFlashBackend(AttentionBackend):
 
 
 def _slots(batch: AttentionBatch, starts: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Return the ``[L]`` int32 slots to read, where L depends on shapes alone.
+    """Return the cache slots to read, ``[L]`` int32, where L depends on shapes alone.
 
     Entries after the last token are padding: valid slots of the last sequence.
     """

@@ -14,7 +14,7 @@ _OLDEST_HIP_FOR_GRAPHS = (7, 0)
 
 
 class TorchBuild(torch_build.TorchBuild):
-    """A build of torch, which needs HIP for GPUs of AMD."""
+    """A build of torch, which must support HIP to use AMD GPUs."""
 
     toolkit = "HIP"
     wheels = "rocm7.0"

@@ -24,7 +24,7 @@ _LIMIT_SECONDS = 4.0
 
 
 class TorchBuild(torch_build.TorchBuild):
-    """A build of torch, which needs XPU support for GPUs of Intel."""
+    """A build of torch, which must support XPU to use Intel GPUs."""
 
     toolkit = "XPU"
     wheels = "xpu"
