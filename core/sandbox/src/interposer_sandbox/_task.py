@@ -93,7 +93,7 @@ class Finding:
 
 
 class Reporter:
-    """Records the progress of a function, for a report if it does not return.
+    """Records the progress of a function, for a report if the function does not return.
 
     Attributes:
         alone: this process runs only the function.

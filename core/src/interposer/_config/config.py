@@ -255,7 +255,7 @@ _context: ContextVar[tuple[Config, ...]] = ContextVar("interposer_config", defau
 
 
 def effective_config(argument: Config | None = None) -> Config:
-    """Return the effective configuration.
+    """Return the configuration in effect, merged from argument, ``use(...)``, files, environment.
 
     Precedence, highest first: argument, ``use(...)`` context, project file, user file, environment.
     Mappings are merged key by key, everything else is replaced. Files and the environment are read

@@ -139,7 +139,7 @@ class Store:
         yield from filter(None, entries)  # None: another process has just removed it
 
     def kinds(self) -> list[str]:
-        """Return the kinds with entries, including unreadable ones."""
+        """Return the kinds of stored entries, even if all entries of a kind are unreadable."""
         try:
             folders = [path for path in _listed(self.folder, _KIND) if path.is_dir()]
         except (OSError, ValueError):

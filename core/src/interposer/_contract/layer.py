@@ -166,7 +166,7 @@ class PluggableLayer(nn.Module):
     its own class body to declare the same; otherwise it is refused if there are ranks."""
 
     def __new__(cls, site: Site | None = None, *args: Any, **kwargs: Any) -> PluggableLayer:
-        """Return an uninitialised instance of the chosen class.
+        """Return an uninitialised instance of the layer class that the resolver chooses.
 
         ``site`` is missing only when Python copies or unpickles an instance.
         """

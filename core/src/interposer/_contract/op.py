@@ -170,7 +170,7 @@ class CustomOp(Generic[P, R]):
         return load_target(self._sample) if isinstance(self._sample, str) else self._sample
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the reference."""
+        """Run the reference on the arguments."""
         return self.reference(*args, **kwargs)
 
     def __repr__(self) -> str:

@@ -58,7 +58,7 @@ class Request:
         return (self.kind, self.name, self.platform, self.dtype, dims, self.detail)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for another process, without the prefix."""
+        """Return the fields as plain values for another process, without the prefix."""
         return {
             "kind": self.kind,
             "name": self.name,

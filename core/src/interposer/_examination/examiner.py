@@ -130,7 +130,7 @@ def forget_verdicts() -> None:
 
 
 def _examine_now(task: Task, config: Config) -> tuple[Finding, bool]:
-    """Return a finding, and False if only a temporary condition caused it."""
+    """Examine code now; return the finding, and False if a temporary condition caused a refusal."""
     if config.isolation == "off":
         return perform(task), True
     try:

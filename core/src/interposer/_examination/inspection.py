@@ -61,7 +61,7 @@ Arguments = Mapping[str, Any]
 
 
 def perform(task: Task) -> Finding:
-    """Run a task in this process and return the finding.
+    """Run an examination task in this process and return the finding.
 
     An exception in the examined code becomes a refusal; a crash or a hang affects this process.
     """

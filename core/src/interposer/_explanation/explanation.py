@@ -144,7 +144,7 @@ class Explanation:
         return UnknownNameError(kind, name, names, "`interposer explain` lists all.")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content of the text as plain lists and dictionaries."""
+        """Return the explanation's content as plain lists and dictionaries."""
         return {
             "version": VERSION,
             "device": {
@@ -167,7 +167,7 @@ class Explanation:
         }
 
     def to_json(self) -> str:
-        """Return ``to_dict()`` as indented JSON."""
+        """Return the explanation as indented JSON text."""
         return json.dumps(self.to_dict(), indent=2)
 
     @property
@@ -380,7 +380,7 @@ def _option_dict(option: Option) -> dict[str, Any]:
 
 
 def settings(config: Config, placement: Placement | None = None) -> tuple[Setting, ...]:
-    """Return the settings of ``config``, in the order of the fields.
+    """Return each setting of ``config`` with its source, in the order of the fields.
 
     A setting that none of the current sources has was an argument, or is a platform default.
     """

@@ -40,7 +40,7 @@ class Confirms(_OfRegistry):
     """Calls the function that a kernel's record names as ``confirm``."""
 
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
-        """Return the function's verdict; a record without ``confirm`` is accepted."""
+        """Return the verdict of the record's function ``confirm``; accept a record without one."""
         target = getattr(candidate.record, "confirm", "")
         if not target:
             return _ACCEPTED

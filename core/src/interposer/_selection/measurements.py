@@ -146,7 +146,7 @@ def _shipped_entries(resource: str, device: str) -> dict[str, Entry]:
 def _check_current(
     value: Measurement, accepted: Sequence[Candidate], source: str
 ) -> Measured | str:
-    """Return the run times, or the reason why some accepting candidate is not covered."""
+    """Return the run times, or why the measurement does not fit the candidates that accept now."""
     measured_versions = {name: figures.version for name, figures in value.candidates.items()}
     # A candidate that could not be measured counts as known, and is never chosen by time.
     measured_versions |= {name: version for name, (version, _) in value.failed.items()}

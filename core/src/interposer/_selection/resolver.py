@@ -270,7 +270,7 @@ class Resolver:
         self.choices[key] = (replace(choice, notes=(*choice.notes, note), idle=idle), prefixes)
 
     def check_places(self) -> None:
-        """Raise ConfigError for a rule with a glob that matched no place, after the model is built.
+        """Raise ConfigError for a rule with a glob that matches no module of the built model.
 
         A strict configuration raises for any rule about a thing that this model never requests.
         """

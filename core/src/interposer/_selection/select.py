@@ -191,7 +191,7 @@ def acceptable(
 
 @dataclass(frozen=True, slots=True)
 class _Ranking:
-    """The order of accepted candidates, and the explanation of one rank against another."""
+    """The ranking of accepted candidates, and the reason why one ranks above another."""
 
     policy: Policy
     measured: Measured | None

@@ -55,7 +55,7 @@ class Comparison(NamedTuple):
 
 
 class Kernel(Protocol):
-    """A kernel, in this process or in another one."""
+    """Interface to a kernel under test, in this process or in another one."""
 
     def takes(self, dims: Mapping[str, Any], /) -> bool:
         """Tell whether the kernel accepts the dims of a case."""
@@ -92,7 +92,7 @@ class ForkedKernel(KernelProcess):
         join: Callable[[int], None],
         begin: Begin,
     ) -> None:
-        """Describe the fork, which ``with`` starts.
+        """Store the functions that start and end the fork; ``with`` starts the fork.
 
         Args:
             offer: in the fork, loads the kernel, calls a ``Use`` with it, and returns the finding.

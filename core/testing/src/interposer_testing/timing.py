@@ -79,7 +79,7 @@ class KernelProcesses:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Free the constants of the kernels of a block at the end of the block."""
+        """Free, at the end of a ``with`` block, the constants of kernels created in the block."""
         with ExitStack() as self._scope:
             self._scoped = set()
             yield

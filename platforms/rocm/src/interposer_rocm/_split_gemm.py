@@ -21,7 +21,7 @@ def fp8_linear(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Compute the op ``fp8_linear``."""
+    """Compute the op ``fp8_linear`` with split-K for few rows, with hipBLASLt for more rows."""
     # A few rows leave most compute units idle unless the sum over I is split among them.
     is_small = x.numel() <= MOST_SPLIT_ROWS * weight.shape[1]
     matmul = fp8_linear_split if is_small else fp8_linear_scaled_mm

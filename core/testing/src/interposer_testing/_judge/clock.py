@@ -104,7 +104,7 @@ class BatchClock:
     def batch(
         self, function: Any, cases: Sequence[Case], chosen: Sequence[int] | None = None
     ) -> Batch:
-        """Time one call for each case.
+        """Time a batch with one call for each case.
 
         Args:
             chosen: indices of the calls whose results are read; by default a few random ones.
@@ -322,7 +322,7 @@ def _determines(
     result: Any,
     generator: torch.Generator,
 ) -> bool:
-    """Tell whether the result depends on each of a few elements, which are drawn at random."""
+    """Tell whether the result depends on each of a few randomly drawn elements of an argument."""
     value = arguments[name]
     if not value.is_floating_point() or not value.numel():
         return False

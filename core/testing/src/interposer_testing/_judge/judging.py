@@ -321,7 +321,7 @@ class _Judging:
             )
 
     def _check(self, kernel: JudgedKernel, workloads: Sequence[Workload]) -> None:
-        """Compare each workload with the reference, in guarded memory."""
+        """Compare the kernel's results on each workload with the reference, in guarded memory."""
         end = self.timer() + self.budget.correctness_seconds
         for number, workload in enumerate(workloads):
             if number and self.timer() > end:

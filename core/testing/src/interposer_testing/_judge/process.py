@@ -55,7 +55,7 @@ class KernelError(Exception):
     representation = ""
 
     def __repr__(self) -> str:
-        """Return the representation of the exception in its process."""
+        """Return the ``repr`` that the exception has in the kernel's process."""
         return self.representation or super().__repr__()
 
 
@@ -87,7 +87,7 @@ class KernelProcess:
         is_watched: bool = True,
         memory: Callable[[], SharedMemory] = SharedMemory,
     ) -> None:
-        """Describe the process, which ``with`` starts.
+        """Configure the process; the ``with`` statement starts the process.
 
         Args:
             sources: content of the files in the process's folder, by relative path.

@@ -53,7 +53,7 @@ class RemoteFunctions:
                     self.process.request("drop", values=dropped)
 
     def load(self, *, name: str, **place: Any) -> RemoteValue:
-        """Load a function by its name.
+        """Load a function in the other process, by the function's name.
 
         Args:
             place: "file" and "language" of a solution, or "module" that is installed; also the
@@ -184,7 +184,7 @@ class RemoteFunctions:
         return [self._result(result) for result in results]
 
     def refresh(self) -> None:
-        """Update the copies of earlier results; the process must be stopped."""
+        """Copy the results of earlier calls again from the other process, which must be stopped."""
         for mirror in self._mirrors.values():
             self._copy(mirror)
 

@@ -63,7 +63,7 @@ def _from_python(file: str, _name: str) -> ModuleType:
 
 
 def import_triton() -> None:
-    """Import Triton, and correct the rounding of its interpreter if that is in use."""
+    """Import Triton; if Triton's interpreter is on, correct the interpreter's rounding."""
     importlib.import_module("triton.testing")
     if importlib.import_module("triton").knobs.runtime.interpret:
         importlib.import_module("exact_interpreter").make_exact()
@@ -198,7 +198,7 @@ class Surroundings:
 
 
 class Differentiated:
-    """The forward and backward pass of a function.
+    """A callable that runs the forward and the backward pass of a function.
 
     A call takes the arguments of the function, followed by the gradients of its outputs, None for
     an output without one. It returns the outputs, and the gradients of some tensor arguments.
@@ -446,11 +446,11 @@ class Functions:
         return {"base": self._base, "threads": torch.get_num_threads(), "process": os.getpid()}
 
     def changes(self, _request: Mapping[str, Any]) -> dict[str, Any]:
-        """Describe replaced functions and changed settings of this process."""
+        """Describe the functions of this process that were replaced, and the changed settings."""
         return {"changes": self._surroundings.changes()}
 
     def actions(self) -> dict[str, Action]:
-        """Return the actions by the names in requests."""
+        """Return the functions that answer requests, by the action that a request names."""
         return {
             "load": self.load,
             "differentiate": self.differentiate,
@@ -654,7 +654,7 @@ def _synchronize() -> None:
 
 
 class Channel:
-    """Requests and replies, which are lines of JSON."""
+    """A socket over which requests and replies are sent as lines of JSON."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._reader, self._writer = connection.makefile("r"), connection.makefile("w")

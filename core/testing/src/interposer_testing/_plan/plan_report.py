@@ -78,7 +78,7 @@ class PlanReport:
         return [record for record in self.records if record.state == state]
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to lists and dictionaries, which contain the same facts as the text."""
+        """Convert the report to lists and dictionaries, with the same facts as the text."""
         records = [
             {**asdict(record), "state": record.state, "refusals": dict(record.refusals)}
             for record in self.records
@@ -93,7 +93,7 @@ class PlanReport:
         }
 
     def to_json(self) -> str:
-        """Return ``to_dict()`` as indented JSON."""
+        """Return the report as indented JSON text."""
         return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:

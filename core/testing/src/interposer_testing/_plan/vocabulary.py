@@ -30,7 +30,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, devices: Iterable[DeviceDescription]) -> Vocabulary:
-        """Collect the names in ``devices``."""
+        """Collect the features, formats and architectures in ``devices``."""
         devices = list(devices)
         return cls(
             frozenset(name for device in devices for name in device.features),

@@ -30,7 +30,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def parse(model: type[P], content: bytes | str, place: str) -> P:
-    """Parse JSON as ``model``.
+    """Parse JSON as an instance of the pydantic model ``model``.
 
     Args:
         place: file, and line if there are several, for errors.

@@ -46,14 +46,14 @@ class VarAxis(Part):
 
 
 class ExprAxis(Part):
-    """Size that is computed from other axes, only in SOL-ExecBench."""
+    """Axis whose size is computed from other axes, only in SOL-ExecBench."""
 
     type: Literal["expr"]
     expression: str
 
 
 class TensorSpec(Part):
-    """Shape by names of axes, or None for a plain number."""
+    """Shape of a tensor by names of axes, or None for a plain number."""
 
     shape: tuple[str, ...] | None
     dtype: DTypeName
@@ -262,7 +262,7 @@ class DefinedTask:
     def _draw(
         self, spec: TensorSpec, source: Input, sizes: Mapping[str, int], place: str
     ) -> Callable[[torch.Generator], Any]:
-        """Return the function that draws one input."""
+        """Return a function that draws one input from a random generator."""
         if isinstance(source, CustomInput):
             raise ConfigError(
                 f"{place}: type = 'custom': the input's generator belongs to the definition, whose "
@@ -421,7 +421,7 @@ def _stored(root: Path, source: SafetensorsInput, place: str) -> Tensor:
 
 
 def _names_of(expression: str) -> set[str]:
-    """Return the names in an expression; none is known if it is no expression of Python."""
+    """Return the names in a Python expression, or an unknown name for any other text."""
     try:
         tree = ast.parse(expression, mode="eval")
     except SyntaxError:

@@ -19,7 +19,7 @@ from interposer_testing._judge.remote import RemoteFunction, RemoteFunctions
 
 
 class Kernels(Protocol):
-    """A way to call the kernels of records."""
+    """Interface to the processes that run kernels under test."""
 
     def subject(
         self, op: CustomOp[..., Any], candidate: Candidate, device: str
@@ -102,7 +102,7 @@ class SeparateKernels:
 
     @property
     def functions(self) -> RemoteFunctions:
-        """The functions of the process, which is started now if it does not run."""
+        """The functions of the kernels' process; the process is started if necessary."""
         return self._functions or self._start()
 
     def load(self, target: str) -> RemoteValue:

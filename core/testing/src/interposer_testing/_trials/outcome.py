@@ -71,7 +71,7 @@ class Outcome:
         return self.kind, self.subject, self.provider, self.name
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain values for JSON."""
+        """Convert the outcome to plain values for JSON."""
         return asdict(self)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The subcommand ``interposer tune``."""
+"""The subcommand ``interposer tune``, which measures kernels and attention backends."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Table(_Model):
 
 
 def write_entry(store: Store, entry: Entry) -> None:
-    """Write ``entry`` to ``store``.
+    """Write one measured request to ``store``.
 
     Raises: StorageError: the entry cannot be written.
     """

@@ -73,7 +73,7 @@ class TimedRequest(ABC):
         """
 
     def faults(self, index: int, candidate: Candidate, call: Call) -> list[str]:
-        """Make a call with new values, and compare the result with the reference.
+        """Make a call with new argument values, and compare the result with the reference.
 
         Returns: the faults; empty if there is no reference to compare with.
         """
@@ -174,7 +174,7 @@ class TimedKernels(TimedRequest):
                 argument.copy_(values[name])
 
     def faults(self, index: int, candidate: Candidate, call: Call) -> list[str]:
-        """Make a call with new values, and compare the result with the reference."""
+        """Make a call with new argument values, and compare the result with the reference."""
         op = self.op.allowing(getattr(candidate.record, "extra_roundings", 0))
         self.refresh(index, _COMPARED)
         result = _pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, call())

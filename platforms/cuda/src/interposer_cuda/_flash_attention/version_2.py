@@ -49,7 +49,7 @@ class Flash2Plan(NamedTuple):
 
 
 class FlashAttention2Backend(AttentionBackend):
-    """Write the cache with interposer's kernel, then attend in place with FlashAttention 2."""
+    """Writes the cache with interposer's kernel, then attends in place with FlashAttention 2."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
@@ -71,7 +71,7 @@ class FlashAttention2Backend(AttentionBackend):
         return judge_flash(spec) and FLASH_ATTENTION_2.judge()
 
     def kv_layout(self) -> KVCacheLayout:
-        """Return ``[2, P, S, K, D]``, keys first."""
+        """Return the cache layout ``[2, P, S, K, D]``, keys first."""
         return KVCacheLayout.keys_first(self.spec)
 
     def plan(self, batch: AttentionBatch) -> Flash2Plan:
@@ -120,7 +120,7 @@ class FlashAttention2Backend(AttentionBackend):
 
 
 class FlashAttention2GatheredBackend(GatheredBackend):
-    """Attend to gathered copies of the cache, for any page size; synchronizes once per step."""
+    """Attends to gathered copies of the cache, for any page size; synchronizes once per step."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)

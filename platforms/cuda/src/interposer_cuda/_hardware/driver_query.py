@@ -40,7 +40,7 @@ _FLAGS = {
 
 
 def query(driver: DriverLibrary) -> dict[str, Any]:
-    """Return ``{"cuda": [major, minor], "devices": [...]}``."""
+    """Query CUDA's driver; return ``{"cuda": [major, minor], "devices": [...]}``."""
     version = driver.read(c_int(), "cuDriverGetVersion", ...).value
     driver.call("cuInit", 0)
     count = driver.read(c_int(), "cuDeviceGetCount", ...).value

@@ -31,7 +31,7 @@ class TorchBuild(torch_build.TorchBuild):
 
     @classmethod
     def read_targets(cls) -> tuple[str, ...]:
-        """Extend ``TorchBuild.read_targets``: read the header with nvcc's flags."""
+        """Extend ``TorchBuild.read_targets``: read nvcc's flags from a header of torch."""
         import torch
 
         # torch's own functions have side effects: torch.__config__.show() starts CUDA in this

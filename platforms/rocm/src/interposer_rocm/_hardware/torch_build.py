@@ -22,7 +22,7 @@ class TorchBuild(torch_build.TorchBuild):
 
     @classmethod
     def read_targets(cls) -> frozenset[str]:
-        """Extend ``TorchBuild.read_targets``: read the flags of torch's HIP compiler."""
+        """Extend ``TorchBuild.read_targets``: read the architectures in torch's HIP flags."""
         import torch
 
         # torch.cuda.get_arch_list() returns these flags too, but queries the devices first.

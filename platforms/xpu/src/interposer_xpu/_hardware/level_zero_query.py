@@ -76,7 +76,7 @@ _Cache = _structure(0x9, flags=c_uint32, bytes=c_size_t)
 
 
 def query(loader: DriverLibrary) -> dict[str, Any]:
-    """Return ``{"driver": text, "devices": [...]}``."""
+    """Query Level Zero; return ``{"driver": text, "devices": [...]}``."""
     loader.call("zeInit", _GPU_ONLY)
     versions, devices = [], []
     for driver in _read_handles(loader, "zeDriverGet"):
