@@ -1,4 +1,4 @@
-"""The rates of a device: bytes per second that torch reads, operations per second of its matmul."""
+"""Peak rates of a device: bytes per second that torch reads, operations per second of matmuls."""
 
 from __future__ import annotations
 

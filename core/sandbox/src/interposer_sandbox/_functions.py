@@ -56,7 +56,7 @@ class _Snapshot(NamedTuple):
     visited: set[str]
 
     def refresh(self) -> None:
-        """Update the copies with additions and replacements since the last call."""
+        """Update the copied namespaces with additions and replacements since the last call."""
         # In a fork that runs a single task, nothing is replaced without an import.
         if _forked and not sys.modules.keys() - self.visited:
             return

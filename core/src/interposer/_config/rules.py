@@ -156,7 +156,7 @@ def first_fault(error: ValidationError) -> str:
 
 
 def config_error(error: ValidationError, model: type[BaseModel]) -> ConfigError:
-    """Convert the first fault of ``error`` in the fields of ``model`` to one of our errors."""
+    """Convert the most telling pydantic error about the fields of ``model`` to a ConfigError."""
     errors = error.errors()
     # Report an unknown field first: a misspelled name often causes the other faults.
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
@@ -180,7 +180,7 @@ def config_error(error: ValidationError, model: type[BaseModel]) -> ConfigError:
 
 
 def check_key(key: str) -> str:
-    """Return the key of a rule. Raises: ConfigError: the key has none of the four forms."""
+    """Check that a rule's key has one of the four forms, and return the key."""
     name, at, glob = key.partition("@")
     if not name or (at and not glob) or (name != "*" and set(name) & set("*?[")):
         raise ConfigError(f"the key {key!r} is none of NAME, NAME@GLOB, * and *@GLOB")

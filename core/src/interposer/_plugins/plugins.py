@@ -221,7 +221,7 @@ class Plugins:
         return ""
 
     def add(self, source: Source, plugin: Any) -> None:
-        """Take the records of an imported plugin, or quarantine the plugin."""
+        """Add the records of an imported plugin to the collection, or quarantine the plugin."""
         self._sources[source.name] = source
         cause: BaseException | None = None
         records: list[Any] = []

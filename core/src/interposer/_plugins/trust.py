@@ -197,7 +197,7 @@ def _locked_hash(distribution: Distribution) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """One line of an error text; ``remedy`` fixes this problem alone."""
+    """A difference from the lock file: one line of an error text, and a remedy."""
 
     line: str
     remedy: str = ""

@@ -61,7 +61,7 @@ class Kernel(Protocol):
         """Tell whether the kernel accepts the dims of a case."""
 
     def subject(self, op: CustomOp[..., Any], device: str) -> AbstractContextManager[Subject]:
-        """Return the function under test, for the length of a block."""
+        """Return a context manager that provides the function under test."""
 
 
 class LocalKernel(NamedTuple):
@@ -73,7 +73,7 @@ class LocalKernel(NamedTuple):
 
     @contextmanager
     def subject(self, op: CustomOp[..., Any], device: str) -> Iterator[Subject]:
-        """Return the function under test."""
+        """Return a context manager that provides the function under test."""
         yield Subject(op, self.function, self.prepare, device=device)
 
 
@@ -124,7 +124,7 @@ class ForkedKernel(KernelProcess):
         return self._ended(self._ask("end"))
 
     def takes(self, dims: Mapping[str, Any], /) -> bool:
-        """Ask the kernel's predicate and requirements in the fork."""
+        """Tell whether the kernel in the fork accepts the dims of a case."""
         return self._ask("takes", dims=dict(dims)).get("takes") is True
 
     @contextmanager

@@ -67,12 +67,12 @@ class ExactBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
     """Interpreter operations whose conversions round as hardware does."""
 
     def cast_impl(self, src: Any, dst_type: Any) -> Any:
-        """Convert ``src``, rounded to nearest, ties to even."""
+        """Convert ``src`` to another dtype, rounded to nearest, ties to even."""
         converted = self._converted(src, dst_type)
         return super().cast_impl(src, dst_type) if converted is None else converted
 
     def create_fp_to_fp(self, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
-        """Convert ``src`` to nearest even; other rounding modes are left to the interpreter."""
+        """Convert ``src`` with rounding to nearest even; leave other modes to the interpreter."""
         nearest = rounding_mode in (None, interpreter._ir.ROUNDING_MODE.RTNE)
         converted = self._converted(src, dst_type) if nearest else None
         if converted is None:

@@ -185,7 +185,7 @@ class _Layer:
         *,
         fused: bool,
     ) -> Iterator[Fault]:
-        """Write new encoder inputs (possibly none), then attend, and yield the differences."""
+        """Write new encoder inputs, if any, then attend; yield differences to the reference."""
         store_batch, query_batch = batches
         projections = random_projections(self.spec, len(store_batch.slots), generator, fused=fused)
         operands = [Operand(tensor, self.device) for tensor in projections]

@@ -17,7 +17,7 @@ from interposer_testing._checks.fault import Fault
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """The expected result of a case.
+    """The expected result of a case, with which results of calls are compared.
 
     Attributes:
         fake: tensors on the meta device with the expected structure, shapes, strides and dtypes.

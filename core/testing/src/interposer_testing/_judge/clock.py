@@ -184,7 +184,7 @@ def _evicting_buffer(device: str) -> torch.Tensor:
 
 
 def allocated_like(tensor: torch.Tensor, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
-    """Return a tensor of the same shape, strides and dtype in allocated memory."""
+    """Return a tensor of the same shape, strides and dtype in memory from ``allocate``."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     covered = 1 + sum((n - 1) * step for n, step in steps) if tensor.numel() else 0
     buffer = allocate(-(-covered * tensor.itemsize // 64) * 64)
@@ -208,7 +208,7 @@ def spread(seconds: Sequence[float]) -> tuple[float, float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Time limits of one call on this machine, in seconds.
+    """Roofline and floor of the time of one call on this machine, in seconds.
 
     Attributes:
         roofline: time at the rates that torch reaches, with arguments in main memory.
@@ -242,7 +242,7 @@ class Roofline:
         self._rates: dict[int, float] = {}
 
     def of(self, op: CustomOp[..., Any], case: Case, generator: torch.Generator) -> Limits:
-        """Return the limits of a call with the arguments of ``case``."""
+        """Compute roofline and floor of the time of a call with the arguments of ``case``."""
         arguments = dict(case.arguments)
         result, num_operations = _counted(op, _copied(arguments))
         names = [
@@ -273,7 +273,7 @@ class Roofline:
         result: Any,
         num_operations: int,
     ) -> Limits:
-        """Compute the limits of a call that reads the arguments ``arguments_read``."""
+        """Compute the limits of a call that reads only the arguments ``arguments_read``."""
         tensors = [*tensors_of(result), *(arguments[name] for name in arguments_read)]
         num_bytes = sum(t.numel() * t.itemsize for t in tensors)
         # The caches may hold the arguments, if they fit.

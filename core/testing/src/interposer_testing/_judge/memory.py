@@ -100,7 +100,7 @@ class SharedMemory:
         return offset if 0 <= offset < self._size else None
 
     def contains(self, offset: int, num_bytes: int) -> bool:
-        """Tell whether bytes from ``offset`` on are within the memory."""
+        """Tell whether ``num_bytes`` bytes from ``offset`` are within the memory."""
         return 0 <= offset < self._size and 0 < num_bytes <= self._size - offset
 
     def layout(self) -> dict[str, Any]:

@@ -174,7 +174,7 @@ class KernelProcess:
         )
 
     def request(self, action: str, **content: Any) -> dict[str, Any]:
-        """Ask the process for an action and return the reply.
+        """Send a request for an action to the process, and return the reply.
 
         Raises:
             KernelError: the action raised an exception.

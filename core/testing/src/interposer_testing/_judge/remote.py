@@ -234,11 +234,11 @@ class RemoteFunctions:
         return self.read_exports([exports[index] for index in indices], timer)
 
     def encoded_items(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Describe values by name for the process."""
+        """Encode values by name for a request to the process."""
         return {name: self.encoded(value) for name, value in values.items()}
 
     def encoded(self, value: Any) -> Any:
-        """Describe an argument for the process; tensors outside of shared memory are copied."""
+        """Encode an argument for a request; tensors outside of shared memory are copied."""
         if isinstance(value, torch.Tensor):
             return ["tensor", self._shared(value)]
         if isinstance(value, RemoteValue):

@@ -70,7 +70,7 @@ def import_triton() -> None:
 
 
 def _from_cpp(file: str, name: str) -> Any:
-    """Compile a file with the extension loader of torch.
+    """Compile a C++ file with the extension loader of torch.
 
     A file without PYBIND11_MODULE exports the function with this name.
     """
@@ -324,7 +324,7 @@ class Functions:
         return {}
 
     def _prepare(self, request: Mapping[str, Any]) -> None:
-        """Build the arguments of calls; ``copied`` ones are in memory that torch allocates."""
+        """Build the arguments of calls; with ``copied``, in memory that torch allocates."""
         self._calls = [(self._decoded(a), self._decoded(k)) for a, k in request["calls"]]
         if request.get("copied"):
             self._calls = _pytree.tree_map_only(torch.Tensor, _copied, self._calls)
@@ -598,7 +598,7 @@ def _in_module(function: _Function, calls: _Calls, request: Mapping[str, Any]) -
 
 
 def _in_threads(function: _Function, calls: _Calls, request: Mapping[str, Any]) -> list[Any]:
-    """Make the calls in as many threads at once as the request says."""
+    """Make the calls in as many concurrent threads as the request says."""
     results: list[Any] = [None] * len(calls)
     errors: list[BaseException] = []
     num_threads = request["threads"]

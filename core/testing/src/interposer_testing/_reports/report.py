@@ -168,5 +168,5 @@ def _tally(facts: dict[str, Any]) -> Tally:
 
 
 def _fields(kind: type, facts: dict[str, Any]) -> dict[str, Any]:
-    """Select the fields of ``kind``; other keys are derived or from a newer version."""
+    """Select the entries that are fields of ``kind``; drop derived and unknown entries."""
     return {field.name: facts[field.name] for field in fields(kind) if field.name in facts}

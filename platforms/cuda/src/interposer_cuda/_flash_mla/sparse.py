@@ -48,7 +48,7 @@ def sparse_latent_attention(
     scale: float,
     cache_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute ``sparse_latent_attention`` over a cache without a scale."""
+    """Compute ``sparse_latent_attention`` with FlashMLA, over a cache without a scale."""
     del cache_scale
     if not len(query):
         return query.new_empty((*query.shape[:2], latent_size))

@@ -90,7 +90,7 @@ class FlashInferCommunicator(Communicator):
         self._workspace  # noqa: B018 it is computed once
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over the ranks as a new tensor."""
+        """Return the sum of ``x`` over the ranks as a new tensor."""
         if not x.numel():
             return x
         flat = x.reshape(-1)

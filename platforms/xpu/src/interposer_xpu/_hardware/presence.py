@@ -32,7 +32,7 @@ class TorchBuild(torch_build.TorchBuild):
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """Inputs of the check: system files, the torch build and environment variables.
+    """Inputs of the check for a GPU: system files, the torch build and environment variables.
 
     Attributes:
         limit_seconds: time limit for the driver's answer.
