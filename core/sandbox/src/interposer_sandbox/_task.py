@@ -57,7 +57,7 @@ class Finding:
         return not (isinstance(missing, str) and _is_installed(missing.partition(".")[0]))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the finding as JSON, without the span."""
+        """Return verdict, reason, traceback and facts of the finding as JSON values."""
         fields = {"accepted": self.accepted, "reason": self.reason, "traceback": self.traceback}
         return {**fields, "facts": dict(self.facts)}
 

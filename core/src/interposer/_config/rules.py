@@ -138,7 +138,7 @@ AnyRule = Rule | str | Mapping[str, Any]
 
 
 def read_rule(value: Any) -> Rule:
-    """Convert ``value`` to a rule. Raises: ConfigError."""
+    """Convert ``value`` to a rule; raise ConfigError for an unusable value."""
     match value:
         case Rule():
             return value

@@ -147,7 +147,7 @@ class Store:
         return [folder.name for folder in folders if any(self.entries(folder.name))]
 
     def clear(self, kind: str | None = None) -> int:
-        """Remove the entries of one kind or of all, and return the number removed.
+        """Remove the entries of one kind or of all kinds; return the number of removed entries.
 
         Files that the store did not write are not touched.
 

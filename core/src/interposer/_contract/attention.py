@@ -295,7 +295,7 @@ class AttentionBackend(ABC):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any
     ) -> Tensor:
-        """Write ``key`` and ``value`` to ``cache``, then attend.
+        """Write ``key`` and ``value`` to ``cache``, then compute the attention of ``query``.
 
         A subclass adds the keyword-only parameters that it supports, all of them optional:
 

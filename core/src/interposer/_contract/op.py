@@ -97,7 +97,7 @@ class Tolerance:
 
 
 class CustomOp(Generic[P, R]):
-    """An op with a PyTorch reference. A call runs the reference; layers bind a kernel instead.
+    """An op with a PyTorch reference: a call runs the reference, but layers bind a kernel.
 
     Selection is for inference: layers call the bound kernel also where an argument requires a
     gradient. Only a kernel that promises to be ``differentiable`` then has a right backward pass;

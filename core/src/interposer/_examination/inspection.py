@@ -345,7 +345,7 @@ def _watch(
 def _verdict(
     reporter: Reporter, stage: str, watch: SideEffects, action: Callable[..., Any], *arguments: Any
 ) -> Verdict:
-    """Run one stage of plugin code and convert its result or exception to a verdict.
+    """Run one stage of plugin code; convert the result or the exception to a verdict.
 
     Raises: RefusedError: the stage had side effects, or returned something else than a verdict.
     """

@@ -154,7 +154,7 @@ def select_and_load(
 def _examine(
     gates: Iterable[Gate], load: Loader | None, request: Request, candidate: Candidate
 ) -> tuple[Verdict, Any]:
-    """Check a candidate by ``gates`` and load it; return (verdict, loaded object or None).
+    """Check a candidate by ``gates``, then load it; return (verdict, loaded object or None).
 
     An exception in a candidate's code is a refusal.
     """

@@ -110,7 +110,7 @@ class ForkedKernel(KernelProcess):
         self._functions = RemoteFunctions(self)
 
     def load(self) -> Mapping[str, Any] | None:
-        """Load the kernel in the fork. Return the refusal if loading fails, else None."""
+        """Load the kernel in the fork; return the refusal if loading fails, else None."""
         reply = self._ask("start")
         if "finding" in reply:
             return self._ended(reply)

@@ -63,7 +63,7 @@ class KernelProcesses:
         self._open.close()
 
     def of(self, distribution: str) -> SeparateKernels:
-        """Return the process for the kernels of a distribution."""
+        """Return the worker process for the kernels of a distribution."""
         if distribution not in self._processes:
             self._processes[distribution] = self._open.enter_context(
                 SeparateKernels(self._platform)

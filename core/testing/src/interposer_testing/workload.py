@@ -60,7 +60,7 @@ def typical_step(num_tokens: int, page_size: int) -> tuple[AttentionBatch, int]:
 def paged_batch(
     tables: Sequence[torch.Tensor], starts: Sequence[int], lengths: Sequence[int], page_size: int
 ) -> AttentionBatch:
-    """Create the batch of one step.
+    """Create the paged batch of one step from page tables and lengths of the sequences.
 
     Args:
         tables: page numbers of each sequence, in order.

@@ -1,4 +1,4 @@
-"""The command ``interposer``: built-in subcommands and those of entry points in ``GROUP``.
+"""The command ``interposer``: built-in subcommands, and subcommands of entry points.
 
 Neither this module nor the modules of the commands import torch. Commands import slow modules
 when they run, so that ``interposer --help`` is fast.
@@ -57,7 +57,7 @@ _BUILT_IN: dict[str, Callable[..., None]] = {
 
 
 def main() -> None:
-    """Run the command line. An expected error prints one message and exits with code 1 or 2."""
+    """Run the command line; an expected error prints one message and exits with code 1 or 2."""
     warnings.showwarning = _show_warning
     if sys.stderr.isatty():  # show progress to people, but keep it out of the logs of scripts
         logging.basicConfig(format="%(message)s")

@@ -36,5 +36,5 @@ def fp8_linear_of_halves(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Compute the op ``fp8_linear`` with a weight from ``prepare_halves``."""
+    """Compute the op ``fp8_linear`` by split-K or hipBLASLt, with weights of ``prepare_halves``."""
     return fp8_linear(halved(x), weight, x_scale * 2, weight_scale, bias, out_dtype)

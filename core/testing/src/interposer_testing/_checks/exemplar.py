@@ -33,7 +33,7 @@ class Exemplar:
     dense: bool
 
     def build(self, number: int = 0) -> Case:
-        """Build the case; each ``number`` gives other values in tensors of the same form.
+        """Build the exemplar's case; every ``number`` gives other values of the same form.
 
         If the op's generator ignores the seed, every ``number`` gives the same case.
         """

@@ -345,7 +345,7 @@ class _Judging:
                 break
 
     def _check_changes(self, kernel: JudgedKernel, workloads: Sequence[Workload]) -> None:
-        """Change some values of the same arguments between calls, and compare again."""
+        """Change some argument values between calls, and compare each call with the reference."""
         self.progress("comparing calls with changed arguments")
         for workload in workloads[:_NUM_CHANGED]:
             first, second, third = (
@@ -397,7 +397,7 @@ class _Judging:
             self._add("correctness", "", Fault("call", "process", reason))
 
     def _check_process(self, kernel: JudgedKernel, stage: Stage) -> None:
-        """Find changed settings and replaced functions, which would affect a whole program."""
+        """Find settings and functions that the kernel changed in the whole process."""
         if any(finding.check == "process" for finding in self.findings):
             return
         try:

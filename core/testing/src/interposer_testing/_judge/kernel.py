@@ -160,7 +160,7 @@ class JudgedKernel:
             return [fault_of(error, "call")]
 
     def departures_of_changes(self, cases: Sequence[Case]) -> list[Fault]:
-        """Compare calls on the same argument objects, whose values change from case to case."""
+        """Compare calls on the same argument objects, with changing values, with the reference."""
         process = self.functions.process
         try:
             with self.functions.scope():

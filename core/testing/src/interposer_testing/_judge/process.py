@@ -197,7 +197,7 @@ class KernelProcess:
         return self.receive(limit_seconds)
 
     def send(self, request: Mapping[str, Any]) -> None:
-        """Send a request. Raises: ProcessEndedError: the process has ended."""
+        """Send a request; raise ProcessEndedError if the process has ended."""
         self.memory.settle()
         self.resume()
         try:

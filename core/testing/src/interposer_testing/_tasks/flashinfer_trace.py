@@ -196,7 +196,7 @@ class DefinedTask:
     root: Path
 
     def workload(self, entry: WorkloadEntry, place: str) -> Workload:
-        """Create a workload. Raises: ConfigError: an input does not match the definition."""
+        """Create a workload; raise ConfigError if an input does not match the definition."""
         inputs = self.definition.inputs
         sizes = self.definition.sizes(entry.axes, place)
         for name in [*inputs, *entry.inputs]:
@@ -430,7 +430,7 @@ def _names_of(expression: str) -> set[str]:
 
 
 def _evaluated(expression: str, sizes: Mapping[str, int], place: str) -> Any:
-    """Evaluate an expression over sizes. The file is as trusted as its reference."""
+    """Evaluate a Python expression over sizes; the file is as trusted as its reference."""
     try:
         return eval(expression, {"__builtins__": {}}, dict(sizes))
     except Exception as error:

@@ -42,7 +42,7 @@ def is_kernelbench(path: Path) -> bool:
 
 
 def read_kernelbench(path: Path, seed: int) -> Task:
-    """Read a problem. The model stays in training mode, as KernelBench runs it.
+    """Read a problem of KernelBench; the model stays in training mode, as KernelBench runs it.
 
     Args:
         seed: of the weights.

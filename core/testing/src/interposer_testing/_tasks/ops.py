@@ -61,7 +61,7 @@ def _case(op: CustomOp[..., Any], plan: PlannedCase, generator: torch.Generator)
 
 
 def _samples(op: CustomOp[..., Any], plans: list[PlannedCase]) -> list[Workload]:
-    """Return workloads of several numbers of tokens in one dtype; those of model size are timed."""
+    """Return workloads of several numbers of tokens; only workloads of model size are timed."""
     sample = op.sample
     if sample is None or not plans:
         return []

@@ -89,7 +89,7 @@ class Build(Part):
 
 
 class SolutionFile(Part):
-    """A solution of FlashInfer-Trace or SOL-ExecBench."""
+    """The JSON file of a solution in the format of FlashInfer-Trace or SOL-ExecBench."""
 
     name: Annotated[str, Field(min_length=1)]
     definition: str

@@ -68,7 +68,7 @@ class Isolation:
     def __call__(
         self, registry: Registry, device: Device, scope: Scope, progress: Progress | None = None
     ) -> Iterator[Outcome]:
-        """Run the trials and yield the outcomes. A candidate that crashed is not run again.
+        """Run the trials and yield the outcomes; a candidate that crashed is not run again.
 
         Raises: InterposerError: the plugin is not installed, or a child ended between two trials.
         """

@@ -68,7 +68,7 @@ def _spread(tensor: torch.Tensor, _: int) -> torch.Tensor:
 
 
 def _with_gaps(tensor: torch.Tensor, dim: int, gap: int) -> torch.Tensor:
-    """Copy a tensor with a gap of ``gap`` elements after each index of ``dim``."""
+    """Copy a tensor with gaps of ``gap`` elements between the dense blocks of dimension ``dim``."""
     if tensor.ndim < 2:
         return tensor
     outer, inner = tensor.shape[: dim + 1], math.prod(tensor.shape[dim + 1 :])

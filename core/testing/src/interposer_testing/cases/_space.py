@@ -200,7 +200,7 @@ class PlannedCase:
 def planned_cases(
     op: CustomOp[..., Any], seed: int, *, quick: bool = False
 ) -> Iterator[PlannedCase]:
-    """Yield the cases of ``op`` in all dtypes; if ``quick``, only the covering ones of a space."""
+    """Yield the cases of ``op`` in all dtypes; if ``quick``, only the covering cases."""
     space = op.cases
     if not isinstance(space, CaseSpace):
         # A plain generator has to build a case before its label is known.

@@ -54,7 +54,7 @@ class TimedRequest(ABC):
 
     @abstractmethod
     def calls(self, candidate: Candidate) -> list[Call]:
-        """Load and prepare ``candidate``. Returns: one call per number of tokens.
+        """Load and prepare ``candidate``; return one call per number of tokens.
 
         Raises: NoCandidateError: the candidate cannot be loaded, or fails the canary.
         """
@@ -110,7 +110,7 @@ class TimedKernels(TimedRequest):
             self.arguments.append(_moved(arguments, self.device))
 
     def calls(self, candidate: Candidate) -> list[Call]:
-        """Return one call per number of tokens. All calls share the prepared constants."""
+        """Return one call per number of tokens; all calls share the prepared constants."""
         pin = {self.op.name: candidate.qualified_name}
         resolver = self.resolver(kernels=pin, attention={}, tables=False)
         kernel = resolver.kernel(self.op, self.dtype, self.request.dims, self.request.prefix)
@@ -167,7 +167,7 @@ class TimedKernels(TimedRequest):
         return self.op.sample(self.dtype, self.request.dims, self.tokens[index], seed)
 
     def refresh(self, index: int, number: int) -> None:
-        """Draw other values for the arguments, except for the op's constants."""
+        """Draw new values for the arguments, except for the op's constants."""
         values = self.draw(index, number).arguments
         for name, argument in self.arguments[index].items():
             if isinstance(argument, torch.Tensor) and 0 not in argument.stride():
