@@ -1,4 +1,4 @@
-"""Results that are computed once per argument, for all threads of a process."""
+"""A cache of function results, computed once per argument for all threads of a process."""
 
 from __future__ import annotations
 

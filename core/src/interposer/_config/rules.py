@@ -156,7 +156,7 @@ def first_fault(error: ValidationError) -> str:
 
 
 def config_error(error: ValidationError, model: type[BaseModel]) -> ConfigError:
-    """Convert the most telling pydantic error about the fields of ``model`` to a ConfigError."""
+    """Convert a pydantic error about the fields of ``model`` to a ConfigError about one fault."""
     errors = error.errors()
     # Report an unknown field first: a misspelled name often causes the other faults.
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])

@@ -181,7 +181,7 @@ class PluggableLayer(nn.Module):
         self.prefix = site.prefix
 
     def finalize(self) -> None:
-        """Prepare for inference, once all weights of this layer are loaded.
+        """Prepare this layer for inference, once all weights of the layer are loaded.
 
         To update weights, ``finalize`` is called on a shallow copy that holds the new weights,
         and the copy's attributes are then taken over. Data that depends on weights must therefore

@@ -157,7 +157,7 @@ class CollectiveCase:
         return sum((1 + u) ** (num - 1) - 1 for u in roundings) * magnitude + tiny
 
     def _norm_faults(self, result: Tensor) -> Iterator[Fault]:
-        """Compare normed output y and residual stream t of fused all-reduce + RMSNorm.
+        """Compare output y and residual t of fused all-reduce + RMSNorm with expected values.
 
         Let the error of t be at most d, and e the root mean square of d. The root mean square r of
         a row is then off by at most e, because norms of vectors differ by at most the norm of the

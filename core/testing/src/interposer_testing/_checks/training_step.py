@@ -102,7 +102,7 @@ class TrainingStep:
         return CustomOp(reference, name, (), forward.constants, forward.cases, forward.tolerance)
 
     def function(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the forward and backward pass of a function of the original op."""
+        """Return a function that runs the forward and backward pass of ``function``."""
         if isinstance(function, RemoteFunction):
             return function.differentiated(*self.places)
         return Differentiated(function, *self.places)

@@ -368,7 +368,7 @@ class _Judging:
                 return
 
     def _check_threads(self, kernel: JudgedKernel, workloads: Sequence[Workload]) -> None:
-        """Compare calls from several threads at once with the reference."""
+        """Compare the results of calls from several threads at once with the reference."""
         self.progress("comparing calls of several threads")
         workload = self._smallest(workloads[:_MAX_COMPARED])
         cases = [

@@ -131,7 +131,7 @@ class JudgedKernel:
             return [fault_of(error, "call")]
 
     def departures_of_copies(self, cases: Sequence[Case], *, repeat: int = 1) -> list[Fault]:
-        """Compare the values of calls whose arguments are ordinary torch allocations."""
+        """Compare calls on ordinary torch allocations with the reference, as programs make them."""
         names = list(self.op.signature.parameters)
         mutated = [names.index(name) for name in self.op.mutates]
         num_outputs = 0

@@ -140,7 +140,7 @@ class KernelProcess:
         self._open.close()
 
     def _start(self, channel: socket.socket, stack: ExitStack) -> None:
-        """Start the process at the other end of the channel; ``stack`` closes its files."""
+        """Start the process with one end of the channel; ``stack`` closes the process's files."""
         # Python imports from the folder of the program first, so the sources are in another.
         program_folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

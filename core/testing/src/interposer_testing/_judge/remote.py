@@ -1,4 +1,4 @@
-"""Proxies for functions of another process, called like local functions."""
+"""Proxies for functions of another process, which are called like local functions."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class FlashAttention2Backend(AttentionBackend):
         cache: torch.Tensor,
         plan: Flash2Plan,
     ) -> torch.Tensor:
-        """Write keys and values, then attend; see ``AttentionBackend.forward``."""
+        """Write keys and values, then compute the attention; see ``AttentionBackend.forward``."""
         keys, values = cache.unbind(0)
         step, key_starts = plan
         self._write(key, value, keys, values, step.slots)

@@ -70,7 +70,7 @@ class FlashAttention3Backend(AttentionBackend):
         cache: torch.Tensor,
         plan: FlashStep,
     ) -> torch.Tensor:
-        """Write keys and values, then attend; see ``AttentionBackend.forward``."""
+        """Write keys and values, then compute the attention; see ``AttentionBackend.forward``."""
         keys, values = cache.unbind(0)
         self._write(key, value, keys, values, plan.slots)
         if not len(query):

@@ -142,7 +142,7 @@ class FlashInferBackend(AttentionBackend):
         *,
         scales: Any = None,
     ) -> torch.Tensor:
-        """Write keys and values, then attend; see ``AttentionBackend.forward``.
+        """Write keys and values, then compute the attention; see ``AttentionBackend.forward``.
 
         Raises: RequestError: a newer plan has replaced ``plan``.
         """
