@@ -1,4 +1,4 @@
-"""``python -m interposer`` is the command ``interposer`` of the package interposer-tools."""
+"""Run the command ``interposer`` of the package interposer-tools, for ``python -m interposer``."""
 
 from __future__ import annotations
 

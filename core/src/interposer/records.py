@@ -1,4 +1,4 @@
-"""The declarative records that a plugin returns. This module imports no torch."""
+"""The declarative records that a plugin returns; this module imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Declarative requirements of candidates. This module imports no torch."""
+"""Declarative requirements of candidates; this module imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rates of a device: bytes per second that torch reads, operations per second of its matmul."""
+"""Peak rates of a device: bytes per second that torch reads, operations per second of matmuls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Timed(NamedTuple):
 
 
 def fastest(ways: Iterable[Timed], seconds: Seconds) -> tuple[float, str]:
-    """Return the highest rate and its name; each way's memory is freed before the next one runs."""
+    """Return the highest rate among ``ways`` and the way's name; memory is freed after each way."""
     return max((way.amount / seconds([way.call])[0], way.name) for way in ways)
 
 
@@ -58,7 +58,7 @@ def host_clock(
 
 
 def readers(num_bytes: int) -> Iterator[Timed]:
-    """Yield ways of torch to read a buffer on a host, because overhead may limit a single way."""
+    """Yield several torch reductions that read a host buffer, as overhead may limit one of them."""
     numbers = torch.ones(num_bytes // 4)
     half = len(numbers) // 2
     yield Timed("torch.dot", num_bytes, lambda: torch.dot(numbers[:half], numbers[half:]))

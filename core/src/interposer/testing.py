@@ -1,4 +1,4 @@
-"""The conformance kit under the core's name; interposer-testing provides it.
+"""The conformance kit as ``interposer.testing``; the code is in interposer-testing.
 
 ``interposer.testing.verify`` is ``interposer_testing.verify``, and so on for every name.
 """

@@ -78,7 +78,7 @@ class _ForkServer:
         self.pid = self._process.pid
 
     def ask(self, request: dict[str, Any]) -> Any:
-        """Send a request and return the finding as JSON.
+        """Send a request to the fork server, and return the finding as JSON.
 
         Raises: _ServerEnded: the server has ended, or is silent.
         """
@@ -243,7 +243,7 @@ class Sandbox:
             self._process.kill()
 
     def _abandon(self) -> None:
-        """Forget the server, in a fork of the process that started the server."""
+        """Forget the connection to the server, in a fork of the process that started the server."""
         if self._process is not None:
             process, self._process = self._process, None
             process.abandon()

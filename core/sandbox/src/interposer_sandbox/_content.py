@@ -40,7 +40,7 @@ def is_altered(path: Path, recorded: str) -> bool:
 
 
 def file_facts(root: Path) -> Iterator[list[str | int]]:
-    """Yield path, size and modification time of the file ``root`` or of each file below.
+    """Yield path, size and modification time of the file ``root``, or of each file in that folder.
 
     No file is read. Caches and virtual environments are left out. The number of files is limited,
     because metadata may name the root of the disk.

@@ -51,7 +51,7 @@ def traced(error: BaseException) -> str:
 
 
 def nearest_first(name: str, known: Iterable[str]) -> list[str]:
-    """Sort ``known`` by similarity to ``name``, then by name; a long name resembles none."""
+    """Sort ``known`` by similarity to ``name``, then by name; only by name if ``name`` is long."""
     if len(name) > _LONGEST_NAME:
         return sorted(set(known))
 

@@ -56,7 +56,7 @@ _DONE_CODE = 71
 
 
 class _Host(NamedTuple):
-    """The part of a ``Host`` that is sent to this process."""
+    """The settings of ``Host`` that the fork server needs: guarded names and slow modules."""
 
     guarded: Guarded
     slow_modules: tuple[str, ...]
@@ -343,7 +343,7 @@ class _SlowFinder:
 
 
 def _count(pulse: mmap.mmap) -> None:
-    """Count in shared memory while this process's threads get the interpreter's lock."""
+    """Increment a counter in shared memory, as proof that this process's threads still run."""
     number = 0
     while True:
         number += 1

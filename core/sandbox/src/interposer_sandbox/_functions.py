@@ -56,7 +56,7 @@ class _Snapshot(NamedTuple):
     visited: set[str]
 
     def refresh(self) -> None:
-        """Update the copies with additions and replacements since the last call."""
+        """Update the copied namespaces with additions and replacements since the last call."""
         # In a fork that runs a single task, nothing is replaced without an import.
         if _forked and not sys.modules.keys() - self.visited:
             return
@@ -88,7 +88,7 @@ class _Snapshot(NamedTuple):
         return is_common or root.startswith(self.guarded.packages) or name in self.class_names
 
     def _note(self, name: str, content: Mapping[str, Any]) -> None:
-        """Add the classes and members of an imported module."""
+        """Add the classes and watched members of an imported module to the snapshot."""
         root, own_packages = _root(name), self.guarded.packages
         if root in own_packages or root in self.guarded.bases:
             # issubclass on the type, because isinstance would trigger lazy module placeholders.

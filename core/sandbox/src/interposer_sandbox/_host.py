@@ -1,4 +1,4 @@
-"""The sandbox's settings from the program that uses it, such as trusted packages."""
+"""The sandbox's settings from the calling program, such as trusted packages."""
 
 from __future__ import annotations
 

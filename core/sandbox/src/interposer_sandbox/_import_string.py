@@ -27,7 +27,7 @@ _MAY_BE_DYNAMIC = re.compile(
 
 
 class _Source(NamedTuple):
-    """The names that a source file binds; those in ``imported`` are bound only by imports."""
+    """The names that a source file binds; only imports bind the names in ``imported``."""
 
     defined: frozenset[str] = frozenset()
     imported: frozenset[str] = frozenset()

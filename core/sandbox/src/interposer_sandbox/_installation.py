@@ -1,4 +1,4 @@
-"""Faults of an installation that prevent imports, by file name."""
+"""Detection of entry-point files and shadowed modules that make imports fail or hang."""
 
 from __future__ import annotations
 

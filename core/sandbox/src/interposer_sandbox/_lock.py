@@ -7,7 +7,7 @@ from threading import RLock
 
 
 class ForkSafeLock:
-    """A reentrant lock, ``held``, that is free in a forked process.
+    """A reentrant lock, used as ``with lock.held``, that is free in each forked process.
 
     A forked process lacks the thread that holds the lock, so the lock would never be released.
     """

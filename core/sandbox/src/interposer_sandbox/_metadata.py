@@ -70,7 +70,7 @@ def _text(metadata: Metadata, name: str) -> str:
 
 
 def metadata_headers(text: str) -> list[tuple[str, str]]:
-    """Return the headers in lower case with their values, without the description.
+    """Return (lower-case name, value) of each header in a METADATA text, without the description.
 
     Python's mail parser takes ten times as long, which matters with a hundred distributions.
     """
@@ -88,7 +88,7 @@ def metadata_headers(text: str) -> list[tuple[str, str]]:
 
 
 def entry_points(distribution: Any, group: str) -> tuple[list[Any], str]:
-    """Return the entry points of a group and ""; for a faulty file, none and the fault."""
+    """Return the entry points of a group and ""; for a faulty file, an empty list and the fault."""
     try:
         text = _text(distribution, _ENTRY_POINTS)
     except OSError as error:

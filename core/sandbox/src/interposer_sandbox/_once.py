@@ -1,4 +1,4 @@
-"""Results that are computed once per argument, for all threads of a process."""
+"""A cache of function results, computed once per argument for all threads of a process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 class cached(Generic[P, R]):
-    """A function with a cache of its last eight results; arguments must be hashable.
+    """A wrapper that caches a function's last eight results; arguments must be hashable.
 
     Concurrent threads share one call, while ``lru_cache`` alone would make one call per thread.
     Exceptions are not cached.

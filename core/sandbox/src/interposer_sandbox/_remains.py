@@ -29,7 +29,7 @@ _num_forks = 0
 
 
 def streams(shared: bool) -> Iterator[str]:
-    """Yield once to let code run, then yield the printed text and the replaced streams.
+    """Yield "" while code runs, then describe replaced streams and printed text.
 
     Args:
         shared: another thread may replace the streams meanwhile.
@@ -50,7 +50,7 @@ def streams(shared: bool) -> Iterator[str]:
 
 
 def offspring(light: bool, calls: bool, package: str) -> Iterator[str]:
-    """Yield once to let code run, then describe the threads and processes still running.
+    """Yield "" while code runs, then describe forks, threads and processes of the code.
 
     Args:
         light: forbid every thread and process. Otherwise libraries may leave some running.
@@ -128,7 +128,7 @@ class _Capture(io.TextIOBase):
 
 
 def _without_ended_captures(stream: Any) -> Any:
-    """Return the stream below captures of ended blocks, which another thread may still use."""
+    """Return ``stream`` without the captures of ended ``with`` blocks around the stream."""
     while isinstance(stream, _Capture) and not stream.owner:
         stream = stream.stream
     return stream

@@ -231,7 +231,7 @@ def _status(names: tuple[str, ...]) -> list[str]:
 
 
 def _handled_signals() -> list[int]:
-    """Return the sets of ignored and of caught signals, without libc's own two."""
+    """Return the bit masks of ignored and of caught signals, without libc's own two signals."""
     return [int(line.split()[1], 16) & ~_LIBC_SIGNALS for line in _status(("SigIgn", "SigCgt"))]
 
 

@@ -135,7 +135,7 @@ class SideEffects:
     # Then it compares, restores as much as it can, and yields the effects as text.
 
     def _is_own(self, value: object) -> bool:
-        """Tell whether the block's package defines a function or object."""
+        """Tell whether the examined package defines ``value``; True if no package is set."""
         return not self.package or origin(value) == self.package
 
     def _planted(self) -> Iterator[str]:
@@ -227,7 +227,7 @@ class SideEffects:
             yield f"replaces {_join_names(names)}"
 
     def _is_library_replacement(self, path: str, space: Mapping[str, Any], name: str) -> bool:
-        """Tell whether a library replaced its own function, or an error reporter a hook."""
+        """Tell whether a library or error reporter, not the examined package, rebound ``name``."""
         value = space.get(name)
         if path in _REPORTERS:
             return not self._is_own(value)
@@ -256,7 +256,7 @@ def _join_names(names: list[str]) -> str:
 
 
 def _changed(current: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """Return the names that are missing or rebound, without calling any builtin."""
+    """Return the names in ``before`` that ``current`` lacks or rebinds, without any builtin."""
     return [name for name in before if name not in current or current[name] is not before[name]]
 
 
@@ -270,12 +270,12 @@ def _is_imported(name: str) -> bool:
 def _is_for_all(
     action: str, message: object, category: type[Warning], module: object, line: int
 ) -> bool:
-    """Tell whether a filter applies to common warnings of every module."""
+    """Tell whether a warning filter applies to a common warning category in every module."""
     return message is None and module is None and not line and category in _COMMON_CATEGORIES
 
 
 def _anchors() -> Iterator[str]:
-    """Compare the identity of objects with global state, such as ``sys.modules``."""
+    """Yield "" while code runs, then restore and report objects that the code replaced."""
     before = [(owner, name, getattr(owner, name)) for owner, name in _ANCHORS]
     yield ""
     for owner, name, value in before:

@@ -178,7 +178,7 @@ class Watch:
         return ""
 
     def _ending(self) -> tuple[str, dict[str, Any]]:
-        """Describe how a process ended without a finding or exceeded a limit, and add facts."""
+        """Return how a process without a finding ended, such as a signal or timeout, and facts."""
         if self._has_answered:
             return "", {}
         # A late process: let it print the tracebacks of its threads before it is killed.

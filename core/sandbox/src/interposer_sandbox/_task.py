@@ -57,7 +57,7 @@ class Finding:
         return not (isinstance(missing, str) and _is_installed(missing.partition(".")[0]))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the finding as JSON, without the span."""
+        """Return verdict, reason, traceback and facts of the finding as JSON values."""
         fields = {"accepted": self.accepted, "reason": self.reason, "traceback": self.traceback}
         return {**fields, "facts": dict(self.facts)}
 
@@ -93,7 +93,7 @@ class Finding:
 
 
 class Reporter:
-    """Records the progress of a function, for a report if it does not return.
+    """Records the progress of a function, for a report if the function does not return.
 
     Attributes:
         alone: this process runs only the function.
@@ -129,7 +129,7 @@ class Reporter:
         raise NotImplementedError("only a process that runs one function can fork")
 
     def join(self, pid: int) -> None:
-        """Wait for the end of a fork. If its ``work`` did not return, end this process alike."""
+        """Wait for a fork to end; if its ``work`` did not return, end this process the same way."""
         raise NotImplementedError("only a process that runs one function can fork")
 
     def run(

@@ -1,1 +1,1 @@
-"""The policy of the user, and storage shared by processes."""
+"""The configuration of the user, and storage shared by processes."""

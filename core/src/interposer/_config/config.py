@@ -177,7 +177,7 @@ class Config(Settings):
 
     @property
     def numerics(self) -> NumericsPolicy:
-        """The numerics of every step of a run. The seed is set once, when the model is loaded."""
+        """Numerics of every step; the random seed is set once, when the model is loaded."""
         from interposer._contract.platform import NumericsPolicy  # imports torch
 
         return NumericsPolicy(self.float32, self.reduce_in_16_bits)
@@ -255,7 +255,7 @@ _context: ContextVar[tuple[Config, ...]] = ContextVar("interposer_config", defau
 
 
 def effective_config(argument: Config | None = None) -> Config:
-    """Return the effective configuration.
+    """Return the configuration in effect, merged from argument, ``use(...)``, files, environment.
 
     Precedence, highest first: argument, ``use(...)`` context, project file, user file, environment.
     Mappings are merged key by key, everything else is replaced. Files and the environment are read

@@ -81,6 +81,6 @@ def policy_for(
 
 
 def _specificity(key: str) -> tuple[bool, int, str]:
-    """Sort key for matching rule keys: a name precedes ``*``, a longer glob a shorter one."""
+    """Return the sort key of a rule key: names rank above ``*``, longer globs above shorter."""
     name, _, glob = key.partition("@")
     return name != "*", len(glob), glob

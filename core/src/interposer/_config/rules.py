@@ -115,7 +115,7 @@ class Rule(Settings):
 
     @model_serializer
     def _shortened(self) -> str | dict[str, Any]:
-        """Serialize to the shortest form that parses to this rule."""
+        """Serialize the rule as its pin if only the pin is set, else as the fields that are set."""
         fields = dict(self.__repr_args__())
         return fields["pin"] if fields.keys() == {"pin"} else fields
 
@@ -138,7 +138,7 @@ AnyRule = Rule | str | Mapping[str, Any]
 
 
 def read_rule(value: Any) -> Rule:
-    """Convert ``value`` to a rule. Raises: ConfigError."""
+    """Convert ``value`` to a rule; raise ConfigError for an unusable value."""
     match value:
         case Rule():
             return value
@@ -150,13 +150,13 @@ def read_rule(value: Any) -> Rule:
 
 
 def first_fault(error: ValidationError) -> str:
-    """Return the place and the message of the first fault in ``error``."""
+    """Return the field path and the message of the first validation failure in ``error``."""
     fault = error.errors()[0]
     return f"{'.'.join(map(str, fault['loc'])) or 'the file'}: {fault['msg']}"
 
 
 def config_error(error: ValidationError, model: type[BaseModel]) -> ConfigError:
-    """Convert the first fault of ``error`` in the fields of ``model`` to one of our errors."""
+    """Convert a pydantic error about the fields of ``model`` to a ConfigError about one fault."""
     errors = error.errors()
     # Report an unknown field first: a misspelled name often causes the other faults.
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
@@ -180,7 +180,7 @@ def config_error(error: ValidationError, model: type[BaseModel]) -> ConfigError:
 
 
 def check_key(key: str) -> str:
-    """Return the key of a rule. Raises: ConfigError: the key has none of the four forms."""
+    """Check that a rule's key has one of the four forms, and return the key."""
     name, at, glob = key.partition("@")
     if not name or (at and not glob) or (name != "*" and set(name) & set("*?[")):
         raise ConfigError(f"the key {key!r} is none of NAME, NAME@GLOB, * and *@GLOB")

@@ -139,7 +139,7 @@ class Store:
         yield from filter(None, entries)  # None: another process has just removed it
 
     def kinds(self) -> list[str]:
-        """Return the kinds with entries, including unreadable ones."""
+        """Return the kinds of stored entries, even if all entries of a kind are unreadable."""
         try:
             folders = [path for path in _listed(self.folder, _KIND) if path.is_dir()]
         except (OSError, ValueError):
@@ -147,7 +147,7 @@ class Store:
         return [folder.name for folder in folders if any(self.entries(folder.name))]
 
     def clear(self, kind: str | None = None) -> int:
-        """Remove the entries of one kind or of all, and return the number removed.
+        """Remove the entries of one kind or of all kinds; return the number of removed entries.
 
         Files that the store did not write are not touched.
 
@@ -221,7 +221,7 @@ def default_store(config: Config | None = None) -> Store:
 
 @cache
 def _folder_without_home(problem: str) -> Path:
-    """Return a folder to which only this user can write, or else a path that cannot be written."""
+    """Return a private folder in the temporary directory, or an unusable path if none is safe."""
     # Without user ids, the owner of a folder cannot be checked, so no folder is trusted.
     user = os.getuid() if hasattr(os, "getuid") else None
     folder = Path(os.devnull, "interposer")

@@ -27,7 +27,7 @@ UINT4: torch.dtype = vars(torch)["uint4"]  # torch's type stubs omit it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """The static request of one attention layer.
+    """Static properties of one attention layer, by which a backend is chosen and built.
 
     Attributes:
         type: with ``encoder_decoder`` a query attends to all tokens of the encoder input.
@@ -272,7 +272,7 @@ class AttentionBackend(ABC):
 
     @property
     def seen_tokens(self) -> int | None:
-        """The most tokens that one token can attend to, inclusive; None for no limit.
+        """Largest number of tokens that a token attends to, itself included; None if unlimited.
 
         Pages that hold only older tokens are freed after the step.
         """
@@ -295,7 +295,7 @@ class AttentionBackend(ABC):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any
     ) -> Tensor:
-        """Write ``key`` and ``value`` to ``cache``, then attend.
+        """Write ``key`` and ``value`` to ``cache``, then compute the attention of ``query``.
 
         A subclass adds the keyword-only parameters that it supports, all of them optional:
 
@@ -322,7 +322,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def takes(cls, keyword: str) -> bool:
-        """Tell whether ``forward`` takes ``keyword``; ``**options`` pass it to the parent class."""
+        """Tell whether ``forward`` accepts ``keyword``; ``**options`` defer to the parent class."""
         for parent in cls.__mro__:
             if function := vars(parent).get("forward"):
                 parameters = signature(function).parameters

@@ -190,7 +190,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release the shared resources; a second call does nothing."""
+        """Release the communicator's shared resources; a second call does nothing."""
 
     def _missing(self, collective: str) -> MissingMemberError:
         return MissingMemberError(

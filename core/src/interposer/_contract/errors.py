@@ -51,7 +51,7 @@ class ConfigError(InterposerError, ValueError):
 
 
 class InstallationError(InterposerError, ImportError):
-    """Installed files, or a module that shadows one of them, prevent an import."""
+    """Installed files, or a module that shadows an installed file, prevent an import."""
 
     def __init__(self, faults: Iterable[str], mend: str) -> None:
         self.faults = tuple(faults)
@@ -129,7 +129,7 @@ class RecordError(InterposerError):
 
 
 class GraphError(InterposerError):
-    """A step could not be captured, although everything chosen for it promised ``graph_safe``."""
+    """A step could not be captured, although all chosen candidates promised ``graph_safe``."""
 
 
 class MissingMemberError(InterposerError, NotImplementedError):

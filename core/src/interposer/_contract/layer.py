@@ -92,7 +92,7 @@ class ResolverProtocol(Protocol):
         ...
 
     def choose_scheme(self, settings: Mapping[str, Any]) -> None:
-        """Set ``scheme`` to the scheme for a checkpoint's ``quantization_config``."""
+        """Choose the scheme for ``quantization_config`` and store the scheme as ``scheme``."""
         ...
 
 
@@ -166,7 +166,7 @@ class PluggableLayer(nn.Module):
     its own class body to declare the same; otherwise it is refused if there are ranks."""
 
     def __new__(cls, site: Site | None = None, *args: Any, **kwargs: Any) -> PluggableLayer:
-        """Return an uninitialised instance of the chosen class.
+        """Return an uninitialised instance of the layer class that the resolver chooses.
 
         ``site`` is missing only when Python copies or unpickles an instance.
         """
@@ -181,7 +181,7 @@ class PluggableLayer(nn.Module):
         self.prefix = site.prefix
 
     def finalize(self) -> None:
-        """Prepare for inference, once all weights of this layer are loaded.
+        """Prepare this layer for inference, once all weights of the layer are loaded.
 
         To update weights, ``finalize`` is called on a shallow copy that holds the new weights,
         and the copy's attributes are then taken over. Data that depends on weights must therefore

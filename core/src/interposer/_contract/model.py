@@ -33,7 +33,7 @@ class ModelFamily(ABC):
     @classmethod
     @abstractmethod
     def parse(cls, config: Mapping[str, Any], source: object) -> ModelFamily:
-        """Parse the content of config.json.
+        """Parse the content of config.json into the settings of this family.
 
         Args:
             source: origin of ``config``, which errors name.

@@ -58,7 +58,7 @@ class CaseSampler(Protocol):
     """Function that draws arguments of a model's size; the same seed draws the same arguments."""
 
     def __call__(self, dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-        """Return the arguments of a layer that states ``dims``, in a step of ``num_tokens``.
+        """Draw the arguments of an op for a layer with ``dims`` and a step of ``num_tokens``.
 
         The op's constants must be the same for every ``num_tokens``. Sizes that the dims leave open
         should have usual values.
@@ -97,7 +97,7 @@ class Tolerance:
 
 
 class CustomOp(Generic[P, R]):
-    """An op with a PyTorch reference. A call runs the reference; layers bind a kernel instead.
+    """An op with a PyTorch reference: a call runs the reference, but layers bind a kernel.
 
     Selection is for inference: layers call the bound kernel also where an argument requires a
     gradient. Only a kernel that promises to be ``differentiable`` then has a right backward pass;
@@ -170,14 +170,14 @@ class CustomOp(Generic[P, R]):
         return load_target(self._sample) if isinstance(self._sample, str) else self._sample
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the reference."""
+        """Run the reference on the arguments."""
         return self.reference(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"CustomOp({self.schema})"
 
     def allowing(self, extra_roundings: int) -> CustomOp[P, R]:
-        """Return a copy with ``extra_roundings`` more roundings of tolerance; the op for 0."""
+        """Return a copy with a tolerance of ``extra_roundings`` more roundings; for 0, this op."""
         if not extra_roundings:
             return self
         loosened = copy(self)

@@ -97,7 +97,7 @@ class Platform(ABC):
     @classmethod
     @abstractmethod
     def probe(cls) -> Verdict:
-        """Tell whether this machine has such a device, without initialising one."""
+        """Tell whether this machine has a device of the platform; initialises no device."""
 
     @abstractmethod
     def devices(self) -> Sequence[Device]:
@@ -161,7 +161,7 @@ class Platform(ABC):
 
     @optional
     def capture_graph(self, step: Callable[[], object]) -> Callable[[], object]:
-        """Capture ``step`` once, and return a function that replays it.
+        """Capture ``step`` as a graph once, and return a function that replays the graph.
 
         A replay reads the same memory as the captured call, uses the same Python numbers, and
         returns the same tensors each time. One-time setup of ``step`` must not be captured, so a

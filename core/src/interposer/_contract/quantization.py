@@ -81,7 +81,7 @@ class LinearMethod(ABC):
 
     @abstractmethod
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-        """Return ``(kernel, operands)``, so that the layer computes ``kernel(x, *operands)``.
+        """Return ``(kernel, operands)`` of the layer, whose output is ``kernel(x, *operands)``.
 
         Called as soon as all weights of the layer are loaded; frees parameters that the operands
         replace. To update weights, ``finalize`` is called again on a copy of the layer with the
@@ -176,7 +176,7 @@ class ExpertsMethod(ABC):
 
     @abstractmethod
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-        """Return ``(kernel, operands)``, which the layer calls with a routing.
+        """Return ``(kernel, operands)`` of the experts; each call of the kernel adds a routing.
 
         The call is ``kernel(x, *operands, weights, expert_ids, activation)``, as for the op
         ``fused_experts``. Everything else is as in ``LinearMethod.finalize``.

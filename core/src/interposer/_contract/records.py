@@ -50,7 +50,7 @@ class _Checked:
 
 @dataclass(frozen=True, slots=True)
 class OpEntry(_Checked):
-    """A ``CustomOp``: ``target`` is the op object, defined next to the reference.
+    """Declares an op: ``target`` names the ``CustomOp``, which is defined next to the reference.
 
     Attributes:
         properties: promises of the reference, a subset of ``PROPERTIES``.
@@ -135,7 +135,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class LayerEntry(_Checked):
-    """A class for a layer id: the standard layer, or a subclass that replaces it.
+    """Declares a class for a layer id: the standard layer, or a subclass as replacement.
 
     ``cases`` of a standard layer is the import string of a ``LayerCaseGenerator``; the conformance
     suite compares replacements with the standard layer on these cases. ``properties`` are promises
@@ -155,7 +155,7 @@ class LayerEntry(_Checked):
 
 @dataclass(frozen=True, slots=True)
 class AttentionEntry(_Checked):
-    """An ``AttentionBackend`` class; ``accepts`` judges the specification.
+    """Declares an ``AttentionBackend`` class, whose ``accepts`` judges attention specs.
 
     ``predicate`` is an import string of ``(AttentionSpec, Capability) -> Verdict`` that replaces
     ``accepts``, so that the backend's module is not imported to judge a specification.
@@ -177,7 +177,7 @@ class AttentionEntry(_Checked):
 
 @dataclass(frozen=True, slots=True)
 class SchemeEntry(_Checked):
-    """A ``QuantizationScheme`` class for one ``quant_method`` of checkpoints.
+    """Declares a ``QuantizationScheme`` class for one ``quant_method`` of checkpoints.
 
     ``examples`` is the import string of a function without parameters that returns checkpoint
     settings by label, on which the conformance suite tests the scheme. The settings must quantize
@@ -197,7 +197,7 @@ class SchemeEntry(_Checked):
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry(_Checked):
-    """A ``ModelFamily`` class for the ``architectures`` that config.json names.
+    """Declares a ``ModelFamily`` class for the ``architectures`` that config.json names.
 
     ``reads`` are the fields of config.json that the family uses, for explanations.
 
@@ -216,7 +216,7 @@ class ModelEntry(_Checked):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointEntry:
-    """A ``CheckpointFile`` class for the files whose names end in ``suffix``, such as ``.gguf``."""
+    """Declares a ``CheckpointFile`` class for files with a suffix such as ``.gguf``."""
 
     suffix: str
     name: str
@@ -233,7 +233,7 @@ class CheckpointEntry:
 
 @dataclass(frozen=True, slots=True)
 class PlatformEntry:
-    """A ``Platform`` class; ``probe`` tells whether this machine has such a device.
+    """Declares a ``Platform`` class, whose ``probe`` tells whether this machine has a device.
 
     ``driver_files`` are absolute paths of files that change with the driver: verdicts and
     measurements are stored per driver. An ``explicit`` platform is used, and probed, only if named
@@ -266,7 +266,7 @@ class PlatformEntry:
 
 @dataclass(frozen=True, slots=True)
 class CommunicatorEntry(_Checked):
-    """A ``Communicator`` class for the listed collectives; all but fused ones by default.
+    """Declares a ``Communicator`` class for collectives; by default for all but fused ones.
 
     Requests for a collective state ``ranks`` (number of ranks), ``hosts`` and ``platforms``
     (numbers of distinct ones) and ``bytes`` (of one rank), so that ``requires`` can limit sizes and
@@ -287,7 +287,7 @@ class CommunicatorEntry(_Checked):
 
 @dataclass(frozen=True, slots=True)
 class DeviceEntry(_Checked):
-    """A description of a device of ``platform``: a JSON file inside the plugin's package.
+    """Declares the description of a device of ``platform``: a JSON file in the plugin's package.
 
     ``resource`` is ``"package:path/inside.json"``;
     ``interposer_testing.described.DeviceDescription`` documents the format.
@@ -300,7 +300,7 @@ class DeviceEntry(_Checked):
 
 @dataclass(frozen=True, slots=True)
 class TuningEntry(_Checked):
-    """A table measured on the devices whose name matches the glob ``device``.
+    """Declares a table measured on the devices whose name matches the glob ``device``.
 
     ``resource`` is ``"package:path/inside.json"``; ``Table`` documents the format.
     """

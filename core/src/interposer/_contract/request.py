@@ -52,13 +52,13 @@ class Request:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """A key that is equal for all requests of one device that must get equal answers."""
+        """Cache key among the requests of one device: all fields except capability and prefix."""
         # The capability is left out: a resolver has one device.
         dims = tuple(sorted(self.dims.items()))
         return (self.kind, self.name, self.platform, self.dtype, dims, self.detail)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for another process, without the prefix."""
+        """Return the fields as plain values for another process, without the prefix."""
         return {
             "kind": self.kind,
             "name": self.name,

@@ -1,1 +1,1 @@
-"""The examination of plugin code, in a process of its own, before this process runs it."""
+"""The examination of plugin code in another process, before this process runs the code."""

@@ -47,7 +47,7 @@ _is_announced = False
 
 
 def _announce(text: str = "Examining the code of plugins, once") -> None:
-    """Log the reason of the delay, once in this process."""
+    """Log once per process that plugins are being examined and that verdicts are remembered."""
     global _is_announced
     if not _is_announced:
         _is_announced = True
@@ -103,7 +103,7 @@ def examine(dist: Distribution, task: Task, config: Config, *, driver: str = "")
 
 
 def prepare(plugins: Iterable[tuple[Distribution, Task]], config: Config) -> None:
-    """Announce the examination of the plugins without a remembered verdict, and speed it up.
+    """Log the number of plugins without a remembered verdict, and start the sandbox in advance.
 
     Does nothing if every verdict is remembered, or if the code runs in this process.
     """
@@ -130,7 +130,7 @@ def forget_verdicts() -> None:
 
 
 def _examine_now(task: Task, config: Config) -> tuple[Finding, bool]:
-    """Return a finding, and False if only a temporary condition caused it."""
+    """Examine code now; return the finding, and False if a temporary condition caused a refusal."""
     if config.isolation == "off":
         return perform(task), True
     try:
@@ -147,7 +147,7 @@ def _examine_now(task: Task, config: Config) -> tuple[Finding, bool]:
 
 
 def _recall(key: Mapping[str, Any], config: Config) -> tuple[Finding | None, bool]:
-    """Return the remembered finding, or None; and whether the code exceeded the limit once.
+    """Return (remembered finding or None, True if that finding is a first timeout to be retried).
 
     The caller holds the lock.
     """
@@ -169,7 +169,7 @@ def _memory_key(key: Mapping[str, Any], config: Config) -> str:
 
 
 def _may_retry(finding: Finding, config: Config) -> bool:
-    """Tell whether code that exceeded this limit only once may be examined again."""
+    """Tell whether code may be examined again: it exceeded this time limit only once so far."""
     is_late = not finding and finding.facts.get("limit_seconds") == config.probe_seconds
     return is_late and "times_late" not in finding.facts
 

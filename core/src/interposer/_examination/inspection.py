@@ -61,7 +61,7 @@ Arguments = Mapping[str, Any]
 
 
 def perform(task: Task) -> Finding:
-    """Run a task in this process and return the finding.
+    """Run an examination task in this process and return the finding.
 
     An exception in the examined code becomes a refusal; a crash or a hang affects this process.
     """
@@ -235,7 +235,7 @@ class _Relay(Reporter):
 
 
 def _offer(use: Callable[..., Finding], arguments: Arguments, reporter: Reporter) -> Finding:
-    """Load a kernel with its preparation and its predicate, and call ``use`` with them.
+    """Load a kernel with its ``prepare`` and predicate, and return the finding of ``use`` for them.
 
     Returns: the finding of ``use``, or a refusal if the code changes the process.
     """
@@ -345,7 +345,7 @@ def _watch(
 def _verdict(
     reporter: Reporter, stage: str, watch: SideEffects, action: Callable[..., Any], *arguments: Any
 ) -> Verdict:
-    """Run one stage of plugin code and convert its result or exception to a verdict.
+    """Run one stage of plugin code; convert the result or the exception to a verdict.
 
     Raises: RefusedError: the stage had side effects, or returned something else than a verdict.
     """

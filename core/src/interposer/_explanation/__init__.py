@@ -1,1 +1,1 @@
-"""Explanations: every choice, its reason, and why everything else was refused."""
+"""Explanations: every choice, the reason, and the reasons of all refusals."""

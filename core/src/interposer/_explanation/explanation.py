@@ -85,7 +85,7 @@ class Explanation:
     full: bool = False
 
     def all(self) -> Explanation:
-        """Return the same explanation, whose text lists the refused candidates with reasons.
+        """Return this explanation with all candidates, including refused ones and the reasons.
 
         The candidates of other platforms are only counted.
         """
@@ -144,7 +144,7 @@ class Explanation:
         return UnknownNameError(kind, name, names, "`interposer explain` lists all.")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content of the text as plain lists and dictionaries."""
+        """Return the explanation's content as plain lists and dictionaries."""
         return {
             "version": VERSION,
             "device": {
@@ -167,12 +167,12 @@ class Explanation:
         }
 
     def to_json(self) -> str:
-        """Return ``to_dict()`` as indented JSON."""
+        """Return the explanation as indented JSON text."""
         return json.dumps(self.to_dict(), indent=2)
 
     @property
     def head(self) -> str:
-        """The device and the notes, line by line."""
+        """The line about the device, and one line per note."""
         notes = (f"note: {note}" for note in self.notes)
         return "\n".join((f"device: {self.device.torch_device} ({self.device.name})", *notes))
 
@@ -329,7 +329,7 @@ def _notes(placement: Placement | None) -> tuple[str, ...]:
 def _step_notes(
     model: Explainable, name: str, text: str, words: tuple[str, str]
 ) -> tuple[str, ...]:
-    """Return a note whether steps are captured or compiled, if the model can tell."""
+    """Return a note that says whether steps are captured or compiled, if the model can tell."""
     verdict: Verdict | None = getattr(model, name, None)
     if verdict is None:
         return ()
@@ -338,7 +338,7 @@ def _step_notes(
 
 
 def _names(subject: Subject | Request) -> tuple[str, ...]:
-    """Return the names by which ``why`` selects a subject; for attention, all types."""
+    """Return the names by which ``Explanation.why`` selects a subject; for attention, all types."""
     if subject.kind == "attention" and isinstance(subject, Subject):
         return "attention", *get_args(AttentionType)
     if subject.kind == "attention":
@@ -380,7 +380,7 @@ def _option_dict(option: Option) -> dict[str, Any]:
 
 
 def settings(config: Config, placement: Placement | None = None) -> tuple[Setting, ...]:
-    """Return the settings of ``config``, in the order of the fields.
+    """Return each setting of ``config`` with its source, in the order of the fields.
 
     A setting that none of the current sources has was an argument, or is a platform default.
     """

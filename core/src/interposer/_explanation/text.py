@@ -1,4 +1,4 @@
-"""Choices and candidates as text: one line for each, or every candidate with its refusal."""
+"""Choices and candidates as text: one line per choice, or all candidates with refusals."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def subject_lines(subject: Subject, full: bool) -> list[str]:
 
 
 def options_here(subject: Subject) -> tuple[tuple[Option, ...], str]:
-    """Return the candidates that the device's platform runs, and a line about the others."""
+    """Return the candidates that the device's platform runs, and a line that counts all others."""
     platforms = [platform_of_refusal(option.verdict.reason) for option in subject.options]
     runnable = tuple(
         option
@@ -128,6 +128,6 @@ def answer(option: Option) -> str:
 
 
 def figures(choice: Choice) -> list[str]:
-    """Return the run times of the candidates as text, the fastest first."""
+    """Return the name and run time of each measured candidate as text, the fastest first."""
     fastest_first = sorted(choice.seconds.items(), key=lambda item: (item[1], item[0]))
     return [f"{name} {duration(seconds, digits=3)}" for name, seconds in fastest_first]

@@ -101,7 +101,7 @@ class PluginCode(Code):
         return self.examine(task)
 
     def _is_sound(self, task: Task) -> bool:
-        """Tell whether a part of the SDK can be loaded; one examination covers a whole package.
+        """Tell whether a module of the SDK can be loaded; one examination covers the whole package.
 
         The SDK's modules are many and small. If the joint examination fails, each module is
         examined separately.
@@ -150,7 +150,7 @@ def _runs_itself(platform: str) -> Collection[str]:
 
 
 def acceptance_of(record: Record, code: Code | None = None, runs: Runs = _runs_itself) -> Accepts:
-    """Return the function by which a record judges requests; trusted without ``code``.
+    """Return the function that judges requests for a record; without ``code``, all code is trusted.
 
     An exception in the plugin's code becomes a refusal with the traceback.
 
@@ -184,7 +184,7 @@ def judge_requirements(record: Judged, request: Request, runs: Runs) -> Verdict:
 
 
 def platform_of_refusal(reason: str) -> str:
-    """Return the platform of a candidate that was refused for its platform, else ""."""
+    """Return the platform that a refusal names as the only fitting one; "" for other refusals."""
     match = _IS_OTHER_PLATFORM.fullmatch(reason)
     return match[1] if match else ""
 

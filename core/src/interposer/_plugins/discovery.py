@@ -150,7 +150,7 @@ def _read_entry_points(metadata: Any, group: str = hookspecs.GROUP) -> tuple[lis
 
 
 def _is_same_installation(first: Metadata, second: Metadata) -> bool:
-    """Tell whether the path has one folder twice, or the source code of an editable install.
+    """Tell whether two metadata folders describe one installation, such as an editable install.
 
     Build tools leave metadata in such source code next to the metadata of the installation.
     """
@@ -212,7 +212,7 @@ def _filter_sources(plugins: Plugins, sources: list[Source], config: Config) -> 
 
 
 def _warn_of_unknown(disabled: set[str], installed_names: Iterable[str]) -> None:
-    """Only warn, because one policy may serve machines with different plugins."""
+    """Warn about disabled plugins that are not installed."""
     for name in sorted(disabled.difference(installed_names)):
         text = (
             f"The configuration disables {name!r}, which is not installed. Installed, nearest "

@@ -59,14 +59,14 @@ class Source:
 
     @property
     def disabling(self) -> str:
-        """The setting that disables the plugin, in shell syntax."""
+        """The shell assignment of ``INTERPOSER_DISABLE`` that disables the plugin."""
         # An invalid plugin name must not reach a shell; a distribution's name is always valid.
         name = self.name if is_name(self.name) else self.distribution
         return f"INTERPOSER_DISABLE={shlex.quote(name)}"
 
     @property
     def standard(self) -> bool:
-        """True for a part of the SDK."""
+        """Whether the plugin is a part of the SDK."""
         return self.installed is not None and self.installed.standard
 
 
@@ -80,7 +80,7 @@ class Plugin:
 
     @property
     def name(self) -> str:
-        """The name of its entry point, or the name given to ``register``."""
+        """Name of the plugin's entry point, or the name given to ``register``."""
         return self.source.name
 
     @property
@@ -221,7 +221,7 @@ class Plugins:
         return ""
 
     def add(self, source: Source, plugin: Any) -> None:
-        """Take the records of an imported plugin, or quarantine the plugin."""
+        """Add the records of an imported plugin to the collection, or quarantine the plugin."""
         self._sources[source.name] = source
         cause: BaseException | None = None
         records: list[Any] = []
@@ -251,7 +251,7 @@ class Plugins:
         return f"interposer_records {'; '.join(faults)}" if faults else ""
 
     def settle(self) -> None:
-        """Notify the observers of earlier failures, now that every plugin is loaded."""
+        """Report earlier failures of plugins to the observers, now that every plugin is loaded."""
         self._settled = True
         for failure in [*self.failed]:
             self._notify_failure(failure)
@@ -329,7 +329,7 @@ class Plugins:
         ]
 
     def omissions(self) -> list[Refusal]:
-        """Return the plugins that the policy excludes as refusals."""
+        """Return one refusal for each plugin that the policy excludes."""
         return [Refusal(s.name, s.distribution, s.reason) for s in self.skipped]
 
     def remedy(self, distribution: str) -> str:

@@ -143,7 +143,7 @@ class Registry:
         return self._code_of(candidate).examine(task)
 
     def trial(self, candidate: Candidate, task: Task) -> Verdict:
-        """Tell whether this process may run a task of a candidate; parts of the SDK may."""
+        """Return whether this process may run a candidate's task; code of the SDK always may."""
         return self._code_of(candidate).trial(task)
 
     def owner(self, candidate: Candidate) -> Plugin:
@@ -151,7 +151,7 @@ class Registry:
         return self._code_of(candidate).plugin
 
     def blame(self, candidate: Candidate) -> Blame:
-        """Return the mutable failures of the kernels from the candidate's plugin."""
+        """Return the mutable record of failures and wrong results of the candidate's plugin."""
         installed = self.owner(candidate).source.installed
         # All registries of one discovery share the failures of installed plugins.
         return self._own_blame if installed is None else self.plugins.blame
@@ -295,7 +295,7 @@ def register(plugin: Any, name: str = "") -> Registration:
 
 
 def per_registry(function: Callable[P, T]) -> cached[P, T]:
-    """Cache the results of a function of a registry until registries are dropped."""
+    """Wrap a function of a registry with a cache that is emptied when registries are dropped."""
     _caches.append(cached(function))
     return _caches[-1]
 
@@ -324,7 +324,7 @@ def forget_discovery() -> None:
 
 
 def _forget_registries() -> None:
-    """Drop the objects built from the plugins, but not the discovery itself."""
+    """Empty the caches of registries and of objects built from plugins, but keep the discovery."""
     for cache in _caches:
         cache.forget()
 

@@ -154,7 +154,7 @@ class Lock(Exact):
             raise LockError(str(error)) from error
 
     def check(self, distributions: Iterable[Distribution]) -> None:
-        """Check that ``distributions`` are the locked ones, with unaltered files.
+        """Check that names, versions and files of ``distributions`` match the lock.
 
         A locked distribution may be excluded by the policy, but must be installed.
 
@@ -184,7 +184,7 @@ def lock_path(config: Config) -> Path:
 
 
 def check_lock(config: Config, distributions: Iterable[Distribution]) -> None:
-    """Check that ``distributions`` are those of the lock file.
+    """Check that the installed ``distributions`` match the lock file of the configuration.
 
     Raises: LockError: the distributions differ, or there is no usable lock file.
     """
@@ -197,7 +197,7 @@ def _locked_hash(distribution: Distribution) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """One line of an error text; ``remedy`` fixes this problem alone."""
+    """A difference from the lock file: one line of an error text, and a remedy."""
 
     line: str
     remedy: str = ""

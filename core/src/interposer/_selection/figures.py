@@ -147,7 +147,7 @@ def read_entries(path: str | Path) -> tuple[Entry, ...]:
 
 
 def plain(key: Key) -> dict[str, JSON]:
-    """Convert ``key`` to plain JSON values, the key format of the store."""
+    """Convert ``key`` to plain JSON values, the form of keys in the store."""
     facts: dict[str, JSON] = key.model_dump(mode="json")
     return facts
 

@@ -40,7 +40,7 @@ class Confirms(_OfRegistry):
     """Calls the function that a kernel's record names as ``confirm``."""
 
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
-        """Return the function's verdict; a record without ``confirm`` is accepted."""
+        """Return the verdict of the record's function ``confirm``; accept a record without one."""
         target = getattr(candidate.record, "confirm", "")
         if not target:
             return _ACCEPTED
@@ -145,7 +145,7 @@ class BecomesAnOp:
     """Refuses a kernel that torch.compile can neither trace nor treat as an opaque op."""
 
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
-        """Accept a traceable kernel, and one that takes the op's own arguments unprepared."""
+        """Accept a kernel that can be traced, or that takes the op's own arguments unprepared."""
         prepares = getattr(candidate.record, "prepare", "")
         if not prepares or "traceable" in candidate.properties:
             return _ACCEPTED

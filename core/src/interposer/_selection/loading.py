@@ -31,7 +31,7 @@ from interposer._selection.select import CandidateRefusedError, Loader
 
 
 def kernel_loader(registry: Registry, op: CustomOp[..., Any], described: bool) -> Loader:
-    """Return a loader of (function, prepare, restore) of a kernel; missing ones are None.
+    """Return a loader of a kernel's function, ``prepare`` and ``restore``; None for missing ones.
 
     Args:
         described: the device is only described, so the reference is loaded for every kernel.

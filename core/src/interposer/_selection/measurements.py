@@ -134,7 +134,7 @@ class Measurements:
 
 @cached
 def _shipped_entries(resource: str, device: str) -> dict[str, Entry]:
-    """Read a table's newest entry by address, with ``device`` in place of the measured device."""
+    """Read the newest entry per address of a shipped table, as if measured on ``device``."""
     newest: dict[str, Entry] = {}
     for entry in read_entries(resource_path(resource)):
         key_address = address(entry.key.model_copy(update={"device": device}))
@@ -146,7 +146,7 @@ def _shipped_entries(resource: str, device: str) -> dict[str, Entry]:
 def _check_current(
     value: Measurement, accepted: Sequence[Candidate], source: str
 ) -> Measured | str:
-    """Return the run times, or the reason why some accepting candidate is not covered."""
+    """Return the run times, or why the measurement does not fit the candidates that accept now."""
     measured_versions = {name: figures.version for name, figures in value.candidates.items()}
     # A candidate that could not be measured counts as known, and is never chosen by time.
     measured_versions |= {name: version for name, (version, _) in value.failed.items()}

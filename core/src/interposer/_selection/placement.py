@@ -106,7 +106,7 @@ def platform_hint(registry: Registry, platform: str) -> str:
 
 
 def unless_explicit(candidate: Candidate, policy: Policy) -> Candidate:
-    """Make a platform that is never chosen by default refuse without a probe, unless pinned."""
+    """Make a platform that must be named explicitly refuse every request, unless pinned."""
     is_pinned = policy.pin in (candidate.name, candidate.qualified_name)
     if is_pinned or not _is_explicit(candidate):
         return candidate

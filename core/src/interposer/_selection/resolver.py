@@ -226,7 +226,7 @@ class Resolver:
         return self._choose(*self._communicator_request(collective, dtype, num_bytes, prefix))
 
     def choose_scheme(self, settings: Mapping[str, Any]) -> None:
-        """Set ``scheme`` to the scheme for a checkpoint's ``quantization_config``.
+        """Choose the scheme for ``quantization_config`` and store the scheme as ``scheme``.
 
         Raises:
             UnknownNameError: no installed plugin has a scheme for the ``quant_method``.
@@ -270,7 +270,7 @@ class Resolver:
         self.choices[key] = (replace(choice, notes=(*choice.notes, note), idle=idle), prefixes)
 
     def check_places(self) -> None:
-        """Raise ConfigError for a rule with a glob that matched no place, after the model is built.
+        """Raise ConfigError for a rule with a glob that matches no module of the built model.
 
         A strict configuration raises for any rule about a thing that this model never requests.
         """
@@ -341,7 +341,7 @@ class Resolver:
     def _communicator_request(
         self, collective: str, dtype: torch.dtype, num_bytes: int, prefix: str
     ) -> tuple[Request, tuple[Gate, ...], Loader]:
-        """Build the request for a collective; return the request, its gates and its loader."""
+        """Build the request for a collective; return request, gates and loader."""
         assert self.ranks is not None
         site = Site(self, prefix, dtype)
         request = self._request("communicator", collective, site, self.ranks.dims(num_bytes))
@@ -351,7 +351,7 @@ class Resolver:
         return request, gates, load
 
     def _all_reduce_dims(self, dtype: torch.dtype) -> Dims:
-        """Return the dims of a layer that sums over ranks: their number and the communicator."""
+        """Return the dims of a layer with an all-reduce: number of ranks and communicator name."""
         if self.ranks is None:
             return {}
         if dtype not in self._all_reduce_names:
@@ -362,7 +362,7 @@ class Resolver:
 
     @contextmanager
     def _observing(self, request: Request) -> Iterator[list[Choice]]:
-        """Notify observers of the choice that a block appends, or of the block's error."""
+        """Report the choice or the error of a ``with`` block to the plugins' observer hooks."""
         start, plugins = time.time_ns(), self.registry.plugins
         choices: list[Choice] = []
         try:

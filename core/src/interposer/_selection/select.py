@@ -154,7 +154,7 @@ def select_and_load(
 def _examine(
     gates: Iterable[Gate], load: Loader | None, request: Request, candidate: Candidate
 ) -> tuple[Verdict, Any]:
-    """Check a candidate by ``gates`` and load it; return (verdict, loaded object or None).
+    """Check a candidate by ``gates``, then load it; return (verdict, loaded object or None).
 
     An exception in a candidate's code is a refusal.
     """
@@ -191,7 +191,7 @@ def acceptable(
 
 @dataclass(frozen=True, slots=True)
 class _Ranking:
-    """The order of accepted candidates, and the explanation of one rank against another."""
+    """The ranking of accepted candidates, and the reason why one ranks above another."""
 
     policy: Policy
     measured: Measured | None
@@ -243,7 +243,7 @@ class _Ranking:
         return duration(self.measured.seconds[candidate.qualified_name])
 
     def deciding_rule(self, first: Candidate, second: Candidate) -> _Rule:
-        """Return the first rule that ranks two candidates differently."""
+        """Return the first ranking criterion, such as "time", in which two candidates differ."""
         # The same order as ``key``.
         if self.preference(first) != self.preference(second):
             return "preference"

@@ -187,7 +187,7 @@ def hook_names(plugin: Any) -> tuple[str, ...]:
 
 
 def declared_records(manager: pluggy.PluginManager, name: str) -> list[Any]:
-    """Return the records of plugin ``name`` without checks; its exceptions reach the caller.
+    """Return the unchecked records that plugin ``name`` declares; its exceptions propagate.
 
     At most one object more than the limit is read, so that an endless generator is detected.
 

@@ -64,7 +64,7 @@ class Distribution:
 
     @property
     def standard(self) -> bool:
-        """True for a part of the SDK."""
+        """Whether the distribution is a part of the SDK."""
         return self.name in STANDARD
 
     def altered_files(self) -> list[str]:

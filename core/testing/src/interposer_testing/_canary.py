@@ -55,13 +55,13 @@ class Comparison(NamedTuple):
 
 
 class Kernel(Protocol):
-    """A kernel, in this process or in another one."""
+    """Interface to a kernel under test, in this process or in another one."""
 
     def takes(self, dims: Mapping[str, Any], /) -> bool:
         """Tell whether the kernel accepts the dims of a case."""
 
     def subject(self, op: CustomOp[..., Any], device: str) -> AbstractContextManager[Subject]:
-        """Return the function under test, for the length of a block."""
+        """Return a context manager that provides the function under test."""
 
 
 class LocalKernel(NamedTuple):
@@ -73,7 +73,7 @@ class LocalKernel(NamedTuple):
 
     @contextmanager
     def subject(self, op: CustomOp[..., Any], device: str) -> Iterator[Subject]:
-        """Return the function under test."""
+        """Return a context manager that provides the function under test."""
         yield Subject(op, self.function, self.prepare, device=device)
 
 
@@ -92,7 +92,7 @@ class ForkedKernel(KernelProcess):
         join: Callable[[int], None],
         begin: Begin,
     ) -> None:
-        """Describe the fork, which ``with`` starts.
+        """Store the functions that start and end the fork; ``with`` starts the fork.
 
         Args:
             offer: in the fork, loads the kernel, calls a ``Use`` with it, and returns the finding.
@@ -110,7 +110,7 @@ class ForkedKernel(KernelProcess):
         self._functions = RemoteFunctions(self)
 
     def load(self) -> Mapping[str, Any] | None:
-        """Load the kernel in the fork. Return the refusal if loading fails, else None."""
+        """Load the kernel in the fork; return the refusal if loading fails, else None."""
         reply = self._ask("start")
         if "finding" in reply:
             return self._ended(reply)
@@ -120,11 +120,11 @@ class ForkedKernel(KernelProcess):
         return None
 
     def end(self) -> Mapping[str, Any]:
-        """Let the fork end, and return the finding of ``offer``."""
+        """Let the fork end, and return its finding about the kernel's code."""
         return self._ended(self._ask("end"))
 
     def takes(self, dims: Mapping[str, Any], /) -> bool:
-        """Ask the kernel's predicate and requirements in the fork."""
+        """Tell whether the kernel in the fork accepts the dims of a case."""
         return self._ask("takes", dims=dict(dims)).get("takes") is True
 
     @contextmanager
@@ -157,7 +157,7 @@ class ForkedKernel(KernelProcess):
         self._pid = self._fork(partial(self._serve, channel))
 
     def _serve(self, connection: socket.socket) -> bool:
-        """Answer the requests of the other process, in the fork; return whether all is well."""
+        """Serve requests of the judging process in the fork; return whether the code passed."""
         limit_privileges()
         channel = Channel(connection)
         functions = Functions(mmap.mmap(self.memory.descriptor, 0))

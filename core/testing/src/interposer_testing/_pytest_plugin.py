@@ -20,7 +20,7 @@ _MARKER = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of conformance tests."""
+    """Add the pytest options of conformance tests."""
     group = parser.getgroup("conformance", "conformance of interposer plugins")
     group.addoption(
         "--conformance-full",
@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker."""
+    """Register the pytest marker ``conformance``."""
     config.addinivalue_line("markers", _MARKER)
 
 

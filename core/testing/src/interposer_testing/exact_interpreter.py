@@ -67,12 +67,12 @@ class ExactBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
     """Interpreter operations whose conversions round as hardware does."""
 
     def cast_impl(self, src: Any, dst_type: Any) -> Any:
-        """Convert ``src``, rounded to nearest, ties to even."""
+        """Convert ``src`` to another dtype, rounded to nearest, ties to even."""
         converted = self._converted(src, dst_type)
         return super().cast_impl(src, dst_type) if converted is None else converted
 
     def create_fp_to_fp(self, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
-        """Convert ``src`` to nearest even; other rounding modes are left to the interpreter."""
+        """Convert ``src`` with rounding to nearest even; leave other modes to the interpreter."""
         nearest = rounding_mode in (None, interpreter._ir.ROUNDING_MODE.RTNE)
         converted = self._converted(src, dst_type) if nearest else None
         if converted is None:
@@ -85,14 +85,14 @@ class ExactBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
     create_fma = _on_numbers("create_fma")
 
     def create_dot(self, a: Any, b: Any, d: Any, *options: Any) -> Any:
-        """Return ``a @ b + d`` of numbers that the interpreter stores as integers."""
+        """Return ``a @ b + d``, with operands that are stored as integers converted to float32."""
         converted = [self._converted(operand, tl.float32) for operand in (a, b)]
         wide = [o if c is None else c for o, c in zip((a, b), converted, strict=True)]
         with np.errstate(all="ignore"):
             return super().create_dot(*wide, d, *options)
 
     def _converted(self, src: Any, dst_type: Any) -> Any:
-        """Convert ``src``, or return None if neither dtype is stored as an integer."""
+        """Convert ``src`` to ``dst_type``; None if neither dtype is stored as an integer."""
         source, target = src.dtype.scalar, dst_type.scalar
         if source == target or not (source in _NARROW or target in _NARROW):
             return None

@@ -45,7 +45,7 @@ class KernelProcesses:
     """One process for the kernels of each distribution, started on first use."""
 
     def __init__(self, platform: type[Platform]) -> None:
-        """Create the processes.
+        """Create the collection without processes; each process starts on first use.
 
         Args:
             platform: created in each process, because a platform can change how its kernels run.
@@ -63,7 +63,7 @@ class KernelProcesses:
         self._open.close()
 
     def of(self, distribution: str) -> SeparateKernels:
-        """Return the process for the kernels of a distribution."""
+        """Return the worker process for the kernels of a distribution."""
         if distribution not in self._processes:
             self._processes[distribution] = self._open.enter_context(
                 SeparateKernels(self._platform)
@@ -79,7 +79,7 @@ class KernelProcesses:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Free the constants of the kernels of a block at the end of the block."""
+        """Free, at the end of a ``with`` block, the constants of kernels created in the block."""
         with ExitStack() as self._scope:
             self._scoped = set()
             yield
@@ -139,7 +139,7 @@ class TimedKernel:
                 self._clock.keep_constants(case, op.constants)
 
     def seconds(self, cases: Sequence[Case], answers: Answers) -> float:
-        """Return the seconds of a call in a batch, in which some results are compared.
+        """Run a batch, check some of its results, and return the seconds per call.
 
         Raises: RefusedTimesError: a result is wrong, or the kernel failed.
         """

@@ -60,7 +60,7 @@ def typical_step(num_tokens: int, page_size: int) -> tuple[AttentionBatch, int]:
 def paged_batch(
     tables: Sequence[torch.Tensor], starts: Sequence[int], lengths: Sequence[int], page_size: int
 ) -> AttentionBatch:
-    """Create the batch of one step.
+    """Create the paged batch of one step from page tables and lengths of the sequences.
 
     Args:
         tables: page numbers of each sequence, in order.
@@ -131,7 +131,7 @@ def random_projections(
 
 
 def _make_exact(numbers: torch.Tensor) -> None:
-    """Round to multiples of 1/8, and put both extremes into each group of 32.
+    """Round the numbers to multiples of 1/8, and put both extremes into each group of 32.
 
     The 4-bit scale of the group is then 1/8, so quantization is exact.
     """

@@ -14,7 +14,7 @@ except ImportError as error:  # ``_cli`` must stay importable: it reports the br
     _reason = error
 
     def lazy_attributes(module: str, homes: Mapping[str, str]) -> Callable[[str], object]:
-        """Return a module ``__getattr__`` that always raises, with the reason."""
+        """Return a module ``__getattr__`` that raises ImportError with the reason."""
 
         def refuse(name: str) -> object:
             raise ImportError(f"{module}.{name} needs the core of interposer: {_reason}")

@@ -1,4 +1,4 @@
-"""``python -m interposer_tools`` is the command ``interposer``."""
+"""Run the command ``interposer``, for ``python -m interposer_tools``."""
 
 from interposer_tools._cli import main
 

@@ -22,7 +22,7 @@ from interposer_tools._rich_table import table
 
 
 def explanation_tables(explanation: Explanation) -> Iterator[Any]:
-    """Yield the head and the tables of settings, choices, candidates and failures, for rich."""
+    """Yield the head and the tables of settings, choices, candidates and failures for rich."""
     is_complete = explanation.all_candidates
     yield Text(explanation.head)
     if explanation.policy:

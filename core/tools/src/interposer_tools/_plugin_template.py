@@ -122,7 +122,7 @@ class NewPlugin:
         return target
 
     def _answers(self) -> dict[str, str | bool]:
-        """Return the template's variables, with the versions of the installed SDK."""
+        """Return the values of the template's variables, with the versions of the installed SDK."""
         distribution = importlib_metadata.distribution("interposer")
         major, minor = Version(distribution.version).release[:2]
         requirements = map(Requirement, distribution.requires or ())

@@ -1,4 +1,4 @@
-"""The command ``interposer``: built-in subcommands and those of entry points in ``GROUP``.
+"""The command ``interposer``: built-in subcommands, and subcommands of entry points.
 
 Neither this module nor the modules of the commands import torch. Commands import slow modules
 when they run, so that ``interposer --help`` is fast.
@@ -57,7 +57,7 @@ _BUILT_IN: dict[str, Callable[..., None]] = {
 
 
 def main() -> None:
-    """Run the command line. An expected error prints one message and exits with code 1 or 2."""
+    """Run the command line; an expected error prints one message and exits with code 1 or 2."""
     warnings.showwarning = _show_warning
     if sys.stderr.isatty():  # show progress to people, but keep it out of the logs of scripts
         logging.basicConfig(format="%(message)s")
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def _exit_code(error: InterposerError) -> int:
-    """Return 2 for an option or setting that cannot be used, as for an unknown one, else 1."""
+    """Return the exit code of an error: 2 for an unusable option or setting, otherwise 1."""
     is_usage = isinstance(error, (ConfigError, RequestError)) and not isinstance(error, LockError)
     return 2 if is_usage else 1
 
@@ -142,7 +142,7 @@ def _provider(point: importlib_metadata.EntryPoint) -> str:
 
 
 def _placeholder(name: str, points: list[importlib_metadata.EntryPoint]) -> Callable[[], None]:
-    """Return a command that only ``--help`` lists, with the distributions of ``points``."""
+    """Return a command that only ``--help`` lists, with the names of its distributions."""
 
     def command() -> None:
         raise AssertionError("a requested command is imported, so this one never runs")

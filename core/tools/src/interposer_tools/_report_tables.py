@@ -14,7 +14,7 @@ _STYLES = {"correct": "green", "wrong": "bold red"}
 
 
 def report_tables(report: Report) -> Iterator[Any]:
-    """Yield the head, the table of candidates, the failures and the summary, for rich."""
+    """Yield the head, the table of candidates, the failures and the summary for rich."""
     yield Text("\n".join(report.head))
     if report.candidates:
         titles = ("for", "candidate", "state", "trials", "dtypes", "reasons", "seconds")

@@ -82,7 +82,7 @@ class Printable(Protocol):
 def policy(
     kernels: Iterable[str] | None = None, platform: str | None = None, locked: bool = False
 ) -> Config:
-    """Create the configuration from command-line options. Omitted options set no field.
+    """Create the configuration from command-line options; omitted options set no field.
 
     Raises: ConfigError: a kernel is not of the form OP=NAME, or a platform has no name.
     """

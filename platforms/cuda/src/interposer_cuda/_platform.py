@@ -81,7 +81,7 @@ class CUDAPlatform(Platform):
         return torch.cuda.stream(torch.cuda.Stream(device))
 
     def capture_graph(self, step: Callable[[], object]) -> Callable[[], object]:
-        """Warm up ``step``, capture a CUDA graph on the current device, and return its replay.
+        """Warm up ``step``, capture a CUDA graph, and return a function that replays the graph.
 
         All graphs of this platform share one memory pool; see ``GraphRecorder``.
 

@@ -19,7 +19,7 @@ from interposer import Verdict
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """An optional package.
+    """An optional package: its name, supported versions and installation advice.
 
     Attributes:
         distribution: name of the distribution.
@@ -46,7 +46,7 @@ class Provider:
         return Verdict.accept()
 
     def confirm(self, module: str, keywords: Mapping[str, set[str]]) -> Verdict:
-        """Import a module; refuse if that fails or a function lacks a parameter.
+        """Import a module; refuse if the import fails or a function lacks a parameter.
 
         Args:
             keywords: by function name, the keyword arguments that the plugin passes.

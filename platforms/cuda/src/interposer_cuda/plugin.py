@@ -1,4 +1,4 @@
-"""Records of the CUDA platform. Importing this module does not import torch."""
+"""Records of the CUDA platform; importing this module does not import torch."""
 
 from __future__ import annotations
 

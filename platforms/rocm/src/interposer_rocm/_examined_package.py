@@ -1,4 +1,4 @@
-"""Kernel packages that are first imported in a child process, and in this one only when needed.
+"""Kernel packages that are checked in a child process before this process imports them.
 
 The outcome is cached per package version, ``sys.path`` and relevant environment variables;
 ``refresh`` clears the cache, so a repaired installation is used without a restart.

@@ -40,7 +40,7 @@ refresh = _PACKAGE.refresh
 
 
 class FlashAttentionBackend(GatheredBackend):
-    """Attend with flash-attn to gathered copies of the cache; windows are supported."""
+    """Attends with flash-attn to gathered copies of the cache; windows are supported."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         """Check that flash-attn works, unless the device is only described.

@@ -22,7 +22,7 @@ _WITH_MATRIX_UNITS = frozenset({"mfma", "wmma"})
 
 
 def flash_attention_version() -> str:
-    """Return flash-attn's version; "" if it is not installed."""
+    """Return the version of flash-attn; "" if flash-attn is not installed."""
     try:
         return version(_DISTRIBUTION)
     except PackageNotFoundError:

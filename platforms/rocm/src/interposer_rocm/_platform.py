@@ -83,7 +83,7 @@ class ROCmPlatform(Platform):
         return verdict
 
     def capture_graph(self, step: Callable[[], object]) -> Callable[[], object]:
-        """Warm up ``step``, capture a HIP graph on the current device, and return its replay.
+        """Warm up ``step``, capture a HIP graph, and return a function that replays the graph.
 
         torch for HIP names HIP graphs as CUDA graphs. All graphs of this platform share one memory
         pool; see ``GraphRecorder``. No GPU has run this method.
@@ -127,7 +127,7 @@ class ROCmPlatform(Platform):
         return device_facts
 
     def distributed_backend(self) -> str:
-        """Return the torch.distributed backend, ``"nccl"``: torch for HIP calls RCCL so."""
+        """Return the torch.distributed backend, ``"nccl"``, which is torch's name for RCCL too."""
         return "nccl"
 
     def compile_backend(self) -> str:

@@ -36,7 +36,7 @@ def halved(x: torch.Tensor) -> torch.Tensor:
 def prepare_halves(
     weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
 ) -> dict[str, torch.Tensor | None]:
-    """Convert the weight to fnuz, whose bits mean half the value, and double the scale, once."""
+    """Convert the weight to half the value in fnuz, and double the weight scale."""
     return {"weight": halved(weight), "weight_scale": weight_scale * 2, "bias": bias}
 
 
@@ -48,5 +48,5 @@ def fp8_linear_of_halves(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Compute the op ``fp8_linear`` with a weight from ``prepare_halves``."""
+    """Compute the op ``fp8_linear`` by hipBLASLt, with a weight from ``prepare_halves``."""
     return fp8_linear_scaled_mm(halved(x), weight, x_scale * 2, weight_scale, bias, out_dtype)

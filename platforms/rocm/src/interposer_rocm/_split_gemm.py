@@ -21,7 +21,7 @@ def fp8_linear(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Compute the op ``fp8_linear``."""
+    """Compute the op ``fp8_linear`` with split-K for few rows, with hipBLASLt for more rows."""
     # A few rows leave most compute units idle unless the sum over I is split among them.
     is_small = x.numel() <= MOST_SPLIT_ROWS * weight.shape[1]
     matmul = fp8_linear_split if is_small else fp8_linear_scaled_mm
@@ -36,5 +36,5 @@ def fp8_linear_of_halves(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Compute the op ``fp8_linear`` with a weight from ``prepare_halves``."""
+    """Compute the op ``fp8_linear`` by split-K or hipBLASLt, with weights of ``prepare_halves``."""
     return fp8_linear(halved(x), weight, x_scale * 2, weight_scale, bias, out_dtype)

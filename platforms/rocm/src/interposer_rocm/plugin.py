@@ -1,4 +1,4 @@
-"""Records of the ROCm platform. Importing this module does not import torch."""
+"""Records of the ROCm platform; importing this module does not import torch."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from interposer_xpu._packages.kernel_package import op
 def topk_softmax(
     logits: torch.Tensor, top_k: int, renormalize: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the op ``topk_softmax``."""
+    """Compute the op ``topk_softmax`` with vllm-xpu-kernels."""
     shape = (len(logits), top_k)
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     # The op also writes the row of each slot, which interposer's permutation does not need.

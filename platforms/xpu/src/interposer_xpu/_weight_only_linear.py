@@ -20,7 +20,7 @@ def prepare(
     bias: torch.Tensor | None,
     zero_points: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor | None]:
-    """Lay out the constants for the package's op.
+    """Convert the op's constants to the layout of the package's int4 GEMM.
 
     Weights ``[O, I / 8]``: eight 4-bit values of one output per int32, the first in the lowest
     bits; a view of ``weight``, which already has this order. Scales ``[I / G, O]``. Zero points

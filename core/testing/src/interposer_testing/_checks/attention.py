@@ -185,7 +185,7 @@ class _Layer:
         *,
         fused: bool,
     ) -> Iterator[Fault]:
-        """Write new encoder inputs (possibly none), then attend, and yield the differences."""
+        """Write new encoder inputs, if any, then attend; yield differences to the reference."""
         store_batch, query_batch = batches
         projections = random_projections(self.spec, len(store_batch.slots), generator, fused=fused)
         operands = [Operand(tensor, self.device) for tensor in projections]
@@ -214,7 +214,7 @@ class _Layer:
         query: torch.Tensor,
         projections: tuple[torch.Tensor, ...],
     ) -> Iterator[Fault]:
-        """Check that another layer's query attends to the stored keys of this step."""
+        """Check that a layer without keys of its own attends to this step's stored keys."""
         # ``-query`` stands for the query of another layer that shares this layer's keys.
         before = self.cache.clone()
         nothing = query[:0, : self.spec.num_kv_heads]
@@ -352,7 +352,7 @@ def _write_op(spec: AttentionSpec) -> str:
 
 
 def _attention_op(spec: AttentionSpec) -> str:
-    """Return the name of the op that attends to a sequence, or computes indexer scores."""
+    """Return the name of the reference op: paged attention, latent attention or indexer scores."""
     if spec.type == "indexer":
         return "indexer_scores"
     return "latent_attention_decode" if spec.latent else "paged_attention"

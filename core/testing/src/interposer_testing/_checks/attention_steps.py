@@ -1,4 +1,4 @@
-"""Steps with prefill in chunks and decoding, batched as a scheduler does.
+"""Test steps with chunked prefill and decoding, batched as a scheduler does.
 
 Dimensions: T tokens, B sequences, M pages of the longest sequence, P pages, S page size.
 """

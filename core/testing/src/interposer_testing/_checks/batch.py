@@ -48,7 +48,7 @@ def _faults(subject: Subject, case: Case) -> Iterator[Fault]:
 
 
 def _values(subject: Subject, case: Case, rows: int, size: int) -> dict[str, torch.Tensor]:
-    """Return outputs and mutated arguments of calls with ``size`` rows each, concatenated.
+    """Run the case in calls of ``size`` rows; return outputs, concatenated, and mutated arguments.
 
     Mutated arguments that are no rows of the batch, such as a cache, are shared by all calls.
     """
@@ -92,6 +92,6 @@ def _last_length(op: CustomOp[..., Any], case: Case) -> int:
 
 
 def _shared(subject: Subject) -> set[str]:
-    """Return the mutated arguments that are no rows of the batch, such as a cache."""
+    """Return the labels of mutated arguments that are not rows of the batch, such as a cache."""
     op = subject.op
     return {f"argument {name!r}" for name in op.mutates if name not in op.batched}

@@ -58,7 +58,7 @@ class CollectiveCase:
         return f"{self.collective} of {self.dtype}, {rows}, {values}{layout}"
 
     def sent(self, rank: int) -> list[int]:
-        """Return the numbers of rows that ``rank`` sends to each rank in ``all_to_all``."""
+        """Return the number of rows that ``rank`` sends to each rank in ``all_to_all``."""
         # Rank 1 receives nothing from anybody, so that empty messages are tested too.
         num = len(self.sizes)
         return [self.sizes[(rank + to) % num] * (to != 1) for to in range(num)]
@@ -122,7 +122,7 @@ class CollectiveCase:
         return method(x, *arguments)  # type: ignore[no-any-return]
 
     def received(self, rank: int) -> list[int]:
-        """Return the numbers of rows that ``rank`` receives from each rank in ``all_to_all``."""
+        """Return the number of rows that ``rank`` receives from each rank in ``all_to_all``."""
         return [self.sent(sender)[rank] for sender in range(len(self.sizes))]
 
     def faults(self, rank: int, result: Any) -> Iterator[Fault]:
@@ -157,7 +157,7 @@ class CollectiveCase:
         return sum((1 + u) ** (num - 1) - 1 for u in roundings) * magnitude + tiny
 
     def _norm_faults(self, result: Tensor) -> Iterator[Fault]:
-        """Compare normed output y and residual stream t of fused all-reduce + RMSNorm.
+        """Compare output y and residual t of fused all-reduce + RMSNorm with expected values.
 
         Let the error of t be at most d, and e the root mean square of d. The root mean square r of
         a row is then off by at most e, because norms of vectors differ by at most the norm of the

@@ -64,7 +64,7 @@ class CommunicatorChecks:
         self._current_faults: list[Fault] = []
 
     def run(self, cases: Cases) -> None:
-        """Check each collective alone, all in alternation, and declared properties; then close."""
+        """Check each collective alone, all alternately, and properties; close the communicator."""
         suffix = f"on {self._ranks.size} ranks"
         before = _children()
         with suppress(RanksStopped), self._label(f"all collectives {suffix}"):
@@ -173,7 +173,7 @@ class CommunicatorChecks:
         return None if ranks_differ or any(is_wrong for _, is_wrong, *_ in outcomes) else result
 
     def _check_together(self, communicator: Communicator, cases: Cases) -> None:
-        """Check many calls of alternating collectives, which must not change earlier results."""
+        """Call collectives alternately many times, and check that earlier results stay equal."""
         rank = self._ranks.rank
         small_cases = [listed[min(2, len(listed) - 1)] for listed in cases.values()]
         results = [(case, self._check(communicator, case)) for case in small_cases]

@@ -128,7 +128,7 @@ def _first_index(mask: torch.Tensor) -> tuple[int, ...]:
 
 
 def _first_difference(actual: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor) -> str:
-    """Describe the first element in ``mask`` and the number of elements in ``mask``."""
+    """Describe the first element that ``mask`` selects, and the number of selected elements."""
     index = _first_index(mask)
     value, expected_value = actual[index].item(), expected[index].item()
     return f"{expected_value} expected at {list(index)}, got {value}; {_num_wrong(mask)}"

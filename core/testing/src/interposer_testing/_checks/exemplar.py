@@ -33,7 +33,7 @@ class Exemplar:
     dense: bool
 
     def build(self, number: int = 0) -> Case:
-        """Build the case; each ``number`` gives other values in tensors of the same form.
+        """Build the exemplar's case; every ``number`` gives other values of the same form.
 
         If the op's generator ignores the seed, every ``number`` gives the same case.
         """
@@ -57,7 +57,7 @@ def exemplars(op: CustomOp[..., Any], seed: int) -> Iterator[Exemplar]:
 def exemplar_of(
     op: CustomOp[..., Any], planned: PlannedCase, case: Case, seed: int
 ) -> Exemplar | None:
-    """Create an exemplar from ``case``; None if it has empty, special or no tensors."""
+    """Create an exemplar from ``case``; None for empty tensors, special values or no tensors."""
     tensors = [v for v in case.arguments.values() if isinstance(v, torch.Tensor)]
     is_special = planned.point is not None and planned.point.special != ORDINARY
     if is_special or not tensors or not all(tensor.numel() for tensor in tensors):

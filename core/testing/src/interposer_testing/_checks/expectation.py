@@ -17,7 +17,7 @@ from interposer_testing._checks.fault import Fault
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """The expected result of a case.
+    """The expected result of a case, with which results of calls are compared.
 
     Attributes:
         fake: tensors on the meta device with the expected structure, shapes, strides and dtypes.
@@ -39,7 +39,7 @@ class Expectation:
 
     @classmethod
     def of(cls, op: CustomOp[..., Any], case: Case, given: CallArguments) -> Expectation:
-        """Run the reference in float64.
+        """Compute the expected result of a case with the reference in float64.
 
         Args:
             given: the arguments of the call under test, which determine the form of the result.
@@ -133,7 +133,7 @@ class Expectation:
         return self.op.tolerance.bound(self.values[where], dtype, self.case)
 
     def _allowed(self) -> set[tuple[str, str]]:
-        """Return the aliases in a call of the reference; kernels may have the same aliases."""
+        """Return the pairs of values that share memory in a reference call, as kernels may do."""
         reference = Subject(self.op, self.op.reference)
         return reference.call(reference.given(self.case)).aliases()
 
@@ -160,7 +160,7 @@ _MAX_FAKES = 256
 
 
 def fake_result(op: CustomOp[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Run the reference on meta tensors. Do not change the result, which may be cached."""
+    """Run the reference on meta tensors; the cached result must not be changed."""
     form: Hashable = tuple(
         (name, type(v), (v.shape, v.stride(), v.dtype) if isinstance(v, torch.Tensor) else v)
         for name, v in arguments.items()
@@ -178,7 +178,7 @@ def fake_result(op: CustomOp[..., Any], arguments: Mapping[str, Any]) -> Any:
 
 
 def on_meta(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace tensors by meta tensors of the same form.
+    """Replace the tensors in ``arguments`` by meta tensors of the same form.
 
     Fake tensors would give the same result but take five times as long.
     """

@@ -114,7 +114,7 @@ class _Peer:
     start_tokens: list[int]
 
     def logits(self, prompt: list[int], following: list[int]) -> Tensor:
-        """Return the logits ``[T, V]`` of all decoder tokens."""
+        """Return the logits ``[T, V]`` of the transformers model for all decoder tokens."""
         if not self.start_tokens:
             ids = torch.tensor([[*prompt, *following]])
             return self.model(ids).logits[0].float()  # type: ignore[no-any-return]
@@ -125,7 +125,7 @@ class _Peer:
         return self.model(input_ids=source, decoder_input_ids=ids, **masks).logits[0].float()  # type: ignore[no-any-return]
 
     def family_logits(self, loaded: Any, prompt: list[int], following: list[int]) -> Tensor:
-        """Return the logits ``[T, V]`` of the family's model for the same tokens."""
+        """Return the logits ``[T, V]`` of the family's model for all decoder tokens."""
         if not self.start_tokens:
             return loaded.logits([*prompt, *following]).float().cpu()  # type: ignore[no-any-return]
         logits = loaded.logits([*self.start_tokens, *following], source=prompt)

@@ -37,7 +37,7 @@ Check = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One violation that a check found.
+    """One violation of the contract that a check found.
 
     Attributes:
         check: the violated rule.

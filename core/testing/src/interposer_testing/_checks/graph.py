@@ -60,7 +60,7 @@ def check_capture(subject: Subject, exemplar: Exemplar, platform: Platform) -> l
 
 
 def _case_for_capture(subject: Subject, exemplar: Exemplar, case: Case) -> Case:
-    """Return a case of the same form and with the same constants, but with other values."""
+    """Return a case with the form and constants of ``case`` but other values, for the capture."""
     variant = exemplar.build(1)
     tensors = {
         name: variant.arguments[name]

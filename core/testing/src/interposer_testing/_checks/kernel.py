@@ -53,7 +53,7 @@ def check_kernel(
 
 
 def check_gradients(subject: Subject, case: Case, fenced: bool = False) -> list[Fault]:
-    """Compare the gradients of a function for random gradients of its outputs."""
+    """Compare a function's gradients with the reference's, for random gradients of the outputs."""
     step = training_step(subject.op)
     # The same gradients in every run, so that a fault can be repeated.
     case = step.case(case, torch.Generator().manual_seed(zlib.crc32(case.label.encode())))

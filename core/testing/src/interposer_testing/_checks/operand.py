@@ -44,7 +44,7 @@ class Operand:
         fence: Fence = "",
         allocate: Allocate | None = None,
     ) -> None:
-        """Copy ``value``.
+        """Copy ``value`` with its strides into a new guarded buffer.
 
         Args:
             allocate: allocates the buffer; by default ordinary memory of ``device``.

@@ -142,7 +142,7 @@ def _check_call(label: str, function: Any, *args: Any, **kwargs: Any) -> Iterato
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the signature, or None for compiled code without one."""
+    """Return the signature of ``function``; None for compiled code without a signature."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):

@@ -72,7 +72,7 @@ def check_threads(subject: Subject, exemplar: Exemplar) -> list[Fault]:
 def _calls_together(
     subject: Subject, arguments_by_thread: list[list[CallArguments]]
 ) -> list[list[Call]]:
-    """Make the calls of each thread, all threads at once."""
+    """Run the calls of all threads concurrently, and return the finished calls by thread."""
     num_threads = len(arguments_by_thread)
     if isinstance(subject.function, RemoteFunction):
         # Call n is made by thread n modulo the number of threads.

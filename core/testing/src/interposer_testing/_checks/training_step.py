@@ -60,7 +60,7 @@ class TrainingStep:
     """
 
     def __init__(self, op: CustomOp[..., Any]) -> None:
-        """Derive the op.
+        """Derive the training step of ``op``.
 
         Raises: ConfigError: the op declares no gradient.
         """
@@ -102,7 +102,7 @@ class TrainingStep:
         return CustomOp(reference, name, (), forward.constants, forward.cases, forward.tolerance)
 
     def function(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the forward and backward pass of a function of the original op."""
+        """Return a function that runs the forward and backward pass of ``function``."""
         if isinstance(function, RemoteFunction):
             return function.differentiated(*self.places)
         return Differentiated(function, *self.places)
@@ -147,7 +147,7 @@ class TrainingStep:
         )
 
     def _scales(self, case: Case, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return the size of the intermediate values that reach each element of the gradients."""
+        """Estimate the size of the intermediate values that contribute to each gradient element."""
         scales = [gradient.abs() for gradient in gradients]
         wide = {
             name: value.double()

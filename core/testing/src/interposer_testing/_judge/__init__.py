@@ -1,1 +1,1 @@
-"""The judge: untrusted kernels run in another process, and this one decides on the verdict."""
+"""The judge: untrusted kernels run in another process, and the judge's own process decides."""

@@ -1,4 +1,4 @@
-"""Times of calls in another process, and the least time that the machine can take for them."""
+"""Timing of calls in another process, and lower bounds of call times on this machine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Caches = Literal["cold", "warm"]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One timed batch: seconds for each call, and the secretly chosen calls with their results."""
+    """One timed batch: seconds per call, and the secretly chosen calls with their results."""
 
     seconds: float
     checked: Sequence[tuple[Case, Mapping[str, Any], Any]]
@@ -66,7 +66,7 @@ class BatchClock:
         timer: Callable[[], float] = time.perf_counter,
         caches: Caches = "cold",
     ) -> None:
-        """Create a clock.
+        """Create a clock for functions of another process.
 
         Args:
             caches: "cold" evicts the arguments from the caches before each batch; "warm" leaves
@@ -82,7 +82,7 @@ class BatchClock:
     def batches(
         self, function: Any, draw: Callable[[], Case], num_batches: int, limit_seconds: float
     ) -> Iterator[tuple[int, Batch]]:
-        """Yield (number of calls, batch) for a first, unmeasured batch, and then for each other.
+        """Yield (number of calls, batch): first an unmeasured batch, then the measured batches.
 
         Args:
             draw: draws the arguments of one call.
@@ -104,7 +104,7 @@ class BatchClock:
     def batch(
         self, function: Any, cases: Sequence[Case], chosen: Sequence[int] | None = None
     ) -> Batch:
-        """Time one call for each case.
+        """Time a batch with one call for each case.
 
         Args:
             chosen: indices of the calls whose results are read; by default a few random ones.
@@ -150,7 +150,7 @@ class BatchClock:
         return Batch(seconds / num_calls, checked)
 
     def keep_constants(self, case: Case, names: Sequence[str]) -> None:
-        """Use the constants of a case for all calls, each as one object of the process."""
+        """Store the constants of a case in the kernel's process, for all later calls."""
         for name in names:
             value = case.arguments[name]
             if isinstance(value, torch.Tensor):
@@ -159,7 +159,7 @@ class BatchClock:
                 self._constants[name] = value, self._functions.kept(shared)
 
     def keep_prepared(self, case: Case, prepared: Mapping[str, RemoteValue]) -> None:
-        """Use the constants of a case for all calls, which get them as prepared in the process."""
+        """Use constants that ``prepare`` returned in the kernel's process, for all later calls."""
         self._constants |= {name: (case.arguments[name], prepared[name]) for name in prepared}
 
     def _with_constants(self, case: Case) -> Case:
@@ -167,7 +167,7 @@ class BatchClock:
         return replace(case, arguments={**case.arguments, **constants})
 
     def _allocated(self, case: Case) -> dict[str, Any]:
-        """Return the arguments of a case, with tensors of the same form in shared memory."""
+        """Return the arguments of a case, with empty tensors of the same form in shared memory."""
         allocated = dict(case.arguments)
         for name, value in case.arguments.items():
             if name in self._constants:
@@ -184,7 +184,7 @@ def _evicting_buffer(device: str) -> torch.Tensor:
 
 
 def allocated_like(tensor: torch.Tensor, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
-    """Return a tensor of the same shape, strides and dtype in allocated memory."""
+    """Return a tensor of the same shape, strides and dtype in memory from ``allocate``."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     covered = 1 + sum((n - 1) * step for n, step in steps) if tensor.numel() else 0
     buffer = allocate(-(-covered * tensor.itemsize // 64) * 64)
@@ -201,14 +201,14 @@ def fill(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def spread(seconds: Sequence[float]) -> tuple[float, float, float]:
-    """Return median and quartiles."""
+    """Return median, lower quartile and upper quartile of ``seconds``."""
     low, median, high = quantiles(seconds, n=4, method="inclusive")
     return median, low, high
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Time limits of one call on this machine, in seconds.
+    """Roofline and floor of the time of one call on this machine, in seconds.
 
     Attributes:
         roofline: time at the rates that torch reaches, with arguments in main memory.
@@ -242,7 +242,7 @@ class Roofline:
         self._rates: dict[int, float] = {}
 
     def of(self, op: CustomOp[..., Any], case: Case, generator: torch.Generator) -> Limits:
-        """Return the limits of a call with the arguments of ``case``."""
+        """Compute roofline and floor of the time of a call with the arguments of ``case``."""
         arguments = dict(case.arguments)
         result, num_operations = _counted(op, _copied(arguments))
         names = [
@@ -256,7 +256,7 @@ class Roofline:
     def impossible(
         self, op: CustomOp[..., Any], case: Case, seconds: float, generator: torch.Generator
     ) -> Limits | None:
-        """Return the limits of a call that cannot have taken so few seconds, or None if it can."""
+        """Return the limits of a call if ``seconds`` is below the floor, else None."""
         arguments = dict(case.arguments)
         # If all arguments counted, the floor would be highest; it takes no call of the reference.
         names = [name for name, value in arguments.items() if isinstance(value, torch.Tensor)]
@@ -273,7 +273,7 @@ class Roofline:
         result: Any,
         num_operations: int,
     ) -> Limits:
-        """Return the limits of a call that reads the arguments ``arguments_read``."""
+        """Compute the limits of a call that reads only the arguments ``arguments_read``."""
         tensors = [*tensors_of(result), *(arguments[name] for name in arguments_read)]
         num_bytes = sum(t.numel() * t.itemsize for t in tensors)
         # The caches may hold the arguments, if they fit.
@@ -289,7 +289,7 @@ class Roofline:
         )
 
     def _reading_rate(self, num_bytes: int) -> float:
-        """Measure the bytes per second that are read from a buffer of about ``num_bytes``."""
+        """Measure the rate of reading a buffer of about ``num_bytes``, in bytes per second."""
         size = max(4096, 4 << (min(num_bytes, _LARGE_BYTES) // 4).bit_length())
         if size not in self._rates:
             on_host = self._device == "cpu"
@@ -298,7 +298,7 @@ class Roofline:
         return self._rates[size]
 
     def _peak(self, dtypes: Iterable[torch.dtype]) -> float:
-        """Measure the operations per second of products of square matrices."""
+        """Measure the operations per second of square matmuls, the maximum over ``dtypes``."""
         return max(self._rate(dtype) for dtype in {torch.float32, torch.bfloat16, *dtypes})
 
     def _rate(self, dtype: torch.dtype) -> float:
@@ -322,7 +322,7 @@ def _determines(
     result: Any,
     generator: torch.Generator,
 ) -> bool:
-    """Tell whether the result depends on each of a few elements, which are drawn at random."""
+    """Tell whether the result depends on each of a few randomly drawn elements of an argument."""
     value = arguments[name]
     if not value.is_floating_point() or not value.numel():
         return False
@@ -340,5 +340,5 @@ def _determines(
 
 
 def _copied(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy the tensors, as a reference may write to its arguments."""
+    """Copy the tensors in ``arguments``, as a reference may write to its arguments."""
     return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}

@@ -59,7 +59,7 @@ _Style = Literal["plain", "module", "threads"]
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits of judging.
+    """Limits on the time and the number of calls of each stage of judging.
 
     Attributes:
         correctness_seconds, timing_seconds, rerun_seconds: time after which a stage starts no
@@ -197,7 +197,7 @@ class _Judging:
 
     @property
     def state(self) -> State:
-        """The verdict from the findings."""
+        """The verdict that follows from the findings: accepted, refused or impossible."""
         if not self.findings:
             return "accepted"
         return "impossible" if all(f.check == "floor" for f in self.findings) else "refused"
@@ -209,7 +209,7 @@ class _Judging:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The limits of the verdict."""
+        """Notes on limits of the verdict, such as workloads that were not compared."""
         notes = [_NEVER_ON_A_GPU] if self.device != "cpu" else []
         if self.is_interpreted:
             notes.append(_INTERPRETED)
@@ -219,7 +219,7 @@ class _Judging:
 
     @property
     def device_name(self) -> str:
-        """The device that runs the kernel."""
+        """Name of the GPU, or machine and number of threads of the CPU, that runs the kernel."""
         if self.device != "cpu":
             return torch.cuda.get_device_name(self.device)
         cpu = machine.machine()
@@ -228,7 +228,7 @@ class _Judging:
         return f"{cpu} with {torch.get_num_threads()} threads"
 
     def run(self) -> None:
-        """Run all stages; stop after the first stage with findings."""
+        """Run all stages of judging; stop after the first stage with findings."""
         with self._process("loading") as process:
             kernels = self._loaded(process, "loading")
             for stage in (self._check, self._check_changes, self._check_threads, self._time):
@@ -302,7 +302,7 @@ class _Judging:
             return []
 
     def _generator(self, *names: object) -> torch.Generator:
-        """Return a generator that depends on the seed and the names."""
+        """Return a random generator seeded from the judge's seed and ``names``."""
         value = random.Random(f"{self.seed} {names}").getrandbits(60)
         return torch.Generator().manual_seed(value)
 
@@ -321,7 +321,7 @@ class _Judging:
             )
 
     def _check(self, kernel: JudgedKernel, workloads: Sequence[Workload]) -> None:
-        """Compare each workload with the reference, in guarded memory."""
+        """Compare the kernel's results on each workload with the reference, in guarded memory."""
         end = self.timer() + self.budget.correctness_seconds
         for number, workload in enumerate(workloads):
             if number and self.timer() > end:
@@ -345,7 +345,7 @@ class _Judging:
                 break
 
     def _check_changes(self, kernel: JudgedKernel, workloads: Sequence[Workload]) -> None:
-        """Change some values of the same arguments between calls, and compare again."""
+        """Change some argument values between calls, and compare each call with the reference."""
         self.progress("comparing calls with changed arguments")
         for workload in workloads[:_NUM_CHANGED]:
             first, second, third = (
@@ -368,7 +368,7 @@ class _Judging:
                 return
 
     def _check_threads(self, kernel: JudgedKernel, workloads: Sequence[Workload]) -> None:
-        """Compare calls that run at the same time."""
+        """Compare the results of calls from several threads at once with the reference."""
         self.progress("comparing calls of several threads")
         workload = self._smallest(workloads[:_MAX_COMPARED])
         cases = [
@@ -377,16 +377,16 @@ class _Judging:
         self._add("correctness", workload.label, *kernel.departures(cases, style="threads"))
 
     def _smallest(self, workloads: Sequence[Workload]) -> Workload:
-        """Return the workload with the fewest bytes, and one without any only if all are empty."""
+        """Return the workload with the fewest bytes; workloads without any bytes come last."""
         return min(workloads, key=self._size)
 
     def _size(self, workload: Workload) -> tuple[bool, int]:
-        """Return a sort key: the number of bytes, and workloads without any last."""
+        """Return a sort key that puts fewer bytes first and workloads without any bytes last."""
         count = num_bytes(workload.case(self._generator("size")))
         return not count, count
 
     def _check_idle(self, kernel: JudgedKernel) -> None:
-        """Find threads that work on after a call, and so disturb other measurements."""
+        """Find threads that keep running after a call, and so disturb other measurements."""
         try:
             share = kernel.functions.process.idle_share()
         except ProcessEndedError as error:
@@ -397,7 +397,7 @@ class _Judging:
             self._add("correctness", "", Fault("call", "process", reason))
 
     def _check_process(self, kernel: JudgedKernel, stage: Stage) -> None:
-        """Find changed settings and replaced functions, which would affect a whole program."""
+        """Find settings and functions that the kernel changed in the whole process."""
         if any(finding.check == "process" for finding in self.findings):
             return
         try:
@@ -409,7 +409,7 @@ class _Judging:
             self._add(stage, "", Fault("call", "process", str(change)[:200]))
 
     def _time(self, kernel: JudgedKernel, workloads: Sequence[Workload]) -> None:
-        """Time the timed workloads, and compare results of timed calls."""
+        """Time the workloads marked for timing, and compare results of timed calls."""
         timed = [w for w in kernel.workloads if w.timed] or list(workloads[:1])
         if self.is_interpreted:
             timed = [self._smallest(workloads[:_MAX_COMPARED])]
@@ -458,7 +458,7 @@ class _Judging:
                 self.findings.append(Finding("timing", workload.label, "floor", "time", reason))
 
     def _rerun(self, kernel: JudgedKernel, workloads: Sequence[Workload]) -> None:
-        """Run as a program would: other frames, other inputs, other order, and many more calls."""
+        """Rerun as a program would: other call stacks, inputs and order, many more calls."""
         half = self.timer() + 0.5 * self.budget.rerun_seconds
         self.progress("running again after the verdict")
         for number, workload in enumerate(workloads):

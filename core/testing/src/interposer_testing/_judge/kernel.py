@@ -26,7 +26,7 @@ _Style = Literal["plain", "module", "threads"]
 
 
 class JudgedKernel:
-    """A solution that is loaded in its process.
+    """A solution that a worker process has loaded, with comparisons against the reference.
 
     Attributes:
         op: the op of the task, or its training step.
@@ -75,7 +75,7 @@ class JudgedKernel:
         return self.functions.process.memory
 
     def faults(self, case: Case, *, is_fenced: bool) -> tuple[list[Fault], dict[str, float]]:
-        """Compare two calls with the reference, as ``check_kernel`` does; return the errors too."""
+        """Compare two calls with the reference, like ``check_kernel``; return faults and errors."""
         remote = RemoteFunction(self.functions, self.function)
         errors, expectations = dict[str, float](), list[Expectation]()
 
@@ -106,7 +106,7 @@ class JudgedKernel:
         return faults, errors
 
     def departures(self, cases: Sequence[Case], *, style: _Style, repeat: int = 1) -> list[Fault]:
-        """Compare the values of calls with the reference, without guards."""
+        """Compare the values of calls in shared, unguarded memory with the reference."""
         try:
             with self.functions.scope():
                 arguments = [
@@ -131,7 +131,7 @@ class JudgedKernel:
             return [fault_of(error, "call")]
 
     def departures_of_copies(self, cases: Sequence[Case], *, repeat: int = 1) -> list[Fault]:
-        """Compare the values of calls on ordinary memory, as a program makes them."""
+        """Compare calls on ordinary torch allocations with the reference, as programs make them."""
         names = list(self.op.signature.parameters)
         mutated = [names.index(name) for name in self.op.mutates]
         num_outputs = 0
@@ -160,7 +160,7 @@ class JudgedKernel:
             return [fault_of(error, "call")]
 
     def departures_of_changes(self, cases: Sequence[Case]) -> list[Fault]:
-        """Compare calls on the same argument objects, whose values change from case to case."""
+        """Compare calls on the same argument objects, with changing values, with the reference."""
         process = self.functions.process
         try:
             with self.functions.scope():
@@ -239,7 +239,7 @@ class JudgedKernel:
         )
 
     def _arranged(self, result: Any) -> Any:
-        """Return the outputs of a task of another project, which may be named or in a list."""
+        """Return the outputs of a foreign task in order; a solution may name or list them."""
         if self._task.source == "op":
             return result
         if isinstance(result, dict) and result.keys() == set(self._task.outputs):
@@ -260,7 +260,7 @@ class JudgedKernel:
         return [*arguments, *(allocated_like(f, self._memory.allocate) for f in forms)], {}
 
     def output(self, call: tuple[Sequence[Any], Mapping[str, Any]], result: Any) -> Any:
-        """Return the result of a call, which may be in the last arguments."""
+        """Return the outputs of a call: its result, or the last arguments if these are outputs."""
         if not self._writes_outputs:
             return self._arranged(result)
         return _joined(call[0][len(self.op.signature.parameters) :])

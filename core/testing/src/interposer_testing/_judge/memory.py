@@ -37,7 +37,7 @@ class SharedMemory:
     has_exports = False
 
     def __init__(self) -> None:
-        """Create the memory.
+        """Create the shared memory and map it into this process.
 
         Raises: ConfigError: this system is not Linux.
         """
@@ -89,22 +89,22 @@ class SharedMemory:
         return self.view(start, num_bytes).fill_(255)
 
     def view(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """Return the bytes from ``offset``, ``[num_bytes]`` uint8, with a storage of their own."""
+        """Return a uint8 view ``[num_bytes]`` of the memory at ``offset``, in its own storage."""
         if not num_bytes:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=num_bytes, offset=offset)
 
     def offset_of(self, address: int) -> int | None:
-        """Return the offset of an address in this process; None if it is other memory."""
+        """Return the offset of an address within this memory; None for any other address."""
         offset = address - self._base
         return offset if 0 <= offset < self._size else None
 
     def contains(self, offset: int, num_bytes: int) -> bool:
-        """Tell whether bytes from ``offset`` on are within the memory."""
+        """Tell whether ``num_bytes`` bytes from ``offset`` are within the memory."""
         return 0 <= offset < self._size and 0 < num_bytes <= self._size - offset
 
     def layout(self) -> dict[str, Any]:
-        """Return the places that the other process must know, for JSON."""
+        """Return the facts that the other process needs to map the memory, as JSON values."""
         return {}
 
     def settle(self) -> None:
@@ -112,7 +112,7 @@ class SharedMemory:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Free all buffers of a block at its end; no tensor of them may be used afterwards."""
+        """Free, at the end of a ``with`` block, all buffers that were allocated in the block."""
         start, protected = self._next, len(self.protected)
         try:
             yield
@@ -124,7 +124,7 @@ class SharedMemory:
             del self.protected[protected:]
 
     def _forget(self, offset: int, num_bytes: int) -> None:
-        """Give pages back to the system."""
+        """Return a range of pages to the operating system."""
         self._memory.madvise(mmap.MADV_REMOVE, offset, num_bytes)
 
 
@@ -138,12 +138,12 @@ class ExportedMemory(SharedMemory):
         self._argument_bytes = self._size // 2
 
     def layout(self) -> dict[str, Any]:
-        """Return the part for results, as offsets."""
+        """Return the device and the offsets of the area for results, as JSON values."""
         return {"device": self.device, "exports": [self._argument_bytes, self._size]}
 
 
 class DeviceMemory(ExportedMemory):
-    """Memory of a GPU that two processes map, by the interprocess handles of CUDA.
+    """GPU memory that two processes map through CUDA IPC handles.
 
     This class has never run on a GPU. No page of it is protected: only the poison between the
     arguments shows accesses outside of them.
@@ -167,7 +167,7 @@ class DeviceMemory(ExportedMemory):
         self._base = self._arena.data_ptr()
 
     def view(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """Return the bytes from ``offset``, ``[num_bytes]`` uint8, with a storage of their own."""
+        """Return a uint8 view ``[num_bytes]`` of the memory at ``offset``, in its own storage."""
         empty = torch.empty(0, dtype=torch.uint8, device=self.device)
         if not num_bytes:
             return empty
@@ -178,7 +178,7 @@ class DeviceMemory(ExportedMemory):
         return empty.set_(storage)
 
     def layout(self) -> dict[str, Any]:
-        """Return the part for results, and the handle with which a process maps the memory."""
+        """Return device, offsets of the area for results, and CUDA IPC handle, as JSON values."""
         handle = self._arena.untyped_storage()._share_cuda_()
         texts = [["hex", part.hex()] if isinstance(part, bytes) else part for part in handle]
         return {**super().layout(), "handle": texts}
@@ -188,7 +188,7 @@ class DeviceMemory(ExportedMemory):
         torch.cuda.synchronize(self.device)
 
     def _forget(self, offset: int, num_bytes: int) -> None:
-        """Keep the memory, which stays mapped."""
+        """Do nothing, because device memory stays mapped."""
 
 
 def memory_of(device: str) -> SharedMemory:

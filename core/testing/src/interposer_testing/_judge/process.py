@@ -55,12 +55,12 @@ class KernelError(Exception):
     representation = ""
 
     def __repr__(self) -> str:
-        """Return the representation of the exception in its process."""
+        """Return the ``repr`` that the exception has in the kernel's process."""
         return self.representation or super().__repr__()
 
 
 def kernel_error(name: str, message: str, trace: str, representation: str = "") -> KernelError:
-    """Create the error of an exception of another process, with the name of its class."""
+    """Create the error for an exception of another process, in a class of the same name."""
     class_name = name if name.isidentifier() else "Exception"
     kind = type(class_name, (KernelError,), {"representation": representation})
     error: KernelError = kind(message)
@@ -87,7 +87,7 @@ class KernelProcess:
         is_watched: bool = True,
         memory: Callable[[], SharedMemory] = SharedMemory,
     ) -> None:
-        """Describe the process, which ``with`` starts.
+        """Configure the process; the ``with`` statement starts the process.
 
         Args:
             sources: content of the files in the process's folder, by relative path.
@@ -140,7 +140,7 @@ class KernelProcess:
         self._open.close()
 
     def _start(self, channel: socket.socket, stack: ExitStack) -> None:
-        """Start the process at the other end of the channel; ``stack`` closes its files."""
+        """Start the process with one end of the channel; ``stack`` closes the process's files."""
         # Python imports from the folder of the program first, so the sources are in another.
         program_folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -174,7 +174,7 @@ class KernelProcess:
         )
 
     def request(self, action: str, **content: Any) -> dict[str, Any]:
-        """Ask the process for an action and return the reply.
+        """Send a request for an action to the process, and return the reply.
 
         Raises:
             KernelError: the action raised an exception.
@@ -197,7 +197,7 @@ class KernelProcess:
         return self.receive(limit_seconds)
 
     def send(self, request: Mapping[str, Any]) -> None:
-        """Send a request. Raises: ProcessEndedError: the process has ended."""
+        """Send a request; raise ProcessEndedError if the process has ended."""
         self.memory.settle()
         self.resume()
         try:
@@ -206,7 +206,7 @@ class KernelProcess:
             raise ProcessEndedError(self._end_of_process()) from error
 
     def receive(self, limit_seconds: float | None = None) -> dict[str, Any]:
-        """Wait for a reply.
+        """Wait for and return the next reply of the process.
 
         Raises: ProcessEndedError: there is no reply in time, or the reply is malformed.
         """
@@ -253,7 +253,7 @@ class KernelProcess:
         self._has_stopped = True
 
     def resume(self) -> None:
-        """Let a stopped process go on."""
+        """Let the stopped process continue."""
         if self._has_stopped:
             self.memory.settle()
             self._has_stopped = False
@@ -294,7 +294,7 @@ class KernelProcess:
             num_read += count
 
     def idle_share(self) -> float:
-        """Return the share of a core that the process uses while nothing is asked of it.
+        """Return the fraction of a core that the process uses while no request is pending.
 
         Raises: ProcessEndedError: the process has ended.
         """
@@ -341,7 +341,7 @@ class KernelProcess:
 
 @contextmanager
 def _unreadable_memory() -> Iterator[None]:
-    """Keep other processes without privileges from reading the memory of this one."""
+    """Prevent unprivileged processes from reading this process's memory within a block."""
     before = _LIBC.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0)
     _LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     try:

@@ -1,4 +1,4 @@
-"""Functions of another process, which are called like functions of this one."""
+"""Proxies for functions of another process, which are called like local functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SECOND_READING_SECONDS = 0.005
 
 
 class _Mirror(NamedTuple):
-    """A copy of a storage of the other process."""
+    """A local copy of one tensor storage of the other process."""
 
     address: int
     bytes: torch.Tensor
@@ -41,7 +41,7 @@ class RemoteFunctions:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Free the arguments and results of the calls within a block at the end of the block."""
+        """Free the arguments and results of all calls in a ``with`` block when the block ends."""
         first_value, mirrors = len(self._values), dict(self._mirrors)
         with self.process.memory.scope():
             try:
@@ -53,7 +53,7 @@ class RemoteFunctions:
                     self.process.request("drop", values=dropped)
 
     def load(self, *, name: str, **place: Any) -> RemoteValue:
-        """Load a function by its name.
+        """Load a function in the other process, by the function's name.
 
         Args:
             place: "file" and "language" of a solution, or "module" that is installed; also the
@@ -124,7 +124,7 @@ class RemoteFunctions:
         arguments: Sequence[int] = (),
         **options: Any,
     ) -> list[tuple[Any, list[Any]]]:
-        """Call a function on copies of the arguments, in memory that torch allocates there.
+        """Call a function on copies of the arguments, which torch allocates in the other process.
 
         Args:
             arguments: indices of the arguments to return with each result, as the call left them.
@@ -140,7 +140,7 @@ class RemoteFunctions:
         ]
 
     def kept(self, value: torch.Tensor) -> RemoteValue:
-        """Make an argument in shared memory one object of the process, for several calls."""
+        """Store a shared-memory argument as one object of the other process, for several calls."""
         return RemoteValue(
             _number(self.process.request("keep", argument=self.encoded(value)), "value")
         )
@@ -151,7 +151,7 @@ class RemoteFunctions:
         calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
         **options: Any,
     ) -> dict[str, Any]:
-        """Copy the arguments to shared memory, and return the request of the calls."""
+        """Copy the arguments to shared memory, and build the request that makes the calls."""
         self.process.num_calls += len(calls) * int(options.get("repeat", 1))
         encoded = [
             ([self.encoded(a) for a in arguments], ["dict", self.encoded_items(keywords)])
@@ -167,7 +167,7 @@ class RemoteFunctions:
         }
 
     def results(self, reply: Mapping[str, Any], count: int) -> list[Any]:
-        """Read the results that a reply describes out of the process.
+        """Copy the results that a reply describes from the memory of the process.
 
         The process stays stopped until the next request: arguments that the call has written are in
         shared memory, and no thread of the process may write to them before they are compared.
@@ -184,14 +184,14 @@ class RemoteFunctions:
         return [self._result(result) for result in results]
 
     def refresh(self) -> None:
-        """Update the copies of earlier results; the process must be stopped."""
+        """Copy the results of earlier calls again from the other process, which must be stopped."""
         for mirror in self._mirrors.values():
             self._copy(mirror)
 
     def read_exports(
         self, exports: Sequence[Any], timer: Callable[[], float] = time.perf_counter
     ) -> float:
-        """Copy the results that the process exported, and return the time of their first reading.
+        """Copy the results that the process exported; return the timestamp of the first reading.
 
         The process must be stopped. Its work on a device goes on all the same; a result that such
         work still writes differs in a second reading.
@@ -223,7 +223,7 @@ class RemoteFunctions:
     def read_timed(
         self, reply: Mapping[str, Any], indices: Sequence[int], timer: Callable[[], float]
     ) -> float:
-        """Copy the exported results of some calls of a batch, and return the time of the reading.
+        """Copy the exported results of some calls of a batch; return the timestamp of the reading.
 
         Raises: ProcessEndedError: the reply is malformed, or a result changes.
         """
@@ -234,11 +234,11 @@ class RemoteFunctions:
         return self.read_exports([exports[index] for index in indices], timer)
 
     def encoded_items(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Describe values by name for the process."""
+        """Encode values by name for a request to the process."""
         return {name: self.encoded(value) for name, value in values.items()}
 
     def encoded(self, value: Any) -> Any:
-        """Describe an argument for the process; tensors outside of shared memory are copied."""
+        """Encode an argument for a request; tensors outside of shared memory are copied."""
         if isinstance(value, torch.Tensor):
             return ["tensor", self._shared(value)]
         if isinstance(value, RemoteValue):
@@ -365,7 +365,7 @@ def _number(content: Mapping[str, Any], name: str) -> int:
 
 
 class RemoteFunction:
-    """One function of another process, to be called as if it were here.
+    """Proxy for one function of another process, called like a local function.
 
     Arguments that the function may write must be in shared memory.
     """
@@ -373,7 +373,7 @@ class RemoteFunction:
     def __init__(
         self, functions: RemoteFunctions, function: RemoteValue, *, is_opaque: bool = False
     ) -> None:
-        """Wrap a loaded function.
+        """Create a proxy for a function that the other process has loaded.
 
         Args:
             is_opaque: leave the values that the function returns by name in the other process.
@@ -383,7 +383,7 @@ class RemoteFunction:
         self._is_opaque = is_opaque
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Call the function; uninitialised memory is filled if it is filled in this process."""
+        """Call the function; in torch's deterministic mode, fill uninitialised memory first."""
         filled = torch.get_deterministic_debug_mode() != 0
         calls = [(arguments, keywords)]
         return self._functions.call(self.function, calls, filled=filled, is_opaque=self._is_opaque)[

@@ -51,7 +51,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class ModuleState:
-    """Construction of a solution that is a class: its arguments, and the reference's weights.
+    """Arguments, seed and weights with which a solution that is a class is constructed.
 
     The solution is ``Class(*arguments)`` after ``torch.manual_seed(seed)``. Then each tensor of
     ``tensors`` is copied to the parameter or buffer with the same name and shape, if there is one.

@@ -17,7 +17,7 @@ Tier = Literal["gate", "triage", "advisory"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A reason against a solution.
+    """One reason to reject a solution, such as a wrong value.
 
     Attributes:
         stage: stage that found it.
@@ -43,7 +43,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Time of one call on one set of inputs, in seconds.
+    """Measured time of one call on one workload, in seconds, with roofline and floor.
 
     Attributes:
         median, low, high: median and quartiles of the batches.
@@ -65,13 +65,13 @@ class Timing:
 
     @property
     def share_of_roofline(self) -> float:
-        """The time of the roofline as a fraction of the median time."""
+        """Fraction of the roofline that the median call reaches: roofline time over median time."""
         return self.roofline / self.median
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verdict on a solution.
+    """The verdict on a solution: state, findings, errors and times.
 
     Attributes:
         state: "accepted"; "refused" if a result is wrong or a rule is broken; "impossible" if the
@@ -114,7 +114,7 @@ class Verdict:
     caches: str = "cold"
 
     def to_json(self) -> str:
-        """Convert to JSON, with the version of the schema."""
+        """Convert the verdict to JSON, with the version of the schema."""
         content: dict[str, Any] = {"schema": SCHEMA, **asdict(self)}
         for timing, facts in zip(self.timings, content["timings"], strict=True):
             facts["share_of_roofline"] = timing.share_of_roofline

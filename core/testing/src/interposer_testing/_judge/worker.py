@@ -42,7 +42,7 @@ _gradients = torch.autograd.grad
 
 
 def limit_privileges() -> None:
-    """End with the other process, and give up reading the memory of other processes."""
+    """Make this process end with its parent, and drop the right to read other processes' memory."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
     _LIBC.prctl(_PR_CAPBSET_DROP, _CAP_SYS_PTRACE, 0, 0, 0)
     _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -63,14 +63,14 @@ def _from_python(file: str, _name: str) -> ModuleType:
 
 
 def import_triton() -> None:
-    """Import Triton, and correct the rounding of its interpreter if that is in use."""
+    """Import Triton; if Triton's interpreter is on, correct the interpreter's rounding."""
     importlib.import_module("triton.testing")
     if importlib.import_module("triton").knobs.runtime.interpret:
         importlib.import_module("exact_interpreter").make_exact()
 
 
 def _from_cpp(file: str, name: str) -> Any:
-    """Compile a file with the extension loader of torch.
+    """Compile a C++ file with the extension loader of torch.
 
     A file without PYBIND11_MODULE exports the function with this name.
     """
@@ -87,7 +87,7 @@ def _from_cpp(file: str, name: str) -> Any:
 
 
 def _from_wheel(file: str, name: str) -> ModuleType:
-    """Unpack a wheel, and import the module of its top level that has the function."""
+    """Unpack a wheel, and import the top-level module that defines the function ``name``."""
     folder = Path.cwd() / "unpacked"
     with zipfile.ZipFile(file) as wheel:
         wheel.extractall(folder)
@@ -126,7 +126,7 @@ def _is_of_torch(function: Any) -> bool:
 
 
 class Surroundings:
-    """The functions and settings of a process, to find those that a kernel has changed."""
+    """Snapshot of a process's functions and settings, to find those that a kernel has changed."""
 
     # Functions that kernels are known to have replaced, and those beside them.
     _MODULES = (
@@ -144,7 +144,7 @@ class Surroundings:
         self._changes: dict[str, None] = {}
 
     def note(self) -> None:
-        """Record each changed setting now, since a later call may restore it."""
+        """Record every changed setting, because a later call may restore the setting."""
         for name, value in self._current_settings().items():
             if value != self._settings[name]:
                 self._changes[f"{name} was {self._settings[name]}, and is {value}"] = None
@@ -198,14 +198,14 @@ class Surroundings:
 
 
 class Differentiated:
-    """The forward and backward pass of a function.
+    """A callable that runs the forward and the backward pass of a function.
 
     A call takes the arguments of the function, followed by the gradients of its outputs, None for
     an output without one. It returns the outputs, and the gradients of some tensor arguments.
     """
 
     def __init__(self, function: _Function, num_arguments: int, indices: Sequence[int]) -> None:
-        """Wrap a function.
+        """Wrap a function whose gradients are computed too.
 
         Args:
             num_arguments: number of the function's own arguments.
@@ -216,7 +216,7 @@ class Differentiated:
         self._indices = indices
 
     def __call__(self, *values: Any) -> tuple[Any, ...]:
-        """Make both passes, and return outputs and gradients as one tuple."""
+        """Run the forward and backward pass; return outputs and gradients as one tuple."""
         arguments, output_gradients = values[: self._count], values[self._count :]
         # A program may call from inference mode, which records nothing for a backward pass.
         with torch.inference_mode(False), torch.enable_grad():
@@ -255,7 +255,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 class Functions:
-    """Loaded functions, and values that were returned and are still in use."""
+    """The functions and values that the worker holds, and the actions that requests name."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
@@ -273,7 +273,7 @@ class Functions:
         self._exports: list[list[_Export]] = []
 
     def load(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Load ``file`` or ``module`` and get ``name`` from it."""
+        """Import ``file`` or ``module``, and store the object ``name`` as a function to call."""
         name = request["name"]
         if "module" in request:
             module: Any = importlib.import_module(request["module"])
@@ -294,13 +294,13 @@ class Functions:
         return {"value": self.add(value)}
 
     def differentiate(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Keep the forward and backward pass of ``function`` as a further function."""
+        """Store the forward and backward pass of ``function`` as a new, numbered function."""
         function = self._values[request["function"]]
         step = Differentiated(function, request["num_arguments"], request["indices"])
         return {"value": self.add(step)}
 
     def _copy_state(self, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
-        """Copy parameters and buffers in where name and shape fit."""
+        """Copy the given weights to parameters and buffers of the same name and shape."""
         with torch.no_grad():
             values = dict(module.named_parameters()) | dict(module.named_buffers())
             for name, encoded in state.items():
@@ -315,7 +315,7 @@ class Functions:
         return self.describe({**request, "indices": range(len(self._results))})
 
     def prepare(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Build the arguments of calls that are run later.
+        """Build the arguments of the calls that the action ``run`` makes later.
 
         Garbage is collected now, so that the collector has little to do while they are timed.
         """
@@ -324,7 +324,7 @@ class Functions:
         return {}
 
     def _prepare(self, request: Mapping[str, Any]) -> None:
-        """Build the arguments of calls; ``copied`` ones are in memory that torch allocates."""
+        """Build the arguments of calls; with ``copied``, in memory that torch allocates."""
         self._calls = [(self._decoded(a), self._decoded(k)) for a, k in request["calls"]]
         if request.get("copied"):
             self._calls = _pytree.tree_map_only(torch.Tensor, _copied, self._calls)
@@ -333,7 +333,7 @@ class Functions:
         self._exported_addresses.clear()
 
     def change(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Write other values to arguments of the first prepared call, as a program would."""
+        """Overwrite arguments of the first prepared call in place, as a program would."""
         arguments, _ = self._calls[0]
         for index, values in request["values"]:
             if arguments[index].numel():
@@ -341,11 +341,11 @@ class Functions:
         return {}
 
     def keep(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Keep an argument for several calls."""
+        """Store an argument for several calls, and return its number."""
         return {"value": self.add(self._decoded(request["argument"]))}
 
     def run(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Make the prepared calls, and wait until their work is done.
+        """Run the prepared calls, and wait until their work on the device is done.
 
         With ``exports``, copy the results before the wait, as the next operation of a program would
         read them.
@@ -368,7 +368,7 @@ class Functions:
         return {"exports": self._exports}
 
     def describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Describe results of the last calls."""
+        """Describe the requested results of the last calls as JSON values."""
         if self._is_watched:
             self._surroundings.note()
         results = [self._results[index] for index in request["indices"]]
@@ -416,7 +416,7 @@ class Functions:
             _LIBC.mprotect(ctypes.c_void_p(self._base + page), mmap.PAGESIZE, access)
 
     def drop(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Forget values."""
+        """Delete the stored values of the given numbers, and the prepared calls and results."""
         self._calls = []
         self._results = []
         for number in request["values"]:
@@ -424,14 +424,14 @@ class Functions:
         return {}
 
     def imported(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Import modules that are there, as a program that uses the functions would."""
+        """Import the modules that are installed, as a program that uses the functions would."""
         for name in request["modules"]:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
         return {}
 
     def base(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Map the memory of a device, if there is any; return the address of the shared memory.
+        """Map the device memory, if any, and return the base address of the shared memory.
 
         With ``is_watched``, settings that functions change are noted from now on.
         """
@@ -446,11 +446,11 @@ class Functions:
         return {"base": self._base, "threads": torch.get_num_threads(), "process": os.getpid()}
 
     def changes(self, _request: Mapping[str, Any]) -> dict[str, Any]:
-        """Describe replaced functions and changed settings of this process."""
+        """Describe the functions of this process that were replaced, and the changed settings."""
         return {"changes": self._surroundings.changes()}
 
     def actions(self) -> dict[str, Action]:
-        """Return the actions by the names in requests."""
+        """Return the functions that answer requests, by the action that a request names."""
         return {
             "load": self.load,
             "differentiate": self.differentiate,
@@ -467,7 +467,7 @@ class Functions:
         }
 
     def add(self, value: Any) -> int:
-        """Keep a value of this process, and return its number."""
+        """Store a value in this process, and return its number."""
         self._count += 1
         self._values[self._count] = value
         return self._count
@@ -500,7 +500,7 @@ class Functions:
         )
 
     def _bytes(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """Return shared memory, with a storage of its own."""
+        """Return a tensor over a range of the shared memory, with a storage of its own."""
         if self._device == "cpu":
             return torch.frombuffer(self._memory, dtype=torch.uint8, count=num_bytes, offset=offset)
         storage = torch._C._construct_storage_from_data_pointer(
@@ -509,7 +509,7 @@ class Functions:
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
 
     def _described(self, value: Any) -> Any:
-        """Describe a result without looking into anything but plain tensors."""
+        """Describe a result as JSON values, inspecting only plain containers and tensors."""
         kind = type(value)
         if kind is tuple or kind is list:
             return [kind.__name__, [self._described(item) for item in value]]
@@ -525,11 +525,11 @@ class Functions:
         return ["other", self._facts(value)]
 
     def _opaque(self, values: Mapping[str, Any]) -> list[Any]:
-        """Describe values by name that stay in this process."""
+        """Describe named values as opaque: they stay in this process, and no content is sent."""
         return ["dict", {str(name): ["other", self._facts(v)] for name, v in values.items()}]
 
     def _facts(self, value: Any) -> list[Any]:
-        """Return number, class and addresses of the memory of a value that stays here."""
+        """Store a value in this process; return its number, class and addresses of memory."""
         leaves = [v for v in _pytree.tree_leaves(value) if type(v) is torch.Tensor]
         memory = [self._description(leaf)["memory"] for leaf in leaves]
         return [self.add(value), type(value).__qualname__, memory]
@@ -576,7 +576,7 @@ class _Block(torch.nn.Module):
 
 
 def _in_module(function: _Function, calls: _Calls, request: Mapping[str, Any]) -> list[Any]:
-    """Call from a thread, inside of a module, in inference mode, in reverse order."""
+    """Call from a thread, inside of a ``torch.nn.Module``, in inference mode, in reverse order."""
     results: list[Any] = []
     errors: list[BaseException] = []
 
@@ -598,7 +598,7 @@ def _in_module(function: _Function, calls: _Calls, request: Mapping[str, Any]) -
 
 
 def _in_threads(function: _Function, calls: _Calls, request: Mapping[str, Any]) -> list[Any]:
-    """Make the calls in as many threads at once as the request says."""
+    """Make the calls in as many concurrent threads as the request says."""
     results: list[Any] = [None] * len(calls)
     errors: list[BaseException] = []
     num_threads = request["threads"]
@@ -654,7 +654,7 @@ def _synchronize() -> None:
 
 
 class Channel:
-    """Requests and replies, which are lines of JSON."""
+    """A socket over which requests and replies are sent as lines of JSON."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._reader, self._writer = connection.makefile("r"), connection.makefile("w")
@@ -696,7 +696,7 @@ def _error(error: BaseException) -> list[str]:
 
 
 def main() -> None:
-    """Run the process."""
+    """Serve the requests of the judge until the channel is closed."""
     limit_privileges()
     channel, memory = (int(argument) for argument in sys.argv[1:])
     del sys.argv[1:]

@@ -41,7 +41,7 @@ class PlannedRecord:
 
     @property
     def state(self) -> PlanState:
-        """The worst applicable state."""
+        """Worst state that applies: "wrong", "unresolved", "fits nowhere" or "sound"."""
         if self.faults:
             return "wrong"
         if self.unresolved:
@@ -70,15 +70,15 @@ class PlanReport:
 
     @property
     def sound(self) -> bool:
-        """True if no record is wrong. A record that fits no described device may fit others."""
+        """True if no record is wrong; records that fit no described device may fit others."""
         return not self.in_state("wrong")
 
     def in_state(self, state: PlanState) -> list[PlannedRecord]:
-        """Return the records in this state."""
+        """Return the records whose state is ``state``."""
         return [record for record in self.records if record.state == state]
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to lists and dictionaries, which contain the same facts as the text."""
+        """Convert the report to lists and dictionaries, with the same facts as the text."""
         records = [
             {**asdict(record), "state": record.state, "refusals": dict(record.refusals)}
             for record in self.records
@@ -93,7 +93,7 @@ class PlanReport:
         }
 
     def to_json(self) -> str:
-        """Return ``to_dict()`` as indented JSON."""
+        """Return the report as indented JSON text."""
         return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:

@@ -30,7 +30,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, devices: Iterable[DeviceDescription]) -> Vocabulary:
-        """Collect the names in ``devices``."""
+        """Collect the features, formats and architectures in ``devices``."""
         devices = list(devices)
         return cls(
             frozenset(name for device in devices for name in device.features),
@@ -57,7 +57,7 @@ class Vocabulary:
                 yield f"the {kind} {name!r} (nearest: {self._nearest(kind, name)})"
 
     def described_part(self, requires: Requires) -> Requires:
-        """Return the requirements without the names that no described device has."""
+        """Return ``requires`` without features and architectures that no described device has."""
         return replace(
             requires,
             features=requires.features & self.features,

@@ -88,7 +88,7 @@ class Tally:
 
     @property
     def state(self) -> State:
-        """State of the aspect."""
+        """State of the aspect: wrong, correct, refused or not run."""
         return _state([self])
 
 

@@ -22,7 +22,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A candidate: subject, name, provider and cells."""
+    """A row of the matrix: subject, name and provider of a candidate, and cells."""
 
     subject: str
     name: str

@@ -18,7 +18,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The results of one verification.
+    """The results of one verification of a distribution.
 
     Attributes:
         distribution: name of the verified distribution.
@@ -61,7 +61,7 @@ class Report:
         return list(dict.fromkeys(tally.aspect for tally in tallies))
 
     def in_state(self, state: State) -> list[Examined]:
-        """Return the candidates in this state."""
+        """Return the candidates whose state is ``state``."""
         return [candidate for candidate in self.candidates if candidate.state == state]
 
     @property
@@ -70,7 +70,7 @@ class Report:
         return [c for c in self.in_state("correct") if c.is_declaration]
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to lists and dictionaries, with the states of candidates and tallies added."""
+        """Convert the report to lists and dictionaries, adding states of candidates and tallies."""
         facts = {"format": VERSION, "state": self.state, **asdict(self)}
         for candidate, candidate_facts in zip(self.candidates, facts["candidates"], strict=True):
             candidate_facts["state"] = candidate.state
@@ -81,7 +81,7 @@ class Report:
         return facts
 
     def to_json(self) -> str:
-        """Return ``to_dict()`` as indented JSON."""
+        """Return the report as indented JSON text."""
         return json.dumps(self.to_dict(), indent=2)
 
     @classmethod
@@ -115,7 +115,7 @@ class Report:
             raise StorageError(path, f"cannot be read as a report: {error}", remedy) from error
 
     def write(self, path: Path) -> None:
-        """Write ``to_json()`` to a file.
+        """Write the report as JSON to a file.
 
         Raises: StorageError: the file cannot be written.
         """
@@ -168,5 +168,5 @@ def _tally(facts: dict[str, Any]) -> Tally:
 
 
 def _fields(kind: type, facts: dict[str, Any]) -> dict[str, Any]:
-    """Select the fields of ``kind``; other keys are derived or from a newer version."""
+    """Select the entries that are fields of ``kind``; drop derived and unknown entries."""
     return {field.name: facts[field.name] for field in fields(kind) if field.name in facts}

@@ -23,7 +23,7 @@ _FORMATS = (
 
 
 def read_task(text: str, registry: Registry | None = None, seed: int | None = None) -> Task:
-    """Read a task.
+    """Read a task: an op, or a problem of KernelBench, FlashInfer-Trace or SOL-ExecBench.
 
     Args:
         text: name of an op; path of a definition, of a problem, or of a folder with

@@ -46,7 +46,7 @@ Run = Callable[[Mapping[str, Any], bool], Sequence[Tensor]]
 
 
 def counted(op: CustomOp[..., Any], case: Case) -> Expected:
-    """Return the results of a registered op, with bounds from the op's tolerance."""
+    """Run the reference of a registered op; return results with bounds from the op's tolerance."""
     expectation = Expectation.of(op, case, CallArguments({}, case.arguments, {}))
     fakes = [tensor.to("meta") for tensor in tensors_of(expectation.fake)]
     forms = {f"output {number}": fake for number, fake in enumerate(fakes)}
@@ -59,7 +59,7 @@ def counted(op: CustomOp[..., Any], case: Case) -> Expected:
 
 
 def measured(name: str, run: Run, outputs: Sequence[str], case: Case) -> Expected:
-    """Return the results of a reference, with bounds from the rounding error of the reference.
+    """Run another reference; return results with bounds from the reference's rounding error.
 
     Args:
         name: of the task, for errors.
@@ -177,7 +177,7 @@ def _as_expected(tensor: Tensor) -> Tensor:
 
 
 def _bound(value: Tensor, narrow: Tensor, wide: Tensor | None) -> Tensor:
-    """Return the bound of one output.
+    """Return the error bound of each element of one output.
 
     Args:
         narrow: result of the run in the dtypes of the arguments.

@@ -13,7 +13,7 @@ _MAX_VALUE = 80
 
 
 class Part(BaseModel):
-    """A part of a JSON file. Unknown fields are ignored, because the formats grow."""
+    """A part of a JSON file; unknown fields are ignored, because the formats grow."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -22,7 +22,7 @@ P = TypeVar("P", bound=Part)
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the content of a file. Raises: ConfigError: the file cannot be read."""
+    """Return the content of a file; raise ConfigError if the file cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -30,7 +30,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def parse(model: type[P], content: bytes | str, place: str) -> P:
-    """Parse JSON as ``model``.
+    """Parse JSON as an instance of the pydantic model ``model``.
 
     Args:
         place: file, and line if there are several, for errors.

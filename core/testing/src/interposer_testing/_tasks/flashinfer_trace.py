@@ -46,14 +46,14 @@ class VarAxis(Part):
 
 
 class ExprAxis(Part):
-    """Size that is computed from other axes, only in SOL-ExecBench."""
+    """Axis whose size is computed from other axes, only in SOL-ExecBench."""
 
     type: Literal["expr"]
     expression: str
 
 
 class TensorSpec(Part):
-    """Shape by names of axes, or None for a plain number."""
+    """Shape of a tensor by names of axes, or None for a plain number."""
 
     shape: tuple[str, ...] | None
     dtype: DTypeName
@@ -111,7 +111,7 @@ class Definition(Part):
         return self
 
     def sizes(self, axis_sizes: Mapping[str, int], place: str) -> dict[str, int]:
-        """Return the sizes of all axes.
+        """Return the sizes of the constant, variable and computed axes by name.
 
         Args:
             axis_sizes: sizes of the variable axes.
@@ -196,7 +196,7 @@ class DefinedTask:
     root: Path
 
     def workload(self, entry: WorkloadEntry, place: str) -> Workload:
-        """Create a workload. Raises: ConfigError: an input does not match the definition."""
+        """Create a workload; raise ConfigError if an input does not match the definition."""
         inputs = self.definition.inputs
         sizes = self.definition.sizes(entry.axes, place)
         for name in [*inputs, *entry.inputs]:
@@ -262,7 +262,7 @@ class DefinedTask:
     def _draw(
         self, spec: TensorSpec, source: Input, sizes: Mapping[str, int], place: str
     ) -> Callable[[torch.Generator], Any]:
-        """Return the function that draws one input."""
+        """Return a function that draws one input from a random generator."""
         if isinstance(source, CustomInput):
             raise ConfigError(
                 f"{place}: type = 'custom': the input's generator belongs to the definition, whose "
@@ -366,7 +366,7 @@ def read_definition(
 
 
 def _entries(lines: bytes, path: Path, definition: str) -> Iterator[tuple[WorkloadEntry, str]]:
-    """Yield the workloads in a file, with their places; lines of other definitions are skipped."""
+    """Yield each workload in a file with its position; skip lines of other definitions."""
     for number, line in enumerate(lines.splitlines(), 1):
         place = f"{path}:{number}"
         # FlashInfer-Trace wraps each workload, SOL-ExecBench does not.
@@ -421,7 +421,7 @@ def _stored(root: Path, source: SafetensorsInput, place: str) -> Tensor:
 
 
 def _names_of(expression: str) -> set[str]:
-    """Return the names in an expression; none is known if it is no expression of Python."""
+    """Return the names in a Python expression, or an unknown name for any other text."""
     try:
         tree = ast.parse(expression, mode="eval")
     except SyntaxError:
@@ -430,7 +430,7 @@ def _names_of(expression: str) -> set[str]:
 
 
 def _evaluated(expression: str, sizes: Mapping[str, int], place: str) -> Any:
-    """Evaluate an expression over sizes. The file is as trusted as its reference."""
+    """Evaluate a Python expression over sizes; the file is as trusted as its reference."""
     try:
         return eval(expression, {"__builtins__": {}}, dict(sizes))
     except Exception as error:

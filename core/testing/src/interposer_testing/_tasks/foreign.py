@@ -17,7 +17,7 @@ from interposer_testing._tasks.expected import Run
 
 
 def execute(source: str, place: str) -> dict[str, Any]:
-    """Execute the code of a task and return its names.
+    """Execute the Python code of a task and return the names that the code defines.
 
     Args:
         place: file and field of the code, for errors and tracebacks.
@@ -61,7 +61,7 @@ def foreign_op(name: str, parameters: Mapping[str, type], run: Run) -> CustomOp[
 
 
 def _no_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
-    """Yield nothing: the inputs of such an op are its task's workloads."""
+    """Yield nothing, because the inputs of a foreign op are the workloads of the op's task."""
     return iter(())
 
 

@@ -42,7 +42,7 @@ def is_kernelbench(path: Path) -> bool:
 
 
 def read_kernelbench(path: Path, seed: int) -> Task:
-    """Read a problem. The model stays in training mode, as KernelBench runs it.
+    """Read a problem of KernelBench; the model stays in training mode, as KernelBench runs it.
 
     Args:
         seed: of the weights.
@@ -106,7 +106,7 @@ def _init_arguments(path: Path, get_init_inputs: Callable[[], Any], seed: int) -
 def _built(
     path: Path, module_class: Callable[..., nn.Module], seed: int, arguments: tuple[Any, ...]
 ) -> nn.Module:
-    """Build the reference with its weights."""
+    """Build the reference model with weights drawn from ``seed``."""
 
     def build() -> nn.Module:
         with torch.random.fork_rng(devices=[]):
@@ -118,7 +118,7 @@ def _built(
 
 
 def _inputs_on_meta(path: Path, get_inputs: Callable[[], Any]) -> Sequence[Any]:
-    """Return inputs without memory.
+    """Call ``get_inputs`` on the meta device, and check that real inputs would fit into memory.
 
     Raises: ConfigError: they would not fit into the memory, or ``get_inputs`` fails.
     """
@@ -138,7 +138,7 @@ def _inputs_on_meta(path: Path, get_inputs: Callable[[], Any]) -> Sequence[Any]:
 
 
 def _check_outputs(path: Path, model: nn.Module, inputs: Sequence[Any]) -> None:
-    """Compute the sizes of the outputs without memory.
+    """Run the model on the meta device, and check that real outputs would fit into memory.
 
     Raises: ConfigError: the outputs would not fit into the memory.
     """
@@ -173,7 +173,7 @@ def _available_bytes() -> int:
 
 
 def _parameters(path: Path, model: nn.Module, inputs: Sequence[Any]) -> dict[str, type]:
-    """Return the type of each argument of ``forward`` that ``get_inputs`` returns, by name."""
+    """Return, by name, the type of each argument of ``forward`` that ``get_inputs`` provides."""
     names = [
         parameter.name
         for parameter in inspect.signature(model.forward).parameters.values()

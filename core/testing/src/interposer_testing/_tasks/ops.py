@@ -61,7 +61,7 @@ def _case(op: CustomOp[..., Any], plan: PlannedCase, generator: torch.Generator)
 
 
 def _samples(op: CustomOp[..., Any], plans: list[PlannedCase]) -> list[Workload]:
-    """Return workloads of several numbers of tokens in one dtype; those of model size are timed."""
+    """Return workloads of several numbers of tokens; only workloads of model size are timed."""
     sample = op.sample
     if sample is None or not plans:
         return []
@@ -100,7 +100,7 @@ def _samples(op: CustomOp[..., Any], plans: list[PlannedCase]) -> list[Workload]
 
 
 def _model_dims(dims: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dims with the widths of a model; experts, and widths that groups divide, stay."""
+    """Return dims with a model's widths; MoE and group-quantized widths stay unchanged."""
     if "num_experts" in dims:
         return dict(dims)
     fixed = {"hidden_size", "in_features"} if "group_size" in dims else set[str]()

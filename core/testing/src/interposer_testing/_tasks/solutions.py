@@ -79,7 +79,7 @@ class Build(Part):
 
     @property
     def loaded_as(self) -> Language:
-        """The language that needs most of the loader."""
+        """The loader for the solution: "cpp" if any named language is C++, otherwise "python"."""
         return "cpp" if "cpp" in self.named_languages else "python"
 
     @property
@@ -89,7 +89,7 @@ class Build(Part):
 
 
 class SolutionFile(Part):
-    """A solution of FlashInfer-Trace or SOL-ExecBench."""
+    """The JSON file of a solution in the format of FlashInfer-Trace or SOL-ExecBench."""
 
     name: Annotated[str, Field(min_length=1)]
     definition: str
@@ -111,7 +111,7 @@ class SolutionFile(Part):
 
 
 class Entry(NamedTuple):
-    """A file, and the function or class in it, if the user named one."""
+    """The path of a solution, and the function or class that the user named, or ""."""
 
     path: Path
     name: str
@@ -179,7 +179,7 @@ def _python_solution(entry: Entry, task: Task) -> Solution:
 
 
 def _chosen_name(entry: Entry, task: Task, names: list[str]) -> str:
-    """Return the name of the entry, one of the names that a solution defines."""
+    """Return the entry's name, or the task's default name, if the solution defines that name."""
     entry_names = [entry.name] if entry.name else _default_names(task)
     for name in entry_names:
         if name in names:
@@ -191,7 +191,7 @@ def _chosen_name(entry: Entry, task: Task, names: list[str]) -> str:
 
 
 def _hub_solution(entry: Entry, task: Task, device: str) -> Solution:
-    """Read a build of the layout of the package ``kernels``: a package of Python.
+    """Read a solution from a build of a Python package in the layout of the package ``kernels``.
 
     Source: ``kernels`` 0.17, ``variants.py`` (names of builds) and ``importer.py``.
     """

@@ -22,7 +22,7 @@ _MAX_ERROR_CHARACTERS = 4000
 
 
 class Child:
-    """A child process that runs trials. A timer kills the process if a trial takes too long.
+    """A child process that runs trials; a timer kills the process if a trial takes too long.
 
     Attributes:
         end: how the process ended, such as "was killed by SIGSEGV".

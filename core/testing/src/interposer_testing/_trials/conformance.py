@@ -175,7 +175,7 @@ class LatestCase:
         self._expectation: Expectation | None = None
 
     def build(self, plan: PlannedCase) -> Case:
-        """Return the case of ``plan``. Do not change the arguments, which all trials share."""
+        """Return the case of ``plan``; all trials share the arguments, so do not change them."""
         if self._latest is None or self._latest[0] is not plan:
             self._expectation = None
             self._latest = plan, plan.build()

@@ -51,7 +51,7 @@ class Isolation:
     """Runs the trials of a verification in child processes, which find only installed plugins."""
 
     def __init__(self, platform: str = "", jobs: int = 1, limit_seconds: float = 600.0) -> None:
-        """Create a runner.
+        """Create a runner of trials in child processes.
 
         Args:
             platform: platform to run on; empty for the configured one.
@@ -68,7 +68,7 @@ class Isolation:
     def __call__(
         self, registry: Registry, device: Device, scope: Scope, progress: Progress | None = None
     ) -> Iterator[Outcome]:
-        """Run the trials and yield the outcomes. A candidate that crashed is not run again.
+        """Run the trials and yield the outcomes; a candidate that crashed is not run again.
 
         Raises: InterposerError: the plugin is not installed, or a child ended between two trials.
         """

@@ -19,12 +19,12 @@ from interposer_testing._judge.remote import RemoteFunction, RemoteFunctions
 
 
 class Kernels(Protocol):
-    """A way to call the kernels of records."""
+    """Interface to the processes that run kernels under test."""
 
     def subject(
         self, op: CustomOp[..., Any], candidate: Candidate, device: str
     ) -> AbstractContextManager[Subject]:
-        """Return the function under test of a candidate, for the length of a block."""
+        """Return a context manager that provides the function under test of a candidate."""
 
 
 class LocalKernels:
@@ -34,7 +34,7 @@ class LocalKernels:
     def subject(
         self, op: CustomOp[..., Any], candidate: Candidate, device: str
     ) -> Iterator[Subject]:
-        """Return the function under test of a candidate, for the length of a block."""
+        """Return a context manager that provides the function under test of a candidate."""
         record = candidate.record
         if not isinstance(record, Kernel):
             yield _reference(op, candidate, device)
@@ -53,7 +53,7 @@ class SeparateKernels:
     """
 
     def __init__(self, platform: type[Platform], limit_seconds: float = 600.0) -> None:
-        """Create the kernels; the process is started on first use.
+        """Create the interface; the kernels' process is started on first use.
 
         Args:
             platform: created in the process before the first kernel, because a platform can change
@@ -76,7 +76,7 @@ class SeparateKernels:
     def subject(
         self, op: CustomOp[..., Any], candidate: Candidate, device: str
     ) -> Iterator[Subject]:
-        """Return the function under test of a candidate, for the length of a block."""
+        """Return a context manager that provides the function under test of a candidate."""
         record = candidate.record
         if not isinstance(record, Kernel):
             yield _reference(op, candidate, device)
@@ -102,7 +102,7 @@ class SeparateKernels:
 
     @property
     def functions(self) -> RemoteFunctions:
-        """The functions of the process, which is started now if it does not run."""
+        """The functions of the kernels' process; the process is started if necessary."""
         return self._functions or self._start()
 
     def load(self, target: str) -> RemoteValue:

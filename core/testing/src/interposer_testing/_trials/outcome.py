@@ -24,7 +24,7 @@ Progress = Callable[[int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The scope of a verification: distribution, op and case to test. Empty strings mean all.
+    """The scope of a verification: distribution, op and case; empty strings mean all.
 
     Attributes:
         host: name of the engine whose layers run the kernels; empty runs kernels directly.
@@ -71,7 +71,7 @@ class Outcome:
         return self.kind, self.subject, self.provider, self.name
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain values for JSON."""
+        """Convert the outcome to plain values for JSON."""
         return asdict(self)
 
     @classmethod

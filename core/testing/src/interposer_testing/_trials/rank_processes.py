@@ -63,7 +63,7 @@ class RankProcesses:
 
     @cached_property
     def _results(self) -> tuple[list[dict[str, list[Fault]]], set[str]]:
-        """Run all ranks. Returns: faults by label for each rank, and shared-memory files."""
+        """Run all ranks; return faults by label for each rank, and the shared-memory files."""
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "request").write_text(json.dumps({**self._request, "path": sys.path}))
             command = [sys.executable, "-X", "faulthandler", "-c", _PROGRAM, folder]

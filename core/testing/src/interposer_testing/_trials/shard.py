@@ -35,7 +35,7 @@ class Shard:
         self._stopped = False
 
     def run(self, send: Callable[[Message], None], limit_seconds: float) -> None:
-        """Run all trials of the shard and send all messages, at the end None.
+        """Run all trials of the shard; send every message, and None at the end.
 
         If the child process crashes in a trial, a new process continues after that trial.
         """

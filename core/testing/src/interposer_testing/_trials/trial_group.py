@@ -28,7 +28,7 @@ def trial_groups(
     registry: Registry | None = None,
     device: Device | None = None,
 ) -> list[TrialGroup]:
-    """Return all groups of a distribution. Arguments and exceptions are those of ``verify``."""
+    """Return all groups of a distribution; arguments and exceptions are as for ``verify``."""
     config = Config(platform=platform) if platform else Config()
     registry = registry or current_registry(config)
     scope = known_scope(registry, Scope(distribution, op, "", seed, quick))
@@ -52,7 +52,7 @@ def trial_groups(
 
 @dataclass(frozen=True, slots=True)
 class TrialGroup:
-    """The trials that one pytest test runs: those of one candidate, aspect and dtype.
+    """The trials of one candidate, aspect and dtype, which one pytest test runs.
 
     Attributes:
         absent: reason why there are no trials; empty if there are.

@@ -161,7 +161,7 @@ def absent(
 
 
 def _identity(kind: str, subject: str, provider: str, name: str) -> tuple[str, ...]:
-    """Return the key of a record. Only kernels of different ops can share a name."""
+    """Return the key of a record; only kernels of different ops can share a name."""
     return (kind, subject, provider, name) if kind == "kernel" else (kind, provider, name)
 
 

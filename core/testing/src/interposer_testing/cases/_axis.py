@@ -46,12 +46,12 @@ class Point:
     special: str = ORDINARY
 
     def __getitem__(self, axis: str) -> Any:
-        """Return the value of ``axis``."""
+        """Return the value of the axis named ``axis`` at this point."""
         return self.values[axis]
 
     @property
     def label(self) -> str:
-        """All labels in one line, unique within the space."""
+        """The labels of all axes in one line, unique within the space."""
         labels = [label for label in self.labels.values() if label]
         labels += [self.layout] if self.layout != DENSE else []
         labels += [self.special] if self.special != ORDINARY else []

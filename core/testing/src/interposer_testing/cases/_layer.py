@@ -13,7 +13,7 @@ from interposer import Case, Site, Tolerance
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A constructor argument of a layer, computed from the site at which it is built.
+    """A constructor argument of a layer, computed from the layer's site.
 
     Attributes:
         build: creates the argument from the layer's site. If the argument is a layer, it is

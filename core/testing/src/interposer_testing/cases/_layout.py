@@ -24,43 +24,43 @@ Strides = Literal["offset", "outer", "rows", "leading", "any"]
 
 
 def _offset(tensor: torch.Tensor, _: int) -> torch.Tensor:
-    """Lay a tensor out so that it starts one element after an aligned address."""
+    """Copy a tensor to memory that starts one element after an aligned address."""
     storage = tensor.new_empty(tensor.numel() + 1)
     return storage[1:].view(tensor.shape).copy_(tensor)
 
 
 def _sliced(tensor: torch.Tensor, _: int) -> torch.Tensor:
-    """Leave a gap after each index of the first dimension, a multiple of every SIMD width."""
+    """Copy a tensor with a gap after each index of the first dimension, for any SIMD width."""
     return _with_gaps(tensor, 0, 64)
 
 
 def _skipped(tensor: torch.Tensor, _: int) -> torch.Tensor:
-    """Use every second index of the first dimension."""
+    """Copy a tensor to every second index of the first dimension of a larger tensor."""
     # ``new_empty`` leaves the gaps uninitialised; ``Operand`` fills them with NaN later.
     storage = tensor.new_empty((2 * tensor.shape[0], *tensor.shape[1:]))
     return storage[::2].copy_(tensor)
 
 
 def _padded(tensor: torch.Tensor, _: int) -> torch.Tensor:
-    """Leave a gap of three elements after each row, so that rows are not aligned."""
+    """Copy a tensor with a gap of three elements after each row, so that rows are not aligned."""
     return _with_gaps(tensor, max(tensor.ndim - 2, 0), 3)
 
 
 def _uneven(tensor: torch.Tensor, number: int) -> torch.Tensor:
-    """Leave another number of elements after the rows of every argument."""
+    """Copy a tensor with a gap after each row, of another size for every argument."""
     # A kernel that uses the row stride of one argument for another one then fails.
     return _with_gaps(tensor, max(tensor.ndim - 2, 0), 5 + 2 * number)
 
 
 def _transposed(tensor: torch.Tensor, _: int) -> torch.Tensor:
-    """Exchange the last two dimensions in memory."""
+    """Copy a tensor to memory in which the last two dimensions are exchanged."""
     if tensor.ndim < 2:
         return tensor
     return tensor.mT.contiguous().mT
 
 
 def _spread(tensor: torch.Tensor, _: int) -> torch.Tensor:
-    """Use every second element of the last dimension."""
+    """Copy a tensor to every second element of the last dimension of a larger tensor."""
     if not tensor.ndim:
         return tensor
     storage = tensor.new_empty((*tensor.shape[:-1], 2 * tensor.shape[-1]))
@@ -68,7 +68,7 @@ def _spread(tensor: torch.Tensor, _: int) -> torch.Tensor:
 
 
 def _with_gaps(tensor: torch.Tensor, dim: int, gap: int) -> torch.Tensor:
-    """Leave a gap of ``gap`` elements after each index of ``dim``; inner dimensions are dense."""
+    """Copy a tensor with gaps of ``gap`` elements between the dense blocks of dimension ``dim``."""
     if tensor.ndim < 2:
         return tensor
     outer, inner = tensor.shape[: dim + 1], math.prod(tensor.shape[dim + 1 :])

@@ -24,7 +24,7 @@ def uniform(
 
 
 def peak(tensor: torch.Tensor) -> float:
-    """Return the largest finite absolute value; 0 without finite values."""
+    """Return the largest finite absolute value of a tensor; 0 without finite values."""
     finite = tensor.double().nan_to_num(0.0, 0.0, 0.0)
     return float(finite.abs().max()) if tensor.numel() else 0.0
 

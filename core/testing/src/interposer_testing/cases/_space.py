@@ -56,7 +56,7 @@ class CaseSpace:
         alone: Mapping[str, Sequence[str]] | None = None,
         valid: Callable[[Point, torch.dtype], bool] | None = None,
     ) -> None:
-        """Define the space.
+        """Define the space of cases by its axes.
 
         Args:
             build: builds the case of a point with dense memory and ordinary numbers; the label of
@@ -93,7 +93,7 @@ class CaseSpace:
             yield self.build(point, dtype, seed)
 
     def always_taken(self) -> dict[str, str]:
-        """Describe by argument the memory layouts and values that every kernel must accept.
+        """Describe, by argument, the memory layouts and values that every kernel must accept.
 
         Arguments that are not listed are always dense, with a fixed dtype and number of dimensions.
         """
@@ -139,7 +139,7 @@ class CaseSpace:
         return replace(case, label=point.label, arguments=arguments | tensors)
 
     def _distance(self, point: Point) -> int:
-        """Count the labels of ``point`` that differ from the ordinary point."""
+        """Count the axes on which ``point`` differs from the ordinary point."""
         return sum(pair not in self._center for pair in point.coordinates())
 
     @cached_property
@@ -163,7 +163,7 @@ class CaseSpace:
         ]
 
     def _combinations(self, limits: Mapping[str, Sequence[str]]) -> Iterator[Point]:
-        """Yield all combinations of labels; ``limits`` restricts the labels of some axes."""
+        """Yield combinations of labels, except redundant ones; ``limits`` restricts some axes."""
         labels_by_axis = [limits.get(axis.name, tuple(axis.values)) for axis in self.axes]
         for combination in product(*labels_by_axis):
             labels = {axis.name: label for axis, label in zip(self.axes, combination, strict=True)}
@@ -200,7 +200,7 @@ class PlannedCase:
 def planned_cases(
     op: CustomOp[..., Any], seed: int, *, quick: bool = False
 ) -> Iterator[PlannedCase]:
-    """Yield the cases of ``op`` in all dtypes; if ``quick``, only the covering ones of a space."""
+    """Yield the cases of ``op`` in all dtypes; if ``quick``, only the covering cases."""
     space = op.cases
     if not isinstance(space, CaseSpace):
         # A plain generator has to build a case before its label is known.

@@ -1,1 +1,1 @@
-"""The subcommands. No module imports torch before the command runs."""
+"""The subcommands; no module imports torch before the command runs."""

@@ -1,4 +1,4 @@
-"""The subcommand ``interposer doctor``."""
+"""The subcommand ``interposer doctor``, which checks the installation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The subcommand ``interposer explain``."""
+"""The subcommand ``interposer explain``, which shows the choices for a model with reasons."""
 
 from __future__ import annotations
 

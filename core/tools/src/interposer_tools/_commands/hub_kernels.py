@@ -1,4 +1,4 @@
-"""The subcommand ``interposer hub-kernels``."""
+"""The subcommand ``interposer hub-kernels``, which exports Triton kernels for the kernel hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The subcommand ``interposer judge``."""
+"""The subcommand ``interposer judge``, which tests and times an untrusted kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The subcommand ``interposer lock``."""
+"""The subcommand ``interposer lock``, which records the installed plugins in a lock file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The subcommand ``interposer new``."""
+"""The subcommand ``interposer new``, which writes a plugin from a template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The subcommand ``interposer ops``."""
+"""The subcommand ``interposer ops``, which lists the ops."""
 
 from __future__ import annotations
 

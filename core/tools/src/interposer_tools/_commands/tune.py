@@ -1,4 +1,4 @@
-"""The subcommand ``interposer tune``."""
+"""The subcommand ``interposer tune``, which measures kernels and attention backends."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def _ranked(entry: Entry) -> list[tuple[str, str]]:
 
 
 def _skipped_lines(table: Table) -> list[str]:
-    """Return one line per reason for no measurement, or for one in this process."""
+    """Return one line per reason why requests were not measured, or were timed in this process."""
     lines: dict[str, dict[str, None]] = {}
     for head, notes in (
         ("timed in this process", table.in_process),

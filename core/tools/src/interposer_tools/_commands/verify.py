@@ -1,4 +1,4 @@
-"""The subcommand ``interposer verify``."""
+"""The subcommand ``interposer verify``, which tests the records of a plugin distribution."""
 
 from __future__ import annotations
 

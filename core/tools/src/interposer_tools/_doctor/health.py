@@ -114,11 +114,11 @@ class Health:
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to lists and dictionaries, which contain the same facts as the text."""
+        """Convert the report to lists and dictionaries, with the same facts as the text."""
         return {"version": VERSION, "healthy": self.healthy, **asdict(self)}
 
     def to_json(self) -> str:
-        """Return ``to_dict()`` as indented JSON."""
+        """Return the report as indented JSON text."""
         return json.dumps(self.to_dict(), indent=2)
 
     @property

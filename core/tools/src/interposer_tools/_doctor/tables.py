@@ -12,7 +12,7 @@ from interposer_tools._rich_table import table
 
 
 def health_tables(health: Health) -> Iterator[Any]:
-    """Yield the head, the tables, the warnings and the problems, for rich."""
+    """Yield the head, the tables, the warnings and the problems as rich renderables."""
     yield Text("\n".join(health.head))
     for title, titles, rows in health.sections():
         yield table(title, titles, rows)

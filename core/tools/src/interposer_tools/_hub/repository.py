@@ -239,7 +239,7 @@ class HubRepository:
 
 
 def _layers(ops: set[str]) -> tuple[str, list[str]]:
-    """Return source and names of the layers whose ops are all in ``ops``."""
+    """Return the source and the names of the layer classes whose ops are all in ``ops``."""
     text = (_TEMPLATES / "layers.txt").read_text(encoding="utf-8")
     lines, names, omitted = text.splitlines(), [], set[int]()
     for node in ast.parse(text).body:

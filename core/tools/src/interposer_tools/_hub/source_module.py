@@ -106,7 +106,7 @@ def source_module(name: str) -> SourceModule:
 
 
 def needed_names(statement: Binding, *, decorated: bool) -> tuple[set[str], set[str]]:
-    """Return the names that a statement uses at run time, and those only in annotations.
+    """Return the names that a statement uses at run time, and the names only in annotations.
 
     Args:
         decorated: include the names in the statement's own decorators.

@@ -31,7 +31,7 @@ _NOTE = "# Copied from {module} by `interposer hub-kernels`: edit the original a
 
 
 class SourceTree:
-    """A new package, filled with copies of definitions and of everything that they use."""
+    """A new package, filled with copies of definitions and of all definitions that these use."""
 
     def __init__(self, packages: Iterable[str]) -> None:
         """Create a package without definitions.

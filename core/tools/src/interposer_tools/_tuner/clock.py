@@ -51,7 +51,7 @@ class Clock:
         repeats: int,
         refresh: Callable[[int], None] | None = None,
     ) -> list[Spread]:
-        """Time each of ``calls`` ``repeats`` times. Returns: one ``Spread`` per call, in order.
+        """Time each of ``calls`` ``repeats`` times; return one ``Spread`` per call, in order.
 
         The calls alternate, and each round starts with another call. So other load on the machine
         affects all calls alike. An exception from a call is passed on.

@@ -73,7 +73,7 @@ class Table(_Model):
         write_text(Path(path), json.dumps(facts, indent=1) + "\n")
 
     def merge(self, other: Table) -> tuple[Table, tuple[Entry, ...]]:
-        """Merge two tables. The newer measurement of each key stays, on a tie that of ``other``.
+        """Merge two tables; the newer measurement of a key wins, in a tie that of ``other``.
 
         Returns: the merged table, and the older measurements that were replaced.
         """
@@ -119,7 +119,7 @@ class Table(_Model):
 
 
 def write_entry(store: Store, entry: Entry) -> None:
-    """Write ``entry`` to ``store``.
+    """Write one measured request to ``store``.
 
     Raises: StorageError: the entry cannot be written.
     """

@@ -54,18 +54,18 @@ class TimedRequest(ABC):
 
     @abstractmethod
     def calls(self, candidate: Candidate) -> list[Call]:
-        """Load and prepare ``candidate``. Returns: one call per number of tokens.
+        """Load and prepare ``candidate``; return one call per number of tokens.
 
         Raises: NoCandidateError: the candidate cannot be loaded, or fails the canary.
         """
 
     @abstractmethod
     def in_process_reason(self, candidate: Candidate) -> str:
-        """Return the reason why a candidate must be timed in this process; empty if it need not."""
+        """Return why a candidate must be timed in this process; "" if any process will do."""
 
     @abstractmethod
     def refresh(self, index: int, number: int) -> None:
-        """Change the values of the arguments for a number of tokens.
+        """Change the values of the arguments of the calls for one number of tokens.
 
         Args:
             index: index of the number of tokens.
@@ -73,7 +73,7 @@ class TimedRequest(ABC):
         """
 
     def faults(self, index: int, candidate: Candidate, call: Call) -> list[str]:
-        """Make a call with new values, and compare the result with the reference.
+        """Make a call with new argument values, and compare the result with the reference.
 
         Returns: the faults; empty if there is no reference to compare with.
         """
@@ -91,7 +91,7 @@ class TimedRequest(ABC):
 
 
 class TimedKernels(TimedRequest):
-    """The calls of an op's kernels, on the samples of the op."""
+    """The calls of an op's kernels, on arguments from the op's sampler."""
 
     def __init__(
         self, plan: Planned, request: Request, tokens: Sequence[int], op: CustomOp[..., Any]
@@ -110,7 +110,7 @@ class TimedKernels(TimedRequest):
             self.arguments.append(_moved(arguments, self.device))
 
     def calls(self, candidate: Candidate) -> list[Call]:
-        """Return one call per number of tokens. All calls share the prepared constants."""
+        """Return one call per number of tokens; all calls share the prepared constants."""
         pin = {self.op.name: candidate.qualified_name}
         resolver = self.resolver(kernels=pin, attention={}, tables=False)
         kernel = resolver.kernel(self.op, self.dtype, self.request.dims, self.request.prefix)
@@ -122,7 +122,7 @@ class TimedKernels(TimedRequest):
         ]
 
     def in_process_reason(self, candidate: Candidate) -> str:
-        """Return the reason why a candidate must be timed in this process; empty if it need not."""
+        """Return why a candidate must be timed in this process; "" if any process will do."""
         if self.device != "cpu":
             return f"because no other process can read results on {self.device}"
         if sys.platform != "linux":
@@ -167,14 +167,14 @@ class TimedKernels(TimedRequest):
         return self.op.sample(self.dtype, self.request.dims, self.tokens[index], seed)
 
     def refresh(self, index: int, number: int) -> None:
-        """Draw other values for the arguments, except for the op's constants."""
+        """Draw new values for the arguments, except for the op's constants."""
         values = self.draw(index, number).arguments
         for name, argument in self.arguments[index].items():
             if isinstance(argument, torch.Tensor) and 0 not in argument.stride():
                 argument.copy_(values[name])
 
     def faults(self, index: int, candidate: Candidate, call: Call) -> list[str]:
-        """Make a call with new values, and compare the result with the reference."""
+        """Make a call with new argument values, and compare the result with the reference."""
         op = self.op.allowing(getattr(candidate.record, "extra_roundings", 0))
         self.refresh(index, _COMPARED)
         result = _pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, call())
@@ -194,12 +194,12 @@ class TimedAttention(TimedRequest):
         self.projections: list[list[torch.Tensor]] = [[] for _ in self.tokens]
 
     def in_process_reason(self, candidate: Candidate) -> str:
-        """Return the reason: a call takes more than values."""
+        """Return the reason: attention backends take objects of this process, such as plans."""
         del candidate
         return "because attention backends take objects of this process, such as plans"
 
     def refresh(self, index: int, number: int) -> None:
-        """Move the values of the projections to other elements; the same numbers cost the same."""
+        """Rotate the values of the projections by one element; the same numbers cost the same."""
         del number
         for tensor in self.projections[index]:
             if tensor.is_floating_point():

@@ -173,7 +173,7 @@ class _Session:
         return sorted(requests.values(), key=lambda request: order.get(request.kind, 2))
 
     def timed(self, request: Request) -> TimedRequest | str:
-        """Return the calls to time for a request, or the reason why there are none."""
+        """Return the calls to time for ``request``, or the reason why no kernel can be timed."""
         if request.kind == "attention":
             return TimedAttention(self.plan, request, self.tokens)
         if request.kind != "kernel":
@@ -187,7 +187,7 @@ class _Session:
             return f"because the sample of the op {request.name!r} raised {described(error)}"
 
     def measured(self, timed: TimedRequest) -> Entry:
-        """Time all candidates. The result also lists failed candidates with reasons."""
+        """Time all candidates for a request; the entry also lists failed ones with reasons."""
         accepted = self.resolver.accepted(timed.request)
         versions = {candidate.qualified_name: candidate.version for candidate in accepted}
         failed: dict[str, tuple[str, str]] = {}
@@ -220,7 +220,7 @@ class _Session:
         candidates: Sequence[Candidate],
         failed: dict[str, tuple[str, str]],
     ) -> dict[str, list[Spread]]:
-        """Time candidates in this process. Adds version and reason of others to ``failed``."""
+        """Time candidates in this process; add version and reason of failures to ``failed``."""
         versions = {candidate.qualified_name: candidate.version for candidate in candidates}
         calls: dict[str, list[Call]] = {}
         for candidate in candidates:
@@ -245,7 +245,7 @@ class _Session:
         candidates: Sequence[Candidate],
         failed: dict[str, tuple[str, str]],
     ) -> dict[str, list[Spread]]:
-        """Time candidates in other processes. Adds version and reason of others to ``failed``."""
+        """Time candidates in other processes; add version and reason of failures to ``failed``."""
         remaining = {candidate.qualified_name: candidate for candidate in candidates}
         while remaining:  # a failed candidate is removed, and all others are timed again
             try:
@@ -291,7 +291,7 @@ class _Session:
     def spreads(
         self, timed: TimedRequest, calls: Mapping[str, Sequence[Call]]
     ) -> dict[str, list[Spread]]:
-        """Time the calls. Returns: per candidate, one ``Spread`` per number of tokens."""
+        """Time the calls; return, per candidate, one ``Spread`` per number of tokens."""
         # All candidates alternate for one number of tokens, then for the next one.
         columns = [
             self.clock.time(column, self.repeats, partial(timed.refresh, index))

@@ -16,7 +16,7 @@ _LARGEST_HEAD = 256
 
 
 class FlashStep(NamedTuple):
-    """Arguments that all layers of a step share: int32, except the slots.
+    """Arguments of FlashAttention that all layers of a step share: int32, except the slots.
 
     Attributes:
         slots: ``[T]`` int64.

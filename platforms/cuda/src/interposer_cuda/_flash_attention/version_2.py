@@ -38,7 +38,7 @@ _PAGE_TOKENS = 256
 
 
 class Flash2Plan(NamedTuple):
-    """A step with the key offset of each sequence, as the variable-length function takes it.
+    """A planned step, with the key offsets that the variable-length function takes.
 
     Attributes:
         key_starts: ``[B + 1]`` int32; None if every sequence has one query.
@@ -49,7 +49,7 @@ class Flash2Plan(NamedTuple):
 
 
 class FlashAttention2Backend(AttentionBackend):
-    """Write the cache with interposer's kernel, then attend in place with FlashAttention 2."""
+    """Writes the cache with interposer's kernel, then attends in place with FlashAttention 2."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
@@ -62,7 +62,7 @@ class FlashAttention2Backend(AttentionBackend):
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept 16-bit decoders with a cache of the same dtype and pages of 256 n tokens."""
+        """Accept 16-bit decoders with a cache of the same dtype and pages of n x 256 tokens."""
         if spec.page_size % _PAGE_TOKENS:
             return Verdict.refuse(
                 f"reads pages of multiples of {_PAGE_TOKENS} tokens, got {spec.page_size}"
@@ -71,7 +71,7 @@ class FlashAttention2Backend(AttentionBackend):
         return judge_flash(spec) and FLASH_ATTENTION_2.judge()
 
     def kv_layout(self) -> KVCacheLayout:
-        """Return ``[2, P, S, K, D]``, keys first."""
+        """Return the cache layout ``[2, P, S, K, D]``, keys first."""
         return KVCacheLayout.keys_first(self.spec)
 
     def plan(self, batch: AttentionBatch) -> Flash2Plan:
@@ -87,7 +87,7 @@ class FlashAttention2Backend(AttentionBackend):
         cache: torch.Tensor,
         plan: Flash2Plan,
     ) -> torch.Tensor:
-        """Write keys and values, then attend; see ``AttentionBackend.forward``."""
+        """Write keys and values, then compute the attention; see ``AttentionBackend.forward``."""
         keys, values = cache.unbind(0)
         step, key_starts = plan
         self._write(key, value, keys, values, step.slots)
@@ -120,7 +120,7 @@ class FlashAttention2Backend(AttentionBackend):
 
 
 class FlashAttention2GatheredBackend(GatheredBackend):
-    """Attend to gathered copies of the cache, for any page size; synchronizes once per step."""
+    """Attends to gathered copies of the cache, for any page size; synchronizes once per step."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
@@ -153,7 +153,7 @@ class FlashAttention2GatheredBackend(GatheredBackend):
 
 
 def _layer_arguments(spec: AttentionSpec) -> dict[str, Any]:
-    """Return the keyword arguments that both functions take from the layer's specification."""
+    """Return the layer's keyword arguments, which both functions of FlashAttention 2 take."""
     return {
         "softmax_scale": spec.scale,
         "causal": True,

@@ -33,7 +33,7 @@ from interposer_ops.caches import CacheWriter
 
 
 class FlashAttention3Backend(AttentionBackend):
-    """Write the cache with interposer's kernel, then attend in place with FlashAttention 3."""
+    """Writes the cache with interposer's kernel, then attends in place with FlashAttention 3."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
@@ -55,7 +55,7 @@ class FlashAttention3Backend(AttentionBackend):
         return judge_flash(spec) and FLASH_ATTENTION_3.judge()
 
     def kv_layout(self) -> KVCacheLayout:
-        """Return ``[2, P, S, K, D]``, keys first."""
+        """Return the cache layout ``[2, P, S, K, D]``, keys first."""
         return KVCacheLayout.keys_first(self.spec)
 
     def plan(self, batch: AttentionBatch) -> FlashStep:
@@ -70,7 +70,7 @@ class FlashAttention3Backend(AttentionBackend):
         cache: torch.Tensor,
         plan: FlashStep,
     ) -> torch.Tensor:
-        """Write keys and values, then attend; see ``AttentionBackend.forward``."""
+        """Write keys and values, then compute the attention; see ``AttentionBackend.forward``."""
         keys, values = cache.unbind(0)
         self._write(key, value, keys, values, plan.slots)
         if not len(query):

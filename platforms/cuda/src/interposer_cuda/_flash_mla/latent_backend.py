@@ -33,7 +33,7 @@ _MAX_QUERIES = 128
 
 
 class FlashMLAStep(NamedTuple):
-    """Arguments that all layers of a step share.
+    """Arguments of FlashMLA that all layers of a step share.
 
     Attributes:
         slots: ``[T]`` int64.
@@ -49,7 +49,7 @@ class FlashMLAStep(NamedTuple):
 
 
 class FlashMLABackend(LatentBackend):
-    """Write the cache with interposer's kernel, then attend in place with FlashMLA."""
+    """Writes the cache with interposer's kernel, then attends in place with FlashMLA."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)

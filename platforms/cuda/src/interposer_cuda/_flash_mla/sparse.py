@@ -25,7 +25,7 @@ from interposer_ops.caches import slot_rows
 
 
 def judge(request: Request) -> Verdict:
-    """Accept a cache of the request's dtype if the package is installed."""
+    """Accept a cache of the request's dtype if flash_mla is installed."""
     cache_dtype = request.dims["cache_dtype"]
     if cache_dtype != request.dtype:
         return Verdict.refuse(f"reads caches of {request.dtype}, as queries are, got {cache_dtype}")
@@ -33,7 +33,7 @@ def judge(request: Request) -> Verdict:
 
 
 def confirm(request: Request) -> Verdict:
-    """Refuse if the import fails or the function's parameters differ."""
+    """Refuse if the import of flash_mla fails or the function's parameters differ."""
     del request
     return FLASH_MLA.confirm("flash_mla", {"flash_mla_sparse_fwd": {"q", "kv", "indices"}})
 
@@ -48,7 +48,7 @@ def sparse_latent_attention(
     scale: float,
     cache_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute ``sparse_latent_attention`` over a cache without a scale."""
+    """Compute ``sparse_latent_attention`` with FlashMLA, over a cache without a scale."""
     del cache_scale
     if not len(query):
         return query.new_empty((*query.shape[:2], latent_size))

@@ -47,7 +47,7 @@ _DECODE, _PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPaged
 
 
 class FlashInferBackend(AttentionBackend):
-    """Write the cache with interposer's kernel, then attend with FlashInfer's wrappers."""
+    """Writes the cache with interposer's kernel, then attends with FlashInfer's wrappers."""
 
     plans_on_host = True
 
@@ -88,7 +88,7 @@ class FlashInferBackend(AttentionBackend):
         return spec.judge_plain_decoder() and FLASHINFER.judge()
 
     def kv_layout(self) -> KVCacheLayout:
-        """Return ``[2, P, S, K, D]``, keys first."""
+        """Return the cache layout ``[2, P, S, K, D]``, keys first."""
         return KVCacheLayout.keys_first(self.spec)
 
     def plan(self, batch: AttentionBatch) -> FlashInferPlan:
@@ -107,7 +107,7 @@ class FlashInferBackend(AttentionBackend):
         return self._wrappers.new_plan(batch.slots, wrapper)
 
     def plan_fixed(self, batch: AttentionBatch) -> FlashInferPlan:
-        """Plan with a separate wrapper and buffers at fixed addresses, for a captured graph."""
+        """Plan a step with a new wrapper and buffers at fixed addresses, for a captured graph."""
         size, max_pages = batch.page_table.shape
         index_buffers = graph_buffers(
             batch,
@@ -142,7 +142,7 @@ class FlashInferBackend(AttentionBackend):
         *,
         scales: Any = None,
     ) -> torch.Tensor:
-        """Write keys and values, then attend; see ``AttentionBackend.forward``.
+        """Write keys and values, then compute the attention; see ``AttentionBackend.forward``.
 
         Raises: RequestError: a newer plan has replaced ``plan``.
         """

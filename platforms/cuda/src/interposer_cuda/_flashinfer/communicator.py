@@ -90,7 +90,7 @@ class FlashInferCommunicator(Communicator):
         self._workspace  # noqa: B018 it is computed once
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over the ranks as a new tensor."""
+        """Return the sum of ``x`` over the ranks as a new tensor."""
         if not x.numel():
             return x
         flat = x.reshape(-1)
@@ -120,7 +120,7 @@ class FlashInferCommunicator(Communicator):
         )
 
     def _pieces(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Split all tensors along rows into pieces of at most ``MOST_BYTES``, in parallel."""
+        """Split all tensors along rows, at the same rows, into pieces of at most ``MOST_BYTES``."""
         row_bytes = tensors[0].shape[-1] * self._dtype.itemsize
         return zip(*(tensor.split(MOST_BYTES // row_bytes) for tensor in tensors), strict=True)
 

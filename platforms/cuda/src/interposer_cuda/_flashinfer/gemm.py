@@ -48,7 +48,7 @@ def judge(request: Request) -> Verdict:
 
 
 def confirm(request: Request) -> Verdict:
-    """Refuse if the import fails or a function's parameters differ."""
+    """Refuse if the import of FlashInfer fails or a function's parameters differ."""
     del request
     return FLASHINFER_0_7.confirm(_MODULE, _KEYWORDS)
 

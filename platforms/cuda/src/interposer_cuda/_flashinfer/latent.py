@@ -27,7 +27,7 @@ _WORKSPACE_BYTES = 128 * 2**20
 
 
 class _Wrappers(threading.local):
-    """One wrapper per device and thread: a plan in one thread must not replace another's."""
+    """FlashInfer wrappers of the current thread by device; each wrapper holds one plan."""
 
     def __init__(self) -> None:
         self.by_device: dict[torch.device, Any] = {}
@@ -48,7 +48,7 @@ TILE_ROWS = 128
 
 
 def judge(request: Request) -> Verdict:
-    """Accept a cache of the request's dtype if the package is installed."""
+    """Accept a cache of the request's dtype if FlashInfer is installed."""
     cache_dtype, num_heads = request.dims["cache_dtype"], request.dims["num_heads"]
     if cache_dtype != request.dtype:
         return Verdict.refuse(f"reads caches of {request.dtype}, as queries are, got {cache_dtype}")
@@ -68,7 +68,7 @@ def latent_attention_decode(
     scale: float,
     cache_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the op ``latent_attention_decode``."""
+    """Compute the op ``latent_attention_decode`` with FlashInfer."""
     num_tokens, num_heads, width = query.shape
     if not num_tokens:
         return query.new_empty((num_tokens, num_heads, latent_size))

@@ -38,7 +38,7 @@ _MAX_TILES = 16384 - 1024
 
 
 class FlashInferLatentBackend(LatentBackend):
-    """Write the cache with interposer's kernel, then attend with FlashInfer's MLA wrapper."""
+    """Writes the cache with interposer's kernel, then attends with FlashInfer's MLA wrapper."""
 
     plans_on_host = True
 
@@ -78,7 +78,7 @@ class FlashInferLatentBackend(LatentBackend):
         return self._wrappers.new_plan(batch.slots, wrapper)
 
     def plan_fixed(self, batch: AttentionBatch) -> FlashInferPlan:
-        """Plan with a separate wrapper and buffers at fixed addresses, for a captured graph."""
+        """Plan a step with a new wrapper and buffers at fixed addresses, for a captured graph."""
         size, max_pages = batch.page_table.shape
         index_buffers = graph_buffers(
             batch,

@@ -44,7 +44,7 @@ class FlashInferPages(NamedTuple):
         )
 
     def indexed_on(self, device: torch.device) -> FlashInferPages:
-        """Copy the indices to ``device`` without synchronizing.
+        """Return a copy with the page indices on ``device``, transferred without synchronizing.
 
         Starts and last tokens stay on the host, because FlashInfer reads both for the plan and then
         copies both to the device.

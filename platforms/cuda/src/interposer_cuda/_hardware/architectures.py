@@ -24,7 +24,7 @@ _WIDE = ("bfloat16", "float16", "float32")
 
 
 def _features(tensor_cores: int, *others: str) -> frozenset[str]:
-    """Return the features of a generation of tensor cores.
+    """Return the features of GPUs with the given generation of tensor cores.
 
     A device with third-generation tensor cores has ``tensor_cores_1`` to ``tensor_cores_3``, so a
     kernel requires the oldest generation with its instructions.

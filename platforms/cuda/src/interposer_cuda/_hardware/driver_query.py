@@ -40,7 +40,7 @@ _FLAGS = {
 
 
 def query(driver: DriverLibrary) -> dict[str, Any]:
-    """Return ``{"cuda": [major, minor], "devices": [...]}``."""
+    """Query CUDA's driver; return ``{"cuda": [major, minor], "devices": [...]}``."""
     version = driver.read(c_int(), "cuDriverGetVersion", ...).value
     driver.call("cuInit", 0)
     count = driver.read(c_int(), "cuDeviceGetCount", ...).value
@@ -79,6 +79,6 @@ def _device(driver: DriverLibrary, handle: c_int, handles: list[c_int]) -> dict[
 
 
 def _attribute(driver: DriverLibrary, number: int, handle: c_int) -> int:
-    """Return the attribute's value; 0 if the driver is older than the attribute."""
+    """Return the value of a device attribute; 0 if the driver does not know the attribute."""
     arguments = ..., number, handle
     return driver.read(c_int(), "cuDeviceGetAttribute", *arguments, ignored={_INVALID_VALUE}).value

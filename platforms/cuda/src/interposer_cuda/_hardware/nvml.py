@@ -145,7 +145,7 @@ def _parts(nvml: DriverLibrary, device: c_void_p) -> Iterator[str]:
 
 
 def _text(nvml: DriverLibrary, name: str, *arguments: object) -> str:
-    """Return the text that a function writes into a buffer."""
+    """Return the text that an NVML function writes into a buffer."""
     buffer = ctypes.create_string_buffer(_BUFFER_BYTES)
     return nvml.read(buffer, name, *arguments, ..., _BUFFER_BYTES).value.decode(errors="replace")
 

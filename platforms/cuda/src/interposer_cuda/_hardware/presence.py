@@ -25,7 +25,7 @@ _LIMIT_SECONDS = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """Inputs of the check: system files, the torch build and environment variables."""
+    """Inputs of the check for a GPU: system files, the torch build and environment variables."""
 
     system: GPUFiles
     build: TorchBuild

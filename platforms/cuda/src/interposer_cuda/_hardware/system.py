@@ -1,4 +1,4 @@
-"""System files that show NVIDIA's GPUs.
+"""Detection of NVIDIA's GPUs in system files.
 
 Source: NVIDIA's driver README, chapter "device files"; "CUDA on WSL" user guide.
 """

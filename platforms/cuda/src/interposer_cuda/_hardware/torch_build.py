@@ -21,7 +21,7 @@ _TARGET = re.compile(r"\bcode=((?:sm|compute)_\d+[af]?)\b")
 
 
 class TorchBuild(torch_build.TorchBuild):
-    """A build of torch, which needs CUDA for GPUs of NVIDIA.
+    """A build of torch, which must support CUDA to use NVIDIA GPUs.
 
     ``targets`` are architectures such as ``"sm_90"`` and ``"compute_120"``.
     """
@@ -31,7 +31,7 @@ class TorchBuild(torch_build.TorchBuild):
 
     @classmethod
     def read_targets(cls) -> tuple[str, ...]:
-        """Extend ``TorchBuild.read_targets``: read the header with nvcc's flags."""
+        """Extend ``TorchBuild.read_targets``: read nvcc's flags from a header of torch."""
         import torch
 
         # torch's own functions have side effects: torch.__config__.show() starts CUDA in this

@@ -57,7 +57,7 @@ def visible(gpus: Sequence[GPU], variables: Mapping[str, str]) -> VisibleDevices
 
 
 def _cuda_unit(gpu: GPU) -> str:
-    """Return the uuid of the GPU; in MIG mode, of the first MIG device, or "" without one."""
+    """Return the uuid of the unit that CUDA uses: the GPU, or its first MIG device, if any."""
     if not gpu.mig:
         return gpu.uuid
     return gpu.parts[0] if gpu.parts else ""
@@ -82,7 +82,7 @@ def _all_visible(gpus: Sequence[GPU]) -> VisibleDevices[str]:
 
 
 def _parse_entry(entry: str, gpus: Sequence[GPU]) -> tuple[str, str]:
-    """Return a key that detects repeated entries, and the uuid of the GPU or MIG device.
+    """Parse an entry of the device list: return a key to detect repetitions, and the unit's uuid.
 
     Raises: ValueError: the entry selects nothing.
     """
@@ -104,7 +104,7 @@ def _parse_entry(entry: str, gpus: Sequence[GPU]) -> tuple[str, str]:
 
 
 def _find_uuid(text: str, gpus: Sequence[GPU]) -> str:
-    """Return the unit of a uuid prefix, which must match exactly one GPU or MIG device."""
+    """Return the uuid of the only GPU or MIG device whose uuid begins with ``text``."""
     if text.startswith("MIG-GPU-"):  # MIG-GPU-uuid/instance/instance, of drivers before 470
         gpu_uuid = text.removeprefix("MIG-").partition("/")[0]
         if any(gpu.uuid == gpu_uuid and gpu.parts for gpu in gpus):

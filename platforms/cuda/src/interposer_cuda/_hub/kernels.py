@@ -22,49 +22,49 @@ from interposer_cuda._hub.cache import ACTIVATION, LAYER_NORM, HubKernel
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """Compute the op ``silu_and_mul``."""
+    """Compute the op ``silu_and_mul`` with a kernel from the Hugging Face Hub."""
     return _run_activation("silu_and_mul", x, x.shape[-1] // 2)
 
 
 def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
-    """Compute the op ``gelu_and_mul``."""
+    """Compute the op ``gelu_and_mul`` with a kernel from the Hugging Face Hub."""
     name = "gelu_tanh_and_mul" if approximate == "tanh" else "gelu_and_mul"
     return _run_activation(name, x, x.shape[-1] // 2)
 
 
 def gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
-    """Compute the op ``gelu``."""
+    """Compute the op ``gelu`` with a kernel from the Hugging Face Hub."""
     return _run_activation("gelu_tanh" if approximate == "tanh" else "gelu", x, x.shape[-1])
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """Compute the op ``quick_gelu``."""
+    """Compute the op ``quick_gelu`` with a kernel from the Hugging Face Hub."""
     return _run_activation("gelu_quick", x, x.shape[-1])
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute the op ``rms_norm``."""
+    """Compute the op ``rms_norm`` with a kernel from the Hugging Face Hub."""
     return _run_norm(x, weight, None, eps, is_rms_norm=True)
 
 
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    """Compute the op ``layer_norm``."""
+    """Compute the op ``layer_norm`` with a kernel from the Hugging Face Hub."""
     if weight is None:
         weight = x.new_ones(x.shape[-1])
     return _run_norm(x, weight, bias, eps, is_rms_norm=False)
 
 
 def confirm_activation(request: Request) -> Verdict:
-    """Load the activation kernels; refuse if that fails or a function is missing."""
+    """Load the activation kernels; refuse if loading fails or a function is missing."""
     del request
     names = "silu_and_mul gelu_and_mul gelu_tanh_and_mul gelu gelu_tanh gelu_quick"
     return _confirm(ACTIVATION, names)
 
 
 def confirm_layer_norm(request: Request) -> Verdict:
-    """Load the normalization kernels; refuse if that fails or a function is missing."""
+    """Load the normalization kernels; refuse if loading fails or a function is missing."""
     del request
     return _confirm(LAYER_NORM, "dropout_add_ln_fwd")
 
@@ -83,7 +83,7 @@ def _confirm(kernel: HubKernel, names: str) -> Verdict:
 
 @cache
 def _module(kernel: HubKernel) -> Any:
-    """Load the kernel's module from its folder, once per process.
+    """Import the kernel's module from the kernel's folder, once per process.
 
     Raises: FileNotFoundError: the folder is gone, or has no build for this torch.
     """

@@ -50,7 +50,7 @@ def confirm(request: Request) -> Verdict:
 
 
 def confirm_multimem(request: Request) -> Verdict:
-    """Refuse also GPUs without multicast, through which NVSwitch adds."""
+    """Refuse GPUs that ``confirm`` refuses, and GPUs without the multicast of NVSwitch."""
     verdict = confirm(request)
     has_multicast = _memory().has_multicast_support
     kind: Any = torch._C._autograd.DeviceType.CUDA

@@ -45,7 +45,7 @@ _MISCOMPILED = ("gfx950", "7.2.")
 
 
 class AiterStep(NamedTuple):
-    """Arguments that all layers of a step share.
+    """Arguments of AITER's batched prefill that all layers of a step share.
 
     Attributes:
         slots: ``[T]`` int64, cache slots to write.
@@ -62,7 +62,7 @@ class AiterStep(NamedTuple):
 
 
 class AiterFlashBackend(AttentionBackend):
-    """Write the cache with interposer's kernel, then attend in place with AITER."""
+    """Writes the cache with interposer's kernel, then attends in place with AITER."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         """Check that AITER works, unless the device is only described.
@@ -88,7 +88,7 @@ class AiterFlashBackend(AttentionBackend):
         return judge_flash(spec, capability)
 
     def kv_layout(self) -> KVCacheLayout:
-        """Return ``[2, P, S, K, D]``, keys first; each half can be viewed as ``[P S, K, D]``."""
+        """Return the cache layout ``[2, P, S, K, D]``; each half is viewable as ``[P S, K, D]``."""
         return KVCacheLayout.keys_first(self.spec)
 
     def plan(self, batch: AttentionBatch) -> AiterStep:
@@ -111,7 +111,7 @@ class AiterFlashBackend(AttentionBackend):
         cache: torch.Tensor,
         plan: AiterStep,
     ) -> torch.Tensor:
-        """Write keys and values, then attend; see ``AttentionBackend.forward``."""
+        """Write keys and values, then compute the attention; see ``AttentionBackend.forward``."""
         keys, values = cache.unbind(0)
         self._write(key, value, keys, values, plan.slots)
         if not len(query):
@@ -131,7 +131,7 @@ class AiterFlashBackend(AttentionBackend):
 
 
 def _slots(batch: AttentionBatch, starts: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Return the ``[L]`` int32 slots to read, where L depends on shapes alone.
+    """Return the cache slots to read, ``[L]`` int32, where L depends on shapes alone.
 
     Entries after the last token are padding: valid slots of the last sequence.
     """

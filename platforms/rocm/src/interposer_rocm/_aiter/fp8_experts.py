@@ -52,7 +52,7 @@ def prepare_halves(
     down: torch.Tensor,
     down_scale: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
-    """Convert weights to fnuz of half the value, double the scales, then ``prepare`` both."""
+    """Halve the weights as fnuz, double the scales, and prepare weights and scales for AITER."""
     return prepare(halved(gate_up), gate_up_scale * 2, halved(down), down_scale * 2)
 
 
@@ -109,7 +109,7 @@ def _scales_per_output(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tenso
 
 
 def _checked_block_scales(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return the block scales ``[E, R, C]`` contiguous, after checking their shape."""
+    """Return the block scales ``[E, R, C]`` contiguous; raise ValueError for another shape."""
     rows, columns = (-(-size // BLOCK) for size in weight.shape[1:])
     if scale.shape[1:] != (rows, columns):
         scale_shape = tuple(scale.shape[1:])

@@ -58,7 +58,7 @@ def latent_attention_decode(
     scale: float,
     cache_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the op ``latent_attention_decode``."""
+    """Compute the op ``latent_attention_decode`` with AITER."""
     num_tokens = len(query)
     if not num_tokens:
         return query.new_empty((*query.shape[:2], latent_size))

@@ -33,7 +33,7 @@ class AiterLatentStep(NamedTuple):
 
 
 class AiterLatentBackend(LatentBackend):
-    """Write the cache with interposer's kernel, then attend in place with AITER."""
+    """Writes the cache with interposer's kernel, then attends in place with AITER."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         """Check that AITER works, unless the device is only described.

@@ -125,7 +125,7 @@ def _first_refusal(*verdicts: Verdict) -> Verdict:
 
 
 def _folder() -> Path | None:
-    """Return the folder of AITER, or None if it is not installed.
+    """Return the folder of AITER, or None if AITER is not installed.
 
     PyPI also has an unrelated package ``aiter``, which is a single module without ``ops``.
     """

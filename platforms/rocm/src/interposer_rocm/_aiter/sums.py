@@ -77,7 +77,7 @@ class AiterCommunicator(Communicator):
         self._communicator  # noqa: B018 it is computed once
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over the ranks as a new tensor.
+        """Return the sum of ``x`` over the ranks as a new tensor.
 
         Raises: RequestError: AITER does not take a tensor of this size.
         """
@@ -112,7 +112,7 @@ class AiterQuickCommunicator(AiterCommunicator):
         return communicator
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over the ranks as a new tensor.
+        """Return the sum of ``x`` over the ranks as a new tensor.
 
         Raises: RequestError: the size is not a multiple of 16 bytes, or exceeds the buffer.
         """

@@ -130,7 +130,7 @@ KNOWN = frozenset(_TABLE)
 
 
 def architecture_of(version: GfxVersion) -> Architecture:
-    """Return the properties of a version; for an unknown version, only those of every GPU.
+    """Return the properties of a version; if unknown, only the properties of every GPU.
 
     Nothing is inferred from neighbouring versions, which may differ: 9.5 has other formats than
     9.4, and 12.5 has other matrix instructions than 12.0.

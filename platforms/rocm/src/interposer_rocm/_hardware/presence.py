@@ -19,7 +19,7 @@ from interposer_rocm._hardware.visibility import overridden, visible
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """Inputs of the check: system files, the torch build and environment variables."""
+    """Inputs of the check for a GPU: system files, the torch build and environment variables."""
 
     system: System
     build: TorchBuild

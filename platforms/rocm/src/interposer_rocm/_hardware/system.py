@@ -1,4 +1,4 @@
-"""System files that show AMD's GPUs.
+"""Detection of AMD's GPUs in system files.
 
 Source: AMD's ROCm installation guide, chapters "prerequisites" (groups render and video) and
 "containers" (``--device=/dev/kfd --device=/dev/dri``).

@@ -73,7 +73,7 @@ class Topology:
 
 
 def read_topology(root: Path) -> Topology:
-    """Read the GPUs from ``sys`` below ``root``."""
+    """Read the GPUs from the kernel driver's files in ``sys`` below ``root``."""
     gpus: list[GPU] = []
     unreadable = 0
     nodes = {int(path.name): path for path in list_folder(root / _NODES) if path.name.isdecimal()}

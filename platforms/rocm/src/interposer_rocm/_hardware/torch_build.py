@@ -14,7 +14,7 @@ _OLDEST_HIP_FOR_GRAPHS = (7, 0)
 
 
 class TorchBuild(torch_build.TorchBuild):
-    """A build of torch, which needs HIP for GPUs of AMD."""
+    """A build of torch, which must support HIP to use AMD GPUs."""
 
     toolkit = "HIP"
     wheels = "rocm7.0"
@@ -22,7 +22,7 @@ class TorchBuild(torch_build.TorchBuild):
 
     @classmethod
     def read_targets(cls) -> frozenset[str]:
-        """Extend ``TorchBuild.read_targets``: read the flags of torch's HIP compiler."""
+        """Extend ``TorchBuild.read_targets``: read the architectures in torch's HIP flags."""
         import torch
 
         # torch.cuda.get_arch_list() returns these flags too, but queries the devices first.

@@ -1,1 +1,1 @@
-"""Hardware of the machine, inspected without initialising a device."""
+"""Detection of Intel GPUs and their properties, without initialising a device."""

@@ -19,7 +19,7 @@ from interposer_ops.devices import architecture
 
 @dataclass(frozen=True, slots=True)
 class Architecture(architecture.Architecture):
-    """Properties of all devices of one graphics version; the name is such as ``"bmg_g21"``.
+    """Properties of all devices of one graphics version, with a name such as ``"bmg_g21"``.
 
     Attributes:
         family: such as ``"Xe2-HPG"``.

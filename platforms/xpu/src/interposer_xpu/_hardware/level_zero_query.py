@@ -26,7 +26,7 @@ _BYTES_PER_NANOSECOND = 0
 
 
 def _structure(stype: int, **fields: Any) -> Any:
-    """Define a structure type; each begins with its number and a pointer to an extension."""
+    """Define a structure type of Level Zero, headed by a type number and an extension pointer."""
     header = (("stype", c_uint32), ("next", c_void_p))
     members = {"_fields_": (*header, *fields.items()), "number": stype}
     return type(f"Structure{stype:x}", (ctypes.Structure,), members)
@@ -76,7 +76,7 @@ _Cache = _structure(0x9, flags=c_uint32, bytes=c_size_t)
 
 
 def query(loader: DriverLibrary) -> dict[str, Any]:
-    """Return ``{"driver": text, "devices": [...]}``."""
+    """Query Level Zero; return ``{"driver": text, "devices": [...]}``."""
     loader.call("zeInit", _GPU_ONLY)
     versions, devices = [], []
     for driver in _read_handles(loader, "zeDriverGet"):
@@ -145,7 +145,7 @@ def _read_handles(loader: DriverLibrary, name: str, *driver: c_void_p) -> list[c
 def _read_structures(
     loader: DriverLibrary, name: str, handle: c_void_p, kind: Any, *, extension_type: Any = None
 ) -> list[tuple[Any, Any]]:
-    """Return the structures, each with its extension or None."""
+    """Read all structures that a Level Zero function lists, each with its extension or None."""
     count = loader.read(c_uint32(), name, handle, ..., None)
     extensions = [extension_type and _new(extension_type) for _ in range(count.value)]
     entries = (kind * count.value)(*(_new(kind, extension) for extension in extensions))
@@ -154,5 +154,5 @@ def _read_structures(
 
 
 def _new(kind: Any, extension: Any = None) -> Any:
-    """Create a structure, with the address of the extension that the driver fills as well."""
+    """Create a structure; with an extension, the driver fills both."""
     return kind(stype=kind.number, next=extension and ctypes.addressof(extension))

@@ -24,7 +24,7 @@ _LIMIT_SECONDS = 4.0
 
 
 class TorchBuild(torch_build.TorchBuild):
-    """A build of torch, which needs XPU support for GPUs of Intel."""
+    """A build of torch, which must support XPU to use Intel GPUs."""
 
     toolkit = "XPU"
     wheels = "xpu"
@@ -32,7 +32,7 @@ class TorchBuild(torch_build.TorchBuild):
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """Inputs of the check: system files, the torch build and environment variables.
+    """Inputs of the check for a GPU: system files, the torch build and environment variables.
 
     Attributes:
         limit_seconds: time limit for the driver's answer.

@@ -1,4 +1,4 @@
-"""System files that show Intel's GPUs.
+"""Detection of Intel's GPUs in system files.
 
 Source: the Linux kernel's documentation of the PCI bus in sysfs and of DRM render nodes; the
 names of the kernel's drivers for Intel graphics, ``i915`` and ``xe``.

@@ -1,1 +1,1 @@
-"""The optional kernel package, and checks that the installed versions can be used."""
+"""The optional package vllm-xpu-kernels, and checks that the installed version can be used."""

@@ -95,7 +95,7 @@ def judge_installed() -> Verdict:
 
 
 def judge_ops(use: str) -> Verdict:
-    """Accept if every op of a use in ``USES`` exists with the expected schema."""
+    """Accept if the package has every op that ``use`` needs, with the expected schema."""
     verdict = judge_installed()
     if not verdict:
         return verdict

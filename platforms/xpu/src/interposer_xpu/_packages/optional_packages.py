@@ -21,7 +21,7 @@ _LIMIT_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """An optional kernel package.
+    """An optional kernel package, which an inquiry program examines in a child process.
 
     Attributes:
         distribution: name of the distribution.

@@ -27,7 +27,7 @@ def judge_fp8(request: Request) -> Verdict:
 
 
 def judge_fp8_weights(request: Request) -> Verdict:
-    """Accept 8-bit operands whose activations have one scale for the whole tensor."""
+    """Accept 8-bit float operands whose activations have one scale for the whole tensor."""
     for name in ("x_dtype", "weight_dtype"):
         if str(request.dims[name]) not in _FP8:
             return Verdict.refuse(f"takes {' or '.join(_FP8)}, {name} is {request.dims[name]}")
