@@ -1,4 +1,4 @@
-"""The state of one adaptation: eligible dtypes, changes made, and the result for each module."""
+"""The state of one ``adapt`` call: supported dtypes, an undo log, and the result of each module."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_LISTED_NAMES = 3
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The result for one module of an adapted model.
+    """The kernel on which a module of an adapted model runs, or the reason why none was chosen.
 
     Attributes:
         name: dotted, as in ``named_modules``.
@@ -44,7 +44,7 @@ class Place:
 
 
 def notes(places: Iterable[Place]) -> Iterator[str]:
-    """Yield one line for each reason, naming the first modules that share the reason."""
+    """Yield a line for each reason, with the names of the first modules it applies to."""
     groups: dict[tuple[bool, str, str], list[str]] = {}
     for place in places:
         if place.reason:
@@ -117,7 +117,7 @@ _TRIM_AFTER_BYTES = 64 << 20
 
 
 class Changes:
-    """Changes to instances, in order, each with an inverse. Classes are never changed."""
+    """Undo log of the attributes that ``adapt`` changed on module instances, never on classes."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
@@ -166,11 +166,11 @@ class Changes:
             host_memory.trim()
 
     def on_undo(self, undo: Callable[[], None]) -> None:
-        """Call ``undo`` when the changes are undone."""
+        """Register ``undo``, a function to call when the changes are undone."""
         self._undo.append(undo)
 
     def savepoint(self) -> int:
-        """Return a savepoint for ``undo``."""
+        """Return the current position in the undo log, for ``undo``."""
         return len(self._undo)
 
     def undo(self, savepoint: int = 0) -> None:
@@ -184,7 +184,7 @@ Bind = Callable[[], str | Verdict]
 
 
 class Adaptation:
-    """The state shared by all parts of an adaptation.
+    """State that all parts of one ``adapt`` call share: undo log, kernel resolver, module results.
 
     Attributes:
         results: module results by module name.
@@ -248,19 +248,19 @@ class Adaptation:
         return True
 
     def mark_skipped(self, module: nn.Module, name: str, reason: str) -> None:
-        """Record that a module keeps the forward of the class."""
+        """Record that no kernel replaces the module, with the reason."""
         self.results[name] = Place(name, type(module).__name__, reason=reason)
         self.handled_ids.add(id(module))
 
     def mark_bound(self, module: nn.Module, name: str, kernel: str, reason: str = "") -> None:
-        """Record that a module runs on ``kernel``."""
+        """Record that the module runs on ``kernel``."""
         self.results[name] = Place(name, type(module).__name__, kernel, reason)
         self.handled_ids.add(id(module))
 
     def bind_forward(
         self, module: nn.Module, name: str, forward: Forward, *, guarded: bool = True
     ) -> None:
-        """Run ``forward`` instead of the class's forward on one instance.
+        """Make one module instance run ``forward`` instead of its class's forward.
 
         The class, hooks and children stay. A wrapper that another library put around the class's
         forward stays around ``forward``. While a parameter is exchanged, calls run the class's
@@ -287,7 +287,7 @@ def kernel_name(choice: Choice) -> str:
 
 
 def _guard(module: nn.Module, forward: Forward) -> Forward:
-    """Return a forward that runs ``forward`` only while the module has the present parameters."""
+    """Return a forward that runs ``forward`` while no parameter was exchanged, else the class's."""
     parameters, original_forward = dict(module._parameters), class_forward(module)
 
     def guarded(*args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ _NOT_FOR_SDPA = frozenset({"softcap", "s_aux"})
 
 
 class UnsupportedLayerError(Exception):
-    """A layer keeps a state that pages cannot hold, or attends in an unsupported way."""
+    """A layer attends in an unsupported way, or keeps a state that a paged cache cannot hold."""
 
     def __init__(self, name: str, kind: str, reason: str) -> None:
         self.layer = f"{name or 'the model'} ({kind})"
@@ -53,7 +53,7 @@ class TracedLayer:
     sinks: bool
 
     def spec(self, page_size: int) -> AttentionSpec:
-        """Return the attention request of the layer; pages store keys and values in one size."""
+        """Return the ``AttentionSpec`` of the layer, with one size for keys and values."""
         return AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -90,7 +90,7 @@ class AttentionTrace:
         return make(**explicit_settings)
 
     def paged_cache(self, module: nn.Module) -> None:
-        """Return None, so that every layer calls ``attend``."""
+        """Return None instead of a paged cache, so that every layer calls ``attend``."""
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Record the layer, and compute the attention by sdpa, without sinks and softcap.

@@ -163,7 +163,7 @@ def bind_blocks(adaptation: Adaptation) -> None:
 
 
 def _conflicting_rule(config: Config) -> str:
-    """Return a kernel rule for a part that a block would ignore, or ""."""
+    """Return the first kernel rule of the user that decoder blocks would ignore, or ""."""
     for rule in config.kernels:
         op, _, place = rule.partition("@")
         if op in ("*", "ragged_attention") or (place and op in ("rms_norm", "rotary_embedding")):
@@ -238,7 +238,7 @@ class _BlockBinder:
     def _build_block(
         self, module: nn.Module, name: str, parts: BlockParts, hidden_size: int
     ) -> DecoderBlock | Verdict:
-        """Return a decoder block that uses the kernels of the bound parts."""
+        """Return a decoder block that uses the kernels of the layer's bound parts."""
         adaptation = self._adaptation
 
         def submodule(label: str) -> Any:
@@ -312,7 +312,7 @@ class _BlockBinder:
     def _norms(
         self, module: nn.Module, parts: BlockParts, dtype: torch.dtype
     ) -> list[tuple[float, Tensor]] | Verdict:
-        """Return epsilon and weight of each norm: input, post-attention, query, key."""
+        """Return epsilon and weight of the layer's norms: input, post-attention, query, key."""
         norms = []
         for label in (parts.input_norm, parts.post_norm, parts.query_norm, parts.key_norm):
             if not label:

@@ -1,4 +1,4 @@
-"""A KV cache for transformers models that grows in place and returns views.
+"""A KV cache for transformers models that grows in place and returns views of its buffers.
 
 The cache layers of transformers copy all past tokens at every step. ``RowsCache`` holds rows of
 tokens with spare capacity, the layout that ``ragged_attention`` reads. While only decoder blocks
@@ -24,7 +24,7 @@ _MIN_CAPACITY_TOKENS = 256
 
 
 class Rows:
-    """Two buffers ``[B, C, K, D]`` that hold the tokens from ``start`` to ``end``."""
+    """Key and value buffers ``[B, C, K, D]`` that hold the tokens from ``start`` to ``end``."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.buffers = tuple(
@@ -43,7 +43,7 @@ class Rows:
         return states.new_empty(batch, tokens, heads, size)
 
     def append(self, *states: Tensor) -> None:
-        """Append keys and values ``[B, K, U, D]``."""
+        """Append keys and values ``[B, K, U, D]`` to the buffers."""
         length = states[0].shape[2]
         if self.end + length > self.buffers[0].shape[1]:
             self._grow(length)
@@ -86,7 +86,7 @@ class Rows:
 
 
 def rows_of(keys: Tensor, values: Tensor) -> Rows:
-    """Return rows with the keys and values ``[B, K, U, D]``."""
+    """Return new ``Rows`` that contain the keys and values ``[B, K, U, D]``."""
     rows = Rows(keys, values)
     rows.append(keys, values)
     return rows
@@ -98,7 +98,7 @@ _BASE = 128
 
 
 class PageIndex:
-    """The position in a page of each key and value element.
+    """The position within a cache page of each element of the keys and values.
 
     Args:
         index: int64 ``[2 * K * S * D]``, keys before values.
@@ -120,7 +120,7 @@ class PageIndex:
         return cache
 
     def first(self, cache: Tensor, num_pages: int) -> Tensor:
-        """Return a view of the first pages of a cache."""
+        """Return a view of the first ``num_pages`` pages of a cache."""
         return cache.narrow(self._axis, 0, num_pages)
 
     def select(self, cache: Tensor, pages: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ class Pages:
         return twin
 
     def reserve(self, num_tokens: int) -> None:
-        """Grow the cache so that ``num_tokens`` more tokens fit."""
+        """Grow the paged cache so that ``num_tokens`` more tokens of each sequence fit."""
         size, min_capacity_tokens = self.index.page_size, self.length + num_tokens
         if min_capacity_tokens <= self._capacity * size:
             return
@@ -242,7 +242,7 @@ class Pages:
         return keys, values
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
-        """Replace the content by keys and values ``[B, K, U, D]``."""
+        """Replace the content of the pages by keys and values ``[B, K, U, D]``."""
         self.length = 0
         self.reserve(keys.shape[2])
         self.length, size = keys.shape[2], self.index.page_size
@@ -339,7 +339,7 @@ class RowsLayer(DynamicLayer):
         return pages
 
     def _convert_to_rows(self) -> None:
-        """Convert pages to rows for good."""
+        """Convert the layer's pages to rows permanently."""
         if isinstance(self.rows, Pages):
             self._looked_at = True
             self.rows = rows_of(*self.rows.read()) if self.rows.length else None
@@ -386,7 +386,7 @@ class RowsLayer(DynamicLayer):
         self._looked_at = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace each sequence by the one that ``beam_idx`` names."""
+        """Reorder the cached sequences by ``beam_idx``."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -404,7 +404,7 @@ class RowsLayer(DynamicLayer):
                 self._update_views()
 
     def _current_rows(self, key_states: Tensor, value_states: Tensor) -> Rows:
-        """Return the rows, rebuilt from keys and values that code of the user replaced."""
+        """Return the layer's rows, rebuilt first if user code replaced ``keys`` or ``values``."""
         self._convert_to_rows()
         if not self.is_initialized or self.rows is None:
             previous = (self.keys, self.values) if self.is_initialized else None
@@ -456,7 +456,7 @@ class RowsSlidingLayer(RowsLayer, DynamicSlidingWindowLayer):
         return visible
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last tokens, and tokens before the window of the new last token.
+        """Drop the last tokens, and all tokens before the window of the last remaining token.
 
         Raises: RuntimeError: tokens that the window would need are gone already.
         """

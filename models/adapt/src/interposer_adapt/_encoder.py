@@ -37,7 +37,7 @@ Pool = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """The pooling of a checkpoint.
+    """How an encoder reduces token vectors to a text's vector: pooling modes, prompts and limits.
 
     Attributes:
         modes: names of ``POOLS``; the vectors of several modes are concatenated.
@@ -55,7 +55,7 @@ class Pooling:
 
     @classmethod
     def of(cls, folder: Path) -> Pooling:
-        """Read the pooling from the files in ``folder``; without files, the mean of all tokens.
+        """Read the pooling from the files in ``folder``; without files, average all tokens.
 
         Raises:
             CheckpointError: a file is corrupt.
@@ -136,7 +136,7 @@ _RENAMED_MODES |= {"weightedmean_tokens": "weightedmean"}
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
-    """Return path and class name of each module in modules.json."""
+    """Return the path and class name of each module that modules.json lists."""
     file = folder / "modules.json"
     try:
         modules = json.loads(file.read_text(encoding="utf-8"))

@@ -33,7 +33,7 @@ _RELATIVE_TOLERANCE = 2e-5
 
 
 class Form(NamedTuple):
-    """The layout of the matrices in a module, as stated by transformers' classes.
+    """The layout of the expert matrices in a module, as attributes of transformers' classes state.
 
     Attributes:
         alternating: gate and up columns alternate, instead of gate first.
@@ -44,7 +44,7 @@ class Form(NamedTuple):
     alternating: bool
 
     def ordered(self, name: str, stored: Tensor) -> Tensor:
-        """Return stored matrices in the layout of ``fused_experts``."""
+        """Return the module's stored matrices in the layout of ``fused_experts``."""
         dense = stored.transpose(1, 2) if self.transposed else stored
         return gates_first(dense) if self.alternating and name == _MATRICES[0] else dense
 
@@ -151,7 +151,7 @@ def _forward(module: Any, layer: Experts, dtype: torch.dtype, device: torch.devi
 def _find_restore(
     layer: Experts, form: Form, name: str, shapes: list[torch.Size]
 ) -> Restore | None:
-    """Return a function that restores one matrix, None if the kernel does not pack."""
+    """Return a function that restores one expert matrix; None if the kernel packs no weights."""
     assert isinstance(layer.method, PlainExperts)
     restore_all = layer.method.bound.restore
     if restore_all is None:
@@ -167,7 +167,7 @@ def _find_restore(
 
 
 def _find_activation(module: Any, form: Form, hidden: int) -> str | None:
-    """Return the activation with which the op agrees with the module's class, if any."""
+    """Return the activation for which ``fused_experts`` agrees with the module's class, or None."""
     generator = torch.Generator().manual_seed(3)
     # A shallow copy with small random float64 weights: the class's forward runs on it as on the
     # original.
@@ -225,7 +225,7 @@ def _random_routing(
 def _check_forward(
     module: Any, forward: Callable[..., Tensor], form: Form, spec: ExpertsSpec
 ) -> Verdict:
-    """Refuse unless ``forward`` agrees with the module's class within rounding."""
+    """Refuse unless ``forward`` agrees with the forward of the module's class within rounding."""
     weight = module._parameters["down_proj"]
     dtype, device = weight.dtype, weight.device
     x, ids, weights = _random_routing(spec.num_experts, spec.top_k, spec.hidden_size, dtype, device)

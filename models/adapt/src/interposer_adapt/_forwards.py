@@ -1,4 +1,4 @@
-"""Replacement forwards of single module instances.
+"""Functions that replace the forward of single module instances, and calls within a forward.
 
 ``ModuleForward`` runs the forward of a class on one instance, with parts of the class's code
 replaced.
@@ -33,7 +33,7 @@ from interposer import AttentionBackend
 
 
 class Scope(Protocol):
-    """A context that is open while a forward runs."""
+    """A context that is entered before a module's forward runs, and exited after it."""
 
     def enter(self) -> Any:
         """Open the context, and return the state for ``exit``."""
@@ -45,7 +45,7 @@ class Scope(Protocol):
 
 
 def undecorated(function: FunctionType) -> FunctionType:
-    """Return the function inside of all decorators that follow ``functools.wraps``."""
+    """Return the innermost function below all decorators that use ``functools.wraps``."""
     inner = getattr(function, "__wrapped__", None)
     return undecorated(inner) if isinstance(inner, FunctionType) else function
 
@@ -77,7 +77,7 @@ class GlobalOverride:
 def _with_global(
     function: FunctionType, name: str, replacement: Callable[..., Any]
 ) -> FunctionType:
-    """Return a copy of a function and its decorators with another global in the inner function."""
+    """Return a copy of a decorated function whose inner function sees another value of a global."""
     inner = getattr(function, "__wrapped__", None)
     if not isinstance(inner, FunctionType):
         return _copy_function(
@@ -108,7 +108,7 @@ def _copy_function(
 
 
 class ModuleForward:
-    """The forward of ``module``'s class, with an override and a scope.
+    """Replacement forward that runs the class's forward with one function overridden.
 
     Attributes:
         override: replaces a function that the forward calls, except under ``torch.compile``.
@@ -134,7 +134,7 @@ class ModuleForward:
         return twin
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the class within the scope."""
+        """Run the forward of the module's class within the scope."""
         module = self.module
         forward: Any = type(module).forward
         if self.override is not None and not is_compiling():
@@ -172,7 +172,7 @@ Forward = Callable[..., Any]
 
 
 def class_forward(module: nn.Module) -> Forward:
-    """Return the forward of the module's class, bound to the module."""
+    """Return the forward that the module's class defines, bound to the module."""
     return partial(type(module).forward, module)
 
 
@@ -183,7 +183,7 @@ def forward_one_input(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Forward:
-    """Return a forward that calls ``kernel(x, *operands)`` where possible, else ``original``.
+    """Return a forward that calls ``kernel(x, *operands)`` if supported, else ``original``.
 
     ``original`` serves other dtypes, devices and arguments, and inputs that require a gradient: the
     kernel reads memory in the dtype it was bound for, and records no backward pass.
@@ -292,7 +292,7 @@ _DEPTH = 2
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Return True if an instance has another forward than the class's."""
+    """Return True if the instance's forward is not the forward of its class."""
     forward = vars(module).get("forward")
     return forward is not None and not _is_class_forward(forward, module)
 
@@ -325,7 +325,7 @@ def find_rewrap(module: nn.Module) -> Rewrap | None:
 
 
 def _placeholder(*_: Any) -> None:
-    """Stand for any forward while the closure is only searched."""
+    """Placeholder for the inner forward while only the wrapper's closure is searched."""
 
 
 def _replace_in_cell(cell: CellType, module: nn.Module, inner: Forward) -> tuple[CellType, bool]:

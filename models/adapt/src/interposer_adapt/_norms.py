@@ -1,4 +1,4 @@
-"""Binding of norms: nn.LayerNorm, and leaf modules that compute a norm.
+"""Norms of transformers models: nn.LayerNorm, and leaf modules that compute a norm.
 
 The norm op of a leaf is found by comparing results. A norm without a weight holds neither size nor
 dtype of its input. Both are taken from the parent's other modules: the input comes from a
@@ -42,7 +42,7 @@ Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """The norm that a leaf module computes.
+    """The norm op that a leaf module computes, and the names of its weight, bias and epsilon.
 
     Attributes:
         op: called as ``op(x, weight, eps)``, or with a bias before ``eps``.
@@ -56,7 +56,7 @@ class Norm:
     eps: str
 
     def constants(self, module: nn.Module, size: int) -> dict[str, Tensor | None]:
-        """Return the op's constants from the module's parameters."""
+        """Return weight and bias of the module as keyword arguments of the norm op."""
         weight = module._parameters.get(self.weight) if self.weight else None
         if self.op is not layer_norm:
             return {"weight": weight}
@@ -75,7 +75,7 @@ _SOURCES: weakref.WeakKeyDictionary[type[nn.Module], bytes] = weakref.WeakKeyDic
 
 
 def bind_norm(adaptation: Adaptation, module: nn.Module, name: str, norm: Norm) -> str | Verdict:
-    """Bind a leaf to a kernel of the matching norm op."""
+    """Bind a leaf module that computes a norm to a kernel of the norm op."""
     verdict = adaptation.check_module(module)
     if not verdict:
         return verdict
@@ -120,7 +120,7 @@ def bind_norm(adaptation: Adaptation, module: nn.Module, name: str, norm: Norm) 
 def bind_unweighted_norm(
     adaptation: Adaptation, module: nn.Module, name: str, norm: Norm
 ) -> str | Verdict:
-    """Bind a norm that has no weight, for the row sizes found in its parent module."""
+    """Bind a norm without a weight to a kernel for each row size found in its parent module."""
     verdict = adaptation.check_module(module)
     if not verdict:
         return verdict
@@ -208,7 +208,7 @@ def _source(kind: type[nn.Module]) -> bytes:
 
 
 def _search(module: nn.Module, names: list[str], size: int) -> Norm | None:
-    """Return the first candidate that agrees with the class in float64 at every magnitude."""
+    """Return the first candidate norm that agrees with the class in float64 at every magnitude."""
     generator = torch.Generator().manual_seed(_SEED)
     try:
         probe = copy.copy(module)
@@ -275,7 +275,7 @@ def _agrees(
 
 
 def _sizes(parent: nn.Module) -> Iterator[int]:
-    """Yield possible row sizes within ``parent``: integer attributes, and sizes of weights."""
+    """Yield possible row sizes of a norm in ``parent``: integer attributes, and weight sizes."""
     for value in vars(parent).values():
         if type(value) is int and _MIN_SIZE <= value <= _MAX_SIZE:
             yield value
@@ -290,7 +290,7 @@ def _sizes(parent: nn.Module) -> Iterator[int]:
 def _by_size(
     calls: dict[int, Call], original: Forward, dtype: torch.dtype, device: torch.device
 ) -> Forward:
-    """Return a forward that selects the kernel by row size, and calls ``original`` otherwise."""
+    """Return a forward that selects the norm kernel by row size, or calls ``original``."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs:

@@ -37,7 +37,7 @@ from interposer_ops.attention import common_page_size
 
 
 class PagedLayer:
-    """One attention layer with a paged backend."""
+    """An attention layer of a transformers model, with the paged backend that computes it."""
 
     def __init__(self, traced: TracedLayer, resolver: Resolver, page_size: int) -> None:
         self.name = traced.name
@@ -72,7 +72,7 @@ class _PagedStep:
         self._layers, self._caches, self._plans = layers, caches, plans
 
     def mask(self, make: MakeMask, settings: Mapping[str, Any]) -> Tensor | None:
-        """Return None: each layer's pattern is known from the trace."""
+        """Return None instead of a mask: the trace has recorded the mask pattern of each layer."""
         return None
 
     def paged_cache(self, module: nn.Module) -> PagedCache | None:
@@ -113,7 +113,7 @@ class PagedDecoder:
         config: DecoderSizes,
         in_force: Callable[[], bool],
     ) -> None:
-        """Choose a backend for each layer.
+        """Choose an attention backend for each layer.
 
         Args:
             in_force: returns False once the model was restored.
@@ -203,7 +203,7 @@ def try_paging(
 
 
 def _step_tokens(paged: PagedDecoder) -> tuple[tuple[int, int], ...]:
-    """Return the tokens of both sequences in each step; the prompt exceeds the largest window."""
+    """Return the number of tokens that each trial step adds to both of its sequences."""
     (count, second), *later_steps = _STEPS
     extra_tokens, _ = extra_trial_tokens(paged.model)
     return ((count + extra_tokens, second), *later_steps)
@@ -301,7 +301,7 @@ def _find_unsupported_layer(
 
 @contextmanager
 def _recording(model: nn.Module, num_tokens: int) -> Iterator[States]:
-    """Record inputs and outputs of modules with a row for each token, in order of completion."""
+    """Record all per-token inputs and outputs of the model's modules, in order of completion."""
     states: States = {}
     calls: dict[str, int] = {}
 

@@ -27,7 +27,7 @@ _SUGGESTION = (
 
 
 class QuantizedModule(nn.Module):
-    """A kernel with its constants, as a module without parameters.
+    """A module without parameters that runs one kernel with constant operands.
 
     Attributes:
         place: the name of the module in the model.
@@ -70,7 +70,7 @@ class QuantizedModule(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedModule:
-        """Refuse another dtype or device.
+        """Refuse to convert the module to another dtype or device.
 
         torch and transformers move and convert modules by ``_apply``.
         """

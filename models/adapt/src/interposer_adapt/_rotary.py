@@ -1,4 +1,4 @@
-"""Binding of rotary embeddings: functions that the forward of a class calls by a global name.
+"""Rotary embeddings of transformers models: functions that a forward calls by a global name.
 
 Such a function is recognized by results. An instance runs a copy of the class's forward in
 which the name refers to the kernel; the class's Python module stays unchanged.
@@ -57,7 +57,7 @@ def bind_rotary(adaptation: Adaptation) -> None:
 
 
 class AdaptedRotary:
-    """The rotary function of one module.
+    """Replacement for the rotary function that one module calls, with a kernel and a fallback.
 
     Args:
         original: the replaced function, for calls that the kernel does not support.
@@ -88,7 +88,7 @@ class AdaptedRotary:
         return self._original(query, key, cos, sin, *args, **kwargs)
 
     def _bind(self, size: int, dtype: torch.dtype) -> Rotate | None:
-        """Return a kernel, None if only the reference is installed or the kernel disagrees."""
+        """Return a rotary kernel that is no reference and agrees with the function, else None."""
         if size % 2:
             return None
         site = self._adaptation.site(self._name, dtype)
@@ -136,7 +136,7 @@ class AdaptedRotary:
 
 
 class _CachedTables(NamedTuple):
-    """The prepared tables of a step, with the source tensors."""
+    """The prepared cosine and sine tables of a step, with the tensors they were made from."""
 
     cos: weakref.ref[Tensor]
     sin: weakref.ref[Tensor]
@@ -147,13 +147,13 @@ class _CachedTables(NamedTuple):
 
 
 class RotaryTables(threading.local):
-    """The cosine and sine tables in the op's layout, shared by layers with the same tables."""
+    """The last cosine and sine tables in the layout of the rotary op, shared by all layers."""
 
     # All layers of a step get the same tables, so that one entry suffices.
     cached: _CachedTables | None = None
 
     def prepare(self, cos: Tensor, sin: Tensor, batch: int) -> Pair | None:
-        """Return both tables as ``[B * T, D / 2]`` in float32; None if the halves of one differ."""
+        """Return both tables as ``[B * T, D / 2]`` in float32; None if a table's halves differ."""
         cached = self.cached
         if cached is not None and cached.batch == batch and _is_current(cached, cos, sin):
             return cached.tables
@@ -202,7 +202,7 @@ def _rotate(kernel: Rotate, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return ``[B * T, N, D]`` of ``[B, N, T, D]``."""
+    """Reshape ``[B, N, T, D]`` to ``[B * T, N, D]``."""
     return x.transpose(1, 2).contiguous().view(-1, x.shape[1], x.shape[3])
 
 
@@ -243,7 +243,7 @@ def _random_case(size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor,
 
 
 def _is_rotary(forward: FunctionType, name: str) -> bool:
-    """Return True if a global name of the forward refers to a rotary function."""
+    """Return True if a global name that the forward calls refers to a rotary function."""
     function = forward.__globals__.get(name)
     if not isinstance(function, FunctionType):
         return False

@@ -1,4 +1,4 @@
-"""Binding of routers: leaf modules that choose the experts of each token.
+"""MoE routers of transformers models: leaf modules that choose the experts of each token.
 
 The routing function of a router is found by comparing its results with those of every routing that
 an op supports.
@@ -47,7 +47,7 @@ Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The rule by which a router chooses experts from logits.
+    """The rule by which an MoE router chooses experts from logits.
 
     Attributes:
         scoring: ``"softmax"`` or ``"sigmoid"``.
@@ -70,7 +70,7 @@ class Routing:
 
     @property
     def op(self) -> CustomOp[..., tuple[Tensor, Tensor]]:
-        """Return the op that computes this choice."""
+        """Return the op that chooses experts by this rule."""
         if self.num_groups > 1 or (self.correction and self.scoring == "softmax"):
             return grouped_topk
         return topk_sigmoid if self.scoring == "sigmoid" else topk_softmax
@@ -196,7 +196,7 @@ def find_routing(module: nn.Module) -> Routing | None:
 
 
 def _search(module: nn.Module) -> Routing | None:
-    """Return the first candidate that agrees with the class for every probe."""
+    """Return the first candidate routing that agrees with the class for every probe."""
     probes = []
     for index, size in enumerate(_CORRECTIONS):
         probe = _Probe.of(module, _SEED + index, size)
@@ -275,7 +275,7 @@ class _Probe:
         )
 
     def correction(self, routing: Routing) -> Tensor | None:
-        """Return the tensor that is added to the scores, if any."""
+        """Return the correction bias that the router adds to the scores, if any."""
         return dict(_tensors(self.router)).get(routing.correction)
 
     def flattens(self) -> bool:
@@ -291,7 +291,7 @@ class _Probe:
 
 
 def _candidates(module: nn.Module, probe: _Probe) -> Iterator[Routing]:
-    """Yield all routings with the numbers and tensors that the module holds."""
+    """Yield all routings that the numbers and tensors of the module could mean."""
     num_experts = probe.logits.shape[-1]
     corrections = ["", *(name for name, _ in _tensors(module) if name not in ("weight", "bias"))]
     # A routed_scaling_factor is a float attribute of the module.
@@ -421,7 +421,7 @@ def _check_choice(
     bounds: tuple[int, float, float],
     dtype: torch.dtype,
 ) -> Verdict:
-    """Refuse a kernel's routing if its logits or its chosen experts differ from the class's.
+    """Refuse a kernel's routing whose logits or chosen experts differ from the class's.
 
     Args:
         choice: weights and ids that the kernel makes of the class's own logits.

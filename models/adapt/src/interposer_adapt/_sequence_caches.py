@@ -40,10 +40,10 @@ _STEPS = ((5, 3), (4, 2), (1, 1), (1, 1), (1, 1), (1, 0))
 
 
 class _Slots:
-    """A state layer, so that the engine assigns a slot number to each running sequence."""
+    """Placeholder for a recurrent layer, so that the engine assigns a slot to each sequence."""
 
     def state_layout(self) -> StateLayout:
-        """Return a layout of one unused byte."""
+        """Return the layout of a state of one unused byte."""
         return StateLayout((((1,), torch.uint8),))
 
 
@@ -127,7 +127,7 @@ class SequenceCaches:
     def _extend(
         self, slot: int, tokens: Tensor, positions: Tensor, num_cached: int, rows: Sequence[int]
     ) -> Tensor:
-        """Append tokens to the cache, and return the logits of the tokens in ``rows``."""
+        """Append tokens to a sequence's cache, and return the logits of the tokens in ``rows``."""
         if self.by_token and num_cached:
             token_logits = [
                 self._forward(slot, tokens[i : i + 1], positions[i : i + 1], [0])
@@ -201,7 +201,7 @@ def sequence_caches(
 def _logits_in_steps(
     decoder: SequenceCaches, prompt: list[int], steps: Sequence[tuple[int, int]], device: str
 ) -> tuple[Tensor, tuple[tuple[int, int], tuple[int, int]]]:
-    """Return the prompt's logits ``[T, V]``, and tokens and bytes after the first and last step."""
+    """Return a prompt's logits ``[T, V]``, and the cache sizes after the first and last step."""
     vocabulary = decoder.config.vocab_size
     second_prompt = [(5 * i + 1) % vocabulary for i in range(sum(count for _, count in steps))]
     second_prompt = second_prompt[: decoder.config.max_position_embeddings]

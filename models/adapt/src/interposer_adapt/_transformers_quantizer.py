@@ -89,7 +89,7 @@ class InterposerQuantizer(HfQuantizer):
         return torch.device(self.placement.device.torch_device)
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Choose the scheme, before any weight is read.
+        """Choose the quantization scheme, before any weight is read.
 
         Raises:
             UnknownNameError: no installed plugin quantizes by this method.

@@ -59,7 +59,7 @@ class AsyncLanguageModel:
         constraint_limits: ConstraintLimits | None = None,
         template_seconds: float | None = None,
     ) -> None:
-        """Start the threads.
+        """Start the step thread and the threads for tokenizers and constraints.
 
         Args:
             model: Model to run.
@@ -123,7 +123,7 @@ class AsyncLanguageModel:
 
     @property
     def trouble(self) -> str:
-        """Why requests would fail; "" if no reason is known."""
+        """Reason why requests would fail; "" if no reason is known."""
         if not self._steps.alive:
             return "the engine does not run"
         if trouble := self.model.engine.trouble:
@@ -386,7 +386,7 @@ class AsyncLanguageModel:
 
 
 def _large_stack_executor(name: str) -> ThreadPoolExecutor:
-    """Return an executor of one thread, whose stack is larger than the child process's."""
+    """Return an executor of one thread with a larger stack than the constraint process has."""
     executor = ThreadPoolExecutor(1, name)
     with _STACK_SIZE_LOCK:
         default_bytes = threading.stack_size(STACK_BYTES + _EXTRA_STACK_BYTES)
@@ -404,7 +404,7 @@ def _stop(steps: StepThread, stops: Sequence[Callable[[], None]]) -> None:
 
 
 class Expired(BaseException):
-    """Raised inside a function after the time limit or the cancellation of the caller."""
+    """Exception in a running function after its time limit, or after its caller was cancelled."""
 
 
 class TimedCalls:
@@ -490,7 +490,7 @@ class _Call(Generic[T]):
                 self._thread = None
 
     def end(self) -> None:
-        """Interrupt a running function, or keep a waiting one from starting."""
+        """Interrupt the function if it runs; if it is still queued, prevent the start."""
         with self._lock:
             self._ended = True
             if self._thread is not None:

@@ -79,7 +79,7 @@ class CompiledArtifacts:
 
 
 def _names(info: Any) -> set[str]:
-    """Return the names of artifacts; each name is a digest of all inputs of the artifact."""
+    """Return the names of compiled artifacts; each name is a digest of the artifact's inputs."""
     kinds = ("inductor_artifacts", "autotune_artifacts", "aot_autograd_artifacts")
     return {name for kind in kinds for name in getattr(info, kind, ())}
 
@@ -174,7 +174,7 @@ class CompiledModel:
         return logits
 
     def fix_sizes(self) -> None:
-        """Mark caches and constants as static for the compiler; repeat this after weights moved."""
+        """Mark caches and constants as static for torch.compile; call again after weights moved."""
         for tensor in (*self._caches, *_constants(self._model)):
             torch._dynamo.mark_static(tensor)
 
@@ -246,7 +246,7 @@ def backend_name(config: Config, placement: Placement, verdict: Verdict) -> str:
 
 
 def _constants(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors that layers hold as operands but not as parameters."""
+    """Yield the tensors that the model's layers pass to kernels but do not hold as parameters."""
     for module in model.modules():
         attributes: Mapping[str, Any] = vars(module)
         for name in ("operands", "_operands", "constants", "product"):

@@ -1,4 +1,4 @@
-"""Encoder inputs: encoded once, and attended to by all steps of the sequence.
+"""Encoder inputs of encoder-decoders: encoded once, and attended to by all decoder steps.
 
 Dimensions: E tokens of all encoder inputs of a batch, B encoder inputs.
 """
@@ -43,7 +43,7 @@ class EncoderModel(Protocol):
 
 
 class EncoderInputs:
-    """Encodes the inputs of new sequences into cache pages that the sequences hold.
+    """Encodes the inputs of new sequences into KV-cache pages that belong to the sequences.
 
     Attributes:
         pool: Page pool of the encoder inputs.
@@ -131,7 +131,7 @@ def has_encoder_inputs(model: Any) -> bool:
 
 
 def _write_batch(slots: Tensor) -> AttentionBatch:
-    """Return a batch that only writes to the slots ``[E]``, without sequences that read."""
+    """Return a batch that only writes keys and values to ``slots`` ``[E]``, without queries."""
     return AttentionBatch(
         query_starts=slots.new_zeros(1),
         seq_lens=slots.new_empty(0),

@@ -58,7 +58,7 @@ _NOT_APPLIED_TO_SAMPLES: dict[str, tuple[Any, ...]] = {
 
 
 def stop_tokens(path: Path, config: dict[str, Any], tokenizer: TextTokenizer) -> frozenset[int]:
-    """Return the ids that end a generation.
+    """Return the ids of the tokens that end a generation.
 
     Source: ``eos_token_id`` of generation_config.json, else of config.json, else ``eos_token`` of
         tokenizer_config.json or special_tokens_map.json. A null counts as absent.
@@ -91,7 +91,7 @@ def end_token_ids(value: Any, file: object) -> frozenset[int]:
 
 
 def _stop_tokens_of_tokenizer(path: Path, tokenizer: TextTokenizer) -> frozenset[int]:
-    """Return the id of ``eos_token`` in the tokenizer's files, if the files name a known token.
+    """Return the id of ``eos_token`` in the tokenizer's files; empty if no known token is named.
 
     Raises: CheckpointError: the field is neither a text nor a token.
     """
@@ -101,7 +101,7 @@ def _stop_tokens_of_tokenizer(path: Path, tokenizer: TextTokenizer) -> frozenset
 
 
 def start_tokens(path: Path, config: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Return the ids with which the decoder of an encoder-decoder starts.
+    """Return the ids of the tokens with which the decoder of an encoder-decoder starts.
 
     The first id is ``decoder_start_token_id``, else ``bos_token_id``. ``forced_bos_token_id``
     follows if the checkpoint has one.

@@ -25,7 +25,7 @@ from interposer_ops.layers.states import StateLayout
 
 
 def check_fraction(memory_fraction: float | None, cache_tokens: int | None) -> None:
-    """Raise ConfigError if the fraction is out of range, or the cache size is set twice."""
+    """Raise ConfigError if the memory fraction is out of range, or the cache size is set twice."""
     if memory_fraction is None:
         return
     is_number = isinstance(memory_fraction, int | float) and not isinstance(memory_fraction, bool)
@@ -51,7 +51,7 @@ def measured_budget(
     *,
     measures: bool = True,
 ) -> CacheBudget:
-    """Compute the size of the cache that fits next to adapters and the largest step.
+    """Compute the size of the KV cache that fits next to the adapters and the largest step.
 
     Args:
         engine_of: Creates an engine with a cache of this many pages, to run the step.

@@ -1,4 +1,4 @@
-"""The language model: prompts in, texts out."""
+"""The language model: generates texts from prompts, by the engine."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Delta:
 
 
 class Stream:
-    """Reads the tokens of a sequence, and the text so far, cut at the first stop text.
+    """Token reader of a sequence, which also decodes the text and cuts it at the first stop text.
 
     A stream gets the events of its sequence from every step, whichever thread steps. If you created
     the stream with ``LanguageModel.start``, call ``lm.engine.step()`` to compute tokens, and
@@ -117,15 +117,15 @@ class Stream:
         return len(self._unread)
 
     def read(self) -> Delta:
-        """Take the next token, and return the token with the added text."""
+        """Take the next unread token, and return the token with the text that it adds."""
         return self.delta(self.take())
 
     def take(self) -> sequences.Event:
-        """Take the next token without text, for ``delta``."""
+        """Take the next unread token without decoding its text, for ``delta``."""
         return self._unread.popleft()
 
     def delta(self, event: sequences.Event) -> Delta:
-        """Return the token of an event with the text that the token adds.
+        """Return an event's token with the text that it adds.
 
         If the request has no stop texts, this may run in another thread than the engine.
         """
@@ -188,7 +188,7 @@ class Stream:
         return None if self.num_unread else self.sequence.finish_reason
 
     def _safe_end(self) -> int:
-        """Return the length of the text that cannot be part of a stop text any more."""
+        """Return the length of the text that can no longer be the start of a stop text."""
         stops = self.sequence.params.stop
         longest = max(map(len, stops), default=1) - 1
         # Hold back the longest end of the text that a stop text starts with.
@@ -292,7 +292,7 @@ class LanguageModel:
 
     @property
     def resolver(self) -> Resolver:
-        """The resolver of the kernel choices."""
+        """The resolver that chose the model's kernels."""
         return self._resolver
 
     @property
@@ -318,7 +318,7 @@ class LanguageModel:
 
     @property
     def speculation(self) -> SpeculationCounts | None:
-        """Counts of draft tokens and accepted ones so far; None without speculative decoding."""
+        """Numbers of draft tokens and of accepted ones; None without speculative decoding."""
         running = self.engine.speculation
         return None if running is None else running.figures
 
@@ -546,7 +546,7 @@ class LanguageModel:
             return self._apply_offer(offer)
 
     def _apply_offer(self, offer: Offer) -> tuple[str, ...]:
-        """Replace weights by the tensors of an open offer."""
+        """Replace weights by the tensors of an opened ``Offer``."""
         if self.weights is None:
             raise ConfigError(
                 "The weights of an adapted model are changed in the model itself. "
@@ -568,7 +568,7 @@ class LanguageModel:
         return moved
 
     def start(self, prompt: Prompt, params: SamplingParams) -> Stream:
-        """Queue a request for an engine that the caller steps, and return a token reader.
+        """Queue a request for an engine that the caller steps, and return its token reader.
 
         Raises: RequestError: the prompt or a parameter is unusable.
         """
@@ -583,7 +583,7 @@ class LanguageModel:
         *,
         shares: bool = True,
     ) -> list[Stream]:
-        """Queue ``n`` answers to a prompt, as ``start`` does; see ``generate``.
+        """Queue ``n`` answers to one prompt, and return a token reader for each; see ``generate``.
 
         Args:
             first_index: Index of the first answer; see ``Delta.index``.
@@ -607,7 +607,7 @@ class LanguageModel:
         return streams
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> list[int]:
-        """Return the token ids of a prompt in the form for ``start``. Any thread may call this.
+        """Return the token ids of a prompt, checked for ``start``. Any thread may call this.
 
         Raises: RequestError: the prompt or a parameter is unusable.
         """
@@ -629,13 +629,13 @@ class LanguageModel:
             )
 
     def _split_prompt(self, prompt: Sequence[int]) -> tuple[Sequence[int], Sequence[int] | None]:
-        """Return the first tokens of the decoder, and the encoder input if there is an encoder."""
+        """Return the decoder's first tokens, and the encoder input if the model has an encoder."""
         if self.engine.runner.encoder_inputs is None:
             return prompt, None
         return self.engine.start_token_ids, prompt
 
     def _deltas(self, streams: Sequence[Stream]) -> Iterator[Delta | None]:
-        """Yield None once, to start the generator, and then the deltas."""
+        """Yield None once, so that the generator is started, and then the deltas of all streams."""
         try:
             yield None
             while not all(stream.ended for stream in streams):
@@ -650,7 +650,7 @@ class LanguageModel:
             self._cancel(streams)
 
     def _cancel(self, streams: Sequence[Stream]) -> None:
-        """Cancel the unfinished answers after the current step."""
+        """Cancel unfinished answers of the streams after the current step."""
 
         def cancel() -> None:
             for stream in streams:
@@ -713,7 +713,7 @@ def requests(
 
 
 def continuations_of(prompt: Prompt, continuations: Sequence[Prompt]) -> list[Prompt]:
-    """Return the continuations of a prompt as a list.
+    """Return the continuations of a prompt as a list of texts or token lists.
 
     Raises: RequestError: the prompt or a continuation has another type.
     """
@@ -732,7 +732,7 @@ def continuations_of(prompt: Prompt, continuations: Sequence[Prompt]) -> list[Pr
 
 
 def _check_type(name: str, value: object, allowed: str) -> None:
-    """Raise RequestError unless ``value`` is a text or lists items in an order."""
+    """Raise RequestError unless ``value`` is a text or an ordered collection."""
     if not is_listing(value):
         raise RequestError(
             f"{name} is {value!r:.100} of the type {type(value).__name__}, must be {allowed}"

@@ -1,4 +1,4 @@
-"""The arguments of ``load``, collected in one object and checked, with their command-line options.
+"""The arguments of ``load`` as one checked object, with their command-line options.
 
 This module imports no torch, because the commands read the options for ``--help``.
 """
@@ -27,7 +27,7 @@ DEFAULT_MAX_STEP_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class CommandOption:
-    """The option by which commands take an argument of ``load``.
+    """The command-line option by which commands take an argument of ``load``.
 
     Attributes:
         kind: type of the value, without None.
@@ -45,7 +45,7 @@ class CommandOption:
 
     @classmethod
     def of(cls, name: str) -> CommandOption | None:
-        """Return the option of an argument of ``load``; None if the argument has none."""
+        """Return the command-line option of an argument of ``load``; None if there is none."""
         option: CommandOption | None = LoadOptions.__dataclass_fields__[name].metadata.get(cls)
         return option
 
@@ -128,7 +128,7 @@ class LoadOptions:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """``max_sequences`` and ``max_step_tokens``, as keyword arguments of the engine's parts."""
+        """The options ``max_sequences`` and ``max_step_tokens``, as keyword arguments."""
         return {"max_sequences": self.max_sequences, "max_step_tokens": self.max_step_tokens}
 
     @property
@@ -146,13 +146,13 @@ class LoadOptions:
         return PrefixCache.of(self.prefix_cache)
 
     def for_loader(self) -> dict[str, Any]:
-        """Return the arguments of a loader of the entry points ``interposer.loaders``, by name."""
+        """Return the arguments for loaders of the entry points ``interposer.loaders``, by name."""
         names = [field.name for field in fields(self) if field.name != "config"]
         return {name: getattr(self, name) for name in names}
 
 
 def policy_in_force(config: Config | None, platform: str | None) -> Config:
-    """Return the policy in force, with the platform that was requested by name."""
+    """Return the current policy, changed to the platform that was requested by name."""
     config = effective_config(config)
     if platform is not None:
         config = config.model_copy(update={"platform": Rule(pin=platform)})

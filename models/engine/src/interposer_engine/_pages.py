@@ -1,4 +1,4 @@
-"""Memory that running sequences share: pools of cache pages and state slots, and copies of both.
+"""Memory that running sequences share: pools of KV-cache pages and state slots, with copies.
 
 ``PagePool`` hands out page and slot numbers. ``CacheContents`` addresses the tensors behind the
 numbers, and ``StateCheckpoints`` keeps copies of recurrent states.
@@ -19,7 +19,7 @@ from interposer.errors import RequestError
 
 
 class PagePool:
-    """Hands out pages, the lowest number first, so that a lone sequence is contiguous in memory.
+    """Allocator of KV-cache pages and state slots: the lowest free number first.
 
     Args:
         num_slots: Number of state slots, one per sequence; 0 if the model keeps no states.
@@ -57,7 +57,7 @@ class PagePool:
         return -(-num_tokens // self.page_size)
 
     def longest(self, num_tokens: int) -> int:
-        """Return how many of ``num_tokens`` tokens a sequence can have, alone in the pool."""
+        """Return how many of ``num_tokens`` tokens a sequence can have if alone in the pool."""
         window = self.seen_tokens
         if window is not None and window_pages(window, self.page_size) <= self.num_pages:
             return num_tokens
@@ -91,7 +91,7 @@ class PagePool:
         self.release(surplus)
 
     def trim(self, pages: list[int], num_computed: int) -> None:
-        """Replace pages that no later token attends to by the zero page, and free the pages."""
+        """Free pages that no later token attends to, and put the zero page in their place."""
         # Walk backwards: all pages before one that was freed earlier are freed already.
         for index in range(self.num_unseen_pages(num_computed) - 1, -1, -1):
             if pages[index] == self.zero_page:
@@ -112,7 +112,7 @@ class PagePool:
         return heapq.heappop(self._free_slots) if self._free_slots else -1
 
     def return_slot(self, slot: int) -> None:
-        """Free a state slot; -1 stands for none."""
+        """Free a state slot; do nothing for -1."""
         if slot >= 0:
             heapq.heappush(self._free_slots, slot)
 
@@ -135,7 +135,7 @@ class PagePool:
 
 
 def window_pages(seen_tokens: int, page_size: int) -> int:
-    """Return the most pages that ``seen_tokens`` consecutive tokens can touch."""
+    """Return the largest number of pages that ``seen_tokens`` consecutive tokens can occupy."""
     return -(-(seen_tokens - 1) // page_size) + 1
 
 
@@ -167,14 +167,14 @@ _ALIGNED_BYTES = 64
 
 
 class CacheContents:
-    """Tensors of cache pages and state rows, addressed by number.
+    """The tensors of KV-cache pages and recurrent-state rows, by page or row number.
 
     Attributes:
         states: State tensors of each layer that keeps a recurrent state.
     """
 
     def __init__(self, pools: Sequence[Sequence[tuple[Tensor, int]]], states: States = ()) -> None:
-        """Refer to existing caches.
+        """Keep references to existing caches.
 
         Args:
             pools: For each page pool, the cache tensors of the layers, each with the page axis.
@@ -184,7 +184,7 @@ class CacheContents:
         self.states = states
 
     def page(self, pool_index: int, page: int) -> list[Tensor]:
-        """Return one page of a pool, as one tensor per layer."""
+        """Return one page of a pool, as a list of one tensor per layer."""
         return [cache.select(axis, page) for cache, axis in self._pools[pool_index]]
 
     def copy_page(self, pool_index: int, source: int, target: int) -> None:
@@ -198,7 +198,7 @@ class CacheContents:
 
 
 def state_row(states: States, row: int) -> list[Tensor]:
-    """Return one row of every state tensor."""
+    """Return one row of every recurrent-state tensor."""
     return [part[row] for layer in states for part in layer]
 
 
@@ -241,7 +241,7 @@ def _aligned_views(parts: Sequence[Tensor], memory: Tensor) -> list[Tensor]:
 
 
 class StateCheckpoints:
-    """Copies of state rows at page ends, by the key of the page.
+    """Copies of recurrent states at page ends, by the key of the page.
 
     When all rows are in use, the least recently used checkpoint is evicted.
 
@@ -272,7 +272,7 @@ class StateCheckpoints:
         return key in self._row_by_key
 
     def save(self, key: bytes, slot: int) -> None:
-        """Copy the state of a sequence to a new checkpoint, unless ``key`` has one."""
+        """Copy a sequence's recurrent state to a new checkpoint, unless ``key`` has one."""
         if key in self._row_by_key:
             self._row_by_key.move_to_end(key)
             return
@@ -284,7 +284,7 @@ class StateCheckpoints:
         copy_rows(self._states, [slot], self.rows, [row])
 
     def restore(self, key: bytes, slot: int) -> None:
-        """Copy the checkpoint of ``key`` to the state of a sequence."""
+        """Copy the checkpoint of ``key`` to a sequence's recurrent state."""
         self._row_by_key.move_to_end(key)
         copy_rows(self.rows, [self._row_by_key[key]], self._states, [slot])
 

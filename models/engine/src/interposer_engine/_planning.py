@@ -1,4 +1,4 @@
-"""Plans the model of a checkpoint: chooses device, kernels and settings, without weights."""
+"""Planning of a checkpoint's model: the choice of device, kernels and settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State of one request in the engine."""
+"""The state of one request in the engine: tokens, pages and progress."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class TokenSequence:
 
     @property
     def num_missing_logprobs(self) -> int:
-        """Number of prompt tokens without a computed log probability, if requested."""
+        """Number of prompt tokens whose requested log probabilities are not computed yet."""
         if self.params.prompt_logprobs is None:
             return 0
         # The first prompt token has no prediction.
@@ -110,7 +110,7 @@ class TokenSequence:
 
 
 class Event(NamedTuple):
-    """A new token of a sequence.
+    """A new token of a sequence, with log probabilities and finish reason.
 
     Attributes:
         sequence: The sequence.

@@ -98,7 +98,7 @@ def config_source(checkpoint: Checkpoint | CheckpointFile) -> Path:
 
 
 def tokenizer_of(checkpoint: Checkpoint | CheckpointFile) -> TextTokenizer:
-    """Return the checkpoint's tokenizer, or one that refuses texts if a directory has none.
+    """Return the checkpoint's tokenizer; without tokenizer files, one that refuses texts.
 
     The files are read at first use, which raises CheckpointError if the tokenizer is not valid, or
     if a file of a plugin's format contains no tokenizer.

@@ -1,4 +1,4 @@
-"""Updates of loaded layers: replace tensors by new weights, in place if possible.
+"""Updates of loaded layers: replacing tensors by new weights, in place if possible.
 
 ``Offer`` is a source of new weights, ``GroupUpdate`` the prepared update of one group of layers,
 and ``ExpertMove`` the update after a new placement of experts.
@@ -63,7 +63,7 @@ class GroupUpdate:
         return cls(group, states, copied_pairs, memories)
 
     def apply(self) -> None:
-        """Make the update. A second call has no further effect."""
+        """Replace the group's weights; further calls do nothing."""
         if self.pairs is None:
             for layer, state in zip(self.group.layers, self.states, strict=True):
                 vars(layer).update(state)
@@ -76,7 +76,7 @@ class GroupUpdate:
 
 
 def _split_swapped(pairs: list[Pair]) -> tuple[list[Memories], list[Pair]]:
-    """Return the storages whose memory is swapped, and the pairs whose content is copied.
+    """Return the storages whose memory is swapped, and the tensor pairs whose content is copied.
 
     Copying a large weight takes as long as packing. Tensors and views of a swapped storage
     see the new weights. Raw addresses do not: host kernels request them in each call, but graphs of
@@ -98,7 +98,7 @@ def _fills_storage(tensor: torch.Tensor) -> bool:
 
 
 def _differ_in_content_only(current: Any, new: Any, pairs: list[Pair]) -> bool:
-    """Say whether two values differ at most in tensor content, and collect the tensors."""
+    """Return whether two states differ only in tensor content, and collect the pairs of tensors."""
     if current is new:
         return True
     if type(current) is not type(new):
@@ -138,7 +138,7 @@ def _same_form(current: torch.Tensor, new: torch.Tensor) -> bool:
 
 
 def _alias_alike(pairs: list[Pair]) -> bool:
-    """Say whether the new tensors alias each other exactly as the current ones do."""
+    """Say whether the new tensors share memory with each other exactly as the current ones do."""
     new_by_old: dict[int, int] = {}
     old_by_new: dict[int, int] = {}
     for current, new in pairs:
@@ -168,11 +168,11 @@ class TensorBuffer(Protocol):
     """Memory of the model for one tensor that arrives some rows at a time."""
 
     def memory(self, start: int, stop: int) -> torch.Tensor | None:
-        """Return the memory of stored rows; None if only ``put`` can store the rows."""
+        """Return memory for the rows ``start`` to ``stop``; None if only ``put`` can store rows."""
         ...
 
     def put(self, start: int, rows: torch.Tensor) -> None:
-        """Copy rows from row ``start`` on, or the part that the model needs."""
+        """Copy rows to the tensor from row ``start`` on, or this rank's part of the rows."""
         ...
 
 
@@ -205,7 +205,7 @@ class Offer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End the update; ``error`` is the reason if the update failed."""
+        """End the update; ``error`` is the reason for a failure."""
 
     def tensors(self, buffer_for: BufferFor) -> Iterator[tuple[str, torch.Tensor | TensorBuffer]]:
         """Yield names and tensors; requesting the next tensor may overwrite the last one.
@@ -337,7 +337,7 @@ class ExpertMove:
 
 
 def _differ(places: Places, previous: Places) -> bool:
-    """Say whether the places read other tensors, or other parts of the same tensors."""
+    """Return whether two sets of places read different tensors, or parts of them."""
     return places.keys() != previous.keys() or any(
         (place.index, place.slice) != (previous[name].index, previous[name].slice)
         for name, place in places.items()

@@ -82,12 +82,12 @@ class WeightCheck:
         return None
 
     def check_parameters(self, model: nn.Module, path: object) -> None:
-        """Check all parameters of a model that another library loaded; see ``check``."""
+        """Check all parameters of a model that another library has loaded; see ``check``."""
         for name, parameter in model.named_parameters():
             self.check(name, parameter.data, path)
 
     def add(self, findings: Iterable[str]) -> None:
-        """Log findings that have not been logged yet."""
+        """Log findings of non-finite weights that have not been logged yet."""
         for finding in findings:
             if finding not in self.findings:
                 self.findings.append(finding)
@@ -97,7 +97,7 @@ class WeightCheck:
 def _refusal(
     name: str, values: torch.Tensor, file: object, stored: torch.Tensor | None
 ) -> CheckpointError:
-    """Describe the error for values that are not all finite."""
+    """Return the error for a tensor with NaN or infinite values."""
     source = values if stored is None else stored
     indices = _non_finite_indices(source)
     if len(indices):

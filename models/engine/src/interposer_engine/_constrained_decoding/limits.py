@@ -52,7 +52,7 @@ class ConstraintLimits:
                 raise ConfigError(f"{name} of ConstraintLimits is {value!r}, must be positive")
 
     def check(self, constraint: Constraint) -> None:
-        """Refuse a constraint whose text exceeds a limit, before anything is compiled.
+        """Refuse a constraint whose text exceeds a limit, before the constraint is compiled.
 
         The check takes time linear in the length of the text.
 
@@ -89,7 +89,7 @@ def _schema_size(schema: Any) -> tuple[int, int]:
 
 
 def _bracket_depth(text: str) -> int:
-    """Return the deepest nesting of brackets, skipping brackets after a backslash.
+    """Return the deepest nesting of brackets in a text, ignoring brackets after a backslash.
 
     Brackets in quotes or character classes count too.
     """

@@ -39,7 +39,7 @@ class TransientRequestError(RequestError):
 
 
 class ConstraintProcess:
-    """Compiles constraints in a child process, and returns the memory that each takes.
+    """Compiles constraints in a child process, and returns the memory of each compiled constraint.
 
     The child starts with this object. It starts again as soon as a constraint has ended it, so that
     the next constraint need not wait for the start. Any thread may call the methods; one constraint
@@ -86,13 +86,13 @@ class ConstraintProcess:
         self._is_starting = True
 
     def close(self) -> None:
-        """End the child process, even while it compiles. Later calls raise RequestError."""
+        """End the child process, even during a compilation; later calls raise RequestError."""
         self._closed = True
         self._stop()
         self._file.close()
 
     def num_bytes(self, constraint: Constraint) -> int:
-        """Compile a constraint in the child process, and return its compiled size in bytes.
+        """Compile a constraint in the child process, and return the compiled size in bytes.
 
         Raises: RequestError: the constraint is malformed, or exceeds a limit on time or memory.
         """
@@ -150,7 +150,7 @@ class ConstraintProcess:
         return content
 
     def _stop_reason(self, error: Exception) -> tuple[bool, str]:
-        """End the child, and return why it did not respond.
+        """End the child process, and return why it did not respond.
 
         Returns: whether the same constraint may be compiled later, and the reason for users.
         """

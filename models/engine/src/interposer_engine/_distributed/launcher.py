@@ -1,4 +1,4 @@
-"""Starts, watches and ends the follower processes of a command; this process is rank 0."""
+"""Starts, watches and ends the follower processes of a command whose own process is rank 0."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from interposer_engine._loader import load
 
 @contextmanager
 def bound_to_share_of_cores(platform: Platform, rank: int, size: int) -> Iterator[None]:
-    """Bind threads to an equal share of the host's cores, within a ``with`` block.
+    """Bind threads to an equal share of the host's cores per rank, within a ``with`` block.
 
     Nothing changes if the platform cannot bind threads, or has fewer cores than ranks.
     """
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def file_store(path: str, size: int) -> Any:
-    """Return the store in a file by which ranks find each other."""
+    """Return the torch store, in a file, through which ranks find each other."""
     import torch.distributed as dist
 
     store = dist.FileStore(path, size)  # type: ignore[attr-defined]
@@ -321,14 +321,14 @@ class Launched:
             process.wait()
 
     def _raise(self, error: BaseException | None) -> None:
-        """Raise the loss of a follower instead of the resulting error on this rank."""
+        """Raise the loss of a follower instead of the error that the loss caused on this rank."""
         loss = self._losses.first
         if loss is not None and isinstance(error, RankError | KeyboardInterrupt | None):
             raise loss from error
 
 
 def _read(rank: int, process: subprocess.Popen[bytes], lines: deque[str]) -> None:
-    """Forward a follower's output, and keep the last lines."""
+    """Forward a follower's output, and keep the last lines for error messages."""
     assert process.stderr is not None
     for line in process.stderr:
         text = line.decode(errors="replace").rstrip()

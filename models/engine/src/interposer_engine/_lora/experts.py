@@ -1,4 +1,4 @@
-"""Adapters of MoE layers: a layer of experts is computed in parts, between which adapters add.
+"""LoRA for MoE layers: experts are computed as two matmuls, and adapters add to both.
 
 Dimensions: T tokens, K chosen experts, M rows of tokens by expert, H hidden size, I intermediate
 size, E experts, A adapters.
@@ -57,7 +57,7 @@ class AdaptedRouter(LowRank):
 
 
 class Parts(Protocol):
-    """The two matmuls of a layer of experts as separate steps, so that adapters add in between.
+    """The two matmuls of an MoE layer as separate steps, so that adapters can add in between.
 
     Attributes:
         dispatcher: sorts rows by expert.
@@ -78,7 +78,7 @@ class Parts(Protocol):
 
     @property
     def interleaves(self) -> bool:
-        """Say whether gate and up outputs alternate."""
+        """Whether gate and up outputs alternate in the first matmul's result."""
         ...
 
     def first(self, rows: Tensor, starts: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class PlainParts:
 
 
 class AdaptedExperts:
-    """Computes experts in parts, and adds adapters to both projections.
+    """Computes MoE experts as separate matmuls, and adds adapters to the results of both.
 
     Attributes:
         members: the matrices of each adapter, as in ``LowRank``.
@@ -195,7 +195,7 @@ class AdaptedExperts:
         return parts.dispatcher.finalize(outputs, receipt)
 
     def _row_ids(self, ids: Tensor, starts: Tensor, positions: Tensor) -> Tensor:
-        """Return the number of each row's matrices, int64 ``[M]``; -1 for a row without adapter.
+        """Return the adapter-matrix number of each row, int64 ``[M]``; -1 for none.
 
         Args:
             ids: adapter of each token, ``[T]``.
@@ -224,7 +224,7 @@ class AdaptedExperts:
 
 
 def _parts(site: Site, layer: Experts) -> Parts:
-    """Return the matmuls of a layer of experts as separate steps.
+    """Return the two matmuls of an MoE layer as separate steps.
 
     Raises: ConfigError: rows are sent to other ranks, or one kernel computes the complete layer.
     """

@@ -44,7 +44,7 @@ _MOE = re.compile(r"\.[^.]+\.(experts|gate)(?=\.|$)")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class AdapterPlace:
-    """A projection of a layer, a head or an embedding.
+    """A place where an adapter's matrices apply: a linear layer, expert, LM head or embedding.
 
     Attributes:
         part: number of the projection in a merged layer, from 0.
@@ -68,7 +68,7 @@ class AdapterPlace:
 
     @property
     def stored(self) -> tuple[int, int]:
-        """Inputs and outputs of the stored adapter, over all ranks."""
+        """Numbers of inputs and outputs of the stored adapter, over all ranks."""
         inputs = self.inputs if self.row is None else self.row.whole
         return inputs, self.outputs if self.columns is None else self.columns.whole
 
@@ -80,7 +80,7 @@ class AdapterPlace:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlaces:
-    """The projections of a layer's experts, by fused and by separate names."""
+    """The places of a layer's experts, by the names of fused and of separate projections."""
 
     layer: Experts
     gate_up: AdapterPlace
@@ -90,7 +90,7 @@ class ExpertPlaces:
 
     @classmethod
     def of(cls, layer: Experts) -> ExpertPlaces:
-        """Return the projections of a layer's experts."""
+        """Return the places of a layer's experts."""
         spec = layer.spec
         hidden, intermediate, num_experts = (
             spec.hidden_size,
@@ -120,7 +120,7 @@ class ExpertPlaces:
 
 
 class AdapterPlaces:
-    """The places of a model, found by the names of its modules in transformers."""
+    """The adapter places of a model, found by the modules' names in transformers."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places = dict(_places(model))
@@ -162,7 +162,7 @@ class AdapterPlaces:
         return place, int(number)
 
     def has_table(self, module: str) -> bool:
-        """Say whether a module is the embedding or the head."""
+        """Say whether a module is the embedding or the LM head."""
         place = self.find(module)
         return place is not None and isinstance(place.layer, Embedding | LMHead)
 
@@ -253,7 +253,7 @@ class TargetModules:
         )
 
     def field_against(self, module: str) -> str:
-        """Return the field that excludes a module from the targets; "" if the module is a target.
+        """Return the field by which a module is no target of the adapter; "" if the module is one.
 
         Source: ``peft.tuners.tuners_utils.check_target_module_exists``.
         """
@@ -277,7 +277,7 @@ class TargetModules:
 
 
 def _names(path: Path, settings: Mapping[str, Any], field: str) -> str | frozenset[str]:
-    """Return a field that is a pattern or a list of names; null is an empty list.
+    """Return a field's pattern or list of names; an empty list for null.
 
     Raises: CheckpointError: the field is neither, or an invalid pattern.
     """
@@ -397,7 +397,7 @@ class AdapterSettings:
         )
 
     def targets(self, parameter: str) -> bool:
-        """Say whether a parameter was adapted instead of its module, by PEFT's rules."""
+        """Say whether the adapter targets a parameter instead of its module, by PEFT's rules."""
         return any(parameter == name or parameter.endswith(f".{name}") for name in self.parameters)
 
     def rank_of(self, module: str) -> int:
@@ -453,7 +453,7 @@ _WRAPPER = ".base_layer"
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """The matrices of one place.
+    """The two low-rank matrices of one adapter place.
 
     Attributes:
         a: ``[R, I]``; with experts ``[E, R, I]``.
@@ -586,7 +586,7 @@ def read_adapter(
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """The projection to which the matrices of an adapted module are added.
+    """The adapter place to which the matrices of a stored module belong.
 
     Attributes:
         name: name of the module or parameter in the adapter's settings.
@@ -599,7 +599,7 @@ class _Target:
 
     @property
     def is_stacked(self) -> bool:
-        """Say whether the matrices of all experts are stored as one."""
+        """Say whether the matrices of all experts are stored as one tensor."""
         return self.place.experts is not None and self.expert is None
 
 
@@ -661,7 +661,7 @@ def _matrices(
     target: _Target,
     settings: AdapterSettings,
 ) -> Matrices:
-    """Return both matrices in float32, the second one multiplied by the scale."""
+    """Return both low-rank matrices in float32, the second one multiplied by the scale."""
     place, rank = target.place, settings.rank_of(target.name)
     num_experts = place.experts if target.is_stacked and place.experts else 1
     of_experts = f" of each of {num_experts} experts" if target.is_stacked else ""

@@ -1,4 +1,4 @@
-"""The LoRA adapters of one layer, computed by two grouped matmuls for all tokens of a step.
+"""The LoRA adapters of a layer, computed by two grouped matmuls for all tokens of a step.
 
 ``StepAdapters`` holds the adapter of each token of the current step, and ``LowRank`` adds the
 low-rank sums to the outputs of a layer.
@@ -31,7 +31,7 @@ NONE = -1
 
 
 class Attachable(Protocol):
-    """Adds adapters to a layer."""
+    """Interface of objects that add adapters to a layer."""
 
     def attach(self, layer: nn.Module) -> Handle:
         """Add adapters to the layer, until the handle is removed."""
@@ -54,7 +54,7 @@ class StepHooks:
         self._handles: list[Handle] = []
 
     def switch(self, on: bool) -> None:
-        """Attach or remove all hooks."""
+        """Attach all hooks and forward functions, or remove them."""
         if on and not self._handles:
             self._handles = [hook.attach(layer) for layer, hook in self._hooks.items()]
         elif not on and self._handles:
@@ -64,7 +64,7 @@ class StepHooks:
 
 
 class StepAdapters:
-    """The adapter number of each token, at one address for all steps, so that graphs can read it.
+    """The adapter number of each token, in fixed memory that captured graphs can read.
 
     Attributes:
         names: adapters that requests can name.
@@ -100,7 +100,7 @@ class StepAdapters:
         self._tokens = self._rows = self._buffer
 
     def version(self, name: str | None) -> int | None:
-        """Return the version that a new request gets by a name."""
+        """Return the adapter version that a new request with this adapter name gets."""
         return None if name is None else self._current[name]
 
     def request_ended(self, sequence: TokenSequence) -> None:
@@ -165,7 +165,7 @@ Members = Sequence[Mapping[AdapterPlace, Matrices]]
 
 @dataclass(frozen=True, slots=True)
 class LowRankSum:
-    """Kernels and operands of a low-rank sum; platforms that fuse layers read this.
+    """Kernels and operands of a low-rank sum, for platforms that fuse layers.
 
     Attributes:
         shrink: the kernel of ``lora_shrink``.
@@ -218,7 +218,7 @@ class LowRank:
         self._bind(site, first.flatten(0, -3), [part.flatten(0, -3) for part in second])
 
     def _stack(self, members: Members) -> tuple[Tensor, list[Tensor]]:
-        """Stack first matrices to ``[A, P R, I]``, and second ones to ``[A, O, R]`` for each part.
+        """Stack adapters' first matrices to ``[A, P R, I]``, second ones to ``[A, O, R]`` per part.
 
         With experts the shapes are ``[A, E, P R, I]`` and ``[A, E, O, R]``.
         """
@@ -295,7 +295,7 @@ class LowRank:
             expand(part, matrices, ids, rows, offset)
 
     def _shrunk(self, layer: nn.Module, x: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the product with the first matrices, ``[T, P R]``, float32 or wider."""
+        """Return the matmul of ``x`` with the first matrices, ``[T, P R]``, float32 or wider."""
         if self._takes_quantized_inputs(layer):
             # Scale inputs as the base layer does.
             x = x.to(dtype) * layer.operands[0]  # type: ignore[index]
@@ -303,7 +303,7 @@ class LowRank:
 
 
 class LowRankTable(LowRank):
-    """The adapters of an embedding: first matrices are looked up by token id."""
+    """The LoRA adapters of an embedding, whose first matrices are looked up by token id."""
 
     def _bind(self, site: Site, first: Tensor, second: list[Tensor]) -> None:
         self._first = first

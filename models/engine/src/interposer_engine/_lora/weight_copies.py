@@ -1,4 +1,4 @@
-"""Copies of the base model's embedding and head, which PEFT saves next to LoRA matrices."""
+"""Check of embedding and LM head copies that PEFT saves next to LoRA matrices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MEND = (
 
 
 class BaseCopies:
-    """Compares weights in an adapter's file with weights of the base model.
+    """Compares weights in an adapter's file with the base model's weights.
 
     Args:
         checkpoint: checkpoint of the base model; None if unknown.

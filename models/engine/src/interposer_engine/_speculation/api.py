@@ -1,4 +1,4 @@
-"""Interface of speculative decoding in the steps of an engine."""
+"""Interface between an engine's steps and speculative decoding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from interposer_engine._sequence import Event, TokenSequence
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """Numbers of steps and of draft tokens, over all decode-only steps so far.
+    """Numbers of steps and of proposed and accepted draft tokens, over all decode-only steps.
 
     Attributes:
         plain_steps: Steps without draft tokens.
@@ -32,15 +32,15 @@ class SpeculationCounts:
 
 
 class StepSpeculation(Protocol):
-    """Runs the steps of an engine with draft tokens, through the engine's own methods."""
+    """Interface that runs the steps of an engine with speculative decoding."""
 
     @property
     def figures(self) -> SpeculationCounts:
-        """Counts of steps and draft tokens so far."""
+        """Numbers of steps and of draft tokens so far."""
         ...
 
     def step(self, chunks: list[Chunk]) -> list[Event]:
-        """Compute the chunks of a step with allocated pages, and deliver the new tokens.
+        """Compute a step for chunks with allocated pages, and deliver the new tokens.
 
         See ``Engine.step``.
         """
