@@ -1,4 +1,4 @@
-"""Records of the model families and of the attention backends that only they need.
+"""Plugin records of the model families, and of attention backends that only families use.
 
 Importing this module imports no torch.
 """

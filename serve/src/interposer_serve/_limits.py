@@ -9,7 +9,7 @@ from interposer_engine import ConstraintLimits
 
 
 class _Checked:
-    """Base of dataclasses that refuse numbers that are not positive."""
+    """Base of dataclasses whose numbers must be positive."""
 
     def __post_init__(self) -> None:
         for name in (item.name for item in fields(self)):  # type: ignore[arg-type]

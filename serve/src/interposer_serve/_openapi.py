@@ -1,4 +1,4 @@
-"""Describe the endpoints as OpenAPI, from the pydantic models of the request bodies."""
+"""OpenAPI description of the endpoints, from the pydantic models of the request bodies."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def openapi_document(
 
 
 def _with_ignored_fields(schema: dict[str, Any]) -> dict[str, Any]:
-    """Extend the schema of a body by the values that the server accepts and ignores.
+    """Add the values that the server accepts but ignores to the schema of a request body.
 
     Every optional field accepts null. Fields of OpenAI's API that the server does not support
     accept the values that request nothing.
