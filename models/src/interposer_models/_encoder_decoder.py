@@ -119,7 +119,7 @@ class CrossAttention(PluggableLayer):
         self.attn = Attention(site.at("attn"), spec)
 
     def store(self, source: Tensor, cache: Any, plan: Any) -> None:
-        """Cache keys and values of an encoder's output ``[E, source_size]``.
+        """Compute keys and values of an encoder's output ``[E, source_size]``, and cache both.
 
         Args:
             plan: has the slots ``[E]`` to write to.
@@ -130,7 +130,7 @@ class CrossAttention(PluggableLayer):
         self.attn(query, key, value, cache, plan)
 
     def forward(self, x: Tensor, cache: Any, plan: Any, rows: Tensor | None) -> Tensor:
-        """Compute the output projection ``[T, H]``, or ``[rows, H]`` of the tokens in ``rows``."""
+        """Compute cross-attention and output projection: ``[T, H]``, or ``[rows, H]``."""
         query = self.q_proj(x).unflatten(-1, (-1, self.head_size))
         mixed = self.attn.read(query, cache, plan)
         if rows is not None:

@@ -22,7 +22,7 @@ from interposer_models._decoder.settings import UNKNOWN_MEND
 
 
 def choose_family(resolver: Resolver, config: Mapping[str, Any], source: object) -> ModelFamily:
-    """Select the family for a checkpoint, and parse config.json into the family's settings.
+    """Select the model family for a checkpoint, and parse config.json into its settings.
 
     Args:
         source: where ``config`` comes from, for error messages.
@@ -66,7 +66,7 @@ def checked_model(model: object) -> CausalModel:
 
 @contextmanager
 def family_errors(resolver: Resolver, member: str) -> Iterator[None]:
-    """Convert errors of the selected family's code to PluginError within a ``with`` block."""
+    """Convert errors in the selected family's code to PluginError, within a ``with`` block."""
     try:
         yield
     except InterposerError:

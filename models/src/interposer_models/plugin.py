@@ -304,7 +304,7 @@ _BACKENDS: tuple[tuple[str, str, bool], ...] = (
 
 @hookimpl
 def interposer_records() -> list[Record]:
-    """Return the records of all model families and of special attention backends."""
+    """Return the plugin records of all model families and of their special attention backends."""
     backends = (_attention_entry(*fields) for fields in _BACKENDS)
     return [
         *backends,

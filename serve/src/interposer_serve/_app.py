@@ -43,7 +43,7 @@ def application(
     keys: Collection[str] = (),
     hosts: Collection[str] | None = LOOPBACK,
 ) -> Starlette:
-    """Return the ASGI application that serves a model.
+    """Return the ASGI application that serves one model.
 
     Once the application has started, only the application may run the model's engine.
 

@@ -139,7 +139,7 @@ class _Connection(HttpToolsProtocol):
         self._refuse(400, msg)
 
     def close(self) -> None:
-        """Close the connection after the response was sent.
+        """Close the connection once the response was sent.
 
         The remaining body is read first. Closing with unread data would reset the connection, and a
         client that sends its whole body before it reads would lose the response.

@@ -69,11 +69,11 @@ class ApiError(Exception):
 
 
 class Gone(Exception):
-    """The client disconnected, so no response can be sent."""
+    """The client has disconnected, so no response can be sent."""
 
 
 def api_error(error: Exception) -> ApiError:
-    """Convert an exception to an error response; the SDK's own errors become status 400."""
+    """Convert an exception to an ``ApiError``; errors of the SDK become status 400."""
     if isinstance(error, ApiError):
         return error
     # The model computed NaN or infinity, which no change of the request would prevent.

@@ -100,7 +100,7 @@ class Format(ABC):
         """Return the choice objects that the newest token adds to a stream, possibly none."""
 
     def prompt_logprobs(self, answer: Sequence[Delta]) -> list[dict[str, Any] | None]:
-        """Return the log probabilities of the prompt's tokens in vLLM's format."""
+        """Return the log probabilities of the prompt tokens in vLLM's format."""
         return [None, *map(self._of_prompt, answer[0].prompt_logprobs)]
 
     def _of_prompt(self, token: PromptLogprob) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class Guard:
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request to the application, or respond with a refusal."""
+        """Pass the request to the application, or respond with the reason for a refusal."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -47,7 +47,7 @@ _STATUSES = {
 def openapi_document(
     routes: Sequence[Route], bodies: Mapping[str, type[Body]], *, has_keys: bool
 ) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of some routes.
+    """Return the OpenAPI 3.1 document that describes some routes.
 
     Args:
         routes: Routes of all endpoints.
@@ -126,5 +126,5 @@ def _error_response(text: str) -> dict[str, Any]:
 
 
 def _summary(endpoint: Any) -> str:
-    """Return the first line of an endpoint's docstring."""
+    """Return the first line of an endpoint's docstring, which is the summary in OpenAPI."""
     return (endpoint.__doc__ or "").partition("\n")[0].replace("``", "")

@@ -124,7 +124,7 @@ def _parse(text: str) -> Any:
 
 
 def _check_shape(body: dict[str, Any]) -> None:
-    """Refuse a body with too many or too deeply nested objects and lists.
+    """Refuse a request body with too many or too deeply nested objects and lists.
 
     Raises: ApiError: there are more than 50,000, or more than 128 levels.
     """

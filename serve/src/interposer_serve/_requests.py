@@ -1,4 +1,4 @@
-"""Pydantic models of the request bodies; unsupported fields are refused if they matter."""
+"""Pydantic models of the request bodies, with only neutral values of unsupported fields."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _as_tuple(value: object) -> object:
 
 
 def _with_integers(value: object) -> object:
-    """Convert the keys of a JSON object, which are texts, to token ids.
+    """Convert the keys of a JSON object from texts to token ids.
 
     Raises: ValueError: a key is not a token id, or a value is not a bias.
     """
@@ -370,7 +370,7 @@ class CompletionBody(SampledBody):
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """Text or token ids of each prompt."""
+        """The prompts of the request, each as a text or as token ids."""
         prompt: Any = self.prompt
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 

@@ -74,7 +74,7 @@ class Server(uvicorn.Server):
         self._endpoints = app.state.endpoints
 
     def serve_until_stopped(self) -> None:
-        """Serve until a signal arrives and all answers have ended."""
+        """Serve requests until a signal arrives and all answers have ended."""
         self.run([self._listening])
 
     async def startup(self, sockets: list[socket] | None = None) -> None:

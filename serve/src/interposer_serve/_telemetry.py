@@ -1,4 +1,4 @@
-"""Telemetry of requests: metrics for Prometheus, OpenTelemetry spans, and the access log.
+"""Telemetry of requests: Prometheus metrics, OpenTelemetry spans, and the access log.
 
 Spans are nearly free without a tracer provider.
 """

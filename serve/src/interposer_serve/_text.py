@@ -115,7 +115,7 @@ class Admission:
             self._mean_seconds += (seconds - self._mean_seconds) / 8
 
     def _estimated_wait_seconds(self) -> int:
-        """Estimate the time until a running request ends, in seconds."""
+        """Estimate the seconds until a running request ends."""
         # The capacity is the number of answers that run at once plus the queue.
         running = max(1, self._capacity - self._limits.queue)
         rounds = max(1.0, (self._model.num_unfinished - running) / running)
@@ -216,7 +216,7 @@ class TextEndpoints:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the model and of its adapters."""
+        """Names under which the model and its adapters are served."""
         return self.name, *self._lm.adapters
 
     async def chat(self, request: Request) -> Response:

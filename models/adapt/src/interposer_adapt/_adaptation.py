@@ -94,7 +94,7 @@ def _check_tensor(
     kernel_device: torch.device,
     supported_dtypes: Sequence[torch.dtype],
 ) -> Verdict:
-    """Refuse a tensor that is not plain, strided memory on the device in a supported dtype."""
+    """Refuse a tensor unless it is plain, strided memory on the device in a supported dtype."""
     if type(tensor) not in (nn.Parameter, torch.Tensor):
         return Verdict.refuse(f"its {name} is a {type(tensor).__name__}, not a plain tensor")
     if tensor.layout is not torch.strided:
@@ -138,7 +138,7 @@ class Changes:
         self._undo.append(undo)
 
     def pack(self, holders: list[tuple[nn.Module, str]], packed: PackedWeight) -> None:
-        """Replace one parameter by ``packed`` in all modules, and free the parameter's memory.
+        """Replace one parameter by ``packed`` in all modules that hold it, and free its memory.
 
         Args:
             holders: each module that holds the parameter, with the parameter's name there.
@@ -209,7 +209,7 @@ class Adaptation:
         self._supported_dtypes = placement.platform.dtypes(placement.device.torch_device)
 
     def check_module(self, module: nn.Module, *, sharded: bool = False) -> Verdict:
-        """Refuse a module that no kernel can replace, such as one in training mode.
+        """Refuse a module whose forward no kernel can replace, such as one in training mode.
 
         Args:
             sharded: accept parameters that are ``DTensor``s.
@@ -217,17 +217,17 @@ class Adaptation:
         return check_module(module, self.device, self._supported_dtypes, sharded=sharded)
 
     def check_rows(self, dtype: torch.dtype, device: torch.device) -> Verdict:
-        """Refuse rows of a dtype or on a device that the platform's kernels cannot read."""
+        """Refuse an input whose dtype or device the platform's kernels cannot read."""
         if device.type == self.device.type and dtype in self._supported_dtypes:
             return Verdict.accept()
         return Verdict.refuse(f"rows of {dtype} on {device} are not supported by the platform")
 
     def site(self, name: str, dtype: torch.dtype) -> Site:
-        """Return the site at which kernels for the module ``name`` are selected."""
+        """Return the site, by whose name kernels for the module ``name`` are selected."""
         return Site(self.resolver, name, dtype)
 
     def attempt(self, module: nn.Module, name: str, bind: Bind) -> bool:
-        """Bind a module and return True; on a refusal or failure of ``bind``, undo the changes.
+        """Bind a module to a kernel and return True; undo the changes if ``bind`` fails or refuses.
 
         The module is marked bound or skipped.
         """

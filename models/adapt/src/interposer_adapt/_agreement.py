@@ -108,14 +108,14 @@ def error_bound(model: nn.Module, expected: Tensor, perturbed: Tensor, num_layer
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference relative to the norm of ``expected``."""
+    """Return the norm of ``actual - expected``, relative to the norm of ``expected``."""
     reference = expected.double()
     norm = max(float(reference.norm()), torch.finfo(torch.float64).tiny)
     return float((actual.double() - reference).norm()) / norm
 
 
 def plain_logits(model: nn.Module, prompt: list[int], device: str) -> Tensor:
-    """Return the logits ``[T, V]`` of the unchanged model without a cache."""
+    """Return the logits ``[T, V]`` of the model, computed without a KV cache."""
     ids = torch.tensor([prompt], device=device)
     out = model(input_ids=ids, use_cache=False, return_dict=True)
     return logits_of(out)

@@ -97,7 +97,7 @@ class Adapted(Generic[M]):
         return tuple(self._adaptation.results.values())
 
     def new_cache(self) -> Any:
-        """Return an empty KV cache that grows in place, for an argument of the model's forward.
+        """Return an empty KV cache that grows in place, to pass to the model's forward.
 
         The argument's name is ``cache``, or ``past_key_values`` before transformers 5.24.
         ``generate`` creates such a cache unless you pass one.
@@ -194,7 +194,7 @@ def adapt(
 
 
 def is_in_force(adapted: Adapted[Any]) -> bool:
-    """Return True unless the model has been restored."""
+    """Return whether the model is still adapted, which ends with ``restore``."""
     return vars(adapted.model).get(_HANDLE_ATTRIBUTE) is adapted
 
 

@@ -304,7 +304,7 @@ def allow_softcap_and_sinks(adaptation: Adaptation, config: object) -> None:
 
 
 def make_attention(sdpa: Attend) -> Attend:
-    """Return the attention function for transformers; ``sdpa`` is the fallback."""
+    """Return the attention function to register with transformers; ``sdpa`` is the fallback."""
 
     def attention(
         module: nn.Module,
@@ -468,7 +468,7 @@ def _run_kernel(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Run ``ragged_attention`` on a padded batch, ``[B, T, N, E]``."""
+    """Run the kernel of ``ragged_attention`` on a padded batch, ``[B, T, N, E]``."""
     batch, num_heads, num_queries, _ = query.shape
     num_keys = key.shape[2]
     queries = query.transpose(1, 2).reshape(batch * num_queries, num_heads, -1)
@@ -491,7 +491,7 @@ _TRIAL_SIZES = ((1, 1, 7), (2, 5, 9), (2, 6, 6))  # B, T, U: decode, chunk after
 def _check_kernel(
     kernel: Callable[..., Tensor], key: _KernelKey, device: torch.device, sdpa: Attend
 ) -> Verdict:
-    """Refuse a kernel that disagrees with sdpa on small batches under a mask."""
+    """Refuse an attention kernel that disagrees with sdpa on small masked batches."""
     window = 3 if key.windowed else None
     for batch, num_queries, num_keys in _TRIAL_SIZES:
         sizes = (

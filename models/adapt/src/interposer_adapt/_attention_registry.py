@@ -281,7 +281,7 @@ class AliasedName(str):
 
 
 def attention_name_for(model: nn.Module, replaced_name: str) -> str:
-    """Return the name of interposer's attention for the configurations of ``model``.
+    """Return the name under which the configurations of ``model`` select interposer's attention.
 
     Args:
         replaced_name: the previous name in the configurations.

@@ -32,7 +32,7 @@ class UnsupportedLayerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TracedLayer:
-    """A layer that attends over the keys of its own sequence.
+    """A layer whose attention to the keys of its own sequence was traced.
 
     Attributes:
         name: dotted, as in ``named_modules``.
@@ -69,7 +69,7 @@ class TracedLayer:
 
 
 class AttentionTrace:
-    """An interceptor that records the layers of a forward of one sequence without a cache.
+    """Interceptor that records the attention layers of a forward of one sequence without a cache.
 
     Attributes:
         layers: the recorded layers, in the order of their calls.
@@ -81,7 +81,7 @@ class AttentionTrace:
         self._names = {id(module): name for name, module in model.named_modules()}
 
     def mask(self, make: MakeMask, settings: Mapping[str, Any]) -> Tensor | None:
-        """Return a mask with pattern facts, also in cases where sdpa needs no mask."""
+        """Return a mask with ``MaskFacts`` attached, also in cases where sdpa needs no mask."""
         explicit_settings = {
             **settings,
             "allow_is_causal_skip": False,
@@ -93,7 +93,7 @@ class AttentionTrace:
         """Return None instead of a paged cache, so that every layer calls ``attend``."""
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Record the layer, and compute the attention by sdpa, without sinks and softcap.
+        """Record the attention layer, and compute attention by sdpa, without sinks and softcap.
 
         Raises: UnsupportedLayerError: the layer does not attend as a decoder layer does.
         """

@@ -1,4 +1,4 @@
-"""A trace that recognizes pre-norm decoder blocks by data flow.
+"""Trace of a layer that recognizes pre-norm decoder blocks by their data flow.
 
 The layer's parts and attention are replaced by leaves that return random float64 numbers. The
 layer is a decoder block if each part receives exactly the numbers that a block would pass to it.
@@ -106,7 +106,7 @@ class _Leaf(nn.Module):
 
 
 class _TracingAttention:
-    """An interceptor that records attention calls and returns random numbers."""
+    """Interceptor that records attention calls and returns random numbers."""
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
@@ -161,7 +161,7 @@ def attention_child(module: nn.Module) -> str | None:
 
 
 def trace_block(module: nn.Module, attention: str, hidden_size: int) -> BlockParts | Verdict:
-    """Return the parts of a pre-norm block with rotary embedding, or a refusal for another layer.
+    """Return the parts of a pre-norm block with rotary embedding, or a refusal for other layers.
 
     Args:
         attention: the name of the child that attends.
@@ -240,7 +240,7 @@ def _with_leaves(module: nn.Module, prefix: str, calls: list[_Call], scale: floa
 
 
 def _check_attention(call: AttentionCall, mask: Tensor, inner: nn.Module) -> Verdict:
-    """Refuse an attention call with other arguments than a causal decoder's."""
+    """Refuse an attention call whose arguments differ from those of a causal decoder."""
     causal = call.is_causal
     causal = getattr(inner, "is_causal", True) if causal is None else causal
     if call.mask is not mask or not causal:
@@ -261,7 +261,7 @@ def _check_attention(call: AttentionCall, mask: Tensor, inner: nn.Module) -> Ver
 
 
 def _match_parts(module: nn.Module, attention: str, trace: _BlockTrace) -> BlockParts | Verdict:
-    """Return the block's parts, found by comparing the numbers that parts received and returned."""
+    """Return the block's parts, found by matching the numbers that parts received and returned."""
     calls, x, states, attended, tables, out, attention_call, index = trace
     labels = {call.label for call in calls}
     if len(labels) != len(calls):

@@ -1,4 +1,4 @@
-"""Binding of convolutions over disjoint patches, computed as a matmul of the patches.
+"""Convolutions over disjoint patches, computed as one matmul of the patches.
 
 Dimensions: B images, C channels, O output channels, P patches of an image.
 """
@@ -61,7 +61,7 @@ def bind_convolution(adaptation: Adaptation, module: Any, name: str) -> str | Ve
 
 
 def _check_form(module: Any, device: torch.device) -> Verdict:
-    """Refuse a convolution that is no matmul of patches, or that torch computes faster."""
+    """Refuse a convolution that is not a matmul of patches, or that torch computes faster."""
     if module.groups != 1 or any(size != 1 for size in module.dilation):
         return Verdict.refuse("torch's stays: it has groups or dilation, so it is no single matmul")
     if module.kernel_size != module.stride or any(module._reversed_padding_repeated_twice):

@@ -1,4 +1,4 @@
-"""Entry point ``load_encoder``: embed or classify texts by an adapted transformers model.
+"""The entry point ``load_encoder``: embeds or classifies texts by a transformers model.
 
 The vectors of a text's tokens are pooled to one vector as the checkpoint's sentence-transformers
 files state: modules.json, and a config.json for each module.
@@ -359,7 +359,7 @@ def load_encoder(
 
 
 def _texts(texts: Any) -> list[Text]:
-    """Return texts as a list.
+    """Return one text or several texts as a list.
 
     Raises: RequestError: ``texts`` is empty, or has elements of a wrong or mixed type.
     """

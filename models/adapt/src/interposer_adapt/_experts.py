@@ -1,4 +1,4 @@
-"""Binding of MoE experts: one module that holds the matrices of all experts.
+"""MoE experts of transformers models: a module that holds the matrices of all experts.
 
 Dimensions: T tokens, H hidden size, E experts, I intermediate size, K chosen experts.
 """
@@ -49,7 +49,7 @@ class Form(NamedTuple):
         return gates_first(dense) if self.alternating and name == _MATRICES[0] else dense
 
     def write(self, name: str, ordered: Tensor, into: Tensor) -> None:
-        """Write matrices in the layout of ``fused_experts`` to ``into`` in the stored layout."""
+        """Write matrices in the layout of ``fused_experts`` to ``into``, in the stored layout."""
         dense = into.transpose(1, 2) if self.transposed else into
         if self.alternating and name == _MATRICES[0]:
             inner = ordered.shape[1] // 2
@@ -59,13 +59,13 @@ class Form(NamedTuple):
 
 
 def looks_like_experts(module: nn.Module) -> bool:
-    """Return True if a module has the attributes and the 3D matrices of experts."""
+    """Return True if a module has the attributes and 3D matrices that MoE experts have."""
     has_attributes = all(hasattr(module, name) for name in _LAYOUT_ATTRIBUTES)
     return has_attributes and getattr(module._parameters.get("down_proj"), "ndim", 0) == 3
 
 
 def bind_experts(adaptation: Adaptation, module: Any, name: str) -> str | Verdict:
-    """Bind experts with a layout and activation that ``fused_experts`` supports."""
+    """Bind MoE experts to a kernel, if ``fused_experts`` supports their layout and activation."""
     verdict = adaptation.check_module(module, sharded=True)
     if not verdict:
         return verdict
@@ -214,7 +214,7 @@ def _constants(module: nn.Module, form: Form) -> Iterator[Tensor | None]:
 def _random_routing(
     count: int, top_k: int, hidden: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return random tokens, distinct experts for each token, and routing weights."""
+    """Return random tokens, with distinct experts and routing weights for each token."""
     generator = torch.Generator().manual_seed(4)
     x = random_normals((_TOKENS, hidden), dtype, device)
     scores = torch.rand(_TOKENS, count, generator=generator)

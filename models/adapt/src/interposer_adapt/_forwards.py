@@ -36,11 +36,11 @@ class Scope(Protocol):
     """A context that is entered before a module's forward runs, and exited after it."""
 
     def enter(self) -> Any:
-        """Open the context, and return the state for ``exit``."""
+        """Enter the context before a forward, and return the state for ``exit``."""
         ...
 
     def exit(self, before: Any) -> None:
-        """Close the context."""
+        """Leave the context after a forward, with the state that ``enter`` returned."""
         ...
 
 
@@ -100,7 +100,7 @@ def _holds(cell: CellType, content: object) -> bool:
 def _copy_function(
     function: FunctionType, names: dict[str, Any], closure: tuple[CellType, ...] | None
 ) -> FunctionType:
-    """Return a copy of a function with other globals and another closure."""
+    """Return a copy of a function with replaced globals and closure."""
     twin = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
     twin.__kwdefaults__ = function.__kwdefaults__
     twin.__dict__.update(vars(function))
@@ -161,7 +161,7 @@ class ModuleForward:
 
 
 def forward_of(module: nn.Module) -> ModuleForward | None:
-    """Return the module's ``ModuleForward`` or a new one; None for another library's forward."""
+    """Return the instance's ``ModuleForward`` or a new one; None for another library's wrapper."""
     forward = vars(module).get("forward")
     if forward is None:
         return ModuleForward(module)
@@ -251,7 +251,7 @@ PagedCache = tuple[AttentionBackend, Tensor, object]
 
 
 class AttentionInterceptor(Protocol):
-    """Replacement for the attention and mask functions of a model."""
+    """Interface that replaces the attention and mask functions of a model."""
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Compute the attention of a call, ``[B, T, N, E]``."""
@@ -329,7 +329,7 @@ def _placeholder(*_: Any) -> None:
 
 
 def _replace_in_cell(cell: CellType, module: nn.Module, inner: Forward) -> tuple[CellType, bool]:
-    """Return a cell with ``inner`` in place of the class's forward, and True if replaced."""
+    """Return a cell with ``inner`` in place of the class's forward, and whether it was replaced."""
     try:
         content = cell.cell_contents
     except ValueError:  # not filled yet

@@ -1,4 +1,4 @@
-"""Entry point ``language_model``: run an adapted decoder in interposer's engine."""
+"""The entry point ``language_model``, which runs an adapted decoder in interposer's engine."""
 
 from __future__ import annotations
 

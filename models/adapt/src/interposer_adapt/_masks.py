@@ -206,7 +206,7 @@ def _runs(padding: Tensor, first: int, length: int) -> tuple[Run, ...] | None:
 
 
 def read_mask(mask: Tensor, batch: int, num_queries: int, num_keys: int) -> MaskFacts | None:
-    """Return the facts of a mask up to the last visible key, None if the mask has another pattern.
+    """Return the facts of a mask tensor up to the last visible key; None for unknown patterns.
 
     Args:
         mask: ``[B or 1, 1, T, U]``, true where a query attends to a key.
@@ -322,7 +322,7 @@ def ragged_layout(
 
 
 def as_rows(tensors: Sequence[Tensor]) -> tuple[list[Tensor], int]:
-    """Return ``[B, K, U, D]`` tensors as rows ``[rows, K, D]``, and the rows of one sequence.
+    """Reshape ``[B, K, U, D]`` to rows ``[rows, K, D]``; also return the row stride of sequences.
 
     The result is a view if heads are adjacent in memory, as in a cache of rows.
     """

@@ -63,7 +63,7 @@ class Norm:
         return {"weight": weight, "bias": module._parameters.get(self.bias) if self.bias else None}
 
     def dims(self, size: int) -> dict[str, int | bool]:
-        """Return the dimensions of the kernel request."""
+        """Return the dimensions by which a kernel for the norm op is selected."""
         dims: dict[str, int | bool] = {"hidden_size": size}
         if self.op is layer_norm:
             dims |= {"weighted": bool(self.weight), "biased": bool(self.bias)}
@@ -162,7 +162,7 @@ def bind_unweighted_norm(
 
 
 def find_norm(module: nn.Module) -> Norm | None:
-    """Return the norm that the class of a leaf computes, None for unsupported classes.
+    """Return the norm that the class of a leaf module computes, None if unknown.
 
     Results are cached by a hash of the class's source and of the attributes that may change the
     computation: bools and strings.
@@ -195,7 +195,7 @@ def _key(module: nn.Module, names: list[str]) -> str:
 
 
 def _source(kind: type[nn.Module]) -> bytes:
-    """Return the source code of a class and its base classes."""
+    """Return the source code of a class and of its base classes."""
     parts = []
     for base in kind.__mro__:
         if base is nn.Module:

@@ -85,7 +85,7 @@ class PackedWeight(nn.Parameter):
         return plain
 
     def part(self) -> Tensor:
-        """Restore this process's shard of the plain weight; without sharding, the whole weight.
+        """Restore this process's shard of the weight from packed form; unsharded, the whole weight.
 
         Raises: ConfigError: the weight was quantized.
         """
@@ -102,7 +102,7 @@ class PackedWeight(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """The plain weight as a normal tensor; assigning raises ConfigError."""
+        """The restored weight as a normal tensor; assigning raises ConfigError."""
         return self.plain()
 
     @data.setter
@@ -124,7 +124,7 @@ class PackedWeight(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run ``func`` on the plain weight, or refuse if ``func`` writes to it."""
+        """Run ``func`` on the restored weight, or refuse a ``func`` that writes to the weight."""
         if func is _DETACH:
             return args[0].plain()
         # A lookup restores only the requested rows of a large table.

@@ -92,7 +92,7 @@ def release_weight(
     weight: Tensor,
     packed: PackedWeight,
 ) -> Verdict:
-    """Replace a weight by ``packed``, after checking that the restored weight is bit-identical."""
+    """Replace a weight by ``packed``, after checking that the weight can be restored exactly."""
     if packed.restore is not None:
         verdict = check_restore(packed.restore, local_part(weight).detach())
         if not verdict:
@@ -149,7 +149,7 @@ def set_weights(layer: Any, **tensors: Tensor | None) -> None:
 
 
 def kernel_call(layer: Linear | LMHead) -> Call:
-    """Return the kernel with operands, or the forward of a plugin's replacement layer."""
+    """Return a layer's kernel with operands, or the forward of a plugin's replacement layer."""
     if type(layer).forward in (Linear.forward, LMHead.forward) and layer.kernel is not None:
         return layer.kernel, layer.operands
     return layer.forward, ()
@@ -163,7 +163,7 @@ def layer_kernel_name(layer: Linear | LMHead) -> str:
 
 
 def find_restore(bound_kernel: Any, operands: tuple[Any, ...]) -> Restore | None:
-    """Return a function that restores the plain weight; None for an unpacked or lossy kernel."""
+    """Return a function that restores the weight; None if the kernel packs nothing or is lossy."""
     if bound_kernel.restore is None or len(operands) != 2:
         return None
     prepared = dict(zip(("weight", "bias"), operands, strict=True))

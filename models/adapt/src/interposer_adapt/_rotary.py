@@ -36,7 +36,7 @@ Rotate = Callable[..., Pair]
 
 
 def bind_rotary(adaptation: Adaptation) -> None:
-    """Let modules call the rotary kernel in place of the class's rotary function."""
+    """Let modules call a rotary kernel in place of the rotary function of their class."""
     if adaptation.device.type != "cpu":
         # Each step compares the halves of a table, which would synchronize with a device.
         return
@@ -192,7 +192,7 @@ def _first_halves(cos: Tensor, sin: Tensor, batch: int) -> Pair | None:
 
 
 def _rotate(kernel: Rotate, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Pair:
-    """Rotate queries and keys, and return both in the memory layout of projections."""
+    """Rotate queries and keys by a kernel, and return both in the layout of projections."""
     rotated = kernel(_rows(query), _rows(key), cos, sin)
     batch, _, tokens, _ = query.shape
     rotated_query, rotated_key = (
@@ -207,7 +207,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _is_supported(query: Any, key: Any, cos: Any, sin: Any) -> bool:
-    """Return True if the kernel supports the tensors and returns the original's layout."""
+    """Return True if the kernel supports the tensors and keeps the layout of the results."""
     for tensor in (query, key, cos, sin):
         if not isinstance(tensor, Tensor) or not tensor.is_cpu or tensor.requires_grad:
             return False

@@ -76,7 +76,7 @@ class Routing:
         return topk_sigmoid if self.scoring == "sigmoid" else topk_softmax
 
     def dims(self) -> dict[str, int | bool | str]:
-        """Return the dimensions of the kernel request."""
+        """Return the dimensions by which a kernel for the routing op is selected."""
         dims: dict[str, int | bool | str] = {
             "num_experts": self.num_experts,
             "top_k": self.top_k,
@@ -107,7 +107,7 @@ class Routing:
 
 
 def bind_router(adaptation: Adaptation, module: nn.Module, name: str) -> str | Verdict:
-    """Bind a router's projection and top-k choice to kernels.
+    """Bind an MoE router's projection and top-k choice to kernels.
 
     Logits are rounded as in the class, so that the same experts are chosen except for ties.
 
@@ -183,7 +183,7 @@ _ROUTINGS = weakref.WeakKeyDictionary()
 
 
 def find_routing(module: nn.Module) -> Routing | None:
-    """Return the routing that the class of a leaf computes, None for unsupported classes.
+    """Return the routing rule that the class of a leaf computes; None for unknown classes.
 
     Results are cached by class, and by the numbers and tensor sizes of the instance.
     """
@@ -210,7 +210,7 @@ def _search(module: nn.Module) -> Routing | None:
 
 
 class _Probe:
-    """A router with random weights, random tokens, and the class's result."""
+    """Trial case: a router with random weights, random tokens, and the class's result."""
 
     def __init__(self, router: nn.Module, x: Tensor, out: tuple[Tensor, ...]) -> None:
         self.router, self.x, self.out = router, x, out
@@ -220,7 +220,7 @@ class _Probe:
 
     @classmethod
     def of(cls, module: nn.Module, seed: int, correction: float) -> _Probe | None:
-        """Return a probe, None unless the class returns three tensors with a row for each token.
+        """Return a trial case; None unless the class returns three tensors with one row per token.
 
         Args:
             correction: the standard deviation of tensors that may be added to scores.
@@ -259,7 +259,7 @@ class _Probe:
         return cls(router, x, out)
 
     def agrees(self, routing: Routing) -> bool:
-        """Return True if a routing and the class choose the same experts and weights."""
+        """Return True if a routing rule and the class choose the same experts and weights."""
         logits, weights, ids = (self.out[at] for at in routing.order)
         if (logits - self.logits).abs().max() > _RELATIVE_TOLERANCE * self.logits.abs().max():
             return False
@@ -384,7 +384,7 @@ def _logits_dtype(logits: Tensor, dtype: torch.dtype) -> torch.dtype:
 def _find_restore(
     restore: Restore | None, operand: Any, weight: Tensor, dtype: torch.dtype
 ) -> Restore | None:
-    """Return a function that restores the weight, None if the kernel reads the original."""
+    """Return a function that restores the weight; None if the kernel reads the original weight."""
     if restore is not None:
         return partial(_restore_narrowed, restore, dtype)
     if isinstance(operand, Tensor) and operand.data_ptr() != weight.data_ptr():
@@ -403,7 +403,7 @@ def _copy_into(weight: Tensor, into: Tensor) -> None:
 
 
 def _logit_bounds(weight: Tensor, bias: Tensor | None, x: Tensor) -> tuple[int, float, float]:
-    """Return bounds for the rounding error of a logit: number of terms, and sums of magnitudes.
+    """Return rounding bounds of the logits: the number of terms, and the sums of magnitudes.
 
     Returns: the number of terms of a logit; the largest sum of their magnitudes; and the largest
         sum that is rounded before the bias is added, 0 without a bias.

@@ -48,7 +48,7 @@ class _Slots:
 
 
 class SequenceCaches:
-    """The ``PagedModel`` of a transformers model with a transformers cache for each sequence.
+    """The engine's interface ``PagedModel``, with a transformers cache for each sequence.
 
     Attributes:
         by_token: tokens after the first chunk of a sequence are computed one at a time.
@@ -117,7 +117,7 @@ class SequenceCaches:
         return torch.cat(results)
 
     def num_bytes(self, slot: int) -> int:
-        """Return the bytes of the sequence's keys, values and states."""
+        """Return the number of bytes of the sequence's keys, values and states."""
         return sum(tensor.nbytes for tensor in _tensors(self._caches[slot]))
 
     def _free_slots(self) -> list[int]:
@@ -161,7 +161,7 @@ def sequence_caches(
     numerics: Callable[[], AbstractContextManager[None]],
     in_force: Callable[[], bool],
 ) -> tuple[SequenceCaches, CacheShape, int] | None:
-    """Return a decoder with transformers caches that agrees with the model, if there is one.
+    """Return a decoder with transformers caches whose logits agree with the model's, or None.
 
     A prompt is computed in chunks and token by token, next to a second sequence. The logits must
     agree within the bound that rounding explains.
@@ -240,7 +240,7 @@ def _logits_in_steps(
 
 
 def _tensors(cache: Any) -> Iterable[Tensor]:
-    """Return the tensors of a cache's layers: keys and values, or states in dicts by number."""
+    """Return the tensors in a cache's layers: keys and values, or states in dicts by number."""
     tensors: dict[tuple[int, torch.Size], Tensor] = {}
     for layer in getattr(cache, "layers", None) or [cache]:
         values = [getattr(layer, "keys", None), getattr(layer, "values", None)]

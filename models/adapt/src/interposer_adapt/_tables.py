@@ -166,7 +166,7 @@ def _parts(num_rows: int) -> Iterator[slice]:
 
 
 def _with_bias(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return ``kernel`` followed by the addition of a bias."""
+    """Return a function that calls ``kernel`` and adds a bias to the result."""
 
     def head(x: Tensor, bias: Tensor, *operands: Any) -> Tensor:
         return kernel(x, *operands).add_(bias)

@@ -1,4 +1,4 @@
-"""The length of a trial's prompt, which must exceed the attention window of the model."""
+"""The prompt length of a trial, which must exceed the attention window of the model."""
 
 from __future__ import annotations
 

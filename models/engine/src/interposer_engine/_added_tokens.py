@@ -46,7 +46,7 @@ _CLASS_TOKENS = {
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """The fields of the files next to a tokenizer.json.
+    """The fields of the settings files next to a tokenizer.json.
 
     Attributes:
         fields: Fields of tokenizer_config.json.
@@ -63,7 +63,7 @@ class TokenizerSettings:
 
     @classmethod
     def of_folder(cls, path: Path) -> TokenizerSettings:
-        """Read the files of a model directory.
+        """Read the tokenizer's settings files in a model directory.
 
         Raises: CheckpointError: a file is not a JSON object.
         """
@@ -87,7 +87,7 @@ class TokenizerSettings:
         return None if token is None else str(token)
 
     def cleans_up(self, tokenizer: Tokenizer) -> bool:
-        """Return whether spaces before punctuation are removed from decoded texts.
+        """Whether spaces before punctuation are removed from decoded texts.
 
         transformers ignores the setting for BPE tokenizers, unless a second setting insists.
         """
@@ -96,7 +96,7 @@ class TokenizerSettings:
         return self._flag("clean_up_tokenization_spaces") and (not is_bpe or self._flag(insists))
 
     def needs_transformers(self, tokenizer: Tokenizer) -> bool:
-        """Return whether transformers replaces the pipeline of tokenizer.json by another one.
+        """Return whether transformers would replace the pipeline that tokenizer.json defines.
 
         Some classes of transformers build another pipeline and name tokens that no file names;
         classes for Unigram models add end tokens too. ``fix_mistral_regex`` replaces a regular
@@ -239,7 +239,7 @@ class TokenizerSettings:
         return is_list or isinstance(self.special_map.get(_EXTRA), list)
 
     def _newer_extra(self) -> list[AddedToken]:
-        """Return the tokens of ``extra_special_tokens``, or of the older name in the first file."""
+        """Return the tokens of ``extra_special_tokens``, or of the older name in the config."""
         own_field = _EXTRA if self.fields.get(_EXTRA) else _OLDER_EXTRA
         tokens = self._several(_CONFIG, self.fields, own_field)
         return tokens + self._several(_SPECIAL_MAP, self.special_map, _EXTRA)

@@ -14,7 +14,7 @@ from interposer_engine._scheduler import Chunk
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """Tokens of one step, packed without padding.
+    """The tokens of one step with positions and cache pages, packed without padding.
 
     Attributes:
         token_ids: ``[T]`` int64.
@@ -31,7 +31,7 @@ class StepBatch:
 
     @property
     def by_pool(self) -> tuple[AttentionBatch, ...]:
-        """The paged batch of each page pool, in the order of the pools."""
+        """The attention batch of each page pool, in the order of the pools."""
         return (self.attention, *self.other_pools)
 
     @classmethod
@@ -44,7 +44,7 @@ class StepBatch:
         with_states: bool = False,
         with_prefixes: bool = False,
     ) -> StepBatch:
-        """Build the batch of a step from the chunks.
+        """Build the tensors of a step from the scheduler's chunks.
 
         Args:
             min_pages: Least number of columns of the page table.

@@ -1,4 +1,4 @@
-"""Chat templates: render messages as the prompt format that a model was trained with.
+"""Chat templates, which render messages in the prompt format a model was trained with.
 
 A template is a program of the model's publisher. transformers renders templates in a sandbox. A
 response template is the reverse: it defines how an answer is parsed, and in simple cases also how a

@@ -28,7 +28,7 @@ _log = logging.getLogger("interposer")
 
 
 class CompiledArtifacts:
-    """Kernels and graphs of torch's compiler for one model, device and set of kernel choices.
+    """Stored kernels and graphs of torch's compiler for one model, device and kernel choice.
 
     torch validates the inputs of each artifact before use, so that a stale artifact only costs
     time. Artifacts contain code: write access to the store allows running code, as with torch's own
@@ -128,7 +128,7 @@ class CompiledModel:
         resolver: Resolver,
         artifacts: CompiledArtifacts,
     ) -> None:
-        """Prepare the compilation, which happens at the first calls.
+        """Prepare the model for compilation, which happens at the first calls.
 
         Args:
             caches: KV caches and states, which have fixed sizes.
@@ -191,7 +191,7 @@ def check_compiler(
     graphs: Verdict | None = None,
     choices: Iterable[Choice] = (),
 ) -> Verdict | None:
-    """Return whether and by which backend steps are compiled; None if compilation is off.
+    """Decide whether torch.compile compiles the steps, with backend or reason; None if off.
 
     Args:
         graphs: Whether decode steps are captured as graphs, too.

@@ -95,7 +95,7 @@ class Engine:
 
     @property
     def prefixes(self) -> PrefixStatistics | None:
-        """Statistics of the prefix cache; None without a prefix cache."""
+        """Statistics of the prefix cache; None if the engine has no prefix cache."""
         prefix_cache = self.runner.prefixes
         return None if prefix_cache is None else prefix_cache.statistics
 
@@ -179,7 +179,7 @@ class Engine:
         return self.scheduler.busy
 
     def cancel(self, sequence: TokenSequence) -> None:
-        """End a request early and free the pages; do nothing after the end."""
+        """End a request early and free its cache pages; do nothing after the request's end."""
         if sequence.finish_reason is None:
             self._end(sequence, "cancelled")
 
@@ -287,7 +287,7 @@ class Engine:
         return sequence
 
     def checked_source(self, source: Sequence[int] | None) -> list[int]:
-        """Return the encoder input as plain integers; empty if the model has no encoder.
+        """Check an encoder input, and return plain integers; empty if the model has no encoder.
 
         Raises: RequestError: see ``EncoderInputs.check``; or ``source`` is set for a model without
             an encoder.
@@ -301,7 +301,7 @@ class Engine:
         return []
 
     def checked_tokens(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the ids as plain integers.
+        """Check token ids, and return plain integers.
 
         Raises: RequestError: there are no ids, or an id is outside of the vocabulary.
         """
@@ -330,7 +330,7 @@ class Engine:
     def deliver(
         self, sequences: Sequence[TokenSequence], tokens: Sequence[int], logprobs: Sequence[float]
     ) -> list[Event]:
-        """Append a new token to each sequence; see ``append``."""
+        """Append the sampled token of each sequence; see ``append``."""
         samples = zip(sequences, tokens, logprobs, strict=True)
         return [self.append(*sample) for sample in samples]
 
@@ -387,7 +387,7 @@ class Engine:
 
 
 class PromptLogprobs:
-    """Records the log probabilities of prompt tokens in the sequences with ``prompt_logprobs``."""
+    """Records log probabilities of prompt tokens for requests with ``prompt_logprobs``."""
 
     def __init__(self, runner: Runner, sampler: Sampler) -> None:
         self._runner = runner
@@ -416,7 +416,7 @@ class PromptLogprobs:
         self._sampler.editor.prepare(top=params.prompt_logprobs is not None)
 
     def record(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> torch.Tensor:
-        """Record prompt log probabilities in the sequences; return the rows of logits to sample.
+        """Record prompt log probabilities; return the rows of logits from which to sample.
 
         Args:
             logits: ``[R, V]``, the requested rows of all chunks.

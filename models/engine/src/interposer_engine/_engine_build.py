@@ -82,7 +82,7 @@ class _Memory:
 
 @dataclass(slots=True)
 class _Loaded:
-    """The loaded weights and tokenizer of a model, with end tokens and draft source."""
+    """The loaded weights and tokenizer of a model, with its end tokens and draft source."""
 
     checkpoint: Checkpoint | CheckpointFile
     tokenizer: TextTokenizer

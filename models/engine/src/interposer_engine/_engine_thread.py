@@ -166,7 +166,7 @@ class Generation(AsyncIterator[list[Delta]]):
 
     @property
     def num_answers(self) -> int:
-        """Number of answers to all prompts."""
+        """Number of answers to all prompts of the request."""
         return self.n * len(self.prompts)
 
     async def __anext__(self) -> list[Delta]:
@@ -189,7 +189,7 @@ class Generation(AsyncIterator[list[Delta]]):
         raise StopAsyncIteration if self.error is None else self.error
 
     async def completions(self) -> list[Completion]:
-        """Wait for all answers and return the completions; no other reader can take the tokens.
+        """Wait for all answers, and return the completions; this consumes the tokens.
 
         Raises: Exception: the error that ended the generation early.
         """
@@ -234,7 +234,7 @@ Outcomes = Mapping[Generation, Exception | None]
 
 
 class StepThread:
-    """Steps the engine of a model while requests are unfinished.
+    """Thread that runs the steps of a model's engine while requests are unfinished.
 
     Other threads send requests through a queue. The step thread holds the engine's lock while it
     uses the engine, because methods of the model may be called at the same time.
@@ -251,7 +251,7 @@ class StepThread:
         *,
         clock: Callable[[], int] = steady_time_ns,
     ) -> None:
-        """Start the thread.
+        """Start the step thread.
 
         Args:
             clock: Returns nanoseconds since the epoch, for the stages of each request.
@@ -285,7 +285,7 @@ class StepThread:
         return self._num_unfinished
 
     def check_capacity(self, num_answers: int) -> None:
-        """Raise QueueFullError if the answers exceed the capacity, RequestError after the end."""
+        """Raise QueueFullError beyond the capacity, or RequestError once the thread has ended."""
         if self._closed:
             raise stopped_error()
         if self.capacity is not None and self._num_unfinished + num_answers > self.capacity:
@@ -322,7 +322,7 @@ class StepThread:
         return generation
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Call a function between two steps in the step thread.
+        """Queue a function to run in the step thread between two steps, and return its future.
 
         Raises: RequestError: the thread has ended.
         """

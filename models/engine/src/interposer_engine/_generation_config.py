@@ -128,7 +128,7 @@ def start_tokens(path: Path, config: dict[str, Any], vocab_size: int) -> tuple[i
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """Sampling settings that a checkpoint, or a model of transformers, suggests.
+    """Sampling settings that a checkpoint or a transformers model suggests.
 
     Attributes:
         source: Origin of the settings, for errors and notes.
@@ -140,7 +140,7 @@ class GenerationSettings:
 
     @classmethod
     def of_folder(cls, path: Path) -> GenerationSettings:
-        """Read the settings from generation_config.json, else from config.json."""
+        """Read the settings from generation_config.json, or else from config.json."""
         for file in path / _FILE, path / "config.json":
             if file.exists():
                 return cls(file, read_json(file))
@@ -178,7 +178,7 @@ class GenerationSettings:
         return {name: value for name, value in suggested.items() if params.is_changed(name)}
 
     def unapplied_note(self, *, has_encoder: bool) -> str | None:
-        """Return a note on settings that only transformers applies; None without such settings."""
+        """Return a note on settings that only transformers applies; None if there are none."""
         names = dict(_NOT_APPLIED)
         if not has_encoder:
             names |= _NOT_APPLIED_TO_DECODERS

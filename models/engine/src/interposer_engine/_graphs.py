@@ -34,7 +34,7 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GraphBuckets:
-    """Captured batch sizes and page-table widths; a batch runs in the smallest that fits.
+    """The captured batch sizes and page-table widths; a batch runs in the smallest that fits.
 
     Attributes:
         sizes: Numbers of sequences, ascending.
@@ -57,7 +57,7 @@ class GraphBuckets:
 
     @classmethod
     def up_to(cls, max_sequences: int, max_pages: int) -> GraphBuckets:
-        """Return the sizes 1, 2, 4, 8, then steps of 8 up to 256, steps of 16, and the maximum.
+        """Return buckets for batch sizes 1, 2, 4, 8, then in steps of 8 up to 256, then of 16.
 
         So padding is less than half of a small batch and a few percent of a large one, and the
         number of graphs stays small. Widths grow by a factor of four, up to ``max_pages``.
@@ -87,7 +87,7 @@ def _smallest_at_least(numbers: tuple[int, ...], minimum: int) -> int | None:
 
 
 class GraphBatch:
-    """Inputs of one bucket's graph, at addresses that never change.
+    """Inputs of one captured graph, at addresses that never change.
 
     A padding row is a sequence of one token in a slot of a spare page. The sequence attends to the
     first token of that page, which is padding of the same step: slots are handed out from the last
@@ -259,7 +259,7 @@ class _Captured(NamedTuple):
 
 
 class DecodeGraphs:
-    """Runs a step of one token per sequence through the captured graph of the bucket.
+    """Runs a step of one token per sequence through the smallest captured graph that fits.
 
     Attributes:
         compiled: Accepts; or refuses with the reason if torch.compile compiles part of the model,
@@ -281,7 +281,7 @@ class DecodeGraphs:
         with_states: bool = False,
         with_encoder: bool = False,
     ) -> None:
-        """Prepare the captures, which happen at the first steps.
+        """Prepare the graphs, which are captured at the first steps.
 
         Args:
             step: The function to capture. The function must read only arguments and memory that

@@ -23,7 +23,7 @@ from interposer_ops.layers.states import StateLayout
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Attention layers with the same window, which share one page pool.
+    """Attention layers with equal windows, which share one page pool.
 
     Attributes:
         seen_tokens: Window: the number of tokens that a token attends to, including the token; None
@@ -53,7 +53,7 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Groups of a model's attention layers, the widest window first.
+    """The groups of a model's attention layers, the widest attention window first.
 
     Attributes:
         groups: The groups of layers.
@@ -74,7 +74,7 @@ class CacheShape:
         max_step_tokens: int,
         spare_pages: int = 0,
     ) -> CacheShape:
-        """Group the layers of the backends by window; without layers, there is one empty group.
+        """Group the backends' layers by attention window; without layers, return one empty group.
 
         A sequence holds the pages of one window and of the tokens that a step adds. So all
         sequences together never need more than ``most_pages`` of a group with a window.
@@ -134,7 +134,7 @@ class CacheShape:
         return num_pages
 
     def parts(self, num_token_pages: int) -> str:
-        """Describe the tokens and layers of each group; "" if all have full attention."""
+        """Describe the tokens and layers of each layer group; "" if all have full attention."""
         if all(group.seen_tokens is None and not group.is_source for group in self.groups):
             return ""
         parts = []
@@ -156,7 +156,7 @@ class CacheShape:
 
 
 def _order(kind: tuple[int | None, bool]) -> tuple[float, bool]:
-    """Return a sort key that orders groups by window, the widest first."""
+    """Return a sort key that orders layer groups by window, the widest first."""
     return -(kind[0] or float("inf")), kind[1]
 
 
@@ -179,7 +179,7 @@ class PagedLayer(Protocol):
 
     @property
     def backend(self) -> AttentionBackend:
-        """The attention backend; layers with equal specs share one backend."""
+        """The attention backend of the layer; layers with equal specs share one backend."""
         ...
 
 
@@ -239,7 +239,7 @@ class Caches:
         max_step_tokens: int,
         prefix_cache: bool = False,
     ) -> None:
-        """Create the pools without allocating memory.
+        """Create the page pools without allocating memory.
 
         Args:
             num_pages: Number of pages for the tokens of all sequences; pools of windows have fewer.
@@ -294,7 +294,7 @@ class Caches:
         return [*caches, *self.allocate_states(self._num_slots, device)]
 
     def allocate_states(self, num_rows: int, device: str) -> list[tuple[torch.Tensor, ...]]:
-        """Allocate ``num_rows`` rows of each recurrent state."""
+        """Allocate ``num_rows`` rows of state for each recurrent layer."""
         return [state.allocate(num_rows, device, cache_memory) for state in self.states]
 
     def contents(self, caches: list[Any]) -> CacheContents:

@@ -1,4 +1,4 @@
-"""Memory budget of the KV cache: a fraction of the memory that weights and a step leave free."""
+"""Memory budget of the KV cache: a fraction of the memory that weights and a step leave."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StepMemory:
 
     @property
     def available_bytes(self) -> int:
-        """The free memory minus the peak of the step, in bytes."""
+        """The free memory minus the peak memory of a step, in bytes."""
         return self.free_bytes - (self.step_bytes or 0)
 
 
@@ -162,7 +162,7 @@ def unmeasured_budget(
 
 
 def check_sizes(**sizes: int | None) -> None:
-    """Raise ConfigError if a size is neither None nor a positive integer."""
+    """Raise ConfigError if a cache size is neither None nor a positive integer."""
     for name, size in sizes.items():
         if size is not None and (not isinstance(size, int) or size < 1):
             raise ConfigError(f"{name} is {size!r}, must be an integer of at least 1")
@@ -190,14 +190,14 @@ def check_cache(
 
 
 def spare_pages_for(max_sequences: int, page_size: int) -> int:
-    """Return the number of spare pages that padding of graphs needs for ``max_sequences``."""
+    """Return the number of spare pages that padding in captured graphs needs."""
     return DecodeGraphs.pages_for(GraphBuckets.up_to(max_sequences, 1), page_size)
 
 
 def measure_step(
     platform: Platform, engine: Engine, max_sequences: int, max_step_tokens: int
 ) -> StepMemory:
-    """Run the largest step of ``engine``, and return the memory that the step takes.
+    """Run the largest step of ``engine``, and return the memory that this step takes.
 
     The step has as many sequences as run at once: one prompt that is as long as the step allows,
     and short ones. Every sequence samples a token. On a host, a smaller step runs through one block
@@ -234,7 +234,7 @@ def measure_step(
 
 @contextmanager
 def one_block_of_each_kind(model: CausalModel) -> Iterator[None]:
-    """Reduce a ``CausalLM`` to one block of each kind within a ``with`` block.
+    """Reduce a ``CausalLM`` to one block of each kind, within a ``with`` block.
 
     Blocks run one after the other and free memory at the end, so one of each kind has the peak.
     """

@@ -1,4 +1,4 @@
-"""Size of the KV cache of a loaded model: as requested, or as much as fits into free memory."""
+"""Size of a loaded model's KV cache: as requested, or as much as fits into free memory."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _budget(
 
 
 def cache_shape(planned: Plan, max_sequences: int, max_step_tokens: int) -> CacheShape:
-    """Return the page pools of a model's cache, with the page sizes."""
+    """Return the layer groups of a model's KV cache, with the page sizes."""
     size = planned.page_size
     spare_pages = spare_pages_for(max_sequences, size) if planned.graphs else 0
     backends = [layer.backend for layer in planned.model.attention_layers]
@@ -105,12 +105,12 @@ def cache_shape(planned: Plan, max_sequences: int, max_step_tokens: int) -> Cach
 
 
 def state_layouts(planned: Plan) -> list[StateLayout]:
-    """Return the layout of the state of each recurrent layer."""
+    """Return the layout of each recurrent layer's state."""
     return [layer.state_layout() for layer in planned.model.state_layers]
 
 
 def state_bytes(planned: Plan, max_sequences: int, shared: PrefixCache | None) -> int:
-    """Return the memory of recurrent states and of state checkpoints in the prefix cache.
+    """Return the memory of recurrent states, and of their checkpoints in the prefix cache.
 
     Args:
         shared: Settings of the prefix cache; None without one.

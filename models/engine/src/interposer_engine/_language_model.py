@@ -35,7 +35,7 @@ _PROMPTS = "a text or a list of texts or of lists of token ids"
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The result of one request.
+    """The generated answer of one request, with statistics.
 
     Attributes:
         text: Text of the new tokens without an end token; empty if the model has no tokenizer.
@@ -62,7 +62,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The next token of a stream, with the completed text, which may be empty.
+    """The next token of a stream, with the text that it completes, which may be empty.
 
     Attributes:
         index: Index of the answer, if the request has several.
@@ -108,12 +108,12 @@ class Stream:
 
     @property
     def ended(self) -> bool:
-        """Whether the last token was read."""
+        """Whether the last token of the sequence has been read."""
         return self._finish_reason() is not None
 
     @property
     def num_unread(self) -> int:
-        """Number of computed tokens that were not read yet."""
+        """Number of computed tokens that have not been read yet."""
         return len(self._unread)
 
     def read(self) -> Delta:
@@ -199,7 +199,7 @@ class Stream:
 
 
 class LanguageModel:
-    """A loaded model. ``interposer.explain`` reports the kernels in use.
+    """A loaded language model, whose kernels ``interposer.explain`` reports.
 
     Any thread may call the methods; requests of several threads run as one batch. An iterator of
     ``stream`` must be used in one thread.
@@ -251,7 +251,7 @@ class LanguageModel:
         self.close()
 
     def close(self) -> None:
-        """Free weights, caches, threads and child processes of the model, after the present step.
+        """Free the model's weights, caches, threads and child processes after the current step.
 
         Unfinished requests and later calls raise RequestError. Closing again does nothing.
         """
@@ -307,7 +307,7 @@ class LanguageModel:
 
     @property
     def suggested(self) -> dict[str, Any]:
-        """Sampling settings that the checkpoint suggests; empty for greedy decoding."""
+        """Sampling settings that the checkpoint suggests; empty if that is greedy decoding."""
         return self._generation.suggested
 
     @property
@@ -361,7 +361,7 @@ class LanguageModel:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, n: int = 1, **settings: Any
     ) -> Iterator[Delta]:
-        """Yield the completion of ``prompt`` token by token; close the iterator to cancel it.
+        """Yield the completion of ``prompt`` token by token; closing the iterator cancels it.
 
         Args:
             n: Number of answers, as in ``generate``; ``Delta.index`` tells the answers apart.
@@ -488,7 +488,7 @@ class LanguageModel:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names of the loaded adapters."""
+        """Names of the loaded LoRA adapters."""
         return self._adapters.names
 
     def load_adapter(self, name: str, path: str | Path, *, replace: bool = False) -> None:
@@ -510,7 +510,7 @@ class LanguageModel:
             self._adapters.load(name, path, replace)
 
     def remove_adapter(self, name: str) -> None:
-        """Remove an adapter and free the memory.
+        """Remove a LoRA adapter and free its memory.
 
         Raises:
             UnknownNameError: no adapter has the name.
@@ -522,7 +522,7 @@ class LanguageModel:
     def update_weights(
         self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | WeightsFrom
     ) -> tuple[str, ...]:
-        """Replace the weights of some or all layers; replace either all given tensors or none.
+        """Replace the weights of some or all layers: all given tensors, or none of them.
 
         All tensors of a layer must be in one call: also the scales and zero points of quantized
         layers, and the tensors of all layers that are merged into one matmul. Tensors are prepared
@@ -693,7 +693,7 @@ def requests(
     settings: dict[str, Any],
     n: int,
 ) -> list[tuple[Prompt, SamplingParams]]:
-    """Pair each prompt with sampling parameters.
+    """Return a request for each prompt: the prompt paired with its sampling parameters.
 
     Raises: RequestError: there is no prompt, ``n`` is not positive, or parameters are given twice
         or for another number of prompts.
@@ -740,7 +740,7 @@ def _check_type(name: str, value: object, allowed: str) -> None:
 
 
 def token_ids_of(prompt: Prompt, tokenizer: TextTokenizer) -> Sequence[int]:
-    """Return the token ids of a prompt, which may be a text."""
+    """Return the token ids of a prompt, which is a text or lists token ids already."""
     if not isinstance(prompt, str):
         return prompt
     # An empty text is refused later, even if the tokenizer would add a special token.
@@ -748,7 +748,7 @@ def token_ids_of(prompt: Prompt, tokenizer: TextTokenizer) -> Sequence[int]:
 
 
 def target_ids(text: Prompt, tokenizer: TextTokenizer, starts: Sequence[int]) -> list[int]:
-    """Return the decoder's start tokens, followed by the tokens of a text."""
+    """Return the tokens that an encoder-decoder's decoder starts with, then those of a text."""
     if not isinstance(text, str):
         return [*starts, *text]
     tokens = tokenizer.encode(text)
@@ -758,7 +758,7 @@ def target_ids(text: Prompt, tokenizer: TextTokenizer, starts: Sequence[int]) ->
 
 
 def completions(streams: Sequence[Stream], n: int) -> list[Completion]:
-    """Return the completion of each stream; ``n`` consecutive streams answer one prompt."""
+    """Return the completions of streams, of which ``n`` consecutive ones answer one prompt."""
     results: list[Completion] = []
     for index, stream in enumerate(streams):
         completion = stream.completion()

@@ -56,7 +56,7 @@ def _option(kind: type, help_text: str, **details: Any) -> dict[Any, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """The arguments of ``load``, except the ranks and the path; see ``load`` for each.
+    """The arguments of ``load``, except the ranks and the path, with the defaults of ``load``.
 
     Commands take the arguments that have a ``CommandOption``, with the defaults of ``load``.
 
@@ -114,7 +114,7 @@ class LoadOptions:
     progress: Callable[[int, int], None] | None = None
 
     def check(self) -> None:
-        """Check the sizes and settings that need no model.
+        """Check the sizes and settings that can be checked without a model.
 
         Raises: ConfigError: a size is no positive integer, a fraction is not between 0 and 1, or
             the settings of a prefix cache or of speculative decoding contradict each other.
@@ -140,7 +140,7 @@ class LoadOptions:
 
     @property
     def prefix_settings(self) -> PrefixCache | None:
-        """The settings of the prefix cache, None without one."""
+        """The settings of the prefix cache; None without a prefix cache."""
         from interposer_engine._prefix_settings import PrefixCache
 
         return PrefixCache.of(self.prefix_cache)

@@ -48,7 +48,7 @@ class FairLock:
             self._call_deferred()
 
     def call_soon(self, function: Callable[[], None]) -> None:
-        """Call a function with the lock: now if the lock is free, else when its holder releases it.
+        """Call a function under the lock: now if the lock is free, or else when it is released.
 
         This never waits. So the garbage collector may close a generator, which calls this method,
         in the middle of a step of the same thread.

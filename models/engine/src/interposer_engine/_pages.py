@@ -64,7 +64,7 @@ class PagePool:
         return min(num_tokens, self.num_pages * self.page_size)
 
     def step_capacity(self, num_computed: int, num_pages: int) -> int:
-        """Return how many tokens a sequence can add in one step.
+        """Return how many tokens a sequence can add in one step, given the free pages.
 
         Args:
             num_pages: Most pages that the sequence may hold in that step.
@@ -85,7 +85,7 @@ class PagePool:
         return True
 
     def shrink(self, pages: list[int], num_tokens: int) -> None:
-        """Return the pages after those that hold ``num_tokens`` tokens to the pool."""
+        """Free the pages of a sequence after those that hold ``num_tokens`` tokens."""
         surplus = pages[self.pages_for(num_tokens) :]
         del pages[len(pages) - len(surplus) :]
         self.release(surplus)
@@ -100,7 +100,7 @@ class PagePool:
             pages[index] = self.zero_page
 
     def release(self, pages: list[int]) -> None:
-        """Return all of ``pages`` to the pool, and empty the list."""
+        """Free all pages in the list ``pages``, and empty the list."""
         # In reverse order the first pages of the sequence are released last and evicted last.
         for page in reversed(pages):
             if page != self.zero_page:
@@ -125,7 +125,7 @@ class PagePool:
             )
 
     def num_unseen_pages(self, num_computed: int) -> int:
-        """Return the number of leading pages that left the attention window of all later tokens."""
+        """Return the number of leading pages outside the attention window of all later tokens."""
         if self.seen_tokens is None:
             return 0
         return max(0, num_computed - self.seen_tokens + 1) // self.page_size
@@ -146,7 +146,7 @@ States = Sequence[tuple[Tensor, ...]]
 def copy_rows(
     source: States, source_rows: Sequence[int], target: States, target_rows: Sequence[int]
 ) -> None:
-    """Copy rows of all state tensors of ``source`` to rows of ``target``, in the given order.
+    """Copy rows of all state tensors from ``source`` to rows of ``target``, in the given order.
 
     Args:
         target: Tensors of the same layers, with any number of rows. May be ``source``: all rows are
@@ -193,7 +193,7 @@ class CacheContents:
             cache.select(axis, target).copy_(cache.select(axis, source))
 
     def page_bytes(self, pool_index: int) -> int:
-        """Return the packed size of one page of a pool over all layers, in bytes; see ``pack``."""
+        """Return the size of one page of a pool over all layers, packed by ``pack``, in bytes."""
         return _packed_bytes([cache.select(axis, 0) for cache, axis in self._pools[pool_index]])
 
 
@@ -203,7 +203,7 @@ def state_row(states: States, row: int) -> list[Tensor]:
 
 
 def row_bytes(states: States) -> int:
-    """Return the packed size of one state row over all layers, in bytes; see ``pack``."""
+    """Return the size of one state row over all layers, packed by ``pack``, in bytes."""
     return _packed_bytes([part[0] for layer in states for part in layer])
 
 
@@ -264,11 +264,11 @@ class StateCheckpoints:
         self._free = [*range(num_rows)]
 
     def __len__(self) -> int:
-        """Return the number of checkpoints."""
+        """Return the number of state checkpoints."""
         return len(self._row_by_key)
 
     def has_key(self, key: bytes) -> bool:
-        """Return whether there is a checkpoint for ``key``."""
+        """Return whether there is a state checkpoint for ``key``."""
         return key in self._row_by_key
 
     def save(self, key: bytes, slot: int) -> None:
@@ -289,7 +289,7 @@ class StateCheckpoints:
         copy_rows(self.rows, [self._row_by_key[key]], self._states, [slot])
 
     def forget(self) -> None:
-        """Drop all checkpoints."""
+        """Drop all state checkpoints."""
         self._free += self._row_by_key.values()
         self._row_by_key.clear()
 

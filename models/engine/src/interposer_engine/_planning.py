@@ -54,7 +54,7 @@ def plan(
     expert_parallel: bool | ExpertParallel = False,
     offload: bool | int | str | None = None,
 ) -> Plan:
-    """Plan the model that ``load`` would build, without reading weights; see ``explain``.
+    """Plan the model that ``load`` would build, without reading weights.
 
     Args:
         placement: the device to plan for; None leaves the device to the selection.

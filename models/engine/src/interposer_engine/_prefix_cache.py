@@ -49,7 +49,7 @@ class SharedPrefixes:
         checkpoints: StateCheckpoints | None = None,
         store: PrefixStore | None = None,
     ) -> None:
-        """Create an empty cache.
+        """Create an empty prefix cache.
 
         Args:
             contents: Tensors of the pages of the pools, and of the state rows.
@@ -144,7 +144,7 @@ class SharedPrefixes:
         )
 
     def register_computed(self, sequence: TokenSequence, first: int) -> None:
-        """Register the pages that a sequence has filled since token ``first``."""
+        """Register the pages that a sequence has filled from token ``first`` on."""
         if not sequence.page_keys:
             return
         size, stop = self._size, sequence.num_computed // self._size
@@ -177,7 +177,7 @@ class SharedPrefixes:
         self._search.tails.clear()
 
     def _future_prefix_length(self, sequence: TokenSequence, older: TokenSequence) -> int:
-        """Return the length of the common prefix that ``older`` will still compute, or 0."""
+        """Return the length of the common prefix that ``older`` has yet to compute, or 0."""
         # A sequence that decodes computes no more of its prompt.
         if len(older) - older.num_computed <= 1:
             return 0
@@ -323,7 +323,7 @@ class PrefixTails:
         return len(self._position_by_key)
 
     def add(self, before: bytes, key: bytes, tokens: list[int]) -> None:
-        """Add a page with at least one token.
+        """Add a page that holds at least one token.
 
         Args:
             before: Key of the page before the page.
@@ -335,7 +335,7 @@ class PrefixTails:
             self._tails.setdefault(position, {})[key] = tokens
 
     def remove(self, key: bytes) -> None:
-        """Remove the page ``key`` from the index, if indexed."""
+        """Remove the page ``key`` from the index, if it is indexed."""
         if (position := self._position_by_key.pop(key, None)) is not None:
             del self._tails[position][key]
             if not self._tails[position]:
@@ -346,7 +346,7 @@ class PrefixTails:
         yield from self._tails.get((before, tokens[0]), {}).items()
 
     def clear(self) -> None:
-        """Remove all pages."""
+        """Remove all pages from the index."""
         self._tails.clear()
         self._position_by_key.clear()
 
@@ -368,7 +368,7 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest cached prefix of a sequence.
+    """The longest cached prefix that matches a sequence: its pages, and a partial page.
 
     Attributes:
         num_pages: Number of whole pages to share.
@@ -500,7 +500,7 @@ class PrefixSearch:
 
 
 def common_prefix_length(sequence: TokenSequence, cached: TokenSequence, size: int) -> int:
-    """Return the length of the prefix that two sequences share, without the last of ``sequence``.
+    """Return the length of the common prefix of two sequences, without the last token.
 
     Args:
         size: Page size.

@@ -120,17 +120,17 @@ class PrefixStore:
         return True
 
     def get(self, kind: int, key: bytes, parts: Sequence[Tensor]) -> None:
-        """Copy the tensors stored under ``key`` into ``parts``."""
+        """Copy the tensors stored under ``key`` to the tensors ``parts``."""
         unpack(self.kinds[kind].row(key), parts, self.queued)
 
     def forget(self) -> None:
-        """Empty the store."""
+        """Empty the store of pages and of state checkpoints."""
         for rows in self.kinds:
             rows.forget()
 
 
 def file_memory(num_bytes: int, folder: Path) -> Tensor:
-    """Map an unnamed temporary file in ``folder`` as a tensor; the file is deleted with the tensor.
+    """Map an unnamed temporary file in ``folder`` as a tensor that owns the file.
 
     The disk space is allocated at once, because a write to a mapped file on a full disk would end
     the process.
@@ -269,7 +269,7 @@ def page_keys(sequence: TokenSequence, count: int, page_size: int) -> list[bytes
 
 
 def page_key(before: bytes, tokens: list[int]) -> bytes:
-    """Return the key of a page with ``tokens`` after the page with the key ``before``."""
+    """Return the key of a page that holds ``tokens``, after the page with the key ``before``."""
     return _digest(before + array("q", tokens).tobytes())
 
 
@@ -321,7 +321,7 @@ class PrefixStatistics:
 
     @property
     def hit_rate(self) -> float:
-        """Fraction of the tokens that were cached; 0 before the first sequence."""
+        """Fraction of the prompt tokens that were cached; 0 before the first sequence."""
         return self.shared_tokens / self.tokens if self.tokens else 0.0
 
     def __str__(self) -> str:

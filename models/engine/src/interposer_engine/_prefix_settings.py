@@ -94,7 +94,7 @@ class PrefixCache:
     def shared(
         self, model_caches: Caches, caches: list[Any], device: str, platform: Platform
     ) -> SharedPrefixes:
-        """Create the prefix cache over the pages and states of a model.
+        """Create the prefix cache for the KV-cache pages and states of a model.
 
         Args:
             model_caches: Page pools and state layouts of the model.
@@ -125,7 +125,7 @@ class PrefixCache:
         return SharedPrefixes(pools, contents, checkpoints, store)
 
     def description(self, layouts: Sequence[StateLayout], max_sequences: int) -> str:
-        """Describe the additional memory of the prefix cache; "" if there is none.
+        """Describe the memory that the prefix cache takes besides pages; "" if there is none.
 
         Args:
             layouts: Layouts of the model's recurrent states.

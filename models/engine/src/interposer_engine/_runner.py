@@ -1,4 +1,4 @@
-"""Runs the steps of a model on KV caches: eagerly, compiled or as captured graphs."""
+"""Runs the steps of a model on its KV cache: eagerly, compiled, or as captured graphs."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Runner:
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Largest number of tokens of a sequence: the context length, or less in a small cache."""
+        """The longest sequence in tokens: the context length, or less if the cache is small."""
         context: int = self.model.config.max_position_embeddings
         return min(pool.longest(context) for pool in self.pools)
 

@@ -1,4 +1,4 @@
-"""Logit edits of requests (bias, minimum length, constraints), and top log probabilities.
+"""Edits of logits (bias, minimum length, constraints), and top log probabilities.
 
 Dimensions: B sequences, V vocabulary.
 
@@ -28,14 +28,14 @@ from interposer_ops.layers.sampler import Penalties, Sampler, SamplingBatch
 
 
 def is_listing(value: object) -> bool:
-    """Return whether a value lists items in an order, as lists, arrays and generators do."""
+    """Return whether a value lists items in an order, such as a list, array or generator."""
     return hasattr(value, "__iter__") and not isinstance(
         value, bytes | bytearray | memoryview | Mapping | Set
     )
 
 
 def checked_tokens(token_ids: Sequence[int], vocab_size: int) -> list[int]:
-    """Return the ids as plain integers.
+    """Check token ids, and return plain integers.
 
     Accepts every type that Python can use as an index, such as elements of arrays.
 
@@ -58,7 +58,7 @@ def checked_tokens(token_ids: Sequence[int], vocab_size: int) -> list[int]:
 def chosen_params(
     params: SamplingParams | Sequence[SamplingParams] | None, settings: dict[str, Any], count: int
 ) -> list[SamplingParams]:
-    """Return the sampling parameters of each of ``count`` prompts.
+    """Return the sampling parameters for each of ``count`` prompts.
 
     Raises: RequestError: both ``params`` and ``settings`` are set, or the numbers differ.
     """
@@ -202,7 +202,7 @@ class SamplingState:
         return self._batch
 
     def _count_new_tokens(self, batch: SamplingBatch) -> None:
-        """Count the tokens that were appended since the last step."""
+        """Add the tokens that were appended since the last step to the counts of used tokens."""
         num_new = [
             len(s.output) - num_old
             for s, num_old in zip(self._sequences, self._num_counted, strict=True)
@@ -358,7 +358,7 @@ class RequestEdits:
         batch: SamplingBatch,
         tokens: torch.Tensor,
     ) -> None:
-        """Append the likeliest allowed tokens to the sequences with ``top_logprobs``."""
+        """Append the most likely allowed tokens to the sequences with ``top_logprobs``."""
         if not any(sequence.params.top_logprobs for sequence in sequences):
             return
         top, ids = self._sampler.top_logprobs(logits, batch, tokens)
@@ -381,7 +381,7 @@ class RequestEdits:
         return constraints.matcher(params.constraint, self._end_tokens(params))
 
     def _end_tokens(self, params: SamplingParams) -> frozenset[int]:
-        """Return the tokens of the vocabulary that end a request."""
+        """Return the end tokens of a request that are in the vocabulary."""
         model_tokens = frozenset() if params.ignore_eos else self._stop_token_ids
         stop_tokens = model_tokens.union(params.stop_token_ids)
         return frozenset(token for token in stop_tokens if token < self._vocab_size)

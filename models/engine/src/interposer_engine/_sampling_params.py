@@ -256,7 +256,7 @@ class SamplingParams(BaseModel):
 
     @cached_property
     def is_penalised(self) -> bool:
-        """Whether used tokens are penalized."""
+        """Whether the request penalizes tokens that were used before."""
         return any(map(self.is_changed, marked_fields(Penalty)))
 
     @cached_property
@@ -269,7 +269,7 @@ class SamplingParams(BaseModel):
         return bool(getattr(self, name) != type(self).model_fields[name].default)
 
     def numbered(self, count: int, shares: bool) -> list[SamplingParams]:
-        """Return the parameters of each of ``count`` answers to one prompt.
+        """Return the sampling parameters for each of ``count`` answers to one prompt.
 
         Seeds are consecutive; 0 follows 2^63 - 1.
 

@@ -39,7 +39,7 @@ class Chunk:
 
     @property
     def num_logits(self) -> int:
-        """Number of last tokens of the chunk with requested logits."""
+        """Number of the chunk's last tokens for which logits are requested."""
         return self.num_prompt_logits + (1 + len(self.drafts) if self.is_last else 0)
 
     @property
@@ -89,7 +89,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether any sequence is running or waiting."""
+        """Whether any sequence runs or waits."""
         return bool(self.running or self.waiting)
 
     def check(self, num_tokens: int) -> None:
@@ -252,7 +252,7 @@ class Scheduler:
         return True
 
     def extend(self, sequence: TokenSequence, num_tokens: int) -> bool:
-        """Allocate pages for ``num_tokens`` tokens in all pools; return False if one has too few.
+        """Allocate pages for ``num_tokens`` tokens in all pools; return False if any pool is full.
 
         After a failure the pages of some pools stay allocated to the sequence.
         """

@@ -15,7 +15,7 @@ TopLogprobs = tuple[tuple[int, float], ...]
 
 
 class PromptLogprob(NamedTuple):
-    """A prompt token with the probability given the preceding tokens.
+    """A prompt token with its log probability, given the preceding tokens.
 
     Attributes:
         token_id: The token.
@@ -33,7 +33,7 @@ class PromptLogprob(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class TokenSequence:
-    """Prompt, output and cache state of one request.
+    """Prompt, output and cache pages of one request.
 
     Attributes:
         id: Number of the sequence in the engine.

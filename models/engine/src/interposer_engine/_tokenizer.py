@@ -87,7 +87,7 @@ class TextTokenizer:
 
     @classmethod
     def of_transformers(cls, held: Any) -> TextTokenizer:
-        """Wrap a tokenizer of transformers."""
+        """Create a tokenizer from a loaded tokenizer of transformers."""
         tokenizer = cls.__new__(cls)
         tokenizer._initialize(Path(str(held.name_or_path)), lambda: held)
         return tokenizer
@@ -100,7 +100,7 @@ class TextTokenizer:
         self._settings = settings
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a copy for another thread, while other threads may use this tokenizer."""
+        """Return a copy for another thread, although other threads may use this tokenizer."""
         clone = type(self).__new__(type(self))
         # Another thread may add a cached attribute meanwhile: iterate over a copy of the dict.
         vars(clone).update(copy.deepcopy(dict(vars(self)), memo))
@@ -244,7 +244,7 @@ class MissingTokenizer(TextTokenizer):
 
 
 def _of_library(path: Path) -> Any:
-    """Load the tokenizer of a model directory with transformers.
+    """Load the tokenizer of a model directory by transformers.
 
     Raises: CheckpointError: transformers cannot read the directory.
     """
@@ -260,7 +260,7 @@ def _of_library(path: Path) -> Any:
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    """Return the error for a tokenizer that transformers cannot read, with the file name."""
+    """Return the error for a tokenizer file that transformers cannot read."""
     advice = "add the model's tokenizer.json, which needs no further package"
     files = [file for pattern in _VOCABULARIES for file in sorted(path.glob(pattern))]
     for file in files:
@@ -348,7 +348,7 @@ class Detokenizer:
         self._context = 0
 
     def push(self, token_id: int, last: bool = False) -> str:
-        """Return the text that ``token_id`` completes; for the last token, all remaining text.
+        """Return the text that ``token_id`` completes; for the last token, the remaining text too.
 
         Tokens are decoded together with a few tokens before them, because a tokenizer may join
         neighbours in ways that depend on both.

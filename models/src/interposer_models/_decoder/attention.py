@@ -152,7 +152,7 @@ class ExpandedAttention:
 
 
 def cached_chunks(batch: AttentionBatch, page_size: int) -> list[CachedChunk]:
-    """Split the tokens that were cached before the step into chunks of consecutive positions."""
+    """Split the tokens cached before a step into chunks of consecutive positions."""
     cached_counts = [seq_tokens - count for count, seq_tokens in _lengths(batch)]
     table, device = batch.on_host().page_table, batch.slots.device
     # All sequences together have about _CHUNK_TOKENS keys at a time.
@@ -180,7 +180,7 @@ def _lengths(batch: AttentionBatch) -> list[tuple[int, int]]:
 
 
 class Unrotated(RotaryEmbedding):
-    """A rotary layer that returns queries and keys unchanged (NoPE)."""
+    """Rotary layer that returns queries and keys unchanged (NoPE)."""
 
     def __init__(self, site: Site, head_size: int, rotary_size: int) -> None:
         PluggableLayer.__init__(self, site)
@@ -233,7 +233,7 @@ class SharedCacheAttention(PluggableLayer):
 
 
 def connect_cache_readers(modules: Iterable[nn.Module]) -> None:
-    """Connect each layer that reads another layer's cache to the layer that writes the cache.
+    """Connect each layer that reads another layer's KV cache to the layer that writes it.
 
     Args:
         modules: the modules of a decoder, in layer order.
@@ -283,7 +283,7 @@ class FusedAttention(SelfAttention):
         self.attn = shards.attention(site.at("attn"))
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute query, key and value ``[T, N, D]``, ready for the attention."""
+        """Compute query, key and value ``[T, N, D]`` from the hidden states."""
         if not self.by_head:
             return super().heads(x, cos, sin)
         merged = self.qkv_proj(x).unflatten(-1, (-1, 3, self.head_size))

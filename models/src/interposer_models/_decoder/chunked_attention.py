@@ -29,7 +29,7 @@ from interposer_ops.layers.attention import Attention
 
 @dataclass(frozen=True)
 class FixedPlan:
-    """The inner backend's plan for a captured graph, and the batch of chunks of that plan."""
+    """Plan of the inner backend for a captured graph, and the batch of chunks in that plan."""
 
     plan: Any
     chunks: AttentionBatch
@@ -70,7 +70,7 @@ class ChunkedBackend(AttentionBackend):
         return self.inner.plan(self._chunks(batch))
 
     def plan_fixed(self, batch: AttentionBatch) -> FixedPlan:
-        """Plan the chunks for a captured graph; see ``AttentionBackend.plan_fixed``."""
+        """Plan attention to chunks for a captured graph; see ``AttentionBackend.plan_fixed``."""
         chunks = self._chunks(batch)
         return FixedPlan(self.inner.plan_fixed(chunks), chunks)
 
@@ -107,7 +107,7 @@ class ChunkedBackend(AttentionBackend):
 
 
 def chunk_layers(layers: Iterable[Attention], chunk_tokens: int) -> None:
-    """Limit attention layers to chunks; layers that share a backend still share a plan."""
+    """Limit attention layers to chunks, keeping one plan for layers that share a backend."""
     chunked_backends: dict[AttentionBackend, ChunkedBackend] = {}
     for layer in layers:
         inner = layer.backend

@@ -324,7 +324,7 @@ class Decoder(nn.Module):
         plans: Sequence[Any],
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Compute all blocks in one call; return None if the blocks must be called one by one."""
+        """Compute all blocks in one fused call; return None if that is not possible."""
         blocks = [*self.layers]
         cached_blocks, cache_indices, call = self._joined
         # only_blocks swaps the blocks, so the callable is rebuilt if the list differs.
@@ -343,7 +343,7 @@ class Decoder(nn.Module):
 
 
 class CausalLM(CausalModel):
-    """A decoder with a language model head; module names are those of the checkpoints.
+    """A decoder with an LM head, whose modules have the names that checkpoints use.
 
     Args:
         norm: builds the norm after the last block.
@@ -385,7 +385,7 @@ class CausalLM(CausalModel):
 
     @property
     def attention_layers(self) -> list[Attention]:
-        """Return the attention layers in order; cache i belongs to layer i."""
+        """Return the attention layers in order; the i-th cache belongs to the i-th layer."""
         return [module for module in self.modules() if isinstance(module, Attention)]
 
     @property
@@ -423,7 +423,7 @@ class CausalLM(CausalModel):
 
 
 def _cached_layers(block: nn.Module) -> list[Attention | SharedCacheAttention | RecurrentLayer]:
-    """List the layers of a block that own a cache or read another layer's cache, in order."""
+    """List the layers of a block that own or read a cache, in order."""
     rotation_indices = (*CACHED_LAYERS, SharedCacheAttention)
     return [module for module in block.modules() if isinstance(module, rotation_indices)]
 

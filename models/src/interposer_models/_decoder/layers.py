@@ -95,7 +95,7 @@ class LayerNorm(PluggableLayer):
         self.operands = prepared["weight"], prepared["bias"]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` ``[..., H]``."""
+        """Normalise the rows of ``x``, ``[..., H]``."""
         return self.bound.function(x, *self.operands, self.eps)
 
     def forward_add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -43,7 +43,7 @@ _EPS = 1e-6
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """The sizes of latent attention.
+    """Head, latent and rotary sizes of latent attention.
 
     Attributes:
         query_latent: size of the latent vector of queries; None if queries are projected directly.
@@ -342,7 +342,7 @@ class LatentAttention(SelfAttention):
 
 
 class SparseLatentAttention(LatentAttention):
-    """Latent attention to the tokens that an indexer selects.
+    """Latent attention to the tokens that an indexer selects for each query.
 
     Args:
         indexer: the indexer's spec, of type ``indexer``.
@@ -417,7 +417,7 @@ class LatentFamily(GroupedFamily):
 
     @property
     def score_scale(self) -> float:
-        """The factor of attention scores, with YaRN's correction for stretched contexts."""
+        """The factor of attention scores, with YaRN's correction for extended contexts."""
         scale = float((self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5)
         weight, factor = self._yarn_scale()
         # YaRN's attention scaling; squared, as it applies to queries and keys alike.

@@ -140,7 +140,7 @@ _EPS = 1e-6
 
 @dataclass(frozen=True)
 class DeltaSizes:
-    """The sizes of a Gated DeltaNet mixer.
+    """Head counts and sizes of a Gated DeltaNet mixer.
 
     Attributes:
         key_heads, key: number and size of query and key heads.
@@ -235,7 +235,7 @@ class DeltaRule(PluggableLayer):
         self.constants: tuple[Tensor, ...] = ()
 
     def finalize(self) -> None:
-        """Compute each head's decay rate, -exp(A_log)."""
+        """Compute each head's decay rate, -exp(A_log), for the kernel."""
         self.constants = -self.get_parameter("A_log").data.exp(), self.get_parameter("dt_bias").data
 
     def forward(
@@ -278,7 +278,7 @@ class DeltaMixer(RecurrentMixer):
         self.out_proj = Linear(site.at("out_proj"), sizes.values, sizes.hidden)
 
     def state_layout(self) -> StateLayout:
-        """Return a sequence's state: the convolution's last inputs, and each head's memory."""
+        """Return the layout of a sequence's state: last convolution inputs, and memory per head."""
         sizes = self.sizes
         # The state is float32 for the same reason as the decay.
         memory = (sizes.value_heads, sizes.key, sizes.value), torch.float32
@@ -401,7 +401,7 @@ class StateSpaceMixer(RecurrentMixer):
         self.out_proj = Linear(site.at("out_proj"), sizes.inner, sizes.hidden, out_bias)
 
     def state_layout(self) -> StateLayout:
-        """Return a sequence's state: the convolution's last inputs, and each head's state."""
+        """Return the layout of a sequence's state: last convolution inputs, and state per head."""
         sizes = self.sizes
         return StateLayout(
             (self.conv1d.state, ((sizes.heads, sizes.head, sizes.state), torch.float32))

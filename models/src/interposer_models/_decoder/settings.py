@@ -69,7 +69,7 @@ def check_state(heads: int, rows: int, columns: int) -> None:
 
 
 def check_convolution(field: str, activation: str) -> None:
-    """Raise ValueError if the activation after the convolution is not SiLU."""
+    """Raise ValueError if the activation after a recurrent layer's convolution is not SiLU."""
     if activation not in ("silu", "swish"):
         raise ValueError(f"{field} is {activation!r}, convolutions compute with 'silu'")
 
@@ -238,7 +238,7 @@ class FrameNames(NamedTuple):
 
 
 class DecoderSettings(BaseModel, ModelFamily):
-    """The fields of config.json that shape a decoder, by Hugging Face name.
+    """The fields of config.json that define a decoder, under the names of Hugging Face.
 
     Unknown fields are ignored; a null field gets the default. Properties derive further values.
 
@@ -335,7 +335,7 @@ class DecoderSettings(BaseModel, ModelFamily):
         return [note for note in dict.fromkeys(notes) if note]
 
     def rotary_size_at(self, index: int) -> int:
-        """Return the number of rotated elements of a head in layer ``index``."""
+        """Return the number of rotated elements per head in layer ``index``."""
         return self.rotary_size
 
     def renamed(self, name: str) -> str | None:

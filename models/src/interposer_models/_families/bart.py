@@ -159,7 +159,7 @@ class LogitsBias(PluggableLayer):
         self.operands = (bias,) if bias.any() else ()
 
     def forward(self, logits: Tensor) -> Tensor:
-        """Add the bias to ``logits`` ``[R, V]``."""
+        """Add the bias of each token to ``logits`` ``[R, V]``."""
         return logits + self.operands[0] if self.operands else logits
 
 

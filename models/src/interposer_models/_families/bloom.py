@@ -35,7 +35,7 @@ class FirstBlock(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, *attention_inputs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Normalise the embeddings and run the block."""
+        """Normalise the embeddings, then run the block."""
         return self.block(self.norm(x), residual, *attention_inputs)  # type: ignore[no-any-return]
 
 

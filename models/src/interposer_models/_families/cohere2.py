@@ -1,4 +1,4 @@
-"""Cohere 2: parallel attention and MLP after one norm; full-attention layers are not rotated.
+"""Cohere 2: attention and MLP in parallel after one norm; no rotation in full attention.
 
 Source: arXiv:2504.00698.
 """

@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3 and V3.2: latent attention, and experts chosen group by group.
+"""DeepSeek-V2, V3 and V3.2: latent attention (MLA), and group-limited expert choice.
 
 V2 scores experts by a softmax. V3 (and Kimi K2, with more experts in one group) uses a sigmoid and
 a score correction bias that balances the experts. V3.2 adds sparse attention to the tokens that an

@@ -1,4 +1,4 @@
-"""ERNIE 4.5: Llama with interleaved rotary embedding, dense or with bias-balanced MoE layers.
+"""ERNIE 4.5: Llama with interleaved rotary embedding, as dense or MoE models.
 
 Source: ERNIE 4.5 Technical Report, Baidu, 2025.
 """

@@ -1,4 +1,4 @@
-"""Small models of each family, as contents of config.json, for the conformance suite."""
+"""Small example configs (config.json) of each model family, for the conformance suite."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ class Gemma4(DecoderFamily):
 
     @classmethod
     def merged_rotation(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``rope_parameters``, which must be nested by layer type."""
+        """Return the rotary fields: ``rope_parameters``, which must be nested by layer type."""
         return nested_rotation(fields)
 
     def rotation(self, index: int) -> tuple[float, dict[str, Any]]:

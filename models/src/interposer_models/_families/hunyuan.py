@@ -34,7 +34,7 @@ class LateNormAttention(SelfAttention):
         self.key_layernorm = RMSNorm(site.at("key_layernorm"), spec.head_size, eps)
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute query ``[T, N, D]``, key and value ``[T, K, D]``, ready for the attention."""
+        """Compute query ``[T, N, D]``, key and value ``[T, K, D]``, normed after the rotation."""
         query, key, value = super().heads(x, cos, sin)
         return self.query_layernorm(query), self.key_layernorm(key), value
 

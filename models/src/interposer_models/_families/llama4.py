@@ -45,7 +45,7 @@ class UnitAttention(InterleavedAttention):
         self.key_unit = UnitNorm(site.at("key_unit"), spec.head_size, eps)
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute query ``[T, N, D]``, key and value ``[T, K, D]``, ready for the attention."""
+        """Compute query ``[T, N, D]``, key and value ``[T, K, D]``, rotated and then normed."""
         query, key, value = super().heads(x, cos, sin)
         return self.query_unit(query), self.key_unit(key), value
 
@@ -67,7 +67,7 @@ class TemperatureAttention(SelfAttention):
 
 
 class InputScaledMoE(nn.Module):
-    """An MoE layer that multiplies the experts' inputs by the scores, with a shared expert."""
+    """MoE layer that multiplies expert inputs by router scores, with a shared expert."""
 
     def __init__(self, site: Site, spec: ExpertsSpec) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class InputScaledMoE(nn.Module):
 
 
 class Llama4Decoder(Decoder):
-    """A decoder that passes query scaling factors instead of angles to layers without rotation."""
+    """Decoder in which layers without rotation get query scaling factors instead of angles."""
 
     config: Llama4
 

@@ -122,7 +122,7 @@ class Mpt(MultiHeadFamily):
         )
 
     def norm(self, site: Site) -> LayerNorm:
-        """Build the norm at a site, without bias."""
+        """Build a LayerNorm without bias for the module path ``site``."""
         return LayerNorm(site, self.hidden_size, self.layer_norm_epsilon, bias=False)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:

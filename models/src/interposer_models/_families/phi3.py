@@ -80,7 +80,7 @@ class Phi3(DecoderFamily):
         return True
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build the attention at a site, with the projections."""
+        """Build self-attention with one stored QKV projection."""
         return StoredMergedAttention(site, spec, self.hidden_size, self.rotary_size)
 
     def mlp(self, block: Site, index: int) -> nn.Module:

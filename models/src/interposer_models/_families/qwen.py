@@ -62,7 +62,7 @@ class Qwen3(DecoderFamily):
 
 
 class GatedSharedExpertMoE(MixtureMLP):
-    """An MoE layer with a shared expert, which a learned sigmoid gate per token scales."""
+    """MoE layer with a shared expert that a learned sigmoid gate scales for each token."""
 
     def __init__(self, site: Site, spec: ExpertsSpec, shared: int, renormalize: bool) -> None:
         super().__init__(site, spec, "gate", renormalize)

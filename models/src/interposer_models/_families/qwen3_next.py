@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3-Next: Gated DeltaNet mixers, and gated attention in every fourth layer.
+"""Qwen3.5 and Qwen3-Next: Gated DeltaNet mixers, with gated attention in every fourth layer.
 
 Qwen3.5 is dense, or has many small experts and a gated shared expert; only its text model is built.
 Qwen3-Next has the same layers, with projections interleaved by key head.
@@ -189,7 +189,7 @@ class Qwen3_5Moe(MixtureFamily, Qwen3_5):
 
     @property
     def expert_size(self) -> int:
-        """Intermediate size of an expert."""
+        """Intermediate size of each expert."""
         return self.moe_intermediate_size
 
     def mlp(self, block: Site, index: int) -> nn.Module:

@@ -37,7 +37,7 @@ class Sample:
 
 
 class Session:
-    """Runs requests of random tokens in a model's engine, with no other requests."""
+    """Runs requests of random tokens in a model's engine, without any other requests."""
 
     def __init__(self, lm: LanguageModel, seed: int = 0) -> None:
         self.lm = lm
@@ -51,7 +51,7 @@ class Session:
         return self._random.choices(range(self._vocab_size), k=count)
 
     def repeating(self, count: int, period: int = 16) -> list[int]:
-        """Draw token ids that repeat with a period."""
+        """Draw random token ids that repeat with a period."""
         repeated = self.tokens(period)
         return (repeated * (count // period + 1))[:count]
 
@@ -160,7 +160,7 @@ class Session:
 
     @contextmanager
     def with_adapter(self, name: str, folder: str) -> Iterator[None]:
-        """Load a LoRA adapter within a ``with`` block, and remove the adapter after."""
+        """Load a LoRA adapter for a ``with`` block, and remove the adapter at the end."""
         self.lm.load_adapter(name, folder)
         try:
             yield
@@ -269,7 +269,7 @@ class Sizes:
         return max(self.batch, RUNNING + 1)
 
     def cache_tokens(self, page_tokens: int = 64) -> int:
-        """Return the cache size that any row needs, with draft tokens and partial pages included.
+        """Return the KV-cache size that any row needs, with draft tokens and partial pages.
 
         Args:
             page_tokens: margin of a sequence for partial pages and draft tokens.
@@ -285,7 +285,7 @@ class Sizes:
 
 
 def parsed_contexts(text: str) -> list[int]:
-    """Parse a comma-separated list of numbers.
+    """Parse a comma-separated list of context lengths.
 
     Raises: ConfigError: the text is no such list.
     """
@@ -445,7 +445,7 @@ class Mixed(Kind):
         return sample
 
     def least_work(self, work: ModelWork) -> list[Step]:
-        """Return the steps with a prompt and without one."""
+        """Return the minimum work of the steps with a joining prompt and of those without one."""
         decode_step = _decode(work, RUNNING, self.context + self.new // 2)
         mixed_step = Step(
             decode_step.num_bytes

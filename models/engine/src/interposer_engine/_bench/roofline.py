@@ -195,7 +195,7 @@ def _own_values(module: nn.Module) -> list[Any]:
 
 
 def _numbers(module: nn.Module) -> int:
-    """Return the number of elements of a module's own matrices, before packing."""
+    """Return the number of elements of a module's own matrices before they are packed."""
     if isinstance(module, Linear):
         return module.in_features * sum(module.parts.values())
     if isinstance(module, LatentProjection):

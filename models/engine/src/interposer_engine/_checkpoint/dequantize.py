@@ -125,7 +125,7 @@ def _dequantized_weight(
 
 
 def _on_host(layer: nn.Module) -> nn.Module:
-    """Return the layer, or a copy with all parameters on the host.
+    """Return the layer, or a copy of the layer with all parameters in host memory.
 
     Some accelerators cannot compute in float64, and their memory might not hold several copies.
     """
@@ -242,7 +242,7 @@ def dequantize_once(model: nn.Module, site: Site, placement: Placement) -> list[
 
 
 def _slow_layers(model: nn.Module, site: Site) -> Iterator[_SlowLayer]:
-    """Yield the layers with a matmul that no kernel computes, only a reference.
+    """Yield the layers whose matmul no kernel computes, only a reference implementation.
 
     Ops with a dim ``in_features`` are matmuls. A reference that the user requested does not count.
     """

@@ -91,7 +91,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
-        """Open the checkpoint at ``path``.
+        """Open the checkpoint in the model directory ``path``.
 
         The ``quantization`` of hf_quant_config.json is added to ``quantization_config`` of the
         config under the same name. If config.json states no quantization, quantize_config.json or
@@ -122,7 +122,7 @@ class Checkpoint:
 
     @classmethod
     def open_description(cls, root: Path, source: HubModel | None = None) -> Checkpoint:
-        """Open the description of the checkpoint at ``root``; weights may be missing.
+        """Open the checkpoint at ``root`` for its config and tokenizer; weights may be missing.
 
         Raises: CheckpointError: no directory, or the description is invalid.
         """
@@ -195,7 +195,7 @@ class Checkpoint:
 
 
 def check_regular(path: Path) -> None:
-    """Refuse a FIFO, a device, a folder or a link loop; a missing file passes.
+    """Refuse a path that is a FIFO, device, folder or link loop; a missing file passes.
 
     Raises: CheckpointError: ``path`` is not a regular file; the text names the kind.
     """
@@ -250,7 +250,7 @@ class MappedPages:
 
 
 class HubModel(NamedTuple):
-    """A model on a hub.
+    """The name, and optionally the revision, of a model on a model hub.
 
     Attributes:
         repository: ``namespace/name``.
@@ -440,7 +440,7 @@ def _by_block(names: Iterable[str], in_blocks: bool) -> Iterator[str]:
 
 @contextmanager
 def reading(shard: Path) -> Iterator[None]:
-    """Raise safetensors errors about ``shard`` as CheckpointError, inside a ``with`` block."""
+    """Convert safetensors errors about ``shard`` to CheckpointError, inside a ``with`` block."""
     try:
         yield
     except (SafetensorError, OSError) as error:

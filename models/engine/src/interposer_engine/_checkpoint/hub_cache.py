@@ -19,7 +19,7 @@ _COMMIT_DIGITS = 8
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """One revision of a model in the cache.
+    """One revision of a model in the cache of huggingface_hub.
 
     Attributes:
         name: ``namespace/name``.
@@ -46,7 +46,7 @@ class CachedModel:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """Revisions to remove from the cache.
+    """Planned removal of model revisions from the cache.
 
     Attributes:
         models: the revisions.
@@ -60,7 +60,7 @@ class Removal:
 
 
 def cached_models(architectures: Collection[str]) -> list[CachedModel]:
-    """Return every cached revision of every model, in the order of the last use.
+    """Return all cached revisions of all models, in the order of their last use.
 
     Args:
         architectures: the architectures that an installed family builds.
@@ -71,7 +71,7 @@ def cached_models(architectures: Collection[str]) -> list[CachedModel]:
 
 
 def pull(name: str) -> Path:
-    """Download the files of a model that loading it needs, and return the folder in the cache.
+    """Download the files of a model that are needed to load it, and return their folder.
 
     Raises:
         ConfigError: ``name`` is no name on a hub.

@@ -39,7 +39,7 @@ class RowBuffer:
 
     @classmethod
     def of(cls, place: TensorPlace, parameter_data: torch.Tensor) -> RowBuffer:
-        """Return the buffer for the tensor of ``place``, inside the parameter's data."""
+        """Return a row buffer in the parameter's memory, for the tensor of ``place``."""
         dim = 0 if place.slice is None else place.stored_dim(place.slice.dim)
         return cls(place.stored(parameter_data), dim, place.slice)
 
@@ -64,7 +64,7 @@ class RowBuffer:
         return rows if rows.is_contiguous() else None
 
     def put(self, start: int, rows: torch.Tensor) -> None:
-        """Copy this rank's part of stored rows that begin at row ``start``."""
+        """Copy this rank's part of the given rows, the first of which is row ``start``."""
         stop = start + len(rows)
         if self.slice is None:
             self.entries[start:stop].copy_(rows)
@@ -164,7 +164,7 @@ class LayerGroup:
             yield states.pop(0)
 
     def reset(self) -> None:
-        """Return the layers to the built state, on the meta device."""
+        """Return the layers to their state after construction, on the meta device."""
         for layer, state in zip(self.layers, self.states({}), strict=True):
             # Attributes that finalizing has added.
             for name in state_of(layer).keys() - state.keys():
@@ -243,7 +243,7 @@ class PendingWeights:
         return is_finite
 
     def values(self, name: str) -> torch.Tensor:
-        """Return the values of a tensor that has arrived, as a view of the parameter."""
+        """Return the values of a tensor that has arrived, as a view of its parameter."""
         place = self.group.places[name]
         data = self.parameters[id(place.parameter)].data
         return data if place.takes_any_form else place.stored(data)
@@ -301,12 +301,12 @@ def groups_of(layers: Iterable[PluggableLayer], places: dict[str, TensorPlace]) 
 
 
 def state_of(layer: nn.Module) -> State:
-    """Return the current state of a layer."""
+    """Return the current state of a layer: its attributes, parameters and buffers."""
     return {name: value for name, value in vars(layer).items() if name not in _OF_EVERY_MODULE}
 
 
 def _copy_state(state: State, parameters: dict[int, nn.Parameter]) -> State:
-    """Copy a state and all containers in it, with some parameters replaced."""
+    """Copy a layer state with all containers in it, replacing some parameters."""
 
     def replaced(value: object) -> object:
         return parameters.get(id(value), value)

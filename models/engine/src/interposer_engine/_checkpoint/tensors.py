@@ -120,7 +120,7 @@ class TensorPlace:
         return 1 - dim if self.is_transposed and dim < 2 else dim
 
     def takes_rows(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
-        """Say whether a stored tensor can be received by rows, entries of the first dimension.
+        """Say whether a stored tensor can arrive in parts along its first dimension.
 
         The answer is False if the tensor differs in form from the place, or if the parameter holds
         values that are computed from the tensor.
@@ -223,7 +223,7 @@ class TensorPlace:
 
 
 def places_of(layers: Iterable[PluggableLayer]) -> tuple[dict[str, TensorPlace], dict[str, str]]:
-    """Return the place of every tensor by its name in checkpoints, and the tied names.
+    """Return the place of every checkpoint tensor by name, and the names of tied tensors.
 
     A tensor's name is the layer's prefix with the name of the parameter, or the parameter's
     ``stored_as``. A parameter that two layers share has the name in the first layer. The tied names
@@ -334,7 +334,7 @@ class ExpertNames:
         return name
 
     def is_elsewhere(self, name: str) -> bool:
-        """Say whether the checkpoint tensor ``name`` belongs to an expert on another rank."""
+        """Say whether the checkpoint tensor ``name`` belongs to an expert of another rank."""
         return any(
             number < layer.num_routed and number not in layer.local_expert_ids
             for layer, number, _ in self._experts(name)
@@ -434,7 +434,7 @@ def with_untied_head(
 
 
 def check_tied(checkpoint: Checkpoint | CheckpointFile, model: CausalModel) -> None:
-    """Refuse a checkpoint that stores different tensors for one tensor of the model.
+    """Refuse a checkpoint that stores unequal tensors for tensors that the model ties.
 
     Raises: CheckpointError: two such tensors differ.
     """

@@ -34,7 +34,7 @@ _PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, MethodType, C
 
 @dataclass(frozen=True, slots=True)
 class GroupUpdate:
-    """The prepared update of one group of layers; ``apply`` carries out the update.
+    """The prepared update of one layer group, which ``apply`` carries out.
 
     Attributes:
         pairs: ``(current tensor, new tensor)``, to copy content between; None if the new state
@@ -165,7 +165,7 @@ def _distinct(pairs: list[Pair]) -> Iterator[Pair]:
 
 
 class TensorBuffer(Protocol):
-    """Memory of the model for one tensor that arrives some rows at a time."""
+    """Interface to model memory for one tensor that arrives some rows at a time."""
 
     def memory(self, start: int, stop: int) -> torch.Tensor | None:
         """Return memory for the rows ``start`` to ``stop``; None if only ``put`` can store rows."""
@@ -182,7 +182,7 @@ complete."""
 
 
 class Offer:
-    """New weights for ``Weights.update``, from tensors of this process.
+    """New weights that a caller offers to ``Weights.update``.
 
     The offer is a context manager that is open while weights are updated. A subclass for another
     source learns in ``__exit__`` how the update ended, and can prevent it in ``confirm``.
@@ -208,7 +208,7 @@ class Offer:
         """End the update; ``error`` is the reason for a failure."""
 
     def tensors(self, buffer_for: BufferFor) -> Iterator[tuple[str, torch.Tensor | TensorBuffer]]:
-        """Yield names and tensors; requesting the next tensor may overwrite the last one.
+        """Yield names and tensors; the next request may overwrite the memory of the last tensor.
 
         Args:
             buffer_for: returns model memory for a tensor that is about to arrive. If it returned a
@@ -221,14 +221,14 @@ class Offer:
         return False
 
     def confirm(self) -> None:
-        """Return if the prepared weights may replace the current ones; raise otherwise."""
+        """Return if the prepared weights may replace the current weights; raise otherwise."""
 
 
 Places = dict[str, TensorPlace]
 
 
 class ExpertMove:
-    """Collects the new experts of one layer; the layer changes in ``finish`` only.
+    """Collects the new experts of one layer, and installs all of them in ``finish``.
 
     Groups of experts that stay on this rank are not read again.
 
@@ -268,7 +268,7 @@ class ExpertMove:
 
     @property
     def missing(self) -> list[str]:
-        """Names of the tensors that have not arrived."""
+        """Names of the tensors that have not arrived yet."""
         pending = self._pending
         return [
             name
@@ -289,7 +289,7 @@ class ExpertMove:
         path: object,
         names: Collection[str] | None,
     ) -> None:
-        """Store a tensor, and prepare the group once all tensors have arrived.
+        """Store a tensor; once all tensors have arrived, prepare the layer group.
 
         Args:
             names: names of all tensors that will arrive, if known.

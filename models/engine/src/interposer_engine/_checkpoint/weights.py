@@ -1,4 +1,4 @@
-"""Weights of a model: loaded from a checkpoint, and updated later."""
+"""The weights of a model: loaded from a checkpoint, and updated later."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ Moves = Mapping[ExpertParallelExperts, ExpertPlacement]
 
 
 class Weights:
-    """The weights of a model that was built on the meta device, and the place of every tensor.
+    """The weights of a model built on the meta device, with the place of every tensor.
 
     Attributes:
         device: where parameters are allocated.
@@ -378,7 +378,7 @@ class Weights:
         path: object,
         is_exclusive: bool = False,
     ) -> None:
-        """Store a tensor, and record the refusal if a number is not finite."""
+        """Store a tensor of an update, and record a refusal if a value is not finite."""
         # Parameters of any form may be packed 4-bit values under a float dtype: any bits are valid.
         if self.check is None or pending.group.places[name].takes_any_form:
             pending.put(name, tensor, path, is_exclusive)
@@ -440,7 +440,7 @@ class Weights:
         return {tied: original for original, tied in tied_by_original.items()}
 
     def _owner(self, stored: str, tensor: torch.Tensor, path: object) -> LayerGroup | None:
-        """Return the group of a checkpoint tensor, or None if the model does not use the tensor.
+        """Return the layer group of a checkpoint tensor; None if the model does not use the tensor.
 
         Raises: CheckpointError: the model has no place for the tensor.
         """

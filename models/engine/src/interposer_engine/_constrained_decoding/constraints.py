@@ -58,7 +58,7 @@ class Compiled:
 
 
 class Matcher:
-    """Follows the text of one request, and computes the tokens that its constraint allows next.
+    """Follows the tokens of one request, and computes which tokens its constraint allows next.
 
     Attributes:
         fault: Why the request cannot continue although its text is incomplete; "" while it can.
@@ -149,7 +149,7 @@ class Constraints:
     """
 
     def __init__(self, tokenizer: TextTokenizer, vocab_size: int) -> None:
-        """Create an empty cache.
+        """Create an empty cache of compiled constraints.
 
         The first constraint converts the tokenizer for llguidance, which takes about a second.
 
@@ -223,7 +223,7 @@ class Constraints:
         return Matcher(compiled, stop_tokens, end, self._forget)
 
     def fill(self, rows: Sequence[tuple[Matcher, torch.Tensor]]) -> None:
-        """Write the bit mask of each matcher to its row; see ``Matcher.fill``."""
+        """Write the bit mask of each matcher to the matcher's row; see ``Matcher.fill``."""
         if self._masks is None:
             for matcher, row in rows:
                 matcher.fill(row, matcher.compute())
@@ -245,7 +245,7 @@ class Constraints:
             return compiled
 
     def _compile_limited(self, constraint: Constraint) -> Compiled:
-        """Compile a constraint in the child process, and then in this process.
+        """Compile a constraint in the child process, and if that succeeds, in this process.
 
         Raises: RequestError: as ``compiled``.
         """
@@ -318,7 +318,7 @@ class Constraints:
         return compiled
 
     def _store(self, compiled: Compiled) -> Compiled:
-        """Add a compiled constraint to the cache, or return the one that another thread added."""
+        """Add a compiled constraint to the cache, unless another thread added the same one."""
         constraint = compiled.constraint
         with self._lock:
             if (other := self._shared.get(constraint)) is not None:

@@ -45,7 +45,7 @@ def library() -> Any:
 
 
 def grammar_tokenizer(serialized: str, vocab_size: int) -> tuple[LLTokenizer, int]:
-    """Convert a tokenizer to llguidance's, and add an end token that no model produces.
+    """Convert a tokenizer for llguidance, and add an end token that no model produces.
 
     llguidance requires one end token for all requests. The model's own end tokens cannot serve:
     each request may have others, and some models have none.

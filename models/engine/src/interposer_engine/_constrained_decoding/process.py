@@ -1,4 +1,4 @@
-"""Child process that compiles untrusted constraints before the server does."""
+"""Child process that compiles untrusted constraints before the server itself does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MODULE = "interposer_engine._constrained_decoding.child"
 
 
 class TransientRequestError(RequestError):
-    """A constraint was not compiled this time; the same constraint may be compiled later."""
+    """A constraint could not be compiled this time, but may be compiled later."""
 
 
 class ConstraintProcess:
@@ -116,7 +116,7 @@ class ConstraintProcess:
         return num_bytes
 
     def _exchange(self, content: bytes) -> dict[str, Any]:
-        """Send a request to the child, and return its response.
+        """Send a request to the child process, and return the response.
 
         Raises: OSError, EOFError: the child has ended. TimeoutError: it did not respond in time.
         """

@@ -58,7 +58,7 @@ def _classes() -> dict[str, type[Any]]:
 
 
 def encode(value: Any) -> bytes:
-    """Return the bytes of a value.
+    """Encode a value of a supported type as bytes.
 
     Raises: ConfigError: the type of the value, or of a part, cannot be sent.
     """
@@ -68,7 +68,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(content: bytes) -> Any:
-    """Return the value that ``encode`` turned into bytes.
+    """Decode the value that ``encode`` converted to bytes.
 
     Raises: CodecError: the bytes are truncated, too deeply nested, or of an unknown kind or class.
     """

@@ -25,7 +25,7 @@ _CONTEXT = 1024
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Rates of the connections between ranks. Latencies apply to the smallest message.
+    """Declared bandwidths and latencies of the connections between ranks.
 
     Attributes:
         link_bytes_per_s: rate from one rank to the others of its node, in one direction.
@@ -40,7 +40,7 @@ class Links:
     network_seconds: float = 0.0
 
     def all_reduce(self, num_bytes: float, ranks: int, nodes: int = 1) -> float:
-        """Return the seconds of an all-reduce of ``num_bytes`` per rank.
+        """Return the time of an all-reduce of ``num_bytes`` per rank, in seconds.
 
         Within a node the faster of two algorithms counts, for b bytes. One-shot: every rank reads
         all parts, (M - 1) b. Two-shot: a reduce-scatter and an all-gather, 2 (M - 1) / M b with
@@ -64,7 +64,7 @@ class Links:
         return 2 * two_shot_half + self.network_seconds + network_bytes / self.network_bytes_per_s
 
     def all_gather(self, num_bytes: float, ranks: int, nodes: int = 1) -> float:
-        """Return the seconds in which every rank receives ``num_bytes`` from each other rank.
+        """Return the time of an all-gather of ``num_bytes`` per rank, in seconds.
 
         Data from other nodes crosses the network once, and is passed on within the node.
         """
@@ -97,7 +97,7 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """Time of the step: the larger of reading and multiplying, plus exchanging."""
+        """Time of the step: the longer of memory reads and matmuls, plus all collectives."""
         return max(self.reading, self.multiplying) + self.exchanging
 
     @property
@@ -150,7 +150,7 @@ class Estimate:
 
     @property
     def weight_bytes(self) -> float:
-        """Size of all weights of one rank."""
+        """Size of the weights of one rank, in bytes."""
         return sum(part.num_bytes for part in (*self.work.weights, self.work.head))
 
     def lines(self, context: int = _CONTEXT) -> Iterator[str]:
@@ -263,7 +263,7 @@ def _size(part: str, shard: Shard) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoads:
-    """The number of rows that each expert of one layer has computed since the last placement.
+    """The number of rows that each expert of a layer has computed since the last placement.
 
     Attributes:
         rows: rows of each expert, by number. A token is one row of each expert that it is
@@ -289,7 +289,7 @@ def placed_layers(model: nn.Module) -> dict[str, ExpertParallelExperts]:
 
 
 def loads_of(model: nn.Module) -> dict[str, ExpertLoads]:
-    """Return the expert loads of all layers under expert parallelism; equal on every rank."""
+    """Return the expert loads of all layers under expert parallelism, the same on every rank."""
     return {
         prefix: ExpertLoads(tuple(layer.routes.counts()), layer.routes.placement)
         for prefix, layer in placed_layers(model).items()
@@ -308,7 +308,7 @@ def better_placements(model: nn.Module) -> dict[ExpertParallelExperts, ExpertPla
 
 
 def check_expert_parallel(model: nn.Module, resolver: Resolver, ranks: Ranks | None) -> None:
-    """Raise ConfigError if expert parallelism is requested but unsupported by all layers."""
+    """Raise ConfigError if expert parallelism is requested, but no layer supports it."""
     if ranks is None or ranks.experts is None or placed_layers(model):
         return
     # Layers that declined expert parallelism have noted the reason.

@@ -35,7 +35,7 @@ _LOADING_SECONDS = 1800.0
 
 
 class Group:
-    """The ranks of one model. Every rank must call the same methods in the same order.
+    """The ranks of one model, all of which must call the same methods in the same order.
 
     Attributes:
         ranks: None until ``placement`` has exchanged the platforms.
@@ -141,7 +141,7 @@ class Group:
         return inner_group
 
     def engine(self, *parts: Any, **facts: Any) -> RankedEngine:
-        """Create the engine of this rank; followers execute no steps before ``model``."""
+        """Create this rank's engine; followers execute no steps before ``model`` is called."""
         return RankedEngine(*parts, **facts, shared_seed=self._seed)
 
     def model(self, engine: Engine, *parts: Any) -> LanguageModel:
@@ -327,7 +327,7 @@ def check_number(tensor_parallel: object) -> int:
 
 
 def _world(size: int) -> Any:
-    """Return the group of all processes, after creating one under torchrun."""
+    """Return the default process group, after creating it under torchrun."""
     import torch.distributed as dist
 
     if not dist.is_initialized():

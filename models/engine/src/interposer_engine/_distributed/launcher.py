@@ -140,7 +140,7 @@ _PROGRAM = "from interposer_engine._distributed.launcher import main; main()"
 
 
 class Launched:
-    """Follower processes of this process, within a ``with`` block.
+    """Follower processes that run during a ``with`` block; this process is rank 0.
 
     If a follower ends unexpectedly, or fails to answer another thread, the main thread is
     interrupted like by Ctrl-C, and the block raises the reason. If the main thread does not leave
@@ -156,7 +156,7 @@ class Launched:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Check the number of ranks; start no process.
+        """Check the number of ranks, without starting a process.
 
         Args:
             size: number of ranks, including this process.
@@ -195,7 +195,7 @@ class Launched:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        """End the followers.
+        """End the follower processes.
 
         Raises: RankError: a follower was lost.
         """
@@ -205,7 +205,7 @@ class Launched:
     def load(
         self, path: str | Path, dtype: Any = "auto", config: Config | None = None, **options: Any
     ) -> LanguageModel:
-        """Load a model on all ranks; see ``load`` of ``interposer_engine``."""
+        """Load a model on all ranks; see the function ``load`` of ``interposer_engine``."""
         assert self._group is not None
         progress = options.pop("progress", None)
         options = {"dtype": dtype, "config": effective_config(config), **options}
@@ -277,7 +277,7 @@ class Launched:
     def _watch_connection(
         self, rank: int, process: subprocess.Popen[bytes], connection: int
     ) -> None:
-        """Wait until a follower closes its connection, and report a loss if the process hangs."""
+        """Wait until a follower closes its connection; report a loss if its process hangs."""
         # Only the end of the connection: data that arrives belongs to the main thread.
         poll = select.poll()
         poll.register(connection, _CLOSED)

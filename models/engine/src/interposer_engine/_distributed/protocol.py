@@ -203,7 +203,7 @@ class Coordinator(Protocol):
 
 
 class LocalCoordinator:
-    """Coordination of a single rank: every method acts on this rank alone."""
+    """Coordinator of a single rank, whose methods act on this rank alone."""
 
     is_one_program = True
     trouble = ""
@@ -233,7 +233,7 @@ class LocalCoordinator:
 
 
 class PeerCoordinator(LocalCoordinator):
-    """Coordination of ranks that all run the same program, without commands.
+    """Coordinator of ranks that all run the same program, so that no commands are sent.
 
     The ranks compare digests at the first step of new requests, and at every 64th step.
     """

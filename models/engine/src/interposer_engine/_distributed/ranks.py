@@ -95,7 +95,7 @@ class Leader:
     def call_on_all(
         self, name: str, arguments: tuple[Any, ...], call: Callable[[], T], **options: Any
     ) -> list[Any]:
-        """Call a method on every rank, and return all results, this rank's first."""
+        """Call a method on every rank, and return all results, those of this rank first."""
         self.call_others(name, *arguments, **options)
         result: Any = None
         failure: Exception | None = None
@@ -149,7 +149,7 @@ class Leader:
         return self._losses.first or error
 
     def close(self) -> None:
-        """Close nothing: the launcher ends the follower processes."""
+        """Do nothing: the launcher ends the follower processes."""
 
     def _send(self, send: Callable[[Channel], None]) -> None:
         if self._losses.first is not None:
@@ -193,7 +193,7 @@ _WITH_OTHERS = frozenset({"update_weights"})
 
 
 class FollowerCoordinator(LocalCoordinator):
-    """Receives the decisions of rank 0 from the channel during a step."""
+    """Coordinator of a follower, which receives rank 0's decisions during a step."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel

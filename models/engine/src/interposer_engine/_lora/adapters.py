@@ -42,7 +42,7 @@ class Adapters:
     """
 
     def __init__(self, engine: Engine, plan: Planned, *, takes_none: bool) -> None:
-        """Start without adapters.
+        """Create the manager of an engine's adapters, without any adapter.
 
         Args:
             plan: plan of the model.
@@ -79,7 +79,7 @@ class Adapters:
         self._add({name: read_adapter(adapter_folder(path), self._places, *kind)})
 
     def _check(self, name: str, replace: bool) -> None:
-        """Raise ConfigError if the name is invalid or in use, or the model takes no adapters."""
+        """Raise ConfigError if the name is invalid or in use, or the model supports no adapters."""
         if not isinstance(name, str) or not name:
             raise ConfigError(f"The name of an adapter is {name!r}, must be a text, not empty")
         if self._takes_none:
@@ -142,7 +142,7 @@ class Adapters:
             self._set(self._loaded, self._current)
 
     def _set(self, adapters: Mapping[int, Adapter], current: Mapping[str, int]) -> None:
-        """Keep adapters that a request uses or that new requests can name; drop the others."""
+        """Keep the adapters that requests use or can name, and drop all others."""
         used_versions = {version for version in adapters if self._num_users(version)}
         used_versions |= {*current.values()}
         adapters = {

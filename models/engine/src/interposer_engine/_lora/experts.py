@@ -29,7 +29,7 @@ from interposer_ops.layers.moe.sequential_experts import ExpertLoop, ExpertProje
 
 
 class ReplacedForward:
-    """Replaces the forward function of a layer, until ``remove`` is called."""
+    """Replacement for the forward function of a layer, until ``remove`` is called."""
 
     def __init__(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
         self._layer = layer
@@ -68,12 +68,12 @@ class Parts(Protocol):
 
     @property
     def dispatcher(self) -> ExpertDispatcher:
-        """The dispatcher that sorts rows by expert."""
+        """The dispatcher that sorts token rows by expert."""
         ...
 
     @property
     def activate(self) -> Callable[[Tensor], Tensor]:
-        """The activation between the two matmuls."""
+        """The activation function between the two matmuls."""
         ...
 
     @property
@@ -91,7 +91,7 @@ class Parts(Protocol):
 
 
 class LoopParts:
-    """Experts that are linear layers, computed one after another."""
+    """The two matmuls of experts that are linear layers, computed one expert after another."""
 
     interleaves = False
 
@@ -109,7 +109,7 @@ class LoopParts:
 
 
 class PlainParts:
-    """Unquantized experts, computed by grouped GEMMs.
+    """The two matmuls of unquantized experts, computed by grouped GEMMs.
 
     If the layer's kernel uses packed matrices, plain copies are kept in addition.
     """
@@ -177,7 +177,7 @@ class AdaptedExperts:
         return ReplacedForward(layer, self._forward)
 
     def _forward(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
-        """Compute ``Experts.forward`` with adapters."""
+        """Compute the forward of the MoE experts, with adapters added to both matmuls."""
         parts = self._parts
         rows, starts, receipt = parts.dispatcher.prepare(x, weights, expert_ids)
         ids = self._row_ids(self._step.of_rows(len(x), self.prefix), starts, receipt[0])

@@ -39,15 +39,15 @@ class Attachable(Protocol):
 
 
 class Handle(Protocol):
-    """A change that ``Attachable`` made to a layer."""
+    """Handle that removes adapters from a layer again."""
 
     def remove(self) -> None:
-        """Undo the change."""
+        """Remove the adapters from the layer."""
         ...
 
 
 class StepHooks:
-    """Hooks and forward functions of layers with adapters, attached in steps that use adapters."""
+    """Hooks and forwards of layers with adapters, attached only in steps that use adapters."""
 
     def __init__(self, hooks: Mapping[Any, Attachable]) -> None:
         self._hooks = dict(hooks)
@@ -82,7 +82,7 @@ class StepAdapters:
         graphs: bool,
         leave: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Allocate memory for the largest step.
+        """Allocate memory for the adapter numbers of the largest step.
 
         Args:
             versions: loaded versions; the number of a version in a step is its position.
@@ -110,7 +110,7 @@ class StepAdapters:
             self._leave(version)
 
     def assign(self, chunks: Iterable[Chunk]) -> None:
-        """Set the adapters of the tokens of the next step."""
+        """Set the adapter number of each token of the next step."""
         numbered_chunks = [
             (NONE if (version := chunk.sequence.adapter) is None else self._numbers[version], chunk)
             for chunk in chunks
@@ -180,7 +180,7 @@ class LowRankSum:
 
 
 class LowRank:
-    """A forward hook that adds the low-rank sums of adapters to the outputs of a layer.
+    """Forward hook that adds the low-rank sums of adapters to the outputs of a layer.
 
     The first matrices of all parts are stacked, so that one matmul is enough. Matrices of a
     smaller rank are padded with zeros.
@@ -254,7 +254,7 @@ class LowRank:
         return isinstance(method, LinearMethod) and method.takes_codes
 
     def adapter_ids(self, num_rows: int) -> Tensor:
-        """Return the adapter of each row that the layer computes, int64 ``[num_rows]``."""
+        """Return the adapter number of each row that the layer computes, int64 ``[num_rows]``."""
         return self._step.of_rows(num_rows, self.prefix)
 
     def _bind_expansions(self, site: Site, second: list[Tensor]) -> None:
@@ -268,7 +268,7 @@ class LowRank:
             self._expansions.append((expands.function, prepared, place.offset))
 
     def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
-        """Add the low-rank sums to ``y`` in place."""
+        """Add the low-rank sums of adapters to the layer's output ``y`` in place."""
         rows = y.view(-1, y.shape[-1])  # a view, so that ``y`` changes in place
         ids = self.adapter_ids(len(rows))
         self._add(self._shrunk(layer, inputs[0], ids, y.dtype), ids, rows)

@@ -32,7 +32,7 @@ class BaseCopies:
         self._checkpoint, self._model = checkpoint, model
 
     def check(self, file: Path, key: str, names: Iterator[str], copy: Tensor) -> None:
-        """Refuse a copy that differs from the base model's weight.
+        """Refuse an adapter's copy of a weight that differs from the base model's weight.
 
         Args:
             key: name of the copy in ``file``.

@@ -125,7 +125,7 @@ class ExpertReads:
     def __init__(
         self, mapped: MappedMemory, memories: Iterable[ExpertMemory], num_experts: int
     ) -> None:
-        """Disable read-ahead for the memories of the layer.
+        """Disable read-ahead for the expert memories of the layer.
 
         Args:
             memories: all memories of the layer.
@@ -203,7 +203,7 @@ class Extents:
 
     @property
     def num_bytes(self) -> int:
-        """Size of a buffer for all parts, in bytes."""
+        """Size of a buffer for all file ranges, in bytes."""
         if not self.parts:
             return 0
         begin, end, offset = self.parts[-1]
@@ -240,7 +240,7 @@ class DiskReader(Filler):
         )
 
     def fill(self, block: int, buffer: int) -> list[Future[None]]:
-        """Start to read a block in threads."""
+        """Start to read a block by threads."""
         view, futures = self._views[buffer], []
         for begin, end, part_offset in self._blocks[block].parts:
             # Pieces of one part are read by several threads at a time.

@@ -253,7 +253,7 @@ class DeviceCopies(Filler):
         return self._buffers[buffer][offset : offset + num_bytes]
 
     def fill(self, block: int, buffer: int) -> Any:
-        """Queue the copy of a block, after the last work that uses the buffer."""
+        """Queue the copy of a block into a buffer, after the last work that uses the buffer."""
         pinned_block = self._host_blocks[block]
         with self._platform.stream(self._device):
             # The block that used the buffer before may still be computing.
@@ -307,7 +307,7 @@ class _BlockMemories:
         self.memories[self.owner[group]] += memories
 
     def experts(self, expert_layer: ExpertLayer, states: GroupData) -> dict[int, int | None]:
-        """Return the expert of each memory of a layer; None for a memory that experts share.
+        """Return the expert of each memory of a layer; None for memories that experts share.
 
         Experts that are separate layers are children, named by number.
         """
@@ -321,7 +321,7 @@ class _BlockMemories:
         return experts
 
     def of(self, block: int, with_experts: bool) -> list[int]:
-        """Return the memories of a block, with or without its experts."""
+        """Return the memories of a block, with or without those of its experts."""
         experts = self.memories[block, True] if with_experts else []
         return [*self.memories[block, False], *experts]
 

@@ -152,7 +152,7 @@ class OffloadPlan:
         return any(at != "resident" for place in self.places for at in (place.where, place.experts))
 
     def notes(self) -> list[str]:
-        """Return a line on all weights, and a line for each run of blocks with the same place."""
+        """Return a line on all weights, and a line for each run of equally stored blocks."""
         total = self.other_bytes + sum(_all_bytes(place.size) for place in self.places)
         origin = "by default" if self.is_automatic else "as requested"
         lines = [
@@ -306,7 +306,7 @@ class Offloading:
     plan: OffloadPlan
 
     def judge_capture(self, verdict: Verdict | None) -> Verdict | None:
-        """Return a refusal to capture or compile steps; None if ``verdict`` is None."""
+        """Return a refusal to capture or compile steps with streamed weights; None for None."""
         if verdict is None:
             return None
         return Verdict.refuse(
@@ -315,7 +315,7 @@ class Offloading:
         )
 
     def again(self, sizes: Sizes) -> OffloadPlan:
-        """Return the plan for exact sizes.
+        """Plan the offload again with the exact sizes of the weights.
 
         Raises: ConfigError: the budget is too small.
         """
@@ -393,7 +393,7 @@ def plan_offloading(
 
 
 def blocks_of(model: CausalModel) -> Sequence[nn.Module]:
-    """Return the blocks that a decoder computes in order; empty for other models."""
+    """Return a decoder's blocks in the order of computation; empty for other models."""
     return [*model.model.layers] if isinstance(model, CausalLM) else []
 
 
@@ -434,7 +434,7 @@ def _source(model: CausalModel, placement: Placement, packed: str) -> tuple[Sour
 
 
 def _free_bytes(placement: Placement, asks: bool) -> int:
-    """Return the free memory for weights; query, and initialize, the device only if ``asks``."""
+    """Return the free memory for weights; access the device only if ``asks`` is true."""
     capability = placement.device.capability
     if placement.described or not asks:
         return capability.memory_bytes

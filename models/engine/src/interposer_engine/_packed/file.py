@@ -60,7 +60,7 @@ class BeingWrittenError(PackedFileError):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Metadata of a packed file.
+    """Metadata of a file of packed weights.
 
     Attributes:
         asked: ``PackedKey.requested`` when the file was written. Files store this field name.
@@ -80,12 +80,12 @@ class Facts:
     non_finite: list[str] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain values."""
+        """Return the metadata as plain values for JSON."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 def write_header(file: int, facts: Facts, num_bytes: int, secret: bytes | None) -> None:
-    """Write the header of an open file with ``num_bytes`` of data.
+    """Write the header of an open packed file with ``num_bytes`` of data.
 
     Args:
         secret: signs the header; None writes no signature.
@@ -244,7 +244,7 @@ class MappedMemory:
 
 @dataclass(frozen=True, slots=True)
 class PackedFile:
-    """A packed file with a valid header.
+    """A file of packed weights whose header is valid.
 
     Attributes:
         identity: device, inode and size of the file; None: not compared.
@@ -262,7 +262,7 @@ class PackedFile:
 
     @classmethod
     def open(cls, path: Path) -> PackedFile:
-        """Read and check the header of the file at ``path``.
+        """Open a packed file, and check its header.
 
         Raises: PackedFileError: the file is truncated, corrupt, of another format, not a regular
             file, or owned by another user.
@@ -310,7 +310,7 @@ class PackedFile:
         return cls(path, facts, identity, is_of_root, signature, metadata["checksum"])
 
     def is_signed(self, secret: bytes) -> bool:
-        """Say whether a process that knows the secret wrote the header."""
+        """Say whether the writer of the header knew the secret of this user's cache."""
         signature = _signature(self.digest, secret)
         return hmac.compare_digest(signature.encode(), self.signature.encode())
 
@@ -391,7 +391,7 @@ def judge_layouts(planned: Plan) -> Verdict:
 
 
 def packed_key(planned: Plan, checkpoint: Checkpoint | CheckpointFile) -> PackedKey:
-    """Return the key of the packed weights of a plan."""
+    """Return the key of a plan's packed weights."""
     capability = planned.placement.device.capability
     config = planned.resolver.config
     requested = {
@@ -441,7 +441,7 @@ def _identity(checkpoint: Checkpoint | CheckpointFile) -> str:
 
 
 def _file_identity(path: Path) -> str:
-    """Return name, size, modification time, and a digest of samples of a file."""
+    """Return a file's name, size, modification time, and a digest of samples of its content."""
     facts = path.stat()
     return f"{path.name}, {facts.st_size} bytes, {facts.st_mtime_ns}, {sampled_digest(path)}"
 

@@ -1,4 +1,4 @@
-"""Checks the header of a packed file: types, bounds, and the exact form that a writer produces.
+"""Checks the header of a packed file: types, bounds, and the exact form of a written header.
 
 A checksum without a secret finds accidents only, no manipulated files. Before anything is mapped or
 built, the header is therefore compared with the file: memories lie inside the file without overlap,
@@ -46,7 +46,7 @@ def is_number(value: object, minimum: int = 0) -> bool:
 
 
 def check_texts(name: str, value: Any) -> None:
-    """Refuse any value except a dict of texts.
+    """Refuse a value that is not a dict of texts.
 
     Raises: ValueError: with the name of the field.
     """
@@ -55,7 +55,7 @@ def check_texts(name: str, value: Any) -> None:
 
 
 def check_memories(memories: Any, digests: Any, num_bytes: int) -> None:
-    """Refuse memories that overlap or exceed ``num_bytes``, and malformed digests.
+    """Refuse tensor memories that overlap or exceed ``num_bytes``, and malformed digests.
 
     Raises: ValueError: with the first fault.
     """

@@ -58,7 +58,7 @@ def load_weights(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[str]:
-    """Load the weights of a plan's model from packed weights or from its checkpoint.
+    """Load a planned model's weights from packed weights, or from its checkpoint.
 
     Args:
         sleep: waits for a number of seconds while another process writes the file.
@@ -186,7 +186,7 @@ def read(
     keep: Keep | None = None,
     copies: bool = True,
 ) -> None:
-    """Load the weights of a checkpoint through ``Weights.load``.
+    """Read the weights of a checkpoint by ``Weights.load``.
 
     Args:
         copies: whether ``keep`` copies the tensors of each group.
@@ -244,7 +244,7 @@ def repeat_findings(weights: Weights, facts: Facts) -> None:
 
 
 def packed_store_of(planned: Plan, checkpoint: Checkpoint | CheckpointFile) -> PackedStore:
-    """Return the store for the packed weights of a plan.
+    """Return the store that may hold the packed weights of a plan.
 
     Raises: PackedFileError: the weights have no packed form.
     """
@@ -261,7 +261,7 @@ def pack_into(
     weights: Weights,
     progress: Progress,
 ) -> Facts:
-    """Load the weights of a checkpoint into a packed file, without keeping a copy in memory.
+    """Load the weights of a checkpoint into a packed file, without another copy in memory.
 
     Returns: the facts for the header of the file.
     Raises:

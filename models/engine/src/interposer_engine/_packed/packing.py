@@ -44,7 +44,7 @@ def pack(
     quantization: str | Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Packed:
-    """Write the packed weights of a model, so that ``load`` with the same arguments maps the file.
+    """Write a model's packed weights, which ``load`` with the same arguments then maps.
 
     Args:
         output: a folder; None is the folder next to the model, where ``load`` searches.

@@ -41,7 +41,7 @@ class StateWriter:
     """Converts the state of a finalized layer to plain data."""
 
     def __init__(self, built: State, keep: Keep, device: str = "cpu") -> None:
-        """Prepare to compare states with the state in which the layer was built.
+        """Prepare to compare a layer's state with its state after construction.
 
         Args:
             built: the state in which the layer was built.
@@ -258,7 +258,7 @@ def _same(value: Any, built: Any) -> bool:
 
 
 def _reachable(built: State) -> Iterator[tuple[list[Any], Any]]:
-    """Yield ``(path, object)`` for all objects of the built state; paths have names and numbers."""
+    """Yield ``(path, object)`` for each object in a built state; paths list names and indices."""
     queue = deque([([name], value) for name, value in built.items()])
     visited_ids: set[int] = set()
     while queue:

@@ -33,7 +33,7 @@ _log = logging.getLogger("interposer")
 
 
 def folder_next_to(path: Path) -> Path:
-    """Return the folder for packed weights: in the model's folder, or next to the model's file.
+    """Return the folder for packed weights, in the model's folder or next to the model's file.
 
     Other programs read all weight files of a model's folder, so that packed files need a subfolder.
     """
@@ -66,7 +66,7 @@ class PackedStore:
     def of(
         cls, key: PackedKey, checkpoint: Checkpoint | CheckpointFile, config: Config
     ) -> PackedStore:
-        """Return the store for a checkpoint under a configuration."""
+        """Return the store of packed weights for a checkpoint under a configuration."""
         cache = default_store(config)
         cache_folder, model_folder = cache.folder / _KIND, folder_next_to(checkpoint.path)
         return cls(key, model_folder, cache_folder, config.packed_bytes, config.weight_check, cache)

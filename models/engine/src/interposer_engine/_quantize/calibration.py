@@ -95,7 +95,7 @@ class CalibratedBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks of the model."""
+        """Number of decoder blocks of the model."""
         return len(self._decoder.layers)
 
     @torch.inference_mode()
@@ -182,7 +182,7 @@ class CalibratedBlocks:
         return block(hidden, None, cos, sin, cache, plan, None)  # type: ignore[no-any-return]
 
     def _cache_and_plan(self, layer: nn.Module) -> tuple[Any, Any]:
-        """Return an empty cache for a layer, and the layer's plan for one sequence."""
+        """Return an empty KV cache for a layer, and the layer's attention plan for one sequence."""
         batch = self._batch.attention
         if isinstance(layer, RecurrentLayer):
             state = layer.state_layout().allocate(1, self._device, cache_memory)
@@ -193,7 +193,7 @@ class CalibratedBlocks:
         return cache, layer.backend.plan(batch)
 
     def _load(self, module: nn.Module) -> None:
-        """Fill the parameters of all layers in ``module`` from the checkpoint."""
+        """Read the parameters of all layers in ``module`` from the checkpoint."""
         for layer in module.modules():
             if not isinstance(layer, PluggableLayer):
                 continue

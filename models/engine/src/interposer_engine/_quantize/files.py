@@ -47,7 +47,7 @@ Layout = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 def layout_bytes(layout: Layout) -> int:
-    """Return the size of all tensors in bytes."""
+    """Return the total size of the tensors in a layout, in bytes."""
     return sum(_num_bytes(*tensor) for tensor in layout.values())
 
 
@@ -176,7 +176,7 @@ class StoredTensor:
 
 
 class TensorSource:
-    """All tensors of some safetensors files, by name.
+    """All tensors of some safetensors files, readable by name.
 
     Raises: CheckpointError: a file is corrupt, or two files contain a tensor of the same name.
     """

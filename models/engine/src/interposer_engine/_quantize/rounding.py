@@ -122,7 +122,7 @@ def unignored_layers(layers: Sequence[Layer], ignore: Sequence[str]) -> list[Lay
 
 
 def fitting_group_size(layers: Sequence[Layer], default: int) -> int:
-    """Return the first usual group size that divides the inputs of every layer, else ``default``.
+    """Return the first common group size that divides all layers' inputs, else ``default``.
 
     Args:
         default: the group size of the scheme.
@@ -221,7 +221,7 @@ class RoundedLayers:
         }
 
     def tensors(self, layer: str) -> dict[str, torch.Tensor]:
-        """Return the quantized tensors of a layer.
+        """Return the quantized tensors of one layer.
 
         Raises: CheckpointError: the weight is not finite.
         """

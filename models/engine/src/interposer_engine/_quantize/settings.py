@@ -28,7 +28,7 @@ def quantization_settings(
     registry: Registry,
     path: object,
 ) -> Mapping[str, Any] | None:
-    """Return the ``quantization_config`` to use; None for a model of plain weights.
+    """Return the ``quantization_config`` to use; None for a model of unquantized weights.
 
     Args:
         requested: Method of online quantization, or settings with its name as ``quant_method``;

@@ -65,7 +65,7 @@ class WorkFolder:
         return folder
 
     def finish(self) -> None:
-        """Rename the finished model to the target, and remove the work folder.
+        """Rename the finished copy to the target folder, and remove the work folder.
 
         Raises: StorageError: the target cannot be created, for example because it exists already.
         """
@@ -91,7 +91,7 @@ def _root(target: Path) -> Path:
 
 
 def _read_manifest(root: Path) -> dict[str, Any] | None:
-    """Return the settings of the run that created ``root``; None if the folder is empty.
+    """Return the settings of the run that created the work folder; None if it is empty.
 
     Raises: StorageError: the folder contains something else.
     """

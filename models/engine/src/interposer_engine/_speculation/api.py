@@ -27,7 +27,7 @@ class SpeculationCounts:
 
     @property
     def acceptance(self) -> float:
-        """Fraction of draft tokens that the model accepted; 0 if there were none."""
+        """Fraction of the proposed draft tokens that the target model accepted; 0 if none."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
 
 
@@ -47,5 +47,5 @@ class StepSpeculation(Protocol):
         ...
 
     def forget(self, sequence: TokenSequence) -> None:
-        """Drop the state of a sequence that has ended."""
+        """Drop the draft state of a sequence that has ended."""
         ...

@@ -74,7 +74,7 @@ class Eagle3(DecoderFamily):
 
     @property
     def stated_layers(self) -> object:
-        """The numbers of the layers to read that the config states; None if it states none."""
+        """The layer numbers that the config states for the head's inputs, or None."""
         fields = {"eagle_aux_hidden_state_layer_ids": self.eagle_aux_hidden_state_layer_ids}
         return {**fields, **(self.eagle_config or {})}["eagle_aux_hidden_state_layer_ids"]
 
@@ -142,7 +142,7 @@ class Eagle3Head(PredictionHead):
         return name.removeprefix("model.").replace("layers.0.", f"{_BLOCK}.", 1)
 
     def reserve_positions(self, count: int, device: str) -> None:
-        """Compute the rotary table for at least ``count`` positions."""
+        """Compute rotary angles for at least ``count`` positions."""
         if self._table is None or count > len(self._table[0]):
             # Twice the needed positions, so that growing sequences rarely compute the table again.
             rows, config = max(2 * count, _FIRST_POSITIONS), self.config
@@ -192,7 +192,7 @@ _LEAST_LAYERS = 6  # with fewer, the three layers that a head reads would coinci
 def load_eagle3_head(
     path: str | Path, settings: Speculation, target: Target
 ) -> HeadDraftSource | None:
-    """Load the EAGLE-3 head in a folder or on the hub; return None if the path holds a model.
+    """Load an EAGLE-3 head from a folder or hub name; return None if the path is a full model.
 
     Raises:
         CheckpointError: the head does not fit the model, or is incomplete.

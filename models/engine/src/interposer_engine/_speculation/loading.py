@@ -55,7 +55,7 @@ class NgramDraftSource:
         return "prompt lookup"
 
     def proposer(self, engine: Engine, sampling: DraftSampling, num_drafts: int) -> Proposer:
-        """Create a prompt-lookup proposer; see ``DraftSource``."""
+        """Create a proposer that looks up draft tokens in the prompt and output."""
         return NgramProposer()
 
 

@@ -213,7 +213,7 @@ class HeadProposer(Proposer):
         ]
 
     def forget(self, sequence: TokenSequence) -> None:
-        """Free the pages of a sequence in the head's cache."""
+        """Free the pages that a sequence has in the head's KV cache."""
         if follower := self._followers.pop(sequence, None):
             self._runner.scheduler.remove(follower.head_sequence)
 
@@ -340,7 +340,7 @@ class HeadDraftSource:
         return self._description
 
     def proposer(self, engine: Engine, sampling: DraftSampling, num_drafts: int) -> Proposer:
-        """Create the proposer of an engine's sequences; see ``DraftSource``.
+        """Create a proposer that runs the head for an engine's sequences; see ``DraftSource``.
 
         Raises: ConfigError: the model does not expose hidden states.
         """
@@ -349,7 +349,7 @@ class HeadDraftSource:
 
 
 def load_checkpoint_head(settings: Speculation, target: Target) -> HeadDraftSource:
-    """Load the MTP head that the model's own checkpoint contains.
+    """Load the MTP head in the model's own checkpoint.
 
     Raises:
         ConfigError: the checkpoint contains no supported head.
@@ -382,7 +382,7 @@ def load_checkpoint_head(settings: Speculation, target: Target) -> HeadDraftSour
 def load_head(
     head: PredictionHead, checkpoint: Checkpoint, target: Target, resolver: Resolver | None = None
 ) -> None:
-    """Load the tensors of a head from a checkpoint.
+    """Load the tensors of an MTP head from a checkpoint.
 
     Args:
         resolver: Resolver of the head's kernels; None for that of the model.

@@ -38,7 +38,7 @@ class DraftSampling:
     """
 
     def __init__(self, site: Site, vocab_size: int, num_drafts: int, certain: bool) -> None:
-        """Bind the kernels.
+        """Bind the kernels that sample and verify draft tokens.
 
         Args:
             num_drafts: S.
@@ -175,11 +175,11 @@ class Proposer(ABC):
 
     @abstractmethod
     def propose(self, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> list[Draft]:
-        """Return a draft for each sequence, with at most ``counts[i]`` tokens."""
+        """Return a draft for each sequence, of at most ``counts[i]`` draft tokens."""
 
     @abstractmethod
     def forget(self, sequence: TokenSequence) -> None:
-        """Drop the state of a sequence that has ended; do nothing for an unknown one."""
+        """Drop the state kept for a sequence that has ended; do nothing for an unknown sequence."""
 
 
 class ModelProposer(Proposer):
@@ -271,7 +271,7 @@ class ModelProposer(Proposer):
         ]
 
     def forget(self, sequence: TokenSequence) -> None:
-        """Free the pages of a sequence's follower."""
+        """Free the pages of the draft model's copy of a sequence."""
         if follower := self._followers.pop(sequence, None):
             self._num_saved.pop(follower, None)
             self._draft.scheduler.remove(follower)

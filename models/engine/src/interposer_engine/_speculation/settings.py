@@ -1,4 +1,4 @@
-"""Settings of speculative decoding."""
+"""Settings of speculative decoding, and checks of the draft model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_TOKENS = 64
 
 @dataclass(frozen=True)
 class Speculation:
-    """Settings of speculative decoding: cheap draft tokens that the model verifies in one step.
+    """Settings of speculative decoding: cheap draft tokens, verified by the model in one step.
 
     Attributes:
         draft: Source of the draft tokens: ``"ngram"`` for prompt lookup; ``"heads"`` for the MTP
@@ -58,7 +58,7 @@ class Speculation:
 
     @classmethod
     def of(cls, value: str | Path | Speculation) -> Speculation:
-        """Convert the argument ``speculation`` of ``load`` to settings.
+        """Convert the argument ``speculation`` of ``load`` to ``Speculation`` settings.
 
         Raises: ConfigError: the argument has another type, or is a text that names no draft model.
         """

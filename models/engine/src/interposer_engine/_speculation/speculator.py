@@ -63,7 +63,7 @@ class Speculator:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Create a speculator for an engine.
+        """Create the speculative decoding of an engine.
 
         Args:
             num_drafts: S.
@@ -144,7 +144,7 @@ class Speculator:
             row += chunk.num_rows
 
     def forget(self, sequence: TokenSequence) -> None:
-        """Drop the state of a sequence that has ended."""
+        """Drop the proposer's state of a sequence that has ended."""
         self._proposer.forget(sequence)
 
     def _is_decode(self, chunk: Chunk) -> bool:
@@ -230,7 +230,7 @@ class Speculator:
         return events
 
     def _verifier(self, row: _Row) -> Callable[[list[_Row], Tensor], list[list[int]]] | None:
-        """Return the verification method of a sequence; None without draft tokens."""
+        """Return the function that verifies a sequence's drafts; None without draft tokens."""
         if not row.draft.tokens:
             return None
         # A custom sampler may not take the argmax, even for greedy requests.
@@ -271,7 +271,7 @@ class Speculator:
         return self._token_lists(self._sampling.verify(*drafts, logits, batch, probs))
 
     def _draft_tensors(self, rows: list[_Row]) -> tuple[Tensor, Tensor]:
-        """Return draft tokens ``[B, S]``, padded with zeros, and the counts ``[B]``."""
+        """Return all draft tokens as ``[B, S]``, padded with zeros, and the counts as ``[B]``."""
         width = self._num_drafts
         tokens = [[*row.draft.tokens, *[0] * (width - len(row.draft.tokens))] for row in rows]
         counts = [len(row.draft.tokens) for row in rows]
@@ -393,7 +393,7 @@ class DraftCostModel:
         return self._agreed(is_skipped)
 
     def allows_drafts(self, num_sequences: int) -> bool:
-        """Return whether the next step may use draft tokens."""
+        """Return whether the next step may use draft tokens, by the measured costs."""
         size = self._size(num_sequences)
         is_measured = len(size.plain) >= _MIN_PLAIN_STEPS and size.num_drafted < _STALE_AFTER
         return self._agreed(is_measured and self._budget >= 0)

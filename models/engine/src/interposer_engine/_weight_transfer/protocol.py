@@ -46,22 +46,22 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the complete tensor in bytes."""
+        """Size of the piece's complete tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def is_whole(self) -> bool:
-        """Say whether the piece is the complete tensor."""
+        """Say whether the piece covers the complete tensor."""
         return self.count == self.num_bytes
 
     @property
     def row_bytes(self) -> int:
-        """Size of one row of the tensor in bytes, along the first dimension."""
+        """Size of one row of the piece's tensor in bytes, along the first dimension."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     @property
     def is_last(self) -> bool:
-        """Say whether the tensor ends with the piece."""
+        """Say whether the piece contains the end of the tensor."""
         return self.start + self.count == self.num_bytes
 
     @property
@@ -169,7 +169,7 @@ def fits(texts: Iterable[str]) -> bool:
 
 
 def aligned(num_bytes: int) -> int:
-    """Round a number of bytes up to the alignment of pieces."""
+    """Round a number of bytes up to the alignment of pieces in a bucket."""
     return -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
 
 
@@ -182,7 +182,7 @@ class Work(Protocol):
     """Handle of a collective operation that has been started."""
 
     def wait(self, timeout: timedelta, /) -> bool:
-        """Wait until the collective has ended; raise RuntimeError if it failed."""
+        """Wait until the collective has ended; raise RuntimeError if the collective failed."""
         ...
 
 
@@ -214,7 +214,7 @@ class GroupLink:
     """Collective operations over an existing process group; None is the default group."""
 
     def __init__(self, group: distributed.ProcessGroup | None) -> None:
-        """Use a process group that the program has created.
+        """Use a process group that the program has created, or the default group.
 
         Raises: ConfigError: the program has no process group.
         """
@@ -239,14 +239,14 @@ class GroupLink:
         return work  # type: ignore[no-any-return]
 
     def break_up(self) -> None:
-        """Do nothing: the program owns the group."""
+        """Do nothing: the program that created the process group ends it."""
 
 
 _HOST = torch.device("cpu")
 
 
 def device_of(config: str) -> torch.device:
-    """Return the device of the tensors that a process group can transfer.
+    """Return the device on which a process group can transfer tensors.
 
     Args:
         config: devices and backends of the group, such as ``"cpu:gloo,acme:accl"``. A backend of an
@@ -397,7 +397,7 @@ class Channel:
         self._timeout = timedelta(seconds=timeout_seconds)
 
     def post(self, tensor: torch.Tensor) -> Posted:
-        """Start to broadcast a tensor of the source into the tensors of the other ranks."""
+        """Start to broadcast a tensor from the source to tensors of the other ranks."""
         with self._raise_rank_errors():
             work = self._link.broadcast(tensor, self.source)
         return Posted(tensor, lambda: self._wait(work))

@@ -50,7 +50,7 @@ class WeightsFrom:
 
 
 def at_rank(weights_from: WeightsFrom, rank: int) -> WeightsFrom:
-    """Return the settings for one rank of a model that runs on several ranks."""
+    """Return these settings for one rank of a model that runs on several ranks."""
     group = weights_from.group
     if isinstance(group, Meeting):
         return replace(weights_from, group=replace(group, rank=group.rank + rank))
@@ -181,7 +181,7 @@ class Reception(Offer):
             raise self._protocol_error("the last tensor lacks pieces")
 
     def _received_buckets(self) -> Iterator[_Bucket]:
-        """Yield buckets, while the next bucket and header arrive."""
+        """Yield received buckets, while the next bucket and header arrive."""
         try:
             yield from self._pipelined_buckets()
         except RankError:

@@ -150,7 +150,7 @@ class _Outbox:
                 return
 
     def release(self) -> None:
-        """Wait until no tensor is being sent from the caller's memory."""
+        """Wait until no broadcast reads from the caller's memory any more."""
         if self._apart:
             self.send()
         if self._sends_callers_memory:
@@ -173,7 +173,7 @@ class _Outbox:
         self._settle()
 
     def end(self, failure: str = "") -> None:
-        """Send the end of the transfer, with the reason for a failure."""
+        """Send the end of the transfer, with the reason if the transfer failed."""
         header = Header(ends=True, failure=failure).encoded()
         posted_header = self._channel.post(header.to(self._channel.device))
         self._settle_all()
