@@ -292,7 +292,7 @@ def attention_name_for(model: nn.Module, replaced_name: str) -> str:
 
 @cache
 def _compares_names(module: str) -> bool:
-    """Return whether the source of a Python module compares names of attentions with texts."""
+    """Return whether the source of a Python module compares names of attention functions."""
     package = module.partition(".")[0]
     if package in ("torch", "builtins", "interposer_adapt") or module not in sys.modules:
         return False

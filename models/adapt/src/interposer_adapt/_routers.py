@@ -163,7 +163,7 @@ def bind_router(adaptation: Adaptation, module: nn.Module, name: str) -> str | V
 
 
 def looks_like_router(module: nn.Module) -> bool:
-    """Return True for a leaf with a matrix ``[E, H]`` and otherwise only vectors ``[E]``.
+    """Return True for a leaf module with one matrix ``[E, H]`` and otherwise only vectors ``[E]``.
 
     The leaf must hold an integer smaller than E, as the number of chosen experts is.
     """

@@ -1,4 +1,4 @@
-"""The subcommand ``interposer serve``.
+"""The subcommand ``interposer serve``, which serves a model over HTTP.
 
 Slow modules are imported inside the command, so that ``--help`` is fast.
 """

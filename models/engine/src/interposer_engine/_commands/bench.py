@@ -1,4 +1,4 @@
-"""The subcommand ``interposer bench``.
+"""The subcommand ``interposer bench``, which measures the speed of a model.
 
 Heavy modules are imported inside the command, so that ``--help`` answers at once.
 """

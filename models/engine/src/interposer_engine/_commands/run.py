@@ -1,4 +1,4 @@
-"""The subcommand ``interposer run``.
+"""The subcommand ``interposer run``, which continues a prompt or chats in the terminal.
 
 Heavy modules are imported inside the command, so that ``--help`` answers at once.
 """

@@ -106,7 +106,7 @@ _SLACK_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class ExpertMemory:
-    """A tensor memory in a packed file that holds weights of an MoE layer's experts.
+    """A tensor storage (memory) in a packed file that holds weights of an MoE layer's experts.
 
     Attributes:
         number: number of the memory in the packed file.
@@ -125,7 +125,7 @@ class ExpertReads:
     def __init__(
         self, mapped: MappedMemory, memories: Iterable[ExpertMemory], num_experts: int
     ) -> None:
-        """Disable read-ahead for the expert memories of the layer.
+        """Disable read-ahead for the tensor storages of the layer's experts.
 
         Args:
             memories: all memories of the layer.
@@ -179,7 +179,7 @@ _NUM_THREADS = 2
 
 
 class Extents:
-    """File ranges that contain given memories, and the offset of each memory in a buffer."""
+    """File ranges that contain the given tensor storages, and each storage's offset in a buffer."""
 
     def __init__(self, memories: dict[int, tuple[int, int]]) -> None:
         """Round the ranges to whole pages, and merge ranges that are close to each other.

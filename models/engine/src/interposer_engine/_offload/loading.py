@@ -281,7 +281,7 @@ class DeviceCopies(Filler):
 
 
 class _BlockMemories:
-    """The tensor memories of a model by decoder block, with those of experts kept apart."""
+    """The tensor storages of a model by decoder block, with those of experts kept apart."""
 
     def __init__(self, planned: Plan, weights: Weights) -> None:
         self.blocks = blocks_of(planned.model)
@@ -303,11 +303,11 @@ class _BlockMemories:
         }
 
     def add(self, group: int, memories: Iterable[int]) -> None:
-        """Record the memories of a layer group."""
+        """Record the tensor storages of a layer group."""
         self.memories[self.owner[group]] += memories
 
     def experts(self, expert_layer: ExpertLayer, states: GroupData) -> dict[int, int | None]:
-        """Return the expert of each memory of a layer; None for memories that experts share.
+        """Return the expert of each tensor storage of a layer; None for shared storages.
 
         Experts that are separate layers are children, named by number.
         """
@@ -321,12 +321,12 @@ class _BlockMemories:
         return experts
 
     def of(self, block: int, with_experts: bool) -> list[int]:
-        """Return the memories of a block, with or without those of its experts."""
+        """Return the tensor storages of a block, with or without those of its experts."""
         experts = self.memories[block, True] if with_experts else []
         return [*self.memories[block, False], *experts]
 
     def sizes(self, bytes_of: Callable[[int], int]) -> Sizes:
-        """Return the sizes of all blocks, and of memories outside of blocks."""
+        """Return the sizes of all blocks, and of the tensor storages outside of blocks."""
 
         def total(block: int | None, of_experts: bool) -> int:
             return sum(map(bytes_of, self.memories[block, of_experts]))
@@ -339,7 +339,7 @@ class _BlockMemories:
 
 
 def _streamed_memories(plan: OffloadPlan, block_memories: _BlockMemories, block: int) -> list[int]:
-    """Return the memories of a streamed block that are copied through a buffer."""
+    """Return the tensor storages of a streamed block that are copied through a buffer."""
     return block_memories.of(block, plan.places[block].experts == "streamed")
 
 
@@ -358,7 +358,7 @@ def _attach(
 def _advise(
     plan: OffloadPlan, block_memories: _BlockMemories, file: PackedFile, memory: MappedMemory
 ) -> set[int]:
-    """Let layers read memory-mapped experts on demand, and return all memories of such experts."""
+    """Let layers read memory-mapped experts on demand, and return these experts' storages."""
     expert_memory_numbers: set[int] = set()
     bounds = file.facts.memories
     for block, place in enumerate(plan.places):
@@ -378,7 +378,7 @@ def _advise(
 def _memories_of_file(
     planned: Plan, weights: Weights, file: PackedFile, memory_of: MemoryOf
 ) -> _BlockMemories:
-    """Return the memories of a packed file by the decoder block that uses them."""
+    """Return the tensor storages of a packed file by the decoder block that uses each one."""
     block_memories = _BlockMemories(planned, weights)
     for number, group in weights.groups():
         group_memories: dict[int, None] = {}

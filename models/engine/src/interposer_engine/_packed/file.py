@@ -112,7 +112,7 @@ def _header(facts: Facts, num_bytes: int, secret: bytes | None) -> dict[str, Any
 
 
 def _tensors(facts: Facts, num_bytes: int) -> dict[str, Any]:
-    """Return the tensor memories as safetensors entries, which must cover the data without gaps."""
+    """Return tensor storages as safetensors entries, which must cover the data without gaps."""
     starts = [start for start, _ in facts.memories]
     order = sorted(range(len(starts)), key=starts.__getitem__)
     edges = [0, *(starts[number] for number in order[1:]), num_bytes]
@@ -127,7 +127,7 @@ def _signature(digest: str, secret: bytes) -> str:
 
 
 def _check(facts: Facts, num_bytes: int) -> None:
-    """Refuse invalid metadata of a packed file: texts, memories, digests, states or findings.
+    """Refuse invalid metadata of a packed file: texts, storages, digests, states or findings.
 
     Raises: ValueError: with the first fault.
     """
@@ -164,7 +164,7 @@ def _read_header(file: int) -> dict[str, Any]:
 
 
 class MappedMemory:
-    """The memories of an open packed file as tensors in memory-mapped pages.
+    """The tensor storages of an open packed file, as tensors in memory-mapped pages.
 
     A change to a tensor is visible in this process only.
 
@@ -186,7 +186,7 @@ class MappedMemory:
                     self._map.madvise(number)
 
     def __getitem__(self, number: int) -> torch.Tensor:
-        """Return the memory with this number as a uint8 tensor."""
+        """Return the tensor storage with this number as a uint8 tensor."""
         start, num_bytes = self._memories[number]
         if not num_bytes:
             return torch.empty(0, dtype=torch.uint8)
@@ -196,7 +196,7 @@ class MappedMemory:
         )
 
     def advise(self, number: int, start: int = 0, stop: int | None = None) -> None:
-        """Let the operating system start to read a part of a memory, and no other pages.
+        """Let the operating system start to read a part of a tensor storage, and no other pages.
 
         Args:
             start: first byte in the memory; a negative number means 0.
@@ -213,7 +213,7 @@ class MappedMemory:
                 self._map.madvise(_WILL_NEED, begin, min(_ADVICE_BYTES, last - begin))
 
     def scatter(self, numbers: Iterable[int]) -> None:
-        """Disable read-ahead for memories, except where ``advise`` was called.
+        """Disable read-ahead for tensor storages, except where ``advise`` was called.
 
         By default the system would also read the neighbouring pages, up to ``read_ahead_kb``.
         """
@@ -234,7 +234,7 @@ class MappedMemory:
                         self._map.madvise(advice_number, first, size)
 
     def digests(self) -> Iterator[str]:
-        """Yield the SHA-256 digest of each memory."""
+        """Yield the SHA-256 digest of each tensor storage."""
         with memoryview(self._map) as content:
             for start, num_bytes in self._memories:
                 first = HEADER_BYTES + start
@@ -315,7 +315,7 @@ class PackedFile:
         return hmac.compare_digest(signature.encode(), self.signature.encode())
 
     def memory(self, ahead: bool = True) -> MappedMemory:
-        """Map the memories of the packed file into this process.
+        """Map the tensor storages of the packed file into this process.
 
         Args:
             ahead: let the system read the complete file soon.
@@ -547,7 +547,7 @@ class PackedWriter:
         return len(self.memories) - 1
 
     def memory(self) -> MappedMemory:
-        """Map all memories that ``keep`` has added, and end writing."""
+        """Map all tensor storages that ``keep`` has added, and end writing."""
         if self._memory is None:
             self._segment = None
             os.ftruncate(self._file, HEADER_BYTES + self._end)

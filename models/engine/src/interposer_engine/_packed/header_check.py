@@ -55,7 +55,7 @@ def check_texts(name: str, value: Any) -> None:
 
 
 def check_memories(memories: Any, digests: Any, num_bytes: int) -> None:
-    """Refuse tensor memories that overlap or exceed ``num_bytes``, and malformed digests.
+    """Refuse tensor storages that overlap or exceed ``num_bytes``, and malformed digests.
 
     Raises: ValueError: with the first fault.
     """
@@ -94,7 +94,7 @@ def check_states(states: Any, memories: list[tuple[int, int]]) -> None:
 
 
 class _StateChecker:
-    """Checks layer states in the order in which ``StateWriter`` numbers memories."""
+    """Checks layer states in the order in which ``StateWriter`` numbers tensor storages."""
 
     def __init__(self, memories: list[tuple[int, int]]) -> None:
         self._memories = memories
@@ -193,7 +193,7 @@ class _StateChecker:
 
 
 def check_view(form: list[Any], num_bytes: int, at: str) -> None:
-    """Refuse a tensor description that exceeds a memory of ``num_bytes``.
+    """Refuse a tensor description that exceeds its storage of ``num_bytes``.
 
     Args:
         form: dtype, shape, strides and offset of the tensor.

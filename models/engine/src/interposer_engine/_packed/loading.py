@@ -215,7 +215,7 @@ def _tensors(
 def states_of(
     states: GroupData, number: int, group: LayerGroup, memory_of: MemoryOf
 ) -> list[State]:
-    """Return the packed states of a layer group, with tensors in memories of ``memory_of``.
+    """Return the packed states of a layer group, with tensors in storages from ``memory_of``.
 
     Raises: PackedFileError: the states belong to another model.
     """
@@ -226,7 +226,7 @@ def states_of(
 
 
 def restore(weights: Weights, states: GroupData, memory_of: MemoryOf) -> None:
-    """Set all layers to packed states, with tensors in memories of ``memory_of``.
+    """Set all layers to packed states, with tensors in storages from ``memory_of``.
 
     Raises: PackedFileError: the states belong to another model.
     """

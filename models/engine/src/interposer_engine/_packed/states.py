@@ -324,7 +324,7 @@ def keep_states(
 def group_states(
     states: GroupData, number: int, group: LayerGroup, memory_of: Callable[[int], torch.Tensor]
 ) -> list[State]:
-    """Return the recorded states of a layer group, with tensors in memories of ``memory_of``.
+    """Return the recorded states of a layer group, with tensors in storages of ``memory_of``.
 
     Raises: KeyError, ValueError, TypeError: the states belong to another model.
     """
@@ -333,7 +333,7 @@ def group_states(
 
 
 def expert_memories(changes: Mapping[str, Data], num_experts: int) -> dict[int, int | None]:
-    """Return the expert of each memory by the memory's number; None for a shared memory.
+    """Return the expert of each tensor storage by its number; None for a shared storage.
 
     A sequence of ``num_experts`` members in the layer's state has one member for each expert.
 

@@ -148,7 +148,7 @@ class Reception(Offer):
         self._stage = {"ready": "prepared", "prepared": "applied"}.get(stage, "")
 
     def tensors(self, buffer_for: BufferFor) -> Iterator[tuple[str, torch.Tensor | TensorBuffer]]:
-        """Yield names with tensors, or with buffers that already hold tensors received by rows."""
+        """Yield names with tensors, or with filled buffers of tensors that arrived by rows."""
         self._buffer_for = buffer_for
         self._vote()
         assembled: torch.Tensor | None = None
