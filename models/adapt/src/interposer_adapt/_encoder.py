@@ -37,7 +37,7 @@ Pool = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """How an encoder reduces token vectors to a text's vector: pooling modes, prompts and limits.
+    """Pooling of token vectors to one vector per text, with length limit and prompts.
 
     Attributes:
         modes: names of ``POOLS``; the vectors of several modes are concatenated.

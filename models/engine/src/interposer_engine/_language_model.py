@@ -35,7 +35,7 @@ _PROMPTS = "a text or a list of texts or of lists of token ids"
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The generated answer of one request, with statistics.
+    """The generated answer of one request: text, tokens, log probabilities, finish reason.
 
     Attributes:
         text: Text of the new tokens without an end token; empty if the model has no tokenizer.

@@ -141,7 +141,7 @@ class NonFiniteError(InterposerError, ArithmeticError):
 
 
 def non_finite(result: str) -> NonFiniteError:
-    """Return the error for logits or hidden states that are not finite.
+    """Return the error for a result, such as logits, that contains NaN or infinity.
 
     Args:
         result: Name of the result, with the position.

@@ -32,7 +32,7 @@ class Qwen2(DecoderFamily):
     max_window_layers: int = 28
 
     def slides(self, index: int) -> bool:
-        """Say whether layer ``index``, at or after ``max_window_layers``, has a sliding window."""
+        """Say whether layer ``index`` has a window: layer ``max_window_layers`` and all later."""
         return self.use_sliding_window and index >= self.max_window_layers
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
@@ -52,7 +52,7 @@ class Qwen3(DecoderFamily):
     max_window_layers: int = 28
 
     def slides(self, index: int) -> bool:
-        """Say whether layer ``index``, at or after ``max_window_layers``, has a sliding window."""
+        """Say whether layer ``index`` has a window: layer ``max_window_layers`` and all later."""
         return self.use_sliding_window and index >= self.max_window_layers
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:

@@ -340,7 +340,7 @@ class Kind(ABC):
 
 @dataclass(frozen=True)
 class Prefill(Kind):
-    """The prefill of a prompt, up to the first token."""
+    """Benchmark row: the prefill of a prompt, up to the first token."""
 
     tokens: int = 0
 
@@ -360,7 +360,7 @@ class Prefill(Kind):
 
 @dataclass(frozen=True)
 class Decode(Kind):
-    """Greedy decoding after a context, for one request or a batch.
+    """Benchmark row: greedy decoding after a context, for one request or a batch.
 
     Attributes:
         repeats: prompts are periodic, so that n-gram drafts are accepted.
@@ -390,7 +390,7 @@ class Decode(Kind):
 
 @dataclass(frozen=True)
 class Extend(Kind):
-    """The prefill of a prompt with a cached prefix."""
+    """Benchmark row: the prefill of a prompt with a cached prefix."""
 
     tokens: int = 0
     cached_prefix: int = 0
@@ -414,7 +414,7 @@ class Extend(Kind):
 
 @dataclass(frozen=True)
 class Mixed(Kind):
-    """Decoding while prompts join the batch: measures new tokens and the gaps between tokens."""
+    """Benchmark row: decoding while prompts join, with new tokens and gaps between tokens."""
 
     context: int = 0
     new: int = 0
@@ -461,7 +461,7 @@ class Mixed(Kind):
 
 @dataclass(frozen=True)
 class SharedPrefix(Kind):
-    """The first token of a prompt, with or without a prefix cached from an earlier prompt.
+    """Benchmark row: the time to the first token of a prompt, with or without a cached prefix.
 
     Each run draws a new prefix, so that the prefix cache has none from earlier runs.
     """
