@@ -1,4 +1,4 @@
-"""Model families, and the decoder that they are built from.
+"""Model families, and the decoder classes from which they are built.
 
 Names are loaded on first use.
 """

@@ -28,14 +28,14 @@ from interposer_ops.layers.tensor_parallel.projection_pairs import ProjectionNam
 
 @dataclass(frozen=True, slots=True)
 class EncoderBatch:
-    """The start of each encoder input, ``[B + 1]`` int64, and the length of the longest one."""
+    """Offsets of the encoder inputs, ``[B + 1]`` int64, and the length of the longest input."""
 
     starts: Tensor
     longest: int
 
 
 class EncoderAttention(SelfAttention):
-    """Attention of every token to all tokens of the encoder input, or to a window on either side.
+    """Self-attention of an encoder: to all tokens of the input, or to a window on both sides.
 
     Nothing is cached.
 
@@ -73,7 +73,7 @@ class EncoderAttention(SelfAttention):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, plan: Any, rows: Tensor | None
     ) -> Tensor:
-        """Compute the output projection ``[E, H]``.
+        """Compute attention and output projection, ``[E, H]``.
 
         Args:
             x: ``[E, H]``.
@@ -91,7 +91,7 @@ class EncoderAttention(SelfAttention):
 
 
 class CrossAttention(PluggableLayer):
-    """Attention of a decoder's tokens to the cached keys and values of an encoder input.
+    """Cross-attention of decoder tokens to the cached keys and values of an encoder input.
 
     Args:
         spec: an attention spec of type ``encoder_decoder``.
@@ -119,7 +119,7 @@ class CrossAttention(PluggableLayer):
         self.attn = Attention(site.at("attn"), spec)
 
     def store(self, source: Tensor, cache: Any, plan: Any) -> None:
-        """Cache keys and values of an encoder's output ``[E, source_size]``.
+        """Compute keys and values of an encoder's output ``[E, source_size]``, and cache both.
 
         Args:
             plan: has the slots ``[E]`` to write to.
@@ -130,7 +130,7 @@ class CrossAttention(PluggableLayer):
         self.attn(query, key, value, cache, plan)
 
     def forward(self, x: Tensor, cache: Any, plan: Any, rows: Tensor | None) -> Tensor:
-        """Compute the output projection ``[T, H]``, or ``[rows, H]`` of the tokens in ``rows``."""
+        """Compute cross-attention and output projection: ``[T, H]``, or ``[rows, H]``."""
         query = self.q_proj(x).unflatten(-1, (-1, self.head_size))
         mixed = self.attn.read(query, cache, plan)
         if rows is not None:
@@ -139,7 +139,7 @@ class CrossAttention(PluggableLayer):
 
 
 class CrossedBlock(NormedBlock):
-    """A ``NormedBlock`` with cross-attention between self-attention and MLP.
+    """Decoder block as ``NormedBlock``, with cross-attention after self-attention.
 
     Args:
         crossing: the names of the norms before and after the cross-attention; an empty name means
@@ -175,7 +175,7 @@ class CrossedBlock(NormedBlock):
         plan: Any,
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the block's output, not yet added, and the stream, as ``DecoderBlock``.
+        """Return the block's output, not yet added, and the residual stream, as ``DecoderBlock``.
 
         Args:
             cache, plan: two of each: for self-attention and for cross-attention.
@@ -195,7 +195,7 @@ class CrossedBlock(NormedBlock):
 
 
 class EncoderDecoderFamily(DecoderFamily):
-    """A decoder with self-attention and cross-attention in each block.
+    """Base of families whose decoder has self-attention and cross-attention in each block.
 
     A family adds the settings of the encoder, and builds encoder and decoder.
     """
@@ -203,7 +203,7 @@ class EncoderDecoderFamily(DecoderFamily):
     cross_name: ClassVar[str] = "cross_attn"
 
     def cross_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
-        """Describe the cross-attention of layer ``index``.
+        """Return the attention spec of the cross-attention of layer ``index``.
 
         Cross-attention has no window, and a cache of the model's dtype.
         """
@@ -218,7 +218,7 @@ class EncoderDecoderFamily(DecoderFamily):
         )
 
     def attention(self, site: Site) -> Iterator[tuple[AttentionSpec, Site]]:
-        """Yield spec and site of both attentions of each block, in pages of one token."""
+        """Yield attention spec and module path of each block's self- and cross-attention."""
         yield from super().attention(site)
         for index in range(self.num_hidden_layers):
             cross_site = site.at(
@@ -229,7 +229,7 @@ class EncoderDecoderFamily(DecoderFamily):
 
 @dataclass(frozen=True, slots=True)
 class EncoderInputBatch:
-    """Whole encoder inputs, packed without padding.
+    """Complete encoder inputs of several sequences, packed without padding.
 
     Attributes:
         token_ids, positions: ``[E]`` int64; positions count from the start of each input.
@@ -244,10 +244,10 @@ class EncoderInputBatch:
 
 
 class SourceEncoder(Decoder):
-    """An encoder: embedding, blocks with bidirectional attention, and the final norm."""
+    """Encoder: embedding, blocks with bidirectional attention, and the final norm."""
 
     def encode(self, sources: EncoderInputBatch) -> torch.Tensor:
-        """Compute the normalised hidden states ``[E, H]``."""
+        """Compute the final normalised hidden states of encoder inputs, ``[E, H]``."""
         x = self.embed(sources.token_ids, sources.positions)
         plan, residual = EncoderBatch(sources.starts, sources.longest), None
         for block, angles in zip(self.layers, self.angles(sources.positions), strict=True):
@@ -257,13 +257,13 @@ class SourceEncoder(Decoder):
 
 
 class CrossDecoder(Decoder):
-    """A decoder with cross-attention; no block can run without an encoder's output."""
+    """Decoder with cross-attention, whose blocks cannot run without an encoder's output."""
 
     can_run_block_by_block = False
 
 
 class EncoderDecoderLM(CausalLM):
-    """A decoder with an LM head and an encoder; cross-attention caches the encoder's output.
+    """Encoder, decoder and LM head; cross-attention caches keys and values of the encoder's output.
 
     Attributes:
         encoder: set by the subclass or the family that builds the model.
@@ -274,11 +274,11 @@ class EncoderDecoderLM(CausalLM):
 
     @property
     def max_source_tokens(self) -> int:
-        """The most tokens of an encoder input."""
+        """The largest number of tokens of an encoder input."""
         return self.encoder.config.max_position_embeddings
 
     def reserve_positions(self, count: int, device: str) -> None:
-        """Compute the angles of at least ``count`` positions for encoder and decoder."""
+        """Compute rotary angles for at least ``count`` positions of encoder and decoder."""
         super().reserve_positions(count, device)
         if not self.encoder.tables or count > len(self.encoder.tables[0][0]):
             self.encoder.reserve_positions(count, device)
@@ -286,7 +286,7 @@ class EncoderDecoderLM(CausalLM):
     def encode(
         self, sources: EncoderInputBatch, caches: Sequence[Any], plans: Sequence[Any]
     ) -> None:
-        """Encode inputs, and cache each cross-attention's keys and values; see ``EncoderModel``."""
+        """Run the encoder, and cache the keys and values of each cross-attention layer."""
         hidden = self.encoder.encode(sources)
         cache_indices = {
             # Caches follow the order of attention layers, self-attention and cross-attention alike.

@@ -1,4 +1,4 @@
-"""Choose the model family for a checkpoint, and report errors of the family's code."""
+"""Choice of the model family for a checkpoint, and reporting of errors in a family's code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from interposer_models._decoder.settings import UNKNOWN_MEND
 
 
 def choose_family(resolver: Resolver, config: Mapping[str, Any], source: object) -> ModelFamily:
-    """Select the family for a checkpoint, and parse config.json into the family's settings.
+    """Select the model family for a checkpoint, and parse config.json into its settings.
 
     Args:
         source: where ``config`` comes from, for error messages.
@@ -58,7 +58,7 @@ def choose_family(resolver: Resolver, config: Mapping[str, Any], source: object)
 
 
 def checked_model(model: object) -> CausalModel:
-    """Return the model that a family built; raise TypeError if not a CausalModel."""
+    """Return the model that a family built, after checking that it is a ``CausalModel``."""
     if not isinstance(model, CausalModel):
         raise TypeError(f"{model!r:.100} is not a CausalModel")
     return model
@@ -66,7 +66,7 @@ def checked_model(model: object) -> CausalModel:
 
 @contextmanager
 def family_errors(resolver: Resolver, member: str) -> Iterator[None]:
-    """Convert errors of the selected family's code to PluginError within a ``with`` block."""
+    """Convert errors in the selected family's code to PluginError, within a ``with`` block."""
     try:
         yield
     except InterposerError:
@@ -86,7 +86,7 @@ def family_errors(resolver: Resolver, member: str) -> Iterator[None]:
 
 @contextmanager
 def with_location(config: Mapping[str, Any], source: object) -> Iterator[None]:
-    """Add file and field to an UnknownNameError within a ``with`` block, if a field has the name.
+    """Add file and field to an UnknownNameError within a ``with`` block, if a field names it.
 
     Raises: UnknownNameError: the same error, with the location.
     """
@@ -101,7 +101,7 @@ def with_location(config: Mapping[str, Any], source: object) -> Iterator[None]:
 
 
 def _note_unread(resolver: Resolver, config: Mapping[str, Any]) -> None:
-    """Note fields of config.json that other families read, but the selected one does not."""
+    """Note config fields that the selected family does not read, but that other families do."""
     key, choice = _choice_of(resolver)
     family_fields = getattr(choice.chosen.record, "reads", ())
     all_fields = {
@@ -118,6 +118,6 @@ def _note_unread(resolver: Resolver, config: Mapping[str, Any]) -> None:
 
 
 def _choice_of(resolver: Resolver) -> tuple[tuple[object, ...], Choice]:
-    """Return key and choice of the model family."""
+    """Return the key and the choice of the selected model family."""
     choices = ((key, choice) for key, (choice, _) in resolver.choices.items())
     return next((key, choice) for key, choice in choices if choice.request.kind == "model")

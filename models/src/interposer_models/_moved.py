@@ -1,4 +1,4 @@
-"""Names that moved to another distribution, kept with a warning for one minor version."""
+"""Names that moved to another package and still work, with a warning, for a minor version."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from interposer.errors import install_command
 
 
 def moved_names(module: str, homes: Mapping[str, str]) -> Callable[[str], object]:
-    """Make a ``__getattr__`` for ``module`` that loads names from the modules they moved to.
+    """Return a ``__getattr__`` for ``module`` that loads moved names from their new modules.
 
     Args:
         homes: names by the module that defines them, separated by spaces.
@@ -27,7 +27,7 @@ def moved_names(module: str, homes: Mapping[str, str]) -> Callable[[str], object
 
 
 def moved_module(module: str, home: str) -> Callable[[str], object]:
-    """Make a ``__getattr__`` for ``module``, all of whose names moved to ``home``."""
+    """Return a ``__getattr__`` for ``module``, whose names have all moved to ``home``."""
 
     def load(name: str) -> object:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""The decoder that model families are built from, for engines that run it.
+"""The decoder from which model families are built, for engines that run such models.
 
 Names are loaded on first use.
 """

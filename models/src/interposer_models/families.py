@@ -1,4 +1,4 @@
-"""Model families, and the classes that another family can be derived from.
+"""Model families, and the base classes for deriving further families.
 
 Names are loaded on first use.
 """

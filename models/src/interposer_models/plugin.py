@@ -1,4 +1,4 @@
-"""Records of the model families and of the attention backends that only they need.
+"""Plugin records of the model families, and of attention backends that only families use.
 
 Importing this module imports no torch.
 """
@@ -304,7 +304,7 @@ _BACKENDS: tuple[tuple[str, str, bool], ...] = (
 
 @hookimpl
 def interposer_records() -> list[Record]:
-    """Return the records of all model families and of special attention backends."""
+    """Return the plugin records of all model families and of their special attention backends."""
     backends = (_attention_entry(*fields) for fields in _BACKENDS)
     return [
         *backends,

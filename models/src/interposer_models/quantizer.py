@@ -1,4 +1,4 @@
-"""The former home of :mod:`interposer_adapt.quantizer`."""
+"""Former module of the names that moved to :mod:`interposer_adapt.quantizer`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The former home of :mod:`interposer_engine.roofline`."""
+"""Former module of the names that moved to :mod:`interposer_engine.roofline`."""
 
 from __future__ import annotations
 

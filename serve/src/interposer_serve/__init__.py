@@ -1,4 +1,4 @@
-"""Serve a model over HTTP, with OpenAI's endpoints.
+"""HTTP server for a model, with OpenAI's endpoints.
 
 Every name is imported on first use, so that the command prints help without torch.
 """

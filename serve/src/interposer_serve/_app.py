@@ -1,4 +1,4 @@
-"""The ASGI application: the endpoints of the model and of the server."""
+"""The ASGI application: endpoints of the model, and endpoints about the server."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def application(
     keys: Collection[str] = (),
     hosts: Collection[str] | None = LOOPBACK,
 ) -> Starlette:
-    """Return the ASGI application that serves a model.
+    """Return the ASGI application that serves one model.
 
     Once the application has started, only the application may run the model's engine.
 
@@ -92,7 +92,7 @@ def application(
         await endpoints.stop()
 
     async def health(_request: Request) -> Response:
-        """Report that the process is running."""
+        """Report that the server process is running."""
         return JSONResponse({"status": "ok"})
 
     async def ready(_request: Request) -> Response:
@@ -103,7 +103,7 @@ def application(
         return JSONResponse({"status": "ok"})
 
     async def figures(_request: Request) -> Response:
-        """Return the metrics in Prometheus' format."""
+        """Return the server's metrics in Prometheus' format."""
         return metrics.response()
 
     async def models(_request: Request) -> Response:
@@ -122,7 +122,7 @@ def application(
         return JSONResponse(await endpoints.explanation())
 
     async def openapi(_request: Request) -> Response:
-        """Describe the endpoints as OpenAPI."""
+        """Return the OpenAPI description of all endpoints."""
         document = openapi_document(routes, endpoints.bodies, has_keys=bool(checked_keys))
         return JSONResponse(document)
 
@@ -161,7 +161,7 @@ def _names(hosts: Collection[str] | None) -> frozenset[str] | None:
 
 
 def _page() -> Iterator[Route]:
-    """Yield the routes of the chat page."""
+    """Yield the routes of the chat page in the browser."""
     folder = files("interposer_serve") / "page"
     for path, name, kind in (
         ("/", "index.html", "text/html"),
@@ -178,7 +178,7 @@ async def _send_content(content: Response, _request: Request) -> Response:
 
 
 def _respond_to_unknown(paths: list[str]) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """Return an exception handler that lists all endpoints in 404 responses."""
+    """Return an exception handler whose 404 responses list all endpoints."""
 
     async def respond_to(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code == 404:

@@ -23,7 +23,7 @@ _MAX_DISCARDED_BYTES = 64 * 2**20
 
 
 def protocol(limits: ConnectionLimits) -> type[HttpToolsProtocol]:
-    """Return a protocol class for uvicorn, with common limits for all connections."""
+    """Return a uvicorn protocol class whose connections share the given limits."""
     counts: Counter[str] = Counter()
     # uvicorn creates the connections from a class, so shared state must be in class attributes.
     return type("Connection", (_Connection,), {"limits": limits, "counts": counts})
@@ -139,7 +139,7 @@ class _Connection(HttpToolsProtocol):
         self._refuse(400, msg)
 
     def close(self) -> None:
-        """Close the connection after the response was sent.
+        """Close the connection once the response was sent.
 
         The remaining body is read first. Closing with unread data would reset the connection, and a
         client that sends its whole body before it reads would lose the response.
@@ -171,7 +171,7 @@ class _Connection(HttpToolsProtocol):
             self._write_timer = None
 
     def _set_timer(self, seconds: float, callback: Callable[[], None]) -> None:
-        """Replace the timer for data that the client has to send."""
+        """Start the timer within which the client must send data, in place of the previous one."""
         self._cancel_timer()
         self._read_timer = self.loop.call_later(seconds, callback)
 
@@ -192,7 +192,7 @@ class _Connection(HttpToolsProtocol):
         self._close_after_reading()
 
     def _write_error(self, error: ApiError) -> None:
-        """Write an error response without the application."""
+        """Write an error response directly to the connection, without the application."""
         content = error.content
         head = (
             f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
@@ -202,7 +202,7 @@ class _Connection(HttpToolsProtocol):
         self.transport.write(head.encode() + content)
 
     def _close_after_reading(self) -> None:
-        """Close for writing, discard further input, and close after ``header_seconds``."""
+        """Stop writing, discard further input, and close after ``header_seconds``."""
         self._is_closing = True
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -210,7 +210,7 @@ class _Connection(HttpToolsProtocol):
 
 
 class _ResponseTransport:
-    """Transport of a response; ``close`` first reads the remaining body of the request."""
+    """Transport for a response, whose ``close`` first reads the rest of the request's body."""
 
     def __init__(self, connection: _Connection) -> None:
         self._connection = connection
@@ -218,5 +218,5 @@ class _ResponseTransport:
         self.is_closing = connection.transport.is_closing
 
     def close(self) -> None:
-        """Close the connection after the response was sent."""
+        """Close the connection after the response was sent and the request was read."""
         self._connection.close()

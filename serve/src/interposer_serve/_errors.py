@@ -23,7 +23,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An error that the client receives as a response, with status and code.
+    """An error that the client receives as a response, with HTTP status and error code.
 
     Attributes:
         status: HTTP status.
@@ -49,7 +49,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """Body of the error response."""
+        """Body of the error response, as a dict."""
         error = {
             "message": str(self),
             "type": _TYPES.get(self.status, "invalid_request_error"),
@@ -60,20 +60,20 @@ class ApiError(Exception):
 
     @property
     def content(self) -> bytes:
-        """Body of the error response as ASCII JSON; half of a surrogate pair is escaped."""
+        """Body of the error response as ASCII JSON, with lone surrogates escaped."""
         return json.dumps(self.body, separators=(",", ":")).encode()
 
     def event(self) -> bytes:
-        """Return the error as the last event of a stream: the status has been sent already."""
+        """Return the error as the last event of a stream whose status has already been sent."""
         return b"data: " + self.content + b"\n\n"
 
 
 class Gone(Exception):
-    """The client disconnected, so no response can be sent."""
+    """The client has disconnected, so no response can be sent."""
 
 
 def api_error(error: Exception) -> ApiError:
-    """Convert an exception to an error response; the SDK's own errors become status 400."""
+    """Convert an exception to an ``ApiError``; errors of the SDK become status 400."""
     if isinstance(error, ApiError):
         return error
     # The model computed NaN or infinity, which no change of the request would prevent.
@@ -87,12 +87,12 @@ def api_error(error: Exception) -> ApiError:
 
 
 def shown(value: Any) -> str:
-    """Return the repr of a value, cut after 200 characters."""
+    """Return the repr of a value, truncated to 200 characters."""
     return f"{value[:200] if isinstance(value, list | str) else value!r:.200}"
 
 
 def check_model(name: str, names: Collection[str]) -> None:
-    """Check that a requested model is one of the served names.
+    """Raise ApiError unless the requested model is one of the served names.
 
     Raises: ApiError: no served model or adapter has the name.
     """
@@ -102,7 +102,7 @@ def check_model(name: str, names: Collection[str]) -> None:
 
 
 async def respond(request: Request, error: Exception) -> Response:
-    """Convert an exception to a response, and replace the path of the model by the name."""
+    """Convert an exception to an error response, in which the model's name replaces its path."""
     if isinstance(error, HTTPException):
         error = ApiError(error.status_code, error.detail, headers=error.headers)
     refusal = api_error(error)

@@ -1,4 +1,4 @@
-"""Formats of OpenAI's chat and completion APIs: messages in, whole and streamed answers out.
+"""Response formats of OpenAI's chat and completion APIs, for whole and streamed answers.
 
 An answer is the list of its deltas so far.
 """
@@ -29,7 +29,7 @@ Spell = Callable[[int], str]
 
 
 class Format(ABC):
-    """Formatter of the answers to one request, for one of the two APIs.
+    """Base of formatters that write the answers to one request in the format of an API.
 
     Attributes:
         id: Id of the response.
@@ -54,7 +54,7 @@ class Format(ABC):
     def response(
         self, choices: list[dict[str, Any]], usage: dict[str, int] | None, *, chunk: bool = False
     ) -> dict[str, Any]:
-        """Return a response or a chunk with some choices."""
+        """Return a response, or a chunk of a stream, with some choice objects."""
         content: dict[str, Any] = {
             "id": self.id,
             "object": self.chunk_kind if chunk else self.kind,
@@ -65,11 +65,11 @@ class Format(ABC):
         return content if usage is None else {**content, "usage": usage}
 
     def event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> str:
-        """Return one server-sent event of a stream."""
+        """Return a server-sent event with some choice objects."""
         return f"data: {_json(self.response(choices, usage, chunk=True))}\n\n"
 
     def events(self, answer: Sequence[Delta]) -> str:
-        """Return the events of an answer's newest token; "" if there are none yet."""
+        """Return the server-sent events of an answer's newest token; "" if there are none yet."""
         newest = answer[-1]
         if len(answer) == 1 or newest.finish_reason is not None or self.tells_logprobs:
             return self._write_chunks(answer)
@@ -83,7 +83,7 @@ class Format(ABC):
         return "".join(self.event([choice]) for choice in self.chunks(answer))
 
     def _frame(self, index: int) -> tuple[str, str] | None:
-        """Return the event text before and after a token's text.
+        """Return the text of a stream event before and after the text of a token.
 
         None if the format sends no text before the end of the answer.
         """
@@ -93,14 +93,14 @@ class Format(ABC):
 
     @abstractmethod
     def choice(self, answer: Sequence[Delta]) -> dict[str, Any]:
-        """Return the choice object of a whole answer."""
+        """Return the choice object of a complete answer."""
 
     @abstractmethod
     def chunks(self, answer: Sequence[Delta]) -> list[dict[str, Any]]:
-        """Return the choice objects that the newest token adds to a stream; may be empty."""
+        """Return the choice objects that the newest token adds to a stream, possibly none."""
 
     def prompt_logprobs(self, answer: Sequence[Delta]) -> list[dict[str, Any] | None]:
-        """Return the log probabilities of the prompt's tokens in vLLM's format."""
+        """Return the log probabilities of the prompt tokens in vLLM's format."""
         return [None, *map(self._of_prompt, answer[0].prompt_logprobs)]
 
     def _of_prompt(self, token: PromptLogprob) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _text(answer: Sequence[Delta]) -> str:
 
 
 class ChatFormat(Format):
-    """Formatter for the responses of ``/v1/chat/completions``."""
+    """Formats the responses of ``/v1/chat/completions``."""
 
     prefix = "chatcmpl"
     kind = "chat.completion"
@@ -133,7 +133,7 @@ class ChatFormat(Format):
         tells_logprobs: bool,
         parse: Callable[[list[int]], dict[str, Any] | None] | None,
     ) -> None:
-        """Create the formatter of one request.
+        """Create the formatter of one chat request.
 
         Args:
             model: Name of the model in responses.
@@ -157,7 +157,7 @@ class ChatFormat(Format):
         }
 
     def chunks(self, answer: Sequence[Delta]) -> list[dict[str, Any]]:
-        """Return the chunks for the newest token: role, text, and finish reason at the end."""
+        """Return the chunks of the newest token: role, text, and the finish reason at the end."""
         newest = answer[-1]
         reason: str | None = newest.finish_reason
         deltas: list[dict[str, Any]] = []
@@ -210,7 +210,7 @@ class ChatFormat(Format):
 def template_messages(
     messages: list[dict[str, Any]], tokenizer: TextTokenizer
 ) -> list[dict[str, Any]]:
-    """Convert a client's messages for the chat template: text content, parsed call arguments.
+    """Convert a client's messages for the chat template: contents to text, arguments to objects.
 
     Raises: ApiError: the content has a part that is not text, or arguments are not valid JSON.
     """
@@ -232,7 +232,7 @@ def template_messages(
 
 
 def _with_parsed_arguments(path: str, call: Any) -> Any:
-    """Parse the arguments of a call, which OpenAI's API sends as JSON text."""
+    """Return a tool call with parsed arguments, which OpenAI's API sends as JSON text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -245,7 +245,7 @@ def _with_parsed_arguments(path: str, call: Any) -> Any:
 
 
 def _answer_message(text: str, parsed: dict[str, Any] | None) -> dict[str, Any]:
-    """Create the message of the assistant in OpenAI's format.
+    """Return the assistant's message in OpenAI's format.
 
     Args:
         text: Text of the answer.
@@ -276,7 +276,7 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt that the response repeats before the answer.
+    """The prompt that a completion response repeats before the answer.
 
     Attributes:
         pieces: Pieces of the text, one per token.
@@ -289,7 +289,7 @@ class Echo:
 
 @dataclass(slots=True)
 class _Logprobs:
-    """The lists in the field ``logprobs``, with one item per token."""
+    """The lists of the response field ``logprobs``, with one item per token."""
 
     tokens: list[str]
     values: list[float | None]
@@ -298,7 +298,7 @@ class _Logprobs:
 
 
 class CompletionFormat(Format):
-    """Formatter for the responses of ``/v1/completions``."""
+    """Formats the responses of ``/v1/completions``."""
 
     prefix = "cmpl"
     kind = chunk_kind = "text_completion"
@@ -311,7 +311,7 @@ class CompletionFormat(Format):
         echoes: Sequence[Echo] = (),
         tells_prompt: bool = False,
     ) -> None:
-        """Create the formatter of one request.
+        """Create the formatter of one completion request.
 
         Args:
             model: Name of the model in responses.
@@ -333,7 +333,7 @@ class CompletionFormat(Format):
         return choice
 
     def chunks(self, answer: Sequence[Delta]) -> list[dict[str, Any]]:
-        """Return the chunk for the newest token; empty if the token adds no text."""
+        """Return the chunk of the newest token; an empty list if the token adds no text."""
         newest, is_first = answer[-1], len(answer) == 1
         has_content = newest.text or newest.finish_reason is not None or self.tells_logprobs
         if not (has_content or (is_first and self._echoes)):
@@ -341,7 +341,7 @@ class CompletionFormat(Format):
         return [self._choice([newest], is_first=is_first)]
 
     def _choice(self, deltas: Sequence[Delta], *, is_first: bool) -> dict[str, Any]:
-        """Return the choice object of a part of an answer; the first part includes the echo."""
+        """Return the choice object for a part of an answer; the first part includes the echo."""
         text, index = _text(deltas), deltas[-1].index
         echo = self._echoes[index] if self._echoes else None
         logprobs = _Logprobs([], [], [], [])
@@ -398,7 +398,7 @@ class CompletionFormat(Format):
     def _likely(
         self, text: str, logprob: float, likely: Iterable[tuple[int, float]]
     ) -> dict[str, float]:
-        """Return log probabilities by token text, including the sampled token."""
+        """Return the log probabilities of the top tokens and the sampled token, by token text."""
         logprobs: dict[str, float] = {}
         for token_id, value in likely:
             # Several tokens can have the text U+FFFD: keep the most likely one.
@@ -408,7 +408,7 @@ class CompletionFormat(Format):
 
 
 def usage(num_prompt_tokens: int, num_new_tokens: int) -> dict[str, int]:
-    """Return the usage object: the numbers of prompt and new tokens."""
+    """Return the usage object, with the numbers of prompt tokens and new tokens."""
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_new_tokens,
@@ -417,7 +417,7 @@ def usage(num_prompt_tokens: int, num_new_tokens: int) -> dict[str, int]:
 
 
 def with_parts(fields: dict[str, Any], parts: dict[str, str]) -> str:
-    """Serialize an object to JSON that contains serialized values already.
+    """Return the JSON text of an object of which some parts are already serialized.
 
     Args:
         fields: Values to serialize, by field name.

@@ -1,4 +1,4 @@
-"""Middleware that checks the API key and the host of each request, counts and logs responses."""
+"""Middleware that checks the API key and host of each request, and counts and logs responses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OPEN_PATHS = frozenset({"/", "/health", "/ready", "/page.css", "/page.js"})
 
 
 class Guard:
-    """Refuses requests without a valid API key or with a wrong host name, and logs all requests.
+    """Middleware that refuses requests with a wrong API key or host name, and logs all requests.
 
     Args:
         app: Application that gets the other requests.
@@ -46,7 +46,7 @@ class Guard:
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request to the application, or respond with a refusal."""
+        """Pass the request to the application, or respond with the reason for a refusal."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -100,7 +100,7 @@ class Guard:
 
 
 def check_keys(keys: object) -> frozenset[str]:
-    """Return the API keys as a set, after checking that clients can send them.
+    """Return the API keys as a set, after checking that HTTP clients can send them.
 
     Raises: ConfigError: ``keys`` is not a collection of texts, or a key is empty, has leading or
         trailing spaces or a control character.

@@ -9,7 +9,7 @@ from interposer_engine import ConstraintLimits
 
 
 class _Checked:
-    """Base of dataclasses that refuse numbers that are not positive."""
+    """Base of dataclasses whose numbers must be positive."""
 
     def __post_init__(self) -> None:
         for name in (item.name for item in fields(self)):  # type: ignore[arg-type]
@@ -23,7 +23,7 @@ class _Checked:
 
 @dataclass(frozen=True)
 class Limits(_Checked):
-    """Limits on the size, number and duration of requests.
+    """Limits on the size, number and duration of HTTP requests.
 
     Attributes:
         queue: Number of answers that may wait in the queue. Further requests get status 429.
@@ -52,7 +52,7 @@ class Limits(_Checked):
 
 @dataclass(frozen=True)
 class ConnectionLimits(_Checked):
-    """Limits on the number, headers and idle time of connections.
+    """Limits on the number, header size and idle time of HTTP connections.
 
     Attributes:
         connections: Number of open connections. Further connections get status 503.

@@ -1,4 +1,4 @@
-"""Describe the endpoints as OpenAPI, from the pydantic models of the request bodies."""
+"""OpenAPI description of the endpoints, from the pydantic models of the request bodies."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _STATUSES = {
 def openapi_document(
     routes: Sequence[Route], bodies: Mapping[str, type[Body]], *, has_keys: bool
 ) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of some routes.
+    """Return the OpenAPI 3.1 document that describes some routes.
 
     Args:
         routes: Routes of all endpoints.
@@ -78,7 +78,7 @@ def openapi_document(
 
 
 def _with_ignored_fields(schema: dict[str, Any]) -> dict[str, Any]:
-    """Extend the schema of a body by the values that the server accepts and ignores.
+    """Add the values that the server accepts but ignores to the schema of a request body.
 
     Every optional field accepts null. Fields of OpenAI's API that the server does not support
     accept the values that request nothing.
@@ -126,5 +126,5 @@ def _error_response(text: str) -> dict[str, Any]:
 
 
 def _summary(endpoint: Any) -> str:
-    """Return the first line of an endpoint's docstring."""
+    """Return the first line of an endpoint's docstring, which is the summary in OpenAPI."""
     return (endpoint.__doc__ or "").partition("\n")[0].replace("``", "")

@@ -1,4 +1,4 @@
-"""Read JSON bodies of requests within limits on size, time, nesting and length of prompts.
+"""Reading of JSON request bodies, with limits on size, time, nesting and prompt length.
 
 All of this is checked before a body is validated and its prompts are tokenized.
 """
@@ -26,7 +26,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class BodyReader:
-    """Reads request bodies, and limits the memory of all bodies that are being read."""
+    """Reads request bodies, with a limit on the memory of all bodies that are being read."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -87,7 +87,7 @@ class BodyReader:
 
 
 def parse_object(content: bytes) -> dict[str, Any]:
-    """Parse a JSON object.
+    """Parse a JSON object from the bytes of a request body.
 
     Raises: ApiError: the content is not a JSON object, is nested too deeply, or holds a text that
         is not valid Unicode.
@@ -109,7 +109,7 @@ def parse_object(content: bytes) -> dict[str, Any]:
 
 
 def _parse(text: str) -> Any:
-    """Parse JSON, with the garbage collector turned off for large texts.
+    """Parse JSON, with Python's garbage collector disabled for large texts.
 
     While a million small lists are created, the garbage collector scans all lists several times,
     which takes longer than their creation.
@@ -124,7 +124,7 @@ def _parse(text: str) -> Any:
 
 
 def _check_shape(body: dict[str, Any]) -> None:
-    """Refuse a body with too many or too deeply nested objects and lists.
+    """Refuse a request body with too many or too deeply nested objects and lists.
 
     Raises: ApiError: there are more than 50,000, or more than 128 levels.
     """
@@ -146,7 +146,7 @@ def _check_shape(body: dict[str, Any]) -> None:
 
 
 class PromptSizes:
-    """Largest prompts that a model accepts.
+    """The largest prompts that a model accepts, in characters and tokens.
 
     Attributes:
         num_tokens: Tokens of one prompt.
@@ -162,7 +162,7 @@ class PromptSizes:
         self.num_characters = num_tokens * longest or None  # 0 would refuse every text
 
     def check(self, body: dict[str, Any]) -> None:
-        """Check the sizes of the prompts in a body that has not been validated yet.
+        """Check the sizes of the prompts in a request body before the body is validated.
 
         Raises: ApiError: there are too many prompts, tokens or characters.
         """
@@ -222,7 +222,7 @@ class PromptSizes:
 
 
 def _num_characters(value: list[Any]) -> int:
-    """Return the number of characters of all texts in a JSON value, without names of fields."""
+    """Return the number of characters of all texts in a JSON value, except field names."""
     count = 0
     level: list[Any] = [value]
     while level:

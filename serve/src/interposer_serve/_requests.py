@@ -1,4 +1,4 @@
-"""Bodies of requests. Unsupported fields are refused, unless the value requests nothing."""
+"""Pydantic models of the request bodies, with only neutral values of unsupported fields."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _as_tuple(value: object) -> object:
 
 
 def _with_integers(value: object) -> object:
-    """Convert the keys of a JSON object, which are texts, to token ids.
+    """Convert the keys of a JSON object from texts to token ids.
 
     Raises: ValueError: a key is not a token id, or a value is not a bias.
     """
@@ -119,13 +119,13 @@ _Prompt = Annotated[
 
 
 def accepted_values() -> dict[str, list[Any] | None]:
-    """Return the accepted values of unsupported fields, by field name; None for any text."""
+    """Return which values of unsupported fields are accepted, by field name; None for any text."""
     neutral = {name: [*values, None] for name, values in _NEUTRAL.items()}
     return {**neutral, **dict.fromkeys(_LABELS)}
 
 
 class Body(BaseModel):
-    """Base of the request bodies. Unknown fields are refused."""
+    """Base of the request bodies, which refuse unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
@@ -133,7 +133,7 @@ class Body(BaseModel):
 
     @classmethod
     def read(cls, body: dict[str, Any]) -> Self:
-        """Validate a parsed JSON object.
+        """Validate a parsed JSON object, and return the request body.
 
         Raises: ApiError: a field is unknown, unsupported or out of range. The message names the
             field, its value and the allowed values.
@@ -188,7 +188,7 @@ _KINDS: Mapping[str, Callable[[Any], Constraint]] = {
 
 
 def _of_response_format(value: dict[str, Any]) -> Constraint | None:
-    """Create the constraint of OpenAI's field ``response_format``; None for any text.
+    """Return the constraint for OpenAI's field ``response_format``; None for unrestricted text.
 
     Raises: ApiError: the type is unknown, or the schema is invalid.
     """
@@ -206,7 +206,7 @@ def _of_response_format(value: dict[str, Any]) -> Constraint | None:
 
 
 def _of_structured_outputs(value: dict[str, Any]) -> Constraint:
-    """Create the constraint of vLLM's field ``structured_outputs``.
+    """Return the constraint for vLLM's field ``structured_outputs``.
 
     Raises: ApiError: the field does not have exactly one known key, or the value is malformed.
     """
@@ -231,7 +231,7 @@ def _create(constructor: Callable[[Any], Constraint], content: Any, param: str) 
 
 
 class StreamOptions(BaseModel):
-    """Field ``stream_options``."""
+    """Options of a streamed response: the request field ``stream_options``."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -239,7 +239,7 @@ class StreamOptions(BaseModel):
 
 
 class _WithLengths(Body):
-    """Number and length of the answers."""
+    """Request fields for the number and length of the answers."""
 
     n: _Count = 1
     max_tokens: _Positive | None = Field(None, description="an integer of at least 1")
@@ -258,7 +258,7 @@ else:
 
 
 class SampledBody(_WithSamplingFields):
-    """Base of the bodies that request generated text: sampling, output form and streaming."""
+    """Base of the request bodies for generated text: sampling, output form and streaming."""
 
     # Sampling fields with another form in JSON, or with a limit on the work for a client.
     stop: _Texts = ()
@@ -281,7 +281,7 @@ class SampledBody(_WithSamplingFields):
 
     @cached_property
     def constraint(self) -> Constraint | None:
-        """Constraint on the text of the answer; None for any text.
+        """Constraint on the text of the answer; None for unrestricted text.
 
         Raises: ApiError: the constraint is malformed, or both fields have one.
         """
@@ -297,7 +297,7 @@ class SampledBody(_WithSamplingFields):
 
     @property
     def constraint_field(self) -> str:
-        """Name of the field that has the constraint."""
+        """Name of the request field that sets the constraint."""
         return "response_format" if self.structured_outputs is None else "structured_outputs"
 
     @property
@@ -307,7 +307,7 @@ class SampledBody(_WithSamplingFields):
 
     @property
     def num_prompt_likely(self) -> int | None:
-        """Number of most likely tokens to report for each position of the prompt; None for none."""
+        """Number of most likely tokens to report for each prompt position; None to report none."""
         return self.prompt_logprobs
 
     def params(
@@ -333,11 +333,11 @@ class SampledBody(_WithSamplingFields):
 
     @property
     def tells_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """Whether the last chunk of a stream reports the token usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def check(self) -> None:
-        """Raise ApiError if two fields contradict each other."""
+        """Raise ApiError if two fields of the request contradict each other."""
         if self.stream_options is not None and not self.stream:
             raise ApiError(
                 400, 'stream_options is given without "stream": true', param="stream_options"
@@ -351,7 +351,7 @@ class SampledBody(_WithSamplingFields):
 
 
 class CompletionBody(SampledBody):
-    """``/v1/completions``."""
+    """Request body of ``/v1/completions``."""
 
     prompt: _Prompt
     logprobs: _Likely | None = Field(None, description="an integer from 0 to 20")
@@ -364,19 +364,19 @@ class CompletionBody(SampledBody):
 
     @property
     def num_prompt_likely(self) -> int | None:
-        """Number of most likely tokens to report for each position of the prompt; None for none."""
+        """Number of most likely tokens to report for each prompt position; None to report none."""
         counts = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((count for count in counts if count is not None), default=None)
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """Text or token ids of each prompt."""
+        """The prompts of the request, each as a text or as token ids."""
         prompt: Any = self.prompt
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
 class FunctionName(BaseModel):
-    """Name of a function."""
+    """Name of a function that the model can call."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -384,7 +384,7 @@ class FunctionName(BaseModel):
 
 
 class NamedFunction(BaseModel):
-    """Function that the answer must call."""
+    """Choice of the function that the answer must call."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -393,7 +393,7 @@ class NamedFunction(BaseModel):
 
 
 class ChatBody(SampledBody):
-    """``/v1/chat/completions``."""
+    """Request body of ``/v1/chat/completions``."""
 
     messages: _Objects = Field(min_length=1, description="a list of messages with role and content")
     max_completion_tokens: _Positive | None = Field(None, description="an integer of at least 1")
@@ -407,7 +407,7 @@ class ChatBody(SampledBody):
     chat_template_kwargs: dict[str, Any] = Field({}, description="an object")
 
     def check(self) -> None:
-        """Raise ApiError if two fields contradict each other."""
+        """Raise ApiError if two fields of the request contradict each other."""
         super().check()
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ApiError(
@@ -435,12 +435,12 @@ class ChatBody(SampledBody):
 
     @property
     def offered(self) -> list[dict[str, Any]] | None:
-        """Tools that the prompt offers to the model; None for none."""
+        """Tools that the prompt offers to the model; None without tools."""
         return None if self.tool_choice == "none" or not self.tools else self.tools
 
     @property
     def required(self) -> list[dict[str, Any]] | None:
-        """Tools, one of which the answer must call; None if no call is required.
+        """Tools of which the answer must call one; None if no call is required.
 
         Raises: ApiError: ``tool_choice`` names a function that is not among the tools.
         """
@@ -464,7 +464,7 @@ class ChatBody(SampledBody):
 
 
 class EmbeddingBody(Body):
-    """``/v1/embeddings``."""
+    """Request body of ``/v1/embeddings``."""
 
     input: Annotated[
         _Text | Annotated[list[str], _Some], Field(description="a text or a list of texts")
@@ -473,7 +473,7 @@ class EmbeddingBody(Body):
 
 
 class TokenizeBody(Body):
-    """``/tokenize``: a text, or the messages of a chat."""
+    """Request body of ``/tokenize``: a text, or the messages of a chat."""
 
     model: str = Field("", description="a text")
     prompt: str | None = Field(None, description="a text")
@@ -483,7 +483,7 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """``/detokenize``: token ids."""
+    """Request body of ``/detokenize``: token ids."""
 
     model: str = Field("", description="a text")
     tokens: _TokenIds = Field(description="a list of token ids")

@@ -1,4 +1,4 @@
-"""Server of ``interposer serve``: prints the address, and drains answers at the end."""
+"""The server of ``interposer serve``: prints its address, and finishes answers at shutdown."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.05
 
 
 class Server(uvicorn.Server):
-    """Serves an application until a signal arrives, and then drains running answers.
+    """Runs the application until a signal arrives, and then finishes the running answers.
 
     After the first Ctrl-C or SIGTERM, running answers have ``drain_seconds`` to finish. Answers
     that do not finish in time, or before a second signal, end with an error.
@@ -74,11 +74,11 @@ class Server(uvicorn.Server):
         self._endpoints = app.state.endpoints
 
     def serve_until_stopped(self) -> None:
-        """Serve until a signal arrives and all answers have ended."""
+        """Serve requests until a signal arrives and all answers have ended."""
         self.run([self._listening])
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
-        """Start the application."""
+        """Start the application, and print the server's address."""
         await super().startup(sockets)
         if self.started:
             # Keep the garbage collector from scanning the loaded model, which stops all threads.
@@ -89,7 +89,7 @@ class Server(uvicorn.Server):
             self._print_line(f"{self._name} at http://{url_host}:{port}, Ctrl-C ends it")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Start draining at the first signal, and stop at once at the second."""
+        """Finish running answers after the first signal, and stop at once after the second."""
         if self.should_exit:
             self.is_forced = True
             return
@@ -105,7 +105,7 @@ class Server(uvicorn.Server):
             self._print_line(f"draining {answers} for up to {seconds}, press Ctrl-C again to stop")
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        """Stop accepting connections, drain answers, and end the remaining ones with an error."""
+        """Refuse new connections, finish answers in time, and end all others with an error."""
         for server in self.servers:
             server.close()
         for connection in [*self.server_state.connections]:
@@ -121,7 +121,7 @@ class Server(uvicorn.Server):
 
 
 def _log_config(level: str) -> dict[str, Any]:
-    """Return uvicorn's logging configuration with times, for the loggers of the project too."""
+    """Return uvicorn's logging configuration with timestamps, also for this project's loggers."""
     formatter = {**LOGGING_CONFIG["formatters"]["default"]}
     formatter["fmt"] = f"%(asctime)s {formatter['fmt']}"
     # At INFO, uvicorn repeats the lines that ``Server`` prints.

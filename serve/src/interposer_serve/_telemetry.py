@@ -1,4 +1,4 @@
-"""Telemetry of requests: metrics for Prometheus, OpenTelemetry spans, and the access log.
+"""Telemetry of requests: Prometheus metrics, OpenTelemetry spans, and the access log.
 
 Spans are nearly free without a tracer provider.
 """
@@ -41,7 +41,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 
 
 class Metrics:
-    """The metrics of one server, in a separate registry."""
+    """The Prometheus metrics of one server, in a registry of its own."""
 
     def __init__(self) -> None:
         # The default registry is global, so two servers in a process would claim equal names.
@@ -77,7 +77,7 @@ class Metrics:
         Gauge(f"interposer_{name}", description, registry=self._registry).set_function(get_value)
 
     def watch(self, engine: Any) -> None:
-        """Add gauges for the state of an engine."""
+        """Add gauges that read the state of an engine."""
         scheduler, pool = engine.scheduler, engine.pool
         self._gauge("sequences_running", "Running sequences.", lambda: len(scheduler.running))
         self._gauge("sequences_waiting", "Waiting sequences.", lambda: len(scheduler.waiting))
@@ -114,11 +114,11 @@ class Metrics:
             self._gauge("accepted_tokens", "Accepted draft tokens.", lambda: counts.accepted_tokens)
 
     def opened(self, num_prompt_tokens: int) -> None:
-        """Count a generation that entered the queue."""
+        """Count a generation that has entered the queue."""
         self._prompt_tokens.inc(num_prompt_tokens)
 
     def ended(self, generation: Generation) -> None:
-        """Count an ended generation, and record its durations."""
+        """Count a generation that has ended, and record its durations."""
         stages, error = generation.stages, generation.error
         failure = "left" if isinstance(error, Gone) else "failed"
         self._generations.labels("finished" if error is None else failure).inc()
@@ -141,7 +141,7 @@ class Metrics:
 def record_spans(
     request: Request, model: str, num_prompt_tokens: int, generation: Generation
 ) -> None:
-    """Record the span ``interposer.serve`` of an ended generation, with one child span per stage.
+    """Record an ended generation as span ``interposer.serve``, with a child span per stage.
 
     The parent is the span in the client's header ``traceparent``.
     """
@@ -179,7 +179,7 @@ def record_spans(
 
 
 def log_request(scope: Scope, status: int) -> None:
-    """Log one line about an ended request, without the query, headers and bodies.
+    """Log an ended request on one line, without query, headers and bodies.
 
     The level is INFO, or DEBUG for a successful request of a monitor.
     """

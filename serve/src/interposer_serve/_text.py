@@ -1,4 +1,4 @@
-"""The endpoints of a model that generates text, with the limit of the queue and event streams."""
+"""Endpoints of a model that generates text, with the queue limit and event streams."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ B = TypeVar("B", bound=Body)
 
 
 class Admission:
-    """Refuses requests before tokenization, if the queue is full."""
+    """Limit on queued answers, which refuses requests before tokenization."""
 
     def __init__(self, model: AsyncLanguageModel, limits: Limits) -> None:
         self._model = model
@@ -70,7 +70,7 @@ class Admission:
         self._mean_seconds = 1.0
 
     def check(self, num_answers: int, num_prepared: int = 0) -> None:
-        """Check that the queue has places for ``num_answers`` answers.
+        """Raise ApiError unless the queue has places for ``num_answers`` more answers.
 
         Args:
             num_prepared: answers of other requests that are still being tokenized.
@@ -95,7 +95,7 @@ class Admission:
 
     @contextmanager
     def prepared(self, num_answers: int) -> Iterator[None]:
-        """Reserve places for answers while the prompts are prepared, within a block.
+        """Reserve queue places for answers while prompts are prepared, within a ``with`` block.
 
         Raises: ApiError: see ``check``.
         """
@@ -107,7 +107,7 @@ class Admission:
             self._num_preparing -= num_answers
 
     def ended(self, generation: Generation) -> None:
-        """Update the mean duration of an answer, for the estimate in Retry-After."""
+        """Update the mean duration of answers, from which Retry-After is estimated."""
         if generation.error is None:
             stages = generation.stages
             seconds = (stages.ended - stages.received) / 1e9
@@ -115,7 +115,7 @@ class Admission:
             self._mean_seconds += (seconds - self._mean_seconds) / 8
 
     def _estimated_wait_seconds(self) -> int:
-        """Estimate the time until a running request ends, in seconds."""
+        """Estimate the seconds until a running request ends."""
         # The capacity is the number of answers that run at once plus the queue.
         running = max(1, self._capacity - self._limits.queue)
         rounds = max(1.0, (self._model.num_unfinished - running) / running)
@@ -123,7 +123,7 @@ class Admission:
 
 
 class TextEndpoints:
-    """Endpoints for chats, completions and tokens of one model."""
+    """The endpoints of one generating model: chats, completions and tokenization."""
 
     def __init__(self, lm: LanguageModel, name: str, limits: Limits, metrics: Metrics) -> None:
         self.name = name
@@ -148,7 +148,7 @@ class TextEndpoints:
 
     @property
     def routes(self) -> list[Route]:
-        """Routes of the endpoints."""
+        """The HTTP routes of the endpoints."""
         return [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
@@ -157,7 +157,7 @@ class TextEndpoints:
         ]
 
     async def start(self) -> None:
-        """Start the model's threads, and load everything that the first request needs."""
+        """Start the model's threads, and load everything that a first request would load."""
         limits = self._limits
         self._model = AsyncLanguageModel(
             self._lm,
@@ -197,16 +197,16 @@ class TextEndpoints:
             generation.fail(error)
 
     async def stop(self) -> None:
-        """End the threads of the model."""
+        """End the model's threads."""
         await self._model.aclose()
 
     @property
     def trouble(self) -> str:
-        """Why requests would fail; "" if no reason is known."""
+        """Reason why requests would fail; "" if no reason is known."""
         return self._model.trouble
 
     async def explanation(self) -> dict[str, Any]:
-        """Return which kernels the model uses, and why.
+        """Return the explanation of the kernels that the model uses.
 
         With several ranks, the result is that of rank 0, with the field ``ranks`` for all of them.
         """
@@ -216,11 +216,11 @@ class TextEndpoints:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the model and of its adapters."""
+        """Names under which the model and its adapters are served."""
         return self.name, *self._lm.adapters
 
     async def chat(self, request: Request) -> Response:
-        """``/v1/chat/completions``."""
+        """Answer a chat: ``/v1/chat/completions``."""
         body = await self._read(request, ChatBody)
         tools, required = body.offered, body.required
         async with self._preparing(request, body.n):
@@ -238,7 +238,7 @@ class TextEndpoints:
         return await self._answer(request, body, [prompt], self.context, formatter, compiled)
 
     async def complete(self, request: Request) -> Response:
-        """``/v1/completions``."""
+        """Complete a prompt: ``/v1/completions``."""
         body = await self._read(request, CompletionBody)
         async with self._preparing(request, body.n * len(body.prompts)):
             prompts = [
@@ -261,7 +261,7 @@ class TextEndpoints:
         return await self._answer(request, body, prompts, max_new_tokens, formatter, compiled)
 
     async def tokenize(self, request: Request) -> Response:
-        """``/tokenize``: the token ids of a text, or of the prompt of a chat."""
+        """Return the token ids of a text, or of a chat's prompt: ``/tokenize``."""
         body = await self._read(request, TokenizeBody)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "Give either prompt or messages", param="prompt")
@@ -276,7 +276,7 @@ class TextEndpoints:
         return JSONResponse(content)
 
     async def detokenize(self, request: Request) -> Response:
-        """``/detokenize``: the text of token ids."""
+        """Return the text of token ids: ``/detokenize``."""
         body = await self._read(request, DetokenizeBody)
         tokens = self._lm.engine.checked_tokens(body.tokens)
         async with self._preparing(request, 1):
@@ -285,7 +285,7 @@ class TextEndpoints:
 
     @asynccontextmanager
     async def _preparing(self, request: Request, num_answers: int) -> AsyncIterator[None]:
-        """Reserve places in the queue while prompts are prepared, within the request's deadline.
+        """Reserve queue places while prompts are prepared, within the request's deadline.
 
         Raises: ApiError: the queue has no place for the answers, or the deadline has passed.
         """
@@ -349,7 +349,7 @@ class TextEndpoints:
             raise ApiError(400, str(error), param="tool_choice", code="not_honoured") from None
 
     async def _compiled(self, constraint: Constraint | None, param: str) -> Compiled | None:
-        """Compile the constraint of a field in a thread, so that the event loop does not wait.
+        """Compile a request's constraint in a thread, so that the event loop does not wait.
 
         Raises: ApiError: the constraint is malformed, or exceeds a limit.
         """
@@ -475,7 +475,7 @@ class TextEndpoints:
 
 @asynccontextmanager
 async def _watched(request: Request, generation: Generation) -> AsyncIterator[None]:
-    """Cancel a generation when the client disconnects, or at the end of the block."""
+    """Cancel a generation when the client disconnects, or at the end of a ``with`` block."""
     watch = asyncio.create_task(_cancel_on_disconnect(request, generation))
     try:
         yield
@@ -491,7 +491,7 @@ async def _cancel_on_disconnect(request: Request, generation: Generation) -> Non
 
 
 class _EventStream(Response):
-    """A stream of server-sent events, which cancels the generation at the end."""
+    """Response that streams server-sent events, and cancels the generation at the end."""
 
     media_type = "text/event-stream"
 
@@ -503,7 +503,7 @@ class _EventStream(Response):
         self._generation = generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events, and an error as the last event."""
+        """Send the events to the client; an error becomes the last event."""
         try:
             await self._send(send)
         finally:
@@ -530,5 +530,5 @@ class _EventStream(Response):
 
 
 def _has_constraints() -> bool:
-    """Return whether the package is installed that compiles constraints."""
+    """Return whether the package that compiles constraints is installed."""
     return find_spec("llguidance") is not None

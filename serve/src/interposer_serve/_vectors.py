@@ -1,4 +1,4 @@
-"""The endpoint of an encoder, which computes embeddings."""
+"""Endpoint of an encoder model, which computes embeddings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_TEXTS = 2048  # limit of OpenAI's API
 
 
 class VectorEndpoints:
-    """Endpoint for embeddings, which runs the encoder for one request at a time."""
+    """The endpoint for embeddings, which runs the encoder for one request at a time."""
 
     def __init__(self, encoder: Encoder, name: str, limits: Limits) -> None:
         self.name, self.names = name, (name,)
@@ -41,11 +41,11 @@ class VectorEndpoints:
 
     @property
     def routes(self) -> list[Route]:
-        """Route of the endpoint."""
+        """The HTTP route of the endpoint."""
         return [Route("/v1/embeddings", self.embed, methods=["POST"])]
 
     async def start(self) -> None:
-        """Do nothing: the model is loaded already."""
+        """Do nothing at the start: the encoder is loaded already."""
 
     @property
     def num_unfinished(self) -> int:
@@ -53,24 +53,24 @@ class VectorEndpoints:
         return self._waiting
 
     def end_answers(self) -> None:
-        """Do nothing: computing embeddings is short, so requests can finish."""
+        """Do nothing: computing embeddings is short, so all requests finish."""
 
     async def stop(self) -> None:
-        """End the thread of the encoder."""
+        """End the encoder's thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     @property
     def trouble(self) -> str:
-        """Why requests would fail: always "", because an encoder has no lasting failure."""
+        """Reason why requests would fail: always "", because an encoder has no lasting failure."""
         return ""
 
     async def explanation(self) -> dict[str, Any]:
-        """Return which kernels the model uses, and why."""
+        """Return the explanation of the kernels that the encoder uses."""
         explanation = await asyncio.to_thread(interposer.explain, self._encoder.adapted)
         return explanation.to_dict()
 
     async def embed(self, request: Request) -> Response:
-        """``/v1/embeddings``."""
+        """Compute embeddings: ``/v1/embeddings``."""
         content = await self._bodies.read_object(request)
         self._sizes.check(content)
         body = EmbeddingBody.read(content)

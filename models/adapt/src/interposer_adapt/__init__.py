@@ -1,4 +1,4 @@
-"""Give the modules of a transformers model the kernels of this platform.
+"""Run the modules of a transformers model on the kernels that fit this machine.
 
 Names are loaded on first use.
 """

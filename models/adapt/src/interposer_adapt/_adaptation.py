@@ -1,4 +1,4 @@
-"""The state of one adaptation: eligible dtypes, changes made, and the result for each module."""
+"""The state of one ``adapt`` call: supported dtypes, an undo log, and the result of each module."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_LISTED_NAMES = 3
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The result for one module of an adapted model.
+    """The kernel on which a module of an adapted model runs, or the reason why none was chosen.
 
     Attributes:
         name: dotted, as in ``named_modules``.
@@ -44,7 +44,7 @@ class Place:
 
 
 def notes(places: Iterable[Place]) -> Iterator[str]:
-    """Yield one line for each reason, naming the first modules that share the reason."""
+    """Yield a line for each reason, with the names of the first modules it applies to."""
     groups: dict[tuple[bool, str, str], list[str]] = {}
     for place in places:
         if place.reason:
@@ -94,7 +94,7 @@ def _check_tensor(
     kernel_device: torch.device,
     supported_dtypes: Sequence[torch.dtype],
 ) -> Verdict:
-    """Refuse a tensor that is not plain, strided memory on the device in a supported dtype."""
+    """Refuse a tensor unless it is plain, strided memory on the device in a supported dtype."""
     if type(tensor) not in (nn.Parameter, torch.Tensor):
         return Verdict.refuse(f"its {name} is a {type(tensor).__name__}, not a plain tensor")
     if tensor.layout is not torch.strided:
@@ -117,7 +117,7 @@ _TRIM_AFTER_BYTES = 64 << 20
 
 
 class Changes:
-    """Changes to instances, in order, each with an inverse. Classes are never changed."""
+    """Undo log of the attributes that ``adapt`` changed on module instances, never on classes."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
@@ -138,7 +138,7 @@ class Changes:
         self._undo.append(undo)
 
     def pack(self, holders: list[tuple[nn.Module, str]], packed: PackedWeight) -> None:
-        """Replace one parameter by ``packed`` in all modules, and free the parameter's memory.
+        """Replace one parameter by ``packed`` in all modules that hold it, and free its memory.
 
         Args:
             holders: each module that holds the parameter, with the parameter's name there.
@@ -166,11 +166,11 @@ class Changes:
             host_memory.trim()
 
     def on_undo(self, undo: Callable[[], None]) -> None:
-        """Call ``undo`` when the changes are undone."""
+        """Register ``undo``, a function to call when the changes are undone."""
         self._undo.append(undo)
 
     def savepoint(self) -> int:
-        """Return a savepoint for ``undo``."""
+        """Return the current position in the undo log, for ``undo``."""
         return len(self._undo)
 
     def undo(self, savepoint: int = 0) -> None:
@@ -184,7 +184,7 @@ Bind = Callable[[], str | Verdict]
 
 
 class Adaptation:
-    """The state shared by all parts of an adaptation.
+    """State that all parts of one ``adapt`` call share: undo log, kernel resolver, module results.
 
     Attributes:
         results: module results by module name.
@@ -209,7 +209,7 @@ class Adaptation:
         self._supported_dtypes = placement.platform.dtypes(placement.device.torch_device)
 
     def check_module(self, module: nn.Module, *, sharded: bool = False) -> Verdict:
-        """Refuse a module that no kernel can replace, such as one in training mode.
+        """Refuse a module whose forward no kernel can replace, such as one in training mode.
 
         Args:
             sharded: accept parameters that are ``DTensor``s.
@@ -217,17 +217,17 @@ class Adaptation:
         return check_module(module, self.device, self._supported_dtypes, sharded=sharded)
 
     def check_rows(self, dtype: torch.dtype, device: torch.device) -> Verdict:
-        """Refuse rows of a dtype or on a device that the platform's kernels cannot read."""
+        """Refuse an input whose dtype or device the platform's kernels cannot read."""
         if device.type == self.device.type and dtype in self._supported_dtypes:
             return Verdict.accept()
         return Verdict.refuse(f"rows of {dtype} on {device} are not supported by the platform")
 
     def site(self, name: str, dtype: torch.dtype) -> Site:
-        """Return the site at which kernels for the module ``name`` are selected."""
+        """Return the site, by whose name kernels for the module ``name`` are selected."""
         return Site(self.resolver, name, dtype)
 
     def attempt(self, module: nn.Module, name: str, bind: Bind) -> bool:
-        """Bind a module and return True; on a refusal or failure of ``bind``, undo the changes.
+        """Bind a module to a kernel and return True; undo the changes if ``bind`` fails or refuses.
 
         The module is marked bound or skipped.
         """
@@ -248,19 +248,19 @@ class Adaptation:
         return True
 
     def mark_skipped(self, module: nn.Module, name: str, reason: str) -> None:
-        """Record that a module keeps the forward of the class."""
+        """Record that no kernel replaces the module, with the reason."""
         self.results[name] = Place(name, type(module).__name__, reason=reason)
         self.handled_ids.add(id(module))
 
     def mark_bound(self, module: nn.Module, name: str, kernel: str, reason: str = "") -> None:
-        """Record that a module runs on ``kernel``."""
+        """Record that the module runs on ``kernel``."""
         self.results[name] = Place(name, type(module).__name__, kernel, reason)
         self.handled_ids.add(id(module))
 
     def bind_forward(
         self, module: nn.Module, name: str, forward: Forward, *, guarded: bool = True
     ) -> None:
-        """Run ``forward`` instead of the class's forward on one instance.
+        """Make one module instance run ``forward`` instead of its class's forward.
 
         The class, hooks and children stay. A wrapper that another library put around the class's
         forward stays around ``forward``. While a parameter is exchanged, calls run the class's
@@ -287,7 +287,7 @@ def kernel_name(choice: Choice) -> str:
 
 
 def _guard(module: nn.Module, forward: Forward) -> Forward:
-    """Return a forward that runs ``forward`` only while the module has the present parameters."""
+    """Return a forward that runs ``forward`` while no parameter was exchanged, else the class's."""
     parameters, original_forward = dict(module._parameters), class_forward(module)
 
     def guarded(*args: Any, **kwargs: Any) -> Any:

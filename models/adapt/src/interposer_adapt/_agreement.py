@@ -1,4 +1,4 @@
-"""Bounds of rounding error, by which trials accept or refuse a replacement.
+"""Bounds on the rounding error by which a kernel's result may differ from the module's.
 
 ``check_agreement`` bounds the results of one op. ``error_bound`` bounds the logits of a decoder,
 from the measured effect of one rounding.
@@ -47,7 +47,7 @@ def check_agreement(
     magnitude: float,
     rounded: float = 0.0,
 ) -> Verdict:
-    """Refuse results that differ by more than two correct results can differ.
+    """Refuse results that differ from ``expected`` by more than twice the op's tolerance.
 
     Each result may deviate from the exact one by the op's tolerance.
 
@@ -80,7 +80,7 @@ def check_calls(
     magnitude: float,
     rounded: float = 0.0,
 ) -> Verdict:
-    """Refuse a replacement that disagrees with the original on ``inputs``, or fails."""
+    """Refuse a replacement forward that fails, or disagrees with the original on ``inputs``."""
     with torch.no_grad():
         expected = original(inputs)
         actual = replacement(inputs)
@@ -108,21 +108,21 @@ def error_bound(model: nn.Module, expected: Tensor, perturbed: Tensor, num_layer
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference relative to the norm of ``expected``."""
+    """Return the norm of ``actual - expected``, relative to the norm of ``expected``."""
     reference = expected.double()
     norm = max(float(reference.norm()), torch.finfo(torch.float64).tiny)
     return float((actual.double() - reference).norm()) / norm
 
 
 def plain_logits(model: nn.Module, prompt: list[int], device: str) -> Tensor:
-    """Return the logits ``[T, V]`` of the unchanged model without a cache."""
+    """Return the logits ``[T, V]`` of the model, computed without a KV cache."""
     ids = torch.tensor([prompt], device=device)
     out = model(input_ids=ids, use_cache=False, return_dict=True)
     return logits_of(out)
 
 
 def logits_of(out: Any) -> Tensor:
-    """Return ``[T, V]`` of one sequence: logits, or hidden states of a model without a head."""
+    """Return the logits ``[T, V]`` of one sequence; without an LM head, the hidden states."""
     logits: Tensor = out.last_hidden_state if getattr(out, "logits", None) is None else out.logits
     return logits[0]
 
@@ -142,13 +142,13 @@ def perturbed_logits(model: nn.Module, prompt: list[int], device: str) -> Tensor
 
 
 def perturb_once(x: Tensor) -> Tensor:
-    """Return ``x`` with half of its elements moved to the next number, as a rounding may."""
+    """Return ``x`` with half of its elements moved to an adjacent float, as one rounding may do."""
     change = random_signs(tuple(x.shape), x.dtype, x.device) * (torch.finfo(x.dtype).eps / 2)
     # A whole step to the next number: half a step would be rounded away.
     return torch.where(change > 0, x * (1 + 2 * change), x)
 
 
 def num_blocks(model: nn.Module) -> int:
-    """Return the length of the longest ModuleList, which in a decoder holds the blocks."""
+    """Return the number of decoder blocks: the length of the model's longest ModuleList."""
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     return max((len(modules) for modules in lists), default=1)

@@ -97,7 +97,7 @@ class Adapted(Generic[M]):
         return tuple(self._adaptation.results.values())
 
     def new_cache(self) -> Any:
-        """Return an empty KV cache that grows in place, for an argument of the model's forward.
+        """Return an empty KV cache that grows in place, to pass to the model's forward.
 
         The argument's name is ``cache``, or ``past_key_values`` before transformers 5.24.
         ``generate`` creates such a cache unless you pass one.
@@ -194,7 +194,7 @@ def adapt(
 
 
 def is_in_force(adapted: Adapted[Any]) -> bool:
-    """Return True unless the model has been restored."""
+    """Return whether the model is still adapted, which ends with ``restore``."""
     return vars(adapted.model).get(_HANDLE_ATTRIBUTE) is adapted
 
 
@@ -206,7 +206,7 @@ def add_note(adapted: Adapted[Any], text: str) -> None:
 
 
 def bind_tables(adaptation: Adaptation) -> None:
-    """Bind embeddings, and projections that share an embedding's weight."""
+    """Bind embeddings, and linear layers that share an embedding's weight, to kernels."""
     for holders in _matrices(adaptation.model).values():
         embeddings: list[NamedModule] = [(n, m) for n, m, _ in holders if type(m) is nn.Embedding]
         projections: list[NamedModule] = [(n, m) for n, m, _ in holders if type(m) is nn.Linear]
@@ -232,7 +232,7 @@ def bind_tables(adaptation: Adaptation) -> None:
 
 
 def bind_composites(adaptation: Adaptation) -> None:
-    """Bind modules that one standard layer computes at once: gated MLPs and merged projections."""
+    """Bind modules that one standard layer can compute: gated MLPs and merged projections."""
     tied_ids = {
         id(module)
         for holders in _matrices(adaptation.model).values()
@@ -279,7 +279,7 @@ def _bind_merged(
 
 
 def bind_leaves(adaptation: Adaptation, heads: set[int]) -> None:
-    """Bind projections, norms, convolutions, experts and routers; skip all other leaves."""
+    """Bind linear layers, norms, convolutions, experts, routers to kernels; skip other leaves."""
     conv1d_class = _conv1d_class()
     tied_ids = {
         id(module)
@@ -343,7 +343,7 @@ def _bind_leaf(adaptation: Adaptation, module: nn.Module, name: str) -> None:
 
 
 def _matrices(model: nn.Module) -> Holders:
-    """Return the modules that hold each matrix, by the id of the parameter, in model order."""
+    """Return the modules that hold each 2D parameter, by the parameter's id, in model order."""
     holders: Holders = {}
     for name, module in model.named_modules():
         for parameter_name, parameter in module._parameters.items():
@@ -369,7 +369,7 @@ def head_ids(model: nn.Module) -> Iterator[int]:
 
 
 def bind_generation(adaptation: Adaptation) -> None:
-    """Let ``generate`` of this instance pass a ``RowsCache`` unless the caller sets a cache."""
+    """Make this model's ``generate`` use a ``RowsCache`` unless the caller passes a cache."""
     owner: Any = adaptation.model
     model: nn.Module = owner
     if "transformers" not in sys.modules:

@@ -1,4 +1,4 @@
-"""Attention of adapted models: a kernel if the call has a supported mask pattern, else sdpa.
+"""Attention of adapted models: a kernel for calls with a supported mask pattern, sdpa for others.
 
 ``AdaptedAttention`` chooses and checks the kernel of each call. ``plain_attention`` computes calls
 with a softcap on scores or with sinks, both unsupported by sdpa.
@@ -45,7 +45,7 @@ _OP = (
 
 
 class AttentionOwner(Protocol):
-    """Computes attention calls when a compiled graph runs."""
+    """Object that computes the attention of a model's modules for a compiled graph."""
 
     def compute(self, name: str, *args: Any) -> Tensor:
         """Compute the attention of the module ``name``; return ``[B, T, N, E]``."""
@@ -59,7 +59,7 @@ _libraries: list[torch.library.Library] = []  # an op is unregistered with its l
 
 
 def register_labels(owner: AttentionOwner, names: dict[int, str]) -> dict[int, str]:
-    """Register an attention and return a label for each module, by the module's id."""
+    """Register an attention for compiled graphs; return the graph's label of each module, by id."""
     _define()
     number = str(next(_numbers))
     _owners[number] = owner
@@ -85,7 +85,7 @@ def traced_attention(
 
 
 def is_traceable(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return True if a call can be one op of the graph.
+    """Return True if an attention call can be traced as one op of a compiled graph.
 
     The op reads the mask's values, which would synchronize within captured graphs on another
     device. An exported program may run in a process where the label is not registered.
@@ -129,7 +129,7 @@ _CAUSAL = Pattern(True)
 
 
 class _KernelKey(NamedTuple):
-    """The properties of a call that a kernel is chosen by."""
+    """The properties of an attention call that determine the choice of its kernel."""
 
     num_heads: int
     num_kv_heads: int
@@ -143,7 +143,7 @@ class _KernelKey(NamedTuple):
 
 
 class AdaptedAttention:
-    """The attention of one adapted model.
+    """Attention function of one adapted model: runs a kernel, or delegates the call to sdpa.
 
     Args:
         sdpa: the attention function that serves delegated calls.
@@ -171,7 +171,7 @@ class AdaptedAttention:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Result | str:
-        """Compute output and weights, or return the reason why sdpa must compute the call."""
+        """Compute attention output and weights, or return the reason why sdpa must do so."""
         num_heads, num_queries, head_size = query.shape[1:]
         num_kv_heads, num_keys, value_size = value.shape[1:]
         facts = None
@@ -228,7 +228,7 @@ class AdaptedAttention:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Compute a call within a compiled graph, ``[B, T, N, E]``."""
+        """Compute an attention call within a compiled graph, ``[B, T, N, E]``."""
         module = self._adaptation.model.get_submodule(name)
         states = query, key, value, mask, scaling, is_causal
         result = self(module, *states, softcap, sinks)
@@ -240,7 +240,7 @@ class AdaptedAttention:
     def _kernel(
         self, module: nn.Module, key: _KernelKey
     ) -> tuple[Callable[..., Tensor] | None, str]:
-        """Return the kernel with the kernel's name, or None with a reason."""
+        """Return the attention kernel and its name; without a kernel, None and the reason."""
         if key not in self._kernels:
             self._kernels[key] = self._bind(self._name(module), key)
         kernel_and_name = self._kernels[key]
@@ -284,7 +284,7 @@ class AdaptedAttention:
 
 
 def assign_attention(attention: AdaptedAttention, adaptation: Adaptation) -> None:
-    """Let ``attention`` serve the modules of its model until the changes are undone."""
+    """Set ``attention`` as the attention of the model's modules until the changes are undone."""
     names = {id(module): name for name, module in adaptation.model.named_modules()}
     labels_by_id = register_labels(attention, names)
     for module in adaptation.model.modules():
@@ -293,7 +293,7 @@ def assign_attention(attention: AdaptedAttention, adaptation: Adaptation) -> Non
 
 
 def allow_softcap_and_sinks(adaptation: Adaptation, config: object) -> None:
-    """Pass softcaps and sinks to the modules with this configuration.
+    """Let attention calls of the modules with this configuration pass softcaps and sinks.
 
     For classes that refuse sdpa. sdpa ignores softcaps and sinks, so that a model that selects sdpa
     expects results without both.
@@ -304,7 +304,7 @@ def allow_softcap_and_sinks(adaptation: Adaptation, config: object) -> None:
 
 
 def make_attention(sdpa: Attend) -> Attend:
-    """Return the attention function for transformers; ``sdpa`` is the fallback."""
+    """Return the attention function to register with transformers; ``sdpa`` is the fallback."""
 
     def attention(
         module: nn.Module,
@@ -436,13 +436,13 @@ def _fallback(
 
 
 def _is_causal(module: nn.Module, query: Tensor, is_causal: bool | None) -> bool:
-    """Decide whether a call without a mask is causal; the argument overrides the module."""
+    """Return whether an attention call without a mask is causal, by argument or by module."""
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     return bool(causal) and query.shape[2] > 1
 
 
 def _unsupported_reason(query: Tensor, key: Tensor, value: Tensor, device: torch.device) -> str:
-    """Return the reason why a kernel cannot read the tensors, or ""."""
+    """Return the reason why an attention kernel cannot read the tensors, or ""."""
     if not query.dtype == key.dtype == value.dtype:
         return "query, key and value differ in their dtype"
     if query.device.type != device.type:
@@ -468,7 +468,7 @@ def _run_kernel(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Run ``ragged_attention`` on a padded batch, ``[B, T, N, E]``."""
+    """Run the kernel of ``ragged_attention`` on a padded batch, ``[B, T, N, E]``."""
     batch, num_heads, num_queries, _ = query.shape
     num_keys = key.shape[2]
     queries = query.transpose(1, 2).reshape(batch * num_queries, num_heads, -1)
@@ -491,7 +491,7 @@ _TRIAL_SIZES = ((1, 1, 7), (2, 5, 9), (2, 6, 6))  # B, T, U: decode, chunk after
 def _check_kernel(
     kernel: Callable[..., Tensor], key: _KernelKey, device: torch.device, sdpa: Attend
 ) -> Verdict:
-    """Refuse a kernel that disagrees with sdpa on small batches under a mask."""
+    """Refuse an attention kernel that disagrees with sdpa on small masked batches."""
     window = 3 if key.windowed else None
     for batch, num_queries, num_keys in _TRIAL_SIZES:
         sizes = (

@@ -1,4 +1,4 @@
-"""Routes the attention of transformers models to interposer's attention, by name.
+"""Routes the attention of transformers models to interposer's attention, by the attention's name.
 
 interposer's attention and masks are registered with transformers under a name, which the
 configurations of a model then state. Models made from one configuration share the object, so that
@@ -116,7 +116,7 @@ def register_attention() -> Attend:
 
 
 def configs_naming_attention(model: nn.Module) -> tuple[Any, ...]:
-    """Return the configurations by which modules of ``model`` choose an attention by name."""
+    """Return the configurations from which modules of ``model`` select an attention by name."""
     from transformers import PretrainedConfig, PreTrainedModel
 
     configs_by_id: dict[int, Any] = {}
@@ -132,7 +132,7 @@ def configs_naming_attention(model: nn.Module) -> tuple[Any, ...]:
 
 @contextmanager
 def using_adapted_attention(configs: Iterable[Any]) -> Iterator[None]:
-    """Let configurations name interposer's attention within a ``with`` block."""
+    """Select interposer's attention in the given configurations within a ``with`` block."""
     changed: list[tuple[dict[str, Any], Any]] = []
     try:
         for config in configs:
@@ -158,7 +158,7 @@ def supports_only_eager(model: nn.Module) -> bool:
 def bind_eager(
     adaptation: Adaptation, configs: list[Any], attention_field: str, name: str
 ) -> Verdict:
-    """Let configurations name interposer's attention, if a trial agrees with the eager attention.
+    """Select interposer's attention in configurations, if its logits agree with eager attention's.
 
     Args:
         attention_field: the attribute of a configuration that names the attention.
@@ -195,7 +195,7 @@ def _prompt(model: Any) -> list[int]:
 
 
 def _step_tokens(model: Any) -> tuple[int, ...]:
-    """Return the number of tokens of each step."""
+    """Return the number of prompt tokens that each step of the trial computes."""
     first, *later_steps = _STEPS
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     extra_tokens, _ = extra_trial_tokens(model)
@@ -205,7 +205,7 @@ def _step_tokens(model: Any) -> tuple[int, ...]:
 
 
 def _logits_in_steps(model: Any) -> Tensor:
-    """Return the logits of a prompt that is computed in steps over a cache."""
+    """Return the logits of the trial's prompt, computed in steps over a KV cache."""
     ids = torch.tensor([_prompt(model)], device=model.device)
     name = cache_argument(model.forward)
     cache, step_logits, first = None, [], 0
@@ -252,7 +252,7 @@ def _copy_back_on_undo(
 
 
 class AliasedName(str):
-    """The name of interposer's attention, which also equals the replaced name.
+    """String that names interposer's attention, but also compares equal to the replaced name.
 
     transformers looks up the attention by hash. Some modules, such as those with a sparse indexer,
     build a mask only if the name equals "sdpa". With an ``AliasedName`` such a module builds the
@@ -281,7 +281,7 @@ class AliasedName(str):
 
 
 def attention_name_for(model: nn.Module, replaced_name: str) -> str:
-    """Return the name of interposer's attention for the configurations of ``model``.
+    """Return the name under which the configurations of ``model`` select interposer's attention.
 
     Args:
         replaced_name: the previous name in the configurations.
@@ -292,7 +292,7 @@ def attention_name_for(model: nn.Module, replaced_name: str) -> str:
 
 @cache
 def _compares_names(module: str) -> bool:
-    """Search the source of a Python module for comparisons of attention names."""
+    """Return whether the source of a Python module compares names of attention functions."""
     package = module.partition(".")[0]
     if package in ("torch", "builtins", "interposer_adapt") or module not in sys.modules:
         return False
@@ -309,7 +309,7 @@ _SDPA, _EAGER = "sdpa", "eager"
 
 
 def _configs_with_attention(adaptation: Adaptation, name: str) -> Iterator[Any]:
-    """Yield the configurations that name this attention and belong to models that can be routed.
+    """Yield the configurations that select this attention and whose models can be routed.
 
     Args:
         name: an attention; ``eager`` counts only if the classes support no other.
@@ -336,7 +336,7 @@ def _configs_with_models(adaptation: Adaptation) -> list[tuple[Any, list[tuple[s
 
 
 def _record_skipped_models(adaptation: Adaptation, reasons: Mapping[int, str]) -> None:
-    """Record the models that keep the attention of the class.
+    """Record the models that keep the attention of their class, with the reason.
 
     Args:
         reasons: additional reasons, by the id of the configuration.

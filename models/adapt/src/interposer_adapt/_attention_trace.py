@@ -22,7 +22,7 @@ _NOT_FOR_SDPA = frozenset({"softcap", "s_aux"})
 
 
 class UnsupportedLayerError(Exception):
-    """A layer keeps a state that pages cannot hold, or attends in an unsupported way."""
+    """A layer attends in an unsupported way, or keeps a state that a paged cache cannot hold."""
 
     def __init__(self, name: str, kind: str, reason: str) -> None:
         self.layer = f"{name or 'the model'} ({kind})"
@@ -32,7 +32,7 @@ class UnsupportedLayerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TracedLayer:
-    """A layer that attends over the keys of its own sequence.
+    """A layer whose attention to the keys of its own sequence was traced.
 
     Attributes:
         name: dotted, as in ``named_modules``.
@@ -53,7 +53,7 @@ class TracedLayer:
     sinks: bool
 
     def spec(self, page_size: int) -> AttentionSpec:
-        """Return the attention request of the layer; pages store keys and values in one size."""
+        """Return the ``AttentionSpec`` of the layer, with one size for keys and values."""
         return AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -69,7 +69,7 @@ class TracedLayer:
 
 
 class AttentionTrace:
-    """An interceptor that records the layers of a forward of one sequence without a cache.
+    """Interceptor that records the attention layers of a forward of one sequence without a cache.
 
     Attributes:
         layers: the recorded layers, in the order of their calls.
@@ -81,7 +81,7 @@ class AttentionTrace:
         self._names = {id(module): name for name, module in model.named_modules()}
 
     def mask(self, make: MakeMask, settings: Mapping[str, Any]) -> Tensor | None:
-        """Return a mask with pattern facts, also in cases where sdpa needs no mask."""
+        """Return a mask with ``MaskFacts`` attached, also in cases where sdpa needs no mask."""
         explicit_settings = {
             **settings,
             "allow_is_causal_skip": False,
@@ -90,10 +90,10 @@ class AttentionTrace:
         return make(**explicit_settings)
 
     def paged_cache(self, module: nn.Module) -> None:
-        """Return None, so that every layer calls ``attend``."""
+        """Return None instead of a paged cache, so that every layer calls ``attend``."""
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Record the layer, and compute the attention by sdpa, without sinks and softcap.
+        """Record the attention layer, and compute attention by sdpa, without sinks and softcap.
 
         Raises: UnsupportedLayerError: the layer does not attend as a decoder layer does.
         """

@@ -1,4 +1,4 @@
-"""A trace that recognizes pre-norm decoder blocks by data flow.
+"""Trace of a layer that recognizes pre-norm decoder blocks by their data flow.
 
 The layer's parts and attention are replaced by leaves that return random float64 numbers. The
 layer is a decoder block if each part receives exactly the numbers that a block would pass to it.
@@ -31,7 +31,7 @@ UNREAD_ARGUMENTS = ("position_ids", "use_cache", "output_hidden_states")
 
 
 class BlockParts(NamedTuple):
-    """The parts of a block, by the names of child modules, and the arguments of the attention.
+    """The parts of a decoder block, by the names of child modules, and the attention's arguments.
 
     Attributes:
         query_norm, key_norm: "" for heads without a norm.
@@ -64,7 +64,7 @@ class _Call(NamedTuple):
 
 
 class _BlockTrace(NamedTuple):
-    """The calls and tensors recorded in one trace.
+    """The calls and tensors that one trace of a block recorded.
 
     Attributes:
         states: queries, keys and values passed to the attention, ``[B, N, T, D]``.
@@ -83,7 +83,7 @@ class _BlockTrace(NamedTuple):
 
 
 class _Leaf(nn.Module):
-    """A replacement for a part that returns random numbers."""
+    """Stand-in for a child module that records each call and returns random numbers."""
 
     def __init__(self, part: nn.Module, label: str, calls: list[_Call], scale: float) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class _Leaf(nn.Module):
 
 
 class _TracingAttention:
-    """An interceptor that records attention calls and returns random numbers."""
+    """Interceptor that records attention calls and returns random numbers."""
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
@@ -119,7 +119,7 @@ class _TracingAttention:
     def paged_cache(self, module: nn.Module) -> None: ...
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Record the call, and return ``[B, T, N, D]``."""
+        """Record the attention call, and return random numbers of shape ``[B, T, N, D]``."""
         self.calls.append(call)
         generator = torch.Generator().manual_seed(1)
         batch, heads, tokens, size = call.query.shape
@@ -129,7 +129,7 @@ class _TracingAttention:
 
 
 class _Cache:
-    """A cache that records the update of one layer."""
+    """A KV cache that records the update of one layer."""
 
     def __init__(self) -> None:
         self.updates: list[tuple[Tensor, Tensor, int]] = []
@@ -142,14 +142,14 @@ class _Cache:
 
 
 class _Unread:
-    """An argument that a layer may pass on, but not read."""
+    """An argument of a traced layer that the layer may pass on, but not read."""
 
     def __bool__(self) -> bool:
         raise TypeError("a trace follows layers that only pass this on")
 
 
 def attention_child(module: nn.Module) -> str | None:
-    """Return the name of the only child with an attention's projections, if any."""
+    """Return the name of the only child module with an attention's projections, or None."""
     names = [
         label
         for label, child in module._modules.items()
@@ -161,7 +161,7 @@ def attention_child(module: nn.Module) -> str | None:
 
 
 def trace_block(module: nn.Module, attention: str, hidden_size: int) -> BlockParts | Verdict:
-    """Return the parts of a pre-norm block with rotary embedding, or a refusal for another layer.
+    """Return the parts of a pre-norm block with rotary embedding, or a refusal for other layers.
 
     Args:
         attention: the name of the child that attends.
@@ -226,7 +226,7 @@ def _trace(
 
 
 def _with_leaves(module: nn.Module, prefix: str, calls: list[_Call], scale: float) -> nn.Module:
-    """Return a shallow copy of a module with leaves as children, without an instance forward."""
+    """Return a shallow copy of a module with stand-ins as children, and the class's forward."""
     # __init__ is skipped: the copy needs the attributes of the instance, not new weights.
     twin: Any = object.__new__(type(module))
     vars(twin).update(vars(module))
@@ -240,7 +240,7 @@ def _with_leaves(module: nn.Module, prefix: str, calls: list[_Call], scale: floa
 
 
 def _check_attention(call: AttentionCall, mask: Tensor, inner: nn.Module) -> Verdict:
-    """Refuse an attention call with other arguments than a causal decoder's."""
+    """Refuse an attention call whose arguments differ from those of a causal decoder."""
     causal = call.is_causal
     causal = getattr(inner, "is_causal", True) if causal is None else causal
     if call.mask is not mask or not causal:
@@ -261,7 +261,7 @@ def _check_attention(call: AttentionCall, mask: Tensor, inner: nn.Module) -> Ver
 
 
 def _match_parts(module: nn.Module, attention: str, trace: _BlockTrace) -> BlockParts | Verdict:
-    """Return the block's parts, found by comparing the numbers that parts received and returned."""
+    """Return the block's parts, found by matching the numbers that parts received and returned."""
     calls, x, states, attended, tables, out, attention_call, index = trace
     labels = {call.label for call in calls}
     if len(labels) != len(calls):

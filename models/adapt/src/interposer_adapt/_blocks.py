@@ -1,4 +1,4 @@
-"""Transformer layers that run as one standard decoder block.
+"""Binding of transformer layers that run as one standard decoder block.
 
 ``bind_blocks`` finds layers that match the block, and accepts a block after a numerical trial
 against the replaced layer. ``BlockForward`` runs the block over the pages of the engine or of a
@@ -66,7 +66,7 @@ _forward_of = itemgetter(_FORWARD)
 
 
 class Watch:
-    """A snapshot of a layer's modules, forwards and hooks.
+    """Snapshot of a layer's modules, forwards and hooks, by which later changes are noticed.
 
     Every call of every layer compares the snapshot, so the comparison runs in C, without Python
     loops.
@@ -136,7 +136,7 @@ class Watch:
 
 
 def bind_blocks(adaptation: Adaptation) -> None:
-    """Bind layers that one decoder block can compute.
+    """Bind the model's layers that one standard decoder block can compute.
 
     The parts of a layer are bound already, and serve the calls that the block does not support.
     """
@@ -163,7 +163,7 @@ def bind_blocks(adaptation: Adaptation) -> None:
 
 
 def _conflicting_rule(config: Config) -> str:
-    """Return a kernel rule for a part that a block would ignore, or ""."""
+    """Return the first kernel rule of the user that decoder blocks would ignore, or ""."""
     for rule in config.kernels:
         op, _, place = rule.partition("@")
         if op in ("*", "ragged_attention") or (place and op in ("rms_norm", "rotary_embedding")):
@@ -181,7 +181,7 @@ class _BlockBinder:
         self._page_indexes: dict[AttentionBackend, PageIndex | Verdict] = {}
 
     def bind(self, module: nn.Module, name: str, attention: str, hidden_size: int) -> str | Verdict:
-        """Bind one layer, and return the block's name or a refusal."""
+        """Bind one layer to a decoder block, and return the block's name or a refusal."""
         adaptation = self._adaptation
         inner: Any = module._modules[attention]
         if "forward" in vars(module) or not isinstance(
@@ -238,7 +238,7 @@ class _BlockBinder:
     def _build_block(
         self, module: nn.Module, name: str, parts: BlockParts, hidden_size: int
     ) -> DecoderBlock | Verdict:
-        """Return a decoder block that uses the kernels of the bound parts."""
+        """Return a decoder block that uses the kernels of the layer's bound parts."""
         adaptation = self._adaptation
 
         def submodule(label: str) -> Any:
@@ -312,7 +312,7 @@ class _BlockBinder:
     def _norms(
         self, module: nn.Module, parts: BlockParts, dtype: torch.dtype
     ) -> list[tuple[float, Tensor]] | Verdict:
-        """Return epsilon and weight of each norm: input, post-attention, query, key."""
+        """Return epsilon and weight of the layer's norms: input, post-attention, query, key."""
         norms = []
         for label in (parts.input_norm, parts.post_norm, parts.query_norm, parts.key_norm):
             if not label:
@@ -331,7 +331,7 @@ class _BlockBinder:
         return norms
 
     def _spec(self, parts: BlockParts, site: Site) -> AttentionSpec:
-        """Return the attention request of the block with the backends' common page size."""
+        """Return the block's ``AttentionSpec``, with the page size that all backends share."""
 
         def spec(page_size: int) -> AttentionSpec:
             return AttentionSpec(
@@ -356,7 +356,7 @@ _SUPPORTED_ARGUMENTS = frozenset({"attention_mask", "position_embeddings", *UNRE
 
 
 class StepCache(threading.local):
-    """The rotary tables and attention plan of a step, shared by layers with the same inputs."""
+    """The rotary tables and attention plan of one step, shared by layers with equal inputs."""
 
     def __init__(self) -> None:
         self.tables = RotaryTables()
@@ -372,7 +372,7 @@ class StepCache(threading.local):
 
 
 class BlockForward:
-    """The forward of one layer, computed by a decoder block.
+    """The forward of one layer, computed by a standard decoder block.
 
     Args:
         block: the standard block, or a plugin's replacement, with the kernels of the layer's parts.
@@ -412,7 +412,7 @@ class BlockForward:
         return twin
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block, or the class's forward if the block does not support the call."""
+        """Run the decoder block, or the class's forward if the block does not support the call."""
         if not is_compiling():
             result = self.compute(args, kwargs)
             if not isinstance(result, str):
@@ -423,7 +423,7 @@ class BlockForward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def compute(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | str:
-        """Run the block, ``[B, T, H]``, or return the reason why the class must run.
+        """Run the decoder block, ``[B, T, H]``, or return the reason why the class must run.
 
         The reason is "" in a situation that needs no report.
         """
@@ -484,7 +484,7 @@ class BlockForward:
         return torch.add(stream, out, out=torch.empty_like(out)).view(shape)
 
     def _pages(self, kwargs: Mapping[str, Any], batch: int, num_tokens: int) -> Pages | str:
-        """Return the layer's pages of the cache, or the reason why the cache has none."""
+        """Return the layer's pages of the KV cache, or the reason why the cache has no pages."""
         if isinstance(self._page_index, str):
             return self._page_index
         cache = kwargs.get(self.cache_argument)
@@ -525,7 +525,7 @@ _STEPS = (5, 1, 2)
 def check_block(
     module: nn.Module, parts: BlockParts, forward: BlockForward, hidden_size: int
 ) -> Verdict:
-    """Refuse a block with results further from the layer's than rounding explains.
+    """Refuse a block whose results differ from the layer's by more than rounding explains.
 
     Both run over a cache. The effect of one rounding of the input is measured. Each run has
     ``ROUNDINGS`` independent roundings; the bound is twice the root of the sum of squares.
@@ -550,7 +550,7 @@ def check_block(
 
 
 class _Trial:
-    """Runs a layer on the tokens of one sequence in steps.
+    """Trial that runs a layer on the tokens of one sequence, in several steps.
 
     Args:
         tables: cosines and sines, ``[1, T, D / 2]``.
@@ -571,7 +571,7 @@ class _Trial:
         return {"position_embeddings": angles, "use_cache": True}
 
     def run_class(self, x: Tensor) -> Tensor:
-        """Run the class's forward, ``[1, T, H]``."""
+        """Run the forward of the layer's class, ``[1, T, H]``."""
         cache, outputs = _SingleLayerCache(), []
         for first, end in pairwise(accumulate(_STEPS, initial=0)):
             distance = torch.arange(first, end)[:, None] - torch.arange(end)
@@ -587,7 +587,7 @@ class _Trial:
         return torch.cat(outputs, dim=1)
 
     def run_block(self, x: Tensor) -> Tensor | str:
-        """Run the block over pages, ``[1, T, H]``, or return why the block refuses."""
+        """Run the block on a paged cache, ``[1, T, H]``, or return the reason for a refusal."""
         backend = self._forward.backend
         size = backend.spec.page_size
         (cache,) = backend.kv_layout().allocate(1, -(-x.shape[1] // size), "cpu")
@@ -603,7 +603,7 @@ class _Trial:
 
 
 class _SingleLayerCache:
-    """A cache with one layer, for any layer index."""
+    """A KV cache for one layer, which ignores the layer index."""
 
     def __init__(self) -> None:
         self._layer = DynamicLayer()
@@ -613,7 +613,7 @@ class _SingleLayerCache:
 
 
 class _PagedInterceptor:
-    """An interceptor that gives a block one paged cache."""
+    """Interceptor that gives a block one paged KV cache."""
 
     def __init__(self, paged: PagedCache) -> None:
         self._paged = paged

@@ -1,4 +1,4 @@
-"""The name of the argument by which a forward receives its KV cache.
+"""The name of the forward argument that passes the KV cache, which differs between models.
 
 transformers 5.24 renamed ``past_key_values``, and ``cache_params`` of Mamba models, to ``cache``.
 Code outside of transformers can have either name with any version, so that signatures decide.
@@ -16,7 +16,7 @@ CACHE_ARGUMENTS = ("past_key_values", "cache_params", "cache")
 
 
 def cache_argument(forward: Callable[..., Any]) -> str:
-    """Return the cache's name in a signature, or transformers' own name if the signature has none.
+    """Return the name of the forward's KV-cache argument, or transformers' usual name without one.
 
     A forward without the name can still accept it in ``**kwargs``.
     """
@@ -25,7 +25,7 @@ def cache_argument(forward: Callable[..., Any]) -> str:
 
 @cache
 def generate_cache_argument() -> str:
-    """Return the cache's name in the arguments of transformers' ``generate``."""
+    """Return the name of the KV-cache argument of transformers' ``generate``."""
     from transformers import GenerationMixin
 
     return _parameter(GenerationMixin.prepare_inputs_for_generation)

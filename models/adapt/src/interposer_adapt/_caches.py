@@ -1,4 +1,4 @@
-"""A KV cache for transformers models that grows in place and returns views.
+"""A KV cache for transformers models that grows in place and returns views of its buffers.
 
 The cache layers of transformers copy all past tokens at every step. ``RowsCache`` holds rows of
 tokens with spare capacity, the layout that ``ragged_attention`` reads. While only decoder blocks
@@ -24,7 +24,7 @@ _MIN_CAPACITY_TOKENS = 256
 
 
 class Rows:
-    """Two buffers ``[B, C, K, D]`` that hold the tokens from ``start`` to ``end``."""
+    """Key and value buffers ``[B, C, K, D]`` that hold the tokens from ``start`` to ``end``."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.buffers = tuple(
@@ -34,7 +34,7 @@ class Rows:
 
     @property
     def batch(self) -> int:
-        """The number of sequences."""
+        """Number of sequences in the buffers."""
         return self.buffers[0].shape[0]
 
     @staticmethod
@@ -43,7 +43,7 @@ class Rows:
         return states.new_empty(batch, tokens, heads, size)
 
     def append(self, *states: Tensor) -> None:
-        """Append keys and values ``[B, K, U, D]``."""
+        """Append keys and values ``[B, K, U, D]`` to the buffers."""
         length = states[0].shape[2]
         if self.end + length > self.buffers[0].shape[1]:
             self._grow(length)
@@ -65,13 +65,13 @@ class Rows:
         self.start, self.end = 0, num_tokens
 
     def views(self, start: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return views of keys and values, ``[B, K, U, D]``."""
+        """Return views of all stored keys and values, ``[B, K, U, D]``."""
         view_start = self.start if start is None else start
         keys, values = (b[:, view_start : self.end].transpose(1, 2) for b in self.buffers)
         return keys, values
 
     def select(self, indices: Tensor) -> None:
-        """Keep only the sequences ``indices``, in that order."""
+        """Keep only the sequences that ``indices`` selects, in that order."""
         device = self.buffers[0].device
         indices = indices.to(device)
         if torch.equal(indices, torch.arange(self.buffers[0].shape[0], device=device)):
@@ -86,7 +86,7 @@ class Rows:
 
 
 def rows_of(keys: Tensor, values: Tensor) -> Rows:
-    """Return rows with the keys and values ``[B, K, U, D]``."""
+    """Return new ``Rows`` that contain the keys and values ``[B, K, U, D]``."""
     rows = Rows(keys, values)
     rows.append(keys, values)
     return rows
@@ -98,7 +98,7 @@ _BASE = 128
 
 
 class PageIndex:
-    """The position in a page of each key and value element.
+    """The position within a cache page of each element of the keys and values.
 
     Args:
         index: int64 ``[2 * K * S * D]``, keys before values.
@@ -115,16 +115,16 @@ class PageIndex:
         return self
 
     def allocate(self, num_pages: int) -> Tensor:
-        """Return an uninitialized cache of ``num_pages``."""
+        """Return an uninitialized KV cache of ``num_pages``."""
         (cache,) = self.backend.kv_layout().allocate(1, num_pages, str(self._index.device))
         return cache
 
     def first(self, cache: Tensor, num_pages: int) -> Tensor:
-        """Return a view of the first pages of a cache."""
+        """Return a view of the first ``num_pages`` pages of a cache."""
         return cache.narrow(self._axis, 0, num_pages)
 
     def select(self, cache: Tensor, pages: Tensor) -> Tensor:
-        """Return a new cache with copies of the given pages."""
+        """Return a new cache with copies of the selected pages."""
         chosen = self.allocate(len(pages))
         return chosen.copy_(cache.index_select(self._axis, pages))
 
@@ -142,7 +142,7 @@ class PageIndex:
 
 
 def find_page_index(backend: AttentionBackend) -> PageIndex | Verdict:
-    """Find the position of each key and value element in a backend's pages.
+    """Find the position within a backend's pages of each key and value element.
 
     Returns: a refusal if the pages store converted elements.
     """
@@ -174,7 +174,7 @@ def find_page_index(backend: AttentionBackend) -> PageIndex | Verdict:
 
 
 def uniform_batch(batch: int, num_tokens: int, num_cached: int, page_size: int) -> AttentionBatch:
-    """Return the batch in which each sequence appends ``num_tokens`` after ``num_cached`` tokens.
+    """Return the attention batch of sequences that add ``num_tokens`` to ``num_cached`` tokens.
 
     Page p of sequence b is the page p * B + b of the cache, so that the cache grows at its end.
     """
@@ -215,7 +215,7 @@ class Pages:
         return twin
 
     def reserve(self, num_tokens: int) -> None:
-        """Grow the cache so that ``num_tokens`` more tokens fit."""
+        """Grow the paged cache so that ``num_tokens`` more tokens of each sequence fit."""
         size, min_capacity_tokens = self.index.page_size, self.length + num_tokens
         if min_capacity_tokens <= self._capacity * size:
             return
@@ -228,11 +228,11 @@ class Pages:
         self.cache, self._capacity = cache, capacity
 
     def step(self, num_tokens: int) -> AttentionBatch:
-        """Return the batch of a step that appends ``num_tokens`` to every sequence."""
+        """Return the attention batch of a step that appends ``num_tokens`` to every sequence."""
         return uniform_batch(self.batch, num_tokens, self.length, self.index.page_size)
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Return copies of keys and values, ``[B, K, U, D]``."""
+        """Return copies of all stored keys and values, ``[B, K, U, D]``."""
         size = self.index.page_size
         num_pages = -(-self.length // size)
         pages = self.index.read(self.index.first(self.cache, num_pages * self.batch))
@@ -242,7 +242,7 @@ class Pages:
         return keys, values
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
-        """Replace the content by keys and values ``[B, K, U, D]``."""
+        """Replace the content of the pages by keys and values ``[B, K, U, D]``."""
         self.length = 0
         self.reserve(keys.shape[2])
         self.length, size = keys.shape[2], self.index.page_size
@@ -257,7 +257,7 @@ class Pages:
         self.length = length
 
     def select(self, indices: Tensor) -> None:
-        """Keep only the sequences ``indices``, in that order."""
+        """Keep only the sequences that ``indices`` selects, in that order."""
         count = -(-self.length // self.index.page_size)
         pages = torch.arange(count)[:, None] * self.batch + indices.to("cpu")
         selected = Pages(self.index, len(indices))
@@ -269,7 +269,7 @@ class Pages:
 
 
 class RowsLayer(DynamicLayer):
-    """A cache layer that keeps every token.
+    """Cache layer of transformers that keeps the keys and values of every token.
 
     The layer holds pages while only a decoder block uses the cache. Reading ``keys`` or ``values``
     converts the layer to rows for good, so that writes to both tensors take effect.
@@ -313,7 +313,7 @@ class RowsLayer(DynamicLayer):
             self._update_views()
 
     def pages(self, index: PageIndex, batch: int) -> Pages | None:
-        """Return the layer's content as pages, None if the layer must stay in rows."""
+        """Return the layer's content as ``Pages``; None if the layer must keep ``Rows``."""
         content = self.rows
         if isinstance(content, Pages):
             return content if content.index is index and content.batch == batch else None
@@ -339,7 +339,7 @@ class RowsLayer(DynamicLayer):
         return pages
 
     def _convert_to_rows(self) -> None:
-        """Convert pages to rows for good."""
+        """Convert the layer's pages to rows permanently."""
         if isinstance(self.rows, Pages):
             self._looked_at = True
             self.rows = rows_of(*self.rows.read()) if self.rows.length else None
@@ -364,7 +364,7 @@ class RowsLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append the new tokens, and return views of all tokens."""
+        """Append keys and values of new tokens, and return views of all keys and values."""
         rows = self._current_rows(key_states, value_states)
         rows.append(key_states, value_states)
         return self._update_views()
@@ -380,22 +380,22 @@ class RowsLayer(DynamicLayer):
             self._update_views()
 
     def reset(self) -> None:
-        """Drop all tokens."""
+        """Drop all cached tokens."""
         self.rows = None
         super().reset()
         self._looked_at = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace each sequence by the one that ``beam_idx`` names."""
+        """Reorder the cached sequences by ``beam_idx``."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence ``repeats`` times."""
+        """Repeat every cached sequence ``repeats`` times."""
         if self.get_seq_length() > 0 and self.rows is not None:
             self.batch_select_indices(torch.arange(self.rows.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the sequences in ``indices``."""
+        """Keep only the cached sequences that ``indices`` selects."""
         if self.get_seq_length() > 0 and self.rows is not None:
             if indices.dtype is torch.bool:
                 indices = indices.nonzero()[:, 0]
@@ -404,7 +404,7 @@ class RowsLayer(DynamicLayer):
                 self._update_views()
 
     def _current_rows(self, key_states: Tensor, value_states: Tensor) -> Rows:
-        """Return the rows, rebuilt from keys and values that code of the user replaced."""
+        """Return the layer's rows, rebuilt first if user code replaced ``keys`` or ``values``."""
         self._convert_to_rows()
         if not self.is_initialized or self.rows is None:
             previous = (self.keys, self.values) if self.is_initialized else None
@@ -429,7 +429,7 @@ class RowsLayer(DynamicLayer):
 
 
 class RowsSlidingLayer(RowsLayer, DynamicSlidingWindowLayer):
-    """A cache layer that keeps the tokens of a sliding window."""
+    """Cache layer of transformers that keeps the tokens of a sliding window."""
 
     is_sliding = True
 
@@ -441,7 +441,7 @@ class RowsSlidingLayer(RowsLayer, DynamicSlidingWindowLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append the new tokens, and return views that start at the first new token's window.
+        """Append new tokens; return views that start at the window of the first new token.
 
         Only the window of the last token is kept.
         """
@@ -456,7 +456,7 @@ class RowsSlidingLayer(RowsLayer, DynamicSlidingWindowLayer):
         return visible
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last tokens, and tokens before the window of the new last token.
+        """Drop the last tokens, and all tokens before the window of the last remaining token.
 
         Raises: RuntimeError: tokens that the window would need are gone already.
         """
@@ -499,7 +499,7 @@ def _rows_layer(layer: Any) -> Any:
 
 
 def new_cache(config: PretrainedConfig) -> Cache:
-    """Return an empty cache for a model, including cross attention for an encoder-decoder."""
+    """Return an empty KV cache for a model, with cross-attention for an encoder-decoder."""
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
         return EncoderDecoderCache(RowsCache(text), RowsCache(text))

@@ -1,4 +1,4 @@
-"""Binding of convolutions over disjoint patches, computed as a matmul of the patches.
+"""Convolutions over disjoint patches, computed as one matmul of the patches.
 
 Dimensions: B images, C channels, O output channels, P patches of an image.
 """
@@ -27,7 +27,7 @@ _MIN_PATCH_ELEMENTS = {torch.bfloat16: 768, torch.float32: 1536}
 
 
 def bind_convolution(adaptation: Adaptation, module: Any, name: str) -> str | Verdict:
-    """Bind a convolution over adjacent patches that are large enough."""
+    """Bind a convolution over adjacent, large enough patches to a matmul kernel."""
     verdict = adaptation.check_module(module)
     if not verdict:
         return verdict
@@ -61,7 +61,7 @@ def bind_convolution(adaptation: Adaptation, module: Any, name: str) -> str | Ve
 
 
 def _check_form(module: Any, device: torch.device) -> Verdict:
-    """Refuse a convolution that is no matmul of patches, or that torch computes faster."""
+    """Refuse a convolution that is not a matmul of patches, or that torch computes faster."""
     if module.groups != 1 or any(size != 1 for size in module.dilation):
         return Verdict.refuse("torch's stays: it has groups or dilation, so it is no single matmul")
     if module.kernel_size != module.stride or any(module._reversed_padding_repeated_twice):
@@ -106,7 +106,7 @@ def _forward(module: Any, call: Call, device: torch.device) -> Forward:
 
 
 def _patches(x: Tensor, counts: tuple[int, ...], kernel_size: tuple[int, ...]) -> Tensor:
-    """Return ``[B P, C * prod(kernel_size)]``, without the incomplete patches at the ends."""
+    """Return patches as rows ``[B P, C * prod(kernel_size)]``, without incomplete end patches."""
     num_dims = len(counts)
     for axis, (count, size) in enumerate(zip(counts, kernel_size, strict=True)):
         x = x.narrow(2 + axis, 0, count * size)
@@ -134,7 +134,7 @@ def _restore_flat(restore: Restore, into: Tensor) -> None:
 
 
 def _check_forward(module: Any, forward: Forward, rows: Tensor) -> Verdict:
-    """Refuse unless ``forward`` and the module's class compute the same."""
+    """Refuse unless ``forward`` computes the same convolution as the module's class."""
     # Two patches along each dimension, and an incomplete third one.
     sizes = [2 * size + min(1, size - 1) for size in module.kernel_size]
     x = random_signs((2, module.in_channels, *sizes), rows.dtype, rows.device)

@@ -1,4 +1,4 @@
-"""Entry point ``load_encoder``: embed or classify texts by an adapted transformers model.
+"""The entry point ``load_encoder``: embeds or classifies texts by a transformers model.
 
 The vectors of a text's tokens are pooled to one vector as the checkpoint's sentence-transformers
 files state: modules.json, and a config.json for each module.
@@ -37,7 +37,7 @@ Pool = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """The pooling of a checkpoint.
+    """Pooling of token vectors to one vector per text, with length limit and prompts.
 
     Attributes:
         modes: names of ``POOLS``; the vectors of several modes are concatenated.
@@ -55,7 +55,7 @@ class Pooling:
 
     @classmethod
     def of(cls, folder: Path) -> Pooling:
-        """Read the pooling from the files in ``folder``; without files, the mean of all tokens.
+        """Read the pooling from the files in ``folder``; without files, average all tokens.
 
         Raises:
             CheckpointError: a file is corrupt.
@@ -136,7 +136,7 @@ _RENAMED_MODES |= {"weightedmean_tokens": "weightedmean"}
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
-    """Return path and class name of each module in modules.json."""
+    """Return the path and class name of each module that modules.json lists."""
     file = folder / "modules.json"
     try:
         modules = json.loads(file.read_text(encoding="utf-8"))
@@ -359,7 +359,7 @@ def load_encoder(
 
 
 def _texts(texts: Any) -> list[Text]:
-    """Return texts as a list.
+    """Return one text or several texts as a list.
 
     Raises: RequestError: ``texts`` is empty, or has elements of a wrong or mixed type.
     """

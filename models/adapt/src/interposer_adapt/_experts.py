@@ -1,4 +1,4 @@
-"""Binding of MoE experts: one module that holds the matrices of all experts.
+"""MoE experts of transformers models: a module that holds the matrices of all experts.
 
 Dimensions: T tokens, H hidden size, E experts, I intermediate size, K chosen experts.
 """
@@ -33,7 +33,7 @@ _RELATIVE_TOLERANCE = 2e-5
 
 
 class Form(NamedTuple):
-    """The layout of the matrices in a module, as stated by transformers' classes.
+    """The layout of the expert matrices in a module, as attributes of transformers' classes state.
 
     Attributes:
         alternating: gate and up columns alternate, instead of gate first.
@@ -44,12 +44,12 @@ class Form(NamedTuple):
     alternating: bool
 
     def ordered(self, name: str, stored: Tensor) -> Tensor:
-        """Return stored matrices in the layout of ``fused_experts``."""
+        """Return the module's stored matrices in the layout of ``fused_experts``."""
         dense = stored.transpose(1, 2) if self.transposed else stored
         return gates_first(dense) if self.alternating and name == _MATRICES[0] else dense
 
     def write(self, name: str, ordered: Tensor, into: Tensor) -> None:
-        """Write matrices in the layout of ``fused_experts`` to ``into`` in the stored layout."""
+        """Write matrices in the layout of ``fused_experts`` to ``into``, in the stored layout."""
         dense = into.transpose(1, 2) if self.transposed else into
         if self.alternating and name == _MATRICES[0]:
             inner = ordered.shape[1] // 2
@@ -59,13 +59,13 @@ class Form(NamedTuple):
 
 
 def looks_like_experts(module: nn.Module) -> bool:
-    """Return True if a module has the attributes and the 3D matrices of experts."""
+    """Return True if a module has the attributes and 3D matrices that MoE experts have."""
     has_attributes = all(hasattr(module, name) for name in _LAYOUT_ATTRIBUTES)
     return has_attributes and getattr(module._parameters.get("down_proj"), "ndim", 0) == 3
 
 
 def bind_experts(adaptation: Adaptation, module: Any, name: str) -> str | Verdict:
-    """Bind experts with a layout and activation that ``fused_experts`` supports."""
+    """Bind MoE experts to a kernel, if ``fused_experts`` supports their layout and activation."""
     verdict = adaptation.check_module(module, sharded=True)
     if not verdict:
         return verdict
@@ -151,7 +151,7 @@ def _forward(module: Any, layer: Experts, dtype: torch.dtype, device: torch.devi
 def _find_restore(
     layer: Experts, form: Form, name: str, shapes: list[torch.Size]
 ) -> Restore | None:
-    """Return a function that restores one matrix, None if the kernel does not pack."""
+    """Return a function that restores one expert matrix; None if the kernel packs no weights."""
     assert isinstance(layer.method, PlainExperts)
     restore_all = layer.method.bound.restore
     if restore_all is None:
@@ -167,7 +167,7 @@ def _find_restore(
 
 
 def _find_activation(module: Any, form: Form, hidden: int) -> str | None:
-    """Return the activation with which the op agrees with the module's class, if any."""
+    """Return the activation for which ``fused_experts`` agrees with the module's class, or None."""
     generator = torch.Generator().manual_seed(3)
     # A shallow copy with small random float64 weights: the class's forward runs on it as on the
     # original.
@@ -214,7 +214,7 @@ def _constants(module: nn.Module, form: Form) -> Iterator[Tensor | None]:
 def _random_routing(
     count: int, top_k: int, hidden: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return random tokens, distinct experts for each token, and routing weights."""
+    """Return random tokens, with distinct experts and routing weights for each token."""
     generator = torch.Generator().manual_seed(4)
     x = random_normals((_TOKENS, hidden), dtype, device)
     scores = torch.rand(_TOKENS, count, generator=generator)
@@ -225,7 +225,7 @@ def _random_routing(
 def _check_forward(
     module: Any, forward: Callable[..., Tensor], form: Form, spec: ExpertsSpec
 ) -> Verdict:
-    """Refuse unless ``forward`` agrees with the module's class within rounding."""
+    """Refuse unless ``forward`` agrees with the forward of the module's class within rounding."""
     weight = module._parameters["down_proj"]
     dtype, device = weight.dtype, weight.device
     x, ids, weights = _random_routing(spec.num_experts, spec.top_k, spec.hidden_size, dtype, device)

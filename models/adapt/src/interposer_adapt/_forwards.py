@@ -1,4 +1,4 @@
-"""Replacement forwards of single module instances.
+"""Functions that replace the forward of single module instances, and calls within a forward.
 
 ``ModuleForward`` runs the forward of a class on one instance, with parts of the class's code
 replaced.
@@ -33,19 +33,19 @@ from interposer import AttentionBackend
 
 
 class Scope(Protocol):
-    """A context that is open while a forward runs."""
+    """A context that is entered before a module's forward runs, and exited after it."""
 
     def enter(self) -> Any:
-        """Open the context, and return the state for ``exit``."""
+        """Enter the context before a forward, and return the state for ``exit``."""
         ...
 
     def exit(self, before: Any) -> None:
-        """Close the context."""
+        """Leave the context after a forward, with the state that ``enter`` returned."""
         ...
 
 
 def undecorated(function: FunctionType) -> FunctionType:
-    """Return the function inside of all decorators that follow ``functools.wraps``."""
+    """Return the innermost function below all decorators that use ``functools.wraps``."""
     inner = getattr(function, "__wrapped__", None)
     return undecorated(inner) if isinstance(inner, FunctionType) else function
 
@@ -77,7 +77,7 @@ class GlobalOverride:
 def _with_global(
     function: FunctionType, name: str, replacement: Callable[..., Any]
 ) -> FunctionType:
-    """Return a copy of a function and its decorators with another global in the inner function."""
+    """Return a copy of a decorated function whose inner function sees another value of a global."""
     inner = getattr(function, "__wrapped__", None)
     if not isinstance(inner, FunctionType):
         return _copy_function(
@@ -100,7 +100,7 @@ def _holds(cell: CellType, content: object) -> bool:
 def _copy_function(
     function: FunctionType, names: dict[str, Any], closure: tuple[CellType, ...] | None
 ) -> FunctionType:
-    """Return a copy of a function with other globals and another closure."""
+    """Return a copy of a function with replaced globals and closure."""
     twin = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
     twin.__kwdefaults__ = function.__kwdefaults__
     twin.__dict__.update(vars(function))
@@ -108,7 +108,7 @@ def _copy_function(
 
 
 class ModuleForward:
-    """The forward of ``module``'s class, with an override and a scope.
+    """Replacement forward that runs the class's forward with one function overridden.
 
     Attributes:
         override: replaces a function that the forward calls, except under ``torch.compile``.
@@ -134,7 +134,7 @@ class ModuleForward:
         return twin
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the class within the scope."""
+        """Run the forward of the module's class within the scope."""
         module = self.module
         forward: Any = type(module).forward
         if self.override is not None and not is_compiling():
@@ -161,7 +161,7 @@ class ModuleForward:
 
 
 def forward_of(module: nn.Module) -> ModuleForward | None:
-    """Return the module's ``ModuleForward`` or a new one; None for another library's forward."""
+    """Return the instance's ``ModuleForward`` or a new one; None for another library's wrapper."""
     forward = vars(module).get("forward")
     if forward is None:
         return ModuleForward(module)
@@ -172,7 +172,7 @@ Forward = Callable[..., Any]
 
 
 def class_forward(module: nn.Module) -> Forward:
-    """Return the forward of the module's class, bound to the module."""
+    """Return the forward that the module's class defines, bound to the module."""
     return partial(type(module).forward, module)
 
 
@@ -183,7 +183,7 @@ def forward_one_input(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Forward:
-    """Return a forward that calls ``kernel(x, *operands)`` where possible, else ``original``.
+    """Return a forward that calls ``kernel(x, *operands)`` if supported, else ``original``.
 
     ``original`` serves other dtypes, devices and arguments, and inputs that require a gradient: the
     kernel reads memory in the dtype it was bound for, and records no backward pass.
@@ -251,7 +251,7 @@ PagedCache = tuple[AttentionBackend, Tensor, object]
 
 
 class AttentionInterceptor(Protocol):
-    """Replacement for the attention and mask functions of a model."""
+    """Interface that replaces the attention and mask functions of a model."""
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Compute the attention of a call, ``[B, T, N, E]``."""
@@ -292,7 +292,7 @@ _DEPTH = 2
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Return True if an instance has another forward than the class's."""
+    """Return True if the instance's forward is not the forward of its class."""
     forward = vars(module).get("forward")
     return forward is not None and not _is_class_forward(forward, module)
 
@@ -325,11 +325,11 @@ def find_rewrap(module: nn.Module) -> Rewrap | None:
 
 
 def _placeholder(*_: Any) -> None:
-    """Stand for any forward while the closure is only searched."""
+    """Placeholder for the inner forward while only the wrapper's closure is searched."""
 
 
 def _replace_in_cell(cell: CellType, module: nn.Module, inner: Forward) -> tuple[CellType, bool]:
-    """Return a cell with ``inner`` in place of the class's forward, and True if replaced."""
+    """Return a cell with ``inner`` in place of the class's forward, and whether it was replaced."""
     try:
         content = cell.cell_contents
     except ValueError:  # not filled yet

@@ -1,4 +1,4 @@
-"""Binding of gated MLPs: gate and up projection as one matmul, as in the standard layer.
+"""Gated MLPs of transformers models: gate and up projection run as one matmul.
 
 Dimensions: T tokens, H hidden size, I intermediate size.
 """
@@ -56,7 +56,7 @@ class GatedParts(NamedTuple):
 
 class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Return True: every child is a leaf."""
+        """Return True, so that the tracer never traces into child modules."""
         return True
 
 
@@ -102,7 +102,7 @@ def _called_linear(module: nn.Module, node: Any) -> nn.Linear | None:
 
 
 def _activation_name(module: nn.Module, node: fx.Node) -> str:
-    """Return the name of the activation that a node computes, or ""; results are compared."""
+    """Return the name of the activation that an fx node computes, found by its results, or ""."""
     act: Any
     if node.op == "call_module" and len(node.args) == 1:
         act = module._modules.get(str(node.target))
@@ -134,7 +134,7 @@ _ROUNDINGS = 10
 def bind_gated_mlp(
     adaptation: Adaptation, module: nn.Module, name: str, parts: GatedParts
 ) -> str | Verdict:
-    """Bind a gated MLP and all three projections, which can still be called one by one."""
+    """Bind a gated MLP to kernels; each of the three projections can still be called alone."""
     gate, up, down = (module._modules[projection] for projection in parts[:3])
     assert isinstance(gate, nn.Linear)
     assert isinstance(up, nn.Linear)
@@ -229,7 +229,7 @@ def _restore_half(restore_merged: Restore, is_second: bool, into: Tensor) -> Non
 
 
 def _half(kernel: Any, columns: slice, x: Tensor, *operands: Any) -> Tensor:
-    """Compute the outputs of one of two merged projections."""
+    """Return the outputs of the gate or the up projection, which are merged into one matmul."""
     out: Tensor = kernel(x, *operands)[..., columns]
     return out
 
@@ -241,7 +241,7 @@ def _forward(
     forwards: list[Forward],
     device: torch.device,
 ) -> Forward:
-    """Return a forward that runs the merged layer while the children are unchanged."""
+    """Return a forward that runs the merged MLP layer while the module's children are unchanged."""
     original = class_forward(module)
     children = module._modules
     gate, up, down = (children[part] for part in parts[:3])
@@ -281,7 +281,7 @@ def _forward(
 
 
 def _check_layer(module: nn.Module, layer: GatedMLP, weight: Tensor) -> Verdict:
-    """Refuse a layer with results that differ from the module's in root mean square.
+    """Refuse an MLP layer whose outputs differ from the module's in root mean square.
 
     Each rounding adds a relative error of at most half an epsilon. The error of a sum of n terms in
     float32 grows with the root of n.

@@ -1,4 +1,4 @@
-"""Entry point ``language_model``: run an adapted decoder in interposer's engine."""
+"""The entry point ``language_model``, which runs an adapted decoder in interposer's engine."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def language_model(
     max_sequences: int = DEFAULT_MAX_SEQUENCES,
     max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS,
 ) -> LanguageModel:
-    """Run an adapted decoder in interposer's engine: continuous batching over a paged KV cache.
+    """Load an adapted decoder into interposer's engine: continuous batching over a paged KV cache.
 
     The model's own forward runs. A trace records the attention layers, and a trial compares the
     logits of a paged batch with the model's logits without a cache.
@@ -162,7 +162,7 @@ def _choose_decoder(
     cache_tokens: int | None,
     sizes: Mapping[str, int],
 ) -> tuple[PagedDecoder | SequenceCaches, CacheShape, int]:
-    """Return a decoder over pages, else one with a transformers cache for each sequence.
+    """Return a decoder over paged KV caches, or one with a transformers cache for each sequence.
 
     Returns: the decoder, the cache shape of a token, and the bytes of state for ``max_sequences``.
     Raises: UnsupportedModelError: both decoders disagree with the model.
@@ -244,7 +244,7 @@ def _decoder_sizes(
 def _trace_paged_decoder(
     adapted: Adapted[Any], plan: _Plan, device: str, config: DecoderSizes
 ) -> PagedDecoder:
-    """Trace one forward and return the paged decoder."""
+    """Trace one forward of the model, and return a decoder over paged KV caches."""
     model: Any = adapted.model
     trace = AttentionTrace(model, register_attention())
     ids = torch.arange(_TRACED_TOKENS, device=device)[None]
@@ -263,7 +263,7 @@ def _trace_paged_decoder(
 
 
 def _run_trial(adapted: Adapted[Any], paged: PagedDecoder, device: str, plan: _Plan) -> None:
-    """Run the trial, and on failure once more within the context of the original rotary angles.
+    """Run the trial of the paged decoder; after a failure, again with the original rotary angles.
 
     Some models change all angles as soon as one position of a batch exceeds that context.
     """

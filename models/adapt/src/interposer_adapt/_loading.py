@@ -1,4 +1,4 @@
-"""Loading of decoders without an installed family: adapted transformers models in the engine."""
+"""Fallback loader for decoders without a model family: an adapted transformers model."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def load_adapted(
 
 
 def _decoder_class(architecture: str, source: object, families: Iterable[str]) -> Any:
-    """Return the generating class of transformers with this name.
+    """Return the class of transformers with this name, which can generate text.
 
     Args:
         families: architectures with an installed family.

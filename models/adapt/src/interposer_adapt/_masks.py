@@ -1,4 +1,4 @@
-"""Masks of adapted models: detection of patterns that kernels support, and the ragged layout.
+"""Attention masks of adapted models: detection of supported patterns, and the ragged layout.
 
 transformers calls the mask function of this module for interposer's attention. It returns the mask
 that sdpa would get, so that every call can be delegated to sdpa. If kernels support the mask's
@@ -37,7 +37,7 @@ MaskFunction = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """The keys that a query attends to.
+    """The keys that each query attends to: all, those up to the query, or those within a window.
 
     Attributes:
         causal: no keys after the query's position.
@@ -88,7 +88,7 @@ def _function_key(value: object, numbers: set[int]) -> Hashable | None:
 
 
 def _probe(function: MaskFunction, numbers: list[int]) -> Pattern | None:
-    """Return the pattern that agrees with ``function`` at all distances that matter, if any."""
+    """Return the pattern that agrees with the mask function at all relevant distances, if any."""
     # A pattern can change only near 0 and near multiples of the function's constants.
     probed = {*range(9)}
     for number in numbers:
@@ -134,7 +134,7 @@ class MaskFacts:
 
 
 def mask_facts(mask: Tensor) -> MaskFacts | None:
-    """Return the facts attached to a mask, None for an unknown or changed mask."""
+    """Return the ``MaskFacts`` attached to a mask, None for an unknown or changed mask."""
     return getattr(mask, _FACTS, None)
 
 
@@ -190,7 +190,7 @@ def _facts(
 
 
 def _runs(padding: Tensor, first: int, length: int) -> tuple[Run, ...] | None:
-    """Return the run of unpadded keys of each row; None if a row has several runs.
+    """Return the range of unpadded keys in each row of a mask; None if a row has several ranges.
 
     The run of a row that is all padding is empty.
     """
@@ -206,7 +206,7 @@ def _runs(padding: Tensor, first: int, length: int) -> tuple[Run, ...] | None:
 
 
 def read_mask(mask: Tensor, batch: int, num_queries: int, num_keys: int) -> MaskFacts | None:
-    """Return the facts of a mask up to the last visible key, None if the mask has another pattern.
+    """Return the facts of a mask tensor up to the last visible key; None for unknown patterns.
 
     Args:
         mask: ``[B or 1, 1, T, U]``, true where a query attends to a key.
@@ -271,7 +271,7 @@ def _make_facts(
 
 
 class Layout(NamedTuple):
-    """The starts of the sequences, and the lengths of the longest queries and keys."""
+    """Offsets of the sequences in packed queries and keys, and the largest lengths of both."""
 
     query_starts: Tensor
     key_starts: Tensor
@@ -289,7 +289,7 @@ def ragged_layout(
     causal: bool,
     device: torch.device,
 ) -> Layout:
-    """Return the layout of a batch.
+    """Return the offsets of a padded batch's sequences in packed queries and keys.
 
     Args:
         distance: rows from the keys of one sequence to the keys of the next.
@@ -322,7 +322,7 @@ def ragged_layout(
 
 
 def as_rows(tensors: Sequence[Tensor]) -> tuple[list[Tensor], int]:
-    """Return ``[B, K, U, D]`` tensors as rows ``[rows, K, D]``, and the rows of one sequence.
+    """Reshape ``[B, K, U, D]`` to rows ``[rows, K, D]``; also return the row stride of sequences.
 
     The result is a view if heads are adjacent in memory, as in a cache of rows.
     """

@@ -1,4 +1,4 @@
-"""Projections of one input, computed as one matmul.
+"""Linear layers that read the same input, merged into one matmul.
 
 A trace finds the projections that read the same input: children return meta tensors, so that
 nothing is computed. The trace ends where the class needs real values; the calls until then are
@@ -46,7 +46,7 @@ _MIN_GROUP_SIZE = 2
 def bind_merged(
     adaptation: Adaptation, module: nn.Module, name: str, group: tuple[str, ...]
 ) -> str | Verdict:
-    """Bind projections of ``module`` that read the same input as one matmul.
+    """Bind linear layers of ``module`` that read the same input to one merged matmul.
 
     Returns: the kernel's name.
     """
@@ -122,7 +122,7 @@ def bind_merged(
 
 
 class _MatmulResult:
-    """The merged result for one input; valid while the forward runs."""
+    """The result of the merged matmul for one input; valid while the forward runs."""
 
     __slots__ = ("num_unread_parts", "out", "version", "x")
 
@@ -134,13 +134,13 @@ class _MatmulResult:
 
 
 class _ThreadState(threading.local):
-    """The result cached by the forward that runs in this thread."""
+    """The matmul result that the forward running in this thread has cached."""
 
     result: _MatmulResult | None = None
 
 
 class SharedMatmul:
-    """A merged matmul that is computed once for each input within a forward.
+    """A merged matmul that is computed once for each input during a module's forward.
 
     Args:
         kernel: called with the input and ``operands``, returns ``[..., O]``.
@@ -158,7 +158,7 @@ class SharedMatmul:
         return self
 
     def part(self, start: int, end: int, x: Tensor) -> Tensor:
-        """Compute the outputs from ``start`` to ``end``, contiguous as a projection's."""
+        """Return the columns ``start`` to ``end`` of the merged matmul's result, contiguous."""
         return self._matmul(x)[..., start:end].contiguous()
 
     def _matmul(self, x: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class SharedMatmul:
         return out
 
     def enter(self) -> _MatmulResult | None:
-        """Cache results until ``exit``, and return the state for ``exit``."""
+        """Start to cache the matmul result, and return the state for ``exit``."""
         if is_compiling():
             previous, self._traced = self._traced, _MatmulResult()
         else:
@@ -188,7 +188,7 @@ class SharedMatmul:
         return previous
 
     def exit(self, previous: _MatmulResult | None) -> None:
-        """Discard the results cached since ``enter``."""
+        """Discard the matmul result that was cached since ``enter``."""
         if is_compiling():
             self._traced = previous
         else:
@@ -198,7 +198,7 @@ class SharedMatmul:
 def _merged_layer(
     adaptation: Adaptation, name: str, parts: dict[str, Any], dtype: torch.dtype
 ) -> MergedLinear:
-    """Return the standard layer for the projections, on the meta device."""
+    """Return the standard layer that merges the linear layers, on the meta device."""
     label = "+".join(parts)
     site = adaptation.site(f"{name}.{label}" if name else label, dtype)
     sizes = {label: part.out_features for label, part in parts.items()}
@@ -211,7 +211,7 @@ def _merged_layer(
 def _kernels_without_merging(
     adaptation: Adaptation, name: str, projection: Any, dtype: torch.dtype
 ) -> set[str]:
-    """Return the kernels that the projection would run on without merging."""
+    """Return the kernels on which the linear layers would run without merging."""
     with torch.device("meta"):
         Linear(
             adaptation.site(name, dtype),
@@ -229,7 +229,7 @@ def _kernels_at(adaptation: Adaptation, name: str) -> set[str]:
 
 
 def _merged_bias(parts: list[Any]) -> Tensor | None:
-    """Return the concatenated bias, zeros for projections without one; None if all lack one."""
+    """Return the concatenated bias, with zeros for layers without one; None without any bias."""
     if all(part.bias is None for part in parts):
         return None
     biases = [
@@ -240,7 +240,7 @@ def _merged_bias(parts: list[Any]) -> Tensor | None:
 
 
 def find_merged_restore(layer: MergedLinear, operands: tuple[Any, ...]) -> Restore | None:
-    """Return a function that restores the plain merged weight, None if the kernel cannot."""
+    """Return a function that restores the merged weight from packed form, or None."""
     assert isinstance(layer.method, PlainLinear)
     restore = find_restore(layer.method.bound, operands)
     if restore is not None:
@@ -258,7 +258,7 @@ def _copy_into(weight: Tensor, into: Tensor) -> None:
 
 
 class _MergedWeight:
-    """The plain merged weight; each projection restores its rows from a slice."""
+    """The merged weight, restored from packed form, of which each linear layer reads some rows."""
 
     def __init__(self, restore: Restore, num_rows: int) -> None:
         self._restore = restore
@@ -266,15 +266,15 @@ class _MergedWeight:
         self._cached: Tensor | None = None
 
     def cache(self, like: Tensor) -> None:
-        """Restore the plain weight now, and keep it for all calls of ``part`` until ``clear``."""
+        """Restore the merged weight now, and keep it for all calls of ``part`` until ``clear``."""
         self._cached = self._restore_all(like)
 
     def clear(self) -> None:
-        """Drop the kept weight; later calls of ``part`` restore the weight each time."""
+        """Drop the cached weight; later calls of ``part`` restore the weight each time."""
         self._cached = None
 
     def part(self, start: int, into: Tensor) -> None:
-        """Fill ``into`` with the rows from ``start`` on."""
+        """Copy rows of the merged weight, from row ``start`` on, into ``into``."""
         merged = self._restore_all(into) if self._cached is None else self._cached
         into.copy_(merged[start : start + into.shape[0]])
 
@@ -285,7 +285,7 @@ class _MergedWeight:
 
 
 class _Call(NamedTuple):
-    """One call of a child; the reference to the tensor keeps the tensor's id unique."""
+    """A recorded call of a child module with its input, kept so that the id stays unique."""
 
     child: str
     x: Tensor
@@ -293,7 +293,7 @@ class _Call(NamedTuple):
 
 
 class _RecordingChild(nn.Module):
-    """A child that records calls."""
+    """Stand-in for a child module that records calls instead of computing."""
 
     def __init__(self, child: nn.Module, name: str, calls: list[_Call]) -> None:
         super().__init__()
@@ -313,7 +313,7 @@ class _RecordingChild(nn.Module):
 
 
 class _UnknownArgument:
-    """An argument of unknown value."""
+    """Stand-in for an argument of the traced forward whose value is unknown."""
 
     def __iter__(self) -> Iterator[_UnknownArgument]:
         # Classes unpack only the pair of cosines and sines before they project.
@@ -321,7 +321,7 @@ class _UnknownArgument:
 
 
 def find_sharing(module: nn.Module) -> list[tuple[str, ...]]:
-    """Return the groups of projections that read the same tensor for any arguments of the module.
+    """Return the groups of linear layers that always read the same tensor.
 
     Projections of an optional argument, such as encoder states, form a separate group.
     """
@@ -348,7 +348,7 @@ def _groups(module: nn.Module, names: set[str], size: int) -> list[tuple[str, ..
         return []
 
     def trace_with(argument: str = "") -> tuple[list[_Call], bool]:
-        """Trace with default arguments, and a tensor for ``argument``."""
+        """Trace the module with a tensor for ``argument`` and defaults for other arguments."""
         arguments: dict[str, Any] = {
             parameter.name: _UnknownArgument()
             for parameter in parameters
@@ -374,7 +374,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _parts(names: set[str], calls: list[_Call], is_complete: bool) -> list[tuple[str, ...]]:
-    """Return the groups of ``names`` that read the same tensor in a trace."""
+    """Return the groups of linear layers in ``names`` that read the same tensor in one trace."""
     readers: dict[tuple[int, int], list[str]] = {}
     for call in calls:
         if call.child in names:
@@ -389,7 +389,7 @@ def _parts(names: set[str], calls: list[_Call], is_complete: bool) -> list[tuple
 
 
 def _trace(module: nn.Module, arguments: dict[str, Any]) -> tuple[list[_Call], bool]:
-    """Return the calls of children, and True if the forward completed."""
+    """Run the forward; return the recorded calls, and True if the forward completed."""
     calls: list[_Call] = []
     stand_in: Any = object.__new__(type(module))
     vars(stand_in).update(vars(module))

@@ -1,4 +1,4 @@
-"""Binding of norms: nn.LayerNorm, and leaf modules that compute a norm.
+"""Norms of transformers models: nn.LayerNorm, and leaf modules that compute a norm.
 
 The norm op of a leaf is found by comparing results. A norm without a weight holds neither size nor
 dtype of its input. Both are taken from the parent's other modules: the input comes from a
@@ -42,7 +42,7 @@ Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """The norm that a leaf module computes.
+    """The norm op that a leaf module computes, and the names of its weight, bias and epsilon.
 
     Attributes:
         op: called as ``op(x, weight, eps)``, or with a bias before ``eps``.
@@ -56,14 +56,14 @@ class Norm:
     eps: str
 
     def constants(self, module: nn.Module, size: int) -> dict[str, Tensor | None]:
-        """Return the op's constants from the module's parameters."""
+        """Return weight and bias of the module as keyword arguments of the norm op."""
         weight = module._parameters.get(self.weight) if self.weight else None
         if self.op is not layer_norm:
             return {"weight": weight}
         return {"weight": weight, "bias": module._parameters.get(self.bias) if self.bias else None}
 
     def dims(self, size: int) -> dict[str, int | bool]:
-        """Return the dimensions of the kernel request."""
+        """Return the dimensions by which a kernel for the norm op is selected."""
         dims: dict[str, int | bool] = {"hidden_size": size}
         if self.op is layer_norm:
             dims |= {"weighted": bool(self.weight), "biased": bool(self.bias)}
@@ -75,7 +75,7 @@ _SOURCES: weakref.WeakKeyDictionary[type[nn.Module], bytes] = weakref.WeakKeyDic
 
 
 def bind_norm(adaptation: Adaptation, module: nn.Module, name: str, norm: Norm) -> str | Verdict:
-    """Bind a leaf to a kernel of the matching norm op."""
+    """Bind a leaf module that computes a norm to a kernel of the norm op."""
     verdict = adaptation.check_module(module)
     if not verdict:
         return verdict
@@ -120,7 +120,7 @@ def bind_norm(adaptation: Adaptation, module: nn.Module, name: str, norm: Norm) 
 def bind_unweighted_norm(
     adaptation: Adaptation, module: nn.Module, name: str, norm: Norm
 ) -> str | Verdict:
-    """Bind a norm that has no weight, for the row sizes found in its parent module."""
+    """Bind a norm without a weight to a kernel for each row size found in its parent module."""
     verdict = adaptation.check_module(module)
     if not verdict:
         return verdict
@@ -162,7 +162,7 @@ def bind_unweighted_norm(
 
 
 def find_norm(module: nn.Module) -> Norm | None:
-    """Return the norm that the class of a leaf computes, None for unsupported classes.
+    """Return the norm that the class of a leaf module computes, None if unknown.
 
     Results are cached by a hash of the class's source and of the attributes that may change the
     computation: bools and strings.
@@ -195,7 +195,7 @@ def _key(module: nn.Module, names: list[str]) -> str:
 
 
 def _source(kind: type[nn.Module]) -> bytes:
-    """Return the source code of a class and its base classes."""
+    """Return the source code of a class and of its base classes."""
     parts = []
     for base in kind.__mro__:
         if base is nn.Module:
@@ -208,7 +208,7 @@ def _source(kind: type[nn.Module]) -> bytes:
 
 
 def _search(module: nn.Module, names: list[str], size: int) -> Norm | None:
-    """Return the first candidate that agrees with the class in float64 at every magnitude."""
+    """Return the first candidate norm that agrees with the class in float64 at every magnitude."""
     generator = torch.Generator().manual_seed(_SEED)
     try:
         probe = copy.copy(module)
@@ -275,7 +275,7 @@ def _agrees(
 
 
 def _sizes(parent: nn.Module) -> Iterator[int]:
-    """Yield possible row sizes within ``parent``: integer attributes, and sizes of weights."""
+    """Yield possible row sizes of a norm in ``parent``: integer attributes, and weight sizes."""
     for value in vars(parent).values():
         if type(value) is int and _MIN_SIZE <= value <= _MAX_SIZE:
             yield value
@@ -290,7 +290,7 @@ def _sizes(parent: nn.Module) -> Iterator[int]:
 def _by_size(
     calls: dict[int, Call], original: Forward, dtype: torch.dtype, device: torch.device
 ) -> Forward:
-    """Return a forward that selects the kernel by row size, and calls ``original`` otherwise."""
+    """Return a forward that selects the norm kernel by row size, or calls ``original``."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs:

@@ -1,4 +1,4 @@
-"""A parameter with values that exist only in the packed form of a kernel.
+"""A parameter whose values exist only in the packed form that a kernel reads.
 
 The parameter has the shape, dtype and device of the plain weight. Reading values restores the
 plain weight bit for bit; writing raises an error.
@@ -32,7 +32,7 @@ _EMBEDDING = torch.ops.aten.embedding.default
 
 
 class PackedWeight(nn.Parameter):
-    """A stand-in for a weight that a kernel packed.
+    """Stand-in for the weight of a module, after a kernel has packed the weight.
 
     Attributes:
         restore: None for a quantized weight: the plain values are lost.
@@ -70,7 +70,7 @@ class PackedWeight(nn.Parameter):
     _sharding: Sharding | None
 
     def plain(self) -> Tensor:
-        """Return the plain weight, the same tensor while a reference to that tensor exists.
+        """Restore the weight from packed form, or return the last restored tensor if still in use.
 
         Raises: ConfigError: the weight was quantized.
         """
@@ -85,7 +85,7 @@ class PackedWeight(nn.Parameter):
         return plain
 
     def part(self) -> Tensor:
-        """Restore this process's shard of the plain weight; without sharding, the whole weight.
+        """Restore this process's shard of the weight from packed form; unsharded, the whole weight.
 
         Raises: ConfigError: the weight was quantized.
         """
@@ -102,7 +102,7 @@ class PackedWeight(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """The plain weight as a normal tensor; assigning raises ConfigError."""
+        """The restored weight as a normal tensor; assigning raises ConfigError."""
         return self.plain()
 
     @data.setter
@@ -124,7 +124,7 @@ class PackedWeight(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run ``func`` on the plain weight, or refuse if ``func`` writes to it."""
+        """Run ``func`` on the restored weight, or refuse a ``func`` that writes to the weight."""
         if func is _DETACH:
             return args[0].plain()
         # A lookup restores only the requested rows of a large table.
@@ -153,7 +153,7 @@ def wrapped_forward(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Forward:
-    """Return a forward that runs the kernel, and adds the bias that the module has at call time.
+    """Return a forward that runs the kernel, and adds the bias that the module has at the call.
 
     The wrapper may hide the bias during the call, and passes DTensors when gradients are recorded.
     The class's forward serves DTensors and calls with another weight.
@@ -184,7 +184,7 @@ def wrapped_forward(
 
 
 def unpacked_forward(module: nn.Module) -> Forward:
-    """Return the class's forward, run with packed weights restored for the call."""
+    """Return the class's forward, run with the packed weights restored to plain tensors."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         is_global = any(is_sharded(argument) for argument in args)

@@ -37,7 +37,7 @@ from interposer_ops.attention import common_page_size
 
 
 class PagedLayer:
-    """One attention layer with a paged backend."""
+    """An attention layer of a transformers model, with the paged backend that computes it."""
 
     def __init__(self, traced: TracedLayer, resolver: Resolver, page_size: int) -> None:
         self.name = traced.name
@@ -61,7 +61,7 @@ class PagedLayer:
 
 
 class _PagedStep:
-    """An interceptor that lets every layer attend over a paged cache."""
+    """Interceptor of one step, which lets every layer attend to its paged KV cache."""
 
     def __init__(
         self,
@@ -72,11 +72,11 @@ class _PagedStep:
         self._layers, self._caches, self._plans = layers, caches, plans
 
     def mask(self, make: MakeMask, settings: Mapping[str, Any]) -> Tensor | None:
-        """Return None: each layer's pattern is known from the trace."""
+        """Return None instead of a mask: the trace has recorded the mask pattern of each layer."""
         return None
 
     def paged_cache(self, module: nn.Module) -> PagedCache | None:
-        """Return the cache of a layer, None for a module that was not traced."""
+        """Return the paged cache of a layer; None for a module that was not traced."""
         index_and_layer = self._layers.get(id(module))
         if index_and_layer is None:
             return None
@@ -84,21 +84,21 @@ class _PagedStep:
         return layer.backend, self._caches[index], self._plans[index]
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attend over the layer's cache, ``[1, T, N, E]``."""
+        """Attend to the paged cache of the call's layer, ``[1, T, N, E]``."""
         index, layer = self._layers[id(call.module)]
         return layer.attend(call, self._caches[index], self._plans[index])
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSizes:
-    """The sizes against which the engine checks requests."""
+    """The model sizes against which the engine checks requests."""
 
     vocab_size: int
     max_position_embeddings: int
 
 
 class PagedDecoder:
-    """The ``PagedModel`` of a transformers model.
+    """The engine's interface ``PagedModel``, implemented by a transformers model.
 
     Attributes:
         model: the model of transformers.
@@ -113,7 +113,7 @@ class PagedDecoder:
         config: DecoderSizes,
         in_force: Callable[[], bool],
     ) -> None:
-        """Choose a backend for each layer.
+        """Choose an attention backend for each layer.
 
         Args:
             in_force: returns False once the model was restored.
@@ -176,7 +176,7 @@ States = dict[tuple[str, int, str], Tensor]
 def try_paging(
     paged: PagedDecoder, device: str, numerics: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Compare the paged decoder's logits of every token with the model's.
+    """Raise an error unless the paged decoder's logits agree with the model's for every token.
 
     The effect of one rounding at the embeddings is measured; ``error_bound`` derives the allowed
     distance.
@@ -203,7 +203,7 @@ def try_paging(
 
 
 def _step_tokens(paged: PagedDecoder) -> tuple[tuple[int, int], ...]:
-    """Return the tokens of both sequences in each step; the prompt exceeds the largest window."""
+    """Return the number of tokens that each trial step adds to both of its sequences."""
     (count, second), *later_steps = _STEPS
     extra_tokens, _ = extra_trial_tokens(paged.model)
     return ((count + extra_tokens, second), *later_steps)
@@ -275,7 +275,7 @@ def _logits_in_steps(
 def _find_unsupported_layer(
     paged: PagedDecoder, prompt: list[int], device: str, max_distance: float
 ) -> UnsupportedLayerError:
-    """Return the error for the first module with different outputs for equal inputs."""
+    """Return the error for the first module whose outputs differ although its inputs are equal."""
     with _recording(paged.model, len(prompt)) as expected:
         plain_logits(paged.model, prompt, device)
     steps: list[States] = []
@@ -301,7 +301,7 @@ def _find_unsupported_layer(
 
 @contextmanager
 def _recording(model: nn.Module, num_tokens: int) -> Iterator[States]:
-    """Record inputs and outputs of modules with a row for each token, in order of completion."""
+    """Record all per-token inputs and outputs of the model's modules, in order of completion."""
     states: States = {}
     calls: dict[str, int] = {}
 

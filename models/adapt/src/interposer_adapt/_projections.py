@@ -1,4 +1,4 @@
-"""Binding of linear layers: nn.Linear, and Conv1D with a transposed weight.
+"""Linear layers of transformers models: nn.Linear, and Conv1D with a transposed weight.
 
 Dimensions: I input features, O output features.
 """
@@ -33,7 +33,7 @@ Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
 def bind_projection(
     adaptation: Adaptation, module: nn.Module, name: str, *, transposed: bool, is_head: bool
 ) -> str | Verdict:
-    """Bind a projection that shares its weight with no other module.
+    """Bind a linear layer that shares its weight with no other module to a kernel.
 
     Args:
         transposed: the weight is ``[I, O]``.
@@ -92,7 +92,7 @@ def release_weight(
     weight: Tensor,
     packed: PackedWeight,
 ) -> Verdict:
-    """Replace a weight by ``packed``, after checking that the restored weight is bit-identical."""
+    """Replace a weight by ``packed``, after checking that the weight can be restored exactly."""
     if packed.restore is not None:
         verdict = check_restore(packed.restore, local_part(weight).detach())
         if not verdict:
@@ -102,7 +102,7 @@ def release_weight(
 
 
 def check_restore(restore: Restore, plain: Tensor) -> Verdict:
-    """Refuse a restore with a result that is not bit-identical to ``plain``."""
+    """Refuse a restore function whose result is not bit-identical to ``plain``."""
     # The allocator reuses the last weight's memory, so that the kernel need not clear new pages.
     on_host = plain.device.type == "cpu"
     restored = host_memory.empty(plain.shape, plain.dtype) if on_host else torch.empty_like(plain)
@@ -115,7 +115,7 @@ def check_restore(restore: Restore, plain: Tensor) -> Verdict:
 def _layer(
     adaptation: Adaptation, name: str, plain: Tensor, bias: Tensor | None, is_head: bool
 ) -> Linear | LMHead:
-    """Return a finalized standard layer with these weights; the layer is no part of the model."""
+    """Return a finalized standard layer with the given weights, which is no part of the model."""
     site = adaptation.site(name, plain.dtype)
     layer: Linear | LMHead
     with torch.device("meta"):
@@ -149,7 +149,7 @@ def set_weights(layer: Any, **tensors: Tensor | None) -> None:
 
 
 def kernel_call(layer: Linear | LMHead) -> Call:
-    """Return the kernel with operands, or the forward of a plugin's replacement layer."""
+    """Return a layer's kernel with operands, or the forward of a plugin's replacement layer."""
     if type(layer).forward in (Linear.forward, LMHead.forward) and layer.kernel is not None:
         return layer.kernel, layer.operands
     return layer.forward, ()
@@ -163,7 +163,7 @@ def layer_kernel_name(layer: Linear | LMHead) -> str:
 
 
 def find_restore(bound_kernel: Any, operands: tuple[Any, ...]) -> Restore | None:
-    """Return a function that restores the plain weight; None for an unpacked or lossy kernel."""
+    """Return a function that restores the weight; None if the kernel packs nothing or is lossy."""
     if bound_kernel.restore is None or len(operands) != 2:
         return None
     prepared = dict(zip(("weight", "bias"), operands, strict=True))
@@ -177,7 +177,7 @@ def find_restore(bound_kernel: Any, operands: tuple[Any, ...]) -> Restore | None
 def check_projection(
     module: nn.Module, forward: Forward, weight: Tensor, plain: Tensor, bias: Tensor | None
 ) -> Verdict:
-    """Refuse unless ``forward`` and the module's class compute the same."""
+    """Refuse unless ``forward`` computes the same linear layer as the module's class."""
     in_features = plain.shape[1]
     x = random_signs((_ROWS, in_features), weight.dtype, weight.device)
     largest, rounded = largest_row_sum(plain, bias)
@@ -188,7 +188,7 @@ def check_projection(
 
 
 def largest_row_sum(plain: Tensor, bias: Tensor | None) -> tuple[float, float]:
-    """Return bounds of the sums for an input of signs: the largest sum, and the rounded part.
+    """Return bounds on the outputs for inputs of 1 and -1: of the result, and of the matmul alone.
 
     Args:
         plain: ``[O, I]``.

@@ -1,4 +1,4 @@
-"""Quantization of a transformers model's modules, by the same rules as ``load(quantization=...)``.
+"""Quantization of a transformers model's modules, by the rules of ``load(quantization=...)``.
 
 Only torch's own classes are replaced: linear layers, and the embedding table that the head shares.
 A module that the scheme excludes keeps its plain weight. A packed weight is specific to the
@@ -27,7 +27,7 @@ _SUGGESTION = (
 
 
 class QuantizedModule(nn.Module):
-    """A kernel with its constants, as a module without parameters.
+    """A module without parameters that runs one kernel with constant operands.
 
     Attributes:
         place: the name of the module in the model.
@@ -43,7 +43,7 @@ class QuantizedModule(nn.Module):
         self._operands = operands
 
     def train(self, mode: bool = True) -> QuantizedModule:
-        """Refuse training mode, as kernels record no gradients.
+        """Refuse training mode, because kernels record no gradients.
 
         Raises: ConfigError: ``mode`` is true.
         """
@@ -56,7 +56,7 @@ class QuantizedModule(nn.Module):
         return self
 
     def __deepcopy__(self, memo: dict[int, object]) -> QuantizedModule:
-        """Return a module that shares the constants, which never change."""
+        """Return a module that shares the kernel's constants, which never change."""
         copy = type(self).__new__(type(self))
         copy.__dict__.update(self.__dict__)
         for name in ("_parameters", "_buffers", "_modules"):
@@ -70,7 +70,7 @@ class QuantizedModule(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedModule:
-        """Refuse another dtype or device.
+        """Refuse to convert the module to another dtype or device.
 
         torch and transformers move and convert modules by ``_apply``.
         """
@@ -110,7 +110,7 @@ class _WeightFacts(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[Any, Any] | None = None,
     ) -> NoReturn:
-        """Refuse any computation on the missing values."""
+        """Raise an error for any op on the tensor, which has no values."""
         names = [argument.place for argument in args if isinstance(argument, cls)]
         raise ConfigError(
             f"{func} reads the plain weight of {', '.join(names) or 'a module'}, which was given "
@@ -119,7 +119,7 @@ class _WeightFacts(Tensor):
 
 
 class QuantizedLinear(QuantizedModule):
-    """A linear layer from ``[..., I]`` to ``[..., O]``."""
+    """A quantized linear layer from ``[..., I]`` to ``[..., O]``."""
 
     def __init__(self, place: str, plain: nn.Linear, kernel: Callable[..., Tensor], *operands: Any):
         super().__init__(place, plain.weight, kernel, *operands)
@@ -143,7 +143,7 @@ class QuantizedLinear(QuantizedModule):
 
 
 class QuantizedEmbedding(QuantizedModule):
-    """An embedding table: ids of any shape to rows of size H."""
+    """A quantized embedding table, from ids of any shape to rows of size H."""
 
     def __init__(
         self, place: str, plain: nn.Embedding, kernel: Callable[..., Tensor], *operands: Any
@@ -228,7 +228,7 @@ def _quantize_linear(
 def _quantize_tied(
     resolver: Resolver, head: nn.Linear, head_name: str, table: nn.Embedding, table_name: str
 ) -> dict[str, QuantizedModule]:
-    """Quantize a head and the embedding that shares its weight; return both modules by name."""
+    """Quantize an LM head and the embedding that shares its weight; return both modules by name."""
     dtype = table.weight.dtype
     site, head_site = Site(resolver, table_name, dtype), Site(resolver, head_name, dtype)
     # The tied layer computes a head without a bias only.

@@ -1,4 +1,4 @@
-"""Binding of rotary embeddings: functions that the forward of a class calls by a global name.
+"""Rotary embeddings of transformers models: functions that a forward calls by a global name.
 
 Such a function is recognized by results. An instance runs a copy of the class's forward in
 which the name refers to the kernel; the class's Python module stays unchanged.
@@ -36,7 +36,7 @@ Rotate = Callable[..., Pair]
 
 
 def bind_rotary(adaptation: Adaptation) -> None:
-    """Let modules call the rotary kernel in place of the class's rotary function."""
+    """Let modules call a rotary kernel in place of the rotary function of their class."""
     if adaptation.device.type != "cpu":
         # Each step compares the halves of a table, which would synchronize with a device.
         return
@@ -57,7 +57,7 @@ def bind_rotary(adaptation: Adaptation) -> None:
 
 
 class AdaptedRotary:
-    """The rotary function of one module.
+    """Replacement for the rotary function that one module calls, with a kernel and a fallback.
 
     Args:
         original: the replaced function, for calls that the kernel does not support.
@@ -88,7 +88,7 @@ class AdaptedRotary:
         return self._original(query, key, cos, sin, *args, **kwargs)
 
     def _bind(self, size: int, dtype: torch.dtype) -> Rotate | None:
-        """Return a kernel, None if only the reference is installed or the kernel disagrees."""
+        """Return a rotary kernel that is no reference and agrees with the function, else None."""
         if size % 2:
             return None
         site = self._adaptation.site(self._name, dtype)
@@ -136,7 +136,7 @@ class AdaptedRotary:
 
 
 class _CachedTables(NamedTuple):
-    """The prepared tables of a step, with the source tensors."""
+    """The prepared cosine and sine tables of a step, with the tensors they were made from."""
 
     cos: weakref.ref[Tensor]
     sin: weakref.ref[Tensor]
@@ -147,13 +147,13 @@ class _CachedTables(NamedTuple):
 
 
 class RotaryTables(threading.local):
-    """The cosine and sine tables in the op's layout, shared by layers with the same tables."""
+    """The last cosine and sine tables in the layout of the rotary op, shared by all layers."""
 
     # All layers of a step get the same tables, so that one entry suffices.
     cached: _CachedTables | None = None
 
     def prepare(self, cos: Tensor, sin: Tensor, batch: int) -> Pair | None:
-        """Return both tables as ``[B * T, D / 2]`` in float32; None if the halves of one differ."""
+        """Return both tables as ``[B * T, D / 2]`` in float32; None if a table's halves differ."""
         cached = self.cached
         if cached is not None and cached.batch == batch and _is_current(cached, cos, sin):
             return cached.tables
@@ -192,7 +192,7 @@ def _first_halves(cos: Tensor, sin: Tensor, batch: int) -> Pair | None:
 
 
 def _rotate(kernel: Rotate, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Pair:
-    """Rotate queries and keys, and return both in the memory layout of projections."""
+    """Rotate queries and keys by a kernel, and return both in the layout of projections."""
     rotated = kernel(_rows(query), _rows(key), cos, sin)
     batch, _, tokens, _ = query.shape
     rotated_query, rotated_key = (
@@ -202,12 +202,12 @@ def _rotate(kernel: Rotate, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return ``[B * T, N, D]`` of ``[B, N, T, D]``."""
+    """Reshape ``[B, N, T, D]`` to ``[B * T, N, D]``."""
     return x.transpose(1, 2).contiguous().view(-1, x.shape[1], x.shape[3])
 
 
 def _is_supported(query: Any, key: Any, cos: Any, sin: Any) -> bool:
-    """Return True if the kernel supports the tensors and returns the original's layout."""
+    """Return True if the kernel supports the tensors and keeps the layout of the results."""
     for tensor in (query, key, cos, sin):
         if not isinstance(tensor, Tensor) or not tensor.is_cpu or tensor.requires_grad:
             return False
@@ -243,7 +243,7 @@ def _random_case(size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor,
 
 
 def _is_rotary(forward: FunctionType, name: str) -> bool:
-    """Return True if a global name of the forward refers to a rotary function."""
+    """Return True if a global name that the forward calls refers to a rotary function."""
     function = forward.__globals__.get(name)
     if not isinstance(function, FunctionType):
         return False

@@ -1,4 +1,4 @@
-"""Binding of routers: leaf modules that choose the experts of each token.
+"""MoE routers of transformers models: leaf modules that choose the experts of each token.
 
 The routing function of a router is found by comparing its results with those of every routing that
 an op supports.
@@ -47,7 +47,7 @@ Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The rule by which a router chooses experts from logits.
+    """The rule by which an MoE router chooses experts from logits.
 
     Attributes:
         scoring: ``"softmax"`` or ``"sigmoid"``.
@@ -70,13 +70,13 @@ class Routing:
 
     @property
     def op(self) -> CustomOp[..., tuple[Tensor, Tensor]]:
-        """Return the op that computes this choice."""
+        """Return the op that chooses experts by this rule."""
         if self.num_groups > 1 or (self.correction and self.scoring == "softmax"):
             return grouped_topk
         return topk_sigmoid if self.scoring == "sigmoid" else topk_softmax
 
     def dims(self) -> dict[str, int | bool | str]:
-        """Return the dimensions of the kernel request."""
+        """Return the dimensions by which a kernel for the routing op is selected."""
         dims: dict[str, int | bool | str] = {
             "num_experts": self.num_experts,
             "top_k": self.top_k,
@@ -107,7 +107,7 @@ class Routing:
 
 
 def bind_router(adaptation: Adaptation, module: nn.Module, name: str) -> str | Verdict:
-    """Bind a router's projection and top-k choice to kernels.
+    """Bind an MoE router's projection and top-k choice to kernels.
 
     Logits are rounded as in the class, so that the same experts are chosen except for ties.
 
@@ -163,7 +163,7 @@ def bind_router(adaptation: Adaptation, module: nn.Module, name: str) -> str | V
 
 
 def looks_like_router(module: nn.Module) -> bool:
-    """Return True for a leaf with a matrix ``[E, H]`` and otherwise only vectors ``[E]``.
+    """Return True for a leaf module with one matrix ``[E, H]`` and otherwise only vectors ``[E]``.
 
     The leaf must hold an integer smaller than E, as the number of chosen experts is.
     """
@@ -183,7 +183,7 @@ _ROUTINGS = weakref.WeakKeyDictionary()
 
 
 def find_routing(module: nn.Module) -> Routing | None:
-    """Return the routing that the class of a leaf computes, None for unsupported classes.
+    """Return the routing rule that the class of a leaf computes; None for unknown classes.
 
     Results are cached by class, and by the numbers and tensor sizes of the instance.
     """
@@ -196,7 +196,7 @@ def find_routing(module: nn.Module) -> Routing | None:
 
 
 def _search(module: nn.Module) -> Routing | None:
-    """Return the first candidate that agrees with the class for every probe."""
+    """Return the first candidate routing that agrees with the class for every probe."""
     probes = []
     for index, size in enumerate(_CORRECTIONS):
         probe = _Probe.of(module, _SEED + index, size)
@@ -210,7 +210,7 @@ def _search(module: nn.Module) -> Routing | None:
 
 
 class _Probe:
-    """A router with random weights, random tokens, and the class's result."""
+    """Trial case: a router with random weights, random tokens, and the class's result."""
 
     def __init__(self, router: nn.Module, x: Tensor, out: tuple[Tensor, ...]) -> None:
         self.router, self.x, self.out = router, x, out
@@ -220,7 +220,7 @@ class _Probe:
 
     @classmethod
     def of(cls, module: nn.Module, seed: int, correction: float) -> _Probe | None:
-        """Return a probe, None unless the class returns three tensors with a row for each token.
+        """Return a trial case; None unless the class returns three tensors with one row per token.
 
         Args:
             correction: the standard deviation of tensors that may be added to scores.
@@ -259,7 +259,7 @@ class _Probe:
         return cls(router, x, out)
 
     def agrees(self, routing: Routing) -> bool:
-        """Return True if a routing and the class choose the same experts and weights."""
+        """Return True if a routing rule and the class choose the same experts and weights."""
         logits, weights, ids = (self.out[at] for at in routing.order)
         if (logits - self.logits).abs().max() > _RELATIVE_TOLERANCE * self.logits.abs().max():
             return False
@@ -275,7 +275,7 @@ class _Probe:
         )
 
     def correction(self, routing: Routing) -> Tensor | None:
-        """Return the tensor that is added to the scores, if any."""
+        """Return the correction bias that the router adds to the scores, if any."""
         return dict(_tensors(self.router)).get(routing.correction)
 
     def flattens(self) -> bool:
@@ -291,7 +291,7 @@ class _Probe:
 
 
 def _candidates(module: nn.Module, probe: _Probe) -> Iterator[Routing]:
-    """Yield all routings with the numbers and tensors that the module holds."""
+    """Yield all routings that the numbers and tensors of the module could mean."""
     num_experts = probe.logits.shape[-1]
     corrections = ["", *(name for name, _ in _tensors(module) if name not in ("weight", "bias"))]
     # A routed_scaling_factor is a float attribute of the module.
@@ -384,7 +384,7 @@ def _logits_dtype(logits: Tensor, dtype: torch.dtype) -> torch.dtype:
 def _find_restore(
     restore: Restore | None, operand: Any, weight: Tensor, dtype: torch.dtype
 ) -> Restore | None:
-    """Return a function that restores the weight, None if the kernel reads the original."""
+    """Return a function that restores the weight; None if the kernel reads the original weight."""
     if restore is not None:
         return partial(_restore_narrowed, restore, dtype)
     if isinstance(operand, Tensor) and operand.data_ptr() != weight.data_ptr():
@@ -403,7 +403,7 @@ def _copy_into(weight: Tensor, into: Tensor) -> None:
 
 
 def _logit_bounds(weight: Tensor, bias: Tensor | None, x: Tensor) -> tuple[int, float, float]:
-    """Return bounds for the rounding error of a logit: number of terms, and sums of magnitudes.
+    """Return rounding bounds of the logits: the number of terms, and the sums of magnitudes.
 
     Returns: the number of terms of a logit; the largest sum of their magnitudes; and the largest
         sum that is rounded before the bias is added, 0 without a bias.
@@ -421,7 +421,7 @@ def _check_choice(
     bounds: tuple[int, float, float],
     dtype: torch.dtype,
 ) -> Verdict:
-    """Refuse a kernel's routing if its logits or its chosen experts differ from the class's.
+    """Refuse a kernel's routing whose logits or chosen experts differ from the class's.
 
     Args:
         choice: weights and ids that the kernel makes of the class's own logits.

@@ -40,15 +40,15 @@ _STEPS = ((5, 3), (4, 2), (1, 1), (1, 1), (1, 1), (1, 0))
 
 
 class _Slots:
-    """A state layer, so that the engine assigns a slot number to each running sequence."""
+    """Placeholder for a recurrent layer, so that the engine assigns a slot to each sequence."""
 
     def state_layout(self) -> StateLayout:
-        """Return a layout of one unused byte."""
+        """Return the layout of a state of one unused byte."""
         return StateLayout((((1,), torch.uint8),))
 
 
 class SequenceCaches:
-    """The ``PagedModel`` of a transformers model with a transformers cache for each sequence.
+    """The engine's interface ``PagedModel``, with a transformers cache for each sequence.
 
     Attributes:
         by_token: tokens after the first chunk of a sequence are computed one at a time.
@@ -117,7 +117,7 @@ class SequenceCaches:
         return torch.cat(results)
 
     def num_bytes(self, slot: int) -> int:
-        """Return the bytes of the sequence's keys, values and states."""
+        """Return the number of bytes of the sequence's keys, values and states."""
         return sum(tensor.nbytes for tensor in _tensors(self._caches[slot]))
 
     def _free_slots(self) -> list[int]:
@@ -127,7 +127,7 @@ class SequenceCaches:
     def _extend(
         self, slot: int, tokens: Tensor, positions: Tensor, num_cached: int, rows: Sequence[int]
     ) -> Tensor:
-        """Append tokens to the cache, and return the logits of the tokens in ``rows``."""
+        """Append tokens to a sequence's cache, and return the logits of the tokens in ``rows``."""
         if self.by_token and num_cached:
             token_logits = [
                 self._forward(slot, tokens[i : i + 1], positions[i : i + 1], [0])
@@ -161,7 +161,7 @@ def sequence_caches(
     numerics: Callable[[], AbstractContextManager[None]],
     in_force: Callable[[], bool],
 ) -> tuple[SequenceCaches, CacheShape, int] | None:
-    """Return a decoder with transformers caches that agrees with the model, if there is one.
+    """Return a decoder with transformers caches whose logits agree with the model's, or None.
 
     A prompt is computed in chunks and token by token, next to a second sequence. The logits must
     agree within the bound that rounding explains.
@@ -201,7 +201,7 @@ def sequence_caches(
 def _logits_in_steps(
     decoder: SequenceCaches, prompt: list[int], steps: Sequence[tuple[int, int]], device: str
 ) -> tuple[Tensor, tuple[tuple[int, int], tuple[int, int]]]:
-    """Return the prompt's logits ``[T, V]``, and tokens and bytes after the first and last step."""
+    """Return a prompt's logits ``[T, V]``, and the cache sizes after the first and last step."""
     vocabulary = decoder.config.vocab_size
     second_prompt = [(5 * i + 1) % vocabulary for i in range(sum(count for _, count in steps))]
     second_prompt = second_prompt[: decoder.config.max_position_embeddings]
@@ -240,7 +240,7 @@ def _logits_in_steps(
 
 
 def _tensors(cache: Any) -> Iterable[Tensor]:
-    """Return the tensors of a cache's layers: keys and values, or states in dicts by number."""
+    """Return the tensors in a cache's layers: keys and values, or states in dicts by number."""
     tensors: dict[tuple[int, torch.Size], Tensor] = {}
     for layer in getattr(cache, "layers", None) or [cache]:
         values = [getattr(layer, "keys", None), getattr(layer, "values", None)]

@@ -1,4 +1,4 @@
-"""Sharded weights of transformers' tensor parallelism.
+"""Weights that transformers shards for tensor parallelism, as ``DTensor``.
 
 The parameter is a ``DTensor`` of the global shape; kernels read the local tensor.
 """
@@ -21,7 +21,7 @@ def is_sharded(tensor: object) -> bool:
 
 
 def local_part(tensor: Any) -> Tensor:
-    """Return this process's shard of a tensor, or the whole of a plain tensor."""
+    """Return this process's shard of a ``DTensor``; any other tensor is returned unchanged."""
     if not is_sharded(tensor):
         unsharded: Tensor = tensor
         return unsharded
@@ -39,7 +39,7 @@ class Sharding:
         self._shape, self._stride = dtensor.shape, dtensor.stride()
 
     def global_tensor(self, shard: Tensor) -> Tensor:
-        """Return the ``DTensor`` with the local shard ``shard``."""
+        """Return a ``DTensor`` of this layout whose local shard is ``shard``."""
         from torch.distributed.tensor import DTensor
 
         dtensor: Tensor = DTensor.from_local(

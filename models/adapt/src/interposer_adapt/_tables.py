@@ -1,4 +1,4 @@
-"""Binding of embeddings, and of heads tied to an embedding's weight.
+"""Embeddings of transformers models, and LM heads tied to an embedding's weight.
 
 Dimensions: V vocabulary, H hidden size.
 """
@@ -31,7 +31,7 @@ def bind_table(
     heads: list[NamedModule],
     holders: list[tuple[nn.Module, str]],
 ) -> None:
-    """Bind the embeddings and heads that share one weight.
+    """Bind the embeddings and LM heads that share one weight to kernels.
 
     Args:
         name: the module name of the embedding that owns the weight.
@@ -78,7 +78,7 @@ def _bind(
     heads: list[NamedModule],
     holders: list[tuple[nn.Module, str]],
 ) -> str | Verdict:
-    """Return the names of the lookup kernel and the head kernel, separated by a space."""
+    """Bind the lookup and LM head kernels, and return the names of both, separated by a space."""
     weight: Any = holders[0][0]._parameters[holders[0][1]]
     dtype = weight.dtype
     site = adaptation.site(name, dtype)
@@ -131,7 +131,7 @@ def _release_table(
     weight: Tensor,
     name: str,
 ) -> Verdict:
-    """Free a table's plain copy if lookups restore it exactly, or if the table was quantized."""
+    """Free an embedding's plain weight, if it was quantized or lookups restore it exactly."""
     assert layer.head_call is not None
     assert layer.lookup is not None
     kernel, constants = layer.lookup, layer.constants
@@ -166,7 +166,7 @@ def _parts(num_rows: int) -> Iterator[slice]:
 
 
 def _with_bias(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return ``kernel`` followed by the addition of a bias."""
+    """Return a function that calls ``kernel`` and adds a bias to the result."""
 
     def head(x: Tensor, bias: Tensor, *operands: Any) -> Tensor:
         return kernel(x, *operands).add_(bias)

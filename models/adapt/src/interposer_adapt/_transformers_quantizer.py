@@ -34,7 +34,7 @@ class InterposerConfig(QuantizationConfigMixin):
     """
 
     def __init__(self, method: str | Mapping[str, Any], **settings: Any) -> None:
-        """Check the method; its settings are checked when a model is loaded.
+        """Check the name of the method; its settings are checked when a model is loaded.
 
         Args:
             method: a name, or settings with the name as ``quant_method``, as for ``load``.
@@ -58,14 +58,14 @@ class InterposerConfig(QuantizationConfigMixin):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The method and its settings in the form of ``load(..., quantization=...)``."""
+        """The quantization settings in the form of ``load(..., quantization=...)``."""
         fields = self.to_dict()
         del fields["quant_method"]
         return {"quant_method": fields.pop("method"), **fields}
 
 
 class InterposerQuantizer(HfQuantizer):
-    """Quantizes a model's projections after transformers has loaded the plain weights.
+    """Quantizes linear layers after transformers has loaded the plain weights.
 
     Attributes:
         resolver: chose the kernels; ``interposer.explain(model.hf_quantizer)`` lists them.
@@ -89,7 +89,7 @@ class InterposerQuantizer(HfQuantizer):
         return torch.device(self.placement.device.torch_device)
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Choose the scheme, before any weight is read.
+        """Choose the quantization scheme, before any weight is read.
 
         Raises:
             UnknownNameError: no installed plugin quantizes by this method.
@@ -111,7 +111,7 @@ class InterposerQuantizer(HfQuantizer):
             )
 
     def update_device_map(self, device_map: Any) -> Any:
-        """Return the device map; the default is the platform's device."""
+        """Return the device map of the user, or by default the platform's device."""
         if device_map is None and self.device.type != "cpu":
             return {"": str(self.device)}
         return device_map
@@ -136,7 +136,7 @@ class InterposerQuantizer(HfQuantizer):
         return model
 
     def is_serializable(self) -> bool:
-        """Refuse to save the model, as packed weights are specific to this processor.
+        """Refuse to save the model, because packed weights are specific to this processor.
 
         transformers would only log a hint if this method returned False.
 
@@ -152,7 +152,7 @@ class InterposerQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """False, as kernels record no gradients."""
+        """Always False, because kernels record no gradients."""
         return False
 
     def __deepcopy__(self, memo: object) -> InterposerQuantizer:

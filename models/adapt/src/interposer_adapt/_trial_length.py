@@ -1,4 +1,4 @@
-"""The length of a trial's prompt, which must exceed the attention window of the model."""
+"""The prompt length of a trial, which must exceed the attention window of the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MIN_LIMIT_TOKENS = 160
 
 
 def extra_trial_tokens(model: nn.Module) -> tuple[int, str]:
-    """Return the tokens that a trial's prompt needs to exceed the model's windows, and a note.
+    """Return how many tokens a trial's prompt needs beyond the attention window, and a note.
 
     The number is the largest window, chunk or top-k in the configuration. For a large model it is
     limited, because the trial would take minutes; the note then names the configuration's field.
@@ -32,7 +32,7 @@ def extra_trial_tokens(model: nn.Module) -> tuple[int, str]:
 
 
 def _window_fields(config: Any, depth: int = 0) -> Iterator[tuple[str, int]]:
-    """Yield the fields that limit attended tokens, also of nested configurations."""
+    """Yield the fields of a configuration, and of nested ones, that limit the attended tokens."""
     fields = dict(vars(config)) if hasattr(config, "model_type") else {}
     for name, value in fields.items():
         if hasattr(value, "model_type") and depth < 2:

@@ -1,4 +1,4 @@
-"""Load checkpoints of Hugging Face and generate text with them, on any platform.
+"""Loading of Hugging Face checkpoints, and text generation with them, on any platform.
 
 Names are loaded on first use, so that the commands print help without torch.
 """

@@ -1,4 +1,4 @@
-"""Tokens and settings in the files next to tokenizer.json.
+"""Special tokens and tokenizer settings in the files next to tokenizer.json.
 
 Both are applied to the ``Tokenizer`` of the tokenizers library as AutoTokenizer of transformers 5
 applies them, without importing transformers.
@@ -46,7 +46,7 @@ _CLASS_TOKENS = {
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """The fields of the files next to a tokenizer.json.
+    """The fields of the settings files next to a tokenizer.json.
 
     Attributes:
         fields: Fields of tokenizer_config.json.
@@ -63,7 +63,7 @@ class TokenizerSettings:
 
     @classmethod
     def of_folder(cls, path: Path) -> TokenizerSettings:
-        """Read the files of a model directory.
+        """Read the tokenizer's settings files in a model directory.
 
         Raises: CheckpointError: a file is not a JSON object.
         """
@@ -87,7 +87,7 @@ class TokenizerSettings:
         return None if token is None else str(token)
 
     def cleans_up(self, tokenizer: Tokenizer) -> bool:
-        """Return whether spaces before punctuation are removed from decoded texts.
+        """Whether spaces before punctuation are removed from decoded texts.
 
         transformers ignores the setting for BPE tokenizers, unless a second setting insists.
         """
@@ -96,7 +96,7 @@ class TokenizerSettings:
         return self._flag("clean_up_tokenization_spaces") and (not is_bpe or self._flag(insists))
 
     def needs_transformers(self, tokenizer: Tokenizer) -> bool:
-        """Return whether transformers replaces the pipeline of tokenizer.json by another one.
+        """Return whether transformers would replace the pipeline that tokenizer.json defines.
 
         Some classes of transformers build another pipeline and name tokens that no file names;
         classes for Unigram models add end tokens too. ``fix_mistral_regex`` replaces a regular
@@ -117,7 +117,7 @@ class TokenizerSettings:
         )
 
     def _lacks_token(self, class_name: str, tokenizer: Tokenizer) -> bool:
-        """Return whether a class of transformers adds a token for a role that no file fills."""
+        """Return whether the class in transformers adds a special token that no file defines."""
         stored_texts = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
         stored_texts |= {token.content for token in self._by_id().values()}
         return any(
@@ -126,7 +126,7 @@ class TokenizerSettings:
         )
 
     def _prefix_scheme(self, class_name: str) -> str | None:
-        """Return where a class inserts a space: "always", "first" or "never"; None for no change.
+        """Return where a class inserts a space: "always", "first" or "never"; None if nowhere new.
 
         "always" is before the text and before each part after a special token.
         """
@@ -184,7 +184,7 @@ class TokenizerSettings:
                 )
 
     def _by_id(self) -> dict[int, AddedToken]:
-        """Return the tokens that have an id in a file, by id in ascending order."""
+        """Return the tokens that have an id in one of the files, by id in ascending order."""
         decoder = self.fields.get("added_tokens_decoder")
         if decoder is not None:
             field = "added_tokens_decoder"
@@ -206,7 +206,7 @@ class TokenizerSettings:
         return dict(sorted(tokens.items()))
 
     def _role_tokens(self) -> dict[str, AddedToken]:
-        """Return the tokens that have a role, such as ``bos_token`` or ``image_token``."""
+        """Return the special tokens that have a role, such as ``bos_token`` or ``image_token``."""
         tokens: dict[str, AddedToken] = {}
         for file, fields in ((_CONFIG, self.fields), (_SPECIAL_MAP, self.special_map)):
             for name, value in fields.items():
@@ -222,7 +222,7 @@ class TokenizerSettings:
         return usual | tokens
 
     def _extra(self) -> list[AddedToken]:
-        """Return the special tokens without a role."""
+        """Return the special tokens that have no role."""
         if self._uses_newer_name:
             return self._newer_extra()
         file = _SPECIAL_MAP if _OLDER_EXTRA in self.special_map else _CONFIG
@@ -231,7 +231,7 @@ class TokenizerSettings:
 
     @property
     def _uses_newer_name(self) -> bool:
-        """Whether a field of the newer name, even a null, hides fields of the older name."""
+        """Whether special tokens are read under the newer name ``extra_special_tokens``."""
         config_value = self.fields.get(_EXTRA)
         if not config_value and _OLDER_EXTRA in self.fields:
             return True  # the older name of tokenizer_config.json is read as the newer one
@@ -239,7 +239,7 @@ class TokenizerSettings:
         return is_list or isinstance(self.special_map.get(_EXTRA), list)
 
     def _newer_extra(self) -> list[AddedToken]:
-        """Return the tokens of ``extra_special_tokens``, or of the older name in the first file."""
+        """Return the tokens of ``extra_special_tokens``, or of the older name in the config."""
         own_field = _EXTRA if self.fields.get(_EXTRA) else _OLDER_EXTRA
         tokens = self._several(_CONFIG, self.fields, own_field)
         return tokens + self._several(_SPECIAL_MAP, self.special_map, _EXTRA)
@@ -295,7 +295,7 @@ def _resembles_token(value: Any) -> bool:
 
 
 def _steps(tokenizer: Tokenizer) -> Iterator[Mapping[str, Any]]:
-    """Yield the settings of each normalizer and pre-tokenizer of a pipeline."""
+    """Yield the settings of each normalizer and pre-tokenizer of a tokenizer's pipeline."""
     parts = [tokenizer.normalizer, tokenizer.pre_tokenizer]
     pending = [json.loads(part.__getstate__()) for part in parts if part is not None]
     while pending:
@@ -305,7 +305,7 @@ def _steps(tokenizer: Tokenizer) -> Iterator[Mapping[str, Any]]:
 
 
 def _prefix_scheme(steps: list[Mapping[str, Any]]) -> str:
-    """Return where a pipeline inserts a space; see ``TokenizerSettings._prefix_scheme``."""
+    """Return where a pipeline inserts spaces; see ``TokenizerSettings._prefix_scheme``."""
     schemes = [str(step.get("prepend_scheme", "never")) for step in steps]
     if any(step["type"] == "Prepend" or step.get("add_prefix_space") for step in steps):
         return "always"

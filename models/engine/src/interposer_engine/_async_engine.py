@@ -1,4 +1,4 @@
-"""Asynchronous interface of a language model: one thread runs the requests of all event loops."""
+"""Asyncio interface of a language model: one thread runs the requests of all event loops."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _STACK_SIZE_LOCK = threading.Lock()  # threading.stack_size is a setting of the 
 
 
 class AsyncLanguageModel:
-    """Language model for coroutines of any number of event loops.
+    """A language model for coroutines of any number of event loops.
 
     One thread runs the steps of the engine. Four others tokenize prompts, render chat templates,
     compile constraints and format answers, so that none of this work delays the others. You may
@@ -59,7 +59,7 @@ class AsyncLanguageModel:
         constraint_limits: ConstraintLimits | None = None,
         template_seconds: float | None = None,
     ) -> None:
-        """Start the threads.
+        """Start the step thread and the threads for tokenizers and constraints.
 
         Args:
             model: Model to run.
@@ -123,7 +123,7 @@ class AsyncLanguageModel:
 
     @property
     def trouble(self) -> str:
-        """Why requests would fail; "" if no reason is known."""
+        """Reason why requests would fail; "" if no reason is known."""
         if not self._steps.alive:
             return "the engine does not run"
         if trouble := self.model.engine.trouble:
@@ -312,7 +312,7 @@ class AsyncLanguageModel:
         received: int | None = None,
         on_end: Callable[[Generation], None] | None = None,
     ) -> Generation:
-        """Queue a request of the running event loop, and return the generation of its tokens.
+        """Queue a request of the running event loop, and return the stream of its new tokens.
 
         This is for servers. ``generate`` and ``stream`` also take prompts that are texts.
 
@@ -345,7 +345,7 @@ class AsyncLanguageModel:
         *,
         streams: bool,
     ) -> Generation:
-        """Compile the constraints and tokenize the prompts of a request, and open the request."""
+        """Compile the constraints and tokenize the prompts of a request, then queue the request."""
         rows = requests(prompts, params, settings, n)
         self._steps.check_capacity(n * len(rows))  # refuse before preparing anything
         # These references keep the constraints compiled until the generation has its own.
@@ -376,7 +376,7 @@ class AsyncLanguageModel:
 
     @cached_property
     def _tokenizer(self) -> TextTokenizer:
-        """Tokenizer of the thread that tokenizes prompts; some tokenizers are not thread-safe."""
+        """Tokenizer for the thread that tokenizes prompts; some tokenizers are not thread-safe."""
         return copy.deepcopy(self.model.tokenizer)
 
     @cached_property
@@ -386,7 +386,7 @@ class AsyncLanguageModel:
 
 
 def _large_stack_executor(name: str) -> ThreadPoolExecutor:
-    """Return an executor of one thread, whose stack is larger than the child process's."""
+    """Return an executor of one thread with a larger stack than the constraint process has."""
     executor = ThreadPoolExecutor(1, name)
     with _STACK_SIZE_LOCK:
         default_bytes = threading.stack_size(STACK_BYTES + _EXTRA_STACK_BYTES)
@@ -404,7 +404,7 @@ def _stop(steps: StepThread, stops: Sequence[Callable[[], None]]) -> None:
 
 
 class Expired(BaseException):
-    """Raised inside a function after the time limit or the cancellation of the caller."""
+    """Exception in a running function after its time limit, or after its caller was cancelled."""
 
 
 class TimedCalls:
@@ -415,7 +415,7 @@ class TimedCalls:
     """
 
     def __init__(self, name: str, seconds: float | None) -> None:
-        """Set the time limit.
+        """Set the name of the threads and the time limit.
 
         Args:
             name: Name of the threads.
@@ -446,7 +446,7 @@ class TimedCalls:
 
 
 class _Call(Generic[T]):
-    """One function that a thread runs for an event loop.
+    """A function that a thread runs for an event loop.
 
     Attributes:
         started: Done when the function starts.
@@ -466,7 +466,7 @@ class _Call(Generic[T]):
         self._ended = False
 
     def run(self) -> None:
-        """Run the function, and send its result to the event loop."""
+        """Run the function in this thread, and send its result to the event loop."""
         try:
             with self._turn:
                 self._call_in_loop(self.started.set_result, None)
@@ -490,7 +490,7 @@ class _Call(Generic[T]):
                 self._thread = None
 
     def end(self) -> None:
-        """Interrupt a running function, or keep a waiting one from starting."""
+        """Interrupt the function if running, or prevent its start if still queued."""
         with self._lock:
             self._ended = True
             if self._thread is not None:

@@ -14,7 +14,7 @@ from interposer_engine._scheduler import Chunk
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """Tokens of one step, packed without padding.
+    """The tokens of one step with positions and cache pages, packed without padding.
 
     Attributes:
         token_ids: ``[T]`` int64.
@@ -31,7 +31,7 @@ class StepBatch:
 
     @property
     def by_pool(self) -> tuple[AttentionBatch, ...]:
-        """The paged batch of each page pool, in the order of the pools."""
+        """The attention batch of each page pool, in the order of the pools."""
         return (self.attention, *self.other_pools)
 
     @classmethod
@@ -44,7 +44,7 @@ class StepBatch:
         with_states: bool = False,
         with_prefixes: bool = False,
     ) -> StepBatch:
-        """Build the batch of a step from the chunks.
+        """Build the tensors of a step from the scheduler's chunks.
 
         Args:
             min_pages: Least number of columns of the page table.
@@ -106,7 +106,7 @@ class StepBatch:
         max_lengths: Sequence[int],
         host: StepBatch | None,
     ) -> StepBatch:
-        """Assemble the batch from the parts of one tensor, in the order of ``build``."""
+        """Assemble the batch from slices of one tensor, in the order that ``build`` defines."""
         tokens, positions, query_starts, seq_lens, states, prefixes, slots, pages, *pool_parts = (
             parts
         )
@@ -145,7 +145,7 @@ class StepBatch:
 
 
 def _prefix_lens(chunks: Sequence[Chunk]) -> list[int]:
-    """Return the prompt lengths, or nothing if no token of the step attends to a later one."""
+    """Return the prompt lengths; an empty list if no token may attend to a later prompt token."""
     sequences = [chunk.sequence for chunk in chunks]
     if any(sequence.num_computed + 1 < len(sequence.prompt) for sequence in sequences):
         return [len(sequence.prompt) for sequence in sequences]
@@ -153,7 +153,7 @@ def _prefix_lens(chunks: Sequence[Chunk]) -> list[int]:
 
 
 def _encoder_inputs(chunks: Sequence[Chunk], table_width: int) -> list[list[int]]:
-    """Return the lengths of the encoder inputs, and the rows of the page table as one list."""
+    """Return the lengths of the encoder inputs, and the page-table rows flattened to one list."""
     lengths: list[int] = []
     table: list[int] = []
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""Chat templates: render messages as the prompt format that a model was trained with.
+"""Chat templates, which render messages in the prompt format a model was trained with.
 
 A template is a program of the model's publisher. transformers renders templates in a sandbox. A
 response template is the reverse: it defines how an answer is parsed, and in simple cases also how a
@@ -99,14 +99,14 @@ class ChatRenderer:
         return list(prompt_ids)
 
     def plain(self, messages: Iterable[Message]) -> list[dict[str, Any]]:
-        """Return messages as plain dicts with texts as contents, for the checkpoint's template.
+        """Return messages as dicts with plain texts as contents, for the checkpoint's template.
 
         Raises: RequestError: a message is malformed.
         """
         return plain_messages(messages, self._template_text(None))
 
     def _template_text(self, template: str | None) -> str:
-        """Return ``template``, or the text of all templates of the checkpoint."""
+        """Return ``template``, or all templates of the checkpoint joined to one text."""
         templates = self._tokenizer.chat_template if template is None else template
         return "\n".join(templates.values()) if isinstance(templates, Mapping) else templates or ""
 
@@ -153,7 +153,7 @@ class ChatRenderer:
 
 
 def plain_messages(messages: Iterable[Message], template: str) -> list[dict[str, Any]]:
-    """Convert messages to plain dicts with texts as contents.
+    """Convert messages to dicts with plain texts as contents.
 
     Text parts of a content are joined. The role ``developer``, OpenAI's newer name, becomes
     ``system`` if ``template`` does not name ``developer``.
@@ -284,7 +284,7 @@ def _guidance() -> dict[str, str]:
 
 
 def _literal(field: Mapping[str, Any], side: str, name: str) -> str:
-    """Return the text that opens or closes a call of the function ``name``."""
+    """Return the text that opens or closes a call of the function ``name`` in an answer."""
     literal = field.get(side)
     if literal is not None:
         return str(literal if isinstance(literal, str) else literal[0])
@@ -302,7 +302,7 @@ def _literal(field: Mapping[str, Any], side: str, name: str) -> str:
 
 
 def _terms(text: str, specials: Mapping[str, int]) -> Iterator[str]:
-    """Yield grammar terms for a text: literals, and control tokens by id."""
+    """Yield grammar terms that match a text: literals, and control tokens by id."""
     if not text:
         return
     pattern = "|".join(map(re.escape, sorted(specials, key=len, reverse=True)))

@@ -1,4 +1,4 @@
-"""The stand-in for the parts of a closed model."""
+"""Stand-in for the parts of a model that was closed: every use raises RequestError."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ class ClosedModel:
 
     @classmethod
     def of(cls, name: object) -> Any:
-        """Return a stand-in for any part of the model with this name."""
+        """Return a stand-in for any part of the closed model with this name."""
         return cls(name)

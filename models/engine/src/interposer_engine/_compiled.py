@@ -28,7 +28,7 @@ _log = logging.getLogger("interposer")
 
 
 class CompiledArtifacts:
-    """Kernels and graphs of torch's compiler for one model, device and set of kernel choices.
+    """Stored kernels and graphs of torch's compiler for one model, device and kernel choice.
 
     torch validates the inputs of each artifact before use, so that a stale artifact only costs
     time. Artifacts contain code: write access to the store allows running code, as with torch's own
@@ -79,7 +79,7 @@ class CompiledArtifacts:
 
 
 def _names(info: Any) -> set[str]:
-    """Return the names of artifacts; each name is a digest of all inputs of the artifact."""
+    """Return the names of compiled artifacts; each name is a digest of the artifact's inputs."""
     kinds = ("inductor_artifacts", "autotune_artifacts", "aot_autograd_artifacts")
     return {name for kind in kinds for name in getattr(info, kind, ())}
 
@@ -128,7 +128,7 @@ class CompiledModel:
         resolver: Resolver,
         artifacts: CompiledArtifacts,
     ) -> None:
-        """Prepare the compilation, which happens at the first calls.
+        """Prepare the model for compilation, which happens at the first calls.
 
         Args:
             caches: KV caches and states, which have fixed sizes.
@@ -174,7 +174,7 @@ class CompiledModel:
         return logits
 
     def fix_sizes(self) -> None:
-        """Mark caches and constants as static for the compiler; repeat this after weights moved."""
+        """Mark caches and constants as static for torch.compile; call again after weights moved."""
         for tensor in (*self._caches, *_constants(self._model)):
             torch._dynamo.mark_static(tensor)
 
@@ -191,7 +191,7 @@ def check_compiler(
     graphs: Verdict | None = None,
     choices: Iterable[Choice] = (),
 ) -> Verdict | None:
-    """Return whether and by which backend steps are compiled; None if compilation is off.
+    """Decide whether torch.compile compiles the steps, with backend or reason; None if off.
 
     Args:
         graphs: Whether decode steps are captured as graphs, too.
@@ -246,7 +246,7 @@ def backend_name(config: Config, placement: Placement, verdict: Verdict) -> str:
 
 
 def _constants(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors that layers hold as operands but not as parameters."""
+    """Yield the tensors that the model's layers pass to kernels but do not hold as parameters."""
     for module in model.modules():
         attributes: Mapping[str, Any] = vars(module)
         for name in ("operands", "_operands", "constants", "product"):

@@ -1,4 +1,4 @@
-"""Encoder inputs: encoded once, and attended to by all steps of the sequence.
+"""Encoder inputs of encoder-decoders: encoded once, and attended to by all decoder steps.
 
 Dimensions: E tokens of all encoder inputs of a batch, B encoder inputs.
 """
@@ -22,7 +22,7 @@ from interposer_models.decoder import EncoderInputBatch
 
 
 class EncoderModel(Protocol):
-    """The additional interface of a ``PagedModel`` with cross-attention to an encoder input."""
+    """Interface that a ``PagedModel`` with an encoder has in addition."""
 
     @property
     def max_source_tokens(self) -> int:
@@ -43,7 +43,7 @@ class EncoderModel(Protocol):
 
 
 class EncoderInputs:
-    """Encodes the inputs of new sequences into cache pages that the sequences hold.
+    """Encodes the inputs of new sequences into KV-cache pages that belong to the sequences.
 
     Attributes:
         pool: Page pool of the encoder inputs.
@@ -60,7 +60,7 @@ class EncoderInputs:
         self.longest = pool.longest(min(model.max_source_tokens, max_step_tokens))
 
     def check(self, source: Sequence[int] | None) -> list[int]:
-        """Return the token ids of an encoder input as plain integers.
+        """Check an encoder input, and return the token ids as plain integers.
 
         Raises: RequestError: the input is missing or empty, has an unknown token, or exceeds the
             encoder, a step or the cache.
@@ -92,7 +92,7 @@ class EncoderInputs:
         caches: Sequence[Any],
         numerics: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Encode the inputs of sequences, and write the results to the pages."""
+        """Encode the inputs of sequences, and write keys and values to the cache pages."""
         size = self.pool.page_size
         token_ids: list[int] = []
         positions: list[int] = []
@@ -131,7 +131,7 @@ def has_encoder_inputs(model: Any) -> bool:
 
 
 def _write_batch(slots: Tensor) -> AttentionBatch:
-    """Return a batch that only writes to the slots ``[E]``, without sequences that read."""
+    """Return a batch that only writes keys and values to ``slots`` ``[E]``, without queries."""
     return AttentionBatch(
         query_starts=slots.new_zeros(1),
         seq_lens=slots.new_empty(0),

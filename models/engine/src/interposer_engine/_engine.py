@@ -1,4 +1,4 @@
-"""The engine: continuous batching of requests, which join one model, run step by step, and end.
+"""The engine: continuous batching of requests, which share one model and run step by step.
 
 Each answer to a request is a ``TokenSequence``. The scheduler gives it a ``Chunk`` of a step; all
 chunks together are a ``StepBatch`` of the model and a ``SamplingBatch`` of the sampler. A new token
@@ -90,12 +90,12 @@ class Engine:
 
     @property
     def trouble(self) -> str:
-        """The reason why no step can run, such as a lost rank; "" while steps can run."""
+        """Reason why no step can run, such as a lost rank; "" while steps can run."""
         return ""
 
     @property
     def prefixes(self) -> PrefixStatistics | None:
-        """Statistics of the prefix cache; None without a prefix cache."""
+        """Statistics of the prefix cache; None if the engine has no prefix cache."""
         prefix_cache = self.runner.prefixes
         return None if prefix_cache is None else prefix_cache.statistics
 
@@ -141,7 +141,7 @@ class Engine:
     def check(
         self, prompt: Sequence[int], params: SamplingParams, source: Sequence[int] | None = None
     ) -> list[int]:
-        """Return the prompt in the form for ``add``. Any thread may call this.
+        """Return the token ids of the prompt, checked for ``add``. Any thread may call this.
 
         Raises:
             RequestError: the prompt is empty, has an unknown token, or leaves no space for a new
@@ -179,7 +179,7 @@ class Engine:
         return self.scheduler.busy
 
     def cancel(self, sequence: TokenSequence) -> None:
-        """End a request early and free the pages; do nothing after the end."""
+        """End a request early and free its cache pages; do nothing after the request's end."""
         if sequence.finish_reason is None:
             self._end(sequence, "cancelled")
 
@@ -202,7 +202,7 @@ class Engine:
         return self.deliver(sequences, tokens, logprobs)
 
     def run(self, chunks: Sequence[Chunk]) -> tuple[list[TokenSequence], torch.Tensor]:
-        """Compute chunks without draft tokens.
+        """Run one step for the chunks without speculative decoding, and count tokens as computed.
 
         Returns: the sequences that get a new token, and their logits, ``[B, V]``.
         """
@@ -261,7 +261,7 @@ class Engine:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def agree(self, flag: bool) -> bool:
-        """Return the common answer of all ranks to a question of timing; alone, ``flag``."""
+        """Return the flag that all ranks agree on, for decisions that depend on time."""
         return flag
 
     @property
@@ -276,7 +276,7 @@ class Engine:
         seed: int,
         source: Sequence[int] | None = None,
     ) -> TokenSequence:
-        """Create a sequence, but neither queue it nor check the tokens."""
+        """Create a sequence, but do not queue the sequence or check its tokens."""
         pages: list[list[int]] = [[] for _ in self.pools]
         encoder_input = self.checked_source(source)
         sequence = TokenSequence(
@@ -287,7 +287,7 @@ class Engine:
         return sequence
 
     def checked_source(self, source: Sequence[int] | None) -> list[int]:
-        """Return the encoder input as plain integers; empty if the model has no encoder.
+        """Check an encoder input, and return plain integers; empty if the model has no encoder.
 
         Raises: RequestError: see ``EncoderInputs.check``; or ``source`` is set for a model without
             an encoder.
@@ -301,7 +301,7 @@ class Engine:
         return []
 
     def checked_tokens(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the ids as plain integers.
+        """Check token ids, and return plain integers.
 
         Raises: RequestError: there are no ids, or an id is outside of the vocabulary.
         """
@@ -330,12 +330,12 @@ class Engine:
     def deliver(
         self, sequences: Sequence[TokenSequence], tokens: Sequence[int], logprobs: Sequence[float]
     ) -> list[Event]:
-        """Append a new token to each sequence; see ``append``."""
+        """Append the sampled token of each sequence; see ``append``."""
         samples = zip(sequences, tokens, logprobs, strict=True)
         return [self.append(*sample) for sample in samples]
 
     def append(self, sequence: TokenSequence, token: int, logprob: float) -> Event:
-        """Append a new token to a sequence, and return the event.
+        """Append a new token to a sequence, and return the event for the reader of the request.
 
         The sequence ends if the token ends it. If the logits were not finite, the sequence ends
         with an error and the token is not appended.
@@ -387,14 +387,14 @@ class Engine:
 
 
 class PromptLogprobs:
-    """Records the log probabilities of prompt tokens in the sequences with ``prompt_logprobs``."""
+    """Records log probabilities of prompt tokens for requests with ``prompt_logprobs``."""
 
     def __init__(self, runner: Runner, sampler: Sampler) -> None:
         self._runner = runner
         self._sampler = sampler
 
     def check(self, params: SamplingParams) -> None:
-        """Raise RequestError if the model does not predict the tokens of prompts."""
+        """Raise RequestError if the model does not compute log probabilities of prompt tokens."""
         count = params.prompt_logprobs
         if count is None:
             return
@@ -409,14 +409,14 @@ class PromptLogprobs:
             )
 
     def prepare(self, params: SamplingParams) -> None:
-        """Bind the kernels that a request needs.
+        """Bind the kernels for the prompt log probabilities that a request asks for.
 
         Raises: InterposerError: the policy leaves no kernel.
         """
         self._sampler.editor.prepare(top=params.prompt_logprobs is not None)
 
     def record(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> torch.Tensor:
-        """Record prompt log probabilities in the sequences; return the rows of logits to sample.
+        """Record prompt log probabilities; return the rows of logits from which to sample.
 
         Args:
             logits: ``[R, V]``, the requested rows of all chunks.
@@ -432,7 +432,7 @@ class PromptLogprobs:
         return logits[torch.tensor(sampled_rows, dtype=torch.int64, device=logits.device)]
 
     def _record(self, sequence: TokenSequence, logits: torch.Tensor) -> None:
-        """Append the log probabilities of the next prompt tokens to the sequence."""
+        """Append the log probabilities of a chunk's prompt tokens to the sequence."""
         # The logits after token i predict token i + 1; the first prompt token has no prediction.
         first, count = len(sequence.prompt_logprobs) + 1, sequence.params.prompt_logprobs or 0
         tokens = sequence.prompt[first : first + len(logits)]

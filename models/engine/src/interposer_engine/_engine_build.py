@@ -1,4 +1,4 @@
-"""Builds the engine of a planned model: reads the weights, then sizes and allocates the cache."""
+"""Builds the engine of a planned model: reads the weights, sizes and allocates the KV cache."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _Compiler = Callable[[CausalModel, list[torch.Tensor]], CompiledModel]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
-    """An engine with weights and cache, and the objects from which its ``LanguageModel`` is made.
+    """An engine with weights and KV cache, and the parts from which its ``LanguageModel`` is made.
 
     Attributes:
         adapters: LoRA adapters by name, read but not yet attached.
@@ -72,7 +72,7 @@ class BuiltEngine:
 
 @dataclass(slots=True)
 class _Memory:
-    """Memory that is reserved before the cache: adapters (read already) and recurrent states."""
+    """Memory that is reserved before the KV cache: loaded adapters and recurrent states."""
 
     weight_check: WeightCheck
     adapters: Mapping[str, Adapter]
@@ -82,7 +82,7 @@ class _Memory:
 
 @dataclass(slots=True)
 class _Loaded:
-    """The loaded weights and tokenizer of a model, with end tokens and draft source."""
+    """The loaded weights and tokenizer of a model, with its end tokens and draft source."""
 
     checkpoint: Checkpoint | CheckpointFile
     tokenizer: TextTokenizer
@@ -99,7 +99,7 @@ def build_engine(
     group: Group | SingleProcess,
     load_draft: Callable[..., Any],
 ) -> BuiltEngine:
-    """Read the weights of a plan's model, size its cache, and create its engine.
+    """Read the weights of a planned model, size its KV cache, and create its engine.
 
     All ranks of ``group`` load together: a failure of one rank is raised on every rank. Notes on
     weights and memory are added to those of the plan's resolver.
@@ -173,7 +173,7 @@ def build_engine(
 
 
 def _reserve_memory(planned: Plan, options: LoadOptions) -> _Memory:
-    """Read the adapters, and check what is requested against the plan and the free memory.
+    """Load the adapters, and check the requested sizes against the plan and the free memory.
 
     Raises: ConfigError: the cache exceeds the free memory, or graphs are required but refused.
     """
@@ -199,7 +199,7 @@ def _reserve_memory(planned: Plan, options: LoadOptions) -> _Memory:
 def _load_weights(
     planned: Plan, options: LoadOptions, check: WeightCheck, load_draft: Callable[..., Any]
 ) -> _Loaded:
-    """Read the tokenizer and the weights, after the memory of speculative decoding is taken."""
+    """Read the tokenizer and the weights, after allocating memory for speculative decoding."""
     platform, device = planned.placement.platform, planned.placement.device.torch_device
     checkpoint = download_weights(planned.checkpoint)
     if checkpoint is not planned.checkpoint:  # downloaded now, so not yet compared by the plan
@@ -249,7 +249,7 @@ def _new_engine(
     compiled: _Compiler | None = None,
     prefixes: PrefixCache | None = None,
 ) -> Engine:
-    """Create an engine with a cache of ``num_pages``.
+    """Create an engine with a KV cache of ``num_pages``.
 
     Without the keyword arguments the engine only serves to measure a step.
     """
@@ -284,7 +284,7 @@ def _cache_budget(
     memory: _Memory,
     new_engine: Callable[[int], Engine],
 ) -> CacheBudget:
-    """Size the cache: as requested, or from the memory that the largest step leaves free."""
+    """Size the KV cache: as requested, or from the memory that the largest step leaves free."""
     if options.cache_tokens is not None:
         device, shape = planned.placement.device.torch_device, cache_shape(planned, **options.sizes)
         return CacheBudget.for_tokens(device, shape, options.cache_tokens, memory.state_bytes)
@@ -304,7 +304,7 @@ def _requires_graphs(planned: Plan) -> bool:
 
 
 def _compiler(planned: Plan, verdict: Verdict) -> _Compiler:
-    """Return a function that compiles the loaded model of a plan.
+    """Return a function that compiles a loaded model with the settings of its plan.
 
     Raises: ConfigError: there is no such backend, or ``verdict`` refuses it.
     """

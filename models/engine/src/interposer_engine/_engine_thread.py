@@ -1,4 +1,4 @@
-"""The thread that steps the engine, and the generations that it fills with tokens.
+"""The thread that runs the engine's steps, and the generations that receive its tokens.
 
 A generation is one request, with a stream for each answer. Requests join and leave between two
 steps. Event loops are woken by deliveries.
@@ -31,7 +31,7 @@ from interposer_engine._sequence import Event, TokenSequence
 
 
 class QueueFullError(RequestError):
-    """The largest number of answers is running or waiting. The same request can succeed later.
+    """The limit of running and waiting answers is reached; the same request can succeed later.
 
     Attributes:
         num_unfinished: Number of answers that run or wait.
@@ -58,7 +58,7 @@ _MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.01, 0.04
 
 
 class Delivery:
-    """Wakes the readers of one event loop.
+    """Wakes the tasks of one event loop that wait for tokens.
 
     The step thread requests a delivery for the first and last token of a stream, and for a token
     that follows a pause. During a pause tokens accumulate; a timer of the event loop ends the pause
@@ -78,7 +78,7 @@ class Delivery:
         self.num_open = 0
 
     def deliver(self, outcomes: Iterable[tuple[Generation, Exception | None]]) -> None:
-        """Wake readers, and fail the generations that have an error. Runs in the event loop."""
+        """Wake tasks that wait for tokens, and fail generations with errors, in the event loop."""
         for generation, error in outcomes:
             if error is None:
                 generation.wake()
@@ -117,7 +117,7 @@ class Stages:
 
 
 class Generation(AsyncIterator[list[Delta]]):
-    """Answers to one request; ``async for`` yields lists of new tokens.
+    """The answers to one request; ``async for`` yields lists of new tokens.
 
     All methods must be called in the event loop in which the generation was opened.
 
@@ -166,11 +166,11 @@ class Generation(AsyncIterator[list[Delta]]):
 
     @property
     def num_answers(self) -> int:
-        """Number of answers to all prompts."""
+        """Number of answers to all prompts of the request."""
         return self.n * len(self.prompts)
 
     async def __anext__(self) -> list[Delta]:
-        """Wait for tokens, and return all that are available.
+        """Wait for new tokens, and return all that are available.
 
         Raises:
             StopAsyncIteration: every answer has ended.
@@ -189,7 +189,7 @@ class Generation(AsyncIterator[list[Delta]]):
         raise StopAsyncIteration if self.error is None else self.error
 
     async def completions(self) -> list[Completion]:
-        """Wait for all answers and return the completions; no other reader can take the tokens.
+        """Wait for all answers, and return the completions; this consumes the tokens.
 
         Raises: Exception: the error that ended the generation early.
         """
@@ -198,20 +198,20 @@ class Generation(AsyncIterator[list[Delta]]):
         return completions(self.answers, self.n)
 
     def wake(self) -> None:
-        """Let the reader take the new tokens."""
+        """Wake the task that waits for this generation's tokens."""
         self._woken.set()
         if not (self.num_unfinished or self.stages.ended):
             self._end()
 
     def fail(self, error: Exception) -> None:
-        """End with an error, unless the generation has ended."""
+        """End the generation with an error, unless the generation has ended."""
         if not self.stages.ended:
             self.error = error
             self._woken.set()
             self._end()
 
     def close(self) -> None:
-        """Cancel unfinished answers; the present step still computes one more token each."""
+        """Cancel unfinished answers; the current step still computes one more token of each."""
         self.fail(RequestError("The request was closed before its answers ended"))
 
     def _end(self) -> None:
@@ -234,7 +234,7 @@ Outcomes = Mapping[Generation, Exception | None]
 
 
 class StepThread:
-    """Steps the engine of a model while requests are unfinished.
+    """Thread that runs the steps of a model's engine while requests are unfinished.
 
     Other threads send requests through a queue. The step thread holds the engine's lock while it
     uses the engine, because methods of the model may be called at the same time.
@@ -251,7 +251,7 @@ class StepThread:
         *,
         clock: Callable[[], int] = steady_time_ns,
     ) -> None:
-        """Start the thread.
+        """Start the step thread.
 
         Args:
             clock: Returns nanoseconds since the epoch, for the stages of each request.
@@ -285,7 +285,7 @@ class StepThread:
         return self._num_unfinished
 
     def check_capacity(self, num_answers: int) -> None:
-        """Raise QueueFullError if the answers exceed the capacity, RequestError after the end."""
+        """Raise QueueFullError beyond the capacity, or RequestError once the thread has ended."""
         if self._closed:
             raise stopped_error()
         if self.capacity is not None and self._num_unfinished + num_answers > self.capacity:
@@ -322,7 +322,7 @@ class StepThread:
         return generation
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Call a function between two steps in the step thread.
+        """Queue a function to run in the step thread between two steps, and return its future.
 
         Raises: RequestError: the thread has ended.
         """
@@ -343,7 +343,7 @@ class StepThread:
         return future
 
     def stop(self, seconds: float | None = None) -> None:
-        """Cancel unfinished requests, and end the thread after the present step.
+        """Cancel unfinished requests, and end the thread after the current step.
 
         Args:
             seconds: Longest time to wait for the end.
@@ -393,7 +393,7 @@ class StepThread:
         self._deliver(self._fail_all(error))
 
     def _take_orders(self) -> bool:
-        """Run queued orders; wait for one if no request is unfinished. Return False at the end."""
+        """Run queued calls and requests; if idle, wait for one. Return False at the end."""
         idle = not self._running
         while True:
             try:
@@ -444,14 +444,14 @@ class StepThread:
                 self._model.engine.cancel(stream.sequence)
 
     def _fail_all(self, error: Exception) -> Outcomes:
-        """Cancel all running answers, and return the generations with the error."""
+        """Cancel all running answers, and return their generations, each with the error."""
         outcomes = {generation: error for generation, _ in self._running.values()}
         for generation in outcomes:
             self._leave(generation)
         return outcomes
 
     def _read_tokens(self, start_time: int) -> Outcomes:
-        """Pass new tokens to their generations, and return the generations to wake now.
+        """Pass new tokens to their generations, and return the generations with waiting tasks.
 
         Args:
             start_time: Start of the step, in nanoseconds since the epoch.

@@ -58,7 +58,7 @@ _NOT_APPLIED_TO_SAMPLES: dict[str, tuple[Any, ...]] = {
 
 
 def stop_tokens(path: Path, config: dict[str, Any], tokenizer: TextTokenizer) -> frozenset[int]:
-    """Return the ids that end a generation.
+    """Return the ids of the tokens that end a generation.
 
     Source: ``eos_token_id`` of generation_config.json, else of config.json, else ``eos_token`` of
         tokenizer_config.json or special_tokens_map.json. A null counts as absent.
@@ -91,7 +91,7 @@ def end_token_ids(value: Any, file: object) -> frozenset[int]:
 
 
 def _stop_tokens_of_tokenizer(path: Path, tokenizer: TextTokenizer) -> frozenset[int]:
-    """Return the id of ``eos_token`` in the tokenizer's files, if the files name a known token.
+    """Return the id of ``eos_token`` in the tokenizer's files; empty if no known token is named.
 
     Raises: CheckpointError: the field is neither a text nor a token.
     """
@@ -101,7 +101,7 @@ def _stop_tokens_of_tokenizer(path: Path, tokenizer: TextTokenizer) -> frozenset
 
 
 def start_tokens(path: Path, config: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Return the ids with which the decoder of an encoder-decoder starts.
+    """Return the ids of the tokens with which the decoder of an encoder-decoder starts.
 
     The first id is ``decoder_start_token_id``, else ``bos_token_id``. ``forced_bos_token_id``
     follows if the checkpoint has one.
@@ -128,7 +128,7 @@ def start_tokens(path: Path, config: dict[str, Any], vocab_size: int) -> tuple[i
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """Sampling settings that a checkpoint, or a model of transformers, suggests.
+    """Sampling settings that a checkpoint or a transformers model suggests.
 
     Attributes:
         source: Origin of the settings, for errors and notes.
@@ -140,7 +140,7 @@ class GenerationSettings:
 
     @classmethod
     def of_folder(cls, path: Path) -> GenerationSettings:
-        """Read the settings from generation_config.json, else from config.json."""
+        """Read the settings from generation_config.json, or else from config.json."""
         for file in path / _FILE, path / "config.json":
             if file.exists():
                 return cls(file, read_json(file))
@@ -178,7 +178,7 @@ class GenerationSettings:
         return {name: value for name, value in suggested.items() if params.is_changed(name)}
 
     def unapplied_note(self, *, has_encoder: bool) -> str | None:
-        """Return a note on settings that only transformers applies; None without such settings."""
+        """Return a note on settings that only transformers applies; None if there are none."""
         names = dict(_NOT_APPLIED)
         if not has_encoder:
             names |= _NOT_APPLIED_TO_DECODERS

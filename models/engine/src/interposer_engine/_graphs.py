@@ -34,7 +34,7 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GraphBuckets:
-    """Captured batch sizes and page-table widths; a batch runs in the smallest that fits.
+    """The captured batch sizes and page-table widths; a batch runs in the smallest that fits.
 
     Attributes:
         sizes: Numbers of sequences, ascending.
@@ -57,7 +57,7 @@ class GraphBuckets:
 
     @classmethod
     def up_to(cls, max_sequences: int, max_pages: int) -> GraphBuckets:
-        """Return the sizes 1, 2, 4, 8, then steps of 8 up to 256, steps of 16, and the maximum.
+        """Return buckets for batch sizes 1, 2, 4, 8, then in steps of 8 up to 256, then of 16.
 
         So padding is less than half of a small batch and a few percent of a large one, and the
         number of graphs stays small. Widths grow by a factor of four, up to ``max_pages``.
@@ -73,7 +73,7 @@ class GraphBuckets:
         )
 
     def bucket_for(self, num_sequences: int, num_pages: int) -> Bucket | None:
-        """Return the smallest bucket that holds the batch; None if no bucket does."""
+        """Return the smallest bucket that fits the batch; None if no bucket does."""
         size, width = (
             _smallest_at_least(self.sizes, num_sequences),
             _smallest_at_least(self.widths, num_pages),
@@ -87,7 +87,7 @@ def _smallest_at_least(numbers: tuple[int, ...], minimum: int) -> int | None:
 
 
 class GraphBatch:
-    """Inputs of one bucket's graph, at addresses that never change.
+    """Inputs of one captured graph, at addresses that never change.
 
     A padding row is a sequence of one token in a slot of a spare page. The sequence attends to the
     first token of that page, which is padding of the same step: slots are handed out from the last
@@ -108,7 +108,7 @@ class GraphBatch:
         with_states: bool = False,
         with_encoder: bool = False,
     ) -> None:
-        """Allocate the memory of a bucket; all rows are padding until the first ``fill``.
+        """Allocate the input memory of a bucket; all rows are padding until the first ``fill``.
 
         Args:
             spare_pages: For each page pool, pages that no sequence gets, with one slot per row.
@@ -159,7 +159,7 @@ class GraphBatch:
         )
 
     def fill(self, batch: StepBatch) -> int:
-        """Write a step of one token per sequence into the memory, and return the number of rows.
+        """Write a step of one token per sequence into the input memory; return the number of rows.
 
         Raises: ConfigError: the step has other rows, or exceeds the memory.
         """
@@ -201,7 +201,7 @@ class GraphBatch:
         return count
 
     def _pad(self, first: int, last: int) -> None:
-        """Turn the rows ``first`` to ``last - 1`` into padding, as all rows after them are."""
+        """Turn the inputs of rows ``first`` to ``last - 1`` into padding, as all later rows are."""
         self.step.token_ids[first:last].zero_()
         self.step.positions[first:last].zero_()
         for batches, paddings in self._targets:
@@ -220,7 +220,7 @@ def _copy_batches(
     with_encoder: bool,
     hosts: Sequence[AttentionBatch] = (),
 ) -> list[AttentionBatch]:
-    """Copy the batches to ``device``, each with its host copy from ``hosts``.
+    """Copy the attention batches to ``device``, each linked to its host copy from ``hosts``.
 
     The copies have separate pages and slots (and lengths, for encoder inputs), and share all else.
     """
@@ -259,7 +259,7 @@ class _Captured(NamedTuple):
 
 
 class DecodeGraphs:
-    """Runs a step of one token per sequence through the captured graph of the bucket.
+    """Runs a step of one token per sequence through the smallest captured graph that fits.
 
     Attributes:
         compiled: Accepts; or refuses with the reason if torch.compile compiles part of the model,
@@ -281,7 +281,7 @@ class DecodeGraphs:
         with_states: bool = False,
         with_encoder: bool = False,
     ) -> None:
-        """Prepare the captures, which happen at the first steps.
+        """Prepare the graphs, which are captured at the first steps.
 
         Args:
             step: The function to capture. The function must read only arguments and memory that
@@ -318,11 +318,11 @@ class DecodeGraphs:
 
     @staticmethod
     def pages_for(buckets: GraphBuckets, page_size: int) -> int:
-        """Return the number of spare pages that padding needs."""
+        """Return the number of spare cache pages to which padding rows write."""
         return -(-buckets.sizes[-1] // page_size)
 
     def run(self, batch: StepBatch) -> Results:
-        """Compute the results of ``step``, through a graph if the batch fits a bucket.
+        """Compute the results of ``step``, by a captured graph if the batch fits a bucket.
 
         The next step overwrites the returned tensors.
 
@@ -356,7 +356,7 @@ class DecodeGraphs:
         return results[:count]
 
     def forget(self) -> None:
-        """Drop all graphs because the captured memory has moved; later steps capture new ones."""
+        """Drop all captured graphs because their memory has moved; later steps capture new ones."""
         self._graphs.clear()
 
     def _judge(self) -> Verdict:

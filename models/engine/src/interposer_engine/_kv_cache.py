@@ -1,4 +1,4 @@
-"""The KV cache of a model: groups of attention layers, their page pools, and the sizes in bytes.
+"""Layout of a model's KV cache: groups of attention layers, page pools, and sizes in bytes.
 
 ``PagedModel`` is the interface of a model with such a cache.
 """
@@ -23,7 +23,7 @@ from interposer_ops.layers.states import StateLayout
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Attention layers with the same window, which share one page pool.
+    """Attention layers with equal windows, which share one page pool.
 
     Attributes:
         seen_tokens: Window: the number of tokens that a token attends to, including the token; None
@@ -43,17 +43,17 @@ class CacheGroup:
 
     @property
     def num_zero_pages(self) -> int:
-        """Number of zero-filled pages, which stand in a page table for pages that were freed."""
+        """Number of zero-filled pages, which replace freed pages in page tables."""
         return 0 if self.seen_tokens is None else 1
 
     def num_pages(self, num_token_pages: int) -> int:
-        """Return the pool size if the cache has ``num_token_pages`` pages of full attention."""
+        """Return this group's page count if full attention has ``num_token_pages`` pages."""
         return num_token_pages if self.most_pages is None else min(num_token_pages, self.most_pages)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Groups of a model's attention layers, the widest window first.
+    """The groups of a model's attention layers, the widest attention window first.
 
     Attributes:
         groups: The groups of layers.
@@ -74,7 +74,7 @@ class CacheShape:
         max_step_tokens: int,
         spare_pages: int = 0,
     ) -> CacheShape:
-        """Group the layers of the backends by window; without layers, there is one empty group.
+        """Group the backends' layers by attention window; without layers, return one empty group.
 
         A sequence holds the pages of one window and of the tokens that a step adds. So all
         sequences together never need more than ``most_pages`` of a group with a window.
@@ -97,23 +97,23 @@ class CacheShape:
         return cls(groups, page_size, spare_pages)
 
     def pool_index(self, backend: AttentionBackend) -> int:
-        """Return the index of the pool of a backend's layers, within ``by_pool``."""
+        """Return the position of a backend's page pool in ``by_pool``."""
         kind = backend.seen_tokens, sees_source(backend.spec)
         return [(group.seen_tokens, group.is_source) for group in self.by_pool].index(kind)
 
     @property
     def by_pool(self) -> list[CacheGroup]:
-        """The groups in the order of the pools: the encoder-input group comes last."""
+        """The groups in the order of the page pools: the encoder-input group is last."""
         return sorted(self.groups, key=lambda group: group.is_source)
 
     def num_bytes(self, num_token_pages: int) -> int:
-        """Return the size in bytes of a cache of ``num_token_pages`` pages."""
+        """Return the size in bytes of a KV cache of ``num_token_pages`` pages."""
         return self._fixed_bytes + sum(
             group.num_pages(num_token_pages) * group.page_bytes for group in self.groups
         )
 
     def pages_within(self, capacity_bytes: int) -> int | None:
-        """Return how many pages of tokens fit into ``capacity_bytes``; None for any number.
+        """Return the number of token pages that fit into ``capacity_bytes``; None if unlimited.
 
         The size as a function of the page count is piecewise linear and concave: a group with a
         window stops growing at ``most_pages``. So the result is the maximum over the linear pieces.
@@ -134,7 +134,7 @@ class CacheShape:
         return num_pages
 
     def parts(self, num_token_pages: int) -> str:
-        """Describe the tokens and layers of each group; "" if all have full attention."""
+        """Describe the tokens and layers of each layer group; "" if all have full attention."""
         if all(group.seen_tokens is None and not group.is_source for group in self.groups):
             return ""
         parts = []
@@ -156,12 +156,12 @@ class CacheShape:
 
 
 def _order(kind: tuple[int | None, bool]) -> tuple[float, bool]:
-    """Return a sort key that orders groups by window, the widest first."""
+    """Return a sort key that orders layer groups by window, the widest first."""
     return -(kind[0] or float("inf")), kind[1]
 
 
 class Sizes(Protocol):
-    """The sizes against which requests are checked."""
+    """The model sizes against which requests are checked."""
 
     @property
     def vocab_size(self) -> int:
@@ -175,16 +175,16 @@ class Sizes(Protocol):
 
 
 class PagedLayer(Protocol):
-    """One attention layer."""
+    """One attention layer with its paged backend."""
 
     @property
     def backend(self) -> AttentionBackend:
-        """The attention backend; layers with equal specs share one backend."""
+        """The attention backend of the layer; layers with equal specs share one backend."""
         ...
 
 
 class PagedModel(Protocol):
-    """A decoder with all state in KV caches and recurrent states.
+    """Interface of a decoder that keeps all state in paged KV caches and recurrent states.
 
     A model with recurrent layers has the attribute ``state_layers``, as a ``CausalModel``. A model
     that attends to an encoder input also implements ``EncoderModel``.
@@ -197,11 +197,11 @@ class PagedModel(Protocol):
 
     @property
     def attention_layers(self) -> Sequence[PagedLayer]:
-        """The attention layers in order; cache i belongs to layer i."""
+        """The attention layers in order; the i-th cache belongs to the i-th layer."""
         ...
 
     def reserve_positions(self, count: int, device: str) -> None:
-        """Prepare at least ``count`` positions; memory that is large enough stays in place."""
+        """Prepare for at least ``count`` positions, without moving memory that is large enough."""
         ...
 
     def __call__(
@@ -239,7 +239,7 @@ class Caches:
         max_step_tokens: int,
         prefix_cache: bool = False,
     ) -> None:
-        """Create the pools without allocating memory.
+        """Create the page pools without allocating memory.
 
         Args:
             num_pages: Number of pages for the tokens of all sequences; pools of windows have fewer.
@@ -276,7 +276,7 @@ class Caches:
         self.pools = pools
 
     def spare_pages(self, count: int) -> list[range]:
-        """Return, for each pool, the numbers of ``count`` pages that no sequence gets."""
+        """Return, for each pool, the numbers of ``count`` pages that no sequence ever gets."""
         return [range(first, first + count) for first in self._first_spare_pages]
 
     def allocate(self, device: str, num_spare: int) -> list[Any]:
@@ -294,11 +294,11 @@ class Caches:
         return [*caches, *self.allocate_states(self._num_slots, device)]
 
     def allocate_states(self, num_rows: int, device: str) -> list[tuple[torch.Tensor, ...]]:
-        """Allocate ``num_rows`` rows of each recurrent state."""
+        """Allocate ``num_rows`` rows of state for each recurrent layer."""
         return [state.allocate(num_rows, device, cache_memory) for state in self.states]
 
     def contents(self, caches: list[Any]) -> CacheContents:
-        """Wrap the result of ``allocate`` for copies of single pages and state rows."""
+        """Wrap the result of ``allocate``, to copy single pages and state rows."""
         pools: list[list[tuple[torch.Tensor, int]]] = [[] for _ in self.pools]
         count = len(self.backends)
         for backend, cache in zip(self.backends, caches[:count], strict=True):
@@ -308,7 +308,7 @@ class Caches:
     def _allocate_layers(
         self, backend: AttentionBackend, num_layers: int, device: str, num_spare: int
     ) -> list[torch.Tensor]:
-        """Allocate the caches of one backend's layers, with zeroed pages where padding reads."""
+        """Allocate the caches of one backend's layers, and zero pages that padding rows read."""
         layout, pool_index = backend.kv_layout(), self.pool_indices[backend]
         first_spare = self._first_spare_pages[pool_index]
         caches = layout.allocate(num_layers, first_spare + num_spare, device, cache_memory)

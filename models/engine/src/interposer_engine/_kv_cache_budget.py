@@ -1,4 +1,4 @@
-"""Memory budget of the KV cache: a fraction of the memory that weights and a step leave free."""
+"""Memory budget of the KV cache: a fraction of the memory that weights and a step leave."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WARM_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Memory of a device around the largest step.
+    """Memory of a device: total, free, and the peak of the engine's largest step.
 
     Attributes:
         tokens: Number of tokens of the step.
@@ -48,13 +48,13 @@ class StepMemory:
 
     @property
     def available_bytes(self) -> int:
-        """The free memory minus the peak of the step, in bytes."""
+        """The free memory minus the peak memory of a step, in bytes."""
         return self.free_bytes - (self.step_bytes or 0)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheBudget:
-    """Size of a KV cache and the underlying measurements; ``str`` describes both for people.
+    """Size of a KV cache, and the measurements it follows from; ``str`` describes both.
 
     Attributes:
         tokens: Capacity of the cache in tokens.
@@ -78,7 +78,7 @@ class CacheBudget:
     def for_tokens(
         cls, device: str, shape: CacheShape, cache_tokens: int, state_bytes: int = 0
     ) -> CacheBudget:
-        """Return the budget of a cache with the number of tokens that the user set."""
+        """Return the budget for a KV cache of the token count that the user set."""
         pages = -(-cache_tokens // shape.page_size)
         cache_bytes, parts = shape.num_bytes(pages), shape.parts(pages)
         return cls(device, cache_tokens, cache_bytes, state_bytes=state_bytes, parts=parts)
@@ -107,7 +107,7 @@ def cache_budget(
     fraction: float | None,
     state_bytes: int = 0,
 ) -> CacheBudget:
-    """Compute the cache size: ``max_tokens``, or as many as fit into the fraction of the memory.
+    """Compute the size of the KV cache: ``max_tokens``, or as many as fit into the memory fraction.
 
     Args:
         max_tokens: Largest useful number of tokens.
@@ -146,7 +146,7 @@ def unmeasured_budget(
     max_step_tokens: int,
     state_bytes: int,
 ) -> CacheBudget:
-    """Compute the cache size without measuring a step; see ``cache_budget``."""
+    """Compute the size of the KV cache without running a step; see ``cache_budget``."""
     memory_now, is_shared = platform.memory(device), is_host(platform)
     memory = StepMemory(
         max_step_tokens, None, memory_now.free_bytes, memory_now.total_bytes, is_shared
@@ -162,7 +162,7 @@ def unmeasured_budget(
 
 
 def check_sizes(**sizes: int | None) -> None:
-    """Raise ConfigError if a size is neither None nor a positive integer."""
+    """Raise ConfigError if a cache size is neither None nor a positive integer."""
     for name, size in sizes.items():
         if size is not None and (not isinstance(size, int) or size < 1):
             raise ConfigError(f"{name} is {size!r}, must be an integer of at least 1")
@@ -190,14 +190,14 @@ def check_cache(
 
 
 def spare_pages_for(max_sequences: int, page_size: int) -> int:
-    """Return the number of spare pages that padding of graphs needs for ``max_sequences``."""
+    """Return the number of spare pages that padding in captured graphs needs."""
     return DecodeGraphs.pages_for(GraphBuckets.up_to(max_sequences, 1), page_size)
 
 
 def measure_step(
     platform: Platform, engine: Engine, max_sequences: int, max_step_tokens: int
 ) -> StepMemory:
-    """Run the largest step of ``engine``, and return the memory that the step takes.
+    """Run the largest step of ``engine``, and return the memory that this step takes.
 
     The step has as many sequences as run at once: one prompt that is as long as the step allows,
     and short ones. Every sequence samples a token. On a host, a smaller step runs through one block
@@ -234,7 +234,7 @@ def measure_step(
 
 @contextmanager
 def one_block_of_each_kind(model: CausalModel) -> Iterator[None]:
-    """Reduce a ``CausalLM`` to one block of each kind within a ``with`` block.
+    """Reduce a ``CausalLM`` to one block of each kind, within a ``with`` block.
 
     Blocks run one after the other and free memory at the end, so one of each kind has the peak.
     """
@@ -254,12 +254,12 @@ def is_host(platform: Platform) -> bool:
 
 
 def pages_of(max_sequences: int, max_step_tokens: int, page_size: int) -> int:
-    """Return an upper bound on the pages that the sequences of ``measure_step`` fill."""
+    """Return an upper bound on the cache pages that the sequences of ``measure_step`` fill."""
     return max_sequences + -(-max_step_tokens // page_size)
 
 
 def _lengths(engine: Engine, sequences: int, tokens: int) -> list[int]:
-    """Return prompt lengths, the longest first, that add up to a step of ``tokens`` tokens."""
+    """Return prompt lengths in descending order whose sum is ``tokens``, for one step."""
     # The context must hold the prompt and one new token.
     longest = engine.model.config.max_position_embeddings - 1
     lengths = []
@@ -272,7 +272,7 @@ def _lengths(engine: Engine, sequences: int, tokens: int) -> list[int]:
 
 
 def _kind(block: nn.Module) -> tuple[object, ...]:
-    """Return a key that is equal for blocks with equal memory needs."""
+    """Return a key that is equal for decoder blocks with equal memory needs."""
     parts = list(block.modules())
     attention_classes = Attention, SharedCacheAttention
     backends = (id(part.backend) for part in parts if isinstance(part, attention_classes))
@@ -280,7 +280,7 @@ def _kind(block: nn.Module) -> tuple[object, ...]:
 
 
 def _run(engine: Engine, lengths: list[int], greedy: bool) -> None:
-    """Run one step with one prompt per length.
+    """Run one step of the engine with one prompt of each length.
 
     Raises: ConfigError: the device has too little memory for the step.
     """

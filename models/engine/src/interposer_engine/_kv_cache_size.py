@@ -1,4 +1,4 @@
-"""Size of the KV cache of a loaded model: as requested, or as much as fits into free memory."""
+"""Size of a loaded model's KV cache: as requested, or as much as fits into free memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from interposer_ops.layers.states import StateLayout
 
 
 def check_fraction(memory_fraction: float | None, cache_tokens: int | None) -> None:
-    """Raise ConfigError if the fraction is out of range, or the cache size is set twice."""
+    """Raise ConfigError if the memory fraction is out of range, or the cache size is set twice."""
     if memory_fraction is None:
         return
     is_number = isinstance(memory_fraction, int | float) and not isinstance(memory_fraction, bool)
@@ -51,7 +51,7 @@ def measured_budget(
     *,
     measures: bool = True,
 ) -> CacheBudget:
-    """Compute the size of the cache that fits next to adapters and the largest step.
+    """Compute the size of the KV cache that fits next to the adapters and the largest step.
 
     Args:
         engine_of: Creates an engine with a cache of this many pages, to run the step.
@@ -97,7 +97,7 @@ def _budget(
 
 
 def cache_shape(planned: Plan, max_sequences: int, max_step_tokens: int) -> CacheShape:
-    """Return the page pools of a model's cache, with the page sizes."""
+    """Return the layer groups of a model's KV cache, with the page sizes."""
     size = planned.page_size
     spare_pages = spare_pages_for(max_sequences, size) if planned.graphs else 0
     backends = [layer.backend for layer in planned.model.attention_layers]
@@ -105,12 +105,12 @@ def cache_shape(planned: Plan, max_sequences: int, max_step_tokens: int) -> Cach
 
 
 def state_layouts(planned: Plan) -> list[StateLayout]:
-    """Return the layout of the state of each recurrent layer."""
+    """Return the layout of each recurrent layer's state."""
     return [layer.state_layout() for layer in planned.model.state_layers]
 
 
 def state_bytes(planned: Plan, max_sequences: int, shared: PrefixCache | None) -> int:
-    """Return the memory of recurrent states and of state checkpoints in the prefix cache.
+    """Return the memory of recurrent states, and of their checkpoints in the prefix cache.
 
     Args:
         shared: Settings of the prefix cache; None without one.

@@ -1,4 +1,4 @@
-"""The language model: prompts in, texts out."""
+"""The language model: generates texts from prompts, by the engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PROMPTS = "a text or a list of texts or of lists of token ids"
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The result of one request.
+    """The generated answer of one request: text, tokens, log probabilities, finish reason.
 
     Attributes:
         text: Text of the new tokens without an end token; empty if the model has no tokenizer.
@@ -62,7 +62,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The next token of a stream, with the completed text, which may be empty.
+    """The next token of a stream, with the text that it completes, which may be empty.
 
     Attributes:
         index: Index of the answer, if the request has several.
@@ -81,7 +81,7 @@ class Delta:
 
 
 class Stream:
-    """Reads the tokens of a sequence, and the text so far, cut at the first stop text.
+    """Token reader of a sequence, which also decodes the text and cuts it at the first stop text.
 
     A stream gets the events of its sequence from every step, whichever thread steps. If you created
     the stream with ``LanguageModel.start``, call ``lm.engine.step()`` to compute tokens, and
@@ -108,24 +108,24 @@ class Stream:
 
     @property
     def ended(self) -> bool:
-        """Whether the last token was read."""
+        """Whether the last token of the sequence has been read."""
         return self._finish_reason() is not None
 
     @property
     def num_unread(self) -> int:
-        """Number of computed tokens that were not read yet."""
+        """Number of computed tokens that have not been read yet."""
         return len(self._unread)
 
     def read(self) -> Delta:
-        """Take the next token, and return the token with the added text."""
+        """Take the next unread token, and return the token with the text that it adds."""
         return self.delta(self.take())
 
     def take(self) -> sequences.Event:
-        """Take the next token without text, for ``delta``."""
+        """Take the next unread token without decoding its text, for ``delta``."""
         return self._unread.popleft()
 
     def delta(self, event: sequences.Event) -> Delta:
-        """Return the token of an event with the text that the token adds.
+        """Return an event's token with the text that it adds.
 
         If the request has no stop texts, this may run in another thread than the engine.
         """
@@ -188,7 +188,7 @@ class Stream:
         return None if self.num_unread else self.sequence.finish_reason
 
     def _safe_end(self) -> int:
-        """Return the length of the text that cannot be part of a stop text any more."""
+        """Return the length of the text that can no longer be the start of a stop text."""
         stops = self.sequence.params.stop
         longest = max(map(len, stops), default=1) - 1
         # Hold back the longest end of the text that a stop text starts with.
@@ -199,7 +199,7 @@ class Stream:
 
 
 class LanguageModel:
-    """A loaded model. ``interposer.explain`` reports the kernels in use.
+    """A loaded language model, whose kernels ``interposer.explain`` reports.
 
     Any thread may call the methods; requests of several threads run as one batch. An iterator of
     ``stream`` must be used in one thread.
@@ -251,7 +251,7 @@ class LanguageModel:
         self.close()
 
     def close(self) -> None:
-        """Free weights, caches, threads and child processes of the model, after the present step.
+        """Free the model's weights, caches, threads and child processes after the current step.
 
         Unfinished requests and later calls raise RequestError. Closing again does nothing.
         """
@@ -292,7 +292,7 @@ class LanguageModel:
 
     @property
     def resolver(self) -> Resolver:
-        """The resolver of the kernel choices."""
+        """The resolver that chose the model's kernels."""
         return self._resolver
 
     @property
@@ -307,7 +307,7 @@ class LanguageModel:
 
     @property
     def suggested(self) -> dict[str, Any]:
-        """Sampling settings that the checkpoint suggests; empty for greedy decoding."""
+        """Sampling settings that the checkpoint suggests; empty if that is greedy decoding."""
         return self._generation.suggested
 
     @property
@@ -318,7 +318,7 @@ class LanguageModel:
 
     @property
     def speculation(self) -> SpeculationCounts | None:
-        """Counts of draft tokens and accepted ones so far; None without speculative decoding."""
+        """Numbers of draft tokens and of accepted ones; None without speculative decoding."""
         running = self.engine.speculation
         return None if running is None else running.figures
 
@@ -361,7 +361,7 @@ class LanguageModel:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, n: int = 1, **settings: Any
     ) -> Iterator[Delta]:
-        """Yield the completion of ``prompt`` token by token; close the iterator to cancel it.
+        """Yield the completion of ``prompt`` token by token; closing the iterator cancels it.
 
         Args:
             n: Number of answers, as in ``generate``; ``Delta.index`` tells the answers apart.
@@ -488,7 +488,7 @@ class LanguageModel:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names of the loaded adapters."""
+        """Names of the loaded LoRA adapters."""
         return self._adapters.names
 
     def load_adapter(self, name: str, path: str | Path, *, replace: bool = False) -> None:
@@ -510,7 +510,7 @@ class LanguageModel:
             self._adapters.load(name, path, replace)
 
     def remove_adapter(self, name: str) -> None:
-        """Remove an adapter and free the memory.
+        """Remove a LoRA adapter and free its memory.
 
         Raises:
             UnknownNameError: no adapter has the name.
@@ -522,7 +522,7 @@ class LanguageModel:
     def update_weights(
         self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | WeightsFrom
     ) -> tuple[str, ...]:
-        """Replace the weights of some or all layers; replace either all given tensors or none.
+        """Replace the weights of some or all layers: all given tensors, or none of them.
 
         All tensors of a layer must be in one call: also the scales and zero points of quantized
         layers, and the tensors of all layers that are merged into one matmul. Tensors are prepared
@@ -546,7 +546,7 @@ class LanguageModel:
             return self._apply_offer(offer)
 
     def _apply_offer(self, offer: Offer) -> tuple[str, ...]:
-        """Replace weights by the tensors of an open offer."""
+        """Replace weights by the tensors of an opened ``Offer``."""
         if self.weights is None:
             raise ConfigError(
                 "The weights of an adapted model are changed in the model itself. "
@@ -568,7 +568,7 @@ class LanguageModel:
         return moved
 
     def start(self, prompt: Prompt, params: SamplingParams) -> Stream:
-        """Queue a request for an engine that the caller steps, and return a token reader.
+        """Queue a request for an engine that the caller steps, and return its token reader.
 
         Raises: RequestError: the prompt or a parameter is unusable.
         """
@@ -583,7 +583,7 @@ class LanguageModel:
         *,
         shares: bool = True,
     ) -> list[Stream]:
-        """Queue ``n`` answers to a prompt, as ``start`` does; see ``generate``.
+        """Queue ``n`` answers to one prompt, and return a token reader for each; see ``generate``.
 
         Args:
             first_index: Index of the first answer; see ``Delta.index``.
@@ -607,7 +607,7 @@ class LanguageModel:
         return streams
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> list[int]:
-        """Return the token ids of a prompt in the form for ``start``. Any thread may call this.
+        """Return the token ids of a prompt, checked for ``start``. Any thread may call this.
 
         Raises: RequestError: the prompt or a parameter is unusable.
         """
@@ -629,13 +629,13 @@ class LanguageModel:
             )
 
     def _split_prompt(self, prompt: Sequence[int]) -> tuple[Sequence[int], Sequence[int] | None]:
-        """Return the first tokens of the decoder, and the encoder input if there is an encoder."""
+        """Return the decoder's first tokens, and the encoder input if the model has an encoder."""
         if self.engine.runner.encoder_inputs is None:
             return prompt, None
         return self.engine.start_token_ids, prompt
 
     def _deltas(self, streams: Sequence[Stream]) -> Iterator[Delta | None]:
-        """Yield None once, to start the generator, and then the deltas."""
+        """Yield None once, so that the generator is started, and then the deltas of all streams."""
         try:
             yield None
             while not all(stream.ended for stream in streams):
@@ -650,7 +650,7 @@ class LanguageModel:
             self._cancel(streams)
 
     def _cancel(self, streams: Sequence[Stream]) -> None:
-        """Cancel the unfinished answers after the current step."""
+        """Cancel unfinished answers of the streams after the current step."""
 
         def cancel() -> None:
             for stream in streams:
@@ -693,7 +693,7 @@ def requests(
     settings: dict[str, Any],
     n: int,
 ) -> list[tuple[Prompt, SamplingParams]]:
-    """Pair each prompt with sampling parameters.
+    """Return a request for each prompt: the prompt paired with its sampling parameters.
 
     Raises: RequestError: there is no prompt, ``n`` is not positive, or parameters are given twice
         or for another number of prompts.
@@ -713,7 +713,7 @@ def requests(
 
 
 def continuations_of(prompt: Prompt, continuations: Sequence[Prompt]) -> list[Prompt]:
-    """Return the continuations of a prompt as a list.
+    """Return the continuations of a prompt as a list of texts or token lists.
 
     Raises: RequestError: the prompt or a continuation has another type.
     """
@@ -732,7 +732,7 @@ def continuations_of(prompt: Prompt, continuations: Sequence[Prompt]) -> list[Pr
 
 
 def _check_type(name: str, value: object, allowed: str) -> None:
-    """Raise RequestError unless ``value`` is a text or lists items in an order."""
+    """Raise RequestError unless ``value`` is a text or an ordered collection."""
     if not is_listing(value):
         raise RequestError(
             f"{name} is {value!r:.100} of the type {type(value).__name__}, must be {allowed}"
@@ -740,7 +740,7 @@ def _check_type(name: str, value: object, allowed: str) -> None:
 
 
 def token_ids_of(prompt: Prompt, tokenizer: TextTokenizer) -> Sequence[int]:
-    """Return the token ids of a prompt, which may be a text."""
+    """Return the token ids of a prompt, which is a text or lists token ids already."""
     if not isinstance(prompt, str):
         return prompt
     # An empty text is refused later, even if the tokenizer would add a special token.
@@ -748,7 +748,7 @@ def token_ids_of(prompt: Prompt, tokenizer: TextTokenizer) -> Sequence[int]:
 
 
 def target_ids(text: Prompt, tokenizer: TextTokenizer, starts: Sequence[int]) -> list[int]:
-    """Return the decoder's start tokens, followed by the tokens of a text."""
+    """Return the tokens that an encoder-decoder's decoder starts with, then those of a text."""
     if not isinstance(text, str):
         return [*starts, *text]
     tokens = tokenizer.encode(text)
@@ -758,7 +758,7 @@ def target_ids(text: Prompt, tokenizer: TextTokenizer, starts: Sequence[int]) ->
 
 
 def completions(streams: Sequence[Stream], n: int) -> list[Completion]:
-    """Return the completion of each stream; ``n`` consecutive streams answer one prompt."""
+    """Return the completions of streams, of which ``n`` consecutive ones answer one prompt."""
     results: list[Completion] = []
     for index, stream in enumerate(streams):
         completion = stream.completion()

@@ -1,4 +1,4 @@
-"""The arguments of ``load``, collected in one object and checked, with their command-line options.
+"""The arguments of ``load`` as one checked object, with their command-line options.
 
 This module imports no torch, because the commands read the options for ``--help``.
 """
@@ -27,7 +27,7 @@ DEFAULT_MAX_STEP_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class CommandOption:
-    """The option by which commands take an argument of ``load``.
+    """The command-line option by which commands take an argument of ``load``.
 
     Attributes:
         kind: type of the value, without None.
@@ -45,7 +45,7 @@ class CommandOption:
 
     @classmethod
     def of(cls, name: str) -> CommandOption | None:
-        """Return the option of an argument of ``load``; None if the argument has none."""
+        """Return the command-line option of an argument of ``load``; None if there is none."""
         option: CommandOption | None = LoadOptions.__dataclass_fields__[name].metadata.get(cls)
         return option
 
@@ -56,7 +56,7 @@ def _option(kind: type, help_text: str, **details: Any) -> dict[Any, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """The arguments of ``load``, except the ranks and the path; see ``load`` for each.
+    """The arguments of ``load``, except the ranks and the path, with the defaults of ``load``.
 
     Commands take the arguments that have a ``CommandOption``, with the defaults of ``load``.
 
@@ -114,7 +114,7 @@ class LoadOptions:
     progress: Callable[[int, int], None] | None = None
 
     def check(self) -> None:
-        """Check the sizes and settings that need no model.
+        """Check the sizes and settings that can be checked without a model.
 
         Raises: ConfigError: a size is no positive integer, a fraction is not between 0 and 1, or
             the settings of a prefix cache or of speculative decoding contradict each other.
@@ -128,7 +128,7 @@ class LoadOptions:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """``max_sequences`` and ``max_step_tokens``, as keyword arguments of the engine's parts."""
+        """The options ``max_sequences`` and ``max_step_tokens``, as keyword arguments."""
         return {"max_sequences": self.max_sequences, "max_step_tokens": self.max_step_tokens}
 
     @property
@@ -140,19 +140,19 @@ class LoadOptions:
 
     @property
     def prefix_settings(self) -> PrefixCache | None:
-        """The settings of the prefix cache, None without one."""
+        """The settings of the prefix cache; None without a prefix cache."""
         from interposer_engine._prefix_settings import PrefixCache
 
         return PrefixCache.of(self.prefix_cache)
 
     def for_loader(self) -> dict[str, Any]:
-        """Return the arguments of a loader of the entry points ``interposer.loaders``, by name."""
+        """Return the arguments for loaders of the entry points ``interposer.loaders``, by name."""
         names = [field.name for field in fields(self) if field.name != "config"]
         return {name: getattr(self, name) for name in names}
 
 
 def policy_in_force(config: Config | None, platform: str | None) -> Config:
-    """Return the policy in force, with the platform that was requested by name."""
+    """Return the current policy, changed to the platform that was requested by name."""
     config = effective_config(config)
     if platform is not None:
         config = config.model_copy(update={"platform": Rule(pin=platform)})

@@ -1,4 +1,4 @@
-"""From a model directory to a model that generates: ``load``."""
+"""The function ``load``, which makes a model ready to generate from a model directory."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ GROUP = "interposer.loaders"
 
 
 def load_without_family(path: str | Path, options: LoadOptions) -> LanguageModel | None:
-    """Load a model with a loader of the entry points ``interposer.loaders``.
+    """Load a model that has no model family, by a loader of the group ``interposer.loaders``.
 
     A loader is called with the checkpoint (weights may not be downloaded yet), the policy and
     the other arguments of ``load``.

@@ -1,4 +1,4 @@
-"""A lock with which threads take turns at one model."""
+"""Locks that let threads share one model: by turns, or one thread only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from interposer.errors import RequestError
 
 
 class FairLock:
-    """A reentrant lock that a waiting thread gets before the last holder can take it again.
+    """A reentrant lock that serves waiting threads before the last holder can take it again.
 
     A thread holds the lock for one step, not for a whole request. Without this order, a thread that
     steps in a loop could keep other threads from queueing requests.
@@ -40,7 +40,7 @@ class FairLock:
         self._depth += 1
 
     def __exit__(self, *_: object) -> None:
-        """Release the lock, and run deferred calls."""
+        """Release the lock, and run the functions of ``call_soon``."""
         self._depth -= 1
         if not self._depth:
             self.owner = None
@@ -48,7 +48,7 @@ class FairLock:
             self._call_deferred()
 
     def call_soon(self, function: Callable[[], None]) -> None:
-        """Call a function with the lock: now if the lock is free, else when its holder releases it.
+        """Call a function under the lock: now if the lock is free, or else when it is released.
 
         This never waits. So the garbage collector may close a generator, which calls this method,
         in the middle of a step of the same thread.
@@ -67,7 +67,7 @@ class FairLock:
 
 
 class OneThreadLock(FairLock):
-    """A lock that refuses a second thread while the first thread has unfinished requests.
+    """A lock that refuses other threads while the first thread has unfinished requests.
 
     If every rank runs the same program, all ranks must make the same calls in the same order. The
     order of calls from two threads would depend on timing.
@@ -79,7 +79,7 @@ class OneThreadLock(FairLock):
         self._user: int | None = None
 
     def __enter__(self) -> None:
-        """Take the lock.
+        """Acquire the lock, or raise RequestError if another thread uses the model.
 
         Raises: RequestError: another thread holds the lock, or has unfinished requests.
         """

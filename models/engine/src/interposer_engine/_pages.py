@@ -1,4 +1,4 @@
-"""Memory that running sequences share: pools of cache pages and state slots, and copies of both.
+"""Memory that running sequences share: pools of KV-cache pages and state slots, with copies.
 
 ``PagePool`` hands out page and slot numbers. ``CacheContents`` addresses the tensors behind the
 numbers, and ``StateCheckpoints`` keeps copies of recurrent states.
@@ -19,7 +19,7 @@ from interposer.errors import RequestError
 
 
 class PagePool:
-    """Hands out pages, the lowest number first, so that a lone sequence is contiguous in memory.
+    """Allocator of KV-cache pages and state slots: the lowest free number first.
 
     Args:
         num_slots: Number of state slots, one per sequence; 0 if the model keeps no states.
@@ -57,14 +57,14 @@ class PagePool:
         return -(-num_tokens // self.page_size)
 
     def longest(self, num_tokens: int) -> int:
-        """Return how many of ``num_tokens`` tokens a sequence can have, alone in the pool."""
+        """Return how many of ``num_tokens`` tokens a sequence can have if alone in the pool."""
         window = self.seen_tokens
         if window is not None and window_pages(window, self.page_size) <= self.num_pages:
             return num_tokens
         return min(num_tokens, self.num_pages * self.page_size)
 
     def step_capacity(self, num_computed: int, num_pages: int) -> int:
-        """Return how many tokens a sequence can add in one step.
+        """Return how many tokens a sequence can add in one step, given the free pages.
 
         Args:
             num_pages: Most pages that the sequence may hold in that step.
@@ -85,13 +85,13 @@ class PagePool:
         return True
 
     def shrink(self, pages: list[int], num_tokens: int) -> None:
-        """Return the pages after those that hold ``num_tokens`` tokens to the pool."""
+        """Free the pages of a sequence after those that hold ``num_tokens`` tokens."""
         surplus = pages[self.pages_for(num_tokens) :]
         del pages[len(pages) - len(surplus) :]
         self.release(surplus)
 
     def trim(self, pages: list[int], num_computed: int) -> None:
-        """Replace pages that no later token attends to by the zero page, and free the pages."""
+        """Free pages that no later token attends to, and put the zero page in their place."""
         # Walk backwards: all pages before one that was freed earlier are freed already.
         for index in range(self.num_unseen_pages(num_computed) - 1, -1, -1):
             if pages[index] == self.zero_page:
@@ -100,7 +100,7 @@ class PagePool:
             pages[index] = self.zero_page
 
     def release(self, pages: list[int]) -> None:
-        """Return all of ``pages`` to the pool, and empty the list."""
+        """Free all pages in the list ``pages``, and empty the list."""
         # In reverse order the first pages of the sequence are released last and evicted last.
         for page in reversed(pages):
             if page != self.zero_page:
@@ -112,7 +112,7 @@ class PagePool:
         return heapq.heappop(self._free_slots) if self._free_slots else -1
 
     def return_slot(self, slot: int) -> None:
-        """Free a state slot; -1 stands for none."""
+        """Free a state slot; do nothing for -1."""
         if slot >= 0:
             heapq.heappush(self._free_slots, slot)
 
@@ -125,7 +125,7 @@ class PagePool:
             )
 
     def num_unseen_pages(self, num_computed: int) -> int:
-        """Return the number of leading pages that left the attention window of all later tokens."""
+        """Return the number of leading pages outside the attention window of all later tokens."""
         if self.seen_tokens is None:
             return 0
         return max(0, num_computed - self.seen_tokens + 1) // self.page_size
@@ -135,7 +135,7 @@ class PagePool:
 
 
 def window_pages(seen_tokens: int, page_size: int) -> int:
-    """Return the most pages that ``seen_tokens`` consecutive tokens can touch."""
+    """Return the largest number of pages that ``seen_tokens`` consecutive tokens can occupy."""
     return -(-(seen_tokens - 1) // page_size) + 1
 
 
@@ -146,7 +146,7 @@ States = Sequence[tuple[Tensor, ...]]
 def copy_rows(
     source: States, source_rows: Sequence[int], target: States, target_rows: Sequence[int]
 ) -> None:
-    """Copy rows of all state tensors of ``source`` to rows of ``target``, in the given order.
+    """Copy rows of all state tensors from ``source`` to rows of ``target``, in the given order.
 
     Args:
         target: Tensors of the same layers, with any number of rows. May be ``source``: all rows are
@@ -167,14 +167,14 @@ _ALIGNED_BYTES = 64
 
 
 class CacheContents:
-    """Tensors of cache pages and state rows, addressed by number.
+    """The tensors of KV-cache pages and recurrent-state rows, by page or row number.
 
     Attributes:
         states: State tensors of each layer that keeps a recurrent state.
     """
 
     def __init__(self, pools: Sequence[Sequence[tuple[Tensor, int]]], states: States = ()) -> None:
-        """Refer to existing caches.
+        """Keep references to existing caches.
 
         Args:
             pools: For each page pool, the cache tensors of the layers, each with the page axis.
@@ -184,7 +184,7 @@ class CacheContents:
         self.states = states
 
     def page(self, pool_index: int, page: int) -> list[Tensor]:
-        """Return one page of a pool, as one tensor per layer."""
+        """Return one page of a pool, as a list of one tensor per layer."""
         return [cache.select(axis, page) for cache, axis in self._pools[pool_index]]
 
     def copy_page(self, pool_index: int, source: int, target: int) -> None:
@@ -193,17 +193,17 @@ class CacheContents:
             cache.select(axis, target).copy_(cache.select(axis, source))
 
     def page_bytes(self, pool_index: int) -> int:
-        """Return the packed size of one page of a pool over all layers, in bytes; see ``pack``."""
+        """Return the size of one page of a pool over all layers, packed by ``pack``, in bytes."""
         return _packed_bytes([cache.select(axis, 0) for cache, axis in self._pools[pool_index]])
 
 
 def state_row(states: States, row: int) -> list[Tensor]:
-    """Return one row of every state tensor."""
+    """Return one row of every recurrent-state tensor."""
     return [part[row] for layer in states for part in layer]
 
 
 def row_bytes(states: States) -> int:
-    """Return the packed size of one state row over all layers, in bytes; see ``pack``."""
+    """Return the size of one state row over all layers, packed by ``pack``, in bytes."""
     return _packed_bytes([part[0] for layer in states for part in layer])
 
 
@@ -241,7 +241,7 @@ def _aligned_views(parts: Sequence[Tensor], memory: Tensor) -> list[Tensor]:
 
 
 class StateCheckpoints:
-    """Copies of state rows at page ends, by the key of the page.
+    """Copies of recurrent states at page ends, by the key of the page.
 
     When all rows are in use, the least recently used checkpoint is evicted.
 
@@ -264,15 +264,15 @@ class StateCheckpoints:
         self._free = [*range(num_rows)]
 
     def __len__(self) -> int:
-        """Return the number of checkpoints."""
+        """Return the number of state checkpoints."""
         return len(self._row_by_key)
 
     def has_key(self, key: bytes) -> bool:
-        """Return whether there is a checkpoint for ``key``."""
+        """Return whether there is a state checkpoint for ``key``."""
         return key in self._row_by_key
 
     def save(self, key: bytes, slot: int) -> None:
-        """Copy the state of a sequence to a new checkpoint, unless ``key`` has one."""
+        """Copy a sequence's recurrent state to a new checkpoint, unless ``key`` has one."""
         if key in self._row_by_key:
             self._row_by_key.move_to_end(key)
             return
@@ -284,12 +284,12 @@ class StateCheckpoints:
         copy_rows(self._states, [slot], self.rows, [row])
 
     def restore(self, key: bytes, slot: int) -> None:
-        """Copy the checkpoint of ``key`` to the state of a sequence."""
+        """Copy the checkpoint of ``key`` to a sequence's recurrent state."""
         self._row_by_key.move_to_end(key)
         copy_rows(self.rows, [self._row_by_key[key]], self._states, [slot])
 
     def forget(self) -> None:
-        """Drop all checkpoints."""
+        """Drop all state checkpoints."""
         self._free += self._row_by_key.values()
         self._row_by_key.clear()
 

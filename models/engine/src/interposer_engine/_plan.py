@@ -1,4 +1,4 @@
-"""A planned model: all choices are made, but no weights are loaded."""
+"""The class ``Plan``: a model with all choices made, but without weights."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Plan:
         return self.checkpoint.path
 
     def numerics(self) -> AbstractContextManager[None]:
-        """Return a context manager that sets the matmul precision of the model's policy."""
+        """Return a context manager that sets the matmul precision by the model's policy."""
         return self.placement.platform.numerics(self.resolver.config.numerics)
 
 
@@ -63,7 +63,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def compute_dtype(requested: str | torch.dtype, stored: str, placement: Placement) -> torch.dtype:
-    """Return the requested dtype; ``"auto"`` is the stored dtype on platforms that support it.
+    """Return the dtype to compute in; ``"auto"`` means the checkpoint's dtype where supported.
 
     Raises: UnknownNameError: there is no such dtype, or the platform does not support it.
     """

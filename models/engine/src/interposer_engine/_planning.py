@@ -1,4 +1,4 @@
-"""Plans the model of a checkpoint: chooses device, kernels and settings, without weights."""
+"""Planning of a checkpoint's model: the choice of device, kernels and settings."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def plan(
     expert_parallel: bool | ExpertParallel = False,
     offload: bool | int | str | None = None,
 ) -> Plan:
-    """Plan the model that ``load`` would build, without reading weights; see ``explain``.
+    """Plan the model that ``load`` would build, without reading weights.
 
     Args:
         placement: the device to plan for; None leaves the device to the selection.

@@ -1,4 +1,4 @@
-"""Prefix cache: sequences with equal prefixes share pages, and copies of recurrent states.
+"""Prefix cache: sequences with equal prefixes share KV-cache pages and copies of states.
 
 ``PrefixSearch`` finds the longest cached prefix of a sequence; ``SharedPrefixes`` gives the pages
 and states to the sequence, and registers new ones.
@@ -32,7 +32,7 @@ _LEAST_TOKENS = 64
 
 
 class SharedPrefixes:
-    """Prefix cache of an engine: gives new sequences computed pages and states of prefixes.
+    """The engine's prefix cache, which gives a new sequence the pages and states of its prefix.
 
     Whole pages are shared. The page after the whole pages is copied as far as the tokens match.
     Layers with windows need the pages that the next token attends to; recurrent layers need a
@@ -49,7 +49,7 @@ class SharedPrefixes:
         checkpoints: StateCheckpoints | None = None,
         store: PrefixStore | None = None,
     ) -> None:
-        """Create an empty cache.
+        """Create an empty prefix cache.
 
         Args:
             contents: Tensors of the pages of the pools, and of the state rows.
@@ -75,7 +75,7 @@ class SharedPrefixes:
                 checkpoints.on_evict = self._store_state
 
     def plan_checkpoints(self, sequence: TokenSequence, running: Sequence[TokenSequence]) -> None:
-        """Let older sequences save states where a new sequence diverges."""
+        """Let running sequences save recurrent states where a new sequence diverges."""
         if self._checkpoints is None:
             return
         for older in takewhile(lambda candidate: candidate is not sequence, running):
@@ -84,7 +84,7 @@ class SharedPrefixes:
                 older.checkpoint_positions.append(position)
 
     def attach(self, sequence: TokenSequence, running: Sequence[TokenSequence]) -> bool:
-        """Give a sequence without pages the longest cached prefix, at most all but the last token.
+        """Give a new sequence the longest cached prefix, leaving at least one token to compute.
 
         The last token is always computed, because the logits of the last token are needed.
 
@@ -130,7 +130,7 @@ class SharedPrefixes:
             )
 
     def limit_chunk(self, sequence: TokenSequence, num_tokens: int) -> int:
-        """Return ``num_tokens``, or fewer if the sequence reaches a checkpoint position before."""
+        """Return ``num_tokens``, or fewer to stop at the next position of a state checkpoint."""
         num_computed = sequence.num_computed
         return min(
             [
@@ -144,7 +144,7 @@ class SharedPrefixes:
         )
 
     def register_computed(self, sequence: TokenSequence, first: int) -> None:
-        """Register the pages that a sequence has filled since token ``first``."""
+        """Register the pages that a sequence has filled from token ``first`` on."""
         if not sequence.page_keys:
             return
         size, stop = self._size, sequence.num_computed // self._size
@@ -156,7 +156,7 @@ class SharedPrefixes:
             self._save_state(sequence, page_keys(sequence, stop, size)[stop])
 
     def detach(self, sequence: TokenSequence) -> None:
-        """Register the last page and state of a sequence before both are freed."""
+        """Register the last page and state of a sequence before its memory is freed."""
         self._awaited.pop(sequence, None)
         count, num_tail_tokens = divmod(sequence.num_computed, self._size)
         if not (sequence.page_keys and sequence.num_computed):
@@ -177,7 +177,7 @@ class SharedPrefixes:
         self._search.tails.clear()
 
     def _future_prefix_length(self, sequence: TokenSequence, older: TokenSequence) -> int:
-        """Return the length of the common prefix that ``older`` will still compute, or 0."""
+        """Return the length of the common prefix that ``older`` has yet to compute, or 0."""
         # A sequence that decodes computes no more of its prompt.
         if len(older) - older.num_computed <= 1:
             return 0
@@ -189,7 +189,7 @@ class SharedPrefixes:
         return end if end > older.num_computed else 0
 
     def _checkpoint_positions(self, sequence: TokenSequence, num_known_pages: int) -> set[int]:
-        """Return the numbers of tokens after which to save the state of a sequence.
+        """Return the token counts after which to save a sequence's recurrent state.
 
         Positions are the end of the last whole page, the end of the known pages, and 64, 128, 256,
         ... tokens before the end of the sequence. So a sequence that shares all but the last n
@@ -205,7 +205,7 @@ class SharedPrefixes:
         }
 
     def _load_match(self, sequence: TokenSequence, match: Match) -> bool:
-        """Give a sequence the matching pages and state; return False if too few pages are free."""
+        """Give a sequence the pages and state of a match; return False if pages are lacking."""
         num_tokens, tail = match.num_tokens, match.tail
         keys = sequence.page_keys[1 : match.num_pages + 1]
         # The checkpoint to restore has the key of the last matching page.
@@ -275,7 +275,7 @@ class SharedPrefixes:
     def _register(
         self, sequence: TokenSequence, number: int, key: bytes, tokens: list[int]
     ) -> None:
-        """Register a page of a sequence in all pools in which the sequence still holds the page."""
+        """Register a page of a sequence in each pool where the sequence still holds the page."""
         for pool, pages in zip(self._pools, sequence.pages, strict=True):
             # The page may have left the window of this pool already.
             if pages[number] != pool.zero_page:
@@ -290,7 +290,7 @@ class SharedPrefixes:
             self._checkpoints.save(key, sequence.state_slot)
 
     def _offload_page(self, pool_index: int, key: bytes, page: int) -> None:
-        """Store an evicted page if there is a store."""
+        """Copy an evicted page to the store of offloaded pages, if there is one."""
         self.statistics.evicted_pages += 1
         parts = [] if self._store is None else self._contents.page(pool_index, page)
         if self._store is not None and self._store.put(pool_index, key, parts, self._protected):
@@ -312,7 +312,7 @@ class SharedPrefixes:
 
 
 class PrefixTails:
-    """Index of pages by the key of the preceding page and the first token."""
+    """Index of cached pages by the key of the preceding page and the page's first token."""
 
     def __init__(self) -> None:
         self._tails: dict[tuple[bytes, int], dict[bytes, list[int]]] = {}
@@ -323,7 +323,7 @@ class PrefixTails:
         return len(self._position_by_key)
 
     def add(self, before: bytes, key: bytes, tokens: list[int]) -> None:
-        """Add a page with at least one token.
+        """Add a page that holds at least one token.
 
         Args:
             before: Key of the page before the page.
@@ -335,7 +335,7 @@ class PrefixTails:
             self._tails.setdefault(position, {})[key] = tokens
 
     def remove(self, key: bytes) -> None:
-        """Remove the page ``key`` from the index, if indexed."""
+        """Remove the page ``key`` from the index, if it is indexed."""
         if (position := self._position_by_key.pop(key, None)) is not None:
             del self._tails[position][key]
             if not self._tails[position]:
@@ -346,14 +346,14 @@ class PrefixTails:
         yield from self._tails.get((before, tokens[0]), {}).items()
 
     def clear(self) -> None:
-        """Remove all pages."""
+        """Remove all pages from the index."""
         self._tails.clear()
         self._position_by_key.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """A partly matching page after the whole pages of a prefix; the matching tokens can be copied.
+    """A page after a prefix's whole pages of which only the first tokens match.
 
     Attributes:
         num_tokens: Number of matching tokens.
@@ -368,7 +368,7 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest cached prefix of a sequence.
+    """The longest cached prefix that matches a sequence: its pages, and a partial page.
 
     Attributes:
         num_pages: Number of whole pages to share.
@@ -385,7 +385,7 @@ class Match:
 
 
 class PrefixSearch:
-    """Finds the longest prefix for which every layer has all that the next token attends to.
+    """Finds the longest prefix whose keys, values and states are cached as far as needed.
 
     Attributes:
         tails: Registered pages by the page before them.
@@ -447,7 +447,7 @@ class PrefixSearch:
     def _tail(
         self, sequence: TokenSequence, count: int, running: Sequence[TokenSequence]
     ) -> Tail | None:
-        """Return the longest partial match after ``count`` whole pages; None without one."""
+        """Return the page with the longest partial match after ``count`` whole pages, or None."""
         start = count * self._size
         next_tokens = sequence.tokens(start, min(start + self._size, len(sequence) - 1))
         if not next_tokens:
@@ -474,7 +474,7 @@ class PrefixSearch:
     def _running_tails(
         self, key_before: bytes, count: int, running: Sequence[TokenSequence]
     ) -> Iterator[tuple[list[int], tuple[int, ...]]]:
-        """Yield tokens and unfinished pages of running sequences after the key ``key_before``."""
+        """Yield tokens and unfinished last pages of running sequences after ``key_before``."""
         start = count * self._size
         for sequence in running:
             if sequence.num_computed > start and sequence.page_keys[count : count + 1] == [
@@ -500,7 +500,7 @@ class PrefixSearch:
 
 
 def common_prefix_length(sequence: TokenSequence, cached: TokenSequence, size: int) -> int:
-    """Return the length of the prefix that two sequences share, without the last of ``sequence``.
+    """Return the length of the common prefix of two sequences, without the last token.
 
     Args:
         size: Page size.

@@ -1,4 +1,4 @@
-"""Storage of the prefix cache: pages registered by key, and evicted rows in other memory.
+"""Storage of the prefix cache: pages registered by key, and rows evicted to other memory.
 
 ``PrefixPool`` keeps the pages of ended sequences until the memory is needed. ``PrefixStore`` holds
 evicted pages and state checkpoints in host memory or in a file.
@@ -30,7 +30,7 @@ _ALIGNED_BYTES = 64
 
 
 class StoredRows:
-    """Byte rows of one size, by key; the least recently used row is evicted first.
+    """Fixed-size byte rows by key, of which the least recently used is evicted first.
 
     Attributes:
         on_evict: Called with the key of an evicted row.
@@ -57,7 +57,7 @@ class StoredRows:
         return self._memory[self._rows[key]]
 
     def new_row(self, key: bytes, protected: Set[bytes]) -> Tensor | None:
-        """Return a row to write under a new key; None if all rows are protected.
+        """Return an empty or evicted row to write under a new key; None if all are protected.
 
         Args:
             protected: Keys that must not be evicted now.
@@ -80,10 +80,10 @@ class StoredRows:
 
 
 class PrefixStore:
-    """Offloaded pages and state checkpoints, with separate rows for each kind."""
+    """Store of offloaded cache pages and state checkpoints."""
 
     def __init__(self, memory: Tensor, kinds: Sequence[tuple[int, int]], queued: bool) -> None:
-        """Divide the memory among the kinds, in proportion to the sizes in the KV cache.
+        """Divide the memory among pages and state checkpoints, in proportion to their sizes.
 
         Args:
             memory: Bytes to divide.
@@ -109,7 +109,7 @@ class PrefixStore:
             start += kind_bytes
 
     def put(self, kind: int, key: bytes, parts: Sequence[Tensor], protected: Set[bytes]) -> bool:
-        """Store tensors under ``key``; return False if only protected rows could be evicted."""
+        """Store tensors under ``key``; return False if no unprotected row is left."""
         rows = self.kinds[kind]
         if rows.has_key(key):
             rows.row(key)
@@ -120,17 +120,17 @@ class PrefixStore:
         return True
 
     def get(self, kind: int, key: bytes, parts: Sequence[Tensor]) -> None:
-        """Copy the tensors stored under ``key`` into ``parts``."""
+        """Copy the tensors stored under ``key`` to the tensors ``parts``."""
         unpack(self.kinds[kind].row(key), parts, self.queued)
 
     def forget(self) -> None:
-        """Empty the store."""
+        """Empty the store of pages and of state checkpoints."""
         for rows in self.kinds:
             rows.forget()
 
 
 def file_memory(num_bytes: int, folder: Path) -> Tensor:
-    """Map an unnamed temporary file in ``folder`` as a tensor; the file is deleted with the tensor.
+    """Map an unnamed temporary file in ``folder`` as a tensor that owns the file.
 
     The disk space is allocated at once, because a write to a mapped file on a full disk would end
     the process.
@@ -165,7 +165,7 @@ def _ignore_row(key: bytes) -> None: ...
 
 
 class PrefixPool(PagePool):
-    """A page pool that registers pages under a key of all tokens up to the page end.
+    """A page pool that finds pages by a key of all tokens up to the page's end.
 
     A registered page without a holder stays cached until the memory is needed. Then the page that
     was released longest ago is evicted first; of one sequence, the last page. No sequence writes to
@@ -190,7 +190,7 @@ class PrefixPool(PagePool):
 
     @property
     def num_free(self) -> int:
-        """Number of pages without a holder, cached ones included."""
+        """Number of pages that no sequence holds, including cached pages."""
         return super().num_free + len(self._idle)
 
     def extend(self, pages: list[int], num_tokens: int) -> bool:
@@ -215,14 +215,14 @@ class PrefixPool(PagePool):
         return key in self._pages
 
     def acquire(self, key: bytes) -> int:
-        """Add a holder to the page that is registered under ``key``, and return the page."""
+        """Count another sequence that holds the page of ``key``, and return the page."""
         page = self._pages[key]
         self._idle.pop(page, None)
         self._holders[page] += 1
         return page
 
     def register(self, key: bytes, page: int) -> None:
-        """Register a page that a sequence holds under ``key``.
+        """Register a page that a sequence holds under ``key``, so that later sequences find it.
 
         If two sequences computed the same tokens at the same time, the first page is registered.
         """
@@ -254,7 +254,7 @@ class PrefixPool(PagePool):
 
 
 def page_keys(sequence: TokenSequence, count: int, page_size: int) -> list[bytes]:
-    """Return the key of the empty prefix, then the keys of at least ``count`` pages.
+    """Return the key of the empty prefix, then the keys of at least the first ``count`` pages.
 
     A page key is the digest of all tokens up to the end of the page, of the adapter and of the
     salt.
@@ -269,7 +269,7 @@ def page_keys(sequence: TokenSequence, count: int, page_size: int) -> list[bytes
 
 
 def page_key(before: bytes, tokens: list[int]) -> bytes:
-    """Return the key of a page with ``tokens`` after the page with the key ``before``."""
+    """Return the key of a page that holds ``tokens``, after the page with the key ``before``."""
     return _digest(before + array("q", tokens).tobytes())
 
 
@@ -278,7 +278,7 @@ def _digest(content: bytes) -> bytes:
 
 
 def check_shared_prefixes(is_prefix_lm: bool, has_encoder_input: bool) -> None:
-    """Raise ConfigError if sequences with equal prefixes cannot share cached keys and values."""
+    """Raise ConfigError if the model's keys and values cannot be shared by equal prefixes."""
     reason = ""
     if is_prefix_lm:
         reason = "lets prompt tokens attend to later ones, so no other prompt has their keys"
@@ -321,7 +321,7 @@ class PrefixStatistics:
 
     @property
     def hit_rate(self) -> float:
-        """Fraction of the tokens that were cached; 0 before the first sequence."""
+        """Fraction of the prompt tokens that were cached; 0 before the first sequence."""
         return self.shared_tokens / self.tokens if self.tokens else 0.0
 
     def __str__(self) -> str:

@@ -21,7 +21,7 @@ _LEAST_CHECKPOINTS = 16
 
 @dataclass(frozen=True)
 class PrefixCache:
-    """Memory of the prefix cache in addition to the pages of the KV cache.
+    """Settings of the prefix cache: memory for evicted pages and for state checkpoints.
 
     Attributes:
         state_bytes: Device memory for checkpoints of recurrent states. None takes as much as the
@@ -67,7 +67,7 @@ class PrefixCache:
         return value
 
     def num_checkpoints(self, layouts: Sequence[StateLayout], max_sequences: int) -> int:
-        """Return the capacity for state checkpoints; 0 for a model without recurrent states.
+        """Return the number of state checkpoints to keep; 0 for a model without recurrent states.
 
         Raises: ConfigError: ``state_bytes`` is less than one checkpoint.
         """
@@ -84,7 +84,7 @@ class PrefixCache:
         return self.state_bytes // size
 
     def check(self, platform: Platform) -> None:
-        """Raise ConfigError if pages would be offloaded from host memory to host memory."""
+        """Raise ConfigError if pages in host memory would be offloaded to host memory."""
         if self.offload_bytes and self.offload_dir is None and is_host(platform):
             raise ConfigError(
                 f"offload_bytes of PrefixCache is {self.offload_bytes}, but the cache lies in host "
@@ -94,7 +94,7 @@ class PrefixCache:
     def shared(
         self, model_caches: Caches, caches: list[Any], device: str, platform: Platform
     ) -> SharedPrefixes:
-        """Create the prefix cache over the pages and states of a model.
+        """Create the prefix cache for the KV-cache pages and states of a model.
 
         Args:
             model_caches: Page pools and state layouts of the model.
@@ -125,7 +125,7 @@ class PrefixCache:
         return SharedPrefixes(pools, contents, checkpoints, store)
 
     def description(self, layouts: Sequence[StateLayout], max_sequences: int) -> str:
-        """Describe the additional memory of the prefix cache; "" if there is none.
+        """Describe the memory that the prefix cache takes besides pages; "" if there is none.
 
         Args:
             layouts: Layouts of the model's recurrent states.

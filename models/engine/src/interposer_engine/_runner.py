@@ -1,4 +1,4 @@
-"""Runs the steps of a model on KV caches: eagerly, compiled or as captured graphs."""
+"""Runs the steps of a model on its KV cache: eagerly, compiled, or as captured graphs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Runner:
-    """Computes chunks of sequences; the scheduler has assigned the pages.
+    """Computes the steps of a model, for chunks whose cache pages the scheduler has assigned.
 
     Attributes:
         model: A ``PagedModel``, typed ``Any`` because each kind of model has further attributes.
@@ -121,7 +121,7 @@ class Runner:
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Largest number of tokens of a sequence: the context length, or less in a small cache."""
+        """The longest sequence in tokens: the context length, or less if the cache is small."""
         context: int = self.model.config.max_position_embeddings
         return min(pool.longest(context) for pool in self.pools)
 
@@ -132,7 +132,7 @@ class Runner:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of all pages and states, in bytes."""
+        """Memory of all KV-cache pages and recurrent states, in bytes."""
         parts = (cache if isinstance(cache, tuple) else (cache,) for cache in self.caches)
         return sum(tensor.nbytes for part in parts for tensor in part)
 
@@ -162,7 +162,7 @@ class Runner:
         return logits
 
     def record_hidden_states(self, hidden: HiddenStates) -> None:
-        """Write the hidden states of all tokens to ``hidden`` from the next step on.
+        """Let later steps write the hidden states of all tokens to ``hidden``.
 
         Raises: ConfigError: the model is compiled, or is not a ``CausalLM``.
         """
@@ -177,14 +177,14 @@ class Runner:
             self.graphs.forget()
 
     def refresh_operands(self) -> None:
-        """Drop captured graphs and fix compiled sizes again, because layers have new operands."""
+        """Drop captured graphs and mark sizes as static again, because kernels got new operands."""
         if self.graphs is not None:
             self.graphs.forget()
         if self.compiled is not None:
             self.compiled.fix_sizes()
 
     def _results(self, batch: StepBatch, plans: Plans) -> Results:
-        """Compute the logits, and the hidden states if a proposer needs hidden states."""
+        """Run the model, and return the logits, and the hidden states if a proposer needs those."""
         logits = self.forward(batch, None, plans)
         if self.hidden is None or self.hidden.latest is None:
             return logits

@@ -1,4 +1,4 @@
-"""Logit edits of requests (bias, minimum length, constraints), and top log probabilities.
+"""Edits of logits (bias, minimum length, constraints), and top log probabilities.
 
 Dimensions: B sequences, V vocabulary.
 
@@ -28,14 +28,14 @@ from interposer_ops.layers.sampler import Penalties, Sampler, SamplingBatch
 
 
 def is_listing(value: object) -> bool:
-    """Return whether a value lists items in an order, as lists, arrays and generators do."""
+    """Return whether a value lists items in an order, such as a list, array or generator."""
     return hasattr(value, "__iter__") and not isinstance(
         value, bytes | bytearray | memoryview | Mapping | Set
     )
 
 
 def checked_tokens(token_ids: Sequence[int], vocab_size: int) -> list[int]:
-    """Return the ids as plain integers.
+    """Check token ids, and return plain integers.
 
     Accepts every type that Python can use as an index, such as elements of arrays.
 
@@ -58,7 +58,7 @@ def checked_tokens(token_ids: Sequence[int], vocab_size: int) -> list[int]:
 def chosen_params(
     params: SamplingParams | Sequence[SamplingParams] | None, settings: dict[str, Any], count: int
 ) -> list[SamplingParams]:
-    """Return the sampling parameters of each of ``count`` prompts.
+    """Return the sampling parameters for each of ``count`` prompts.
 
     Raises: RequestError: both ``params`` and ``settings`` are set, or the numbers differ.
     """
@@ -83,7 +83,7 @@ def sampling_batch(
     device: str,
     ahead: Sequence[int] | None = None,
 ) -> SamplingBatch:
-    """Build the sampling parameters of one row of logits per sequence, without penalties.
+    """Build the parameters for sampling one token per sequence, without penalties.
 
     Args:
         ahead: Number of tokens between the next token of a sequence and the token of the row, for
@@ -108,7 +108,7 @@ def sampling_batch(
 
 
 def penalties_of(sequences: Sequence[TokenSequence], vocab_size: int, device: str) -> Penalties:
-    """Build the penalties of the sequences, with the counts of used tokens."""
+    """Build the penalty parameters of the sequences, with the counts of tokens used so far."""
     params = [sequence.params for sequence in sequences]
     columns: dict[str, Any] = {
         penalty.argument: [getattr(p, name) for p in params]
@@ -137,11 +137,11 @@ def _integer(token_id: object) -> int:
 
 
 class NonFiniteError(InterposerError, ArithmeticError):
-    """A model computed NaN or infinity, so that the result is meaningless."""
+    """The model computed NaN or infinity, so the result is meaningless."""
 
 
 def non_finite(result: str) -> NonFiniteError:
-    """Create the error for a result that is not finite.
+    """Return the error for a result, such as logits, that contains NaN or infinity.
 
     Args:
         result: Name of the result, with the position.
@@ -158,20 +158,20 @@ _Value = TypeVar("_Value")
 
 @dataclass(slots=True)
 class CachedValue(Generic[_Value]):
-    """A value that is computed once while consecutive steps run the same sequences."""
+    """Cache of one value that stays valid while consecutive steps run the same sequences."""
 
     sequences: tuple[TokenSequence, ...] = ()
     value: _Value | None = None
 
     def of(self, sequences: Sequence[TokenSequence], make: Callable[[], _Value]) -> _Value:
-        """Return the value for ``sequences``; call ``make`` if the sequences have changed."""
+        """Return the value of ``sequences``, made by ``make`` if the sequences have changed."""
         if self.value is None or not is_same_batch(self.sequences, sequences):
             self.value, self.sequences = make(), tuple(sequences)
         return self.value
 
 
 class SamplingState:
-    """Sampling batches of consecutive steps, updated on the device.
+    """The sampling parameters of consecutive steps, updated on the device.
 
     If a step has the same sequences as the one before, only the new tokens are counted. If a
     sequence joins or leaves, the parameters are uploaded again, but token counts of the other
@@ -186,7 +186,7 @@ class SamplingState:
         self._batch: SamplingBatch | None = None
 
     def batch(self, sequences: Sequence[TokenSequence]) -> SamplingBatch:
-        """Return the sampling parameters of one row of logits per sequence.
+        """Return the parameters for sampling one token per sequence.
 
         The next call changes the returned tensors.
 
@@ -202,7 +202,7 @@ class SamplingState:
         return self._batch
 
     def _count_new_tokens(self, batch: SamplingBatch) -> None:
-        """Count the tokens that were appended since the last step."""
+        """Add the tokens that were appended since the last step to the counts of used tokens."""
         num_new = [
             len(s.output) - num_old
             for s, num_old in zip(self._sequences, self._num_counted, strict=True)
@@ -232,7 +232,7 @@ class SamplingState:
         ]
 
     def _rebuild(self, sequences: Sequence[TokenSequence]) -> SamplingBatch:
-        """Build the batch of other sequences, and reuse the token counts of known ones."""
+        """Build the sampling parameters of other sequences, and reuse counts of known ones."""
         batch = sampling_batch(sequences, self._vocab_size, self._device)
         if not any(sequence.params.is_penalised for sequence in sequences):
             return batch
@@ -261,7 +261,7 @@ def is_same_batch(first: Sequence[TokenSequence], second: Sequence[TokenSequence
 
 
 def _select_rows(old: Penalties, new: Penalties | None, rows: Tensor) -> Penalties:
-    """Select rows of both penalties; rows of ``new`` are numbered after those of ``old``."""
+    """Select rows of two concatenated penalties; rows of ``new`` follow those of ``old``."""
     names = Penalties.__dataclass_fields__
     if new is None:
         return Penalties(*(getattr(old, name)[rows] for name in names))
@@ -272,7 +272,7 @@ _NO_TOKEN = -1
 
 
 def _column_edits(params: Sequence[SamplingParams]) -> dict[str, CustomOp[..., Tensor]]:
-    """Return the ops of the edits of one column that a request uses, by parameter name."""
+    """Return the op of each per-row logit edit that any of ``params`` uses, by parameter name."""
     return {
         name: edit.op
         for name, edit in marked_fields(LogitEdit).items()
@@ -281,7 +281,7 @@ def _column_edits(params: Sequence[SamplingParams]) -> dict[str, CustomOp[..., T
 
 
 class RequestEdits:
-    """Edits logits before sampling, and records the likeliest tokens after it."""
+    """Edits the logits of requests before sampling, and records the most likely tokens."""
 
     def __init__(
         self, sampler: Sampler, vocab_size: int, stop_token_ids: frozenset[int], device: str
@@ -311,7 +311,7 @@ class RequestEdits:
             self._matcher(params, constraints)
 
     def prepare(self, params: SamplingParams, constraints: Constraints | None) -> Matcher | None:
-        """Bind the kernels that a request needs, and return the matcher; None without a constraint.
+        """Bind the kernels that a request's edits need, and return the matcher of its constraint.
 
         Raises: InterposerError: the policy leaves no kernel for one of the parameters.
         """
@@ -358,7 +358,7 @@ class RequestEdits:
         batch: SamplingBatch,
         tokens: torch.Tensor,
     ) -> None:
-        """Append the likeliest allowed tokens to the sequences with ``top_logprobs``."""
+        """Append the most likely allowed tokens to the sequences with ``top_logprobs``."""
         if not any(sequence.params.top_logprobs for sequence in sequences):
             return
         top, ids = self._sampler.top_logprobs(logits, batch, tokens)
@@ -381,7 +381,7 @@ class RequestEdits:
         return constraints.matcher(params.constraint, self._end_tokens(params))
 
     def _end_tokens(self, params: SamplingParams) -> frozenset[int]:
-        """Return the tokens of the vocabulary that end a request."""
+        """Return the end tokens of a request that are in the vocabulary."""
         model_tokens = frozenset() if params.ignore_eos else self._stop_token_ids
         stop_tokens = model_tokens.union(params.stop_token_ids)
         return frozenset(token for token in stop_tokens if token < self._vocab_size)
@@ -403,7 +403,7 @@ class RequestEdits:
     def _edit_columns(
         self, params: list[SamplingParams]
     ) -> tuple[tuple[CustomOp[..., Tensor], Tensor], ...]:
-        """Return the op and the values ``[B]`` of each edit of one column that a request uses."""
+        """Return op and values ``[B]`` of each per-row logit edit that any request uses."""
         pairs = []
         for name, op in _column_edits(params).items():
             values = [getattr(p, name) for p in params]

@@ -1,4 +1,4 @@
-"""Markers of the fields of ``SamplingParams``: where a field takes effect, and who may set it.
+"""Markers for the fields of ``SamplingParams``: where a field takes effect, and who sets it.
 
 Ops are named, not imported: the commands read the fields for ``--help``, which imports no torch.
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The field is the argument of ``sample_tokens`` with its name.
+    """Marks a field as the argument of ``sample_tokens`` with the field's name.
 
     Attributes:
         op_name: Op of ``interposer_ops.sampling`` that applies the field alone to logits, for the
@@ -30,13 +30,13 @@ class Draw:
 
     @property
     def op(self) -> CustomOp[..., Any]:
-        """The op of the name."""
+        """The op of ``interposer_ops.sampling`` that is named ``op_name``."""
         return _op(self.op_name)
 
 
 @dataclass(frozen=True, slots=True)
 class Penalty:
-    """The field is an argument of ``apply_penalties``.
+    """Marks a field as an argument of the op ``apply_penalties``.
 
     Attributes:
         argument: Name of the argument.
@@ -47,7 +47,7 @@ class Penalty:
 
 @dataclass(frozen=True, slots=True)
 class LogitEdit:
-    """The field edits the logits before penalties and draws.
+    """Marks a field that edits the logits before penalties and draws.
 
     Attributes:
         op_name: Op of ``interposer_ops.sampling``, ``(logits, values) -> logits`` with one value
@@ -59,13 +59,13 @@ class LogitEdit:
 
     @property
     def op(self) -> CustomOp[..., Tensor] | None:
-        """The op of the name."""
+        """The op of ``interposer_ops.sampling`` that is named ``op_name``; None without a name."""
         return None if self.op_name is None else _op(self.op_name)
 
 
 @dataclass(frozen=True, slots=True)
 class Suggested:
-    """A checkpoint may suggest the value of the field, as ``generation_config.json`` does.
+    """Marks a field whose value a checkpoint may suggest, as in ``generation_config.json``.
 
     Attributes:
         for_greedy: Whether the suggestion holds for greedy answers too.
@@ -76,7 +76,7 @@ class Suggested:
 
 @dataclass(frozen=True, slots=True)
 class RequestField:
-    """Bodies of HTTP requests have the field too, with its name, type and bounds.
+    """Marks a field that bodies of HTTP requests have too, with the same name, type and bounds.
 
     Attributes:
         description: Description of the allowed values for clients; None for that of the parameter.
@@ -87,7 +87,7 @@ class RequestField:
 
 @dataclass(frozen=True, slots=True)
 class CommandField:
-    """The commands that generate have an option for the field, with its description and bounds."""
+    """Marks a field for which commands have an option, with the same description and bounds."""
 
 
 def _op(name: str) -> CustomOp[..., Any]:

@@ -26,7 +26,7 @@ Kind = Literal["JSON schema", "regex", "choice", "grammar"]
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A formal language to which the texts of a request are restricted.
+    """A formal language to which the generated text of a request is restricted.
 
     Create a constraint with one of the class methods. The model checks the constraint when it
     compiles the constraint for a request.
@@ -41,7 +41,7 @@ class Constraint:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Constraint:
-        """Allow JSON that matches a schema.
+        """Create a constraint that allows JSON that matches a schema.
 
         Between two parts of the JSON there may be nothing, a space, or a newline with up to 24
         characters of indentation. The field ``"x-guidance": {"whitespace_flexible": false}`` of the
@@ -64,12 +64,12 @@ class Constraint:
 
     @classmethod
     def json_object(cls) -> Constraint:
-        """Allow any JSON object."""
+        """Create a constraint that allows any JSON object."""
         return cls.json_schema({"type": "object"})
 
     @classmethod
     def regex(cls, pattern: str) -> Constraint:
-        """Allow texts that a regular expression matches from start to end.
+        """Create a constraint that allows texts a regular expression matches completely.
 
         The syntax is that of Rust's crate regex, without look-around and back references.
 
@@ -79,7 +79,7 @@ class Constraint:
 
     @classmethod
     def choice(cls, texts: Iterable[str]) -> Constraint:
-        """Allow exactly one of some texts.
+        """Create a constraint that allows exactly one of several texts.
 
         Raises: RequestError: there is no text, or a text is empty or has another type.
         """
@@ -92,7 +92,7 @@ class Constraint:
 
     @classmethod
     def grammar(cls, text: str) -> Constraint:
-        """Allow texts of a context-free grammar.
+        """Create a constraint that allows the texts of a context-free grammar.
 
         Args:
             text: Lark syntax with the rule ``start``, or GBNF with the rule ``root``. A text with
@@ -132,7 +132,7 @@ _TokenId = Annotated[int, Field(ge=0, le=_INT64_MAX)]
 
 
 class _Bias(dict[int, float]):
-    """A hashable mapping, so that parameters can be dictionary keys."""
+    """Hashable mapping from token id to logit bias, so that parameters can be dictionary keys."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
@@ -142,7 +142,7 @@ _NumTokens = Annotated[int, Field(ge=0, le=MOST_LIKELY)]
 
 
 class SamplingParams(BaseModel):
-    """Parameters of one request; the defaults decode greedily.
+    """Sampling parameters of one request; the defaults decode greedily.
 
     Attributes:
         max_new_tokens: Number of new tokens after which the request ends.
@@ -246,30 +246,30 @@ class SamplingParams(BaseModel):
 
     @cached_property
     def takes_likeliest(self) -> bool:
-        """Whether each token is the argmax of the model's own logits, without further reports."""
+        """Whether each token is the argmax of the model's logits, with nothing else reported."""
         return self.temperature == 0 and self.takes_logits_alone
 
     @cached_property
     def takes_logits_alone(self) -> bool:
-        """Whether tokens depend only on the model's own logits, without further reports."""
+        """Whether tokens depend only on the model's own logits, with nothing else reported."""
         return not (self.is_penalised or self.edits_logits or self.top_logprobs)
 
     @cached_property
     def is_penalised(self) -> bool:
-        """Whether used tokens are penalized."""
+        """Whether the request penalizes tokens that were used before."""
         return any(map(self.is_changed, marked_fields(Penalty)))
 
     @cached_property
     def edits_logits(self) -> bool:
-        """Whether some tokens are excluded or biased."""
+        """Whether the request excludes or biases some tokens."""
         return any(map(self.is_changed, marked_fields(LogitEdit)))
 
     def is_changed(self, name: str) -> bool:
-        """Check whether the field ``name`` differs from its default."""
+        """Return whether the field ``name`` differs from its default."""
         return bool(getattr(self, name) != type(self).model_fields[name].default)
 
     def numbered(self, count: int, shares: bool) -> list[SamplingParams]:
-        """Return the parameters of each of ``count`` answers to one prompt.
+        """Return the sampling parameters for each of ``count`` answers to one prompt.
 
         Seeds are consecutive; 0 follows 2^63 - 1.
 
@@ -287,7 +287,7 @@ class SamplingParams(BaseModel):
 
     @classmethod
     def request_fields(cls) -> dict[str, tuple[Any, Any]]:
-        """Return types and pydantic fields of the parameters that bodies of requests state alike.
+        """Return types and pydantic fields of the parameters that HTTP request bodies share.
 
         A request that leaves a parameter out has the default; None if a checkpoint may suggest the
         value.
@@ -330,7 +330,7 @@ _Marker = TypeVar("_Marker")
 
 @cache
 def marked_fields(kind: type[_Marker]) -> Mapping[str, _Marker]:
-    """Return the markers of one kind by the names of the parameters, in the order of the fields."""
+    """Return the markers of one kind by the name of the marked parameter, in field order."""
     return {
         name: marker
         for name, field in SamplingParams.model_fields.items()

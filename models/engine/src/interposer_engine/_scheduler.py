@@ -1,4 +1,4 @@
-"""Continuous batching: choose the sequences and tokens of the next step."""
+"""Continuous batching: the choice of the sequences and tokens of the next step."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Chunk:
 
     @property
     def num_logits(self) -> int:
-        """Number of last tokens of the chunk with requested logits."""
+        """Number of the chunk's last tokens for which logits are requested."""
         return self.num_prompt_logits + (1 + len(self.drafts) if self.is_last else 0)
 
     @property
     def is_last(self) -> bool:
-        """Whether the chunk ends with the newest token, so that a new token is sampled."""
+        """Whether the chunk ends with the newest token, so that the step samples a new token."""
         return self.sequence.num_computed + self.num_tokens == len(self.sequence)
 
 
@@ -89,7 +89,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether any sequence is running or waiting."""
+        """Whether any sequence runs or waits."""
         return bool(self.running or self.waiting)
 
     def check(self, num_tokens: int) -> None:
@@ -112,11 +112,11 @@ class Scheduler:
                 )
 
     def add(self, sequence: TokenSequence) -> None:
-        """Queue a sequence."""
+        """Queue a sequence to be admitted by a later step."""
         self.waiting.append(sequence)
 
     def remove(self, sequence: TokenSequence) -> None:
-        """Remove a running or waiting sequence, and free the pages."""
+        """Remove a running or waiting sequence, and free its pages."""
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
@@ -183,7 +183,7 @@ class Scheduler:
         return chunks
 
     def next_alone(self, sequence: TokenSequence, most_tokens: int | None = None) -> Chunk | None:
-        """Return the next chunk of a sequence that is not queued, as far as free pages allow.
+        """Return the next chunk of a sequence that is not queued, limited by the free pages.
 
         Returns None if the free pages hold no token, or less than a prompt that must be computed in
         one step. ``remove`` frees the pages.
@@ -215,7 +215,7 @@ class Scheduler:
             self._advance(chunk, has_drafts=bool(chunk.drafts))
 
     def accept(self, chunk: Chunk, num_drafts: int) -> None:
-        """Count the first ``num_drafts`` draft tokens of a chunk as computed; free the other pages.
+        """Count a chunk's first ``num_drafts`` draft tokens as computed; free pages of the rest.
 
         The sequence contains the accepted tokens already.
         """
@@ -237,7 +237,7 @@ class Scheduler:
         return max(len(sequence.prompt) - sequence.num_computed, 1) if self._whole_prompts else 1
 
     def _reserve(self, sequence: TokenSequence, num_tokens: int) -> bool:
-        """Allocate pages for ``num_tokens`` tokens; if necessary, preempt younger sequences.
+        """Allocate pages for ``num_tokens`` tokens, preempting younger sequences if necessary.
 
         Returns False if the sequence itself was preempted.
         """
@@ -252,7 +252,7 @@ class Scheduler:
         return True
 
     def extend(self, sequence: TokenSequence, num_tokens: int) -> bool:
-        """Allocate pages for ``num_tokens`` tokens in all pools; return False if one has too few.
+        """Allocate pages for ``num_tokens`` tokens in all pools; return False if any pool is full.
 
         After a failure the pages of some pools stay allocated to the sequence.
         """
@@ -264,7 +264,7 @@ class Scheduler:
         return all(pool.extend(pages, num_tokens) for pool, pages in pairs)
 
     def _release(self, sequence: TokenSequence) -> None:
-        """Free everything that a sequence holds."""
+        """Free all pages and the state slot of a sequence."""
         if self._prefixes is not None:
             self._prefixes.detach(sequence)
         for pool, pages in zip(self.pools, sequence.pages, strict=True):
@@ -276,7 +276,7 @@ class Scheduler:
 
 
 def _limit_prompt_logits(sequence: TokenSequence, limit: int) -> int:
-    """Return how many tokens can be computed with at most ``limit`` rows of prompt logits."""
+    """Return how many tokens to compute, so that at most ``limit`` rows of prompt logits result."""
     if sequence.num_missing_logprobs <= limit:
         return len(sequence) - sequence.num_computed
     return len(sequence.prompt_logprobs) - sequence.num_computed + limit

@@ -1,4 +1,4 @@
-"""State of one request in the engine."""
+"""The state of one request in the engine: tokens, pages and progress."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TopLogprobs = tuple[tuple[int, float], ...]
 
 
 class PromptLogprob(NamedTuple):
-    """A prompt token with the probability given the preceding tokens.
+    """A prompt token with its log probability, given the preceding tokens.
 
     Attributes:
         token_id: The token.
@@ -33,7 +33,7 @@ class PromptLogprob(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class TokenSequence:
-    """Prompt, output and cache state of one request.
+    """Prompt, output and cache pages of one request.
 
     Attributes:
         id: Number of the sequence in the engine.
@@ -95,7 +95,7 @@ class TokenSequence:
 
     @property
     def num_missing_logprobs(self) -> int:
-        """Number of prompt tokens without a computed log probability, if requested."""
+        """Number of prompt tokens whose requested log probabilities are not computed yet."""
         if self.params.prompt_logprobs is None:
             return 0
         # The first prompt token has no prediction.
@@ -110,7 +110,7 @@ class TokenSequence:
 
 
 class Event(NamedTuple):
-    """A new token of a sequence.
+    """A new token of a sequence, with log probabilities and finish reason.
 
     Attributes:
         sequence: The sequence.

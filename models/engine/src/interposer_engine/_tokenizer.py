@@ -1,4 +1,4 @@
-"""Conversion of text to token ids and back, also incrementally."""
+"""Conversion of text to token ids and back, including streamed tokens."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TextTokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        """Find the files of the tokenizer.
+        """Find the tokenizer's files in the model directory.
 
         Raises: CheckpointError: the directory has no tokenizer.
         """
@@ -87,7 +87,7 @@ class TextTokenizer:
 
     @classmethod
     def of_transformers(cls, held: Any) -> TextTokenizer:
-        """Wrap a tokenizer of transformers."""
+        """Create a tokenizer from a loaded tokenizer of transformers."""
         tokenizer = cls.__new__(cls)
         tokenizer._initialize(Path(str(held.name_or_path)), lambda: held)
         return tokenizer
@@ -100,14 +100,14 @@ class TextTokenizer:
         self._settings = settings
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a copy for another thread, while other threads may use this tokenizer."""
+        """Return a copy for another thread, although other threads may use this tokenizer."""
         clone = type(self).__new__(type(self))
         # Another thread may add a cached attribute meanwhile: iterate over a copy of the dict.
         vars(clone).update(copy.deepcopy(dict(vars(self)), memo))
         return clone
 
     def read(self) -> None:
-        """Load the tokenizer now, for example before a copy or the start of a server.
+        """Load the tokenizer now, for example before making a copy or starting a server.
 
         Raises: CheckpointError: the tokenizer is not valid.
         """
@@ -115,7 +115,7 @@ class TextTokenizer:
 
     @cached_property
     def _backend(self) -> Any:
-        """The tokenizer of the tokenizers library, or of transformers."""
+        """The loaded tokenizer: from the library tokenizers, or from transformers."""
         return self._read()
 
     @property
@@ -124,7 +124,7 @@ class TextTokenizer:
 
     @cached_property
     def _cleans_up(self) -> bool:
-        """Whether spaces before punctuation are removed from texts of the tokenizers library."""
+        """Whether spaces before punctuation are removed from texts of the library tokenizers."""
         assert self._fast is not None
         if self._settings is None:
             settings = TokenizerSettings.of_folder(self._path)
@@ -158,7 +158,7 @@ class TextTokenizer:
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """The token ids by token text; empty without a tokenizer."""
+        """The token ids by token text; an empty mapping without a tokenizer."""
         return dict((self._fast or self._slow).get_vocab())
 
     def serialized(self) -> str:
@@ -197,7 +197,7 @@ class TextTokenizer:
         return str(self._slow.decode(list(token_ids), skip_special_tokens=True))
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text that each token completes, which may be empty."""
+        """Return the text that each token completes, possibly an empty text."""
         detokenizer, last = Detokenizer(self), len(token_ids) - 1
         return [detokenizer.push(token, at == last) for at, token in enumerate(token_ids)]
 
@@ -210,10 +210,10 @@ class MissingTokenizer(TextTokenizer):
         self._advice = advice
 
     def read(self) -> None:
-        """Do nothing."""
+        """Do nothing: there is no tokenizer to load."""
 
     def encode(self, text: str) -> list[int]:
-        """Raise RequestError."""
+        """Raise RequestError: a model without a tokenizer accepts only token ids."""
         raise RequestError(
             f"{self._path} holds no tokenizer, so texts cannot be read. "
             f"Try: give token ids, or {self._advice}"
@@ -221,30 +221,30 @@ class MissingTokenizer(TextTokenizer):
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """An empty vocabulary."""
+        """An empty mapping, as there is no tokenizer."""
         return {}
 
     def serialized(self) -> str:
-        """Raise RequestError."""
+        """Raise RequestError: there is no tokenizer to serialize."""
         raise RequestError(
             f"{self._path} holds no tokenizer, which constraints need. Try: {self._advice}"
         )
 
     @property
     def chat(self) -> ChatRenderer:
-        """Raise RequestError."""
+        """Raise RequestError: without a tokenizer there is no chat template."""
         raise RequestError(
             f"{self._path} holds no tokenizer, so messages cannot be written as a prompt. "
             f"Try: give token ids to generate(), or {self._advice}"
         )
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return an empty text."""
+        """Return an empty text, as there is no tokenizer."""
         return ""
 
 
 def _of_library(path: Path) -> Any:
-    """Load the tokenizer of a model directory with transformers.
+    """Load the tokenizer of a model directory by transformers.
 
     Raises: CheckpointError: transformers cannot read the directory.
     """
@@ -260,7 +260,7 @@ def _of_library(path: Path) -> Any:
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    """Return the error for a tokenizer that transformers cannot read, with the file name."""
+    """Return the error for a tokenizer file that transformers cannot read."""
     advice = "add the model's tokenizer.json, which needs no further package"
     files = [file for pattern in _VOCABULARIES for file in sorted(path.glob(pattern))]
     for file in files:
@@ -276,7 +276,7 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
 
 
 def _readers(file: Path) -> tuple[str, ...]:
-    """Return the packages that transformers needs to read a vocabulary file, if any."""
+    """Return the names of the packages that transformers needs to read a vocabulary file."""
     if file.name == "tekken.json":
         return ("mistral-common",)
     if file.suffix == ".tiktoken":
@@ -329,7 +329,7 @@ def _fast(load: Callable[[], FastTokenizer], path: Path) -> FastTokenizer:
 
 
 def clean_up(text: str) -> str:
-    """Remove the spaces before punctuation and English suffixes from a text."""
+    """Remove the spaces before punctuation and before English contractions from a text."""
     for mark in ".?!,":
         text = text.replace(f" {mark}", mark)
     text = text.replace(" ' ", "'")
@@ -339,7 +339,7 @@ def clean_up(text: str) -> str:
 
 
 class Detokenizer:
-    """Converts growing lists of tokens to growing texts, and holds back incomplete characters."""
+    """Converts a stream of tokens to text, and holds back incomplete characters."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -348,7 +348,7 @@ class Detokenizer:
         self._context = 0
 
     def push(self, token_id: int, last: bool = False) -> str:
-        """Return the text that ``token_id`` completes; for the last token, all remaining text.
+        """Return the text that ``token_id`` completes; for the last token, the remaining text too.
 
         Tokens are decoded together with a few tokens before them, because a tokenizer may join
         neighbours in ways that depend on both.
@@ -357,7 +357,7 @@ class Detokenizer:
         return self._new_text(last)
 
     def rest(self) -> str:
-        """Return the text that was held back, when no token follows."""
+        """Return the held-back text, after the last token."""
         return self._new_text(last=True)
 
     def _new_text(self, last: bool) -> str:

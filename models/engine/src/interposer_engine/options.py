@@ -1,4 +1,4 @@
-"""Command-line options of commands that load a model or generate.
+"""Command-line options for commands that load a model or generate text.
 
 The options come from the fields of ``LoadOptions`` and ``SamplingParams``. This module imports no
 torch, so that ``--help`` is fast.
@@ -34,7 +34,7 @@ _SHARED_WITH_EXPLAIN = {
 
 
 def takes(**groups: Sequence[inspect.Parameter]) -> Callable[[Command], Command]:
-    """Let a command take groups of options, each as one argument of the type ``Values``.
+    """Let a command accept groups of options, each passed as one argument of type ``Values``.
 
     Args:
         **groups: options by the name of the argument, which the options replace in the signature.
@@ -62,7 +62,7 @@ def takes(**groups: Sequence[inspect.Parameter]) -> Callable[[Command], Command]
 def load_options(
     *, only: Collection[str] | None = None, without: Collection[str] = ()
 ) -> list[inspect.Parameter]:
-    """Return the options for arguments of ``load``, with its defaults.
+    """Return command-line options for arguments of ``load``, with the defaults of ``load``.
 
     Args:
         only: names of the arguments; None for all that commands can take.
@@ -84,7 +84,7 @@ def load_options(
 
 
 def sampling_options() -> list[inspect.Parameter]:
-    """Return the options for fields of ``SamplingParams``; an omitted option has the value None.
+    """Return command-line options for fields of ``SamplingParams``; omitted options are None.
 
     ``SamplingParams`` checks the values.
     """
@@ -109,7 +109,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def _descriptions(documented: type) -> dict[str, str]:
-    """Return the descriptions of the attributes in a docstring, by name."""
+    """Return the descriptions of attributes in a class's docstring, by attribute name."""
     text = inspect.getdoc(documented) or ""
     entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE)
     return {name: " ".join(description.split()) for name, description in entries}

@@ -1,4 +1,4 @@
-"""Parts of the engine for distributions that run their own models in it.
+"""Parts of the engine, for distributions that run their own models in the engine.
 
 Most programs need only :func:`interposer_engine.load`. Names are loaded on first use.
 """

@@ -1,4 +1,4 @@
-"""The hook that plans a model directory, for ``interposer explain`` and ``interposer tune``."""
+"""The plugin hook that plans model directories for ``interposer explain`` and ``tune``."""
 
 from __future__ import annotations
 

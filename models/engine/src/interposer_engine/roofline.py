@@ -1,4 +1,4 @@
-"""The work of a model's steps and the roofline of a device: the fastest that steps can be.
+"""The minimum work of a model's steps and a device's roofline, which bound the speed of steps.
 
 Names are loaded on first use.
 """

@@ -1,1 +1,1 @@
-"""The parts of decoders, and the settings read from config.json."""
+"""The parts of decoders, and the decoder settings that config.json states."""

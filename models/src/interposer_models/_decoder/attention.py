@@ -1,4 +1,4 @@
-"""Variants of self-attention that several families share.
+"""Self-attention variants that several model families share.
 
 ``ExpandedAttention`` computes latent attention of long prompts, with keys and values of every head
 expanded from the cache. With absorbed projections, a pair of tokens costs C + R multiplications per
@@ -55,7 +55,7 @@ _MASKS = (None,) * 4
 
 @dataclass(frozen=True, slots=True)
 class CachedChunk:
-    """A range of cached positions of all sequences, as keys for all queries of a step.
+    """A range of cached positions of all sequences, attended to by all queries of a step.
 
     Attributes:
         slots: ``[U]`` int64.
@@ -69,7 +69,7 @@ class CachedChunk:
 
 
 class ExpandedAttention:
-    """Attention with keys and values per head, which are expanded from the latent cache.
+    """Latent attention (MLA) with cached vectors expanded to keys and values of each head.
 
     Args:
         spec: the spec of the latent attention.
@@ -94,7 +94,7 @@ class ExpandedAttention:
         self._expansion_cost = self.latent * (plain + value)  # per cached token
 
     def pays(self, batch: AttentionBatch) -> bool:
-        """Say whether expansion saves enough multiplications for this batch.
+        """Say whether expanding the latent vectors saves multiplications for this batch.
 
         Reads only lengths in host memory, so that the device is never waited for.
         """
@@ -115,7 +115,7 @@ class ExpandedAttention:
     def __call__(
         self, query: Tensor, vectors: Tensor, expand: Expand, cache: Tensor, batch: AttentionBatch
     ) -> Tensor:
-        """Attend to the new and the cached tokens: ``[T, N, V]``.
+        """Attend to new and cached tokens; return ``[T, N, V]``.
 
         Args:
             query: ``[T, N, D + R]``.
@@ -152,7 +152,7 @@ class ExpandedAttention:
 
 
 def cached_chunks(batch: AttentionBatch, page_size: int) -> list[CachedChunk]:
-    """Split the tokens that were cached before the step into chunks of consecutive positions."""
+    """Split the tokens cached before a step into chunks of consecutive positions."""
     cached_counts = [seq_tokens - count for count, seq_tokens in _lengths(batch)]
     table, device = batch.on_host().page_table, batch.slots.device
     # All sequences together have about _CHUNK_TOKENS keys at a time.
@@ -174,13 +174,13 @@ def cached_chunks(batch: AttentionBatch, page_size: int) -> list[CachedChunk]:
 
 
 def _lengths(batch: AttentionBatch) -> list[tuple[int, int]]:
-    """Return the number of new tokens and of all tokens of each sequence."""
+    """Return the numbers of new tokens and of all tokens of each sequence, in pairs."""
     host = batch.on_host()
     return list(zip(host.query_starts.diff().tolist(), host.seq_lens.tolist(), strict=True))
 
 
 class Unrotated(RotaryEmbedding):
-    """A rotary layer that returns queries and keys unchanged (NoPE)."""
+    """Rotary layer that returns queries and keys unchanged (NoPE)."""
 
     def __init__(self, site: Site, head_size: int, rotary_size: int) -> None:
         PluggableLayer.__init__(self, site)
@@ -192,7 +192,7 @@ class Unrotated(RotaryEmbedding):
 
 
 class UnrotatedAttention(SelfAttention):
-    """Attention without rotary embedding (NoPE); only the causal mask knows positions."""
+    """Self-attention without rotary embedding (NoPE); only the causal mask depends on positions."""
 
     rotary_type = Unrotated
 
@@ -208,13 +208,13 @@ class InterleavedRotary(RotaryEmbedding):
 
 
 class InterleavedAttention(SelfAttention):
-    """Attention with ``InterleavedRotary``."""
+    """Self-attention with ``InterleavedRotary``."""
 
     rotary_type = InterleavedRotary
 
 
 class SharedCacheAttention(PluggableLayer):
-    """Attend to the cache of the latest earlier layer with an equal spec; write nothing."""
+    """Attention over the KV cache of an earlier layer with an equal spec; caches nothing itself."""
 
     def __init__(self, site: Site, spec: AttentionSpec) -> None:
         super().__init__(site)
@@ -224,7 +224,7 @@ class SharedCacheAttention(PluggableLayer):
         self.cache_writer: tuple[Attention, ...] = ()
 
     def forward(self, query: Tensor, cache: Tensor, plan: object) -> Tensor:
-        """Attend to the earlier layer's cache: ``[T, N, D]``.
+        """Attend to the earlier layer's KV cache; return ``[T, N, D]``.
 
         Args:
             plan: the backend's plan of this step.
@@ -233,7 +233,7 @@ class SharedCacheAttention(PluggableLayer):
 
 
 def connect_cache_readers(modules: Iterable[nn.Module]) -> None:
-    """Connect each layer that reads another layer's cache to the layer that writes the cache.
+    """Connect each layer that reads another layer's KV cache to the layer that writes it.
 
     Args:
         modules: the modules of a decoder, in layer order.
@@ -248,7 +248,7 @@ def connect_cache_readers(modules: Iterable[nn.Module]) -> None:
 
 @dataclass(frozen=True)
 class FusedForm:
-    """The layout of a fused attention in checkpoints: names, layer class, and order of the rows.
+    """Layout of a fused QKV projection in checkpoints: names, layer class, and order of the rows.
 
     Attributes:
         names: names of the QKV projection and of the output projection.
@@ -265,7 +265,7 @@ class FusedForm:
 
 
 class FusedAttention(SelfAttention):
-    """Multi-head attention (as many kv heads as query heads) with one QKV projection."""
+    """Multi-head self-attention with as many kv heads as query heads, and one QKV projection."""
 
     def __init__(self, site: Site, spec: AttentionSpec, hidden_size: int, form: FusedForm) -> None:
         PluggableLayer.__init__(self, site)
@@ -283,7 +283,7 @@ class FusedAttention(SelfAttention):
         self.attn = shards.attention(site.at("attn"))
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute query, key and value ``[T, N, D]``, ready for the attention."""
+        """Compute query, key and value ``[T, N, D]`` from the hidden states."""
         if not self.by_head:
             return super().heads(x, cos, sin)
         merged = self.qkv_proj(x).unflatten(-1, (-1, 3, self.head_size))

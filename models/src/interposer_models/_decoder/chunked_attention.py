@@ -1,4 +1,4 @@
-"""Chunked attention: a token attends only to earlier tokens of the same chunk of the sequence.
+"""Chunked attention: a token attends only to earlier tokens of its own chunk of the sequence.
 
 The backend passes every chunk to a plain backend as a separate sequence, with a page table that
 begins at the chunk's first page. So every backend for causal attention over pages also serves
@@ -29,14 +29,14 @@ from interposer_ops.layers.attention import Attention
 
 @dataclass(frozen=True)
 class FixedPlan:
-    """The inner backend's plan for a captured graph, and the batch of chunks of that plan."""
+    """Plan of the inner backend for a captured graph, and the batch of chunks in that plan."""
 
     plan: Any
     chunks: AttentionBatch
 
 
 class ChunkedBackend(AttentionBackend):
-    """Apply the plain backend ``inner`` to chunks of ``chunk_tokens`` tokens.
+    """Attention backend that applies the backend ``inner`` to chunks of ``chunk_tokens`` tokens.
 
     Raises: ConfigError: the chunk length is not a multiple of the page size.
     """
@@ -55,12 +55,12 @@ class ChunkedBackend(AttentionBackend):
 
     @property
     def seen_tokens(self) -> int:
-        """The most tokens that a token attends to: one chunk."""
+        """The largest number of tokens that a token attends to: one chunk."""
         return self.chunk_tokens
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Refuse every request: this class wraps a backend that was selected already."""
+        """Refuse every request, because this class wraps a backend that was already selected."""
         return Verdict.refuse("wraps another backend, and cannot be selected itself")
 
     def kv_layout(self) -> KVCacheLayout:
@@ -70,7 +70,7 @@ class ChunkedBackend(AttentionBackend):
         return self.inner.plan(self._chunks(batch))
 
     def plan_fixed(self, batch: AttentionBatch) -> FixedPlan:
-        """Plan the chunks for a captured graph; see ``AttentionBackend.plan_fixed``."""
+        """Plan attention to chunks for a captured graph; see ``AttentionBackend.plan_fixed``."""
         chunks = self._chunks(batch)
         return FixedPlan(self.inner.plan_fixed(chunks), chunks)
 
@@ -107,7 +107,7 @@ class ChunkedBackend(AttentionBackend):
 
 
 def chunk_layers(layers: Iterable[Attention], chunk_tokens: int) -> None:
-    """Limit attention layers to chunks; layers that share a backend still share a plan."""
+    """Limit attention layers to chunks, keeping one plan for layers that share a backend."""
     chunked_backends: dict[AttentionBackend, ChunkedBackend] = {}
     for layer in layers:
         inner = layer.backend
@@ -115,7 +115,7 @@ def chunk_layers(layers: Iterable[Attention], chunk_tokens: int) -> None:
 
 
 def chunks_of(batch: AttentionBatch, chunk_tokens: int, page_size: int) -> AttentionBatch:
-    """Describe each chunk with new tokens as a separate sequence, ``[V]``, in token order.
+    """Describe each chunk that has new tokens as a sequence of its own, ``[V]``, in token order.
 
     For a decode batch (one new token per sequence) no value is read back from the device.
     """
@@ -135,7 +135,7 @@ def chunks_of(batch: AttentionBatch, chunk_tokens: int, page_size: int) -> Atten
 
 
 def _last_chunks(batch: AttentionBatch, chunk_tokens: int, page_size: int) -> AttentionBatch:
-    """Describe the last chunk of each sequence."""
+    """Describe the last chunk of each sequence as a sequence of its own."""
     chunk_starts = (batch.seq_lens - 1).clamp(min=0) // chunk_tokens * chunk_tokens
     return replace(
         batch,
@@ -147,7 +147,7 @@ def _last_chunks(batch: AttentionBatch, chunk_tokens: int, page_size: int) -> At
 
 
 def _split_prompts(batch: AttentionBatch, chunk_tokens: int, page_size: int) -> AttentionBatch:
-    """Describe every chunk with new tokens, for a batch in host memory."""
+    """Describe each chunk with new tokens as a sequence, for a batch in host memory."""
     rows, chunk_starts, chunk_ends, new_counts = list[int](), list[int](), list[int](), list[int]()
     starts = batch.query_starts.tolist()
     for row, length in enumerate(batch.seq_lens.tolist()):
@@ -174,7 +174,7 @@ def _split_prompts(batch: AttentionBatch, chunk_tokens: int, page_size: int) -> 
 
 
 def _pages(table: Tensor, chunk_starts: Tensor, chunk_tokens: int, page_size: int) -> Tensor:
-    """Look up the pages ``[V, pages per chunk]`` of chunks that begin at ``chunk_starts``."""
+    """Return the page table ``[V, pages per chunk]`` of chunks that begin at ``chunk_starts``."""
     width = table.shape[1]
     # A table narrower than a chunk means that no sequence is as long as a chunk.
     num_pages = min(chunk_tokens // page_size, width)

@@ -1,4 +1,4 @@
-"""The decoder: embedding, blocks, final norm and LM head; a family provides the blocks.
+"""The decoder: embedding, blocks, final norm and LM head; model families provide the blocks.
 
 ``CausalLM`` is the complete model, ``Decoder`` the part without the LM head. ``NormedBlock`` and
 ``OnePartBlock`` are blocks with norms in other positions than Llama's. ``HiddenStates`` records the
@@ -42,7 +42,7 @@ from interposer_ops.rotary import rotary_table
 def fuse_all_reduces_into_norms(
     blocks: Sequence[nn.Module], last: nn.Module, site: Site
 ) -> list[FusedAllReduceNorm]:
-    """Move the all-reduce after each block into the next block's first norm, or the last norm.
+    """Move each block's last all-reduce into the next block's first norm, or into the final norm.
 
     Args:
         blocks: the blocks of the decoder, in order.
@@ -75,7 +75,7 @@ def _first_norm(block: nn.Module) -> nn.Module | None:
 
 
 class HiddenStates:
-    """Receives the hidden states of all tokens in each step of a ``Decoder``.
+    """Receives the hidden states of all tokens from each step of a ``Decoder``.
 
     Attributes:
         layers: indices of the blocks whose inputs are recorded, in order; an empty tuple records
@@ -89,7 +89,7 @@ class HiddenStates:
         self._inputs: list[Tensor] = []
 
     def record_block_input(self, index: int, x: Tensor, residual: Tensor | None) -> None:
-        """Record the input of block ``index``: the residual stream plus ``x``."""
+        """Record the input of block ``index``: the sum of residual stream and ``x``."""
         # The first block begins a new step; an earlier step may have failed halfway.
         if index == 0:
             self._inputs = []
@@ -119,7 +119,7 @@ Norm = Callable[[Site], nn.Module]
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks and final norm.
+    """A decoder without LM head: embedding, blocks and final norm.
 
     Args:
         head: site of an LM head that shares the embedding's weight, or None.
@@ -207,7 +207,7 @@ class Decoder(nn.Module):
                 fused_all_reduce.is_paused = is_paused
 
     def _assign_caches(self) -> None:
-        """Compute ``cache_indices``: for each block the index of its cache.
+        """Compute ``cache_indices``, the index of each block's cache.
 
         A block with several caches, or with none, has a list of indices. The caches of attention
         layers come first, then those of recurrent layers.
@@ -235,7 +235,7 @@ class Decoder(nn.Module):
             self.cache_indices.append(indices[0] if len(indices) == 1 else indices)
 
     def reserve_positions(self, count: int, device: str) -> None:
-        """Compute the rotary angles of at least ``count`` positions.
+        """Compute rotary angles for at least ``count`` positions.
 
         A table of every position of the config would grow with the context that a config claims.
         """
@@ -260,7 +260,7 @@ class Decoder(nn.Module):
         return [angles_by_rotation[self.rotation_indices[index]] for index in self.block_indices]
 
     def embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Embed the tokens: the input of the first block, ``[T, H]``."""
+        """Embed the tokens; return the input of the first block, ``[T, H]``."""
         x: torch.Tensor = self.embed_tokens(token_ids)
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions + self.config.frame.first_position)
@@ -280,7 +280,7 @@ class Decoder(nn.Module):
         plans: Sequence[Any],
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Compute the final normalised hidden states ``[T, H]``, or ``[R, H]`` of ``rows``."""
+        """Compute the final normalised hidden states, ``[T, H]``, or ``[R, H]`` of ``rows``."""
         angles = self.angles(positions)
         x = self.embed(token_ids, positions)
         extra_inputs = self.extra_block_inputs(token_ids, x)
@@ -324,7 +324,7 @@ class Decoder(nn.Module):
         plans: Sequence[Any],
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Compute all blocks in one call; return None if the blocks must be called one by one."""
+        """Compute all blocks in one fused call; return None if that is not possible."""
         blocks = [*self.layers]
         cached_blocks, cache_indices, call = self._joined
         # only_blocks swaps the blocks, so the callable is rebuilt if the list differs.
@@ -343,7 +343,7 @@ class Decoder(nn.Module):
 
 
 class CausalLM(CausalModel):
-    """A decoder with a language model head; module names are those of the checkpoints.
+    """A decoder with an LM head, whose modules have the names that checkpoints use.
 
     Args:
         norm: builds the norm after the last block.
@@ -385,16 +385,16 @@ class CausalLM(CausalModel):
 
     @property
     def attention_layers(self) -> list[Attention]:
-        """Return the attention layers in order; cache i belongs to layer i."""
+        """Return the attention layers in order; the i-th cache belongs to the i-th layer."""
         return [module for module in self.modules() if isinstance(module, Attention)]
 
     @property
     def state_layers(self) -> list[RecurrentLayer]:
-        """Return the recurrent layers in order, which is that of the last caches."""
+        """Return the recurrent layers in order; their caches follow those of attention layers."""
         return [module for module in self.modules() if isinstance(module, RecurrentLayer)]
 
     def reserve_positions(self, count: int, device: str) -> None:
-        """Compute the rotary angles of at least ``count`` positions, if not done yet."""
+        """Compute rotary angles for at least ``count`` positions, unless done before."""
         if not self.model.tables or count > len(self.model.tables[0][0]):
             self.model.reserve_positions(count, device)
 
@@ -423,7 +423,7 @@ class CausalLM(CausalModel):
 
 
 def _cached_layers(block: nn.Module) -> list[Attention | SharedCacheAttention | RecurrentLayer]:
-    """List the layers of a block that own a cache or read another layer's cache, in order."""
+    """List the layers of a block that own or read a cache, in order."""
     rotation_indices = (*CACHED_LAYERS, SharedCacheAttention)
     return [module for module in block.modules() if isinstance(module, rotation_indices)]
 
@@ -432,7 +432,7 @@ Names = tuple[str, str, str, str]
 
 
 class NormedBlock(nn.Module):
-    """Attention and MLP on a residual stream, with norms before or after each, or both.
+    """Decoder block: attention and MLP on a residual stream, with norms before or after each.
 
     The residual stream is kept in float32 or wider, independent of the dtype of ``x``.
 
@@ -475,7 +475,7 @@ class NormedBlock(nn.Module):
     def _sublayer_input(
         self, name: str, x: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Add ``x`` to the residual stream; return the sublayer's normed input and the stream."""
+        """Add ``x`` to the residual stream; return the normed sublayer input and the stream."""
         if name:
             norm: Any = self._modules[name]
             return norm.forward_add(x, residual)  # type: ignore[no-any-return]
@@ -490,7 +490,7 @@ class NormedBlock(nn.Module):
 
 
 class OnePartBlock(nn.Module):
-    """One sublayer after one norm, on a residual stream that is kept like that of ``NormedBlock``.
+    """Decoder block with one norm and one sublayer, on a residual stream as in ``NormedBlock``.
 
     Args:
         norm: builds the norm at a site.

@@ -1,4 +1,4 @@
-"""A model family: settings of config.json that also build the decoder, part by part."""
+"""Base class of model families: settings from config.json that also build the decoder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OPTION = "Config(kv_cache='int4')"
 
 
 def stored_as(site: Site) -> tuple[torch.dtype, bool]:
-    """Return the dtype of an attention layer's cache, and whether heads have separate scales.
+    """Return the dtype of an attention layer's KV cache, and whether each head has its own scale.
 
     Raises: ConfigError: 4 bits are requested, but the checkpoint has scales for another dtype.
     """
@@ -46,7 +46,7 @@ def stored_as(site: Site) -> tuple[torch.dtype, bool]:
 
 
 def cache_note(model: CausalModel, config: Config, page_size: int) -> str:
-    """Return a note about the bytes of a token in a 4-bit cache; empty without such a cache.
+    """Return a note on the bytes per token of a 4-bit KV cache; "" without such a cache.
 
     Raises: ConfigError: no layer can store 4 bits.
     """
@@ -69,7 +69,7 @@ def cache_note(model: CausalModel, config: Config, page_size: int) -> str:
 
 
 class DecoderFamily(DecoderSettings):
-    """A decoder with RMSNorm, rotary embedding, grouped-query attention and a gated MLP.
+    """Base of families with RMSNorm, rotary embedding, grouped-query attention and a gated MLP.
 
     A family adds fields, changes the defaults of others, and overrides the methods of the parts
     that differ.
@@ -78,11 +78,11 @@ class DecoderFamily(DecoderSettings):
     attention_name: ClassVar[str] = "self_attn"
 
     def attends(self, index: int) -> bool:
-        """Say whether block ``index`` has attention."""
+        """Say whether block ``index`` has attention layers."""
         return True
 
     def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
-        """Describe the attention of layer ``index`` at a site for the selection of a backend.
+        """Return the attention spec of layer ``index``, by which an attention backend is selected.
 
         The cache dtype follows the user's config or the quantization scheme.
         """
@@ -100,21 +100,21 @@ class DecoderFamily(DecoderSettings):
         )
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build the attention of layer ``index`` at a site, with the projections."""
+        """Build the self-attention module of layer ``index``, with its projections."""
         bias = self.attention_bias
         return SelfAttention(site, spec, self.hidden_size, self.rotary_size, None, bias, bias)
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Build the MLP of layer ``index``, or an MoE layer, below a block's site."""
+        """Build the MLP or MoE layer of layer ``index``."""
         sizes = self.hidden_size, self.intermediate_size
         return GatedMLP(block.at("mlp"), *sizes, self.hidden_act, self.mlp_bias)
 
     def norm(self, site: Site) -> nn.Module:
-        """Build the norm of the residual stream at a site."""
+        """Build an RMSNorm of the residual stream for the module path ``site``."""
         return RMSNorm(site, self.hidden_size, self.rms_norm_eps)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Build block ``index`` at a site, with the forward signature of ``DecoderBlock``."""
+        """Build decoder block ``index``, with the forward signature of ``DecoderBlock``."""
         return DecoderBlock(
             site,
             self.hidden_size,
@@ -124,7 +124,7 @@ class DecoderFamily(DecoderSettings):
         )
 
     def normed_block(self, site: Site, index: int, page_size: int, names: Names) -> nn.Module:
-        """Build a block with norms in the positions of ``names``, see ``NormedBlock``."""
+        """Build a block with norms at the positions that ``names`` defines; see ``NormedBlock``."""
         attention_site = site.at("self_attn")
         attention = self.self_attention(
             attention_site, index, self.attention_spec(attention_site, index, page_size)
@@ -132,7 +132,7 @@ class DecoderFamily(DecoderSettings):
         return NormedBlock(site, self.norm, names, attention, self.mlp(site, index))
 
     def attention(self, site: Site) -> Iterator[tuple[AttentionSpec, Site]]:
-        """Yield spec and site of the attention of each block, in pages of one token."""
+        """Yield the attention spec and module path of each block, for pages of one token."""
         for index in filter(self.attends, range(self.num_hidden_layers)):
             attention_site = site.at(
                 f"{self.frame.decoder}.{self.frame.layers}.{index}.{self.attention_name}"
@@ -144,7 +144,7 @@ class DecoderFamily(DecoderSettings):
             )
 
     def prediction_head(self, site: Site, model: CausalLM, page_size: int) -> PredictionHead | None:
-        """Build the MTP head of the family's checkpoints; None if there is none.
+        """Build the MTP head that the family's checkpoints contain; None if there is none.
 
         Args:
             model: the result of ``build``; the head shares modules with it.
@@ -157,7 +157,7 @@ class DecoderFamily(DecoderSettings):
 
 
 class MultiHeadFamily(DecoderFamily):
-    """A decoder with multi-head attention: the heads together have the hidden size."""
+    """Base of families with multi-head attention, whose heads together have the hidden size."""
 
     @property
     def num_kv_heads(self) -> int:
@@ -166,7 +166,7 @@ class MultiHeadFamily(DecoderFamily):
 
     @property
     def head_size(self) -> int:
-        """Elements of one head."""
+        """Number of elements of one head."""
         return self.hidden_size // self.num_attention_heads
 
     @model_validator(mode="after")

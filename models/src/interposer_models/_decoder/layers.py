@@ -1,4 +1,4 @@
-"""Layers of older decoders: the MLP without a gate, layer norm, and transposed linear layers.
+"""Layers of older decoders: MLP without a gate, LayerNorm, and transposed linear layers.
 
 Dimensions: T tokens, H hidden size, I input features, O output features.
 """
@@ -27,7 +27,7 @@ _RELU = "relu"
 
 
 class PlainMLP(nn.Module):
-    """Two linear layers with GELU, ReLU or squared ReLU in between.
+    """MLP without a gate: two linear layers with GELU, ReLU or squared ReLU in between.
 
     Args:
         sizes: H and the intermediate size.
@@ -67,7 +67,7 @@ class PlainMLP(nn.Module):
         self.second = shards.last()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute ``[T, H]`` from ``x`` ``[T, H]``."""
+        """Compute the MLP: ``[T, H]`` from ``x`` ``[T, H]``."""
         return self.second(self.activate(self.first(x), *self.options))  # type: ignore[no-any-return]
 
 
@@ -90,12 +90,12 @@ class LayerNorm(PluggableLayer):
         self.operands: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def finalize(self) -> None:
-        """Prepare weight and bias for the kernel."""
+        """Prepare the norm's weight and bias for the kernel."""
         prepared = self.bound.prepared(weight=self.weight, bias=getattr(self, "bias", None))
         self.operands = prepared["weight"], prepared["bias"]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` ``[..., H]``."""
+        """Normalise the rows of ``x``, ``[..., H]``."""
         return self.bound.function(x, *self.operands, self.eps)
 
     def forward_add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -113,7 +113,7 @@ _PLAIN = ("float64", "float32", "float16", "bfloat16")
 
 
 class TransposedLinear(Linear):
-    """A linear layer with a weight ``[O, I]`` in memory and ``[I, O]`` in checkpoints.
+    """A linear layer whose weight ``[O, I]`` is stored as ``[I, O]`` in checkpoints.
 
     Weights that a quantization scheme stores in another form are read unchanged.
     """

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA), which caches one vector per token for all heads.
+"""Multi-head latent attention (MLA), which caches one latent vector per token for all heads.
 
 Dimensions: T tokens, U cached tokens, H hidden size, N heads, D size of a query and key head
 without its rotary part, R rotary size, C latent size, V size of a value head, X selected tokens.
@@ -43,7 +43,7 @@ _EPS = 1e-6
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """The sizes of latent attention.
+    """Head, latent and rotary sizes of latent attention.
 
     Attributes:
         query_latent: size of the latent vector of queries; None if queries are projected directly.
@@ -58,7 +58,7 @@ class LatentSizes:
 
 
 class LatentProjection(PluggableLayer):
-    """The projection ``kv_b_proj`` from latent vectors to keys and values, split for absorption.
+    """The projection ``kv_b_proj`` from latent vectors to keys and values, split in two matrices.
 
     The weight ``[N (D + V), C]`` is kept in the model's dtype, also if the checkpoint stores
     quantized values, because queries and attention outputs are multiplied by the weight head by
@@ -115,7 +115,7 @@ class LatentProjection(PluggableLayer):
         self.expansion_weights: tuple[Tensor, ...] = ()
 
     def finalize(self) -> None:
-        """Split the weight, dequantized if needed, into keys and values, and prepare both."""
+        """Split the weight into key and value matrices, dequantized if needed, and prepare both."""
         weight = self._weight()
         for name in list(self._parameters):
             self.register_parameter(name, None)
@@ -184,7 +184,7 @@ class LatentShards:
 
     @classmethod
     def of(cls, site: Site, spec: AttentionSpec, sizes: LatentSizes, bias: bool) -> LatentShards:
-        """Shard the projections of the attention at ``site`` by heads, or replicate them."""
+        """Shard the per-head projections of an attention by heads, or replicate them."""
         # None on a single rank, or if the heads do not divide among the ranks.
         local = shard_heads(site, spec)
         if local is not None:
@@ -196,17 +196,17 @@ class LatentShards:
 
     @property
     def value_slices(self) -> Slices:
-        """Return the part of ``kv_b_proj`` that this rank reads; empty for all of it."""
+        """Return the part of ``kv_b_proj`` that this rank reads; empty for the whole weight."""
         return {} if self.slices is None else self.slices[1]
 
     def query(self, site: Site) -> Linear:
-        """Build the projection of queries."""
+        """Build this rank's projection of queries."""
         if self.slices is None:
             return self.projections[0].whole(site)
         return ColumnParallelLinear(site, self.projections[0], self.slices[0])
 
     def output(self, site: Site) -> Linear:
-        """Build the output projection."""
+        """Build this rank's output projection."""
         if self.slices is None:
             return self.projections[2].whole(site)
         return RowParallelLinear(site, self.projections[2], self.slices[2])
@@ -215,7 +215,7 @@ class LatentShards:
 def _projections(
     spec: AttentionSpec, sizes: LatentSizes, bias: bool, shard: Shard | None
 ) -> tuple[Projection, Projection, Projection]:
-    """Describe the projections of all heads, sharded if ``shard`` is given."""
+    """Describe the per-head projections, for the shard of heads if ``shard`` is given."""
     heads, latent = spec.num_heads, spec.latent_size
     name, inputs = "q_proj", sizes.hidden
     if sizes.query_latent is not None:
@@ -236,7 +236,7 @@ def _projections(
 
 
 class LatentAttention(SelfAttention):
-    """Attention of all heads to one latent vector per token, with all projections.
+    """Latent attention: all heads attend to one cached vector per token, with all projections.
 
     The projections are absorbed: the one from latent vectors to keys is applied to queries instead,
     and the one to values is applied to the attention's output, so that cached tokens are never
@@ -287,7 +287,7 @@ class LatentAttention(SelfAttention):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, plan: Any, rows: Tensor | None
     ) -> Tensor:
-        """Compute the output projection ``[T, H]``, or ``[rows, H]``, as ``SelfAttention`` does.
+        """Compute attention and output projection: ``[T, H]``, or ``[rows, H]`` of ``rows``.
 
         Args:
             x: ``[T, H]``.
@@ -308,13 +308,13 @@ class LatentAttention(SelfAttention):
         return self.projected(self.attn(query, vectors, value, cache, plan), rows)
 
     def projected(self, mixed: Tensor, rows: Tensor | None) -> Tensor:
-        """Project attention outputs ``[T, N, C]`` to ``[T, H]``, or to ``[rows, H]``."""
+        """Apply value and output projections to ``[T, N, C]``: ``[T, H]`` or ``[rows, H]``."""
         if rows is not None:
             mixed = mixed[rows]
         return self.o_proj(self.kv_b_proj.values(mixed).flatten(1))  # type: ignore[no-any-return]
 
     def query_input(self, x: Tensor) -> Tensor:
-        """Return the input of the query projection: the latent queries, or ``x`` itself."""
+        """Return the input of the query projection: compressed queries, or ``x`` itself."""
         return self.q_a_layernorm(self.q_a_proj(x)) if self.has_latent_queries else x
 
     def parts(
@@ -337,12 +337,12 @@ class LatentAttention(SelfAttention):
         return plain, rotated, torch.cat((latent.unsqueeze(1), key), dim=-1)
 
     def absorbed(self, plain: Tensor, rotated: Tensor) -> Tensor:
-        """Build the latent queries ``[T, N, C + R]`` from the plain and the rotated part."""
+        """Build latent queries ``[T, N, C + R]`` from the plain and the rotated query part."""
         return torch.cat((self.kv_b_proj.absorbed(plain), rotated), dim=-1)
 
 
 class SparseLatentAttention(LatentAttention):
-    """Latent attention to the tokens that an indexer selects.
+    """Latent attention to the tokens that an indexer selects for each query.
 
     Args:
         indexer: the indexer's spec, of type ``indexer``.
@@ -371,7 +371,7 @@ class SparseLatentAttention(LatentAttention):
         plan: Sequence[object],
         rows: Tensor | None,
     ) -> Tensor:
-        """Compute the output projection, as ``LatentAttention`` does.
+        """Compute sparse attention and output projection, as ``LatentAttention`` does.
 
         Args:
             cache, plan: two of each: of the attention backend and of the indexer's.
@@ -388,7 +388,7 @@ _LARGEST_STRETCH = 2**24
 
 
 class LatentFamily(GroupedFamily):
-    """A decoder with latent attention and group-limited MoE layers."""
+    """Base of families with latent attention (MLA) and group-limited MoE layers."""
 
     # True only so that _check_heads can refuse other values than 1 with its own error text.
     reads_partial_rotary_factor: ClassVar[bool] = True
@@ -402,22 +402,22 @@ class LatentFamily(GroupedFamily):
 
     @property
     def num_kv_heads(self) -> int:
-        """One: all heads read the same latent vectors."""
+        """Number of key and value heads: one, because all heads read the same latent vectors."""
         return 1
 
     @property
     def head_size(self) -> int:
-        """Elements of a cached vector; ``head_dim`` of a config is only the rotary part."""
+        """Elements of a cached vector; ``head_dim`` in a config is only the rotary part."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def rotary_size(self) -> int:
-        """Elements of each head that are rotated."""
+        """Number of rotated elements of each head."""
         return self.qk_rope_head_dim
 
     @property
     def score_scale(self) -> float:
-        """The factor of attention scores, with YaRN's correction for stretched contexts."""
+        """The factor of attention scores, with YaRN's correction for extended contexts."""
         scale = float((self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5)
         weight, factor = self._yarn_scale()
         # YaRN's attention scaling; squared, as it applies to queries and keys alike.
@@ -426,24 +426,24 @@ class LatentFamily(GroupedFamily):
         return scale
 
     def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
-        """Describe the attention of layer ``index`` at a site."""
+        """Return the latent attention spec of layer ``index``."""
         spec = super().attention_spec(site, index, page_size)
         facts: dict[str, Any] = {"latent": True, "latent_size": self.kv_lora_rank}
         return replace(spec, scale=self.score_scale, **facts)
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build the attention of layer ``index`` at a site, with the projections."""
+        """Build the self-attention module of layer ``index``, with its projections."""
         head_sizes = self.q_lora_rank, self.qk_nope_head_dim, self.v_head_dim
         sizes = LatentSizes(self.hidden_size, *head_sizes)
         return LatentAttention(site, spec, sizes, self.interleaved, self.attention_bias)
 
     @property
     def interleaved(self) -> bool:
-        """Adjacent elements are rotated, not the halves of the rotary part."""
+        """Whether rotary embedding rotates adjacent elements, not the halves of the rotary part."""
         return True
 
     def _yarn_scale(self) -> tuple[float, float]:
-        """Return YaRN's ``mscale_all_dim`` and ``factor``; 0 and 1 without scaling."""
+        """Return YaRN's ``mscale_all_dim`` and ``factor``; (0, 1) without scaling."""
         rope = self.rope_parameters
         if rope.get("rope_type", rope.get("type", "default")) == "default":
             return 0.0, 1.0

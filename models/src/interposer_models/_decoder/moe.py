@@ -1,4 +1,4 @@
-"""MoE layers of decoders: routers, experts with and without a gate, and shared experts.
+"""MoE layers of decoders: routers, gated and ungated experts, and shared experts.
 
 ``MixtureFamily`` and ``SparseFamily`` route each token to the best of all experts.
 ``GroupedFamily`` limits the choice to the best groups of experts, and may add a shared expert for
@@ -40,13 +40,13 @@ MOST_EXPERTS = 2**14
 
 
 def count_of_experts(default: int | None) -> Any:
-    """Return the field ``num_local_experts`` with a default, and the alias of older configs."""
+    """Return a pydantic field ``num_local_experts`` that older config names can set too."""
     names = AliasChoices("num_local_experts", "num_experts")
     return Field(default=default, validation_alias=names)
 
 
 class MixtureMLP(nn.Module):
-    """An MoE layer: a router and experts.
+    """An MoE layer that consists of a router and experts.
 
     Args:
         router: the router's name in checkpoints.
@@ -66,18 +66,18 @@ class MixtureMLP(nn.Module):
 
 
 class MixtureFamily(DecoderFamily):
-    """Settings of a decoder with MoE layers."""
+    """Base of families whose decoder has MoE layers."""
 
     num_local_experts: Positive | None = count_of_experts(None)
     num_experts_per_tok: Positive | None = None
 
     @property
     def expert_size(self) -> int:
-        """Intermediate size of an expert."""
+        """Intermediate size of each expert."""
         return self.intermediate_size
 
     def experts(self, activation: str = "silu", **form: Any) -> ExpertsSpec:
-        """Describe a layer's experts; ``form`` are further fields of ``ExpertsSpec``."""
+        """Return the ``ExpertsSpec`` of a layer; ``form`` holds additional fields."""
         assert self.num_local_experts is not None
         assert self.num_experts_per_tok is not None
         return ExpertsSpec(
@@ -110,7 +110,7 @@ class MixtureFamily(DecoderFamily):
 
 
 class SparseFamily(MixtureFamily):
-    """Settings of a decoder with many small experts, in all layers or some."""
+    """Base of families with many small experts, in all layers or some."""
 
     moe_intermediate_size: Positive = 768
     norm_topk_prob: bool = False
@@ -127,7 +127,7 @@ class SparseFamily(MixtureFamily):
         return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
 
     def mixture(self, site: Site, experts: ExpertsSpec) -> nn.Module:
-        """Build the MoE layer at a site; checkpoints store every expert separately."""
+        """Build an MoE layer whose experts checkpoints store one by one."""
         return MixtureMLP(site, experts, "gate", self.norm_topk_prob)
 
     def mlp(self, block: Site, index: int) -> nn.Module:
@@ -142,14 +142,14 @@ _BIAS = "gate.e_score_correction_bias"
 
 
 def count_of_routed_experts(default: int | None) -> Any:
-    """Return the field ``num_local_experts`` for configs that count routed experts."""
+    """Return a pydantic field ``num_local_experts``, which ``n_routed_experts`` can also set."""
     names = AliasChoices("n_routed_experts", "num_local_experts", "num_experts")
     return Field(default=default, validation_alias=names)
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """Parameters of the op ``grouped_topk`` that chooses the experts."""
+    """Parameters of the op ``grouped_topk``, which chooses experts within the best groups."""
 
     num_groups: int = 1
     top_groups: int = 1
@@ -159,7 +159,7 @@ class Grouping:
 
 
 class GroupedRouter(Router):
-    """Choose experts by scores, limited to the best groups; a correction bias is optional.
+    """Router that chooses experts by score within the best groups, with an optional bias.
 
     Args:
         stored_as: the name of the bias in checkpoints; empty if there is no bias.
@@ -178,7 +178,7 @@ class GroupedRouter(Router):
         self.prepared_bias: Tensor | None = None
 
     def bind_choice(self, site: Site, sizes: Mapping[str, int]) -> None:
-        """Bind the op ``grouped_topk``."""
+        """Bind the kernel of the op ``grouped_topk`` for this router."""
         grouping = self.grouping
         self.grouped = site.bind_kernel(
             grouped_topk,
@@ -239,7 +239,7 @@ class GroupedMoE(nn.Module):
 
 
 class GroupedFamily(MixtureFamily):
-    """Settings of a decoder with dense first layers and group-limited MoE layers after them.
+    """Base of families with dense first layers and group-limited MoE layers after them.
 
     ``is_balanced`` says that a score correction bias per expert joins the choice. The MTP layers
     that checkpoints may have after the last layer are not part of the decoder.
@@ -266,7 +266,7 @@ class GroupedFamily(MixtureFamily):
 
     @property
     def grouping(self) -> Grouping:
-        """Return the routing parameters of all MoE layers."""
+        """Return the routing parameters of the family's MoE layers."""
         groups = self.n_group, self.topk_group
         return Grouping(*groups, self.norm_topk_prob, self.routed_scaling_factor)
 
@@ -285,7 +285,7 @@ class GroupedFamily(MixtureFamily):
         return GroupedMoE(block.at("mlp"), experts, self.grouping, shared, bias)
 
     def prediction_head(self, site: Site, model: CausalLM, page_size: int) -> PredictionHead | None:
-        """Build the checkpoint's first MTP layer, with a block like the decoder's last one."""
+        """Build the checkpoint's first MTP head, with a block like the decoder's last block."""
         if not self.num_nextn_predict_layers:
             return None
         # The MTP layer is stored as one more decoder layer.
@@ -305,7 +305,7 @@ class GroupedFamily(MixtureFamily):
         )
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Build the decoder; the checkpoint's MTP layers are not read."""
+        """Build the decoder without the MTP layers of the checkpoint."""
         model = super().build(site, page_size)
         mtp_layers = range(self.num_nextn_predict_layers)
         model.unread = tuple(f"model.layers.{self.num_hidden_layers + i}." for i in mtp_layers)
@@ -334,7 +334,7 @@ _UP, _DOWN = "up_proj", "down_proj"
 
 
 class UngatedExperts(PluggableLayer):
-    """Experts of two matrices with squared ReLU in between.
+    """Experts without a gate: two matrices with squared ReLU in between.
 
     Unquantized experts are grouped matmuls. Experts that the checkpoint's scheme quantizes are
     linear layers, computed one expert after the other.
@@ -363,7 +363,7 @@ class UngatedExperts(PluggableLayer):
             self.register_parameter(name, parameter)
 
     def _add_layers(self, site: Site, spec: ExpertsSpec) -> None:
-        """Add two linear layers for each expert, in the storage form of the scheme."""
+        """Add two linear layers for each expert, in the storage form of the quantization scheme."""
         self.loop = ExpertLoop(site, spec, self.activate)
         pairs = []
         for expert in range(spec.num_experts):
@@ -376,7 +376,7 @@ class UngatedExperts(PluggableLayer):
         self.pairs = tuple(pairs)
 
     def finalize(self) -> None:
-        """Prepare both matrices for the kernels."""
+        """Prepare both matrices of the experts for the kernels."""
         weights = {name: self.get_parameter(name) for name in self.bound}
         prepared = {
             name: self.bound[name].prepared(weight=w)["weight"] for name, w in weights.items()
@@ -436,7 +436,7 @@ class UngatedMoE(nn.Module):
 
 
 def _is_quantized(site: Site, spec: ExpertsSpec) -> bool:
-    """Say whether the scheme quantizes any matrix of the experts."""
+    """Say whether the quantization scheme quantizes any matrix of the experts."""
     scheme = site.resolver.scheme
     if scheme is None or scheme.experts_method(site.prefix) is None:
         return False

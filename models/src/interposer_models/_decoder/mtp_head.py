@@ -1,4 +1,4 @@
-"""MTP heads: predict a further token from a hidden state and the token that follows.
+"""MTP heads, which predict a further token from a hidden state and the following token.
 
 Dimensions: T tokens, R tokens that need predictions, H hidden size of the head, F size of
 the model's states that the head reads, V vocabulary of the model.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class PredictionHead(nn.Module, ABC):
-    """A decoder of one block with a paged cache of the head, which drafts tokens.
+    """Base of draft heads: a decoder of one block with a KV cache of its own.
 
     The head's input at a position is the model's state of token i and the embedding of token i + 1,
     and the head predicts token i + 2. To draft more tokens, the head's own state replaces the
@@ -42,20 +42,20 @@ class PredictionHead(nn.Module, ABC):
 
     @abstractmethod
     def renamed(self, name: str) -> str | None:
-        """Map the name of a checkpoint's tensor to this module's; None if it is not the head's."""
+        """Map the name of a checkpoint tensor to this module's name; None if not of the head."""
 
     @property
     def attention_layers(self) -> list[Attention]:
-        """Return the attention layers in order; cache i belongs to layer i."""
+        """Return the attention layers in order; the i-th cache belongs to the i-th layer."""
         return [module for module in self.modules() if isinstance(module, Attention)]
 
     @abstractmethod
     def reserve_positions(self, count: int, device: str) -> None:
-        """Compute the rotary angles of at least ``count`` positions."""
+        """Compute rotary angles for at least ``count`` positions."""
 
     @abstractmethod
     def fused(self, states: Tensor) -> Tensor:
-        """Reduce the model's states ``[T, F]`` to the head's input ``[T, H]``."""
+        """Project the target model's hidden states ``[T, F]`` to the head's input ``[T, H]``."""
 
     @abstractmethod
     def forward(
@@ -67,7 +67,7 @@ class PredictionHead(nn.Module, ABC):
         plans: Sequence[Any],
         rows: Tensor,
     ) -> Tensor:
-        """Compute the head's states ``[R, H]`` of the tokens in ``rows``.
+        """Compute the head's hidden states ``[R, H]`` of the tokens in ``rows``.
 
         Args:
             token_ids: ``[T]`` int64, for each state the token that follows.
@@ -76,11 +76,11 @@ class PredictionHead(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, states: Tensor) -> Tensor:
-        """Compute the logits ``[R, V]`` of the head's states."""
+        """Compute the logits ``[R, V]`` of the head's hidden states."""
 
 
 class HeadNames(NamedTuple):
-    """The names of an MTP head's parts in checkpoints, below one prefix.
+    """The names of an MTP head's parts in checkpoints, below a common prefix.
 
     Attributes:
         unread: the names of parts that repeat tensors of the model.
@@ -96,7 +96,7 @@ class HeadNames(NamedTuple):
 
 
 class NextTokenHead(PredictionHead):
-    """An MTP head: a projection of normalised state and embedding, then one block of the family.
+    """MTP head: projects the normed hidden state and embedding, then runs one block of the family.
 
     The head shares embedding, rotary angles and LM head with the model. The head's state is the
     output of the last norm.
@@ -126,16 +126,16 @@ class NextTokenHead(PredictionHead):
         self._index = index
 
     def renamed(self, name: str) -> str | None:
-        """Return the new name of a tensor below the head's prefix, None for other tensors."""
+        """Return the new name of a tensor below the head's prefix; None for other tensors."""
         new_name = self._renamed(name)
         return new_name if new_name is not None and new_name.startswith(self._prefix) else None
 
     def reserve_positions(self, count: int, device: str) -> None:
-        """Compute the rotary angles of at least ``count`` positions."""
+        """Compute rotary angles for at least ``count`` positions."""
         self._model[0].reserve_positions(count, device)
 
     def fused(self, states: Tensor) -> Tensor:
-        """Return the states unchanged; ``forward`` projects them."""
+        """Return the hidden states unchanged, because ``forward`` projects them."""
         return states
 
     def forward(
@@ -147,7 +147,7 @@ class NextTokenHead(PredictionHead):
         plans: Sequence[Any],
         rows: Tensor,
     ) -> Tensor:
-        """Compute the head's states of the tokens in ``rows``; see ``PredictionHead``."""
+        """Compute the head's hidden states of the tokens in ``rows``; see ``PredictionHead``."""
         decoder = self._model[0].model
         token = self.token_norm(decoder.embed(token_ids, positions))
         x = self.projection(torch.cat([token, self.state_norm(states)], dim=-1))
@@ -159,5 +159,5 @@ class NextTokenHead(PredictionHead):
         return normalised
 
     def logits(self, states: Tensor) -> Tensor:
-        """Apply the model's LM head to the states."""
+        """Apply the target model's LM head to the hidden states."""
         return self._model[0].lm_head(states)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Recurrent layers of decoders: Gated DeltaNet and Mamba-2 mixers, which keep a fixed-size state.
+"""Recurrent layers of decoders: Gated DeltaNet and Mamba-2 mixers with a fixed-size state.
 
 A ``RecurrentLayer`` caches one state per sequence instead of pages of keys and values. Both mixers
 share a causal convolution and a gated norm.
@@ -28,25 +28,25 @@ from interposer_ops.recurrence import causal_convolution, gated_delta_rule, stat
 
 
 class RecurrentLayer(nn.Module, ABC):
-    """A layer with one state of fixed size per sequence as its cache, instead of pages."""
+    """Base of layers whose cache is one fixed-size state per sequence, instead of pages."""
 
     @abstractmethod
     def state_layout(self) -> StateLayout:
-        """Return the shapes and dtypes of one sequence's state."""
+        """Return the shapes and dtypes of a sequence's state."""
 
 
 class RecurrentMixer(RecurrentLayer):
-    """A recurrent layer in the position of attention, which ends with a gate and a projection."""
+    """Base of recurrent layers in the position of attention, with output gate and projection."""
 
     @abstractmethod
     def mixed(
         self, x: Tensor, cache: tuple[Tensor, ...], plan: StateBatch
     ) -> tuple[Tensor, Tensor]:
-        """Update the states with ``x`` ``[T, H]``; return the mixer's output and the gate."""
+        """Update the states with ``x`` ``[T, H]``; return the ungated output and the gate."""
 
     @abstractmethod
     def ended(self, y: Tensor, gate: Tensor) -> Tensor:
-        """Apply the gate and the output projection to results of ``mixed``: ``[T, H]``."""
+        """Apply the gate and the output projection to the results of ``mixed``: ``[T, H]``."""
 
     def forward(
         self,
@@ -57,7 +57,7 @@ class RecurrentMixer(RecurrentLayer):
         plan: StateBatch,
         rows: Tensor | None,
     ) -> Tensor:
-        """Compute ``[T, H]`` from ``x`` ``[T, H]``, or ``[rows, H]``.
+        """Compute the layer's output: ``[T, H]`` from ``x`` ``[T, H]``, or ``[rows, H]``.
 
         Every token updates the state; the output is projected only for the tokens in ``rows``.
         """
@@ -87,7 +87,7 @@ class Convolution(PluggableLayer):
         self.operands: tuple[Tensor, Tensor | None] = torch.empty(0), None
 
     def finalize(self) -> None:
-        """Prepare the weight, reshaped to ``[C, W]``, and the bias for the kernel."""
+        """Prepare the weight as ``[C, W]``, and the bias, for the kernel."""
         weight, bias = self.get_parameter("weight").data, self._parameters.get("bias")
         prepared = self.bound.prepared(
             weight=weight.squeeze(1).contiguous(), bias=None if bias is None else bias.data
@@ -96,7 +96,7 @@ class Convolution(PluggableLayer):
 
     @property
     def state(self) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of a sequence's last inputs."""
+        """Shape and dtype of the state: a sequence's last inputs."""
         return self.shape, self.dtype
 
     def forward(self, x: Tensor, windows: Tensor, plan: StateBatch) -> Tensor:
@@ -125,7 +125,7 @@ class GatedNorm(PluggableLayer):
         self.operands: tuple[Tensor] = (self.weight,)
 
     def finalize(self) -> None:
-        """Prepare the weight for the kernel."""
+        """Prepare the norm's weight for the kernel."""
         self.operands = (self.bound.prepared(weight=self.weight)["weight"],)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ _EPS = 1e-6
 
 @dataclass(frozen=True)
 class DeltaSizes:
-    """The sizes of a Gated DeltaNet mixer.
+    """Head counts and sizes of a Gated DeltaNet mixer.
 
     Attributes:
         key_heads, key: number and size of query and key heads.
@@ -157,12 +157,12 @@ class DeltaSizes:
 
     @property
     def keys(self) -> int:
-        """Elements of all keys, G K."""
+        """Number of key elements per token over all key heads, G K."""
         return self.key_heads * self.key
 
     @property
     def values(self) -> int:
-        """Elements of all values, N D."""
+        """Number of value elements per token over all value heads, N D."""
         return self.value_heads * self.value
 
 
@@ -173,7 +173,7 @@ Projections = Callable[[Site, DeltaSizes], nn.Module]
 
 
 class SeparateProjections(nn.Module):
-    """Separate projections of the convolved channels, gates, beta and decay, as in Qwen3.5."""
+    """Separate input projections of the convolved channels, gates, beta and decay (Qwen3.5)."""
 
     def __init__(self, site: Site, sizes: DeltaSizes) -> None:
         super().__init__()
@@ -184,14 +184,14 @@ class SeparateProjections(nn.Module):
         self.in_proj_ba = MergedLinear(site.at("in_proj_ba"), sizes.hidden, self.narrow)
 
     def forward(self, x: Tensor) -> Projected:
-        """Project ``x`` ``[T, H]``."""
+        """Project ``x`` ``[T, H]`` to queries, keys, values, gates, beta and decay."""
         mixed, gate = self.in_proj(x).split((*self.wide.values(),), dim=-1)
         beta, decay = self.in_proj_ba(x).chunk(2, dim=-1)
         return mixed, gate, beta, decay
 
 
 class GroupedProjections(nn.Module):
-    """Two projections with outputs interleaved by key head, as in Qwen3-Next."""
+    """Two input projections whose outputs are interleaved by key head (Qwen3-Next)."""
 
     def __init__(self, site: Site, sizes: DeltaSizes) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class GroupedProjections(nn.Module):
         self.in_proj_ba = Linear(site.at("in_proj_ba"), sizes.hidden, 2 * sizes.value_heads)
 
     def forward(self, x: Tensor) -> Projected:
-        """Project ``x`` ``[T, H]``."""
+        """Project ``x`` ``[T, H]`` to queries, keys, values, gates, beta and decay."""
         sizes = self.sizes
         values_per_key_head = sizes.values // sizes.key_heads
         projected = self.in_proj_qkvz(x).unflatten(-1, (sizes.key_heads, -1))
@@ -215,7 +215,7 @@ class GroupedProjections(nn.Module):
 
 
 class DeltaRule(PluggableLayer):
-    """The op ``gated_delta_rule`` on L2-normalised queries and keys."""
+    """The op ``gated_delta_rule``, applied to L2-normalised queries and keys."""
 
     def __init__(self, site: Site, sizes: DeltaSizes) -> None:
         super().__init__(site)
@@ -235,13 +235,13 @@ class DeltaRule(PluggableLayer):
         self.constants: tuple[Tensor, ...] = ()
 
     def finalize(self) -> None:
-        """Compute each head's decay rate, -exp(A_log)."""
+        """Compute each head's decay rate, -exp(A_log), for the kernel."""
         self.constants = -self.get_parameter("A_log").data.exp(), self.get_parameter("dt_bias").data
 
     def forward(
         self, mixed: Tensor, beta: Tensor, decay: Tensor, states: Tensor, plan: StateBatch
     ) -> Tensor:
-        """Update the states and compute the outputs ``[T, N, D]``.
+        """Update the recurrent states, and compute the outputs ``[T, N, D]``.
 
         Args:
             mixed: ``[T, C]``, the convolution's output.
@@ -264,7 +264,7 @@ class DeltaRule(PluggableLayer):
 
 
 class DeltaMixer(RecurrentMixer):
-    """Projections, convolution, delta rule and gated norm, in the position of attention."""
+    """Gated DeltaNet mixer: projections, convolution, delta rule and gated norm."""
 
     def __init__(self, site: Site, sizes: DeltaSizes, eps: float, projections: Projections) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ class DeltaMixer(RecurrentMixer):
         self.out_proj = Linear(site.at("out_proj"), sizes.values, sizes.hidden)
 
     def state_layout(self) -> StateLayout:
-        """Return a sequence's state: the convolution's last inputs, and each head's memory."""
+        """Return the layout of a sequence's state: last convolution inputs, and memory per head."""
         sizes = self.sizes
         # The state is float32 for the same reason as the decay.
         memory = (sizes.value_heads, sizes.key, sizes.value), torch.float32
@@ -294,13 +294,13 @@ class DeltaMixer(RecurrentMixer):
         return y, gate.view(y.shape)
 
     def ended(self, y: Tensor, gate: Tensor) -> Tensor:
-        """Apply the gated norm and the output projection: ``[T, H]``."""
+        """Apply the gated norm and the output projection; return ``[T, H]``."""
         return self.out_proj(self.norm(y, gate).flatten(1))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class StateSpaceSizes:
-    """Sizes and variants of a Mamba-2 mixer.
+    """Sizes and optional parts of a Mamba-2 mixer.
 
     Attributes:
         window: tokens that the convolution reads.
@@ -327,17 +327,17 @@ class StateSpaceSizes:
 
     @property
     def inner(self) -> int:
-        """Elements of all heads, I."""
+        """Number of elements of all heads together, I."""
         return self.heads * self.head
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution: the input of the scan, and the projections B and C."""
+        """Number of channels of the convolution: the scan's input, and the projections B and C."""
         return self.inner + 2 * self.groups * self.state
 
 
 class Scan(PluggableLayer):
-    """The op ``state_space_scan`` with per-head parameters."""
+    """The op ``state_space_scan`` with its per-head parameters."""
 
     def __init__(self, site: Site, sizes: StateSpaceSizes) -> None:
         super().__init__(site)
@@ -362,7 +362,7 @@ class Scan(PluggableLayer):
         self.constants = prepared["decay"], prepared["skip"], bias
 
     def forward(self, x: Tensor, steps: Tensor, states: Tensor, plan: StateBatch) -> Tensor:
-        """Run the scan and update the states: ``[T, I]``.
+        """Run the scan, and update the states; return ``[T, I]``.
 
         Args:
             x: ``[T, I + 2 G S]``, the convolution's output.
@@ -383,7 +383,7 @@ class Scan(PluggableLayer):
 
 
 class StateSpaceMixer(RecurrentMixer):
-    """Projections, convolution, scan and gated norm, in the position of attention."""
+    """Mamba-2 mixer: projections, convolution, scan and gated norm."""
 
     def __init__(self, site: Site, sizes: StateSpaceSizes, eps: float) -> None:
         super().__init__()
@@ -401,7 +401,7 @@ class StateSpaceMixer(RecurrentMixer):
         self.out_proj = Linear(site.at("out_proj"), sizes.inner, sizes.hidden, out_bias)
 
     def state_layout(self) -> StateLayout:
-        """Return a sequence's state: the convolution's last inputs, and each head's state."""
+        """Return the layout of a sequence's state: last convolution inputs, and state per head."""
         sizes = self.sizes
         return StateLayout(
             (self.conv1d.state, ((sizes.heads, sizes.head, sizes.state), torch.float32))
@@ -416,12 +416,12 @@ class StateSpaceMixer(RecurrentMixer):
         return self.scan(self.conv1d(x, windows, plan), steps, states, plan), gate
 
     def ended(self, y: Tensor, gate: Tensor) -> Tensor:
-        """Apply the gate, the norm if there is one, and the output projection: ``[T, H]``."""
+        """Apply the gate, the optional norm, and the output projection; return ``[T, H]``."""
         y = self.norm(y, gate) if self.sizes.normed else y * functional.silu(gate)
         return self.out_proj(y)  # type: ignore[no-any-return]
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the gate ``[T, I]``, the convolution's input and the raw steps ``[T, N]``."""
+        """Project the input to the gate ``[T, I]``, the convolution's input and time steps."""
         sizes = self.sizes
         projected = self.in_proj(x)
         # Falcon-H1 scales each part; all other families split without copying.

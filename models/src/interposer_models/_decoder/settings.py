@@ -1,4 +1,4 @@
-"""The settings of a decoder, read from a checkpoint's config.json and validated.
+"""The settings of a decoder, read and validated from a checkpoint's config.json.
 
 The rotary fields have several spellings. Old configs have ``rope_scaling`` and ``rope_theta``;
 transformers 5 writes both into ``rope_parameters``, which some families nest by layer type. All
@@ -32,7 +32,7 @@ UNKNOWN_MEND = "Try: correct the field, or run the model of transformers by inte
 
 
 class FieldError(ValueError):
-    """A field of config.json has a value that is wrong or not supported.
+    """A field of config.json whose value is wrong or not supported.
 
     Attributes:
         mend: the hint to the user, in the imperative.
@@ -50,7 +50,7 @@ Window = Annotated[int, Field(ge=2, le=8)]
 
 
 def _number(value: Any) -> Any:
-    """Unwrap a number of config.json; transformers writes infinity as ``{"__float__": ...}``."""
+    """Return a number of config.json; transformers writes infinity as ``{"__float__": ...}``."""
     return value.get("__float__") if isinstance(value, dict) else value
 
 
@@ -60,7 +60,7 @@ Steps = tuple[_Step, _Step]
 
 
 def check_state(heads: int, rows: int, columns: int) -> None:
-    """Raise ValueError if a layer's state would be larger than in any model."""
+    """Raise ValueError if a layer's recurrent state would be larger than in any known model."""
     if heads * rows * columns > _LARGEST_STATE:
         raise ValueError(
             f"a state of {heads} heads of {rows} x {columns} exceeds the limit of "
@@ -69,7 +69,7 @@ def check_state(heads: int, rows: int, columns: int) -> None:
 
 
 def check_convolution(field: str, activation: str) -> None:
-    """Raise ValueError if the activation after the convolution is not SiLU."""
+    """Raise ValueError if the activation after a recurrent layer's convolution is not SiLU."""
     if activation not in ("silu", "swish"):
         raise ValueError(f"{field} is {activation!r}, convolutions compute with 'silu'")
 
@@ -81,7 +81,7 @@ LIFTED = ("rope_theta", "partial_rotary_factor")
 
 
 class LayerTypeBases(NamedTuple):
-    """The rotary bases of a family with different angles in sliding-window and full layers.
+    """The rotary base of sliding-window layers and that of full-attention layers.
 
     Attributes:
         full: base of full-attention layers, unless ``rope_theta`` states it.
@@ -95,7 +95,7 @@ class LayerTypeBases(NamedTuple):
 
 
 def one_rotation(fields: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the rotary fields of a family with the same angles in all layers.
+    """Merge the rotary fields of config.json for a family with equal rotary angles in all layers.
 
     A non-empty ``rope_scaling`` replaces ``rope_parameters``, ``rope_theta`` included.
 
@@ -127,7 +127,7 @@ def one_rotation(fields: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str
 
 
 def rotation_by_layer_type(fields: Mapping[str, Any], bases: LayerTypeBases) -> dict[str, Any]:
-    """Merge the rotary fields of a family with angles per layer type, nested by type.
+    """Merge the rotary fields of config.json for a family with rotary angles per layer type.
 
     ``rope_scaling`` applies to full-attention layers.
 
@@ -165,7 +165,7 @@ def rotation_by_layer_type(fields: Mapping[str, Any], bases: LayerTypeBases) -> 
 
 
 def nested_rotation(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Check that ``rope_parameters`` is nested by layer type, the only spelling this family reads.
+    """Return ``rope_parameters``, which must be nested by layer type in this family.
 
     Raises: FieldError: another spelling is used.
     """
@@ -181,7 +181,7 @@ def nested_rotation(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_flat(parameters: Mapping[str, Any], base: Any) -> None:
-    """Raise FieldError if a flat ``rope_parameters`` differs from the defaults."""
+    """Raise FieldError if ``rope_parameters`` without nesting differs from the defaults."""
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     # A flat field that states only defaults is harmless.
     other_fields = parameters.keys() - {"rope_type", "type", "rope_theta"}
@@ -196,7 +196,7 @@ def _refuse_flat(parameters: Mapping[str, Any], base: Any) -> None:
 
 
 def long_factors_note(scaling: Mapping[str, Any]) -> str:
-    """Return a note that ``longrope`` uses the long factors for all sequences, or ""."""
+    """Return a note that longrope uses the long factors for all sequence lengths, or ""."""
     if scaling.get("rope_type", scaling.get("type")) != "longrope":
         return ""
     # transformers chooses the factors per sequence; here one table of angles serves all sequences.
@@ -220,7 +220,7 @@ WindowTokens = Annotated[int, Field(gt=0, lt=2**31)]
 
 
 class FrameNames(NamedTuple):
-    """The names that a checkpoint gives to the modules of a decoder outside of the blocks.
+    """The checkpoint's names for the modules of a decoder outside of its blocks.
 
     Attributes:
         positions: the table of learned positions, which replaces rotary angles; empty if there is
@@ -238,7 +238,7 @@ class FrameNames(NamedTuple):
 
 
 class DecoderSettings(BaseModel, ModelFamily):
-    """The fields of config.json that shape a decoder, by Hugging Face name.
+    """The fields of config.json that define a decoder, under the names of Hugging Face.
 
     Unknown fields are ignored; a null field gets the default. Properties derive further values.
 
@@ -290,35 +290,35 @@ class DecoderSettings(BaseModel, ModelFamily):
 
     @property
     def head_size(self) -> int:
-        """Elements of one head."""
+        """Number of elements of one head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def rotary_size(self) -> int:
-        """Rotated elements of each head."""
+        """Number of rotated elements of each head."""
         return int(self.head_size * self.partial_rotary_factor)
 
     @property
     def embedding_scale(self) -> float:
-        """The factor that embeddings are multiplied by."""
+        """The factor by which token embeddings are multiplied."""
         return 1.0
 
     @property
     def rope_scaling(self) -> dict[str, Any]:
-        """``rope_type`` and its parameters."""
+        """The parameters of the rotary scaling, with ``rope_type``."""
         original = self.original_max_position_embeddings
         length = {} if original is None else {"original_max_position_embeddings": original}
         return {**self._lengths, **self.rope_parameters, **length}
 
     @property
     def _lengths(self) -> dict[str, Any]:
-        """Default context lengths of the rotary scaling, which ``rope_parameters`` may override."""
+        """Context lengths that rotary scaling uses unless ``rope_parameters`` states others."""
         # In a YaRN config without it, max_position_embeddings is the original length.
         longest = self.max_position_embeddings
         return {"original_max_position_embeddings": longest, "max_position_embeddings": longest}
 
     def rotation(self, index: int) -> tuple[float, dict[str, Any]]:
-        """Return rotary base and scaling of layer ``index``.
+        """Return the rotary base and scaling of layer ``index``.
 
         ``rope_parameters`` may be nested by the names of layer types.
         """
@@ -329,26 +329,26 @@ class DecoderSettings(BaseModel, ModelFamily):
         return parameters.get("rope_theta", self.rope_theta), {**self._lengths, **parameters}
 
     def rotation_notes(self) -> list[str]:
-        """Return notes for the user about the rotary embedding."""
+        """Return notes for the user about the rotary embedding of the model."""
         rotations = (self.rotation(index) for index in range(self.num_hidden_layers))
         notes = [long_factors_note(scaling) for _, scaling in rotations]
         return [note for note in dict.fromkeys(notes) if note]
 
     def rotary_size_at(self, index: int) -> int:
-        """Return the number of rotated elements of a head in layer ``index``."""
+        """Return the number of rotated elements per head in layer ``index``."""
         return self.rotary_size
 
     def renamed(self, name: str) -> str | None:
-        """Map the name of a checkpoint's tensor to this model's; None for an unused tensor."""
+        """Map the name of a checkpoint tensor to this model's name; None for an unused tensor."""
         return name
 
     def slides(self, index: int) -> bool:
-        """Say whether layer ``index`` has a sliding window if ``layer_types`` is not stated."""
+        """Say whether layer ``index`` has a sliding window if the config has no ``layer_types``."""
         return False
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer in tokens; None for a layer with full attention."""
+        """The sliding window of each layer in tokens; None for a layer with full attention."""
         sliding = [self.slides(index) for index in range(self.num_hidden_layers)]
         if self.layer_types is not None:
             sliding = [kind == "sliding_attention" for kind in self.layer_types]
@@ -357,7 +357,7 @@ class DecoderSettings(BaseModel, ModelFamily):
     @model_validator(mode="before")
     @classmethod
     def _merge_fields(cls, fields: Any) -> Any:
-        """Drop null fields that have a non-null default; merge the rotary fields."""
+        """Drop null fields whose default is not null; merge the rotary fields of config.json."""
         # A null stands for the default, unless null itself is a value of the field.
         nullable = {n for n, f in cls.model_fields.items() if type(None) in get_args(f.annotation)}
         present = {n: v for n, v in fields.items() if v is not None or n in nullable}
@@ -373,7 +373,7 @@ class DecoderSettings(BaseModel, ModelFamily):
 
     @classmethod
     def merged_rotation(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Merge ``rope_parameters`` and ``rope_scaling`` of config.json.
+        """Merge ``rope_parameters`` and ``rope_scaling`` of config.json into one dict.
 
         Raises: FieldError: the two contradict each other, or one is not read.
         """
@@ -421,7 +421,7 @@ class DecoderSettings(BaseModel, ModelFamily):
         return self
 
     def _check_ignored(self) -> None:
-        """Refuse fields that would change the result, but that this architecture does not read."""
+        """Refuse config fields that would change the result, but that the family does not read."""
         layer_types = ["full_attention", "sliding_attention"]
         sliding = [self.slides(index) for index in range(self.num_hidden_layers)]
         has_size = self.sliding_window is not None
@@ -455,7 +455,7 @@ class DecoderSettings(BaseModel, ModelFamily):
 
     @classmethod
     def parse(cls, config: Mapping[str, Any], source: object) -> Self:
-        """Validate the content of config.json and return the settings.
+        """Validate the content of config.json, and return the settings.
 
         Raises: CheckpointError: a field is missing, mistyped or contradictory.
         """
@@ -493,7 +493,7 @@ class DecoderSettings(BaseModel, ModelFamily):
 
 
 def _value_or_default(field: FieldInfo, name: str, fields: Mapping[str, Any]) -> Any:
-    """Return the value of a field from config.json under any of its names, or the default."""
+    """Return a field of config.json under any of its names, or the field's default."""
     alias = field.validation_alias
     names = alias.choices if isinstance(alias, AliasChoices) else [alias or name]
     return next((fields[n] for n in names if isinstance(n, str) and n in fields), field.default)

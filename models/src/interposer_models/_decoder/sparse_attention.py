@@ -1,4 +1,4 @@
-"""Sparse latent attention: each token attends only to the tokens that an indexer selects.
+"""Sparse latent attention: each token attends only to tokens that an indexer selects.
 
 ``Indexer`` projects queries and keys, ``IndexerBackend`` caches the keys and selects the tokens
 with the best scores, and ``SparseLatentBackend`` attends to the selected tokens.
@@ -40,7 +40,7 @@ from interposer_ops.layers.wide_linear import WideLinear
 
 
 class IndexerBackend(AttentionBackend):
-    """Cache one key per token, and select the tokens with the best scores."""
+    """Backend of an indexer: caches one key per token, and selects the best-scored tokens."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
@@ -63,7 +63,7 @@ class IndexerBackend(AttentionBackend):
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept indexers with one key per token, in the model's dtype."""
+        """Accept requests of indexers with one key per token, in the model's dtype."""
         if spec.type != "indexer":
             return Verdict.refuse(f"serves indexers only, got {spec.type}")
         verdict = replace(spec, type="decoder").judge_plain_decoder()
@@ -81,18 +81,18 @@ class IndexerBackend(AttentionBackend):
         return Verdict.accept()
 
     def kv_layout(self) -> KVCacheLayout:
-        """Return the layout ``[P, S, D]``."""
+        """Return the layout of the indexer's key cache, ``[P, S, D]``."""
         page_shape = (self.spec.page_size, self.spec.head_size)
         return KVCacheLayout(page_shape, 0, (0, 1, 2), self.spec.cache_dtype)
 
     def plan(self, batch: AttentionBatch) -> AttentionBatch:
-        """Return the batch unchanged."""
+        """Return the batch unchanged: the indexer needs no further plan."""
         return batch
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: AttentionBatch
     ) -> Tensor:
-        """Write the keys, then select the tokens with the largest scores.
+        """Write the new keys to the cache, then select the tokens with the largest scores.
 
         Args:
             query: ``[T, I, D]``.
@@ -110,14 +110,14 @@ class IndexerBackend(AttentionBackend):
 
 
 class SparsePlan(NamedTuple):
-    """A batch, and the sequence index of each token, ``[T]`` int64."""
+    """A batch, and the index of each token's sequence, ``[T]`` int64."""
 
     batch: AttentionBatch
     sequences: Tensor
 
 
 class SparseLatentBackend(LatentBackend):
-    """Cache one latent vector per token, and attend to the tokens that an indexer selected."""
+    """Backend that caches one latent vector per token, and attends to selected tokens."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
@@ -134,7 +134,7 @@ class SparseLatentBackend(LatentBackend):
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept latent attention to tokens that an indexer selects."""
+        """Accept requests for latent attention to the tokens that an indexer selects."""
         if not spec.sparse:
             return Verdict.refuse("serves sparse attention only")
         if spec.top_k < 1:
@@ -142,7 +142,7 @@ class SparseLatentBackend(LatentBackend):
         return super().accepts(replace(spec, sparse=False), capability)
 
     def plan(self, batch: AttentionBatch) -> SparsePlan:
-        """Compute the sequence index of each token."""
+        """Compute the index of each token's sequence."""
         last = len(batch.seq_lens) - 1
         tokens = torch.arange(len(batch.slots), device=batch.slots.device)
         # Padding tokens of a captured graph come after all sequences; assign them to the last one.
@@ -152,7 +152,7 @@ class SparseLatentBackend(LatentBackend):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: SparsePlan
     ) -> Tensor:
-        """Write the latent vectors, then attend to the selected tokens.
+        """Write the latent vectors to the cache, then attend to the selected tokens.
 
         Args:
             query: ``[T, N, C + R]``.
@@ -174,7 +174,7 @@ _EPS = 1e-6
 
 
 class Indexer(PluggableLayer):
-    """The projections of an indexer, and the backend that caches the indexer's keys.
+    """Indexer of sparse attention: projections, and the backend that caches its keys.
 
     Args:
         spec: an attention spec of type ``indexer``.
@@ -198,7 +198,7 @@ class Indexer(PluggableLayer):
     def forward(
         self, x: Tensor, latent: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, plan: object
     ) -> Tensor:
-        """Select positions ``[T, X]`` int32 within each token's sequence; -1 is padding.
+        """Select token positions ``[T, X]`` int32 within each token's sequence; -1 is padding.
 
         Args:
             x: ``[T, H]``.

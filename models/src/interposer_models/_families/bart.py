@@ -1,4 +1,4 @@
-"""BART and mBART: encoder-decoders with learned positions and one shared embedding table.
+"""BART and mBART: encoder-decoders with learned positions and a shared embedding table.
 
 In BART a layer norm follows every residual sum. mBART has norms before each sublayer, and after the
 last block of encoder and decoder.
@@ -40,14 +40,14 @@ from interposer_ops.layers.self_attention import SelfAttention
 
 
 class BartEncoderAttention(EncoderAttention):
-    """Encoder self-attention without rotary embedding, under BART's parameter names."""
+    """Encoder self-attention without rotary embedding, with BART's parameter names."""
 
     rotary_type = Unrotated
     part_names = ("out_proj", "q_norm", "k_norm")
 
 
 class BartBlock(nn.Module):
-    """Self-attention, cross-attention in a decoder, and an MLP; a norm follows every residual sum.
+    """Block of BART: self-attention, optional cross-attention and MLP, each followed by a norm.
 
     So there is no residual stream apart from the block's output. Sums are in float32 or wider.
 
@@ -83,7 +83,7 @@ class BartBlock(nn.Module):
         plan: Any,
         rows: Tensor | None,
     ) -> tuple[Tensor, None]:
-        """Return the block's output, ``[T, H]`` or ``[R, H]``, and None as residual stream.
+        """Return the block's output, ``[T, H]`` or ``[R, H]``, and None as the residual stream.
 
         Args:
             cache, plan: in a decoder, pairs for self-attention and for cross-attention.
@@ -103,7 +103,7 @@ class BartBlock(nn.Module):
 
 
 class NoNorm(nn.Module):
-    """Stands in for the final norm of other decoders, and does nothing."""
+    """Identity module in place of the final norm that other decoders have."""
 
     def forward_add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         return x, x
@@ -116,14 +116,14 @@ def _add_and_norm(norm: nn.Module, x: Tensor, stream: Tensor) -> Tensor:
 
 
 class _NormedEmbeddings(Decoder):
-    """Adds learned positions to scaled embeddings and normalises the sum."""
+    """Mixin that adds learned positions to scaled embeddings, and normalises the sum."""
 
     def __init__(self, site: Site, config: Any, *parts: Any) -> None:
         super().__init__(site, config, *parts)
         self.layernorm_embedding = config.norm(site.at("layernorm_embedding"))
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Compute the first block's input ``[T, H]``."""
+        """Compute the input of the first block, ``[T, H]``."""
         x: Tensor = self.embed_tokens(token_ids)
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
@@ -133,15 +133,15 @@ class _NormedEmbeddings(Decoder):
 
 
 class BartDecoder(_NormedEmbeddings, CrossDecoder):
-    """BART's decoder."""
+    """Decoder of BART: learned positions, and a norm after the embeddings."""
 
 
 class BartEncoder(_NormedEmbeddings, SourceEncoder):
-    """BART's encoder."""
+    """Encoder of BART: learned positions, and a norm after the embeddings."""
 
 
 class LogitsBias(PluggableLayer):
-    """Add a bias per token to the logits, unless all biases of the checkpoint are zero."""
+    """Adds a bias per token to the logits, unless all biases in the checkpoint are zero."""
 
     def __init__(self, site: Site, vocab_size: int) -> None:
         super().__init__(site)
@@ -154,12 +154,12 @@ class LogitsBias(PluggableLayer):
         self.operands: tuple[Tensor, ...] = ()
 
     def finalize(self) -> None:
-        """Keep the bias if it has a nonzero element."""
+        """Keep the bias if any element is nonzero."""
         bias = self.get_parameter("bias")
         self.operands = (bias,) if bias.any() else ()
 
     def forward(self, logits: Tensor) -> Tensor:
-        """Add the bias to ``logits`` ``[R, V]``."""
+        """Add the bias of each token to ``logits`` ``[R, V]``."""
         return logits + self.operands[0] if self.operands else logits
 
 
@@ -204,7 +204,7 @@ def _either(*names: str) -> Any:
 
 
 class Bart(MultiHeadFamily, EncoderDecoderFamily):
-    """The settings of BART's decoder."""
+    """Settings of BART's decoder, which also build encoder and decoder."""
 
     cross_name = "encoder_attn"
     frame = FrameNames("model.decoder", positions="embed_positions", first_position=2)
@@ -224,12 +224,12 @@ class Bart(MultiHeadFamily, EncoderDecoderFamily):
 
     @cached_property
     def encoder(self) -> Bart:
-        """The settings of the encoder."""
+        """The settings of BART's encoder."""
         # Without validation: the fields were validated as part of the decoder's settings.
         return BartEncoderSettings.model_construct(**self.encoder_fields())
 
     def encoder_fields(self) -> dict[str, Any]:
-        """Return the fields of the encoder's settings, with the decoder's names."""
+        """Return the config fields of the encoder under the decoder's names."""
         sizes = {
             "num_hidden_layers": self.encoder_layers,
             "num_attention_heads": self.encoder_attention_heads,
@@ -239,12 +239,12 @@ class Bart(MultiHeadFamily, EncoderDecoderFamily):
 
     @property
     def embedding_scale(self) -> float:
-        """The factor of embeddings, applied before positions are added."""
+        """The factor by which embeddings are multiplied before positions are added."""
         return float(self.hidden_size**0.5) if self.scale_embedding else 1.0
 
     @classmethod
     def parse(cls, config: Mapping[str, Any], source: object) -> Self:
-        """Validate config.json; untied embeddings are refused."""
+        """Validate config.json, and refuse untied embeddings."""
         parsed = super().parse(config, source)
         if not parsed.tie_word_embeddings:
             reason = "tie_word_embeddings is False, which is not supported"
@@ -252,43 +252,43 @@ class Bart(MultiHeadFamily, EncoderDecoderFamily):
         return parsed
 
     def renamed(self, name: str) -> str | None:
-        """Return the name; None for copies of the shared embedding, as in early checkpoints."""
+        """Return a tensor's name unchanged; None for copies of the shared embedding."""
         return None if name.endswith(".embed_tokens.weight") else name
 
     def norm(self, site: Site) -> LayerNorm:
-        """Build the norm at a site."""
+        """Build a LayerNorm for the module path ``site``."""
         return LayerNorm(site, self.hidden_size, _EPS)
 
     def mlp(self, block: Site, index: int) -> PlainMLP:
-        """Build the MLP of layer ``index``, with tensors directly below the block."""
+        """Build the MLP of layer ``index``, whose tensors lie directly below the block's name."""
         return PlainMLP(
             block, (self.hidden_size, self.intermediate_size), _MLP, self.hidden_act, True
         )
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build the decoder's self-attention of layer ``index`` at a site."""
+        """Build the decoder's self-attention of layer ``index``."""
         return OPTAttention(site, spec, self.hidden_size, 0, None, True, True)
 
     def cross_attention(self, block: Site, index: int, page_size: int) -> CrossAttention:
-        """Build the cross-attention of layer ``index``, below a block's site."""
+        """Build the decoder's cross-attention of layer ``index``."""
         cross_site, size = block.at(self.cross_name), self.hidden_size
         return CrossAttention(
             cross_site, self.cross_spec(cross_site, index, page_size), size, size, "out_proj", True
         )
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Build block ``index`` of the decoder at a site."""
+        """Build decoder block ``index``."""
         at = site.at("self_attn")
         attention = self.self_attention(at, index, self.attention_spec(at, index, page_size))
         cross = self.cross_attention(site, index, page_size)
         return BartBlock(site, self.norm, attention, self.mlp(site, index), cross)
 
     def last_norm(self, site: Site) -> nn.Module:
-        """Build the module after the last block of encoder or decoder; BART has no norm there."""
+        """Build the module after the last block of encoder or decoder: for BART, the identity."""
         return NoNorm()
 
     def build(self, site: Site, page_size: int) -> BartLM:
-        """Build encoder, decoder and LM head."""
+        """Build the encoder, the decoder and the LM head."""
         return BartLM(site, self, self.encoder, page_size)
 
     @model_validator(mode="after")
@@ -302,16 +302,16 @@ class Bart(MultiHeadFamily, EncoderDecoderFamily):
 
 
 class BartEncoderSettings(Bart):
-    """The settings of BART's encoder."""
+    """Settings of BART's encoder, under the decoder's field names."""
 
     frame = FrameNames("model.encoder", positions="embed_positions", first_position=2)
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build the encoder's self-attention at a site."""
+        """Build the self-attention of an encoder block."""
         return BartEncoderAttention(site, spec, self.hidden_size, 0, True)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Build block ``index`` of the encoder at a site."""
+        """Build encoder block ``index``."""
         at = site.at("self_attn")
         attention = self.self_attention(at, index, self.attention_spec(at, index, page_size))
         return BartBlock(site, self.norm, attention, self.mlp(site, index), None)
@@ -322,7 +322,7 @@ _CROSSING = ("encoder_attn_layer_norm", "")
 
 
 class MBart(Bart):
-    """The settings of mBART's decoder."""
+    """Settings of mBART's decoder, which also build encoder and decoder."""
 
     frame = FrameNames(
         "model.decoder", norm="layer_norm", positions="embed_positions", first_position=2
@@ -330,15 +330,15 @@ class MBart(Bart):
 
     @cached_property
     def encoder(self) -> Bart:
-        """The settings of the encoder."""
+        """The settings of mBART's encoder."""
         return MBartEncoderSettings.model_construct(**self.encoder_fields())
 
     def last_norm(self, site: Site) -> nn.Module:
-        """Build the norm after the last block."""
+        """Build the LayerNorm after the last block."""
         return self.norm(site)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Build block ``index`` of the decoder at a site."""
+        """Build decoder block ``index``, with norms before each sublayer."""
         attention_site, cross = site.at("self_attn"), self.cross_attention(site, index, page_size)
         attention = self.self_attention(
             attention_site, index, self.attention_spec(attention_site, index, page_size)
@@ -348,16 +348,16 @@ class MBart(Bart):
 
 
 class MBartEncoderSettings(BartEncoderSettings):
-    """The settings of mBART's encoder."""
+    """Settings of mBART's encoder, under the decoder's field names."""
 
     frame = FrameNames(
         "model.encoder", norm="layer_norm", positions="embed_positions", first_position=2
     )
 
     def last_norm(self, site: Site) -> nn.Module:
-        """Build the norm after the last block."""
+        """Build the LayerNorm after the last block."""
         return self.norm(site)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Build block ``index`` of the encoder at a site."""
+        """Build encoder block ``index``, with norms before each sublayer."""
         return self.normed_block(site, index, page_size, _NORMS)

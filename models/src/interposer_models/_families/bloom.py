@@ -1,4 +1,4 @@
-"""BLOOM: ALiBi (scores lowered by distance) instead of position embeddings.
+"""BLOOM: ALiBi (attention scores lowered by distance) instead of position embeddings.
 
 Source: arXiv:2211.05100.
 """
@@ -26,7 +26,7 @@ _PARTS = ("word_embeddings.", "word_embeddings_layernorm.", "h.", "ln_f.")
 
 
 class FirstBlock(nn.Module):
-    """The first block, preceded by the norm of the embeddings."""
+    """The first decoder block, which also normalises the embeddings."""
 
     def __init__(self, norm: LayerNorm, block: NormedBlock) -> None:
         super().__init__()
@@ -35,12 +35,12 @@ class FirstBlock(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, *attention_inputs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Normalise the embeddings and run the block."""
+        """Normalise the embeddings, then run the block."""
         return self.block(self.norm(x), residual, *attention_inputs)  # type: ignore[no-any-return]
 
 
 class Bloom(MultiHeadFamily):
-    """BLOOM and BLOOMZ. Positions have no table, so the context is limited to 1,048,576 tokens."""
+    """Settings of BLOOM and BLOOMZ, which also build the decoder; up to 1,048,576 positions."""
 
     frame = FrameNames(_ROOT[:-1], "word_embeddings", "ln_f", layers="h")
     attention_name = "self_attention"
@@ -60,26 +60,26 @@ class Bloom(MultiHeadFamily):
 
     @classmethod
     def parse(cls, config: Mapping[str, Any], source: object) -> Self:
-        """Validate config.json; residuals taken after the norms are refused."""
+        """Validate config.json, and refuse residuals that are taken after the norms."""
         if config.get("apply_residual_connection_post_layernorm"):
             reason = "apply_residual_connection_post_layernorm is not computed"
             raise UnsupportedModelError(source, reason)
         return super().parse(config, source)
 
     def renamed(self, name: str) -> str | None:
-        """Add the prefix that early checkpoints omit from the name."""
+        """Return the name of a checkpoint tensor with the prefix that early checkpoints omit."""
         return _ROOT + name if name.startswith(_PARTS) else name
 
     def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
-        """Describe the attention, with ALiBi."""
+        """Return the attention spec, with ALiBi."""
         return replace(super().attention_spec(site, index, page_size), alibi=True)
 
     def norm(self, site: Site) -> LayerNorm:
-        """Build the norm at a site."""
+        """Build a LayerNorm for the module path ``site``."""
         return LayerNorm(site, self.hidden_size, self.layer_norm_epsilon)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Build a block with layer norms before attention and MLP."""
+        """Build a block with LayerNorm before attention and before the MLP."""
         attention_site, hidden = site.at("self_attention"), self.hidden_size
         form = FusedForm(("query_key_value", "dense"), bias=True, by_head=True)
         attention = FusedAttention(
@@ -98,6 +98,6 @@ class Bloom(MultiHeadFamily):
     @model_validator(mode="before")
     @classmethod
     def _add_intermediate_size(cls, fields: Any) -> Any:
-        """Add the intermediate size, which no config states."""
+        """Add the MLP's intermediate size, which no config states."""
         hidden = fields.get("hidden_size")
         return {**fields, "intermediate_size": 4 * hidden} if type(hidden) is int else fields

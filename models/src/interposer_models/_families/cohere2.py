@@ -1,4 +1,4 @@
-"""Cohere 2: parallel attention and MLP after one norm; full-attention layers are not rotated.
+"""Cohere 2: attention and MLP in parallel after one norm; no rotation in full attention.
 
 Source: arXiv:2504.00698.
 """
@@ -20,7 +20,7 @@ from interposer_ops.layers.self_attention import SelfAttention
 
 
 class ParallelBlock(nn.Module):
-    """Attention and MLP that read the same normalised input, on a residual stream."""
+    """Decoder block whose attention and MLP both read one normalised input."""
 
     def __init__(self, norm: nn.Module, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class ParallelBlock(nn.Module):
         plan: object,
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the block's output, not yet added, and the stream, as ``DecoderBlock``."""
+        """Return the block's output, not yet added, and the residual stream."""
         x, stream = self.input_layernorm.forward_add(x, residual)  # type: ignore[operator]
         attended = self.self_attn(x, cos, sin, cache, plan, rows)
         if rows is not None:
@@ -45,7 +45,7 @@ class ParallelBlock(nn.Module):
 
 
 class Cohere2LM(CausalLM):
-    """A decoder with scaled logits."""
+    """A decoder with an LM head whose logits are scaled."""
 
     def __init__(self, site: Site, config: Cohere2, page_size: int) -> None:
         super().__init__(site, config, lambda at, i: config.block(at, i, page_size), config.norm)
@@ -57,7 +57,7 @@ class Cohere2LM(CausalLM):
 
 
 class Cohere2(DecoderFamily):
-    """Command R7B and Command A."""
+    """Settings of Cohere 2 (Command R7B, Command A), which also build the decoder."""
 
     reads_layer_types: ClassVar[bool] = True
     layer_norm_eps: Epsilon = 1e-5
@@ -67,15 +67,15 @@ class Cohere2(DecoderFamily):
     sliding_window_pattern: Positive = 4
 
     def slides(self, index: int) -> bool:
-        """Return True for all layers but every fourth."""
+        """Return True if layer ``index`` has a sliding window: all layers but every fourth."""
         return (index + 1) % self.sliding_window_pattern != 0
 
     def norm(self, site: Site) -> LayerNorm:
-        """Build the norm at a site."""
+        """Build a LayerNorm without bias for the module path ``site``."""
         return LayerNorm(site, self.hidden_size, self.layer_norm_eps, bias=False)
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build attention, with interleaved rotation if the layer has a window."""
+        """Build self-attention, with interleaved rotary embedding if the layer has a window."""
         attention_class = UnrotatedAttention if spec.window_tokens is None else InterleavedAttention
         bias = self.attention_bias
         return attention_class(site, spec, self.hidden_size, self.rotary_size, None, bias, bias)
@@ -87,5 +87,5 @@ class Cohere2(DecoderFamily):
         return ParallelBlock(norm, attention, self.mlp(site, index))
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Build the decoder with an LM head."""
+        """Build the decoder with an LM head that scales the logits."""
         return Cohere2LM(site, self, page_size)

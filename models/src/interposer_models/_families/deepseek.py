@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3 and V3.2: latent attention, and experts chosen group by group.
+"""DeepSeek-V2, V3 and V3.2: latent attention (MLA), and group-limited expert choice.
 
 V2 scores experts by a softmax. V3 (and Kimi K2, with more experts in one group) uses a sigmoid and
 a score correction bias that balances the experts. V3.2 adds sparse attention to the tokens that an
@@ -23,7 +23,7 @@ from interposer_ops.layers.self_attention import SelfAttention
 
 
 class DeepseekV2(LatentFamily):
-    """DeepSeek-V2, including the Lite and Coder models, and V2.5.
+    """Settings of DeepSeek-V2 (also Lite and Coder) and V2.5, which also build the decoder.
 
     No checkpoint sets ``norm_topk_prob``. transformers ignores the field; the program published
     with the weights would renormalize without scaling.
@@ -43,7 +43,7 @@ class DeepseekV2(LatentFamily):
 
     @property
     def grouping(self) -> Grouping:
-        """Return the routing parameters: the best experts of all, or of the best groups."""
+        """Return the routing parameters: experts are chosen from all, or from the best groups."""
         num_groups, top_groups = 1, 1
         if self.topk_method == "group_limited_greedy":
             if self.n_group is None or self.topk_group is None:
@@ -56,7 +56,7 @@ class DeepseekV2(LatentFamily):
 
 
 class DeepseekV3(LatentFamily):
-    """DeepSeek-V3, R1 and Kimi K2; the decoder does not run the MTP layers."""
+    """Settings of DeepSeek-V3, R1 and Kimi K2, which build the decoder without MTP layers."""
 
     num_local_experts: Positive | None = count_of_routed_experts(256)
     num_experts_per_tok: Positive | None = 8
@@ -75,7 +75,7 @@ class DeepseekV3(LatentFamily):
 
     @property
     def interleaved(self) -> bool:
-        """Adjacent elements are rotated, not the halves of the rotary part."""
+        """Whether rotary embedding rotates adjacent elements, not the halves of the rotary part."""
         return self.rope_interleave
 
 
@@ -83,7 +83,7 @@ _LARGEST_WIDTH = 2**24
 
 
 class DeepseekV32(DeepseekV3):
-    """DeepSeek-V3.2 and V3.2-Exp; the decoder does not run the MTP layers."""
+    """Settings of DeepSeek-V3.2 and V3.2-Exp, which build the decoder without MTP layers."""
 
     reads_layer_types: ClassVar[bool] = True
     layer_types: tuple[Literal["indexed_attention"], ...] | None = None  # type: ignore[assignment]
@@ -102,12 +102,12 @@ class DeepseekV32(DeepseekV3):
         return super().has_experts(index)
 
     def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
-        """Describe the sparse attention of layer ``index`` at a site."""
+        """Return the attention spec of layer ``index``, with sparse attention."""
         spec = super().attention_spec(site, index, page_size)
         return replace(spec, sparse=True, top_k=self.index_topk)
 
     def indexer_spec(self, spec: AttentionSpec) -> AttentionSpec:
-        """Describe the indexer of an attention layer."""
+        """Return the attention spec of an indexer, which selects tokens for an attention layer."""
         return AttentionSpec(
             num_heads=self.index_n_heads,
             num_kv_heads=1,
@@ -121,13 +121,13 @@ class DeepseekV32(DeepseekV3):
         )
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build the attention of layer ``index`` at a site, with an indexer."""
+        """Build the self-attention of layer ``index``, with an indexer."""
         head_sizes = self.q_lora_rank, self.qk_nope_head_dim, self.v_head_dim
         sizes, indexer = LatentSizes(self.hidden_size, *head_sizes), self.indexer_spec(spec)
         return SparseLatentAttention(site, spec, sizes, indexer, self.attention_bias)
 
     def attention(self, site: Site) -> Iterator[tuple[AttentionSpec, Site]]:
-        """Yield spec and site of the attention of each block, and of the indexer."""
+        """Yield attention spec and module path of each block's attention, and of its indexer."""
         for spec, attention_site in super().attention(site):
             yield spec, attention_site
             # The indexer is a sibling of the attention backend's site.

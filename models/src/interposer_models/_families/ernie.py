@@ -1,4 +1,4 @@
-"""ERNIE 4.5: Llama with interleaved rotary embedding, dense or with bias-balanced MoE layers.
+"""ERNIE 4.5: Llama with interleaved rotary embedding, as dense or MoE models.
 
 Source: ERNIE 4.5 Technical Report, Baidu, 2025.
 """
@@ -21,7 +21,7 @@ from interposer_ops.layers.self_attention import SelfAttention
 
 
 class Ernie4_5(DecoderFamily):
-    """ERNIE 4.5, the dense models."""
+    """Settings of ERNIE 4.5's dense models, which also build the decoder."""
 
     rms_norm_eps: Epsilon = 1e-5
     rope_theta: RopeBase = 500000.0
@@ -32,12 +32,12 @@ class Ernie4_5(DecoderFamily):
     )
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build attention with interleaved rotation."""
+        """Build self-attention with interleaved rotary embedding."""
         sizes, bias = (self.hidden_size, self.rotary_size), self.attention_bias
         return InterleavedAttention(site, spec, *sizes, None, bias, bias)
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Build the MLP below a block's site."""
+        """Build the gated MLP of a decoder block."""
         sizes = self.hidden_size, self.intermediate_size
         # One field, use_bias, is for attention and MLP alike.
         return GatedMLP(block.at("mlp"), *sizes, self.hidden_act, self.attention_bias)
@@ -47,7 +47,7 @@ _BIAS = "moe_statics.e_score_correction_bias"
 
 
 class Ernie4_5_Moe(MixtureFamily, Ernie4_5):
-    """ERNIE 4.5 with experts; checkpoints store every expert separately."""
+    """Settings of ERNIE 4.5's MoE models, which also build the decoder."""
 
     rms_norm_eps: Epsilon = 1e-5
     rope_theta: RopeBase = 500000.0
@@ -96,7 +96,7 @@ class Ernie4_5_Moe(MixtureFamily, Ernie4_5):
         return moe
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Build the decoder; the checkpoint's MTP layers are not read."""
+        """Build the decoder without the MTP layers of the checkpoint."""
         model = super().build(site, page_size)
         model.unread = ("model.mtp_", "mtp_")
         return model

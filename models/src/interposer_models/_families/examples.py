@@ -1,4 +1,4 @@
-"""Small models of each family, as contents of config.json, for the conformance suite."""
+"""Small example configs (config.json) of each model family, for the conformance suite."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WINDOW = {"sliding_window": 24}
 
 
 def configs(architecture: str, **changes: dict[str, Any]) -> Examples:
-    """Build contents of config.json of an architecture, one per label with the label's changes."""
+    """Return config.json contents of an architecture by label: common fields and ``changes``."""
     return {
         label: {"architectures": [architecture], **SIZES, **fields}
         for label, fields in changes.items()
@@ -33,7 +33,7 @@ def configs(architecture: str, **changes: dict[str, Any]) -> Examples:
 
 
 def gpt2() -> Examples:
-    """Configs: one as released, one with untied LM head and own MLP size, one with other scales."""
+    """Return configs: as released, with untied LM head and own MLP size, and with other scales."""
     untied = {"tie_word_embeddings": False, "n_inner": 80, "activation_function": "quick_gelu"}
     scales = {"scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False}
     sizes = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "vocab_size": 128}
@@ -47,7 +47,7 @@ def gpt2() -> Examples:
 
 
 def opt() -> Examples:
-    """Configs: one as released, one with untied LM head and quick GELU, and one without biases."""
+    """Return configs: as released, with untied LM head and quick GELU, and without biases."""
     sizes = {"ffn_dim": 96, "init_std": 0.1, "word_embed_proj_dim": 64}
     untied = {"tie_word_embeddings": False, "activation_function": "quick_gelu"}
     return configs(
@@ -59,7 +59,7 @@ def opt() -> Examples:
 
 
 def gpt_neox() -> Examples:
-    """Configs: one like Pythia, one with sequential sublayers, and one without biases."""
+    """Return configs: one like Pythia, one with sequential sublayers, and one without biases."""
     turns = {"use_parallel_residual": False, "rotary_pct": 1.0, "hidden_act": "gelu_new"}
     plain = {"attention_bias": False, "tie_word_embeddings": True, "rotary_emb_base": 500.0}
     return configs(
@@ -68,7 +68,7 @@ def gpt_neox() -> Examples:
 
 
 def mpt() -> Examples:
-    """Configs: one as released, one clipped with six heads, and one with llm-foundry's field names.
+    """Return configs: as released, clipped with six heads, and with llm-foundry's field names.
 
     Fields that transformers ignores have the values that transformers assumes.
     """
@@ -85,7 +85,7 @@ def mpt() -> Examples:
 
 
 def bloom() -> Examples:
-    """Configs: one as released, one with three heads, and one with an untied LM head."""
+    """Return configs: one as released, one with three heads, and one with an untied LM head."""
     special = {"bos_token_id": None, "eos_token_id": None, "initializer_range": 0.1}
     sizes = {"hidden_size": 64, "n_layer": 3, "n_head": 4, "vocab_size": 128, **special}
     released = {"architectures": ["BloomForCausalLM"], **sizes}
@@ -118,7 +118,7 @@ _LATENT = {
 
 
 def deepseek_v2() -> Examples:
-    """Configs: a Lite model, one with grouped experts and YaRN, and one with biases."""
+    """Return configs: a Lite model, one with grouped experts and YaRN, and one with biases."""
     lite = {"q_lora_rank": None, "first_k_dense_replace": 1, "n_shared_experts": 2}
     groups = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
     long = {"rope_parameters": _YARN, "routed_scaling_factor": 3.5, "first_k_dense_replace": 2}
@@ -132,7 +132,7 @@ def deepseek_v2() -> Examples:
 
 
 def deepseek_v3() -> Examples:
-    """Configs: one with grouped experts and YaRN, one like Kimi, and one without latent queries."""
+    """Return configs: with grouped experts and YaRN, like Kimi, and without latent queries."""
     groups = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
     one_group = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.8, "v_head_dim": 24}
     plain = {
@@ -157,7 +157,7 @@ _INDEXER = {"index_topk": 12, "index_n_heads": 16, "index_head_dim": 16}
 
 
 def deepseek_v32() -> Examples:
-    """Configs: models with indexers that select a few tokens, one token, and nearly all tokens."""
+    """Return configs whose indexers select a few tokens, one token, or nearly all tokens."""
     groups = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "rope_parameters": _YARN}
     one_token = {"n_group": 1, "topk_group": 1, "index_topk": 1, "index_head_dim": 8}
     layers = {"mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True}
@@ -190,21 +190,21 @@ def _sides(architecture: str, **changes: dict[str, Any]) -> Examples:
 
 
 def bart() -> Examples:
-    """Configs: one as released, one with unequal sides, and one with scaled embeddings."""
+    """Return configs: one as released, one with unequal sides, and one with scaled embeddings."""
     sides = {"encoder_layers": 4, "encoder_attention_heads": 2, "decoder_attention_heads": 8}
     scaled = {"scale_embedding": True, "activation_function": "relu", "forced_bos_token_id": 7}
     return _sides("BartForConditionalGeneration", released={}, sides=sides, scaled=scaled)
 
 
 def mbart() -> Examples:
-    """Configs: one with scaled embeddings, one with a small encoder, and one without changes."""
+    """Return configs: with scaled embeddings, with a small encoder, and without changes."""
     scaled = {"scale_embedding": True, "forced_bos_token_id": 9}
     small = {"encoder_layers": 1, "encoder_ffn_dim": 32, "activation_function": "gelu_new"}
     return _sides("MBartForConditionalGeneration", released=scaled, small=small, plain={})
 
 
 def t5gemma() -> Examples:
-    """Configs: one with windows, one with unequal sides, and one with untied embeddings."""
+    """Return configs: one with windows, one with unequal sides, and one with untied embeddings."""
     special = {"pad_token_id": 0, "query_pre_attn_scalar": 16, "head_dim": 16}
     side = {**SIZES, **special, **WINDOW}
     small = {**side, "hidden_size": 48, "num_hidden_layers": 2, "num_key_value_heads": 4}
@@ -225,7 +225,7 @@ def t5gemma() -> Examples:
 
 
 def lfm2() -> Examples:
-    """Configs: one with mixed layers, one with biases and an exact MLP size, one with indices."""
+    """Return configs: with mixed layers, with biases and an exact MLP size, and with indices."""
     kinds = ["conv", "full_attention", "conv"]
     return configs(
         "Lfm2ForCausalLM",
@@ -242,7 +242,7 @@ def lfm2() -> Examples:
 
 
 def mamba2() -> Examples:
-    """Configs: one with several groups, one with biases, and one with a tied LM head."""
+    """Return configs: one with several groups, one with biases, and one with a tied LM head."""
     sizes = {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 8}
     return configs(
         "Mamba2ForCausalLM",
@@ -263,7 +263,7 @@ _DELTA = {
 
 
 def qwen3_5() -> Examples:
-    """Configs: one with the default layer order, one with another, and one with a tied LM head."""
+    """Return configs: with default layer order, with another order, and with a tied LM head."""
     other_order = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
     tied = {"tie_word_embeddings": True, "attention_bias": True, "linear_conv_kernel_dim": 3}
     return configs(
@@ -284,7 +284,7 @@ _DELTA_EXPERTS = {
 
 
 def qwen3_next() -> Examples:
-    """Configs: one with experts in all layers, one with some, and one without renormalization."""
+    """Return configs: with experts in all or some layers, and without renormalization."""
     return configs(
         "Qwen3NextForCausalLM",
         experts=_DELTA_EXPERTS,
@@ -294,7 +294,7 @@ def qwen3_next() -> Examples:
 
 
 def qwen3_5_moe() -> Examples:
-    """Configs: one with the default layer order, one with another, and one with a tied LM head."""
+    """Return configs: with default layer order, with another order, and with a tied LM head."""
     other_order = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
     return configs(
         "Qwen3_5MoeForCausalLM",
@@ -305,7 +305,7 @@ def qwen3_5_moe() -> Examples:
 
 
 def nemotron_h() -> Examples:
-    """Configs: one with all layer kinds, biases, attention first, experts, and latent experts."""
+    """Return configs: all layer kinds, biases, attention first, experts, and latent experts."""
     kinds = ["linear_attention", "mlp", "full_attention", "linear_attention"]
     sizes = {
         "num_hidden_layers": 4,
@@ -343,7 +343,7 @@ _BAMBA = {
 
 
 def bamba() -> Examples:
-    """Configs: one with attention in the middle, one with biases, and one with a tied LM head."""
+    """Return configs: with attention in the middle, with biases, and with a tied LM head."""
     biased = {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 3}
     return configs(
         "BambaForCausalLM",
@@ -354,7 +354,7 @@ def bamba() -> Examples:
 
 
 def falcon_h1() -> Examples:
-    """Configs: one without multipliers, one with all, and one with the norm after the gate."""
+    """Return configs: without multipliers, with all, and with the norm after the gate."""
     sizes = {**_BAMBA, "mamba_d_ssm": 96}
     factors = {
         "lm_head_multiplier": 0.5,
@@ -381,7 +381,7 @@ def falcon_h1() -> Examples:
 
 
 def llama() -> Examples:
-    """Configs: one with grouped queries, and one with llama3 angles, biases and a tied LM head."""
+    """Return configs: with grouped queries; with llama3 angles, biases and a tied LM head."""
     rope = {
         "rope_type": "llama3",
         "rope_theta": 500000.0,
@@ -401,31 +401,31 @@ def llama() -> Examples:
 
 
 def mistral() -> Examples:
-    """Configs: one with a window, and one with full attention."""
+    """Return configs: one with a window, and one with full attention."""
     return configs("MistralForCausalLM", windowed=WINDOW, whole={"sliding_window": None})
 
 
 def qwen2() -> Examples:
-    """Configs: one with full attention, and one with windows in the upper layers."""
+    """Return configs: one with full attention, and one with windows in the upper layers."""
     upper = {"use_sliding_window": True, "max_window_layers": 1, **WINDOW}
     return configs("Qwen2ForCausalLM", whole={}, upper=upper)
 
 
 def qwen3() -> Examples:
-    """Configs: one with another head size and biases, and one with windows."""
+    """Return configs: one with another head size and biases, and one with windows."""
     upper = {"use_sliding_window": True, "max_window_layers": 1, "head_dim": 16, **WINDOW}
     biased = {"head_dim": 32, "attention_bias": True, "tie_word_embeddings": True}
     return configs("Qwen3ForCausalLM", biased=biased, upper=upper)
 
 
 def mixtral() -> Examples:
-    """Configs: one with a window, and one with full attention."""
+    """Return configs: one with a window, and one with full attention."""
     experts = {"num_local_experts": 5, "num_experts_per_tok": 2}
     return configs("MixtralForCausalLM", windowed={**experts, **WINDOW}, whole=experts)
 
 
 def qwen3_moe() -> Examples:
-    """Configs: one with only MoE layers, and one with windows and a dense layer."""
+    """Return configs: one with only MoE layers, and one with windows and a dense layer."""
     experts = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
     windowed = {
         "mlp_only_layers": [1],
@@ -437,14 +437,14 @@ def qwen3_moe() -> Examples:
 
 
 def gpt_oss() -> Examples:
-    """Configs: one with the YaRN angles of the release, and one with unscaled angles."""
+    """Return configs: one with the YaRN angles of the release, and one with unscaled angles."""
     experts = {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, **WINDOW}
     plain = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
     return configs("GptOssForCausalLM", yarn=experts, plain={**experts, **plain})
 
 
 def smollm3() -> Examples:
-    """Configs: one with the default unrotated layers, and one with a list of layers and windows."""
+    """Return configs: with default unrotated layers, and with a list of layers and windows."""
     listed = {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, **WINDOW}
     biases = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
     usual = {"num_hidden_layers": 5}
@@ -452,13 +452,13 @@ def smollm3() -> Examples:
 
 
 def olmo2() -> Examples:
-    """Configs: one as released, and one with biases and a tied LM head."""
+    """Return configs: one as released, and one with biases and a tied LM head."""
     biases = {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4}
     return configs("Olmo2ForCausalLM", grouped={}, biases=biases)
 
 
 def granite() -> Examples:
-    """Configs: one with all multipliers, and one with none."""
+    """Return configs: one with all multipliers, and one with none."""
     multipliers = {
         "attention_multiplier": 0.3,
         "embedding_multiplier": 3.0,
@@ -470,7 +470,7 @@ def granite() -> Examples:
 
 
 def granite_moe() -> Examples:
-    """Configs: one with all multipliers, and one with none."""
+    """Return configs: one with all multipliers, and one with none."""
     experts = {"num_local_experts": 5, "num_experts_per_tok": 2}
     scaled = {**granite()["scaled"], **experts}
     return {
@@ -480,7 +480,7 @@ def granite_moe() -> Examples:
 
 
 def phi3() -> Examples:
-    """Configs: partial rotary embedding, a sliding window, and long and short longrope factors.
+    """Return configs with partial rotary embedding, a sliding window, and longrope factors.
 
     transformers uses the short factors for sequences up to the original context. The model "long"
     has an original context of one token, whose position is 0, so that no angle shows the
@@ -504,14 +504,14 @@ def phi3() -> Examples:
 
 
 def ministral() -> Examples:
-    """Configs: one with windows in all layers, and one with windows in some."""
+    """Return configs: one with windows in all layers, and one with windows in some."""
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     mixed = {"layer_types": types, "head_dim": 32, **WINDOW}
     return configs("MinistralForCausalLM", windowed={"head_dim": 16, **WINDOW}, some=mixed)
 
 
 def olmo3() -> Examples:
-    """Configs: one with windows, and one with YaRN angles in full-attention layers."""
+    """Return configs: one with windows, and one with YaRN angles in full-attention layers."""
     yarn = {
         "rope_type": "yarn",
         "rope_theta": 500000.0,
@@ -525,14 +525,14 @@ def olmo3() -> Examples:
 
 
 def exaone4() -> Examples:
-    """Configs: one with windows in most layers, and one with full attention."""
+    """Return configs: one with windows in most layers, and one with full attention."""
     mixed = {"num_hidden_layers": 5, **WINDOW}
     full_attention = {"sliding_window": None, "layer_types": ["full_attention"] * 3}
     return configs("Exaone4ForCausalLM", mixed=mixed, whole=full_attention)
 
 
 def glm4() -> Examples:
-    """Configs: one as released, and one without biases that rotates heads as a whole."""
+    """Return configs: one as released, and one without biases that rotates heads as a whole."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
     fully_rotated = {"rope_parameters": rope, "attention_bias": False, "tie_word_embeddings": True}
     return configs(
@@ -541,13 +541,13 @@ def glm4() -> Examples:
 
 
 def ernie4_5() -> Examples:
-    """Configs: one as released, and one with biases and an untied LM head."""
+    """Return configs: one as released, and one with biases and an untied LM head."""
     biased = {"use_bias": True, "tie_word_embeddings": False, "head_dim": 16}
     return configs("Ernie4_5ForCausalLM", tied={"head_dim": 32}, biased=biased)
 
 
 def ernie4_5_moe() -> Examples:
-    """Configs: one with a dense first layer, and one with an MoE layer at every second index."""
+    """Return configs: with a dense first layer, and with MoE at every second layer index."""
     experts = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32}
     every_second = {"moe_layer_start_index": 0, "moe_layer_end_index": 2, "moe_layer_interval": 2}
     every_second |= {
@@ -559,7 +559,7 @@ def ernie4_5_moe() -> Examples:
 
 
 def hunyuan_dense() -> Examples:
-    """Configs: one with a raised rotary base, and one with biases."""
+    """Return configs: one with a raised rotary base, and one with biases."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
     biases = {"attention_bias": True, "tie_word_embeddings": True, "head_dim": 32}
     return configs(
@@ -570,7 +570,7 @@ def hunyuan_dense() -> Examples:
 
 
 def hunyuan_moe() -> Examples:
-    """Configs: one with a raised rotary base, and one with biases and one expert per token."""
+    """Return configs: with a raised rotary base, and with biases and one expert per token."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
     raised = {"rope_parameters": rope, "head_dim": 16, "num_experts": 6, "moe_topk": 3}
     biases = {"attention_bias": True, "head_dim": 32, "num_experts": 4, "moe_topk": 1}
@@ -578,7 +578,7 @@ def hunyuan_moe() -> Examples:
 
 
 def gemma2() -> Examples:
-    """Configs: one as released, and one without soft caps and with an untied LM head."""
+    """Return configs: one as released, and one without soft caps and with an untied LM head."""
     free = {
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
@@ -590,7 +590,7 @@ def gemma2() -> Examples:
 
 
 def gemma3() -> Examples:
-    """Configs: one with both layer types, and one with scaled angles and capped logits."""
+    """Return configs: one with both layer types, and one with scaled angles and capped logits."""
     mixed = {"head_dim": 16, "num_hidden_layers": 6, **WINDOW}
     rope = {
         "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
@@ -608,7 +608,7 @@ def gemma3() -> Examples:
 
 
 def gemma4() -> Examples:
-    """Configs: one that shares caches as released, one without sharing, and one of equal layers."""
+    """Return configs: with caches shared as released, unshared, and with equal layers."""
     small: dict[str, Any] = {
         "head_dim": 16,
         "global_head_dim": 32,
@@ -631,7 +631,7 @@ def gemma4() -> Examples:
 
 
 def cohere2() -> Examples:
-    """Configs: one with both layer types, and one with biases and an untied LM head."""
+    """Return configs: one with both layer types, and one with biases and an untied LM head."""
     mixed = {"num_hidden_layers": 5, **WINDOW}
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     biases = {"attention_bias": True, "tie_word_embeddings": False, "layer_types": types}
@@ -639,13 +639,13 @@ def cohere2() -> Examples:
 
 
 def starcoder2() -> Examples:
-    """Configs: one with windows, and one without biases."""
+    """Return configs: one with windows, and one without biases."""
     plain = {"use_bias": False, "hidden_act": "gelu", "tie_word_embeddings": False}
     return configs("Starcoder2ForCausalLM", windowed=WINDOW, plain=plain)
 
 
 def llama4() -> Examples:
-    """Configs: one with all layer types, one with dense layers, and one with a list of layers."""
+    """Return configs: with all layer types, with dense layers, and with a list of layers."""
     experts = {"num_local_experts": 5, "intermediate_size": 48, "intermediate_size_mlp": 96}
     chunks = {"attention_chunk_size": 16, "floor_scale": 8, "num_hidden_layers": 4}
     dense_layers = {"interleave_moe_layer_step": 2, "use_qk_norm": False, "num_experts_per_tok": 2}
@@ -668,7 +668,7 @@ def llama4() -> Examples:
 
 
 def qwen2_moe() -> Examples:
-    """Configs: one with only MoE layers, and one with windows and a dense layer."""
+    """Return configs: one with only MoE layers, and one with windows and a dense layer."""
     experts = {
         "num_experts": 6,
         "num_experts_per_tok": 3,
@@ -683,7 +683,7 @@ def qwen2_moe() -> Examples:
 
 
 def glm4_moe() -> Examples:
-    """Configs: one with grouped experts after a dense layer, and one with only MoE layers."""
+    """Return configs: with grouped experts after a dense layer, and with only MoE layers."""
     experts = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
     groups = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7, "head_dim": 16}
     only_experts = {
@@ -700,7 +700,7 @@ def glm4_moe() -> Examples:
 
 
 def minimax_m2() -> Examples:
-    """Configs: one that rotates heads as a whole, and one that rotates a part of each head."""
+    """Return configs that rotate heads as a whole, or only a part of each head."""
     experts = {"num_local_experts": 6, "num_experts_per_tok": 2}
     part = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
     fully_rotated = {"head_dim": 16, **experts}

@@ -1,4 +1,4 @@
-"""EXAONE 4: norms after attention and MLP, per-head norms, rotation only in windowed layers.
+"""EXAONE 4: norms after attention and MLP, per-head norms, rotation only in window layers.
 
 Source: arXiv:2507.11407.
 """
@@ -19,7 +19,7 @@ from interposer_ops.layers.self_attention import SelfAttention
 
 
 class Exaone4(DecoderFamily):
-    """EXAONE 4; without a window, every layer has full attention with rotary embedding."""
+    """Settings of EXAONE 4; without a window, all layers have full attention with rotation."""
 
     reads_layer_types: ClassVar[bool] = True
     rms_norm_eps: Epsilon = 1e-5
@@ -27,7 +27,7 @@ class Exaone4(DecoderFamily):
     sliding_window_pattern: Annotated[int, Field(ge=0)] | str | None = 4
 
     def slides(self, index: int) -> bool:
-        """Say whether layer ``index`` has the window; in a pattern of letters, L means yes."""
+        """Say whether layer ``index`` has a sliding window; in a pattern of letters, by L."""
         pattern = self.sliding_window_pattern
         if isinstance(pattern, str):
             return pattern[index % len(pattern)] == "L"
@@ -35,11 +35,11 @@ class Exaone4(DecoderFamily):
         return bool(pattern) and (index + 1) % (pattern or 1) != 0
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build attention with per-head norms; only windowed layers rotate, if there are any."""
+        """Build self-attention with per-head norms, without rotation in full-attention layers."""
         is_rotated = self.sliding_window is None or self.windows[index] is not None
         attention_class = SelfAttention if is_rotated else UnrotatedAttention
         return attention_class(site, spec, self.hidden_size, self.rotary_size, self.rms_norm_eps)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Build a block that normalizes the outputs of attention and MLP."""
+        """Build a block with norms on the outputs of attention and MLP."""
         return self.normed_block(site, index, page_size, NORMS)

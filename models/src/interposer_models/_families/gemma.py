@@ -48,7 +48,7 @@ NORMS = (
 
 
 class CappedLM(CausalLM):
-    """A decoder with optional soft-capping of the logits."""
+    """A decoder and LM head with optional soft-capping of the logits."""
 
     def __init__(
         self, site: Site, config: DecoderFamily, page_size: int, cap: float | None
@@ -82,28 +82,28 @@ class Gemma2(DecoderFamily):
 
     @property
     def embedding_scale(self) -> float:
-        """The factor of embeddings."""
+        """The factor by which token embeddings are multiplied."""
         return float(self.hidden_size**0.5)
 
     def slides(self, index: int) -> bool:
-        """Return True for every second layer, beginning with the first."""
+        """Return True if layer ``index`` has a sliding window: every second one, from the first."""
         return index % 2 == 0
 
     def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
-        """Describe the attention, with the scale and the soft cap of scores."""
+        """Return the attention spec, with the scale and the soft cap of attention scores."""
         spec, scale = super().attention_spec(site, index, page_size), self.query_pre_attn_scalar
         return replace(spec, scale=scale**-0.5, softcap=self.attn_logit_softcapping)
 
     def norm(self, site: Site) -> GemmaRMSNorm:
-        """Build the norm at a site."""
+        """Build an RMSNorm for the module path ``site``."""
         return GemmaRMSNorm(site, self.hidden_size, self.rms_norm_eps)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Build a block that normalizes the inputs and outputs of attention and MLP."""
+        """Build a block with norms before and after both attention and MLP."""
         return self.normed_block(site, index, page_size, NORMS)
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Build the decoder with an LM head."""
+        """Build the decoder with an LM head that soft-caps the logits."""
         return CappedLM(site, self, page_size, self.final_logit_softcapping)
 
     @model_validator(mode="after")
@@ -125,19 +125,19 @@ _COMMON = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
 
 
 class T5GemmaEncoderSettings(Gemma2):
-    """The settings of the encoder, with windows that reach equally far in both directions."""
+    """Settings of T5Gemma's encoder, whose windows reach equally far in both directions."""
 
     frame = FrameNames("model.encoder")
 
     def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
-        """Describe the attention; the config's window does not count the token itself."""
+        """Return the attention spec; the config's window does not count the token itself."""
         spec = super().attention_spec(site, index, page_size)
         window = spec.window_tokens
         # AttentionSpec counts the token itself.
         return replace(spec, window_tokens=None if window is None else window + 1)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Build block ``index`` of the encoder at a site."""
+        """Build encoder block ``index``."""
         attention_site = site.at("self_attn")
         spec, sizes = (
             self.attention_spec(attention_site, index, page_size),
@@ -148,7 +148,7 @@ class T5GemmaEncoderSettings(Gemma2):
 
 
 class T5Gemma(Gemma2, EncoderDecoderFamily):
-    """The settings of T5Gemma's decoder."""
+    """Settings of T5Gemma's decoder, which also build encoder and decoder."""
 
     frame = FrameNames("model.decoder", head="lm_head.out_proj")
 
@@ -156,7 +156,7 @@ class T5Gemma(Gemma2, EncoderDecoderFamily):
 
     @classmethod
     def parse(cls, config: Mapping[str, Any], source: object) -> Self:
-        """Validate config.json, which has the settings of encoder and decoder as nested objects."""
+        """Validate config.json, in which the encoder's and the decoder's settings are nested."""
         sides = {name: config.get(name) for name in ("encoder", "decoder")}
         for name, side in sides.items():
             if not isinstance(side, Mapping):
@@ -169,7 +169,7 @@ class T5Gemma(Gemma2, EncoderDecoderFamily):
         return super().parse(decoder, f"{source}, decoder")
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Build decoder block ``index``, with cross-attention and norms around all sublayers."""
+        """Build decoder block ``index``, with cross-attention, and norms around all sublayers."""
         attention_site, cross_site = site.at("self_attn"), site.at(self.cross_name)
         cross = CrossAttention(
             cross_site,
@@ -192,7 +192,7 @@ class T5Gemma(Gemma2, EncoderDecoderFamily):
         )
 
     def build(self, site: Site, page_size: int) -> EncoderDecoderLM:
-        """Build encoder, decoder and LM head."""
+        """Build the encoder, the decoder and the LM head."""
         return T5GemmaLM(site, self, page_size)
 
     @model_validator(mode="after")
@@ -206,7 +206,7 @@ class T5Gemma(Gemma2, EncoderDecoderFamily):
 
 
 class T5GemmaLM(EncoderDecoderLM):
-    """Encoder and decoder with separate embeddings, and capped logits."""
+    """T5Gemma: encoder and decoder with separate embeddings, and soft-capped logits."""
 
     def __init__(self, site: Site, config: T5Gemma, page_size: int) -> None:
         super().__init__(site, config, lambda at, i: config.block(at, i, page_size), config.norm)
@@ -227,13 +227,13 @@ class T5GemmaLM(EncoderDecoderLM):
 
 
 class GemmaAttention(SelfAttention):
-    """Attention with Gemma's RMSNorm per head."""
+    """Self-attention with Gemma's RMSNorm on each query and key head."""
 
     norm_type = GemmaRMSNorm
 
 
 class Gemma3(Gemma2):
-    """The decoder of Gemma 3; only full-attention layers have long-context angles."""
+    """Settings of Gemma 3's decoder; only full-attention layers have long-context angles."""
 
     # Windowed layers keep the short-context base.
     layer_type_bases: ClassVar[LayerTypeBases | None] = LayerTypeBases(
@@ -247,10 +247,10 @@ class Gemma3(Gemma2):
     sliding_window_pattern: Positive = 6
 
     def slides(self, index: int) -> bool:
-        """Return True for all layers but every sixth."""
+        """Return True if layer ``index`` has a sliding window: all layers but every sixth."""
         return (index + 1) % self.sliding_window_pattern != 0
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build attention with per-head norms of queries and keys."""
+        """Build self-attention with per-head norms of queries and keys."""
         sizes, bias = (self.hidden_size, self.rotary_size), self.attention_bias
         return GemmaAttention(site, spec, *sizes, self.rms_norm_eps, bias, bias)

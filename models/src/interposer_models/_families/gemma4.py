@@ -1,4 +1,4 @@
-"""Gemma 4: per-layer embeddings, and layers that read an earlier layer's KV cache.
+"""Gemma 4: per-layer embeddings, and layers that read the KV cache of an earlier layer.
 
 The text model without experts. Full-attention layers have larger heads than windowed layers.
 
@@ -40,7 +40,7 @@ from interposer_ops.layers.tensor_parallel.projection_pairs import (
 
 
 class Gemma4Attention(SelfAttention):
-    """Attention with norms of query, key and value heads.
+    """Self-attention with norms of query, key and value heads.
 
     Args:
         stored: the layer reads an earlier layer's cache, and computes only queries.
@@ -86,7 +86,7 @@ class Gemma4Attention(SelfAttention):
         self.attn = attention
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        """Compute query ``[T, N, D]`` and, unless ``stored``, key and value ``[T, K, D]``."""
+        """Compute query ``[T, N, D]``, and key and value ``[T, K, D]`` unless ``stored``."""
         merged = self.qkv_proj(x).split(self.part_sizes, dim=-1)
         query, *keys_and_values = (part.unflatten(-1, (-1, self.head_size)) for part in merged)
         query = self.q_norm(query)
@@ -98,7 +98,7 @@ class Gemma4Attention(SelfAttention):
 
 
 class LayerScale(PluggableLayer):
-    """A learned factor on a block's output and residual stream."""
+    """A learned factor that scales the sum of a block's output and residual stream."""
 
     def __init__(self, site: Site) -> None:
         super().__init__(site)
@@ -111,7 +111,7 @@ class LayerScale(PluggableLayer):
 
 
 class Gemma4Block(NormedBlock):
-    """A block with norms around the sublayers, a gated per-layer embedding, and a layer scale.
+    """Decoder block with norms around sublayers, gated per-layer embedding and layer scale.
 
     Args:
         sizes: H and E; with E = 0 there is no per-layer embedding.
@@ -147,7 +147,7 @@ class Gemma4Block(NormedBlock):
         rows: Tensor | None,
         layer_embedding: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the output and the residual stream, as ``NormedBlock``.
+        """Return the block's output and the residual stream, as ``NormedBlock`` does.
 
         Args:
             layer_embedding: ``[T, E]``, the embeddings of this layer.
@@ -168,7 +168,7 @@ Heads = dict[Literal["head_dim", "num_key_value_heads"], Positive]
 
 
 class Gemma4Decoder(Decoder):
-    """A decoder with per-layer embeddings, some layers of which share KV caches."""
+    """Decoder with per-layer embeddings, in which some layers share KV caches."""
 
     config: Gemma4
 
@@ -188,7 +188,7 @@ class Gemma4Decoder(Decoder):
             self.per_layer_projection_norm = RMSNorm(site.at(name), size, config.rms_norm_eps)
 
     def extra_block_inputs(self, token_ids: Tensor, x: Tensor) -> list[tuple[Tensor, ...]]:
-        """Return each layer's embeddings ``[T, E]``: looked up, plus a projection of ``x``."""
+        """Return each layer's extra embeddings ``[T, E]``: a lookup plus a projection of ``x``."""
         if not self.size:
             return [()] * len(self.layers)
         # All layers' embeddings are stored side by side in one wide table.
@@ -200,13 +200,13 @@ class Gemma4Decoder(Decoder):
 
 
 class Gemma4LM(CappedLM):
-    """``Gemma4Decoder`` with an LM head."""
+    """A ``Gemma4Decoder`` with an LM head and soft-capped logits."""
 
     decoder_type = Gemma4Decoder
 
 
 class Gemma4(DecoderFamily):
-    """The text model of Gemma 4."""
+    """Settings of Gemma 4's text model, which also build the decoder."""
 
     reads_partial_rotary_factor: ClassVar[bool] = True
     reads_layer_types: ClassVar[bool] = True
@@ -232,11 +232,11 @@ class Gemma4(DecoderFamily):
 
     @property
     def embedding_scale(self) -> float:
-        """The factor of embeddings."""
+        """The factor by which token embeddings are multiplied."""
         return float(self.hidden_size**0.5)
 
     def slides(self, index: int) -> bool:
-        """Return True for all layers but every sixth and the last one."""
+        """Return True if layer ``index`` slides: all but every sixth and the last layer."""
         return (index + 1) % 6 != 0 and index + 1 < self.num_hidden_layers
 
     def is_reader(self, index: int) -> bool:
@@ -244,7 +244,7 @@ class Gemma4(DecoderFamily):
         return index >= self.num_hidden_layers - self.num_kv_shared_layers
 
     def heads(self, index: int) -> Heads:
-        """Return size and number of the kv heads of layer ``index``."""
+        """Return the size and the number of the kv heads of layer ``index``."""
         heads: Heads = {"head_dim": self.head_size, "num_key_value_heads": self.num_kv_heads}
         # Overrides the rule below, layer by layer.
         if self.per_layer_config is not None:
@@ -256,16 +256,16 @@ class Gemma4(DecoderFamily):
         return heads
 
     def rotary_size_at(self, index: int) -> int:
-        """Return the head size of layer ``index``, which is rotated as a whole."""
+        """Return the number of rotated elements of layer ``index``: the whole head size."""
         return self.heads(index)["head_dim"]
 
     @classmethod
     def merged_rotation(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``rope_parameters``, which must be nested by layer type."""
+        """Return the rotary fields: ``rope_parameters``, which must be nested by layer type."""
         return nested_rotation(fields)
 
     def rotation(self, index: int) -> tuple[float, dict[str, Any]]:
-        """Return rotary base and scaling of a layer; the default is that of the release."""
+        """Return the rotary base and scaling of a layer; defaults are those of the release."""
         if self.rope_parameters:
             return super().rotation(index)
         if self.windows[index] is None:
@@ -273,7 +273,7 @@ class Gemma4(DecoderFamily):
         return 10000.0, {}
 
     def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
-        """Describe the attention; queries and keys are normed per head, so the scale is 1."""
+        """Return the attention spec; the score scale is 1, because queries and keys are normed."""
         heads = self.heads(index)
         return replace(
             super().attention_spec(site, index, page_size),
@@ -284,7 +284,7 @@ class Gemma4(DecoderFamily):
         )
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build attention with norms of query, key and value heads."""
+        """Build self-attention with norms of query, key and value heads."""
         is_full_attention = spec.window_tokens is None
         return Gemma4Attention(
             site,
@@ -297,13 +297,13 @@ class Gemma4(DecoderFamily):
         )
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Build the MLP, which may be twice as wide in layers that read another layer's cache."""
+        """Build the gated MLP, which is up to twice as wide in layers that read another's cache."""
         wider = 2 if self.use_double_wide_mlp and self.is_reader(index) else 1
         sizes = self.hidden_size, wider * self.intermediate_size
         return GatedMLP(block.at("mlp"), *sizes, self.hidden_act)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Build block ``index`` at a site."""
+        """Build decoder block ``index``."""
         at = site.at("self_attn")
         spec = self.attention_spec(at, index, page_size)
         attention = self.self_attention(at, index, spec)
@@ -312,7 +312,7 @@ class Gemma4(DecoderFamily):
         return Gemma4Block(site, self.norm, attention, mlp, sizes, self.hidden_act)
 
     def renamed(self, name: str) -> str | None:
-        """Return the name; None for keys and values of layers that compute neither."""
+        """Return a tensor's name; None for keys and values of layers that read another's cache."""
         parts = name.split(".")
         if "self_attn" in parts and parts[-2][:2] in ("k_", "v_"):
             return None if self.is_reader(int(parts[parts.index("self_attn") - 1])) else name

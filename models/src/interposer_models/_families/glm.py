@@ -1,4 +1,4 @@
-"""GLM-4 and GLM-4.5: half of each head is rotated.
+"""GLM-4 and GLM-4.5: rotary embedding of half of each head.
 
 GLM-4-0414 has norms before and after each sublayer, and interleaved rotation. GLM-4.5 has
 bias-balanced experts and a shared expert in all layers but the first.
@@ -31,7 +31,7 @@ NORMS = (
 
 
 class Glm4(DecoderFamily):
-    """GLM-4-0414; checkpoints store the gate and up projections as one tensor."""
+    """Settings of GLM-4-0414, whose checkpoints store gate and up projections as one tensor."""
 
     reads_partial_rotary_factor: ClassVar[bool] = True
     rms_norm_eps: Epsilon = 1.5625e-7
@@ -40,22 +40,22 @@ class Glm4(DecoderFamily):
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 0.5
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build attention with interleaved rotation; the output projection has no bias."""
+        """Build self-attention with interleaved rotation, without bias in the output projection."""
         sizes, bias = (self.hidden_size, self.rotary_size), self.attention_bias
         return InterleavedAttention(site, spec, *sizes, None, bias)
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Build the MLP below a block's site."""
+        """Build the gated MLP, whose gate and up projections checkpoints store as one tensor."""
         sizes = self.hidden_size, self.intermediate_size
         return StoredMergedMLP(block.at("mlp"), *sizes, self.hidden_act)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Build a block that normalizes the inputs and outputs of attention and MLP."""
+        """Build a block with norms before and after both attention and MLP."""
         return self.normed_block(site, index, page_size, NORMS)
 
 
 class Glm4Moe(GroupedFamily):
-    """GLM-4.5 and GLM-4.6; half of each head is rotated."""
+    """Settings of GLM-4.5 and GLM-4.6, which also build the decoder."""
 
     reads_partial_rotary_factor: ClassVar[bool] = True
     rms_norm_eps: Epsilon = 1e-5
@@ -67,7 +67,7 @@ class Glm4Moe(GroupedFamily):
     first_k_dense_replace: Annotated[int, Field(ge=0)] = 1
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build attention without an output bias, with per-head norms in the larger models."""
+        """Build self-attention without an output bias; larger models have per-head norms."""
         eps = self.rms_norm_eps if self.use_qk_norm else None
         sizes, bias = (self.hidden_size, self.rotary_size), self.attention_bias
         return SelfAttention(site, spec, *sizes, eps, bias)

@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, layer norms, and a fused QKV projection stored transposed.
+"""GPT-2: learned positions, layer norms, and a QKV projection that is stored transposed.
 
 Source: Radford et al., Language Models are Unsupervised Multitask Learners, 2019.
 """
@@ -32,7 +32,7 @@ def _field_with_alias(name: str, alias: str, **default: Any) -> Any:
 
 
 class GPT2(MultiHeadFamily):
-    """GPT-2 and models stored in the same format."""
+    """Settings of GPT-2 and models in its format, which also build the decoder."""
 
     frame = FrameNames("transformer", "wte", "ln_f", layers="h", positions="wpe")
     attention_name = "attn"
@@ -51,31 +51,31 @@ class GPT2(MultiHeadFamily):
 
     @classmethod
     def parse(cls, config: Mapping[str, Any], source: object) -> Self:
-        """Validate config.json; a model with cross-attention is refused."""
+        """Validate config.json, and refuse models with cross-attention."""
         if config.get("add_cross_attention"):
             raise UnsupportedModelError(source, "add_cross_attention is not computed")
         return super().parse(config, source)
 
     def renamed(self, name: str) -> str | None:
-        """Add the prefix that early checkpoints omit; return None for a mask."""
+        """Return a tensor's name with the prefix that early checkpoints omit; None for a mask."""
         base_name = name.removeprefix(_ROOT)
         if _MASK.fullmatch(base_name):
             return None
         return _ROOT + base_name if base_name.startswith(("wte.", "wpe.", "h.", "ln_f.")) else name
 
     def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
-        """Describe the attention; the score scale may depend on the layer."""
+        """Return the attention spec; the score scale may depend on the layer."""
         scale = self.head_size**-0.5 if self.scale_attn_weights else 1.0
         if self.scale_attn_by_inverse_layer_idx:
             scale /= index + 1
         return replace(super().attention_spec(site, index, page_size), scale=scale)
 
     def norm(self, site: Site) -> LayerNorm:
-        """Build the norm at a site."""
+        """Build a LayerNorm for the module path ``site``."""
         return LayerNorm(site, self.hidden_size, self.layer_norm_epsilon)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Build a block with layer norms before attention and MLP."""
+        """Build a block with LayerNorm before attention and before the MLP."""
         attention_site, hidden = site.at("attn"), self.hidden_size
         form = FusedForm(("c_attn", "c_proj"), bias=True, linear=TransposedLinear)
         attention = FusedAttention(
@@ -88,7 +88,7 @@ class GPT2(MultiHeadFamily):
     @model_validator(mode="before")
     @classmethod
     def _add_intermediate_size(cls, fields: Any) -> Any:
-        """Replace a null intermediate size."""
+        """Replace a null intermediate size by the default of four times the hidden size."""
         if fields.get("n_inner") or fields.get("intermediate_size"):
             return fields
         hidden = fields.get("n_embd", fields.get("hidden_size"))

@@ -1,4 +1,4 @@
-"""GPT-NeoX: parallel attention and MLP with layer norms, and partial rotary embeddings.
+"""GPT-NeoX: parallel attention and MLP with layer norms, and partial rotary embedding.
 
 Source: arXiv:2204.06745; Pythia: arXiv:2304.01373.
 """
@@ -31,7 +31,7 @@ _NEOX_NAMES = {
 
 
 class ParallelResidualBlock(nn.Module):
-    """Parallel attention and MLP on one input, each with a norm."""
+    """Decoder block with parallel attention and MLP on the same input, each with a norm."""
 
     def __init__(
         self, norms: tuple[LayerNorm, LayerNorm], attention: nn.Module, mlp: nn.Module
@@ -50,7 +50,7 @@ class ParallelResidualBlock(nn.Module):
         plan: object,
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the block's output, not yet added, and the stream, as ``DecoderBlock``."""
+        """Return the block's output, not yet added, and the residual stream."""
         dtype = x.dtype
         x, stream = self.input_layernorm.forward_add(x, residual)
         attended = self.self_attn(x, cos, sin, cache, plan, rows)
@@ -60,7 +60,7 @@ class ParallelResidualBlock(nn.Module):
 
 
 class GPTNeoX(MultiHeadFamily):
-    """GPT-NeoX and Pythia."""
+    """Settings of GPT-NeoX and Pythia, which also build the decoder."""
 
     reads_partial_rotary_factor: ClassVar[bool] = True
     frame = FrameNames("gpt_neox", "embed_in", "final_layer_norm", "embed_out")
@@ -79,7 +79,7 @@ class GPTNeoX(MultiHeadFamily):
 
     @classmethod
     def merged_rotation(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Merge the rotary fields; refuse fields that transformers does not read here."""
+        """Merge the rotary fields, and refuse those that transformers ignores for this model."""
         nested = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
         for name, (neox_name, default) in _NEOX_NAMES.items():
             if name in fields and fields[name] != nested.get(name, fields.get(neox_name, default)):
@@ -91,17 +91,17 @@ class GPTNeoX(MultiHeadFamily):
         return super().merged_rotation(fields)
 
     def renamed(self, name: str) -> str | None:
-        """Return the name that the LM head has in most checkpoints; None for a mask."""
+        """Return the tensor's name, with the usual name of the LM head; None for a mask."""
         if _MASK.fullmatch(name):
             return None
         return name.replace("lm_head.", "embed_out.") if name.startswith("lm_head.") else name
 
     def norm(self, site: Site) -> LayerNorm:
-        """Build the norm at a site."""
+        """Build a LayerNorm for the module path ``site``."""
         return LayerNorm(site, self.hidden_size, self.layer_norm_eps)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Build a block with parallel or sequential attention and MLP."""
+        """Build a block in which attention and MLP run in parallel, or one after the other."""
         attention_site = site.at("attention")
         form = FusedForm(
             ("query_key_value", "dense"),

@@ -26,7 +26,7 @@ _ROPE: dict[str, Any] = {
 
 
 class GptOss(MixtureFamily):
-    """gpt-oss; every projection has a bias, also in router and experts."""
+    """Settings of gpt-oss, which also build the decoder; all projections have a bias."""
 
     reads_layer_types: ClassVar[bool] = True
     attention_bias: bool = True
@@ -44,15 +44,15 @@ class GptOss(MixtureFamily):
     swiglu_limit: float = SWIGLU_LIMIT
 
     def slides(self, index: int) -> bool:
-        """Return True for every second layer, beginning with the first."""
+        """Return True if layer ``index`` has a sliding window: every second one, from the first."""
         return index % 2 == 0
 
     def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
-        """Describe the attention, with a learned sink score per head in every softmax."""
+        """Return the attention spec, with a learned sink score per head in every softmax."""
         return replace(super().attention_spec(site, index, page_size), sinks=True)
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Build the MoE layer; checkpoints interleave gate and up projections."""
+        """Build the MoE layer, whose gate and up projections checkpoints interleave."""
         form = {"biased": True, "alternating": True, "inputs_first": True}
         experts = self.experts("swiglu_oai", **form)
         return MixtureMLP(block.at("mlp"), experts, "router", renormalize=True)

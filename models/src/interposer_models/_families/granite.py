@@ -1,4 +1,4 @@
-"""Granite and Bamba, of IBM: dense, with MoE layers, or with Mamba-2 mixers.
+"""IBM's Granite and Bamba: dense decoders, decoders with MoE layers, or with Mamba-2 mixers.
 
 Granite is Llama with multipliers of embeddings, scores, block outputs and logits. Granite MoE has
 MoE layers instead of MLPs. Bamba has Mamba-2 mixers, and attention in a few layers.
@@ -39,7 +39,7 @@ Multiplier = Annotated[float, Field(gt=0)]
 
 
 class ScaledBlock(DecoderBlock):
-    """A block that scales the output of each sublayer before adding to the residual stream."""
+    """Decoder block that scales each sublayer's output before adding it to the residual stream."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class ScaledBlock(DecoderBlock):
 
 
 class ScaledLM(CausalLM):
-    """A decoder with logits divided by a constant."""
+    """A decoder and LM head whose logits are divided by a constant."""
 
     def __init__(self, site: Site, config: DecoderFamily, block: Block, divisor: float) -> None:
         super().__init__(site, config, block, config.norm)
@@ -83,7 +83,7 @@ class ScaledLM(CausalLM):
 
 
 class Granite(DecoderFamily):
-    """Granite 3, the dense models."""
+    """Settings of Granite 3's dense models, which also build the decoder."""
 
     attention_multiplier: Multiplier = 1.0
     embedding_multiplier: Multiplier = 1.0
@@ -92,16 +92,16 @@ class Granite(DecoderFamily):
 
     @property
     def embedding_scale(self) -> float:
-        """The factor of embeddings."""
+        """The factor by which token embeddings are multiplied."""
         return self.embedding_multiplier
 
     def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
-        """Describe the attention; the score scale is ``attention_multiplier``."""
+        """Return the attention spec, whose score scale is ``attention_multiplier``."""
         spec = super().attention_spec(site, index, page_size)
         return replace(spec, scale=self.attention_multiplier)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Build the block, with the multiplier of residual outputs."""
+        """Build a block that multiplies sublayer outputs by ``residual_multiplier``."""
 
         def attention(attention_site: Site) -> SelfAttention:
             return self.self_attention(
@@ -115,7 +115,7 @@ class Granite(DecoderFamily):
         return ScaledBlock(site, sizes, parts, self.residual_multiplier)
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Build the decoder with an LM head."""
+        """Build the decoder with an LM head that divides the logits."""
         scale = self.logits_scaling
         return ScaledLM(site, self, lambda at, index: self.block(at, index, page_size), scale)
 
@@ -145,7 +145,7 @@ class Bamba(DecoderFamily):
 
     @property
     def state_width(self) -> int:
-        """Elements of all heads of a Mamba-2 mixer."""
+        """Number of elements of all heads of a Mamba-2 mixer."""
         return self.mamba_expand * self.hidden_size
 
     def attends(self, index: int) -> bool:
@@ -167,12 +167,12 @@ class Bamba(DecoderFamily):
         )
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Build the MLP below a block's site."""
+        """Build the gated MLP of a decoder block."""
         sizes = self.hidden_size, self.intermediate_size
         return GatedMLP(block.at("feed_forward"), *sizes, self.hidden_act, self.mlp_bias)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Build a block with a Mamba-2 mixer or attention."""
+        """Build a block with a Mamba-2 mixer, or with attention."""
         if self.attends(index):
             return self.normed_block(site, index, page_size, NORMS)
         mixer = StateSpaceMixer(site.at("mamba"), self.mixer_sizes(), self.rms_norm_eps)
@@ -198,13 +198,13 @@ _STORED_AS = {"gate_up_proj": "input_linear.weight", "down_proj": "output_linear
 
 
 class GraniteMoe(MixtureFamily, Granite):
-    """Granite 3 with experts; checkpoints store the matrices of all experts as one tensor."""
+    """Settings of Granite 3's MoE models, whose checkpoints stack the experts' matrices."""
 
     num_local_experts: Positive | None = count_of_experts(8)
     num_experts_per_tok: Positive | None = 2
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Build the MoE layer; the weights of a token's experts sum to 1."""
+        """Build the MoE layer, in which the weights of a token's experts sum to 1."""
         moe_site = block.at("block_sparse_moe")
         moe = MixtureMLP(moe_site, self.experts(), "router.layer", renormalize=True)
         for name, parameter in moe.experts.named_parameters():

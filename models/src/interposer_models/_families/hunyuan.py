@@ -1,4 +1,4 @@
-"""Hunyuan: Llama with per-head norms after the rotation, dense or with experts.
+"""Hunyuan: Llama with per-head norms after the rotation, dense or with MoE layers.
 
 Source: huggingface.co/tencent/Hunyuan-7B-Instruct, huggingface.co/tencent/Hunyuan-A13B-Instruct,
 arXiv:2411.02265.
@@ -21,7 +21,7 @@ from interposer_ops.layers.self_attention import SelfAttention
 
 
 class LateNormAttention(SelfAttention):
-    """Attention with norms of query and key heads after the rotation.
+    """Self-attention with norms of query and key heads after the rotation.
 
     Dimensions: T tokens, N heads, K kv heads, D head size.
     """
@@ -34,18 +34,18 @@ class LateNormAttention(SelfAttention):
         self.key_layernorm = RMSNorm(site.at("key_layernorm"), spec.head_size, eps)
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute query ``[T, N, D]``, key and value ``[T, K, D]``, ready for the attention."""
+        """Compute query ``[T, N, D]``, key and value ``[T, K, D]``, normed after the rotation."""
         query, key, value = super().heads(x, cos, sin)
         return self.query_layernorm(query), self.key_layernorm(key), value
 
 
 class HunYuanDenseV1(DecoderFamily):
-    """Hunyuan, the dense models."""
+    """Settings of Hunyuan's dense models, which also build the decoder."""
 
     rms_norm_eps: Epsilon = 1e-5
 
     def rotation(self, index: int) -> tuple[float, dict[str, Any]]:
-        """Return rotary base and scaling; ``alpha`` raises the base for all sequence lengths.
+        """Return the rotary base, raised by ``alpha`` for all sequence lengths, and the scaling.
 
         Source: the NTK-aware base of arXiv:2309.00071, section 3.1.
         """
@@ -58,7 +58,7 @@ class HunYuanDenseV1(DecoderFamily):
         return base * float(alpha) ** (size / (size - 2)), {}
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build attention with norms after the rotation."""
+        """Build self-attention with per-head norms after the rotation."""
         sizes = self.hidden_size, self.rotary_size
         return LateNormAttention(site, spec, sizes, self.rms_norm_eps, self.attention_bias)
 
@@ -68,7 +68,7 @@ _PER_LAYER = ("moe_topk", "num_experts")
 
 
 class SharedExpertMoE(MixtureMLP):
-    """An MoE layer with a shared expert."""
+    """An MoE layer with a shared expert for all tokens."""
 
     def __init__(self, site: Site, spec: ExpertsSpec) -> None:
         super().__init__(site, spec, "gate.wg", renormalize=True)
@@ -81,7 +81,7 @@ class SharedExpertMoE(MixtureMLP):
 
 
 class HunYuanMoEV1(MixtureFamily, HunYuanDenseV1):
-    """Hunyuan with experts, equally many per layer; checkpoints store every expert separately."""
+    """Settings of Hunyuan's MoE models, with the same number of experts in all layers."""
 
     rms_norm_eps: Epsilon = 1e-5
     num_local_experts: Positive | None = count_of_experts(1)
@@ -92,7 +92,7 @@ class HunYuanMoEV1(MixtureFamily, HunYuanDenseV1):
     @model_validator(mode="before")
     @classmethod
     def _merge_per_layer_numbers(cls, fields: Any) -> Any:
-        """Accept a list of equal numbers, one per layer, as in Hunyuan-A13B's config."""
+        """Merge lists of equal per-layer numbers to one number, as in Hunyuan-A13B's config."""
         merged = dict(fields)
         for name in _PER_LAYER:
             if not isinstance(values := merged.get(name), list):
@@ -106,6 +106,6 @@ class HunYuanMoEV1(MixtureFamily, HunYuanDenseV1):
         return merged
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Build the MoE layer."""
+        """Build the MoE layer with a shared expert."""
         experts = self.experts(projections=("gate_proj", "up_proj", "down_proj"))
         return SharedExpertMoE(block.at("mlp"), experts)

@@ -1,4 +1,4 @@
-"""Llama, and families that differ from Llama in few settings: Mistral, Mixtral, Ministral, SmolLM3.
+"""Llama and close relatives: Mistral, Mixtral, Ministral and SmolLM3.
 
 Llama has pre-norm RMSNorm, rotary embedding, grouped-query attention and a gated SiLU MLP. Mistral
 adds a sliding window, Ministral full attention in some layers, and Mixtral MoE layers. SmolLM3 has
@@ -24,19 +24,19 @@ from interposer_ops.layers.self_attention import SelfAttention
 
 
 class Llama(DecoderFamily):
-    """Llama 1 to 3, and every model that is stored in the same format."""
+    """Settings of Llama 1 to 3 and models in its format, which also build the decoder."""
 
 
 class Mistral(Llama):
-    """Mistral; later releases have no ``sliding_window`` and use full attention."""
+    """Settings of Mistral; later releases without ``sliding_window`` use full attention."""
 
     def slides(self, index: int) -> bool:
-        """Return True: every layer has the window."""
+        """Return True: every layer has a sliding window."""
         return True
 
 
 class Ministral(Mistral):
-    """Ministral.
+    """Settings of Ministral, which also build the decoder.
 
     ``layer_types`` names the layers with a sliding window; if absent, all layers have one.
     """
@@ -46,7 +46,7 @@ class Ministral(Mistral):
 
 
 class Mixtral(MixtureFamily):
-    """Mixtral; checkpoints store every expert separately."""
+    """Settings of Mixtral, whose checkpoints store every expert separately."""
 
     num_local_experts: Positive | None = count_of_experts(8)
     num_experts_per_tok: Positive | None = 2
@@ -54,17 +54,17 @@ class Mixtral(MixtureFamily):
     rope_theta: RopeBase = 1e6
 
     def slides(self, index: int) -> bool:
-        """Return True: every layer has the window."""
+        """Return True: every layer has a sliding window."""
         return True
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Build the MoE layer; the weights of a token's experts sum to 1."""
+        """Build the MoE layer, in which the weights of a token's experts sum to 1."""
         experts = self.experts(projections=("w1", "w3", "w2"))
         return MixtureMLP(block.at("block_sparse_moe"), experts, "gate", renormalize=True)
 
 
 class SmolLM3(DecoderFamily):
-    """SmolLM3; layers without rotation may have a window."""
+    """Settings of SmolLM3, in which some layers have no rotary embedding."""
 
     reads_layer_types: ClassVar[bool] = True
     num_key_value_heads: Positive | None = 4
@@ -75,19 +75,19 @@ class SmolLM3(DecoderFamily):
     use_sliding_window: bool = False
 
     def rotates(self, index: int) -> bool:
-        """Say whether layer ``index`` rotates queries and keys."""
+        """Say whether layer ``index`` applies rotary embedding to queries and keys."""
         flags = self.no_rope_layers  # 1 means that the layer does rotate, despite the field's name
         if flags is not None and index < len(flags):
             return bool(flags[index])
         return (index + 1) % self.no_rope_layer_interval != 0
 
     def slides(self, index: int) -> bool:
-        """Say whether layer ``index`` has the window."""
+        """Say whether layer ``index`` has a sliding window."""
         # Windows are only in layers without rotation.
         return self.use_sliding_window and not self.rotates(index)
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build attention with or without rotation."""
+        """Build self-attention with or without rotary embedding."""
         if self.rotates(index):
             return super().self_attention(site, index, spec)
         bias = self.attention_bias

@@ -1,4 +1,4 @@
-"""Llama 4: chunked attention in rotated layers, temperature-scaled queries in the others, and MoE.
+"""Llama 4: chunked attention in rotated layers, temperature-scaled queries in others, MoE.
 
 Source: ai.meta.com/blog/llama-4-multimodal-intelligence; scaled queries arXiv:2501.19399.
 Dimensions: T tokens, N heads, K kv heads, D head size, H hidden size, C chosen experts.
@@ -26,7 +26,7 @@ from interposer_ops.layers.self_attention import SelfAttention
 
 
 class UnitNorm(RMSNorm):
-    """Scale rows to unit root mean square; checkpoints have no weight for this norm."""
+    """Scales rows to unit root mean square; checkpoints have no weight for this norm."""
 
     def __init__(self, site: Site, hidden_size: int, eps: float) -> None:
         super().__init__(site, hidden_size, eps)
@@ -35,7 +35,7 @@ class UnitNorm(RMSNorm):
 
 
 class UnitAttention(InterleavedAttention):
-    """Attention with interleaved rotation, then queries and keys of unit root mean square."""
+    """Self-attention with interleaved rotation, then queries and keys of unit root mean square."""
 
     def __init__(
         self, site: Site, spec: AttentionSpec, sizes: tuple[int, int], eps: float, bias: bool
@@ -45,13 +45,13 @@ class UnitAttention(InterleavedAttention):
         self.key_unit = UnitNorm(site.at("key_unit"), spec.head_size, eps)
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute query ``[T, N, D]``, key and value ``[T, K, D]``, ready for the attention."""
+        """Compute query ``[T, N, D]``, key and value ``[T, K, D]``, rotated and then normed."""
         query, key, value = super().heads(x, cos, sin)
         return self.query_unit(query), self.key_unit(key), value
 
 
 class TemperatureScaling(Unrotated):
-    """Multiply the queries of each token by a factor, which takes the place of rotary angles."""
+    """Multiplies the queries of each token by a factor, in place of rotary embedding."""
 
     def forward(
         self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
@@ -61,13 +61,13 @@ class TemperatureScaling(Unrotated):
 
 
 class TemperatureAttention(SelfAttention):
-    """Attention without rotation, with a query scale that grows with the position."""
+    """Self-attention without rotation, with a query scale that grows with the position."""
 
     rotary_type = TemperatureScaling
 
 
 class InputScaledMoE(nn.Module):
-    """An MoE layer that multiplies the experts' inputs by the scores, with a shared expert."""
+    """MoE layer that multiplies expert inputs by router scores, with a shared expert."""
 
     def __init__(self, site: Site, spec: ExpertsSpec) -> None:
         super().__init__()
@@ -89,12 +89,12 @@ class InputScaledMoE(nn.Module):
 
 
 class Llama4Decoder(Decoder):
-    """A decoder that passes query scaling factors instead of angles to layers without rotation."""
+    """Decoder in which layers without rotation get query scaling factors instead of angles."""
 
     config: Llama4
 
     def reserve_positions(self, count: int, device: str) -> None:
-        """Compute rotary angles and query factors of at least ``count`` positions."""
+        """Compute rotary angles and query factors for at least ``count`` positions."""
         super().reserve_positions(count, device)
         config, rows = self.config, len(self.tables[0][0])
         steps = torch.floor(torch.arange(1, rows + 1, dtype=torch.float32) / config.floor_scale)
@@ -103,7 +103,7 @@ class Llama4Decoder(Decoder):
         self.factors = factors[:, None].to(device)
 
     def angles(self, positions: Tensor) -> list[tuple[Tensor | None, Tensor | None]]:
-        """Look up cosines, or query factors, and sines ``[T, D / 2]``, for each layer."""
+        """Look up each layer's cosines, or query factors, and sines, ``[T, D / 2]``."""
         rotary_angles, factors = super().angles(positions), self.factors[positions]
         is_rotated = self.config.rotates
         return [
@@ -113,13 +113,13 @@ class Llama4Decoder(Decoder):
 
 
 class Llama4LM(CausalLM):
-    """``Llama4Decoder`` with an LM head."""
+    """A ``Llama4Decoder`` with an LM head."""
 
     decoder_type = Llama4Decoder
 
 
 class Llama4(MixtureFamily):
-    """The text model of Llama 4."""
+    """Settings of Llama 4's text model, which also build the decoder."""
 
     reads_layer_types: ClassVar[bool] = True
     num_key_value_heads: Positive | None = 8
@@ -142,14 +142,14 @@ class Llama4(MixtureFamily):
     attn_scale: Annotated[float, Field(ge=0)] = 0.1
 
     def rotates(self, index: int) -> bool:
-        """Say whether layer ``index`` rotates queries and keys; most layers do."""
+        """Say whether layer ``index`` applies rotary embedding; most layers do."""
         # 1 means that the layer does rotate, despite the field's name.
         if self.no_rope_layers:
             return bool(self.no_rope_layers[index])
         return (index + 1) % self.no_rope_layer_interval != 0
 
     def is_chunked(self, index: int) -> bool:
-        """Say whether tokens of layer ``index`` attend only within chunks."""
+        """Say whether tokens of layer ``index`` attend only within chunks of the sequence."""
         if self.attention_chunk_size is None:
             return False
         if self.layer_types is not None:
@@ -163,7 +163,7 @@ class Llama4(MixtureFamily):
         return (index + 1) % self.interleave_moe_layer_step == 0
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build attention with rotation, or with temperature-scaled queries."""
+        """Build self-attention with rotary embedding, or with temperature-scaled queries."""
         sizes, bias = (self.hidden_size, self.rotary_size), self.attention_bias
         if self.rotates(index) and self.use_qk_norm:
             return UnitAttention(site, spec, sizes, self.rms_norm_eps, bias)
@@ -181,7 +181,7 @@ class Llama4(MixtureFamily):
         return GatedMLP(site, self.hidden_size, size, self.hidden_act)
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Build the decoder with an LM head; some layers attend within chunks."""
+        """Build the decoder with an LM head, and chunked attention in some layers."""
         size = self.attention_chunk_size
         model = Llama4LM(site, self, lambda at, i: self.block(at, i, page_size), self.norm)
         # A chunk as long as the context is plain causal attention.

@@ -57,7 +57,7 @@ _NEW_KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
 
 
 class UncachedSublayer(nn.Module):
-    """An MLP or MoE layer with the call signature of attention."""
+    """Adapter that gives an MLP or MoE layer the call signature of attention."""
 
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class UncachedSublayer(nn.Module):
 
 
 class NemotronH(DecoderFamily):
-    """Nemotron-H; the decoder does not run the MTP layers."""
+    """Settings of Nemotron-H, which build the decoder without MTP layers."""
 
     frame: ClassVar[FrameNames] = FrameNames("backbone", "embeddings", "norm_f")
     attention_name = "mixer"
@@ -116,7 +116,7 @@ class NemotronH(DecoderFamily):
 
     @classmethod
     def parse(cls, config: Mapping[str, Any], source: object) -> Self:
-        """Validate config.json, after merging the three spellings of the layer kinds."""
+        """Validate config.json, after merging three ways to state the kinds of layers."""
         layer_kinds = config.get("layers_block_type") or config.get("layer_types")
         pattern = config.get("hybrid_override_pattern")
         if not layer_kinds and isinstance(pattern, str):
@@ -136,7 +136,7 @@ class NemotronH(DecoderFamily):
         return self.layers_block_type[index] == "attention"
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Build a block of one norm and one mixer, attention, MLP or MoE layer."""
+        """Build a block of one norm and one sublayer: mixer, attention, MLP or MoE layer."""
         sublayer: nn.Module
         mixer_site, kind = site.at("mixer"), self.layers_block_type[index]
         if kind == "attention":
@@ -166,7 +166,7 @@ class NemotronH(DecoderFamily):
         return OnePartBlock(site, self.norm, "norm", sublayer)
 
     def mixture(self, site: Site) -> UngatedMoE:
-        """Build the MoE layer at a site."""
+        """Build the MoE layer, with experts that have no gate."""
         spec = ExpertsSpec(
             hidden_size=self.hidden_size,
             intermediate_size=self.moe_intermediate_size,
@@ -180,7 +180,7 @@ class NemotronH(DecoderFamily):
         return UngatedMoE(site, spec, grouping, *sizes, self.mlp_bias)
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Build the decoder; the checkpoint's MTP layers are not read."""
+        """Build the decoder without the MTP layers of the checkpoint."""
         model = super().build(site, page_size)
         model.unread = ("mtp.",)
         return model
@@ -233,7 +233,7 @@ _CONTEXT = 2**20
 
 
 class Mamba2(DecoderFamily):
-    """The Mamba-2 language models."""
+    """Settings of Mamba-2 language models, which also build the decoder."""
 
     frame: ClassVar[FrameNames] = FrameNames("backbone", "embeddings", "norm_f")
 
@@ -260,7 +260,7 @@ class Mamba2(DecoderFamily):
         return False
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Build a block of one norm and one mixer."""
+        """Build a block of one norm and one Mamba-2 mixer."""
         sizes = StateSpaceSizes(
             self.hidden_size,
             self.num_attention_heads,
@@ -291,7 +291,7 @@ class Mamba2(DecoderFamily):
 
 
 class ScaledMLP(GatedMLP):
-    """A gated MLP with a factor on the gate before the activation, and one on the output."""
+    """Gated MLP with a factor on the gate before the activation, and one on the output."""
 
     factors = (1.0, 1.0)
 
@@ -302,7 +302,7 @@ class ScaledMLP(GatedMLP):
 
 
 class ParallelMixer(nn.Module):
-    """The scaled sum of attention and a Mamba-2 mixer on the same input.
+    """Sum of attention and a Mamba-2 mixer that read the same input, each with a scale.
 
     Args:
         factors: factors of the inputs of attention and mixer, then of their outputs.
@@ -357,12 +357,12 @@ class FalconH1(Bamba):
 
     @property
     def state_width(self) -> int:
-        """Elements of all heads of a Mamba-2 mixer."""
+        """Number of elements of all heads of a Mamba-2 mixer."""
         return self.mamba_d_ssm or super().state_width
 
     @property
     def embedding_scale(self) -> float:
-        """The factor of embeddings."""
+        """The factor by which token embeddings are multiplied."""
         return self.embedding_multiplier
 
     def attends(self, index: int) -> bool:
@@ -370,7 +370,7 @@ class FalconH1(Bamba):
         return True
 
     def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
-        """Describe the attention; the key multiplier is applied to the score scale."""
+        """Return the attention spec, with the key multiplier applied to the score scale."""
         spec = super().attention_spec(site, index, page_size)
         return replace(spec, scale=spec.scale * self.key_multiplier)
 
@@ -385,14 +385,14 @@ class FalconH1(Bamba):
         )
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Build the MLP below a block's site."""
+        """Build the gated MLP of a decoder block."""
         sizes = self.hidden_size, self.intermediate_size
         mlp = ScaledMLP(block.at("feed_forward"), *sizes, self.hidden_act, self.mlp_bias)
         mlp.factors = self.mlp_multipliers
         return mlp
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Build a block with parallel attention and Mamba-2 mixer."""
+        """Build a block in which attention and a Mamba-2 mixer run in parallel."""
         attention_site = site.at("self_attn")
         attention = self.self_attention(
             attention_site, index, self.attention_spec(attention_site, index, page_size)
@@ -418,7 +418,7 @@ _NORMS = ("operator_norm", "", "ffn_norm", "")
 
 
 class ShortConvolution(RecurrentMixer):
-    """The output projection of c * conv(b * x), where b, c and x are projections of the input."""
+    """Gated short convolution: projects c * conv(b * x), where b, c and x project the input."""
 
     def __init__(self, site: Site, hidden_size: int, window: int, bias: bool) -> None:
         super().__init__()
@@ -427,29 +427,29 @@ class ShortConvolution(RecurrentMixer):
         self.out_proj = Linear(site.at("out_proj"), hidden_size, hidden_size, bias)
 
     def state_layout(self) -> StateLayout:
-        """Return a sequence's state: the convolution's last inputs."""
+        """Return the layout of a sequence's state: the last inputs of the convolution."""
         return StateLayout((self.conv.state,))
 
     def mixed(
         self, x: Tensor, cache: tuple[Tensor, ...], plan: StateBatch
     ) -> tuple[Tensor, Tensor]:
-        """Run the convolution; return the output ``[T, H]`` and the gate c."""
+        """Run the convolution; return the output ``[T, H]`` and the gate c, not yet applied."""
         input_gate, output_gate, x = self.in_proj(x).chunk(3, dim=-1)
         return self.conv(input_gate * x, *cache, plan), output_gate
 
     def ended(self, y: Tensor, gate: Tensor) -> Tensor:
-        """Apply the gate and the output projection: ``[T, H]``."""
+        """Apply the gate and the output projection; return ``[T, H]``."""
         return self.out_proj(gate * y)  # type: ignore[no-any-return]
 
 
 class Lfm2Attention(SelfAttention):
-    """Attention with per-head norms, under LFM2's parameter names."""
+    """Self-attention with per-head norms, with LFM2's parameter names."""
 
     part_names = ("out_proj", "q_layernorm", "k_layernorm")
 
 
 class Lfm2MLP(GatedMLP):
-    """A gated MLP under LFM2's parameter names."""
+    """Gated MLP with LFM2's parameter names."""
 
     part_names = ("w1", "w3", "w2")
 
@@ -486,7 +486,7 @@ class Lfm2(DecoderFamily):
 
     @property
     def inner_size(self) -> int:
-        """Intermediate size of the gated MLP, computed from the ungated size in the config."""
+        """Intermediate size of the gated MLP, computed from the config's size without a gate."""
         size = self.intermediate_size
         if not self.block_auto_adjust_ff_dim:
             return size
@@ -495,15 +495,15 @@ class Lfm2(DecoderFamily):
         return -(-size // self.block_multiple_of) * self.block_multiple_of
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build attention with per-head norms of queries and keys."""
+        """Build self-attention with per-head norms of queries and keys."""
         return Lfm2Attention(site, spec, self.hidden_size, self.rotary_size, self.rms_norm_eps)
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Build the MLP below a block's site."""
+        """Build the gated MLP of a decoder block."""
         return Lfm2MLP(block.at("feed_forward"), self.hidden_size, self.inner_size, "silu")
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Build a block with a convolution or attention."""
+        """Build a block with a gated short convolution, or with attention."""
         if self.attends(index):
             return self.normed_block(site, index, page_size, _NORMS)
         sizes = self.hidden_size, self.conv_L_cache

@@ -1,4 +1,4 @@
-"""MiniMax-M2: bias-balanced experts; one norm over all query heads, and one over all key heads.
+"""MiniMax-M2: bias-corrected expert choice; one norm over all query heads, one over all keys.
 
 Source: huggingface.co/MiniMaxAI/MiniMax-M2.
 """
@@ -17,7 +17,7 @@ from interposer_ops.layers.self_attention import SelfAttention
 
 
 class MiniMaxM2(MixtureFamily):
-    """MiniMax-M2; checkpoints store every expert separately, and may state ``rotary_dim``."""
+    """Settings of MiniMax-M2, whose checkpoints store every expert separately."""
 
     reads_partial_rotary_factor: ClassVar[bool] = True
     head_dim: Positive | None = 128
@@ -28,16 +28,16 @@ class MiniMaxM2(MixtureFamily):
 
     @property
     def rotary_size(self) -> int:
-        """Rotated elements of each head."""
+        """Number of rotated elements of each head."""
         return self.rotary_dim or super().rotary_size
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build attention with norms of queries and keys."""
+        """Build self-attention with a norm over all query heads, and one over all key heads."""
         sizes = self.hidden_size, self.rotary_size
         return WideNormAttention(site, spec, sizes, self.rms_norm_eps, bias=False)
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Build the MoE layer."""
+        """Build the MoE layer, whose router adds a correction bias to the expert scores."""
         experts = self.experts(projections=("w1", "w3", "w2"))
         moe_site, bias = block.at("block_sparse_moe"), "e_score_correction_bias"
         return GroupedMoE(moe_site, experts, Grouping(), 0, bias)

@@ -39,7 +39,7 @@ _SUPPORTED_ATTENTION: dict[str, tuple[Any, ...]] = {
 
 
 class MptAttentionSettings(BaseModel):
-    """The fields of ``attn_config``.
+    """The fields of ``attn_config`` in the config of MPT.
 
     Attributes:
         alibi_bias_max: the smallest slope is 2 to the power of minus this number.
@@ -57,14 +57,14 @@ class MptAttentionSettings(BaseModel):
 
 
 class MptAttention(FusedAttention):
-    """Attention that clips queries, keys and values."""
+    """Self-attention that clips queries, keys and values."""
 
     def __init__(self, site: Site, spec: AttentionSpec, hidden_size: int, clip: float) -> None:
         super().__init__(site, spec, hidden_size, _FORM)
         self.clip = clip
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute query, key and value ``[T, N, D]`` (T tokens, N heads, D head size), clipped."""
+        """Compute clipped query, key and value ``[T, N, D]`` (T tokens, N heads, D head size)."""
         query, key, value = (
             part.clamp(-self.clip, self.clip) for part in super().heads(x, cos, sin)
         )
@@ -72,7 +72,7 @@ class MptAttention(FusedAttention):
 
 
 class Mpt(MultiHeadFamily):
-    """MPT; with ``prefix_lm``, the tokens of a prompt attend to each other in both directions."""
+    """Settings of MPT; with ``prefix_lm``, prompt tokens also attend to later prompt tokens."""
 
     frame = FrameNames("transformer", "wte", "norm_f", layers="blocks")
     attention_name = "attn"
@@ -97,7 +97,7 @@ class Mpt(MultiHeadFamily):
 
     @classmethod
     def parse(cls, config: Mapping[str, Any], source: object) -> Self:
-        """Validate config.json; unsupported values are refused."""
+        """Validate config.json, and refuse unsupported values."""
         attention_fields = config.get("attn_config")
         attention = attention_fields if isinstance(attention_fields, dict) else {}
         for field_prefix, fields, supported in (
@@ -111,7 +111,7 @@ class Mpt(MultiHeadFamily):
         return super().parse(config, source)
 
     def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
-        """Describe the attention, with ALiBi and the fields of ``attn_config``."""
+        """Return the attention spec, with ALiBi and the fields of ``attn_config``."""
         spec, attention = super().attention_spec(site, index, page_size), self.attn_config
         return replace(
             spec,
@@ -122,11 +122,11 @@ class Mpt(MultiHeadFamily):
         )
 
     def norm(self, site: Site) -> LayerNorm:
-        """Build the norm at a site, without bias."""
+        """Build a LayerNorm without bias for the module path ``site``."""
         return LayerNorm(site, self.hidden_size, self.layer_norm_epsilon, bias=False)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Build a block with layer norms before attention and MLP."""
+        """Build a block with LayerNorm before attention and before the MLP."""
         attention_site, hidden, clip = site.at("attn"), self.hidden_size, self.attn_config.clip_qkv
         spec = self.attention_spec(attention_site, index, page_size)
         attention = (

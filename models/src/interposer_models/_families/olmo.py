@@ -23,7 +23,7 @@ NORMS = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 
 
 class WideNormAttention(SelfAttention):
-    """Attention with one norm over all query heads, and one over all key heads."""
+    """Self-attention with one norm over all query heads, and one over all key heads."""
 
     # The reason, shown to users, for not sharding this attention among ranks.
     undivided = "one norm is over all heads"
@@ -52,12 +52,12 @@ class Olmo2(DecoderFamily):
     rms_norm_eps: Epsilon = 1e-5
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build attention with norms of queries and keys."""
+        """Build self-attention with a norm over all query heads, and one over all key heads."""
         sizes, bias = (self.hidden_size, self.rotary_size), self.attention_bias
         return WideNormAttention(site, spec, sizes, self.rms_norm_eps, bias)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Build a block with norms after attention and MLP."""
+        """Build a block with norms after attention and after the MLP."""
         return self.normed_block(site, index, page_size, NORMS)
 
 
@@ -71,5 +71,5 @@ class Olmo3(Olmo2):
     sliding_window: WindowTokens | None = 4096
 
     def slides(self, index: int) -> bool:
-        """Return True for all layers but every fourth."""
+        """Return True if layer ``index`` has a sliding window: all layers but every fourth."""
         return (index + 1) % 4 != 0

@@ -1,4 +1,4 @@
-"""OPT: learned positions, layer norms, an ungated ReLU MLP, biases.
+"""OPT: learned positions, layer norms, biases, and a ReLU MLP without a gate.
 
 Source: arXiv:2205.01068.
 """
@@ -30,13 +30,13 @@ _SUPPORTED = {
 
 
 class OPTAttention(UnrotatedAttention):
-    """Attention without rotation, under OPT's parameter names."""
+    """Self-attention without rotary embedding, with OPT's parameter names."""
 
     part_names = ("out_proj", "q_norm", "k_norm")
 
 
 class OPT(MultiHeadFamily):
-    """OPT with pre-norm blocks: all sizes except 350M."""
+    """Settings of OPT with pre-norm blocks (all sizes except 350M), which build the decoder."""
 
     frame = FrameNames(
         "model.decoder",
@@ -56,7 +56,7 @@ class OPT(MultiHeadFamily):
 
     @classmethod
     def parse(cls, config: Mapping[str, Any], source: object) -> Self:
-        """Validate config.json; norms after the sublayers are refused."""
+        """Validate config.json, and refuse norms after the sublayers."""
         for name, supported in _SUPPORTED.items():
             if config.get(name, supported) not in (supported, None):
                 reason = f"{name} is {config[name]!r}, which is not supported"
@@ -69,15 +69,15 @@ class OPT(MultiHeadFamily):
         return parsed
 
     def renamed(self, name: str) -> str | None:
-        """Add the prefix that early checkpoints omit from the name."""
+        """Return the name of a checkpoint tensor with the prefix that early checkpoints omit."""
         return f"model.{name}" if name.startswith("decoder.") else name
 
     def norm(self, site: Site) -> LayerNorm:
-        """Build the norm at a site."""
+        """Build a LayerNorm for the module path ``site``."""
         return LayerNorm(site, self.hidden_size, _EPS)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Build a block with layer norms before attention and MLP."""
+        """Build a block with LayerNorm before attention and before the MLP."""
         attention_site, bias = site.at("self_attn"), self.enable_bias
         spec = self.attention_spec(attention_site, index, page_size)
         # A rotary size of 0: positions are embedded, queries and keys are not rotated.

@@ -1,4 +1,4 @@
-"""Phi-3: Llama, stored with Q, K and V as one matrix, and gate and up as one.
+"""Phi-3: Llama whose Q, K and V are stored as one matrix, and gate and up as another.
 
 Source: arXiv:2404.14219; factors of long contexts arXiv:2402.13753.
 """
@@ -28,7 +28,7 @@ _OLD_NAMES = ("su", "yarn")
 
 
 class StoredMergedAttention(SelfAttention):
-    """Attention with a QKV projection that is one tensor of the checkpoint."""
+    """Self-attention whose QKV projection is one tensor in checkpoints."""
 
     def __init__(self, site: Site, spec: AttentionSpec, hidden_size: int, rotary_size: int) -> None:
         PluggableLayer.__init__(self, site)
@@ -45,7 +45,7 @@ class StoredMergedAttention(SelfAttention):
 
 
 class StoredMergedMLP(GatedMLP):
-    """A gated MLP with gate and up projections as one tensor of the checkpoint."""
+    """Gated MLP whose gate and up projections are one tensor in checkpoints."""
 
     def __init__(self, site: Site, hidden_size: int, inner_size: int, activation: str) -> None:
         PluggableLayer.__init__(self, site)
@@ -57,7 +57,7 @@ class StoredMergedMLP(GatedMLP):
 
 
 class Phi3(DecoderFamily):
-    """Phi-3, Phi-4 and Phi-4-mini.
+    """Settings of Phi-3, Phi-4 and Phi-4-mini, which also build the decoder.
 
     The angles have two sets of factors, for short and for long sequences. Here all sequences use
     the set for the config's context length: the long one if it is above the original context
@@ -70,20 +70,20 @@ class Phi3(DecoderFamily):
 
     @property
     def rope_scaling(self) -> dict[str, Any]:
-        """``rope_type`` and its parameters."""
+        """The parameters of the rotary scaling, with ``rope_type``."""
         scaling = super().rope_scaling
         kind = scaling.get("rope_type", scaling.get("type"))
         return {**scaling, "rope_type": "longrope"} if kind in _OLD_NAMES else scaling
 
     def slides(self, index: int) -> bool:
-        """Return True: every layer has the window, if the config states one."""
+        """Return True: every layer has a sliding window, if the config states one."""
         return True
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build the attention at a site, with the projections."""
+        """Build self-attention with one stored QKV projection."""
         return StoredMergedAttention(site, spec, self.hidden_size, self.rotary_size)
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Build the MLP below a block's site."""
+        """Build the gated MLP of a decoder block."""
         sizes = self.hidden_size, self.intermediate_size
         return StoredMergedMLP(block.at("mlp"), *sizes, self.hidden_act)

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen3, dense or with many small experts.
+"""Qwen2 and Qwen3, as dense decoders or with many small experts.
 
 Qwen2 is Llama with biases of queries, keys and values, and windows in the upper layers. Qwen2-MoE
 adds a gated shared expert. Qwen3 has per-head norms of queries and keys before the rotation instead
@@ -24,7 +24,7 @@ from interposer_ops.layers.self_attention import SelfAttention
 
 
 class Qwen2(DecoderFamily):
-    """Qwen2 and Qwen2.5."""
+    """Settings of Qwen2 and Qwen2.5, which also build the decoder."""
 
     reads_layer_types: ClassVar[bool] = True
     switches_windows: ClassVar[bool] = True
@@ -32,18 +32,18 @@ class Qwen2(DecoderFamily):
     max_window_layers: int = 28
 
     def slides(self, index: int) -> bool:
-        """Say whether layer ``index`` is above the ``max_window_layers`` with full attention."""
+        """Say whether layer ``index`` has a window: layer ``max_window_layers`` and all later."""
         return self.use_sliding_window and index >= self.max_window_layers
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build attention with a QKV bias, independent of the config."""
+        """Build self-attention with a QKV bias, whatever the config states."""
         sizes = self.hidden_size, self.rotary_size
         # Configs do not state the bias; every checkpoint has one for Q, K and V.
         return SelfAttention(site, spec, *sizes, None, True, self.attention_bias)
 
 
 class Qwen3(DecoderFamily):
-    """Qwen3, the dense models."""
+    """Settings of Qwen3's dense models, which also build the decoder."""
 
     reads_layer_types: ClassVar[bool] = True
     switches_windows: ClassVar[bool] = True
@@ -52,17 +52,17 @@ class Qwen3(DecoderFamily):
     max_window_layers: int = 28
 
     def slides(self, index: int) -> bool:
-        """Say whether layer ``index`` is above the ``max_window_layers`` with full attention."""
+        """Say whether layer ``index`` has a window: layer ``max_window_layers`` and all later."""
         return self.use_sliding_window and index >= self.max_window_layers
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build attention with norms of query and key heads."""
+        """Build self-attention with norms of query and key heads."""
         sizes, bias = (self.hidden_size, self.rotary_size), self.attention_bias
         return SelfAttention(site, spec, *sizes, self.rms_norm_eps, bias, bias)
 
 
 class GatedSharedExpertMoE(MixtureMLP):
-    """An MoE layer with a shared expert, which a learned sigmoid gate per token scales."""
+    """MoE layer with a shared expert that a learned sigmoid gate scales for each token."""
 
     def __init__(self, site: Site, spec: ExpertsSpec, shared: int, renormalize: bool) -> None:
         super().__init__(site, spec, "gate", renormalize)
@@ -76,7 +76,7 @@ class GatedSharedExpertMoE(MixtureMLP):
 
 
 class Qwen2Moe(SparseFamily, Qwen2):
-    """Qwen1.5-MoE and Qwen2-57B-A14B."""
+    """Settings of Qwen1.5-MoE and Qwen2-57B-A14B, which also build the decoder."""
 
     num_local_experts: Positive | None = count_of_experts(60)
     num_experts_per_tok: Positive | None = 4
@@ -87,21 +87,21 @@ class Qwen2Moe(SparseFamily, Qwen2):
     sliding_window: Annotated[int, Field(ge=0, lt=2**31)] | None = 4096
 
     def slides(self, index: int) -> bool:
-        """Say whether layer ``index`` has the window: even layers below ``max_window_layers``."""
+        """Say whether layer ``index`` has a window: even layers below ``max_window_layers``."""
         return self.use_sliding_window and index % 2 == 0 and index < self.max_window_layers
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build attention with an optional QKV bias."""
+        """Build self-attention with an optional QKV bias."""
         return SelfAttention(site, spec, self.hidden_size, self.rotary_size, None, self.qkv_bias)
 
     def mixture(self, site: Site, experts: ExpertsSpec) -> nn.Module:
-        """Build the MoE layer with a shared expert."""
+        """Build the MoE layer with a gated shared expert."""
         shared = self.shared_expert_intermediate_size
         return GatedSharedExpertMoE(site, experts, shared, self.norm_topk_prob)
 
 
 class Qwen3Moe(SparseFamily, Qwen3):
-    """Qwen3 with experts."""
+    """Settings of Qwen3's MoE models, which also build the decoder."""
 
     # Unlike Qwen3, transformers ignores layer_types for this architecture.
     reads_layer_types: ClassVar[bool] = False
@@ -110,5 +110,5 @@ class Qwen3Moe(SparseFamily, Qwen3):
     num_experts_per_tok: Positive | None = 8
 
     def slides(self, index: int) -> bool:
-        """Say whether windows are used; unlike in Qwen3, the first layers have windows too."""
+        """Say whether layer ``index`` has a sliding window: all layers, if windows are enabled."""
         return self.use_sliding_window

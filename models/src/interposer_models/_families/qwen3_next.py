@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3-Next: Gated DeltaNet mixers, and gated attention in every fourth layer.
+"""Qwen3.5 and Qwen3-Next: Gated DeltaNet mixers, with gated attention in every fourth layer.
 
 Qwen3.5 is dense, or has many small experts and a gated shared expert; only its text model is built.
 Qwen3-Next has the same layers, with projections interleaved by key head.
@@ -50,7 +50,7 @@ _NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
 
 
 class GatedAttention(SelfAttention):
-    """Attention with a sigmoid gate on the output, from the query projection."""
+    """Self-attention with a sigmoid gate on the output, computed by the query projection."""
 
     norm_type = GemmaRMSNorm
 
@@ -79,7 +79,7 @@ class GatedAttention(SelfAttention):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, plan: object, rows: Tensor | None
     ) -> Tensor:
-        """Compute the output projection, as ``SelfAttention`` does."""
+        """Compute gated attention and the output projection, as ``SelfAttention`` does."""
         queries_and_gates, key, value = self.qkv_proj(x).split(self.sizes, dim=-1)
         query, gate = queries_and_gates.unflatten(-1, (-1, 2 * self.head_size)).chunk(2, dim=-1)
         key, value = (part.unflatten(-1, (-1, self.head_size)) for part in (key, value))
@@ -93,7 +93,7 @@ class GatedAttention(SelfAttention):
 
 
 class Qwen3_5(DecoderFamily):
-    """The text decoder of the dense Qwen3.5."""
+    """Settings of the text decoder of Qwen3.5's dense models, which also build the decoder."""
 
     reads_partial_rotary_factor: ClassVar[bool] = True
     reads_layer_types: ClassVar[bool] = True
@@ -116,16 +116,16 @@ class Qwen3_5(DecoderFamily):
         return (index + 1) % self.full_attention_interval == 0
 
     def norm(self, site: Site) -> GemmaRMSNorm:
-        """Build the norm at a site."""
+        """Build an RMSNorm for the module path ``site``."""
         return GemmaRMSNorm(site, self.hidden_size, self.rms_norm_eps)
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Build gated attention."""
+        """Build self-attention with an output gate."""
         sizes = self.hidden_size, self.rotary_size
         return GatedAttention(site, spec, *sizes, self.rms_norm_eps, self.attention_bias)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Build a block with a DeltaNet mixer or attention."""
+        """Build a block with a Gated DeltaNet mixer, or with attention."""
         if self.attends(index):
             return self.normed_block(site, index, page_size, _NORMS)
         sizes = DeltaSizes(
@@ -141,7 +141,7 @@ class Qwen3_5(DecoderFamily):
         return NormedBlock(site, self.norm, _NORMS, mixer, self.mlp(site, index))
 
     def prediction_head(self, site: Site, model: CausalLM, page_size: int) -> PredictionHead | None:
-        """Build the MTP head, with a block like the decoder's last block with attention."""
+        """Build the MTP head, with a block like the decoder's last attention block."""
         names = HeadNames(
             "mtp",
             "pre_fc_norm_embedding",
@@ -158,7 +158,7 @@ class Qwen3_5(DecoderFamily):
         )
 
     def build(self, site: Site, page_size: int) -> CausalLM:
-        """Build the decoder; the checkpoint's MTP head is not read."""
+        """Build the decoder without the MTP head of the checkpoint."""
         model = super().build(site, page_size)
         model.unread = ("mtp.",)
         return model
@@ -176,7 +176,7 @@ class Qwen3_5(DecoderFamily):
 
 
 class Qwen3_5Moe(MixtureFamily, Qwen3_5):
-    """Qwen3.5 with experts; checkpoints store every expert separately."""
+    """Settings of Qwen3.5's MoE models, whose checkpoints store every expert separately."""
 
     head_dim: Positive | None = 256
     partial_rotary_factor: Share = 0.25
@@ -189,7 +189,7 @@ class Qwen3_5Moe(MixtureFamily, Qwen3_5):
 
     @property
     def expert_size(self) -> int:
-        """Intermediate size of an expert."""
+        """Intermediate size of each expert."""
         return self.moe_intermediate_size
 
     def mlp(self, block: Site, index: int) -> nn.Module:
@@ -214,6 +214,6 @@ class Qwen3Next(SparseFamily, Qwen3_5):
     norm_topk_prob: bool = True
 
     def mixture(self, site: Site, experts: ExpertsSpec) -> nn.Module:
-        """Build the MoE layer with a shared expert."""
+        """Build the MoE layer with a gated shared expert."""
         shared = self.shared_expert_intermediate_size
         return GatedSharedExpertMoE(site, experts, shared, self.norm_topk_prob)

@@ -1,4 +1,4 @@
-"""StarCoder2: layer norms, an MLP without a gate, biases everywhere.
+"""StarCoder2: layer norms, an MLP without a gate, and biases in all projections.
 
 Source: arXiv:2402.19173.
 """
@@ -29,18 +29,18 @@ class Starcoder2(DecoderFamily):
     )
 
     def slides(self, index: int) -> bool:
-        """Return True: every layer has the window, if the config states one."""
+        """Return True: every layer has a sliding window, if the config states one."""
         return True
 
     def norm(self, site: Site) -> LayerNorm:
-        """Build the norm at a site."""
+        """Build a LayerNorm for the module path ``site``."""
         return LayerNorm(site, self.hidden_size, self.norm_epsilon)
 
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Build the MLP below a block's site."""
+        """Build the MLP of a decoder block, without a gate."""
         sizes = self.hidden_size, self.intermediate_size
         return PlainMLP(block.at("mlp"), sizes, _MLP, self.hidden_act, self.attention_bias)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
-        """Build a block with layer norms before attention and MLP."""
+        """Build a block with LayerNorm before attention and before the MLP."""
         return self.normed_block(site, index, page_size, NORMS)

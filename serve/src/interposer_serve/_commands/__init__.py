@@ -1,1 +1,1 @@
-"""The subcommands that run models."""
+"""The subcommands of ``interposer`` that serve models."""

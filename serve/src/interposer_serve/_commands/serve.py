@@ -1,4 +1,4 @@
-"""The subcommand ``interposer serve``.
+"""The subcommand ``interposer serve``, which serves a model over HTTP.
 
 Slow modules are imported inside the command, so that ``--help`` is fast.
 """
@@ -169,7 +169,7 @@ def serve(
 
 
 def _check_embed(options: Values, tensor_parallel: int) -> None:
-    """Raise ConfigError if an option is only for models that generate."""
+    """Raise ConfigError if an option is set that only applies to models that generate."""
     from interposer.errors import ConfigError
 
     if options["speculation"] is not None:
@@ -193,7 +193,7 @@ def _print_error(text: str) -> None:
 
 
 def _allowed_connections(requested: int) -> int:
-    """Raise the process's limit of open files, and return the possible number of connections.
+    """Raise the process's limit of open files, and return how many connections fit.
 
     Raises: InterposerError: the limit allows no connections.
     """
@@ -215,7 +215,7 @@ def _allowed_connections(requested: int) -> int:
 
 
 def _listen(host: str, port: int) -> socket:
-    """Open a socket that listens on the address.
+    """Open a socket that listens on the server's address.
 
     Raises: InterposerError: the address is invalid or in use.
     """
@@ -238,7 +238,7 @@ def _listen(host: str, port: int) -> socket:
 
 
 def _adapters(options: Iterable[str], embed: bool) -> dict[str, str]:
-    """Parse ``NAME=FOLDER`` options to folders by name.
+    """Parse ``NAME=FOLDER`` options, and return the adapter folders by name.
 
     Raises: ConfigError: an option is malformed, a name is repeated, or the model is an encoder.
     """
@@ -258,7 +258,7 @@ def _adapters(options: Iterable[str], embed: bool) -> dict[str, str]:
 
 
 def _keys(file: Path | None) -> frozenset[str]:
-    """Read the API keys from a file; empty without a file.
+    """Read the API keys from a file; return none without a file.
 
     Raises: ConfigError: the file contains no key.
     """

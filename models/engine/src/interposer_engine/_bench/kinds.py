@@ -1,4 +1,4 @@
-"""The rows of a benchmark: the requests of each row, and the least work that any engine must do.
+"""The rows of a benchmark: each row's requests, and the minimum work that these require.
 
 Each row is a ``Kind``, which runs its requests in a ``Session`` and counts its steps.
 """
@@ -22,7 +22,7 @@ from interposer_engine._sequence import TokenSequence
 
 @dataclass
 class Sample:
-    """One run of a row.
+    """The measurements of one run of a benchmark row.
 
     Attributes:
         tokens: that count for the rate.
@@ -37,7 +37,7 @@ class Sample:
 
 
 class Session:
-    """Runs requests of random tokens in a model's engine, with no other requests."""
+    """Runs requests of random tokens in a model's engine, without any other requests."""
 
     def __init__(self, lm: LanguageModel, seed: int = 0) -> None:
         self.lm = lm
@@ -47,18 +47,18 @@ class Session:
         self._running: list[TokenSequence] = []
 
     def tokens(self, count: int) -> list[int]:
-        """Draw random token ids, which no prefix cache contains."""
+        """Draw random token ids, so that the prefix cache holds no prefix of the prompt."""
         return self._random.choices(range(self._vocab_size), k=count)
 
     def repeating(self, count: int, period: int = 16) -> list[int]:
-        """Draw token ids that repeat with a period."""
+        """Draw random token ids that repeat with a period."""
         repeated = self.tokens(period)
         return (repeated * (count // period + 1))[:count]
 
     def add(
         self, prompts: list[list[int]], new_tokens: int, adapter: str | None = None
     ) -> list[TokenSequence]:
-        """Queue requests that end after ``new_tokens`` tokens, with end tokens ignored."""
+        """Queue requests that ignore end tokens and stop after ``new_tokens`` tokens."""
         params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, adapter=adapter)
         requests = [self.lm.engine.add(prompt, params) for prompt in prompts]
         self._running += requests
@@ -93,7 +93,7 @@ class Session:
         self.until(lambda: all(sequence.output for sequence in requests))
 
     def decode(self, requests: list[TokenSequence], count: int) -> int:
-        """Step until each request has ``count`` more tokens; return the number of new tokens."""
+        """Step until each request has ``count`` more tokens; return the total of new tokens."""
         old_counts = [len(sequence.output) for sequence in requests]
 
         def new_counts() -> list[int]:
@@ -103,7 +103,7 @@ class Session:
         return sum(new_counts())
 
     def timed(self, call: Callable[[], int]) -> Sample:
-        """Measure the seconds of a call, which returns a token count, and of all queued work."""
+        """Measure the time of a call that returns a token count, and of all queued device work."""
         self.settle()
         self._calls.clear()
         start = time.perf_counter()
@@ -160,7 +160,7 @@ class Session:
 
     @contextmanager
     def with_adapter(self, name: str, folder: str) -> Iterator[None]:
-        """Load a LoRA adapter within a ``with`` block, and remove the adapter after."""
+        """Load a LoRA adapter for a ``with`` block, and remove the adapter at the end."""
         self.lm.load_adapter(name, folder)
         try:
             yield
@@ -175,7 +175,7 @@ END_TOKENS = 20
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers of tokens and requests of the rows.
+    """Numbers of prompt tokens, new tokens and concurrent requests in the rows of a benchmark.
 
     Attributes:
         prompt: tokens of a prompt.
@@ -265,11 +265,11 @@ class Sizes:
 
     @property
     def max_sequences(self) -> int:
-        """Requests that run at once."""
+        """The number of requests that the largest batch runs at once."""
         return max(self.batch, RUNNING + 1)
 
     def cache_tokens(self, page_tokens: int = 64) -> int:
-        """Return the cache size that any row needs, with draft tokens and partial pages included.
+        """Return the KV-cache size that any row needs, with draft tokens and partial pages.
 
         Args:
             page_tokens: margin of a sequence for partial pages and draft tokens.
@@ -285,7 +285,7 @@ class Sizes:
 
 
 def parsed_contexts(text: str) -> list[int]:
-    """Parse a comma-separated list of numbers.
+    """Parse a comma-separated list of context lengths.
 
     Raises: ConfigError: the text is no such list.
     """
@@ -301,7 +301,7 @@ ADAPTER = "bench"
 
 
 class Step(NamedTuple):
-    """The least work of a step: bytes to read, operations, and tokens that count for the rate.
+    """The minimum work of a step: bytes to read, operations, and tokens that count for the rate.
 
     Attributes:
         times: number of such steps in a run.
@@ -315,7 +315,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind(ABC):
-    """One row of the benchmark.
+    """One row of the benchmark: a kind of workload, such as prefill or decoding.
 
     Attributes:
         name: identifies the row in results; never changes.
@@ -334,13 +334,13 @@ class Kind(ABC):
         """Run the requests once and measure the time."""
 
     def least_work(self, work: ModelWork) -> list[Step]:
-        """List the steps of a run with the least work of each; empty if unknown."""
+        """List the steps of a run, each with the minimum work; empty if the work is unknown."""
         return []
 
 
 @dataclass(frozen=True)
 class Prefill(Kind):
-    """The prefill of a prompt, up to the first token."""
+    """Benchmark row: the prefill of a prompt, up to the first token."""
 
     tokens: int = 0
 
@@ -354,13 +354,13 @@ class Prefill(Kind):
         return session.timed(prefill)
 
     def least_work(self, work: ModelWork) -> list[Step]:
-        """Return one step that reads the weights."""
+        """Return one step that reads all weights, as the minimum work of a prefill."""
         return [Step(work.weight_bytes(self.tokens), work.operations(self.tokens), self.tokens)]
 
 
 @dataclass(frozen=True)
 class Decode(Kind):
-    """Greedy decoding after a context, for one request or a batch.
+    """Benchmark row: greedy decoding after a context, for one request or a batch.
 
     Attributes:
         repeats: prompts are periodic, so that n-gram drafts are accepted.
@@ -381,7 +381,7 @@ class Decode(Kind):
         return session.timed(lambda: session.decode(requests, self.new))
 
     def least_work(self, work: ModelWork) -> list[Step]:
-        """Return steps that read weights and caches; none with speculative decoding."""
+        """Return steps that read weights and caches; an empty list with speculative decoding."""
         if not self.plain:
             return []
         mean_context = self.context + self.new // 2
@@ -390,13 +390,13 @@ class Decode(Kind):
 
 @dataclass(frozen=True)
 class Extend(Kind):
-    """The prefill of a prompt with a cached prefix."""
+    """Benchmark row: the prefill of a prompt with a cached prefix."""
 
     tokens: int = 0
     cached_prefix: int = 0
 
     def run(self, session: Session) -> Sample:
-        """Cache the prefix in a first step, then measure the prefill of the other tokens."""
+        """Prefill the prefix in a first step, then measure the prefill of the remaining tokens."""
         (sequence,) = session.add([session.tokens(self.cached_prefix + self.tokens)], 1)
         session.until(lambda: sequence.num_computed >= self.cached_prefix)
 
@@ -407,14 +407,14 @@ class Extend(Kind):
         return session.timed(prefill)
 
     def least_work(self, work: ModelWork) -> list[Step]:
-        """Return one step that reads the weights and the cache."""
+        """Return one step that reads all weights and the cached prefix."""
         num_bytes = work.weight_bytes(self.tokens) + work.context_bytes(self.cached_prefix)
         return [Step(num_bytes, work.operations(self.tokens, self.cached_prefix), self.tokens)]
 
 
 @dataclass(frozen=True)
 class Mixed(Kind):
-    """Decoding requests while prompts join: measures new tokens and the gaps between tokens."""
+    """Benchmark row: decoding while prompts join, with new tokens and gaps between tokens."""
 
     context: int = 0
     new: int = 0
@@ -445,7 +445,7 @@ class Mixed(Kind):
         return sample
 
     def least_work(self, work: ModelWork) -> list[Step]:
-        """Return the steps with a prompt and without one."""
+        """Return the minimum work of the steps with a joining prompt and of those without one."""
         decode_step = _decode(work, RUNNING, self.context + self.new // 2)
         mixed_step = Step(
             decode_step.num_bytes
@@ -461,7 +461,7 @@ class Mixed(Kind):
 
 @dataclass(frozen=True)
 class SharedPrefix(Kind):
-    """The first token of a prompt, with or without a prefix cached from an earlier prompt.
+    """Benchmark row: the time to the first token of a prompt, with or without a cached prefix.
 
     Each run draws a new prefix, so that the prefix cache has none from earlier runs.
     """
@@ -483,7 +483,7 @@ class SharedPrefix(Kind):
         return session.timed(prefill)
 
     def least_work(self, work: ModelWork) -> list[Step]:
-        """Return one step for the tokens that are not in the cache."""
+        """Return one step for the prompt tokens that are not in the prefix cache."""
         cached_tokens = self.common if self.is_known else 0
         tokens = self.common + END_TOKENS - cached_tokens
         num_bytes = work.weight_bytes(tokens) + work.context_bytes(cached_tokens)
@@ -493,7 +493,7 @@ class SharedPrefix(Kind):
 def kinds_of(
     sizes: Sizes, *, adapter: bool = False, speculates: bool = False, whole_prompts: bool = False
 ) -> Iterator[Kind]:
-    """Yield the rows for the given sizes and options.
+    """Yield the benchmark rows for the given sizes and options.
 
     Args:
         whole_prompts: a prompt must be computed in one step, so there is no row for extension.
@@ -551,7 +551,7 @@ def kinds_of(
 
 @contextmanager
 def prepared(kind: Kind, session: Session, adapter: str | None) -> Iterator[None]:
-    """Switch speculation and the adapter on or off for a kind, within a ``with`` block."""
+    """Enable or disable speculation and the adapter for a row, within a ``with`` block."""
     with ExitStack() as stack:
         # Only Decode has these fields; all other kinds run without speculation and adapter.
         if getattr(kind, "plain", True):

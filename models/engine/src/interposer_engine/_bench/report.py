@@ -24,7 +24,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Row:
-    """The measurements of one kind.
+    """The results of one benchmark row.
 
     Attributes:
         name, what, test, beside: the fields of ``Kind``.
@@ -61,7 +61,7 @@ class Row:
         roofs: Roofs,
         baseline: Row | None,
     ) -> Row:
-        """Evaluate the runs of a kind.
+        """Compute the results of a row from the runs of its workload.
 
         Args:
             profiled: one more run, in which the time within the model was measured.
@@ -110,12 +110,12 @@ class Row:
 
     @property
     def reached(self) -> float | None:
-        """The measured rate as a fraction of the roofline."""
+        """The measured rate as a fraction of the roofline's rate."""
         return None if self.ceiling is None else self.median / self.ceiling
 
     @property
     def held_by(self) -> str | None:
-        """The bottleneck, the largest known part of the time: memory, arithmetic or host."""
+        """The bottleneck, the part that takes the most time: memory, arithmetic or host."""
         parts = {"memory": self.memory_s, "arithmetic": self.arithmetic_s, "host": self.host_s}
         seconds = {name: value for name, value in parts.items() if value is not None}
         return max(seconds, key=lambda name: seconds[name]) if self.memory_s is not None else None
@@ -151,7 +151,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Everything that one command measured.
+    """All results of one ``interposer bench`` command.
 
     Attributes:
         weights: number of weights.
@@ -195,7 +195,7 @@ class Benchmark:
         return "\n".join((*self._head(), "", *table, *self._notes()))
 
     def llama_bench(self) -> str:
-        """Return the rows that llama-bench has, as a Markdown table with mean and deviation."""
+        """Return the rows that llama-bench has too, as a Markdown table with mean and deviation."""
         size = f"{self.weight_bytes / 2**30:.2f} GiB"
         weights, threads = f"{self.weights / 1e6:.2f} M", str(self.roofs.threads)
         common_cells = (self.model, size, weights, self.platform, threads)
@@ -332,7 +332,7 @@ Progress = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs of a kind: the measured ones, and a profiled one with the time within the model."""
+    """The runs of one workload: measured runs, and a profiled run that also times the model."""
 
     samples: list[Sample]
     profiled: Sample
@@ -345,7 +345,7 @@ def measured_runs(
     adapter: str | None = None,
     progress: Progress = lambda _: None,
 ) -> dict[str, Runs]:
-    """Run every kind once in each round, after one round to warm up and before one to profile.
+    """Run every workload once per round, after a warm-up round and before a profiling round.
 
     Args:
         adapter: folder of the LoRA adapter, which is loaded only for kinds that use one.
@@ -369,7 +369,7 @@ def measured_runs(
 def benchmark_rows(
     kinds: Sequence[Kind], runs: Mapping[str, Runs], work: ModelWork, roofs: Roofs
 ) -> tuple[Row, ...]:
-    """Evaluate the runs of each kind against the roofline."""
+    """Compute each row's results from its runs and the roofline."""
     rows: dict[str, Row] = {}
     for kind in kinds:
         baseline = rows.get(kind.beside or "")

@@ -1,4 +1,4 @@
-"""The least work of a decoder's steps, and the measured roofline of a device.
+"""The minimum work of a decoder's steps, and the measured roofline of a device.
 
 ``ModelWork`` counts the bytes that a step must read and its operations, for any kernels.
 ``measured_roofs`` measures the rates of the device.
@@ -48,7 +48,7 @@ _STATE_PRODUCTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A set of weights, of which each token reads all, or a random part as with routed experts.
+    """Number and bytes of some weights, and the fraction that each token reads (experts: below 1).
 
     Attributes:
         numbers: elements of the matrices.
@@ -61,17 +61,17 @@ class Weights:
     asked: float = 1.0
 
     def __add__(self, other: Weights) -> Weights:
-        """Return the sum, with this object's ``asked``."""
+        """Return the sum of both sets, with the fraction ``asked`` of this one."""
         return Weights(self.numbers + other.numbers, self.num_bytes + other.num_bytes, self.asked)
 
     def read(self, tokens: int) -> float:
-        """Return the fraction of the weights that T tokens read, if experts are chosen evenly."""
+        """Return the expected fraction of the weights that T tokens read, as experts are shared."""
         return 1.0 - (1.0 - self.asked) ** tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Mixing:
-    """The work of one layer that mixes tokens: attention or a recurrent layer.
+    """The work of a token-mixing layer: attention or a recurrent layer.
 
     Attributes:
         token_bytes: cached for each token.
@@ -88,11 +88,11 @@ class Mixing:
     state_numbers: int = 0
 
     def read_bytes(self, context: float) -> float:
-        """Return the bytes that a decode step reads (and writes, of a state) after a context."""
+        """Return the bytes of KV cache and state that a decode step moves after a context."""
         return self.token_bytes * min(context, self.window) + 2 * self.state_bytes
 
     def mixed(self, tokens: int, behind: int = 0) -> float:
-        """Return the multiplications of T tokens after C cached ones, with causal attention."""
+        """Return the multiplications of T tokens after C cached tokens, with causal attention."""
         pairs = self._pairs(behind + tokens) - self._pairs(behind)
         return self.products * pairs + _STATE_PRODUCTS * self.state_numbers * tokens
 
@@ -105,7 +105,7 @@ class Mixing:
 
 @dataclass(frozen=True, slots=True)
 class ModelWork:
-    """The least work of a decoder's steps.
+    """The minimum work of a decoder's steps: bytes to read, and multiplications.
 
     Attributes:
         weights: weights of the layers; routed experts separately, as a token needs only some.
@@ -119,7 +119,7 @@ class ModelWork:
 
     @classmethod
     def of(cls, model: CausalModel) -> Self:
-        """Count a model's work; before the weights are loaded, bytes are those of the parameters.
+        """Count the weights and operations of a model, also before its weights are loaded.
 
         An embedding that shares its table with the LM head counts as the head; other embeddings do
         not count, since a step reads only rows of them.
@@ -149,7 +149,7 @@ class ModelWork:
 
     @property
     def numbers(self) -> int:
-        """Number of all weights."""
+        """Number of elements of all weights."""
         return sum(part.numbers for part in (*self.weights, self.head))
 
     def weights_read(self, tokens: int) -> float:
@@ -161,11 +161,11 @@ class ModelWork:
         return sum(part.num_bytes * part.read(tokens) for part in (*self.weights, self.head))
 
     def context_bytes(self, context: float) -> float:
-        """Return the bytes of a step for one sequence: cache reads, state reads and writes."""
+        """Return the bytes that a step reads and writes for one sequence: KV cache and states."""
         return sum(layer.read_bytes(context) for layer in self.layers)
 
     def operations(self, tokens: int, behind: int = 0, sequences: int = 1) -> float:
-        """Return the operations of T tokens of each of B sequences, after C cached tokens of each.
+        """Return the operations of a step with T tokens per sequence, B sequences, C cached tokens.
 
         Only the last token of each sequence needs logits. A multiplication and an addition are two
         operations.
@@ -195,7 +195,7 @@ def _own_values(module: nn.Module) -> list[Any]:
 
 
 def _numbers(module: nn.Module) -> int:
-    """Return the number of elements of a module's own matrices, before packing."""
+    """Return the number of elements of a module's own matrices before they are packed."""
     if isinstance(module, Linear):
         return module.in_features * sum(module.parts.values())
     if isinstance(module, LatentProjection):
@@ -223,7 +223,7 @@ def _num_bytes(leaves: Iterable[Any], counted: set[int]) -> int:
 
 
 def _mixing(model: nn.Module) -> Iterator[Mixing]:
-    """Yield the work of attention layers; latent attention counts with expanded keys and values."""
+    """Yield the work of each attention layer; latent attention has expanded keys and values."""
     latent_by_attention = {id(m.attn): m for m in model.modules() if isinstance(m, LatentAttention)}
     for module in model.modules():
         if not isinstance(module, Attention | SharedCacheAttention):

@@ -1,4 +1,4 @@
-"""Layers that would dequantize their weights in every step dequantize once, while loading.
+"""One-time dequantization at load time, for layers that no quantized kernel supports.
 
 ``dequantize_once`` finds such layers in a planned model, and gives them methods that store the
 weights in the model's dtype, if memory allows.
@@ -49,7 +49,7 @@ class DequantizedLinear(LinearMethod):
         self.method.create_weights(layer, site, in_features, out_features, bias)
 
     def dequantized(self, layer: nn.Module) -> Tensor | None:
-        """Return the dequantized float64 weight of ``method``."""
+        """Return the float64 weight that results from dequantizing the parameters of ``method``."""
         return self.method.dequantized(layer)
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
@@ -91,7 +91,7 @@ class DequantizedEmbedding(EmbeddingMethod):
         self.method.create_weights(layer, site, vocab_size, hidden_size, head)
 
     def dequantized(self, layer: nn.Module) -> Tensor | None:
-        """Return the dequantized float64 table of ``method``."""
+        """Return the float64 table that results from dequantizing the parameters of ``method``."""
         return self.method.dequantized(layer)
 
     def finalize(self, layer: nn.Module) -> tuple[Call, Call | None]:
@@ -125,7 +125,7 @@ def _dequantized_weight(
 
 
 def _on_host(layer: nn.Module) -> nn.Module:
-    """Return the layer, or a copy with all parameters on the host.
+    """Return the layer, or a copy of the layer with all parameters in host memory.
 
     Some accelerators cannot compute in float64, and their memory might not hold several copies.
     """
@@ -159,7 +159,7 @@ Choices = Mapping[tuple[object, ...], Choice]
 
 @dataclass(frozen=True, slots=True)
 class _SlowLayer:
-    """A layer with a matmul that the reference implementation of an op computes.
+    """A quantized layer whose matmul only the reference implementation of an op computes.
 
     Attributes:
         references: choices of such ops, by key in the resolver.
@@ -182,7 +182,7 @@ class _SlowLayer:
 
 
 def dequantize_once(model: nn.Module, site: Site, placement: Placement) -> list[str]:
-    """Let layers that would dequantize weights in every step do so once, while loading.
+    """Replace methods that dequantize weights in every step by ones that dequantize while loading.
 
     A layer keeps its method if no plain matmul can replace the method. All layers keep their
     methods if the memory is too small. Choices record the reason. Call this before weights are
@@ -242,7 +242,7 @@ def dequantize_once(model: nn.Module, site: Site, placement: Placement) -> list[
 
 
 def _slow_layers(model: nn.Module, site: Site) -> Iterator[_SlowLayer]:
-    """Yield the layers with a matmul that no kernel computes, only a reference.
+    """Yield the layers whose matmul no kernel computes, only a reference implementation.
 
     Ops with a dim ``in_features`` are matmuls. A reference that the user requested does not count.
     """
@@ -297,7 +297,7 @@ def _is_slow(choice: Choice) -> bool:
 def _judge_memory(
     slow_layers: Sequence[_SlowLayer], model: nn.Module, site: Site, placement: Placement
 ) -> Verdict:
-    """Refuse unless all weights fit, with the temporary memory for the largest one on the host."""
+    """Refuse if all weights, after dequantization, exceed the device's free memory."""
     needed_bytes = sum(parameter.nbytes for parameter in model.parameters())
     needed_bytes += sum(_plain_bytes(layer, site) - layer.stored_bytes for layer in slow_layers)
     device = placement.device

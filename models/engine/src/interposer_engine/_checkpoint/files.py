@@ -91,7 +91,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
-        """Open the checkpoint at ``path``.
+        """Open the checkpoint in the model directory ``path``.
 
         The ``quantization`` of hf_quant_config.json is added to ``quantization_config`` of the
         config under the same name. If config.json states no quantization, quantize_config.json or
@@ -122,7 +122,7 @@ class Checkpoint:
 
     @classmethod
     def open_description(cls, root: Path, source: HubModel | None = None) -> Checkpoint:
-        """Open the description of the checkpoint at ``root``; weights may be missing.
+        """Open the checkpoint at ``root`` for its config and tokenizer; weights may be missing.
 
         Raises: CheckpointError: no directory, or the description is invalid.
         """
@@ -139,7 +139,7 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all shards in bytes."""
+        """Total size of all shards in bytes."""
         return sum(shard.stat().st_size for shard in self.shards)
 
     def names(self) -> frozenset[str]:
@@ -195,7 +195,7 @@ class Checkpoint:
 
 
 def check_regular(path: Path) -> None:
-    """Refuse a FIFO, a device, a folder or a link loop; a missing file passes.
+    """Refuse a path that is a FIFO, device, folder or link loop; a missing file passes.
 
     Raises: CheckpointError: ``path`` is not a regular file; the text names the kind.
     """
@@ -218,7 +218,7 @@ def check_folder(folder: Path) -> None:
 
 
 class MappedPages:
-    """Address ranges at which this process has mapped a file; empty except on Linux.
+    """Address ranges at which this process has mapped a file into memory; empty except on Linux.
 
     A dropped page is read from the file again at the next access, so that only changes that this
     process made to the page are lost.
@@ -239,7 +239,7 @@ class MappedPages:
                 self._ranges.append((start, end))
 
     def drop(self, tensor: torch.Tensor) -> None:
-        """Return the pages entirely inside ``tensor`` to the system, if they belong to the file."""
+        """Release memory pages entirely inside ``tensor`` to the system, if they map the file."""
         # Round inwards: the first and last page may hold parts of other tensors.
         start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -250,7 +250,7 @@ class MappedPages:
 
 
 class HubModel(NamedTuple):
-    """A model on a hub.
+    """The name, and optionally the revision, of a model on a model hub.
 
     Attributes:
         repository: ``namespace/name``.
@@ -275,7 +275,7 @@ class HubModel(NamedTuple):
         return f"{self.repository}@{self.revision}" if self.revision else self.repository
 
     def description(self) -> Path:
-        """Download configuration and tokenizer, no weights; return the folder.
+        """Download config and tokenizer files, but no weights; return the folder.
 
         Raises: CheckpointError: the model does not exist, needs permission, or cannot be
             downloaded.
@@ -294,7 +294,7 @@ class HubModel(NamedTuple):
             raise self._error(f"has no {', '.join(missing)}", mend)
 
     def adapter(self) -> Path:
-        """Download the LoRA adapter that has this name, and return the folder.
+        """Download the LoRA adapter of this name, and return the folder.
 
         Raises: CheckpointError: as ``description``.
         """
@@ -358,7 +358,7 @@ def weight_files(root: Path) -> list[str]:
 
 
 def file_of(stored: str, path: object) -> object:
-    """Return the shard that contains a tensor; ``path`` if it is no folder with such a shard."""
+    """Return the shard file that contains a tensor; ``path`` itself if no shard is found."""
     if not isinstance(path, Path) or not path.is_dir():
         return path
     try:
@@ -372,7 +372,7 @@ def file_of(stored: str, path: object) -> object:
 
 
 def _without_weights(root: Path) -> CheckpointError:
-    """Describe the error for a folder without an index and without a single weight file."""
+    """Return the error for a folder without an index and without a single weight file."""
     if (root / _ADAPTER_CONFIG).is_file():
         return _adapter_without_model(root, f"{_SINGLE} or {_INDEX}")
     shards, safetensors, pickles = (
@@ -395,7 +395,7 @@ def _without_weights(root: Path) -> CheckpointError:
 
 
 def _adapter_without_model(root: Path, missing: str) -> CheckpointError:
-    """Describe the error for an adapter folder that was passed as a model folder."""
+    """Return the error for an adapter folder that was passed as a model folder."""
     base = read_json(root / _ADAPTER_CONFIG).get("base_model_name_or_path")
     model = repr(base) if isinstance(base, str) and base else "the base model"
     return CheckpointError(
@@ -423,7 +423,7 @@ def _read_index(root: Path) -> dict[str, str]:
 
 
 def _by_block(names: Iterable[str], in_blocks: bool) -> Iterator[str]:
-    """Yield names grouped by block, blocks in the order of first names.
+    """Yield tensor names grouped by block, in the order of each block's first name.
 
     Args:
         in_blocks: yield the names in numbered blocks; otherwise the names outside of blocks.
@@ -440,7 +440,7 @@ def _by_block(names: Iterable[str], in_blocks: bool) -> Iterator[str]:
 
 @contextmanager
 def reading(shard: Path) -> Iterator[None]:
-    """Raise safetensors errors about ``shard`` as CheckpointError, inside a ``with`` block."""
+    """Convert safetensors errors about ``shard`` to CheckpointError, inside a ``with`` block."""
     try:
         yield
     except (SafetensorError, OSError) as error:
@@ -465,7 +465,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _with_quantization(root: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Return ``config`` with the quantization that separate files state, if there are any."""
+    """Return ``config`` with the quantization settings of separate files, if there are any."""
     path = root / _QUANTIZATION
     if not path.exists():
         return _with_legacy_quantization(root, config)
@@ -493,7 +493,7 @@ def _with_quantization(root: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_legacy_quantization(root: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Return ``config`` with the quantization of a legacy file, unless ``config`` states one."""
+    """Return ``config`` with a legacy file's quantization settings, unless ``config`` has some."""
     files = [root / name for name in _LEGACY_QUANTIZATION if (root / name).exists()]
     if config.get("quantization_config") is not None or not files:
         return config

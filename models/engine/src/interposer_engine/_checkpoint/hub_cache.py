@@ -1,4 +1,4 @@
-"""Models in the cache of huggingface_hub: list, download and remove them."""
+"""Models in the cache of huggingface_hub: listing, downloading and removing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COMMIT_DIGITS = 8
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """One revision of a model in the cache.
+    """One revision of a model in the cache of huggingface_hub.
 
     Attributes:
         name: ``namespace/name``.
@@ -40,13 +40,13 @@ class CachedModel:
 
     @property
     def revision(self) -> str:
-        """The branches and tags, or the beginning of the commit."""
+        """Names of the branches and tags; without any, the first digits of the commit hash."""
         return ", ".join(self.refs) or self.commit[:_COMMIT_DIGITS]
 
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """Revisions to remove from the cache.
+    """Planned removal of model revisions from the cache.
 
     Attributes:
         models: the revisions.
@@ -60,7 +60,7 @@ class Removal:
 
 
 def cached_models(architectures: Collection[str]) -> list[CachedModel]:
-    """Return every cached revision of every model, in the order of the last use.
+    """Return all cached revisions of all models, in the order of their last use.
 
     Args:
         architectures: the architectures that an installed family builds.
@@ -71,7 +71,7 @@ def cached_models(architectures: Collection[str]) -> list[CachedModel]:
 
 
 def pull(name: str) -> Path:
-    """Download the files of a model that loading it needs, and return the folder in the cache.
+    """Download the files of a model that are needed to load it, and return their folder.
 
     Raises:
         ConfigError: ``name`` is no name on a hub.
@@ -84,7 +84,7 @@ def pull(name: str) -> Path:
 
 
 def removal(name: str) -> Removal:
-    """Return the removal of a model: of all its revisions, or of the one after an ``@``.
+    """Return the planned removal of all revisions of a model, or of the one named after ``@``.
 
     Raises:
         ConfigError: ``name`` is no name on a hub.
@@ -139,7 +139,7 @@ def _cached_models(
 
 
 def _judge(folder: Path, architectures: Collection[str]) -> Verdict:
-    """Judge by the description of a model whether the engine loads it."""
+    """Return whether the engine can load a cached model, judged by its config and file names."""
     if not (folder / "config.json").is_file():
         is_adapter = (folder / "adapter_config.json").is_file()
         return Verdict.refuse("a LoRA adapter" if is_adapter else "no config.json")
@@ -158,7 +158,7 @@ def _judge(folder: Path, architectures: Collection[str]) -> Verdict:
 
 
 def _is_of(model: CachedModel, revision: str) -> bool:
-    """Tell whether a revision is a branch or tag of ``model``, or begins its commit."""
+    """Return whether a revision is a branch or tag of ``model``, or the start of its commit."""
     return revision in model.refs or model.commit.startswith(revision)
 
 

@@ -1,4 +1,4 @@
-"""Groups of layers that are loaded together, and layer states before and after loading.
+"""Groups of layers that are loaded together, and the states of layers before and after loading.
 
 Each layer keeps the state in which it was built, on the meta device, so that weights can be loaded
 any number of times: from a checkpoint, and for every update.
@@ -39,7 +39,7 @@ class RowBuffer:
 
     @classmethod
     def of(cls, place: TensorPlace, parameter_data: torch.Tensor) -> RowBuffer:
-        """Return the buffer for the tensor of ``place``, inside the parameter's data."""
+        """Return a row buffer in the parameter's memory, for the tensor of ``place``."""
         dim = 0 if place.slice is None else place.stored_dim(place.slice.dim)
         return cls(place.stored(parameter_data), dim, place.slice)
 
@@ -64,7 +64,7 @@ class RowBuffer:
         return rows if rows.is_contiguous() else None
 
     def put(self, start: int, rows: torch.Tensor) -> None:
-        """Copy this rank's part of stored rows that begin at row ``start``."""
+        """Copy this rank's part of the given rows, the first of which is row ``start``."""
         stop = start + len(rows)
         if self.slice is None:
             self.entries[start:stop].copy_(rows)
@@ -79,7 +79,7 @@ class RowBuffer:
                     target.copy_(rows[first - start : last - start])
 
     def _ranges(self) -> list[tuple[int, int, int]]:
-        """Return ``(offset in entries, first stored row, last stored row + 1)`` of each range."""
+        """Return ``(offset in entries, first stored row, last stored row + 1)`` of each shard."""
         assert self.slice is not None
         ranges, offset = [], 0
         for lower, upper in self.slice.ranges:
@@ -99,7 +99,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_parameters", "_buffers"}
 
 
 class LayerGroup:
-    """Layers that share a parameter, mostly just one layer: loaded and finalized together.
+    """Layers that share a parameter, or one layer alone: loaded and finalized together.
 
     Attributes:
         layers: the layers, in the order of the model.
@@ -115,7 +115,7 @@ class LayerGroup:
         self._built = [_copy_state(state_of(layer), {}) for layer in self.layers]
 
     def states(self, parameters: dict[int, nn.Parameter]) -> list[State]:
-        """Return the state in which each layer was built, with some parameters replaced.
+        """Return the state in which each layer was built, with replacements for some parameters.
 
         Args:
             parameters: replacements, by the ``id`` of the parameter that each replaces everywhere.
@@ -132,17 +132,17 @@ class LayerGroup:
             layer.finalize()
 
     def compare_states(self, compare: Callable[[State, State], C]) -> list[C]:
-        """Call ``compare(built state, current state)`` for each layer, and return the results."""
+        """Return ``compare(built state, current state)`` for each layer."""
         pairs = zip(self.states({}), self.layers, strict=True)
         return [compare(built, state_of(layer)) for built, layer in pairs]
 
     def set_states(self, states: Iterable[State]) -> None:
-        """Set the layers to states of an earlier time, when they were finalized."""
+        """Set the layers to states that were recorded after an earlier ``finalize``."""
         for layer, state in zip(self.layers, states, strict=True):
             vars(layer).update(state)
 
     def finalized_states(self, pending: PendingWeights) -> list[State]:
-        """Return the state of each layer with the new weights; layers stay unchanged."""
+        """Return the finalized state of each layer with new weights; the layers stay unchanged."""
         copies = [
             _copy_with_state(*pair)
             for pair in zip(self.layers, self._filled_states(pending), strict=True)
@@ -152,7 +152,7 @@ class LayerGroup:
         return [state_of(layer_copy) for layer_copy in copies]
 
     def _filled_states(self, pending: PendingWeights) -> Iterator[State]:
-        """Yield states with the parameters of ``pending``, and clear ``pending``.
+        """Yield each layer's built state with the parameters of ``pending``; clear ``pending``.
 
         Only the layer refers to its parameters then, so that their memory is freed when the layer
         drops them.
@@ -164,7 +164,7 @@ class LayerGroup:
             yield states.pop(0)
 
     def reset(self) -> None:
-        """Return the layers to the built state, on the meta device."""
+        """Return the layers to their state after construction, on the meta device."""
         for layer, state in zip(self.layers, self.states({}), strict=True):
             # Attributes that finalizing has added.
             for name in state_of(layer).keys() - state.keys():
@@ -173,7 +173,7 @@ class LayerGroup:
 
 
 class PendingWeights:
-    """Parameters of a group in memory, while tensors arrive from a checkpoint.
+    """Parameters of a layer group while tensors arrive from a checkpoint.
 
     Attributes:
         parameters: the parameters, by the ``id`` of the parameter on the meta device.
@@ -213,7 +213,7 @@ class PendingWeights:
         is_exclusive: bool = False,
         copy: Copy = plain_copy,
     ) -> bool | None:
-        """Copy a tensor to its place, or use the same tensor as the parameter.
+        """Copy a tensor to its place in the parameter, or use the tensor itself as the parameter.
 
         Args:
             is_exclusive: nothing else uses the tensor's memory, so that no copy is necessary.
@@ -243,7 +243,7 @@ class PendingWeights:
         return is_finite
 
     def values(self, name: str) -> torch.Tensor:
-        """Return the values of a tensor that has arrived, as a view of the parameter."""
+        """Return the values of a tensor that has arrived, as a view of its parameter."""
         place = self.group.places[name]
         data = self.parameters[id(place.parameter)].data
         return data if place.takes_any_form else place.stored(data)
@@ -261,7 +261,7 @@ class PendingWeights:
         self.missing.remove(name)
 
     def awaits(self, names: Collection[str] | None) -> bool:
-        """Say whether the group must wait for a missing tensor.
+        """Return whether the group is still incomplete because a tensor is missing.
 
         Args:
             names: names of all tensors that will arrive; None if unknown.
@@ -301,12 +301,12 @@ def groups_of(layers: Iterable[PluggableLayer], places: dict[str, TensorPlace]) 
 
 
 def state_of(layer: nn.Module) -> State:
-    """Return the current state of a layer."""
+    """Return the current state of a layer: its attributes, parameters and buffers."""
     return {name: value for name, value in vars(layer).items() if name not in _OF_EVERY_MODULE}
 
 
 def _copy_state(state: State, parameters: dict[int, nn.Parameter]) -> State:
-    """Copy a state and all containers in it, with some parameters replaced."""
+    """Copy a layer state with all containers in it, replacing some parameters."""
 
     def replaced(value: object) -> object:
         return parameters.get(id(value), value)
@@ -328,7 +328,7 @@ def _copy_state(state: State, parameters: dict[int, nn.Parameter]) -> State:
 
 
 def _copy_with_state(layer: L, state: State) -> L:
-    """Return a copy of a layer in another state, which shares no mutable state with the layer."""
+    """Return a copy of a layer in another state; copy and original share no mutable state."""
     # copy.copy would share containers such as ``_modules`` with the layer.
     layer_copy = object.__new__(type(layer))
     vars(layer_copy).update(_copy_state(vars(layer), {}), **state)

@@ -1,4 +1,4 @@
-"""Opens checkpoints: a model directory, a model's name on a hub, or a file that a plugin reads."""
+"""Opening of checkpoints: model directories, model names on a hub, or files for a plugin."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GGUF = "interposer-gguf"  # not always installed
 def open_checkpoint(
     path: str | Path, config: Config
 ) -> tuple[Checkpoint | CheckpointFile, Choice | None]:
-    """Open the checkpoint at ``path``.
+    """Open the checkpoint at ``path``, a model directory, hub name or plugin's file.
 
     For a name on a hub, only the description is downloaded, not the weights; see
     ``download_weights``.
@@ -79,7 +79,7 @@ def download_weights(checkpoint: Checkpoint | CheckpointFile) -> Checkpoint | Ch
 
 
 def open_folder(path: str | Path) -> Checkpoint:
-    """Open the model directory at ``path``, or download the model of that name with its weights.
+    """Open the model directory at ``path``; if ``path`` is a hub name, download the model first.
 
     Raises: CheckpointError: the model does not exist, cannot be downloaded, or is corrupt.
     """
@@ -98,7 +98,7 @@ def config_source(checkpoint: Checkpoint | CheckpointFile) -> Path:
 
 
 def tokenizer_of(checkpoint: Checkpoint | CheckpointFile) -> TextTokenizer:
-    """Return the checkpoint's tokenizer, or one that refuses texts if a directory has none.
+    """Return the checkpoint's tokenizer; without tokenizer files, one that refuses texts.
 
     The files are read at first use, which raises CheckpointError if the tokenizer is not valid, or
     if a file of a plugin's format contains no tokenizer.

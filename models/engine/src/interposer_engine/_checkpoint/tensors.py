@@ -1,4 +1,4 @@
-"""Where each tensor of a checkpoint belongs in a model.
+"""Mapping of checkpoint tensors to the parameters of a model, and to this rank's shards.
 
 A ``TensorPlace`` is a complete parameter, rows of the parameter of a fused layer, or an expert's
 matrix in a stacked parameter. ``ExpertNames`` translates names under expert parallelism: a layer
@@ -34,14 +34,14 @@ Copy = Callable[[torch.Tensor, torch.Tensor], bool]
 
 
 def plain_copy(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Copy a tensor without checking the numbers, and return True."""
+    """Copy a tensor without checking for NaN or infinity, and return True."""
     target.copy_(source)
     return True
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Entries ``start`` to ``stop`` along ``dim`` of a parameter; all entries if dim is None.
+    """A tensor's place in a parameter: entries ``start`` to ``stop`` along ``dim``, or all entries.
 
     Attributes:
         parameter: the parameter as registered, on the meta device.
@@ -65,7 +65,7 @@ class TensorPlace:
 
     @property
     def takes_any_form(self) -> bool:
-        """Say whether the parameter takes its shape and dtype from the stored tensor."""
+        """Say whether the parameter adopts the shape and dtype of the stored tensor."""
         return getattr(self.parameter, "any_form", False)
 
     @property
@@ -120,7 +120,7 @@ class TensorPlace:
         return 1 - dim if self.is_transposed and dim < 2 else dim
 
     def takes_rows(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
-        """Say whether a stored tensor can be received by rows, entries of the first dimension.
+        """Say whether a stored tensor can arrive in parts along its first dimension.
 
         The answer is False if the tensor differs in form from the place, or if the parameter holds
         values that are computed from the tensor.
@@ -139,7 +139,7 @@ class TensorPlace:
     def can_borrow(
         self, tensor: torch.Tensor, data: torch.Tensor, is_result_copied: bool = False
     ) -> bool:
-        """Say whether ``tensor`` may replace the parameter ``data`` until the layer is finalized.
+        """Say whether ``tensor`` may serve as the parameter ``data`` until the layer is finalized.
 
         Args:
             is_result_copied: parts of the tensor that the finalized layer keeps are copied.
@@ -153,7 +153,7 @@ class TensorPlace:
         return is_temporary and is_same_form and is_complete and is_plain
 
     def of(self, data: torch.Tensor) -> torch.Tensor:
-        """Return the view of this place on ``data``, which has the parameter's shape."""
+        """Return this place's view of ``data``, which has the parameter's shape."""
         if self.index is not None:
             data = data[self.index]
         if self.dim is None:
@@ -161,7 +161,7 @@ class TensorPlace:
         return data.narrow(self.dim, self.start, self.stop - self.start)
 
     def fitting(self, name: str, tensor: torch.Tensor, path: object) -> torch.Tensor:
-        """Return the stored tensor in the shape of the place, as a view.
+        """Return the stored tensor as a view in the shape of the place.
 
         Raises: CheckpointError: the shape is another one.
         """
@@ -178,7 +178,7 @@ class TensorPlace:
         return tensor
 
     def stored(self, data: torch.Tensor) -> torch.Tensor:
-        """Return the view of this place on ``data`` in the layout of the checkpoint."""
+        """Return this place's view of ``data``, transposed if the checkpoint stores ``[I, O]``."""
         return self.of(data).mT if self.is_transposed else self.of(data)
 
     def write(
@@ -223,7 +223,7 @@ class TensorPlace:
 
 
 def places_of(layers: Iterable[PluggableLayer]) -> tuple[dict[str, TensorPlace], dict[str, str]]:
-    """Return the place of every tensor by its name in checkpoints, and the tied names.
+    """Return the place of every checkpoint tensor by name, and the names of tied tensors.
 
     A tensor's name is the layer's prefix with the name of the parameter, or the parameter's
     ``stored_as``. A parameter that two layers share has the name in the first layer. The tied names
@@ -251,13 +251,13 @@ def places_of(layers: Iterable[PluggableLayer]) -> tuple[dict[str, TensorPlace],
 
 
 def _slice(layer: PluggableLayer, part: str, name: str) -> Slice | None:
-    """Return the shard that this rank reads of the tensors of a parameter; None if replicated."""
+    """Return the shard of a parameter's tensors that this rank reads; None if replicated."""
     slices: Slices = getattr(layer, "slices", {})
     return slices.get((part, name))
 
 
 def held_elsewhere(layers: Iterable[PluggableLayer]) -> frozenset[str]:
-    """Return the checkpoint names of tensors that other ranks hold and this rank does not."""
+    """Return the checkpoint names of tensors that only other ranks hold."""
     return frozenset(
         f"{parent}{dot}{part}.{name}"
         for layer in layers
@@ -268,7 +268,7 @@ def held_elsewhere(layers: Iterable[PluggableLayer]) -> frozenset[str]:
 
 
 def absent_biases(layers: Iterable[PluggableLayer]) -> frozenset[str]:
-    """Return the names that checkpoints would give to biases of linear layers without a bias."""
+    """Return the names that bias tensors would have, for linear layers without a bias."""
     return frozenset(
         f"{parent}{dot}{part}.bias"
         for layer in layers
@@ -299,7 +299,7 @@ def _shards(
 def _matrices(
     layer: PluggableLayer, name: str, parameter: nn.Parameter
 ) -> Iterator[tuple[str, TensorPlace]]:
-    """Yield the place of each expert's matrix of a stacked parameter, which is stored by expert."""
+    """Yield the place of each expert's matrix in a parameter that stacks all experts' matrices."""
     stored = getattr(parameter, "expert_tensor", "weight")
     for expert in range(parameter.shape[0]):
         start = 0
@@ -314,7 +314,7 @@ _NUMBER = re.compile(r"\.(\d+)\.")
 
 
 class ExpertNames:
-    """Translates names of expert tensors between a checkpoint and the layers of this rank."""
+    """Translates names of expert tensors between the checkpoint and the layers of this rank."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self._layers_by_prefix = {
@@ -334,14 +334,14 @@ class ExpertNames:
         return name
 
     def is_elsewhere(self, name: str) -> bool:
-        """Say whether the checkpoint tensor ``name`` belongs to an expert on another rank."""
+        """Say whether the checkpoint tensor ``name`` belongs to an expert of another rank."""
         return any(
             number < layer.num_routed and number not in layer.local_expert_ids
             for layer, number, _ in self._experts(name)
         )
 
     def _experts(self, name: str) -> Iterable[tuple[ExpertParallelExperts, int, re.Match[str]]]:
-        """Yield layer, expert number and the match of the number, if an expert has the tensor."""
+        """Yield layer, expert number and regex match of a name, if an expert has the tensor."""
         if not self._layers_by_prefix:
             return
         # A name has the numbers of block and expert: the prefix of a layer ends before the expert.
@@ -391,7 +391,7 @@ _MEND = "check that architectures and num_hidden_layers of config.json are those
 
 
 def unplaced_tensor_error(stored: str, name: str, path: object) -> CheckpointError:
-    """Return the error for a tensor without a place, with file and probable cause.
+    """Return the error for a checkpoint tensor without a place in the model, and the likely cause.
 
     Args:
         stored: the tensor's name in the checkpoint.
@@ -434,7 +434,7 @@ def with_untied_head(
 
 
 def check_tied(checkpoint: Checkpoint | CheckpointFile, model: CausalModel) -> None:
-    """Refuse a checkpoint that stores different tensors for one tensor of the model.
+    """Refuse a checkpoint that stores unequal tensors for tensors that the model ties.
 
     Raises: CheckpointError: two such tensors differ.
     """
@@ -459,7 +459,7 @@ def stored_names(
     renamed: Callable[[str], str | None],
     decoder: str,
 ) -> dict[str, str]:
-    """Return the checkpoint's name of each tensor, by its name in the model.
+    """Return the checkpoint's name of each tensor, keyed by the tensor's name in the model.
 
     Empty if the weights are not on the disk yet, or need a plugin.
     """

@@ -1,4 +1,4 @@
-"""Updates of loaded layers: replace tensors by new weights, in place if possible.
+"""Updates of loaded layers: replacing tensors by new weights, in place if possible.
 
 ``Offer`` is a source of new weights, ``GroupUpdate`` the prepared update of one group of layers,
 and ``ExpertMove`` the update after a new placement of experts.
@@ -34,7 +34,7 @@ _PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, MethodType, C
 
 @dataclass(frozen=True, slots=True)
 class GroupUpdate:
-    """The prepared update of one group of layers; ``apply`` carries out the update.
+    """The prepared update of one layer group, which ``apply`` carries out.
 
     Attributes:
         pairs: ``(current tensor, new tensor)``, to copy content between; None if the new state
@@ -63,7 +63,7 @@ class GroupUpdate:
         return cls(group, states, copied_pairs, memories)
 
     def apply(self) -> None:
-        """Make the update. A second call has no further effect."""
+        """Replace the group's weights; further calls do nothing."""
         if self.pairs is None:
             for layer, state in zip(self.group.layers, self.states, strict=True):
                 vars(layer).update(state)
@@ -76,7 +76,7 @@ class GroupUpdate:
 
 
 def _split_swapped(pairs: list[Pair]) -> tuple[list[Memories], list[Pair]]:
-    """Return the storages whose memory is swapped, and the pairs whose content is copied.
+    """Return the storages whose memory is swapped, and the tensor pairs whose content is copied.
 
     Copying a large weight takes as long as packing. Tensors and views of a swapped storage
     see the new weights. Raw addresses do not: host kernels request them in each call, but graphs of
@@ -98,7 +98,7 @@ def _fills_storage(tensor: torch.Tensor) -> bool:
 
 
 def _differ_in_content_only(current: Any, new: Any, pairs: list[Pair]) -> bool:
-    """Say whether two values differ at most in tensor content, and collect the tensors."""
+    """Return whether two states differ only in tensor content, and collect the pairs of tensors."""
     if current is new:
         return True
     if type(current) is not type(new):
@@ -138,7 +138,7 @@ def _same_form(current: torch.Tensor, new: torch.Tensor) -> bool:
 
 
 def _alias_alike(pairs: list[Pair]) -> bool:
-    """Say whether the new tensors alias each other exactly as the current ones do."""
+    """Say whether the new tensors share memory with each other exactly as the current ones do."""
     new_by_old: dict[int, int] = {}
     old_by_new: dict[int, int] = {}
     for current, new in pairs:
@@ -165,14 +165,14 @@ def _distinct(pairs: list[Pair]) -> Iterator[Pair]:
 
 
 class TensorBuffer(Protocol):
-    """Memory of the model for one tensor that arrives some rows at a time."""
+    """Interface to model memory for one tensor that arrives some rows at a time."""
 
     def memory(self, start: int, stop: int) -> torch.Tensor | None:
-        """Return the memory of stored rows; None if only ``put`` can store the rows."""
+        """Return memory for the rows ``start`` to ``stop``; None if only ``put`` can store rows."""
         ...
 
     def put(self, start: int, rows: torch.Tensor) -> None:
-        """Copy rows from row ``start`` on, or the part that the model needs."""
+        """Copy rows to the tensor from row ``start`` on, or this rank's part of the rows."""
         ...
 
 
@@ -182,7 +182,7 @@ complete."""
 
 
 class Offer:
-    """New weights for ``Weights.update``, from tensors of this process.
+    """New weights that a caller offers to ``Weights.update``.
 
     The offer is a context manager that is open while weights are updated. A subclass for another
     source learns in ``__exit__`` how the update ended, and can prevent it in ``confirm``.
@@ -205,10 +205,10 @@ class Offer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End the update; ``error`` is the reason if the update failed."""
+        """End the update; ``error`` is the reason for a failure."""
 
     def tensors(self, buffer_for: BufferFor) -> Iterator[tuple[str, torch.Tensor | TensorBuffer]]:
-        """Yield names and tensors; requesting the next tensor may overwrite the last one.
+        """Yield names and tensors; the next request may overwrite the memory of the last tensor.
 
         Args:
             buffer_for: returns model memory for a tensor that is about to arrive. If it returned a
@@ -221,14 +221,14 @@ class Offer:
         return False
 
     def confirm(self) -> None:
-        """Return if the prepared weights may replace the current ones; raise otherwise."""
+        """Return if the prepared weights may replace the current weights; raise otherwise."""
 
 
 Places = dict[str, TensorPlace]
 
 
 class ExpertMove:
-    """Collects the new experts of one layer; the layer changes in ``finish`` only.
+    """Collects the new experts of one layer, and installs all of them in ``finish``.
 
     Groups of experts that stay on this rank are not read again.
 
@@ -268,7 +268,7 @@ class ExpertMove:
 
     @property
     def missing(self) -> list[str]:
-        """Names of the tensors that have not arrived."""
+        """Names of the tensors that have not arrived yet."""
         pending = self._pending
         return [
             name
@@ -289,7 +289,7 @@ class ExpertMove:
         path: object,
         names: Collection[str] | None,
     ) -> None:
-        """Store a tensor, and prepare the group once all tensors have arrived.
+        """Store a tensor; once all tensors have arrived, prepare the layer group.
 
         Args:
             names: names of all tensors that will arrive, if known.
@@ -337,7 +337,7 @@ class ExpertMove:
 
 
 def _differ(places: Places, previous: Places) -> bool:
-    """Say whether the places read other tensors, or other parts of the same tensors."""
+    """Return whether two sets of places read different tensors, or parts of them."""
     return places.keys() != previous.keys() or any(
         (place.index, place.slice) != (previous[name].index, previous[name].slice)
         for name, place in places.items()

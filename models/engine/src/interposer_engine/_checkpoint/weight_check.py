@@ -1,4 +1,4 @@
-"""The check for NaN and infinite weights, while weights are loaded or updated."""
+"""The check for NaN and infinite weights while weights are loaded or updated."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class WeightCheck:
         return self._platform.copy_finite(target, source)
 
     def check(self, name: str, values: torch.Tensor, path: object) -> None:
-        """Refuse or log a tensor with a number that is not finite.
+        """Refuse or log a tensor that contains NaN or infinity.
 
         Raises: CheckpointError: a number is not finite, and the policy is ``"refuse"``.
         """
@@ -61,7 +61,7 @@ class WeightCheck:
         stored: torch.Tensor | None = None,
         is_finite: bool | None = None,
     ) -> CheckpointError | None:
-        """Return the error for a tensor that is not finite, or log one if the policy is ``"warn"``.
+        """Return the error for a tensor with NaN or infinity; under ``"warn"``, log it instead.
 
         Args:
             name: the tensor's name in the checkpoint.
@@ -82,12 +82,12 @@ class WeightCheck:
         return None
 
     def check_parameters(self, model: nn.Module, path: object) -> None:
-        """Check all parameters of a model that another library loaded; see ``check``."""
+        """Check all parameters of a model that another library has loaded; see ``check``."""
         for name, parameter in model.named_parameters():
             self.check(name, parameter.data, path)
 
     def add(self, findings: Iterable[str]) -> None:
-        """Log findings that have not been logged yet."""
+        """Log findings of non-finite weights that have not been logged yet."""
         for finding in findings:
             if finding not in self.findings:
                 self.findings.append(finding)
@@ -97,7 +97,7 @@ class WeightCheck:
 def _refusal(
     name: str, values: torch.Tensor, file: object, stored: torch.Tensor | None
 ) -> CheckpointError:
-    """Describe the error for values that are not all finite."""
+    """Return the error for a tensor with NaN or infinite values."""
     source = values if stored is None else stored
     indices = _non_finite_indices(source)
     if len(indices):
@@ -125,7 +125,7 @@ def _refusal(
 
 
 def _non_finite_indices(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the indices ``[N, dimensions]`` of the NaN and infinite numbers."""
+    """Return the indices ``[N, dimensions]`` of the NaN and infinite values of a tensor."""
     # Not every dtype, such as 8-bit floats, has isfinite.
     wide = tensor if tensor.dtype == torch.float64 else tensor.float()
     return (~wide.isfinite()).nonzero()

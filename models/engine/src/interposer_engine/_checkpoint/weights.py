@@ -1,4 +1,4 @@
-"""Weights of a model: loaded from a checkpoint, and updated later."""
+"""The weights of a model: loaded from a checkpoint, and updated later."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ALL_BYTES = 1 << 62
 
 
 class SpareMemory:
-    """Memory that an update has freed, kept so that the next update need not allocate it.
+    """Memory that a weight update has freed, kept for the allocations of the next update.
 
     The system clears new memory, and a virtual machine may have to request memory from the host.
     Both take longer than receiving weights.
@@ -48,7 +48,7 @@ class SpareMemory:
 
     @contextmanager
     def used(self, *, keeps: bool) -> Iterator[None]:
-        """Allocate from the spare memory first, within a ``with`` block.
+        """Allocate host memory from the spare memory first, within a ``with`` block.
 
         Args:
             keeps: whether memory that becomes free is kept for the next block.
@@ -61,7 +61,7 @@ class SpareMemory:
             yield
 
     def put(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Keep the memory of replaced weights for the next block."""
+        """Keep the memory of replaced weights for the next ``used`` block."""
         self._free.clear()
         for storage in storages:
             memory = torch.empty(0, dtype=torch.uint8).set_(storage)
@@ -94,7 +94,7 @@ Moves = Mapping[ExpertParallelExperts, ExpertPlacement]
 
 
 class Weights:
-    """The weights of a model that was built on the meta device, and the place of every tensor.
+    """The weights of a model built on the meta device, with the place of every tensor.
 
     Attributes:
         device: where parameters are allocated.
@@ -145,7 +145,7 @@ class Weights:
         return prefixed if is_known else name
 
     def groups(self) -> Iterator[tuple[int, LayerGroup]]:
-        """Yield ``(number, group)`` of the groups that have tensors in a checkpoint."""
+        """Yield ``(number, group)`` of each layer group that has tensors in a checkpoint."""
         return ((number, group) for number, group in enumerate(self._groups) if group.places)
 
     def load(
@@ -181,7 +181,7 @@ class Weights:
 
     @torch.no_grad()
     def restore(self, states_of: Callable[[int, LayerGroup], Iterable[State]]) -> None:
-        """Set groups that have tensors to the states of ``states_of``, and finalize the others.
+        """Set layer groups to the states that ``states_of`` returns, and finalize all other groups.
 
         If an error is raised, the model is on the meta device again.
         """
@@ -272,7 +272,7 @@ class Weights:
                 finalize(group, pending or PendingWeights(group, self.device))
 
     def update(self, tensors: Offer, path: object) -> tuple[str, ...]:
-        """Replace the weights of the layers whose tensors are offered: all of them or none.
+        """Replace the weights of all layers whose tensors an offer contains: either all or none.
 
         All tensors of a layer must arrive, for a fused layer those of all fused layers. New states
         are prepared layer by layer, next to the current weights, until the last tensor has arrived
@@ -378,7 +378,7 @@ class Weights:
         path: object,
         is_exclusive: bool = False,
     ) -> None:
-        """Store a tensor, and record the refusal if a number is not finite."""
+        """Store a tensor of an update, and record a refusal if a value is not finite."""
         # Parameters of any form may be packed 4-bit values under a float dtype: any bits are valid.
         if self.check is None or pending.group.places[name].takes_any_form:
             pending.put(name, tensor, path, is_exclusive)
@@ -391,7 +391,7 @@ class Weights:
     def relocate(
         self, moves: Moves, tensors: Tensors, names: Collection[str] | None, path: object
     ) -> tuple[str, ...]:
-        """Move experts between ranks, layer by layer, and reset the row counts.
+        """Move experts between ranks, layer by layer, and reset the row counts of the experts.
 
         Args:
             moves: the new placement of the experts of each layer.
@@ -430,7 +430,7 @@ class Weights:
         return tuple(replaced_prefixes)
 
     def _stand_ins(self, names: Collection[str]) -> dict[str, str]:
-        """Map the name of a tied tensor that arrives alone to the name of the model's tensor."""
+        """Map the name of a tied tensor that arrives alone to the tensor's name in the model."""
         # Of several tied names that arrive, the last one fills the tensor.
         tied_by_original = {
             original: tied
@@ -440,7 +440,7 @@ class Weights:
         return {tied: original for original, tied in tied_by_original.items()}
 
     def _owner(self, stored: str, tensor: torch.Tensor, path: object) -> LayerGroup | None:
-        """Return the group of a checkpoint tensor, or None if the model does not use the tensor.
+        """Return the layer group of a checkpoint tensor; None if the model does not use the tensor.
 
         Raises: CheckpointError: the model has no place for the tensor.
         """
@@ -479,7 +479,7 @@ class Weights:
 
 
 def _update_of(group: LayerGroup, pending: PendingWeights) -> GroupUpdate:
-    """Prepare the update of a group to new weights.
+    """Prepare the update of a layer group to new weights.
 
     Raises: CheckpointError: a layer refuses the weights, or a number is not finite.
     """
@@ -502,7 +502,7 @@ def _apply(updates: list[GroupUpdate]) -> None:
 
 
 def _check_form(group: LayerGroup, name: str, tensor: torch.Tensor, path: object) -> None:
-    """Refuse a tensor of another shape, before memory for the expected shape is allocated."""
+    """Refuse a tensor of the wrong shape, before memory for the expected shape is allocated."""
     place = group.places[name]
     if not place.takes_any_form:
         place.fitting(name, place.shard(name, tensor, path), path)

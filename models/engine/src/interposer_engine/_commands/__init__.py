@@ -1,1 +1,1 @@
-"""The subcommands of ``interposer`` that run or rewrite a model, or manage downloaded ones."""
+"""Subcommands of ``interposer`` that run, convert or benchmark a model, or manage downloads."""

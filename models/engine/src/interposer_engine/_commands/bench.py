@@ -1,4 +1,4 @@
-"""The subcommand ``interposer bench``.
+"""The subcommand ``interposer bench``, which measures the speed of a model.
 
 Heavy modules are imported inside the command, so that ``--help`` answers at once.
 """
@@ -181,7 +181,7 @@ def _notes(has_prefix_lm: bool, ranks: int) -> Iterator[str]:
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """Show the current row, if stderr is a terminal."""
+    """Show the current benchmark row, if stderr is a terminal."""
     from rich.console import Console
 
     console = Console(stderr=True)

@@ -1,4 +1,4 @@
-"""The subcommand ``interposer pack``.
+"""The subcommand ``interposer pack``, which writes packed weights of a model.
 
 Heavy modules are imported inside the command, so that ``--help`` answers at once.
 """

@@ -1,4 +1,4 @@
-"""The subcommand ``interposer quantize``.
+"""The subcommand ``interposer quantize``, which writes a quantized copy of a model.
 
 Heavy modules are imported inside the command, so that ``--help`` answers at once.
 """

@@ -1,4 +1,4 @@
-"""The subcommand ``interposer run``.
+"""The subcommand ``interposer run``, which continues a prompt or chats in the terminal.
 
 Heavy modules are imported inside the command, so that ``--help`` answers at once.
 """
@@ -105,7 +105,7 @@ def run(
 
 
 def _given(sampling: Values) -> Values:
-    """Return the sampling options that the user gave."""
+    """Return the sampling options that the user set on the command line."""
     return {name: value for name, value in sampling.items() if value is not None}
 
 
@@ -166,7 +166,7 @@ def load_with_progress(
 
 
 def speed(arrivals: list[float]) -> dict[str, float]:
-    """Return the seconds to the first token, and tokens per second after that."""
+    """Return the seconds to the first token, and the tokens per second after the first token."""
     span = arrivals[-1] - arrivals[0]
     # The first token has the prefill's latency, so the rate counts the tokens after it.
     rate = (len(arrivals) - 1) / span if span > 0 else 0.0
@@ -174,7 +174,7 @@ def speed(arrivals: list[float]) -> dict[str, float]:
 
 
 def peak_memory(lm: LanguageModel) -> int | None:
-    """Return the most bytes that this process has used; None if the platform reports none."""
+    """Return the peak memory of this process in bytes; None if the platform reports none."""
     placement = lm.placement
     if not placement.platform.provides("peak_memory_bytes"):
         return None
@@ -267,7 +267,7 @@ def chat(
 
 
 def _talk(conversation: _Conversation) -> None:
-    """Answer the user's lines until the end of the input."""
+    """Answer the user's messages until the end of the input."""
     from interposer.errors import RequestError
 
     for line in _lines():
@@ -288,7 +288,7 @@ def _talk(conversation: _Conversation) -> None:
 
 
 class _Conversation:
-    """The messages so far, and the settings of the next answer."""
+    """The messages of a terminal chat, and the settings of the next answer."""
 
     def __init__(
         self,
@@ -313,7 +313,7 @@ class _Conversation:
         return self._lm.chat_prompt(messages, template=self._template)
 
     def answer(self, text: str, show: Callable[[str], None]) -> str:
-        """Stream an answer to ``show``, remember question and answer, and return statistics."""
+        """Stream an answer to ``show``, append question and answer, and return statistics."""
         prompt = self.prompt(text)
         started = time.perf_counter()
         parts: list[str] = []
@@ -347,7 +347,7 @@ class _Conversation:
 
 
 def _lines() -> Iterator[str]:
-    """Yield the user's lines until the end of the input or an interrupt."""
+    """Yield the lines that the user enters, until the end of the input or an interrupt."""
     is_typed = sys.stdin.isatty()
     if is_typed:
         with suppress(ImportError):

@@ -1,1 +1,1 @@
-"""Constrained decoding: compile grammars, and mask the tokens that a grammar forbids."""
+"""Constrained decoding: compiling of grammars, and masking of tokens that a grammar forbids."""

@@ -1,4 +1,4 @@
-"""Entry point of the child process that compiles constraints before the server does.
+"""Entry point of the child process, which compiles untrusted constraints first.
 
 The child reads requests from standard input and writes responses to standard output. Each message
 is a big-endian length of four bytes, then JSON. The operating system ends the child when it exceeds
@@ -30,7 +30,7 @@ _NICE = 10  # lower priority than the server, so that compiling does not slow ot
 
 
 def main() -> None:
-    """Compile constraints until standard input closes.
+    """Compile the constraints that arrive on standard input, until the input closes.
 
     Command line: file descriptor of the tokenizer.json, its size in bytes, vocabulary size,
     processor seconds for one constraint, bytes of memory on top of the tokenizer's, bytes of stack.
@@ -79,7 +79,7 @@ def _serve(
 
 
 def read(stream: BinaryIO) -> Any:
-    """Read the next message of a stream; return None at the end of the stream."""
+    """Read the next message from a stream; return None at the end of the stream."""
     header = stream.read(4)
     if len(header) < 4:
         return None

@@ -1,4 +1,4 @@
-"""Constrained output: compute the tokens that a grammar over bytes allows next.
+"""Constrained output: find the tokens that a grammar allows next.
 
 Dimensions: V vocabulary.
 """
@@ -44,7 +44,7 @@ End = Literal["stop", "constraint"]
 
 @dataclass(eq=False)
 class Compiled:
-    """A compiled constraint, shared by the requests that use it.
+    """A compiled constraint, shared by the requests that use the same constraint.
 
     Attributes:
         constraint: Source of the compiled constraint.
@@ -58,7 +58,7 @@ class Compiled:
 
 
 class Matcher:
-    """Follows the text of one request, and computes the tokens that its constraint allows next.
+    """Follows the tokens of one request, and computes which tokens its constraint allows next.
 
     Attributes:
         fault: Why the request cannot continue although its text is incomplete; "" while it can.
@@ -71,7 +71,7 @@ class Matcher:
         end: int,
         on_fault: Callable[[Constraint], None],
     ) -> None:
-        """Create a matcher at the empty text.
+        """Create a matcher before the first token.
 
         Args:
             compiled: Compiled constraint.
@@ -142,14 +142,14 @@ class Matcher:
 
 
 class Constraints:
-    """Compiles constraints for one tokenizer, and caches them. Any thread may call the methods.
+    """Thread-safe compiler of constraints for one tokenizer, with a cache.
 
     Without limits, constraints are compiled in this process only. With limits, a child process
     compiles each one first, and one thread at a time compiles.
     """
 
     def __init__(self, tokenizer: TextTokenizer, vocab_size: int) -> None:
-        """Create an empty cache.
+        """Create an empty cache of compiled constraints.
 
         The first constraint converts the tokenizer for llguidance, which takes about a second.
 
@@ -211,7 +211,7 @@ class Constraints:
             return self._store(self._compile_limited(constraint))
 
     def matcher(self, constraint: Constraint, stop_tokens: frozenset[int]) -> Matcher:
-        """Return a matcher at the empty text for one request.
+        """Return a matcher for a new request, before its first token.
 
         Args:
             constraint: Constraint of the request.
@@ -223,7 +223,7 @@ class Constraints:
         return Matcher(compiled, stop_tokens, end, self._forget)
 
     def fill(self, rows: Sequence[tuple[Matcher, torch.Tensor]]) -> None:
-        """Write the bit mask of each matcher to its row; see ``Matcher.fill``."""
+        """Write the bit mask of each matcher to the matcher's row; see ``Matcher.fill``."""
         if self._masks is None:
             for matcher, row in rows:
                 matcher.fill(row, matcher.compute())
@@ -245,7 +245,7 @@ class Constraints:
             return compiled
 
     def _compile_limited(self, constraint: Constraint) -> Compiled:
-        """Compile a constraint in the child process, and then in this process.
+        """Compile a constraint in the child process, and if that succeeds, in this process.
 
         Raises: RequestError: as ``compiled``.
         """
@@ -318,7 +318,7 @@ class Constraints:
         return compiled
 
     def _store(self, compiled: Compiled) -> Compiled:
-        """Add a compiled constraint to the cache, or return the one that another thread added."""
+        """Add a compiled constraint to the cache, unless another thread added the same one."""
         constraint = compiled.constraint
         with self._lock:
             if (other := self._shared.get(constraint)) is not None:
@@ -331,7 +331,7 @@ class Constraints:
             return compiled
 
     def _forget(self, constraint: Constraint) -> None:
-        """Drop a constraint after a request failed with it.
+        """Remove a constraint from the cache after a request failed with the constraint.
 
         Copies of a matcher share lexer states, so that the states of the failed request remain.
         """
@@ -341,7 +341,7 @@ class Constraints:
 
     @cached_property
     def _tokenizer_and_end(self) -> tuple[LLTokenizer, int]:
-        """The model's tokenizer in the form of llguidance, and the id of its end token."""
+        """The model's tokenizer, converted for llguidance, and the id of the end token."""
         return grammar_tokenizer(self._tokenizer.serialized(), self._vocab_size)
 
 

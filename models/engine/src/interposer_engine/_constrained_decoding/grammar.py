@@ -1,4 +1,4 @@
-"""Compile constraints with the library llguidance.
+"""Compilation of constraints with the library llguidance.
 
 This module must not import torch, so that the child process which imports it starts quickly.
 """
@@ -45,7 +45,7 @@ def library() -> Any:
 
 
 def grammar_tokenizer(serialized: str, vocab_size: int) -> tuple[LLTokenizer, int]:
-    """Convert a tokenizer to llguidance's, and add an end token that no model produces.
+    """Convert a tokenizer for llguidance, and add an end token that no model produces.
 
     llguidance requires one end token for all requests. The model's own end tokens cannot serve:
     each request may have others, and some models have none.
@@ -74,7 +74,7 @@ def grammar_tokenizer(serialized: str, vocab_size: int) -> tuple[LLTokenizer, in
 def compile_constraint(
     tokenizer: LLTokenizer, constraint: Constraint, *, bounded: bool
 ) -> LLMatcher:
-    """Compile a constraint to a matcher at the empty text, and compute its first bit mask.
+    """Compile a constraint to a matcher, and compute the bit mask of the allowed first tokens.
 
     Args:
         tokenizer: Result of ``grammar_tokenizer``.
@@ -142,7 +142,7 @@ def heap_bytes() -> int:
 
 
 class _MallInfo(ctypes.Structure):
-    """struct mallinfo2 of glibc 2.33 and later."""
+    """The C struct ``mallinfo2`` of glibc 2.33 and later: statistics of the heap."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)

@@ -18,7 +18,7 @@ _TEXTS_PER_RULE = 32
 
 @dataclass(frozen=True)
 class ConstraintLimits:
-    """Limits on the size of constraints and on the time and memory that they cost.
+    """Limits on the size of constraints, and on the time and memory that compiling them takes.
 
     When limits are set, a child process compiles each constraint before the server does. A
     constraint that exhausts the stack or the memory then ends only the child process, and only
@@ -52,7 +52,7 @@ class ConstraintLimits:
                 raise ConfigError(f"{name} of ConstraintLimits is {value!r}, must be positive")
 
     def check(self, constraint: Constraint) -> None:
-        """Refuse a constraint whose text exceeds a limit, before anything is compiled.
+        """Refuse a constraint whose text exceeds a limit, before the constraint is compiled.
 
         The check takes time linear in the length of the text.
 
@@ -78,7 +78,7 @@ def _check(kind: str, unit: str, count: int, allowed: int) -> None:
 
 
 def _schema_size(schema: Any) -> tuple[int, int]:
-    """Return the nesting depth of a JSON schema and the number of its ``$ref``."""
+    """Return the nesting depth of a JSON schema and the number of its ``$ref`` references."""
     depth, num_refs, level = 0, 0, [schema]
     while level:
         depth += 1
@@ -89,7 +89,7 @@ def _schema_size(schema: Any) -> tuple[int, int]:
 
 
 def _bracket_depth(text: str) -> int:
-    """Return the deepest nesting of brackets, skipping brackets after a backslash.
+    """Return the deepest nesting of brackets in a text, ignoring brackets after a backslash.
 
     Brackets in quotes or character classes count too.
     """

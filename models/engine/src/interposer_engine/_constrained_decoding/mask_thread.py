@@ -1,4 +1,4 @@
-"""Compute bit masks of allowed tokens in another thread, with a time limit for each mask."""
+"""Computation of token bit masks in another thread, with a time limit for each mask."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Compute = Callable[[], bytes]
 
 
 class MaskThread:
-    """Computes the bit masks of one step, and abandons a mask that exceeds its time limit.
+    """Computes the token bit masks of one step, abandoning masks that exceed the time limit.
 
     Python cannot stop a thread inside llguidance. So when a mask exceeds the limit, its thread is
     abandoned: it ends after that mask, and a new thread computes the remaining masks. The limit is
@@ -28,7 +28,7 @@ class MaskThread:
         self._worker: _Worker | None = None
 
     def compute(self, functions: Sequence[Compute]) -> list[bytes | None]:
-        """Call the functions in order, and return their masks; None for each abandoned mask.
+        """Call the functions in order, and return the masks; None for each abandoned mask.
 
         Raises: Exception: an error of a function.
         """
@@ -60,7 +60,7 @@ class MaskThread:
 
 
 class _Batch:
-    """Masks that a worker computes one after the other.
+    """Token bit masks that a worker thread computes one after the other.
 
     Attributes:
         functions: Functions that compute the masks.

@@ -1,4 +1,4 @@
-"""Child process that compiles untrusted constraints before the server does."""
+"""Child process that compiles untrusted constraints before the server itself does."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _MODULE = "interposer_engine._constrained_decoding.child"
 
 
 class TransientRequestError(RequestError):
-    """A constraint was not compiled this time; the same constraint may be compiled later."""
+    """A constraint could not be compiled this time, but may be compiled later."""
 
 
 class ConstraintProcess:
-    """Compiles constraints in a child process, and returns the memory that each takes.
+    """Compiles constraints in a child process, and returns the memory of each compiled constraint.
 
     The child starts with this object. It starts again as soon as a constraint has ended it, so that
     the next constraint need not wait for the start. Any thread may call the methods; one constraint
@@ -86,13 +86,13 @@ class ConstraintProcess:
         self._is_starting = True
 
     def close(self) -> None:
-        """End the child process, even while it compiles. Later calls raise RequestError."""
+        """End the child process, even during a compilation; later calls raise RequestError."""
         self._closed = True
         self._stop()
         self._file.close()
 
     def num_bytes(self, constraint: Constraint) -> int:
-        """Compile a constraint in the child process, and return its compiled size in bytes.
+        """Compile a constraint in the child process, and return the compiled size in bytes.
 
         Raises: RequestError: the constraint is malformed, or exceeds a limit on time or memory.
         """
@@ -116,7 +116,7 @@ class ConstraintProcess:
         return num_bytes
 
     def _exchange(self, content: bytes) -> dict[str, Any]:
-        """Send a request to the child, and return its response.
+        """Send a request to the child process, and return the response.
 
         Raises: OSError, EOFError: the child has ended. TimeoutError: it did not respond in time.
         """
@@ -150,7 +150,7 @@ class ConstraintProcess:
         return content
 
     def _stop_reason(self, error: Exception) -> tuple[bool, str]:
-        """End the child, and return why it did not respond.
+        """End the child process, and return why it did not respond.
 
         Returns: whether the same constraint may be compiled later, and the reason for users.
         """

@@ -1,1 +1,1 @@
-"""Models on several ranks: start, coordinate and compare the processes."""
+"""Models that run on several ranks: starting, coordinating and comparing the processes."""

@@ -1,4 +1,4 @@
-"""Encodes values for other ranks: tagged, of bounded length, and without code.
+"""Encoding of messages to other ranks: tagged values of bounded length that contain no code.
 
 A value is a byte that names the kind, followed by the content; lengths have 8 bytes. Instances of
 the classes in ``_classes`` are sent as values of fields, which the constructor checks.
@@ -35,12 +35,12 @@ _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dty
 
 
 class CodecError(ValueError):
-    """Bytes that no rank of this version sends; the text says why."""
+    """Received bytes that no rank of this version sends; the text says why."""
 
 
 @cache
 def _classes() -> dict[str, type[Any]]:
-    """Return the classes of instances that can be sent, by name."""
+    """Return the classes whose instances can be sent, by class name."""
     # Imported at first use: these modules load the engine.
     from interposer_engine._distributed.estimate import ExpertLoads
     from interposer_engine._prefix_settings import PrefixCache
@@ -58,7 +58,7 @@ def _classes() -> dict[str, type[Any]]:
 
 
 def encode(value: Any) -> bytes:
-    """Return the bytes of a value.
+    """Encode a value of a supported type as bytes.
 
     Raises: ConfigError: the type of the value, or of a part, cannot be sent.
     """
@@ -68,7 +68,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(content: bytes) -> Any:
-    """Return the value that ``encode`` turned into bytes.
+    """Decode the value that ``encode`` converted to bytes.
 
     Raises: CodecError: the bytes are truncated, too deeply nested, or of an unknown kind or class.
     """
@@ -212,7 +212,7 @@ class _Reader:
         return content
 
     def _count(self) -> int:
-        """Read the number of following parts, each of which has at least one byte."""
+        """Read a number of elements, each of which takes at least one byte."""
         count = int(_LENGTH.unpack(self._take(8))[0])
         if count > len(self._content) - self.at:
             raise CodecError(f"{count} parts do not lie in {len(self._content) - self.at} bytes")

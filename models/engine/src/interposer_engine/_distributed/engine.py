@@ -1,4 +1,4 @@
-"""The model of one rank; methods run on every rank."""
+"""The engine and the language model of one rank, whose methods run on every rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from interposer_engine._weight_transfer.receiver import WeightsFrom, at_rank
 
 
 class RankedEngine(Engine):
-    """Runs the same requests as the engines of all other ranks.
+    """Engine of one rank that runs the same requests as the engines of all other ranks.
 
     Attributes:
         coordinator: coordinates this rank with the others.
@@ -47,7 +47,7 @@ class RankedEngine(Engine):
     def __init__(
         self, *parts: Any, seed: int | None = None, shared_seed: int, **facts: Any
     ) -> None:
-        """Create an engine without requests.
+        """Create the rank's engine without requests.
 
         Args:
             seed: as for ``Engine``.
@@ -61,16 +61,16 @@ class RankedEngine(Engine):
 
     @property
     def has_fixed_seed(self) -> bool:
-        """Say whether requests without a seed draw the same noise in each run."""
+        """Say whether requests without a seed draw the same noise in every run."""
         return self._is_seeded
 
     @property
     def trouble(self) -> str:
-        """Why no step can be computed, such as a lost rank; empty if none is known."""
+        """Reason why no step can be computed, such as a lost rank; "" if none is known."""
         return self.coordinator.trouble
 
     def agree(self, flag: bool) -> bool:
-        """Return the flag of rank 0."""
+        """Return rank 0's ``flag`` on every rank, for decisions that depend on time or chance."""
         return self.coordinator.decide(flag)
 
     def add(
@@ -95,11 +95,11 @@ class RankedEngine(Engine):
         return sequence
 
     def mark(self, error: Exception) -> None:
-        """Add an error to this rank's digest; every rank must add the same error."""
+        """Add an error to this rank's digest of events, which ranks compare."""
         self.mix(type(error).__name__)
 
     def mix(self, text: str) -> None:
-        """Add a text to this rank's digest; every rank must add the same text."""
+        """Add a text to this rank's digest of events, which ranks compare."""
         self.digest = crc32(text.encode(), self.digest)
 
     def cancel(self, sequence: TokenSequence) -> None:
@@ -109,7 +109,7 @@ class RankedEngine(Engine):
             super().cancel(sequence)
 
     def step(self) -> list[Event]:
-        """Compute the next step of all ranks; see ``Engine.step``."""
+        """Compute the next step on all ranks; see ``Engine.step``."""
         if not self.busy:
             return []
         speculates = self.speculation is not None
@@ -142,7 +142,7 @@ class RankedEngine(Engine):
 
 
 class RankedLanguageModel(LanguageModel):
-    """A model that several ranks compute; each call runs on every rank.
+    """A language model that several ranks compute; each method call runs on every rank.
 
     If a command started the other ranks, rank 0 makes all calls. Otherwise every rank must make
     the same calls. ``close`` also releases the memory that ranks share. Processes that ``launched``
@@ -166,7 +166,7 @@ class RankedLanguageModel(LanguageModel):
         return [*super().current_notes, *load_notes(self.engine.model)]
 
     def _release(self) -> None:
-        """Close the communicators too."""
+        """Release the model, and close the communicators to the other ranks."""
         self.engine.coordinator.close()
         for communicator in self._resolver.communicators.values():
             communicator.close()
@@ -236,14 +236,14 @@ class RankedLanguageModel(LanguageModel):
         return cast("tuple[str, ...]", results[0])
 
     def expert_loads(self) -> dict[str, ExpertLoads]:
-        """Return the number of rows of each expert since it was placed, by prefix of the layer.
+        """Return the number of rows that each expert computed since its placement, by layer prefix.
 
         The counts are equal on every rank. Empty without expert parallelism.
         """
         return loads_of(self.engine.model)
 
     def rebalance_experts(self) -> dict[str, ExpertLoads]:
-        """Place experts by load on every rank, and reset the counts.
+        """Place experts on ranks by their load, and reset the row counts.
 
         Call this at any time between steps; requests continue, as keys and values stay unchanged.
         Each rank reads its new experts from the files: complete layers if one tensor stores all

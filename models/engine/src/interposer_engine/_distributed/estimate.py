@@ -1,4 +1,4 @@
-"""Estimated time of a decode step on several ranks, from declared rates.
+"""Estimated time of a decode step on several ranks, from declared device and link rates.
 
 Dimensions: N ranks, M of them on a node, K nodes, B sequences, C tokens in the cache of each.
 """
@@ -25,7 +25,7 @@ _CONTEXT = 1024
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Rates of the connections between ranks. Latencies apply to the smallest message.
+    """Declared bandwidths and latencies of the connections between ranks.
 
     Attributes:
         link_bytes_per_s: rate from one rank to the others of its node, in one direction.
@@ -40,7 +40,7 @@ class Links:
     network_seconds: float = 0.0
 
     def all_reduce(self, num_bytes: float, ranks: int, nodes: int = 1) -> float:
-        """Return the seconds of an all-reduce of ``num_bytes`` per rank.
+        """Return the time of an all-reduce of ``num_bytes`` per rank, in seconds.
 
         Within a node the faster of two algorithms counts, for b bytes. One-shot: every rank reads
         all parts, (M - 1) b. Two-shot: a reduce-scatter and an all-gather, 2 (M - 1) / M b with
@@ -64,7 +64,7 @@ class Links:
         return 2 * two_shot_half + self.network_seconds + network_bytes / self.network_bytes_per_s
 
     def all_gather(self, num_bytes: float, ranks: int, nodes: int = 1) -> float:
-        """Return the seconds in which every rank receives ``num_bytes`` from each other rank.
+        """Return the time of an all-gather of ``num_bytes`` per rank, in seconds.
 
         Data from other nodes crosses the network once, and is passed on within the node.
         """
@@ -81,7 +81,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Parts of the time of a decode step, in seconds.
+    """The parts of a decode step's time, in seconds.
 
     Reading and multiplying overlap; exchanging overlaps with nothing.
 
@@ -97,12 +97,12 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """Time of the step: the larger of reading and multiplying, plus exchanging."""
+        """Time of the step: the longer of memory reads and matmuls, plus all collectives."""
         return max(self.reading, self.multiplying) + self.exchanging
 
     @property
     def bound(self) -> str:
-        """Name of the part that takes longest."""
+        """Name of the longest part of the step: the bottleneck."""
         parts = {
             "memory": self.reading,
             "products": self.multiplying,
@@ -113,7 +113,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Collectives of one kind and size in a step; ``row_bytes`` is the size for one token."""
+    """Collectives of one kind and size in a step; ``row_bytes`` is the size per token."""
 
     collective: str
     row_bytes: int
@@ -122,7 +122,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Estimates for one rank of a model, on a device of declared rates.
+    """Estimated decode speed and memory of one rank of a model, on a device of declared rates.
 
     Attributes:
         work: work of one rank.
@@ -136,7 +136,7 @@ class Estimate:
     exchanges: tuple[Exchange, ...]
 
     def step(self, batch: int, context: int) -> Step:
-        """Return the time of a step of B sequences with C tokens in the cache."""
+        """Return the estimated time of a step of B sequences with C tokens each in the KV cache."""
         rates, nodes = dict(self.rates), len(set(self.ranks.hosts))
         memory, flops = rates.pop("memory_bytes_per_s"), rates.pop("flops_per_s")
         links = Links(**rates)
@@ -150,11 +150,11 @@ class Estimate:
 
     @property
     def weight_bytes(self) -> float:
-        """Size of all weights of one rank."""
+        """Size of the weights of one rank, in bytes."""
         return sum(part.num_bytes for part in (*self.work.weights, self.work.head))
 
     def lines(self, context: int = _CONTEXT) -> Iterator[str]:
-        """Yield a line on whether weights and cache fit, then a line for each batch size."""
+        """Yield a line on whether weights and KV cache fit, then a line for each batch size."""
         weights, memory = self.weight_bytes, self.memory_bytes
         cache = self.work.context_bytes(context)
         free_bytes = memory - weights
@@ -178,7 +178,7 @@ class Estimate:
 
 
 def exchanges_of(choices: Iterable[tuple[Choice, list[str]]]) -> tuple[Exchange, ...]:
-    """Return the collectives of one step, from the choices made for a model.
+    """Return the collectives of one step of a model, from the model's choices.
 
     For a layer that requested several sizes, the smallest counts: that of one token.
     """
@@ -200,7 +200,7 @@ def exchanges_of(choices: Iterable[tuple[Choice, list[str]]]) -> tuple[Exchange,
 
 
 def estimate_notes(model: CausalModel, resolver: Resolver) -> list[str]:
-    """Return lines on the estimated speed of described ranks, if rates are declared."""
+    """Return lines on the estimated speed of described ranks, if their device declares rates."""
     ranks, capability = resolver.ranks, resolver.device.capability
     if ranks is None or not (resolver.described and capability.rates):
         return []
@@ -247,7 +247,7 @@ def shard_notes(model: nn.Module) -> list[str]:
 
 
 def _shards(layer: nn.Module) -> Iterator[tuple[str, Shard]]:
-    """Yield ``(part, shard)`` of each sharded part; the name is "" for an undivided layer."""
+    """Yield ``(part, shard)`` of each sharded part; the part is "" for an undivided layer."""
     shards_by_part = getattr(layer, "shards", None)
     if isinstance(shards_by_part, dict):
         for part, shard in shards_by_part.items():
@@ -263,7 +263,7 @@ def _size(part: str, shard: Shard) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoads:
-    """The number of rows that each expert of one layer has computed since the last placement.
+    """The number of rows that each expert of a layer has computed since the last placement.
 
     Attributes:
         rows: rows of each expert, by number. A token is one row of each expert that it is
@@ -276,7 +276,7 @@ class ExpertLoads:
 
     @property
     def imbalance(self) -> float:
-        """Rows of the most loaded rank, divided by the mean of all ranks; 1 without rows."""
+        """Rows of the most loaded rank, divided by the mean over all ranks; 1 without rows."""
         rows_by_rank = self.placement.shares(self.rows)
         return (
             max(rows_by_rank) * len(rows_by_rank) / total if (total := sum(rows_by_rank)) else 1.0
@@ -284,12 +284,12 @@ class ExpertLoads:
 
 
 def placed_layers(model: nn.Module) -> dict[str, ExpertParallelExperts]:
-    """Return the layers under expert parallelism, by prefix."""
+    """Return the layers that are under expert parallelism, by prefix."""
     return {m.prefix: m for m in model.modules() if isinstance(m, ExpertParallelExperts)}
 
 
 def loads_of(model: nn.Module) -> dict[str, ExpertLoads]:
-    """Return the expert loads of all layers under expert parallelism; equal on every rank."""
+    """Return the expert loads of all layers under expert parallelism, the same on every rank."""
     return {
         prefix: ExpertLoads(tuple(layer.routes.counts()), layer.routes.placement)
         for prefix, layer in placed_layers(model).items()
@@ -297,7 +297,7 @@ def loads_of(model: nn.Module) -> dict[str, ExpertLoads]:
 
 
 def better_placements(model: nn.Module) -> dict[ExpertParallelExperts, ExpertPlacement]:
-    """Return new placements for the layers that a new placement balances better."""
+    """Return new expert placements for the layers that would then be better balanced."""
     placements = {}
     for layer in placed_layers(model).values():
         current = layer.routes.placement
@@ -308,7 +308,7 @@ def better_placements(model: nn.Module) -> dict[ExpertParallelExperts, ExpertPla
 
 
 def check_expert_parallel(model: nn.Module, resolver: Resolver, ranks: Ranks | None) -> None:
-    """Raise ConfigError if expert parallelism is requested but unsupported by all layers."""
+    """Raise ConfigError if expert parallelism is requested, but no layer supports it."""
     if ranks is None or ranks.experts is None or placed_layers(model):
         return
     # Layers that declined expert parallelism have noted the reason.
@@ -321,7 +321,7 @@ def check_expert_parallel(model: nn.Module, resolver: Resolver, ranks: Ranks | N
 
 
 def load_notes(model: nn.Module) -> Iterator[str]:
-    """Yield a note on the balance of ranks, if experts are placed and have computed rows."""
+    """Yield a note on the load balance of ranks, if experts are placed and have computed rows."""
     loads = loads_of(model)
     used_layers = {
         prefix: layer_loads for prefix, layer_loads in loads.items() if any(layer_loads.rows)

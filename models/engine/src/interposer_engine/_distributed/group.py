@@ -35,7 +35,7 @@ _LOADING_SECONDS = 1800.0
 
 
 class Group:
-    """The ranks of one model. Every rank must call the same methods in the same order.
+    """The ranks of one model, all of which must call the same methods in the same order.
 
     Attributes:
         ranks: None until ``placement`` has exchanged the platforms.
@@ -85,7 +85,7 @@ class Group:
 
     @contextmanager
     def raise_together(self, activity: str) -> Iterator[None]:
-        """Raise an error of any rank on every rank, after a ``with`` block.
+        """Raise an error that occurs on any rank on every rank, at the end of a ``with`` block.
 
         Raises: RankError: another rank failed, and this one did not.
         """
@@ -110,7 +110,7 @@ class Group:
                 raise RankError(self.rank, f"rank {rank} failed during {activity}: {text}", [rank])
 
     def agree(self, facts: Mapping[str, object]) -> None:
-        """Raise RankError unless every rank has the same facts."""
+        """Raise RankError unless the facts that affect the result are equal on every rank."""
         facts_by_rank = self._gather({name: str(value) for name, value in facts.items()})
         for rank, rank_facts in enumerate(facts_by_rank):
             for name, value in rank_facts.items():
@@ -129,11 +129,11 @@ class Group:
         return self.ranks is not None and len(set(self.ranks.platforms)) == 1
 
     def smallest(self, number: int) -> int:
-        """Return the smallest number of all ranks."""
+        """Return the minimum of ``number`` over all ranks."""
         return cast(int, min(self._gather(number)))
 
     def draft_group(self) -> Group:
-        """Return the group for a draft model, which steps within the steps of another model."""
+        """Return the group for a draft model, whose steps run within the target model's steps."""
         # Without __init__, which would create another process group.
         inner_group = object.__new__(Group)
         inner_group.__dict__.update(self.__dict__)
@@ -141,7 +141,7 @@ class Group:
         return inner_group
 
     def engine(self, *parts: Any, **facts: Any) -> RankedEngine:
-        """Create the engine of this rank; followers execute no steps before ``model``."""
+        """Create this rank's engine; followers execute no steps before ``model`` is called."""
         return RankedEngine(*parts, **facts, shared_seed=self._seed)
 
     def model(self, engine: Engine, *parts: Any) -> LanguageModel:
@@ -176,24 +176,24 @@ class Group:
 
 
 class SingleProcess:
-    """Implements the methods of ``Group`` that ``load`` calls, for a process without peers."""
+    """Implements the methods of ``Group`` that ``load`` calls, for a single process."""
 
     ranks: Ranks | None = None
     is_one_platform = True
 
     def placement(self, config: Config) -> Placement | None:
-        """Return None: the plan selects the device."""
+        """Return None: a single process lets the plan select the device."""
         return None
 
     def raise_together(self, activity: str) -> AbstractContextManager[None]:
-        """Return a context that does nothing."""
+        """Return a context manager that does nothing: a single process shares no errors."""
         return nullcontext()
 
     def agree(self, facts: Mapping[str, object]) -> None:
-        """Accept any facts."""
+        """Do nothing: a single process has no other ranks to compare facts with."""
 
     def smallest(self, number: int) -> int:
-        """Return the number."""
+        """Return ``number``, the minimum over a single process."""
         return number
 
     def draft_group(self) -> Any:
@@ -201,11 +201,11 @@ class SingleProcess:
         return None
 
     def engine(self, *parts: Any, **facts: Any) -> Engine:
-        """Create the engine."""
+        """Create the engine of a single process."""
         return Engine(*parts, **facts)
 
     def model(self, engine: Engine, *parts: Any) -> LanguageModel:
-        """Create the model of an engine."""
+        """Create the language model of a single process's engine."""
         return LanguageModel(engine, *parts)
 
 
@@ -213,7 +213,7 @@ _DISTRIBUTIONS = ("interposer", "interposer-ops", "interposer-models", "interpos
 
 
 def facts_of(planned: Plan, **options: object) -> dict[str, object]:
-    """Return the facts that ranks compare before reading weights, by name.
+    """Return the facts that ranks compare before they read weights, by name.
 
     Args:
         options: options of ``load``, as the user passed them.
@@ -234,7 +234,7 @@ def facts_of(planned: Plan, **options: object) -> dict[str, object]:
 
 
 def _weights(planned: Plan) -> list[tuple[str, int, str]]:
-    """Return names, sizes and sampled digests of the weight files that are on the disk."""
+    """Return names, sizes and sampled digests of the weight files that are on disk."""
     path = planned.path
     # Pickled files are not read, but also show that the folders of two ranks differ.
     if isinstance(planned.checkpoint, Checkpoint):
@@ -245,7 +245,7 @@ def _weights(planned: Plan) -> list[tuple[str, int, str]]:
 
 
 def _descriptions(planned: Plan) -> list[tuple[str, str]]:
-    """Return names and digests of tokenizer and default files, which affect the tokens."""
+    """Return names and digests of the tokenizer and generation-config files."""
     if not isinstance(planned.checkpoint, Checkpoint):
         return []
     files = {file for pattern in DESCRIPTION for file in planned.path.glob(pattern)}
@@ -327,7 +327,7 @@ def check_number(tensor_parallel: object) -> int:
 
 
 def _world(size: int) -> Any:
-    """Return the group of all processes, after creating one under torchrun."""
+    """Return the default process group, after creating it under torchrun."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -350,7 +350,7 @@ def _world(size: int) -> Any:
 
 
 def _leave() -> None:
-    """Destroy the process group at exit, unless the program did.
+    """Destroy the process group at exit, unless the program has destroyed the group.
 
     A thread of gloo frees the tensors of the last collective. If Python exits meanwhile, that
     thread aborts the process.

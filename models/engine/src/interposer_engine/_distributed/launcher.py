@@ -1,4 +1,4 @@
-"""Starts, watches and ends the follower processes of a command; this process is rank 0."""
+"""Starts, watches and ends the follower processes of a command whose own process is rank 0."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from interposer_engine._loader import load
 
 @contextmanager
 def bound_to_share_of_cores(platform: Platform, rank: int, size: int) -> Iterator[None]:
-    """Bind threads to an equal share of the host's cores, within a ``with`` block.
+    """Bind threads to an equal share of the host's cores per rank, within a ``with`` block.
 
     Nothing changes if the platform cannot bind threads, or has fewer cores than ranks.
     """
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def file_store(path: str, size: int) -> Any:
-    """Return the store in a file by which ranks find each other."""
+    """Return the torch store, in a file, through which ranks find each other."""
     import torch.distributed as dist
 
     store = dist.FileStore(path, size)  # type: ignore[attr-defined]
@@ -140,7 +140,7 @@ _PROGRAM = "from interposer_engine._distributed.launcher import main; main()"
 
 
 class Launched:
-    """Follower processes of this process, within a ``with`` block.
+    """Follower processes that run during a ``with`` block; this process is rank 0.
 
     If a follower ends unexpectedly, or fails to answer another thread, the main thread is
     interrupted like by Ctrl-C, and the block raises the reason. If the main thread does not leave
@@ -156,7 +156,7 @@ class Launched:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Check the number of ranks; start no process.
+        """Check the number of ranks, without starting a process.
 
         Args:
             size: number of ranks, including this process.
@@ -195,7 +195,7 @@ class Launched:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        """End the followers.
+        """End the follower processes.
 
         Raises: RankError: a follower was lost.
         """
@@ -205,7 +205,7 @@ class Launched:
     def load(
         self, path: str | Path, dtype: Any = "auto", config: Config | None = None, **options: Any
     ) -> LanguageModel:
-        """Load a model on all ranks; see ``load`` of ``interposer_engine``."""
+        """Load a model on all ranks; see the function ``load`` of ``interposer_engine``."""
         assert self._group is not None
         progress = options.pop("progress", None)
         options = {"dtype": dtype, "config": effective_config(config), **options}
@@ -277,7 +277,7 @@ class Launched:
     def _watch_connection(
         self, rank: int, process: subprocess.Popen[bytes], connection: int
     ) -> None:
-        """Wait until a follower closes its connection, and report a loss if the process hangs."""
+        """Wait until a follower closes its connection; report a loss if its process hangs."""
         # Only the end of the connection: data that arrives belongs to the main thread.
         poll = select.poll()
         poll.register(connection, _CLOSED)
@@ -321,14 +321,14 @@ class Launched:
             process.wait()
 
     def _raise(self, error: BaseException | None) -> None:
-        """Raise the loss of a follower instead of the resulting error on this rank."""
+        """Raise the loss of a follower instead of the error that the loss caused on this rank."""
         loss = self._losses.first
         if loss is not None and isinstance(error, RankError | KeyboardInterrupt | None):
             raise loss from error
 
 
 def _read(rank: int, process: subprocess.Popen[bytes], lines: deque[str]) -> None:
-    """Forward a follower's output, and keep the last lines."""
+    """Forward a follower's output, and keep the last lines for error messages."""
     assert process.stderr is not None
     for line in process.stderr:
         text = line.decode(errors="replace").rstrip()

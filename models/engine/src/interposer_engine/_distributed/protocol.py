@@ -1,4 +1,4 @@
-"""The protocol between ranks: the engines of all ranks run the same steps in the same order.
+"""The protocol between ranks, by which all engines run the same steps in the same order.
 
 A ``Coordinator`` starts steps and calls on all ranks. If rank 0 has started the other ranks, it
 sends calls over a ``Channel``, a pair of unnamed sockets. A follower inherits its socket, so that
@@ -46,7 +46,7 @@ class Channel:
         self._connection = connection
 
     def send(self, kind: Kind, flags: int = 0, number: int = 0) -> None:
-        """Send a message without content.
+        """Send a message that consists of a header only.
 
         Raises: OSError: the other end is closed.
         """
@@ -68,7 +68,7 @@ class Channel:
         self._connection.sendall(head + payload)
 
     def receive(self, timeout_seconds: float | None = None) -> tuple[Kind, int, int]:
-        """Receive a header, and return kind, flags and number.
+        """Receive a message header, and return kind, flags and number.
 
         Raises:
             EOFError: the other end is closed.
@@ -82,14 +82,14 @@ class Channel:
         return _KINDS[kind], flags, number
 
     def receive_call(self, number: int) -> Any:
-        """Receive ``number`` bytes after a header, and return the decoded value.
+        """Receive a call or a result of ``number`` bytes, and return the decoded value.
 
         Raises: CodecError: the bytes are no encoded value.
         """
         return decode(self._bytes(number))
 
     def close(self) -> None:
-        """Close this end, which ends the other rank; unread reports are dropped."""
+        """Close this end of the connection, which ends the other rank; drop unread reports."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
         self._connection.close()
@@ -136,7 +136,7 @@ def _watch(lifeline: int) -> None:
 
 
 def describe_exit(code: int) -> str:
-    """Describe how a process ended, from the return code as in ``subprocess``."""
+    """Describe how a process ended, from its return code as in ``subprocess``."""
     if code >= 0:
         return f"ended with exit status {code}"
     try:
@@ -150,7 +150,7 @@ _COMPARISON_STEPS = 64  # between comparisons, which take a tenth of the time of
 
 
 class Coordinator(Protocol):
-    """Coordinates this rank with the others.
+    """Coordinates the calls and steps of this rank with the other ranks.
 
     Attributes:
         is_one_program: all ranks run the same program, which makes each call on every rank and
@@ -161,7 +161,7 @@ class Coordinator(Protocol):
 
     @property
     def trouble(self) -> str:
-        """Why no step can be computed; empty if none is known."""
+        """Reason why no step can be computed; "" if none is known."""
         ...
 
     def call_others(self, name: str, *arguments: Any, **options: Any) -> None:
@@ -190,50 +190,50 @@ class Coordinator(Protocol):
         ...
 
     def decide(self, flag: bool) -> bool:
-        """Return the flag of rank 0, for decisions that depend on time or chance."""
+        """Return rank 0's ``flag`` on every rank, for decisions that depend on time or chance."""
         ...
 
     def reason(self, error: RankError) -> RankError:
-        """Return the reason for the loss of ranks, if known; otherwise the error."""
+        """Return the reason why ranks were lost, if known; otherwise return ``error``."""
         ...
 
     def close(self) -> None:
-        """Release the resources of the coordinator."""
+        """Release the coordinator's connections."""
         ...
 
 
 class LocalCoordinator:
-    """Coordination of a single rank: every method acts on this rank alone."""
+    """Coordinator of a single rank, whose methods act on this rank alone."""
 
     is_one_program = True
     trouble = ""
 
     def call_others(self, name: str, *arguments: Any, **options: Any) -> None:
-        """Send no command."""
+        """Do nothing: a single rank has no other ranks to call."""
 
     def call_on_all(
         self, name: str, arguments: tuple[Any, ...], call: Callable[[], T], **options: Any
     ) -> list[Any]:
-        """Call the function, and return a list with one result."""
+        """Call the function, and return a list with its result as the only element."""
         return [call()]
 
     def begin(self, digest: int, *, fresh: bool, speculates: bool) -> None:
-        """Do nothing at the start of a step."""
+        """Do nothing at the start of a step: no other rank runs the step."""
 
     def decide(self, flag: bool) -> bool:
         """Return ``flag``: a single rank decides alone."""
         return flag
 
     def reason(self, error: RankError) -> RankError:
-        """Return the error: a rank without peers knows no other reason."""
+        """Return ``error``: a rank without peers knows no other reason."""
         return error
 
     def close(self) -> None:
-        """Close nothing."""
+        """Do nothing: a single rank has no connections to close."""
 
 
 class PeerCoordinator(LocalCoordinator):
-    """Coordination of ranks that all run the same program, without commands.
+    """Coordinator of ranks that all run the same program, so that no commands are sent.
 
     The ranks compare digests at the first step of new requests, and at every 64th step.
     """
@@ -274,17 +274,17 @@ class PeerCoordinator(LocalCoordinator):
                 raise drifted(self._ranks.rank, rank, self._steps)
 
     def decide(self, flag: bool) -> bool:
-        """Return the flag of rank 0."""
+        """Return rank 0's ``flag``, which rank 0 broadcasts to all ranks."""
         flags = torch.tensor([flag], dtype=torch.uint8)
         return bool(self._communicator.broadcast(flags, 0).item())
 
     def close(self) -> None:
-        """Close the communicator."""
+        """Close the communicator to the other ranks."""
         self._communicator.close()
 
 
 def drifted(rank: int, other_rank: int, step: int, earlier_error: str = "") -> RankError:
-    """Return the error for a rank that computed other tokens than rank 0, found at ``step``.
+    """Return the error for a rank whose tokens differ from rank 0's, as noticed at ``step``.
 
     Args:
         earlier_error: an earlier error of that rank, which may be the cause.

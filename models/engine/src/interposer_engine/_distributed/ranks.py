@@ -27,7 +27,7 @@ _GRACE_SECONDS = 2.0
 
 
 class Losses:
-    """The first unexpected loss of a follower; later losses are consequences.
+    """Record of the first unexpected loss of a follower, which causes all later losses.
 
     Attributes:
         first: the error; None while all followers are alive.
@@ -36,7 +36,7 @@ class Losses:
     """
 
     def __init__(self, end: Callable[[], None]) -> None:
-        """Start without a loss.
+        """Create a record without a loss.
 
         Args:
             end: called once, to end this process.
@@ -48,7 +48,7 @@ class Losses:
         self._lock = Lock()
 
     def report(self, error: RankError) -> None:
-        """Record the first loss, and end the process."""
+        """Record the first loss, and end this process."""
         with self._lock:
             if self.closed or self.first is not None:
                 return
@@ -57,13 +57,13 @@ class Losses:
             self._end()
 
     def close(self) -> None:
-        """Allow followers to end from now on."""
+        """Accept that followers end from now on, as the model is being closed."""
         with self._lock:
             self.closed = True
 
 
 class Leader:
-    """Sends each call to the followers before making the call on this rank.
+    """Coordinator of rank 0, which sends each call to the followers before its own call.
 
     A follower compares the digest of each step with the local digest. If digests differ, the
     follower reports the error and ends.
@@ -72,7 +72,7 @@ class Leader:
     is_one_program = False
 
     def __init__(self, channels: Sequence[Channel], losses: Losses, timeout_seconds: float) -> None:
-        """Coordinate followers over open channels.
+        """Create the coordinator for followers at the other ends of open channels.
 
         Args:
             channels: channels to ranks 1, 2, ...
@@ -95,7 +95,7 @@ class Leader:
     def call_on_all(
         self, name: str, arguments: tuple[Any, ...], call: Callable[[], T], **options: Any
     ) -> list[Any]:
-        """Call a method on every rank, and return all results, this rank's first."""
+        """Call a method on every rank, and return all results, those of this rank first."""
         self.call_others(name, *arguments, **options)
         result: Any = None
         failure: Exception | None = None
@@ -111,7 +111,7 @@ class Leader:
         return [result, *(value for _, value in replies)]
 
     def begin(self, digest: int, *, fresh: bool, speculates: bool) -> None:
-        """Start a step on the followers, and check regularly that all are alive."""
+        """Start a step on the followers, and check regularly that all of them are alive."""
         flags = SPECULATES * speculates
         if self._steps % _REPORT_STEPS == 0:
             # Reports are read one interval later, so that no step waits for followers.
@@ -124,13 +124,13 @@ class Leader:
         self._send(lambda channel: channel.send("step", flags, digest))
 
     def decide(self, flag: bool) -> bool:
-        """Send the flag to the followers, and return the flag."""
+        """Send ``flag`` to the followers, and return ``flag``."""
         self._send(lambda channel: channel.send("decision", flag))
         return flag
 
     @property
     def trouble(self) -> str:
-        """Why no step can be computed; empty while all followers are alive.
+        """Reason why no step can be computed; "" while all followers are alive.
 
         Threads of the launcher watch the followers, so that a loss is known without a step.
         """
@@ -138,7 +138,7 @@ class Leader:
         return "" if lost is None else f"rank {', '.join(map(str, lost.lost))} was lost"
 
     def reason(self, error: RankError) -> RankError:
-        """Return the loss of a follower that is reported within a moment; otherwise the error.
+        """Return the loss of a follower that is reported within a moment, otherwise ``error``.
 
         Nothing can be computed after a loss: if this is not the main thread, the main thread is
         interrupted.
@@ -149,7 +149,7 @@ class Leader:
         return self._losses.first or error
 
     def close(self) -> None:
-        """Close nothing: the launcher ends the follower processes."""
+        """Do nothing: the launcher ends the follower processes."""
 
     def _send(self, send: Callable[[Channel], None]) -> None:
         if self._losses.first is not None:
@@ -193,13 +193,13 @@ _WITH_OTHERS = frozenset({"update_weights"})
 
 
 class FollowerCoordinator(LocalCoordinator):
-    """Receives the decisions of rank 0 from the channel during a step."""
+    """Coordinator of a follower, which receives rank 0's decisions during a step."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
     def decide(self, flag: bool) -> bool:
-        """Receive the flag of rank 0."""
+        """Receive and return the ``flag`` that rank 0 has sent."""
         kind, decision, _ = self._channel.receive()
         if kind != "decision":
             raise ValueError(f"rank 0 decided nothing, but sent a {kind}")
@@ -224,7 +224,7 @@ class Follower:
         }
 
     def run(self) -> None:
-        """Execute commands of rank 0.
+        """Execute commands of rank 0 until the channel is closed.
 
         Raises: RankError: this rank computed other tokens than rank 0.
         """
@@ -246,7 +246,7 @@ class Follower:
 
     @property
     def model(self) -> RankedLanguageModel:
-        """The loaded model; an error before rank 0 has sent the command to load."""
+        """The loaded model, which exists only after rank 0 has sent the command to load."""
         assert self._model is not None
         return self._model
 

@@ -1,1 +1,1 @@
-"""LoRA adapters: read files of PEFT, and add low-rank sums to layers."""
+"""LoRA adapters: reading PEFT's files, and adding low-rank sums to the outputs of layers."""

@@ -1,4 +1,4 @@
-"""The LoRA adapters of a loaded model: loading, replacing, removing, and the memory that they need.
+"""The LoRA adapters of a loaded model: loading, replacing, removing, and their memory.
 
 Layers have hooks from the first adapter until the last one is removed.
 
@@ -35,14 +35,14 @@ from interposer_ops.layers.moe.router import Router
 
 
 class Adapters:
-    """Loads and removes adapters between the steps of an engine.
+    """Loads and removes LoRA adapters between the steps of an engine.
 
     Without adapters, layers are unchanged. All layers change together or none does: hooks for all
     layers are prepared before the first layer is changed.
     """
 
     def __init__(self, engine: Engine, plan: Planned, *, takes_none: bool) -> None:
-        """Start without adapters.
+        """Create the manager of an engine's adapters, without any adapter.
 
         Args:
             plan: plan of the model.
@@ -60,7 +60,7 @@ class Adapters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of adapters that requests can use."""
+        """Names of the adapters that requests can use."""
         return tuple(self._current)
 
     @property
@@ -79,7 +79,7 @@ class Adapters:
         self._add({name: read_adapter(adapter_folder(path), self._places, *kind)})
 
     def _check(self, name: str, replace: bool) -> None:
-        """Raise ConfigError if the name is invalid or in use, or the model takes no adapters."""
+        """Raise ConfigError if the name is invalid or in use, or the model supports no adapters."""
         if not isinstance(name, str) or not name:
             raise ConfigError(f"The name of an adapter is {name!r}, must be a text, not empty")
         if self._takes_none:
@@ -103,7 +103,7 @@ class Adapters:
             )
 
     def start(self, adapters: Mapping[str, Adapter]) -> None:
-        """Add adapters that were read before the engine was created."""
+        """Add the adapters that were read before the engine was created."""
         for name in adapters:
             self._check(name, replace=False)
         if adapters:
@@ -127,7 +127,7 @@ class Adapters:
         self._set(self._loaded, current)
 
     def reread_base_weights(self) -> None:
-        """Prepare adapters again that depend on the base's weights, after a weight update."""
+        """Recompute the adapters that depend on the base model's weights, after a weight update."""
         if self._loaded:
             self._set(self._loaded, self._current)
 
@@ -137,12 +137,12 @@ class Adapters:
         return sum(sequence.adapter == version for sequence in unfinished)
 
     def _drop_if_unused(self, version: int) -> None:
-        """Free a replaced version after its last request has ended."""
+        """Free a replaced version of an adapter after the version's last request has ended."""
         if not self._num_users(version):
             self._set(self._loaded, self._current)
 
     def _set(self, adapters: Mapping[int, Adapter], current: Mapping[str, int]) -> None:
-        """Keep adapters that a request uses or that new requests can name; drop the others."""
+        """Keep the adapters that requests use or can name, and drop all others."""
         used_versions = {version for version in adapters if self._num_users(version)}
         used_versions |= {*current.values()}
         adapters = {
@@ -184,7 +184,7 @@ class Adapters:
 
     @contextmanager
     def _replacing_choices(self) -> Iterator[None]:
-        """Replace the kernel choices of previous hooks by choices made in the ``with`` block."""
+        """Let kernel choices of a ``with`` block replace those of previous LoRA hooks."""
         choices = self._plan.resolver.choices
         before = {key: (choice, [*prefixes]) for key, (choice, prefixes) in choices.items()}
         # Remove the prefixes that hooks have added, and choices that only hooks had.
@@ -231,7 +231,7 @@ _NUM_HOST_FORMS = 2
 
 @dataclass(frozen=True, slots=True)
 class AdapterMemory:
-    """The memory that is reserved for the adapters with which a model is loaded.
+    """The memory that is reserved for the adapters that are loaded together with the model.
 
     Attributes:
         num_bytes: memory while one version replaces another, which is the maximum.
@@ -243,7 +243,7 @@ class AdapterMemory:
 
     @classmethod
     def of(cls, adapters: Collection[Adapter], itemsize: int, on_host: bool) -> AdapterMemory:
-        """Compute the memory of all adapters together.
+        """Compute the memory that all adapters need together.
 
         Args:
             itemsize: bytes of a number in the model's dtype.
@@ -267,7 +267,7 @@ class AdapterMemory:
 
 
 def _matrices(layer: Adaptable, adapters: Collection[Adapter]) -> int:
-    """Return the number of elements of all adapters' matrices for a layer, padded to one rank."""
+    """Return the number of elements of all adapters' matrices for a layer, padded to equal rank."""
     members = [
         (place, matrices)
         for adapter in adapters

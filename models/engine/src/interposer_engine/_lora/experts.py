@@ -1,4 +1,4 @@
-"""Adapters of MoE layers: a layer of experts is computed in parts, between which adapters add.
+"""LoRA for MoE layers: experts are computed as two matmuls, and adapters add to both.
 
 Dimensions: T tokens, K chosen experts, M rows of tokens by expert, H hidden size, I intermediate
 size, E experts, A adapters.
@@ -29,7 +29,7 @@ from interposer_ops.layers.moe.sequential_experts import ExpertLoop, ExpertProje
 
 
 class ReplacedForward:
-    """Replaces the forward function of a layer, until ``remove`` is called."""
+    """Replacement for the forward function of a layer, until ``remove`` is called."""
 
     def __init__(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
         self._layer = layer
@@ -57,7 +57,7 @@ class AdaptedRouter(LowRank):
 
 
 class Parts(Protocol):
-    """The two matmuls of a layer of experts as separate steps, so that adapters add in between.
+    """The two matmuls of an MoE layer as separate steps, so that adapters can add in between.
 
     Attributes:
         dispatcher: sorts rows by expert.
@@ -68,17 +68,17 @@ class Parts(Protocol):
 
     @property
     def dispatcher(self) -> ExpertDispatcher:
-        """The dispatcher that sorts rows by expert."""
+        """The dispatcher that sorts token rows by expert."""
         ...
 
     @property
     def activate(self) -> Callable[[Tensor], Tensor]:
-        """The activation between the two matmuls."""
+        """The activation function between the two matmuls."""
         ...
 
     @property
     def interleaves(self) -> bool:
-        """Say whether gate and up outputs alternate."""
+        """Whether gate and up outputs alternate in the first matmul's result."""
         ...
 
     def first(self, rows: Tensor, starts: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class Parts(Protocol):
 
 
 class LoopParts:
-    """Experts that are linear layers, computed one after another."""
+    """The two matmuls of experts that are linear layers, computed one expert after another."""
 
     interleaves = False
 
@@ -109,7 +109,7 @@ class LoopParts:
 
 
 class PlainParts:
-    """Unquantized experts, computed by grouped GEMMs.
+    """The two matmuls of unquantized experts, computed by grouped GEMMs.
 
     If the layer's kernel uses packed matrices, plain copies are kept in addition.
     """
@@ -149,7 +149,7 @@ class PlainParts:
 
 
 class AdaptedExperts:
-    """Computes experts in parts, and adds adapters to both projections.
+    """Computes MoE experts as separate matmuls, and adds adapters to the results of both.
 
     Attributes:
         members: the matrices of each adapter, as in ``LowRank``.
@@ -177,7 +177,7 @@ class AdaptedExperts:
         return ReplacedForward(layer, self._forward)
 
     def _forward(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
-        """Compute ``Experts.forward`` with adapters."""
+        """Compute the forward of the MoE experts, with adapters added to both matmuls."""
         parts = self._parts
         rows, starts, receipt = parts.dispatcher.prepare(x, weights, expert_ids)
         ids = self._row_ids(self._step.of_rows(len(x), self.prefix), starts, receipt[0])
@@ -195,7 +195,7 @@ class AdaptedExperts:
         return parts.dispatcher.finalize(outputs, receipt)
 
     def _row_ids(self, ids: Tensor, starts: Tensor, positions: Tensor) -> Tensor:
-        """Return the number of each row's matrices, int64 ``[M]``; -1 for a row without adapter.
+        """Return the adapter-matrix number of each row, int64 ``[M]``; -1 for none.
 
         Args:
             ids: adapter of each token, ``[T]``.
@@ -224,7 +224,7 @@ class AdaptedExperts:
 
 
 def _parts(site: Site, layer: Experts) -> Parts:
-    """Return the matmuls of a layer of experts as separate steps.
+    """Return the two matmuls of an MoE layer as separate steps.
 
     Raises: ConfigError: rows are sent to other ranks, or one kernel computes the complete layer.
     """

@@ -44,7 +44,7 @@ _MOE = re.compile(r"\.[^.]+\.(experts|gate)(?=\.|$)")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class AdapterPlace:
-    """A projection of a layer, a head or an embedding.
+    """A place where an adapter's matrices apply: a linear layer, expert, LM head or embedding.
 
     Attributes:
         part: number of the projection in a merged layer, from 0.
@@ -68,19 +68,19 @@ class AdapterPlace:
 
     @property
     def stored(self) -> tuple[int, int]:
-        """Inputs and outputs of the stored adapter, over all ranks."""
+        """Numbers of inputs and outputs of the stored adapter, over all ranks."""
         inputs = self.inputs if self.row is None else self.row.whole
         return inputs, self.outputs if self.columns is None else self.columns.whole
 
     @property
     def is_table(self) -> bool:
-        """Say whether the inputs are token ids."""
+        """Say whether the layer is an embedding, whose inputs are token ids."""
         return isinstance(self.layer, Embedding)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlaces:
-    """The projections of a layer's experts, by fused and by separate names."""
+    """The places of a layer's experts, by the names of fused and of separate projections."""
 
     layer: Experts
     gate_up: AdapterPlace
@@ -90,7 +90,7 @@ class ExpertPlaces:
 
     @classmethod
     def of(cls, layer: Experts) -> ExpertPlaces:
-        """Return the projections of a layer's experts."""
+        """Return the places of a layer's experts."""
         spec = layer.spec
         hidden, intermediate, num_experts = (
             spec.hidden_size,
@@ -107,12 +107,12 @@ class ExpertPlaces:
 
     @property
     def parameters(self) -> Mapping[str, AdapterPlace]:
-        """Places by the names of parameters that stack the matrices of all experts."""
+        """Adapter places of the parameters that stack all experts' matrices, by parameter name."""
         return {"gate_up_proj": self.gate_up, "down_proj": self.down}
 
     @property
     def projections(self) -> Mapping[str, AdapterPlace]:
-        """Places by the names that checkpoints have for the matrices of one expert."""
+        """Adapter places of one expert's matrices, by the names in checkpoints."""
         names = self.layer.spec.projections
         return (
             {} if names is None else dict(zip(names, (self.gate, self.up, self.down), strict=True))
@@ -120,7 +120,7 @@ class ExpertPlaces:
 
 
 class AdapterPlaces:
-    """The places of a model, found by the names of its modules in transformers."""
+    """The adapter places of a model, found by the modules' names in transformers."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places = dict(_places(model))
@@ -144,12 +144,12 @@ class AdapterPlaces:
         return next((place for name in names if (place := self._places.get(name))), None)
 
     def experts(self, module: str) -> ExpertPlaces | None:
-        """Return the places of experts such as ``model.layers.0.mlp.experts``, or None."""
+        """Return the adapter places of experts such as ``model.layers.0.mlp.experts``, or None."""
         names = self.names(module)
         return next((places for name in names if (places := self._experts.get(name))), None)
 
     def expert(self, module: str) -> tuple[AdapterPlace, int] | None:
-        """Return place and expert of a module such as ``model.layers.0.mlp.experts.3.up_proj``.
+        """Return place and expert number of a module such as ``...mlp.experts.3.up_proj``, or None.
 
         None if the model has no such expert.
         """
@@ -162,12 +162,12 @@ class AdapterPlaces:
         return place, int(number)
 
     def has_table(self, module: str) -> bool:
-        """Say whether a module is the embedding or the head."""
+        """Say whether a module is the embedding or the LM head."""
         place = self.find(module)
         return place is not None and isinstance(place.layer, Embedding | LMHead)
 
     def nearest(self, module: str) -> list[str]:
-        """Return the names of all places, most similar to ``module`` first."""
+        """Return the names of all adapter places, those most similar to ``module`` first."""
         matrices = (
             f"{name}.{parameter}"
             for name, places in self._experts.items()
@@ -176,7 +176,7 @@ class AdapterPlaces:
         return nearest_first(module, [*self._places, *matrices])
 
     def names(self, module: str) -> Iterator[str]:
-        """Yield the names in the model that a module of transformers may have."""
+        """Yield the names that a module of transformers may have in interposer's model."""
         name = (self._renamed(f"{module}.weight") or "").removesuffix(".weight")
         yield name
         yield self._aliases.get(name, "")
@@ -219,7 +219,7 @@ _NUMBERED = re.compile(r".*?\.[^.]*\.(?P<index>\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class TargetModules:
-    """The fields of adapter_config.json by which PEFT selects modules.
+    """The fields of adapter_config.json by which PEFT selects the modules to adapt.
 
     Attributes:
         targets: a pattern for complete names, or a set of names and ends of names.
@@ -235,7 +235,7 @@ class TargetModules:
 
     @classmethod
     def read(cls, path: Path, settings: Mapping[str, Any]) -> TargetModules:
-        """Read the fields from ``settings`` of the file at ``path``.
+        """Read the target-module fields from ``settings`` of the file at ``path``.
 
         Raises: CheckpointError: a field has another type.
         """
@@ -253,7 +253,7 @@ class TargetModules:
         )
 
     def field_against(self, module: str) -> str:
-        """Return the field that excludes a module from the targets; "" if the module is a target.
+        """Return the field by which a module is no target of the adapter; "" if the module is one.
 
         Source: ``peft.tuners.tuners_utils.check_target_module_exists``.
         """
@@ -277,7 +277,7 @@ class TargetModules:
 
 
 def _names(path: Path, settings: Mapping[str, Any], field: str) -> str | frozenset[str]:
-    """Return a field that is a pattern or a list of names; null is an empty list.
+    """Return a field's pattern or list of names; an empty list for null.
 
     Raises: CheckpointError: the field is neither, or an invalid pattern.
     """
@@ -330,7 +330,7 @@ _MAX_RANK = 2**14
 
 @dataclass(frozen=True, slots=True)
 class AdapterSettings:
-    """Rank and scale of an adapter's matrices, and the modules that were adapted.
+    """Rank and scale of an adapter's matrices, and the modules that the adapter changes.
 
     Attributes:
         base: name or path of the base model, empty if not stated.
@@ -353,7 +353,7 @@ class AdapterSettings:
 
     @classmethod
     def read(cls, folder: Path) -> AdapterSettings:
-        """Read the settings in a folder.
+        """Read the adapter's settings from adapter_config.json in a folder.
 
         Raises: CheckpointError: the file is missing, or a setting is invalid or not supported.
         """
@@ -397,15 +397,15 @@ class AdapterSettings:
         )
 
     def targets(self, parameter: str) -> bool:
-        """Say whether a parameter was adapted instead of its module, by PEFT's rules."""
+        """Say whether the adapter targets a parameter instead of its module, by PEFT's rules."""
         return any(parameter == name or parameter.endswith(f".{name}") for name in self.parameters)
 
     def rank_of(self, module: str) -> int:
-        """Return the rank of a module's matrices."""
+        """Return the rank R of the adapter matrices of a module."""
         return int(_value_for(self.ranks, module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """Return the factor by which the product of a module's matrices is multiplied."""
+        """Return the factor by which the low-rank product of a module is multiplied."""
         rank, alpha = self.rank_of(module), _value_for(self.alphas, module, self.alpha)
         return float(alpha / (math.sqrt(rank) if self.by_root else rank))
 
@@ -435,7 +435,7 @@ def _check_number(path: Path, name: str, value: Any, is_integer: bool = False) -
 
 
 def _value_for(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """Return the value of the first pattern that matches the end of a name, as PEFT does."""
+    """Return the value of the first pattern that matches the end of a module name, as in PEFT."""
     for key, value in patterns.items():
         if re.match(rf"(.*\.)?({key})$", module):  # PEFT's own expression
             return value
@@ -453,7 +453,7 @@ _WRAPPER = ".base_layer"
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """The matrices of one place.
+    """The two low-rank matrices of one adapter place.
 
     Attributes:
         a: ``[R, I]``; with experts ``[E, R, I]``.
@@ -473,7 +473,7 @@ Adapter = Mapping[AdapterPlace, Matrices]
 
 
 def adapter_folder(path: str | Path) -> Path:
-    """Return the folder of an adapter, after downloading it if ``path`` is a name on the hub.
+    """Return the folder of an adapter, downloaded first if ``path`` is a name on the hub.
 
     Raises: CheckpointError: the folder does not exist.
     """
@@ -496,7 +496,7 @@ def read_adapters(
     checkpoint: Checkpoint | CheckpointFile | None = None,
     check: WeightCheck | None = None,
 ) -> dict[str, Adapter]:
-    """Read the adapters for a model, by name.
+    """Read several adapters for a model from their folders, by adapter name.
 
     Raises: ConfigError: ``paths`` is not a mapping. CheckpointError: as ``read_adapter``.
     """
@@ -519,7 +519,7 @@ def read_adapter(
     device: str,
     check: WeightCheck | None = None,
 ) -> Adapter:
-    """Read the matrices of the adapter in a folder, by place.
+    """Read the matrices of an adapter from its folder, by adapter place.
 
     The scale is applied in float32, before both matrices are rounded to ``dtype``.
 
@@ -586,7 +586,7 @@ def read_adapter(
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """The projection to which the matrices of an adapted module are added.
+    """The adapter place to which the matrices of a stored module belong.
 
     Attributes:
         name: name of the module or parameter in the adapter's settings.
@@ -599,7 +599,7 @@ class _Target:
 
     @property
     def is_stacked(self) -> bool:
-        """Say whether the matrices of all experts are stored as one."""
+        """Say whether the matrices of all experts are stored as one tensor."""
         return self.place.experts is not None and self.expert is None
 
 
@@ -623,7 +623,7 @@ def _target(file: Path, module: str, places: AdapterPlaces, settings: AdapterSet
 
 
 def _of_experts(place: AdapterPlace, experts: Mapping[int, Matrices]) -> Matrices:
-    """Stack the matrices of all experts; zeros for experts without matrices."""
+    """Stack the matrices of all experts, with zeros for experts that have no matrices."""
     rank = max(matrices.rank for matrices in experts.values())
     template = next(iter(experts.values())).a
     num_experts = place.experts or 0
@@ -661,7 +661,7 @@ def _matrices(
     target: _Target,
     settings: AdapterSettings,
 ) -> Matrices:
-    """Return both matrices in float32, the second one multiplied by the scale."""
+    """Return both low-rank matrices in float32, the second one multiplied by the scale."""
     place, rank = target.place, settings.rank_of(target.name)
     num_experts = place.experts if target.is_stacked and place.experts else 1
     of_experts = f" of each of {num_experts} experts" if target.is_stacked else ""

@@ -1,4 +1,4 @@
-"""The LoRA adapters of one layer, computed by two grouped matmuls for all tokens of a step.
+"""The LoRA adapters of a layer, computed by two grouped matmuls for all tokens of a step.
 
 ``StepAdapters`` holds the adapter of each token of the current step, and ``LowRank`` adds the
 low-rank sums to the outputs of a layer.
@@ -31,7 +31,7 @@ NONE = -1
 
 
 class Attachable(Protocol):
-    """Adds adapters to a layer."""
+    """Interface of objects that add adapters to a layer."""
 
     def attach(self, layer: nn.Module) -> Handle:
         """Add adapters to the layer, until the handle is removed."""
@@ -39,22 +39,22 @@ class Attachable(Protocol):
 
 
 class Handle(Protocol):
-    """A change that ``Attachable`` made to a layer."""
+    """Handle that removes adapters from a layer again."""
 
     def remove(self) -> None:
-        """Undo the change."""
+        """Remove the adapters from the layer."""
         ...
 
 
 class StepHooks:
-    """Hooks and forward functions of layers with adapters, attached in steps that use adapters."""
+    """Hooks and forwards of layers with adapters, attached only in steps that use adapters."""
 
     def __init__(self, hooks: Mapping[Any, Attachable]) -> None:
         self._hooks = dict(hooks)
         self._handles: list[Handle] = []
 
     def switch(self, on: bool) -> None:
-        """Attach or remove all hooks."""
+        """Attach all hooks and forward functions, or remove them."""
         if on and not self._handles:
             self._handles = [hook.attach(layer) for layer, hook in self._hooks.items()]
         elif not on and self._handles:
@@ -64,7 +64,7 @@ class StepHooks:
 
 
 class StepAdapters:
-    """The adapter number of each token, at one address for all steps, so that graphs can read it.
+    """The adapter number of each token, in fixed memory that captured graphs can read.
 
     Attributes:
         names: adapters that requests can name.
@@ -82,7 +82,7 @@ class StepAdapters:
         graphs: bool,
         leave: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Allocate memory for the largest step.
+        """Allocate memory for the adapter numbers of the largest step.
 
         Args:
             versions: loaded versions; the number of a version in a step is its position.
@@ -100,7 +100,7 @@ class StepAdapters:
         self._tokens = self._rows = self._buffer
 
     def version(self, name: str | None) -> int | None:
-        """Return the version that a new request gets by a name."""
+        """Return the adapter version that a new request with this adapter name gets."""
         return None if name is None else self._current[name]
 
     def request_ended(self, sequence: TokenSequence) -> None:
@@ -110,7 +110,7 @@ class StepAdapters:
             self._leave(version)
 
     def assign(self, chunks: Iterable[Chunk]) -> None:
-        """Set the adapters of the tokens of the next step."""
+        """Set the adapter number of each token of the next step."""
         numbered_chunks = [
             (NONE if (version := chunk.sequence.adapter) is None else self._numbers[version], chunk)
             for chunk in chunks
@@ -165,7 +165,7 @@ Members = Sequence[Mapping[AdapterPlace, Matrices]]
 
 @dataclass(frozen=True, slots=True)
 class LowRankSum:
-    """Kernels and operands of a low-rank sum; platforms that fuse layers read this.
+    """Kernels and operands of a low-rank sum, for platforms that fuse layers.
 
     Attributes:
         shrink: the kernel of ``lora_shrink``.
@@ -180,7 +180,7 @@ class LowRankSum:
 
 
 class LowRank:
-    """A forward hook that adds the low-rank sums of adapters to the outputs of a layer.
+    """Forward hook that adds the low-rank sums of adapters to the outputs of a layer.
 
     The first matrices of all parts are stacked, so that one matmul is enough. Matrices of a
     smaller rank are padded with zeros.
@@ -218,7 +218,7 @@ class LowRank:
         self._bind(site, first.flatten(0, -3), [part.flatten(0, -3) for part in second])
 
     def _stack(self, members: Members) -> tuple[Tensor, list[Tensor]]:
-        """Stack first matrices to ``[A, P R, I]``, and second ones to ``[A, O, R]`` for each part.
+        """Stack adapters' first matrices to ``[A, P R, I]``, second ones to ``[A, O, R]`` per part.
 
         With experts the shapes are ``[A, E, P R, I]`` and ``[A, E, O, R]``.
         """
@@ -254,7 +254,7 @@ class LowRank:
         return isinstance(method, LinearMethod) and method.takes_codes
 
     def adapter_ids(self, num_rows: int) -> Tensor:
-        """Return the adapter of each row that the layer computes, int64 ``[num_rows]``."""
+        """Return the adapter number of each row that the layer computes, int64 ``[num_rows]``."""
         return self._step.of_rows(num_rows, self.prefix)
 
     def _bind_expansions(self, site: Site, second: list[Tensor]) -> None:
@@ -268,7 +268,7 @@ class LowRank:
             self._expansions.append((expands.function, prepared, place.offset))
 
     def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
-        """Add the low-rank sums to ``y`` in place."""
+        """Add the low-rank sums of adapters to the layer's output ``y`` in place."""
         rows = y.view(-1, y.shape[-1])  # a view, so that ``y`` changes in place
         ids = self.adapter_ids(len(rows))
         self._add(self._shrunk(layer, inputs[0], ids, y.dtype), ids, rows)
@@ -295,7 +295,7 @@ class LowRank:
             expand(part, matrices, ids, rows, offset)
 
     def _shrunk(self, layer: nn.Module, x: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the product with the first matrices, ``[T, P R]``, float32 or wider."""
+        """Return the matmul of ``x`` with the first matrices, ``[T, P R]``, float32 or wider."""
         if self._takes_quantized_inputs(layer):
             # Scale inputs as the base layer does.
             x = x.to(dtype) * layer.operands[0]  # type: ignore[index]
@@ -303,7 +303,7 @@ class LowRank:
 
 
 class LowRankTable(LowRank):
-    """The adapters of an embedding: first matrices are looked up by token id."""
+    """The LoRA adapters of an embedding, whose first matrices are looked up by token id."""
 
     def _bind(self, site: Site, first: Tensor, second: list[Tensor]) -> None:
         self._first = first

@@ -1,4 +1,4 @@
-"""Copies of the base model's embedding and head, which PEFT saves next to LoRA matrices."""
+"""Check of embedding and LM head copies that PEFT saves next to LoRA matrices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MEND = (
 
 
 class BaseCopies:
-    """Compares weights in an adapter's file with weights of the base model.
+    """Compares weights in an adapter's file with the base model's weights.
 
     Args:
         checkpoint: checkpoint of the base model; None if unknown.
@@ -32,7 +32,7 @@ class BaseCopies:
         self._checkpoint, self._model = checkpoint, model
 
     def check(self, file: Path, key: str, names: Iterator[str], copy: Tensor) -> None:
-        """Refuse a copy that differs from the base model's weight.
+        """Refuse an adapter's copy of a weight that differs from the base model's weight.
 
         Args:
             key: name of the copy in ``file``.

@@ -1,1 +1,1 @@
-"""Weight offload: blocks whose weights are streamed from host memory or disk."""
+"""Weight offload: decoder blocks whose weights are streamed from host memory or disk."""

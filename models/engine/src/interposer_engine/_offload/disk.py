@@ -29,11 +29,11 @@ from interposer_engine._packed.file import HEADER_BYTES, MappedMemory, PackedFil
 
 
 class Filler(ABC):
-    """Fills buffers with the weights of streamed blocks, which are numbered from 0."""
+    """Interface that fills buffers with the weights of streamed decoder blocks."""
 
     @abstractmethod
     def fill(self, block: int, buffer: int) -> Any:
-        """Start to fill a buffer after the last use, and return the handle for ``wait``."""
+        """Start to fill a buffer after its last use, and return the handle for ``wait``."""
 
     @abstractmethod
     def wait(self, handle: Any) -> None:
@@ -41,11 +41,11 @@ class Filler(ABC):
 
     @abstractmethod
     def done(self, buffer: int) -> None:
-        """Record that the work queued so far is the last that uses the content of the buffer."""
+        """Record that all work queued so far was the last to use the buffer's content."""
 
 
 class Ring:
-    """Assigns buffers to streamed blocks. A block always uses the same buffer, at fixed addresses.
+    """Assigns each streamed block one of several buffers at fixed addresses, in turn.
 
     When a block has been computed, its buffer is filled for the next block that uses it, which may
     belong to the next step. A block that is computed out of order waits for the weights.
@@ -74,7 +74,7 @@ class Ring:
         self.filler.wait(self._handles[buffer])
 
     def leave(self, block: int) -> None:
-        """Fill the buffer of a block for the next block that uses it."""
+        """Start to fill the buffer of a finished block with the next block that uses the buffer."""
         buffer = block % self._num_buffers
         following = block + self._num_buffers
         if following >= self._num_blocks:
@@ -106,7 +106,7 @@ _SLACK_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class ExpertMemory:
-    """A memory of a layer of experts.
+    """A tensor storage (memory) in a packed file that holds weights of an MoE layer's experts.
 
     Attributes:
         number: number of the memory in the packed file.
@@ -120,12 +120,12 @@ class ExpertMemory:
 
 
 class ExpertReads:
-    """Starts to read the chosen experts of one layer before the layer computes."""
+    """Starts to read the chosen experts of one MoE layer from disk before the layer computes."""
 
     def __init__(
         self, mapped: MappedMemory, memories: Iterable[ExpertMemory], num_experts: int
     ) -> None:
-        """Disable read-ahead for the memories of the layer.
+        """Disable read-ahead for the tensor storages of the layer's experts.
 
         Args:
             memories: all memories of the layer.
@@ -142,7 +142,7 @@ class ExpertReads:
         mapped.scatter(memory.number for memory in layer_memories)
 
     def attach(self, experts: nn.Module) -> None:
-        """Register a hook that reads before ``experts`` computes ``(x, weights, expert_ids)``.
+        """Register a hook that starts reading when ``experts`` gets ``(x, weights, expert_ids)``.
 
         Expert ids have the shape ``[T, K]``.
         """
@@ -153,7 +153,7 @@ class ExpertReads:
         experts.register_forward_pre_hook(read_chosen)
 
     def read(self, expert_ids: Iterable[int]) -> None:
-        """Let the system start to read experts; ids must ascend."""
+        """Let the operating system start to read experts; ids must ascend."""
         # Neighbouring experts of a shared memory need one advice.
         runs: list[list[int]] = []
         for expert in expert_ids:
@@ -179,10 +179,10 @@ _NUM_THREADS = 2
 
 
 class Extents:
-    """Parts of a file that contain some memories, and the offsets of the memories in a buffer."""
+    """File ranges that contain the given tensor storages, and each storage's offset in a buffer."""
 
     def __init__(self, memories: dict[int, tuple[int, int]]) -> None:
-        """Compute parts of whole pages, and merge parts that are close to each other.
+        """Round the ranges to whole pages, and merge ranges that are close to each other.
 
         Args:
             memories: ``(first byte after the header, number of bytes)`` by number of the memory.
@@ -203,7 +203,7 @@ class Extents:
 
     @property
     def num_bytes(self) -> int:
-        """Size of a buffer for all parts, in bytes."""
+        """Size of a buffer for all file ranges, in bytes."""
         if not self.parts:
             return 0
         begin, end, offset = self.parts[-1]
@@ -211,7 +211,7 @@ class Extents:
 
 
 class DiskReader(Filler):
-    """Reads blocks of a file into buffers at fixed addresses, in threads.
+    """Reads decoder blocks from a file into buffers at fixed addresses, by threads.
 
     Reading through a mapping would cost a fault per page, and page cache that evicts resident
     weights. On file systems without direct I/O, the cached pages are released after reading.
@@ -234,13 +234,13 @@ class DiskReader(Filler):
         weakref.finalize(self, _end, self._threads, self._file)
 
     def memory(self, buffer: int, offset: int, num_bytes: int) -> torch.Tensor:
-        """Return a part of a buffer as uint8, with a storage of its own."""
+        """Return a part of a buffer as a uint8 tensor with its own storage."""
         return torch.frombuffer(
             self._buffers[buffer], dtype=torch.uint8, count=num_bytes, offset=offset
         )
 
     def fill(self, block: int, buffer: int) -> list[Future[None]]:
-        """Start to read a block in threads."""
+        """Start to read a block by threads."""
         view, futures = self._views[buffer], []
         for begin, end, part_offset in self._blocks[block].parts:
             # Pieces of one part are read by several threads at a time.

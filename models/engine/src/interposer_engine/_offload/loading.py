@@ -1,4 +1,4 @@
-"""Loads a model with offloaded blocks: layers use buffers that are filled during the steps.
+"""Loads a model with offloaded blocks, whose weights are copied to buffers during the steps.
 
 Weights in pinned host memory are copied to device buffers parallel to the computation
 (``DeviceCopies``); weights in a packed file are read into buffers by ``DiskReader``.
@@ -104,7 +104,7 @@ def _from_disk(
     weights: Weights,
     progress: Progress,
 ) -> list[str]:
-    """Map a packed file, read streamed blocks into buffers instead, and describe both."""
+    """Map a packed file, but read streamed blocks into buffers; return a description of both."""
     file = packed_file(planned, checkpoint, weights, progress)
     memory, bounds = file.memory(ahead=False), file.facts.memories
     block_memories = _memories_of_file(planned, weights, file, memory.__getitem__)
@@ -145,7 +145,7 @@ def _from_host(
     weights: Weights,
     progress: Progress,
 ) -> list[str]:
-    """Finalize layers one by one on the device, move offloaded ones to the host, describe both."""
+    """Finalize layers on the device, and move offloaded ones to the host; describe the result."""
     plan, platform = offloading.plan, planned.placement.platform
     device = planned.placement.device.torch_device
     block_memories = _BlockMemories(planned, weights)
@@ -208,7 +208,7 @@ def _from_host(
 
 
 class PinnedBlock:
-    """All memories of a block, one after another in pinned host memory.
+    """All weights of a decoder block, one after another in pinned host memory.
 
     Attributes:
         host: the pinned memory, uint8.
@@ -229,7 +229,7 @@ class PinnedBlock:
 
 
 class DeviceCopies(Filler):
-    """Copies blocks into device buffers on a stream of its own, ordered by events."""
+    """Copies decoder blocks into device buffers on a separate stream, ordered by events."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ class DeviceCopies(Filler):
         return self._buffers[buffer][offset : offset + num_bytes]
 
     def fill(self, block: int, buffer: int) -> Any:
-        """Queue the copy of a block, after the last work that uses the buffer."""
+        """Queue the copy of a block into a buffer, after the last work that uses the buffer."""
         pinned_block = self._host_blocks[block]
         with self._platform.stream(self._device):
             # The block that used the buffer before may still be computing.
@@ -263,7 +263,7 @@ class DeviceCopies(Filler):
             return self._event()
 
     def wait(self, handle: Any) -> None:
-        """Let subsequently queued work wait for a copy."""
+        """Let work that is queued later wait for a copy."""
         if handle is not None:
             handle.wait()
 
@@ -281,7 +281,7 @@ class DeviceCopies(Filler):
 
 
 class _BlockMemories:
-    """The memories of a model, by block, and separately for experts."""
+    """The tensor storages of a model by decoder block, with those of experts kept apart."""
 
     def __init__(self, planned: Plan, weights: Weights) -> None:
         self.blocks = blocks_of(planned.model)
@@ -303,11 +303,11 @@ class _BlockMemories:
         }
 
     def add(self, group: int, memories: Iterable[int]) -> None:
-        """Record the memories of a group."""
+        """Record the tensor storages of a layer group."""
         self.memories[self.owner[group]] += memories
 
     def experts(self, expert_layer: ExpertLayer, states: GroupData) -> dict[int, int | None]:
-        """Return the expert of each memory of a layer; None for a memory that experts share.
+        """Return the expert of each tensor storage of a layer; None for shared storages.
 
         Experts that are separate layers are children, named by number.
         """
@@ -321,12 +321,12 @@ class _BlockMemories:
         return experts
 
     def of(self, block: int, with_experts: bool) -> list[int]:
-        """Return the memories of a block, with or without its experts."""
+        """Return the tensor storages of a block, with or without those of its experts."""
         experts = self.memories[block, True] if with_experts else []
         return [*self.memories[block, False], *experts]
 
     def sizes(self, bytes_of: Callable[[int], int]) -> Sizes:
-        """Return the sizes of all blocks, and of memories outside of blocks."""
+        """Return the sizes of all blocks, and of the tensor storages outside of blocks."""
 
         def total(block: int | None, of_experts: bool) -> int:
             return sum(map(bytes_of, self.memories[block, of_experts]))
@@ -339,7 +339,7 @@ class _BlockMemories:
 
 
 def _streamed_memories(plan: OffloadPlan, block_memories: _BlockMemories, block: int) -> list[int]:
-    """Return the memories of a streamed block that pass through a buffer."""
+    """Return the tensor storages of a streamed block that are copied through a buffer."""
     return block_memories.of(block, plan.places[block].experts == "streamed")
 
 
@@ -358,7 +358,7 @@ def _attach(
 def _advise(
     plan: OffloadPlan, block_memories: _BlockMemories, file: PackedFile, memory: MappedMemory
 ) -> set[int]:
-    """Read mapped experts on demand, and return the memories of all mapped experts."""
+    """Let layers read memory-mapped experts on demand, and return these experts' storages."""
     expert_memory_numbers: set[int] = set()
     bounds = file.facts.memories
     for block, place in enumerate(plan.places):
@@ -378,7 +378,7 @@ def _advise(
 def _memories_of_file(
     planned: Plan, weights: Weights, file: PackedFile, memory_of: MemoryOf
 ) -> _BlockMemories:
-    """Find out which memories of a packed file each block uses."""
+    """Return the tensor storages of a packed file by the decoder block that uses each one."""
     block_memories = _BlockMemories(planned, weights)
     for number, group in weights.groups():
         group_memories: dict[int, None] = {}

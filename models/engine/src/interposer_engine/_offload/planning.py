@@ -1,4 +1,4 @@
-"""Plans weight offload for a model on the meta device: source, resident and streamed blocks.
+"""Planning of weight offload for a model on the meta device: resident and streamed blocks.
 
 The plan follows from sizes and a memory budget alone; it is plain data with reasons. Every step
 reads every block once, in order. A cache with least-recently-used eviction would evict each block
@@ -30,7 +30,7 @@ _TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z%]*)\s*")
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """The part of the weights that stays resident; other weights lie in host memory or on the disk.
+    """Limit on resident weights; all other weights stay in host memory or on disk.
 
     Attributes:
         resident_bytes: limit for resident weights and for the buffers of the others; None applies
@@ -77,7 +77,7 @@ class Offload:
         )
 
     def budget(self, weight_bytes: int, default_bytes: int) -> int:
-        """Return the limit for resident bytes.
+        """Return the limit for resident weights in bytes.
 
         Args:
             weight_bytes: size of all weights.
@@ -99,7 +99,7 @@ _DISK_BUFFERS, _HOST_BUFFERS = 3, 2
 
 @dataclass(frozen=True, slots=True)
 class BlockSize:
-    """Sizes of a block's weights.
+    """Sizes of one decoder block's weights, with those of experts apart.
 
     Attributes:
         num_bytes: weights that every step reads.
@@ -113,7 +113,7 @@ class BlockSize:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlace:
-    """Where the weights and experts of a block lie, and the reason."""
+    """Where the weights and experts of a decoder block are stored, and the reason."""
 
     size: BlockSize
     where: Where
@@ -123,7 +123,7 @@ class BlockPlace:
 
 @dataclass(frozen=True, slots=True)
 class OffloadPlan:
-    """Where a model's weights lie.
+    """Where all weights of a model are stored: resident, in host memory, or on disk.
 
     Attributes:
         source: where weights that are not resident are read from.
@@ -152,7 +152,7 @@ class OffloadPlan:
         return any(at != "resident" for place in self.places for at in (place.where, place.experts))
 
     def notes(self) -> list[str]:
-        """Return a line on all weights, and a line for each run of blocks with the same place."""
+        """Return a line on all weights, and a line for each run of equally stored blocks."""
         total = self.other_bytes + sum(_all_bytes(place.size) for place in self.places)
         origin = "by default" if self.is_automatic else "as requested"
         lines = [
@@ -182,7 +182,7 @@ def plan_offload(
     can_map: bool,
     is_automatic: bool = False,
 ) -> OffloadPlan:
-    """Place blocks so that resident weights and buffers stay within the budget.
+    """Choose where each block is stored, so that resident weights and buffers fit the budget.
 
     Args:
         can_map: experts can be read in place, from the disk or host memory.
@@ -222,7 +222,7 @@ def plan_offload(
 
 
 def _spread(sizes: Sequence[int], free_bytes: int) -> set[int]:
-    """Return the largest set of blocks that fits, spread evenly over the model.
+    """Return the largest set of blocks that fits the budget, spread evenly over the model.
 
     While a resident block computes, streamed blocks after it are being read.
     """
@@ -271,7 +271,7 @@ _BUDGET_FRACTIONS = {"disk": 0.6, "host": 0.8}  # of the free memory, for an off
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of a model's weights.
+    """Sizes of all weights of a model.
 
     Attributes:
         blocks: sizes of the blocks, in order.
@@ -290,7 +290,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Offloading:
-    """Offload as planned before loading; ``again`` repeats the plan with exact sizes.
+    """The offload plan from before loading, which ``again`` repeats with exact sizes.
 
     Attributes:
         settings: the settings that the user requested, or the defaults.
@@ -306,7 +306,7 @@ class Offloading:
     plan: OffloadPlan
 
     def judge_capture(self, verdict: Verdict | None) -> Verdict | None:
-        """Return a refusal to capture or compile steps; None if ``verdict`` is None."""
+        """Return a refusal to capture or compile steps with streamed weights; None for None."""
         if verdict is None:
             return None
         return Verdict.refuse(
@@ -315,7 +315,7 @@ class Offloading:
         )
 
     def again(self, sizes: Sizes) -> OffloadPlan:
-        """Return the plan for exact sizes.
+        """Plan the offload again with the exact sizes of the weights.
 
         Raises: ConfigError: the budget is too small.
         """
@@ -342,7 +342,7 @@ def plan_offloading(
     packed: str,
     ranks: Ranks | None = None,
 ) -> tuple[Offloading | None, list[str]]:
-    """Plan where the weights of a model stay.
+    """Plan which weights of a model stay resident on the device.
 
     Weights that exceed a host's memory are offloaded unless ``option`` is False. For weights that
     exceed a device's memory, the notes suggest offload.
@@ -393,17 +393,17 @@ def plan_offloading(
 
 
 def blocks_of(model: CausalModel) -> Sequence[nn.Module]:
-    """Return the blocks that a decoder computes in order; empty for other models."""
+    """Return a decoder's blocks in the order of computation; empty for other models."""
     return [*model.model.layers] if isinstance(model, CausalLM) else []
 
 
 def moe_layers(block: nn.Module) -> list[ExpertLayer]:
-    """Return the layers of a block that have experts."""
+    """Return the MoE layers of a decoder block."""
     return [part for part in block.modules() if isinstance(part, (Experts, UngatedExperts))]
 
 
 def expert_layers(block: nn.Module) -> set[nn.Module]:
-    """Return the layers of a block that only some tokens are routed to."""
+    """Return the layers of a decoder block that only process tokens routed to experts."""
     return {layer for part in moe_layers(block) for layer in part.modules()}
 
 
@@ -434,7 +434,7 @@ def _source(model: CausalModel, placement: Placement, packed: str) -> tuple[Sour
 
 
 def _free_bytes(placement: Placement, asks: bool) -> int:
-    """Return the free memory for weights; query, and initialize, the device only if ``asks``."""
+    """Return the free memory for weights; access the device only if ``asks`` is true."""
     capability = placement.device.capability
     if placement.described or not asks:
         return capability.memory_bytes
@@ -442,7 +442,7 @@ def _free_bytes(placement: Placement, asks: bool) -> int:
 
 
 def _neighbours(ranks: Ranks) -> int:
-    """Return how many ranks share platform and host with this one, including this one."""
+    """Return the number of ranks on this host and platform, including this rank."""
     places = [*zip(ranks.hosts, ranks.platforms, strict=True)]
     return places.count(places[ranks.rank])
 

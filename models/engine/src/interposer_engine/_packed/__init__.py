@@ -1,1 +1,1 @@
-"""Packed weights: files that hold weights in the form of this machine's kernels."""
+"""Packed weights: files that hold weights in the form that this machine's kernels read."""

@@ -1,4 +1,4 @@
-"""Files of packed weights: safetensors files with data that starts at a huge page of the file.
+"""Files of packed weights: safetensors files whose data starts at a huge-page boundary.
 
 The header has a fixed size, so that memory can be packed into the file before the header is known.
 Each tensor of the file is the memory of tensors of layers. The metadata describe the layers, with a
@@ -51,16 +51,16 @@ _ADVICE_BYTES = 128 << 10  # one advice makes Linux read no more than its read-a
 
 
 class PackedFileError(Exception):
-    """A packed file cannot be used; the text says why."""
+    """A file of packed weights cannot be used; the text says why."""
 
 
 class BeingWrittenError(PackedFileError):
-    """Another process, or another model of this process, is writing the file."""
+    """Another process, or another model of this process, is writing the packed file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Metadata of a packed file.
+    """Metadata of a file of packed weights.
 
     Attributes:
         asked: ``PackedKey.requested`` when the file was written. Files store this field name.
@@ -80,12 +80,12 @@ class Facts:
     non_finite: list[str] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain values."""
+        """Return the metadata as plain values for JSON."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 def write_header(file: int, facts: Facts, num_bytes: int, secret: bytes | None) -> None:
-    """Write the header of an open file with ``num_bytes`` of data.
+    """Write the header of an open packed file with ``num_bytes`` of data.
 
     Args:
         secret: signs the header; None writes no signature.
@@ -112,7 +112,7 @@ def _header(facts: Facts, num_bytes: int, secret: bytes | None) -> dict[str, Any
 
 
 def _tensors(facts: Facts, num_bytes: int) -> dict[str, Any]:
-    """Return the memories as safetensors entries, which must cover the data without gaps."""
+    """Return tensor storages as safetensors entries, which must cover the data without gaps."""
     starts = [start for start, _ in facts.memories]
     order = sorted(range(len(starts)), key=starts.__getitem__)
     edges = [0, *(starts[number] for number in order[1:]), num_bytes]
@@ -127,7 +127,7 @@ def _signature(digest: str, secret: bytes) -> str:
 
 
 def _check(facts: Facts, num_bytes: int) -> None:
-    """Refuse invalid metadata: texts, memories, digests, states or findings.
+    """Refuse invalid metadata of a packed file: texts, storages, digests, states or findings.
 
     Raises: ValueError: with the first fault.
     """
@@ -139,7 +139,7 @@ def _check(facts: Facts, num_bytes: int) -> None:
 
 
 def _read_header(file: int) -> dict[str, Any]:
-    """Read the header, and keep the system from reading data ahead.
+    """Read the header of a packed file, and disable read-ahead for the data.
 
     Raises:
         PackedFileError: the file is truncated.
@@ -164,7 +164,7 @@ def _read_header(file: int) -> dict[str, Any]:
 
 
 class MappedMemory:
-    """The memories of an open file as tensors in mapped pages, which processes share.
+    """The tensor storages of an open packed file, as tensors in memory-mapped pages.
 
     A change to a tensor is visible in this process only.
 
@@ -186,7 +186,7 @@ class MappedMemory:
                     self._map.madvise(number)
 
     def __getitem__(self, number: int) -> torch.Tensor:
-        """Return the memory of that number, as uint8."""
+        """Return the tensor storage with this number as a uint8 tensor."""
         start, num_bytes = self._memories[number]
         if not num_bytes:
             return torch.empty(0, dtype=torch.uint8)
@@ -196,7 +196,7 @@ class MappedMemory:
         )
 
     def advise(self, number: int, start: int = 0, stop: int | None = None) -> None:
-        """Let the system start to read a part of a memory, and no other pages.
+        """Let the operating system start to read a part of a tensor storage, and no other pages.
 
         Args:
             start: first byte in the memory; a negative number means 0.
@@ -213,7 +213,7 @@ class MappedMemory:
                 self._map.madvise(_WILL_NEED, begin, min(_ADVICE_BYTES, last - begin))
 
     def scatter(self, numbers: Iterable[int]) -> None:
-        """Let the system read single pages of memories, except where ``advise`` was called.
+        """Disable read-ahead for tensor storages, except where ``advise`` was called.
 
         By default the system would also read the neighbouring pages, up to ``read_ahead_kb``.
         """
@@ -234,7 +234,7 @@ class MappedMemory:
                         self._map.madvise(advice_number, first, size)
 
     def digests(self) -> Iterator[str]:
-        """Yield the SHA-256 of each memory."""
+        """Yield the SHA-256 digest of each tensor storage."""
         with memoryview(self._map) as content:
             for start, num_bytes in self._memories:
                 first = HEADER_BYTES + start
@@ -244,7 +244,7 @@ class MappedMemory:
 
 @dataclass(frozen=True, slots=True)
 class PackedFile:
-    """A packed file with a valid header.
+    """A file of packed weights whose header is valid.
 
     Attributes:
         identity: device, inode and size of the file; None: not compared.
@@ -262,7 +262,7 @@ class PackedFile:
 
     @classmethod
     def open(cls, path: Path) -> PackedFile:
-        """Read and check the header of the file at ``path``.
+        """Open a packed file, and check its header.
 
         Raises: PackedFileError: the file is truncated, corrupt, of another format, not a regular
             file, or owned by another user.
@@ -310,12 +310,12 @@ class PackedFile:
         return cls(path, facts, identity, is_of_root, signature, metadata["checksum"])
 
     def is_signed(self, secret: bytes) -> bool:
-        """Say whether a process that knows the secret wrote the header."""
+        """Say whether the writer of the header knew the secret of this user's cache."""
         signature = _signature(self.digest, secret)
         return hmac.compare_digest(signature.encode(), self.signature.encode())
 
     def memory(self, ahead: bool = True) -> MappedMemory:
-        """Map the memories of the file.
+        """Map the tensor storages of the packed file into this process.
 
         Args:
             ahead: let the system read the complete file soon.
@@ -336,7 +336,7 @@ class PackedFile:
             raise PackedFileError(f"it cannot be mapped: {error}") from error
 
     def check(self) -> None:
-        """Read the complete file.
+        """Read the complete packed file, and verify the checksums.
 
         Raises: PackedFileError: a memory differs from its checksum.
         """
@@ -360,7 +360,7 @@ _PARTS = (
 
 @dataclass(frozen=True, slots=True)
 class PackedKey:
-    """The key of packed weights: all facts that the packed bytes depend on, as texts by name.
+    """Key of packed weights: all facts that determine the packed bytes, as texts by name.
 
     Attributes:
         requested: checkpoint, form and CPU level. Files with other values can exist side by side.
@@ -372,12 +372,12 @@ class PackedKey:
 
     @property
     def address(self) -> str:
-        """Name of the file, a digest of ``requested``."""
+        """File name of the packed weights: a digest of ``requested``."""
         return checksum(self.requested)[:32]
 
 
 def judge_layouts(planned: Plan) -> Verdict:
-    """Accept a plan if every kernel that prepares constants states the layout."""
+    """Accept a plan if each kernel that packs weights declares the layout of its constants."""
     placement = planned.placement
     if not is_host(placement.platform):
         return Verdict.refuse(f"memory of {placement.platform.name} maps no files")
@@ -391,7 +391,7 @@ def judge_layouts(planned: Plan) -> Verdict:
 
 
 def packed_key(planned: Plan, checkpoint: Checkpoint | CheckpointFile) -> PackedKey:
-    """Return the key of the packed weights of a plan."""
+    """Return the key of a plan's packed weights."""
     capability = planned.placement.device.capability
     config = planned.resolver.config
     requested = {
@@ -427,7 +427,7 @@ def packed_key(planned: Plan, checkpoint: Checkpoint | CheckpointFile) -> Packed
 
 
 def difference(packed: Mapping[str, str], current: Mapping[str, str]) -> str:
-    """Describe the first difference between a file's facts and the current ones; "" if equal."""
+    """Describe the first difference between the facts of a file and of a key; "" if equal."""
     for name in sorted({*packed, *current}):
         if packed.get(name) != current.get(name):
             before, now = packed.get(name, "nothing"), current.get(name, "nothing")
@@ -441,13 +441,13 @@ def _identity(checkpoint: Checkpoint | CheckpointFile) -> str:
 
 
 def _file_identity(path: Path) -> str:
-    """Return name, size, modification time, and a digest of samples of a file."""
+    """Return a file's name, size, modification time, and a digest of samples of its content."""
     facts = path.stat()
     return f"{path.name}, {facts.st_size} bytes, {facts.st_mtime_ns}, {sampled_digest(path)}"
 
 
 def _text(value: object) -> str:
-    """Return a canonical text for ``value``; configurations of models may contain infinity."""
+    """Return ``value`` as canonical JSON text; numbers in configurations may be infinite."""
     return json.dumps(value, sort_keys=True, default=str)
 
 
@@ -457,7 +457,7 @@ _ALIGNED_BYTES = 64
 
 
 class PackedWriter:
-    """A new file next to the final path; only one process can write at a time.
+    """Writer of a new packed file next to the final path; one process can write at a time.
 
     The file is written under a temporary name, which nothing reads, so that the next writer can
     overwrite the remains of a process that ended.
@@ -493,7 +493,7 @@ class PackedWriter:
         self._segments: list[tuple[weakref.ref[mmap.mmap], int, int, int]] = []
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Return the next ``num_bytes`` of the file as uint8, to be written.
+        """Return the next ``num_bytes`` of the packed file, to be written, as a uint8 tensor.
 
         Raises: PackedFileError: the disk is full.
         """
@@ -506,7 +506,7 @@ class PackedWriter:
         return memory
 
     def place(self, num_bytes: int, lasting: bool) -> torch.Tensor | None:
-        """Return memory for a packed tensor, or for a large temporary tensor that packing needs.
+        """Return memory for a packed tensor, or for a large temporary tensor during packing.
 
         Temporary tensors of a large vocabulary would be most of the anonymous memory, which a
         system without swap cannot reclaim. Such tensors lie in an unnamed file instead.
@@ -531,7 +531,7 @@ class PackedWriter:
         return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
 
     def keep(self, memory: torch.Tensor) -> int:
-        """Return the number of a memory, uint8; copy memory that is not in the file yet.
+        """Add a uint8 tensor to the file, copied if it lies elsewhere; return its number.
 
         Raises: PackedFileError: the disk is full.
         """
@@ -547,7 +547,7 @@ class PackedWriter:
         return len(self.memories) - 1
 
     def memory(self) -> MappedMemory:
-        """Map all memories that were kept, and end writing."""
+        """Map all tensor storages that ``keep`` has added, and end writing."""
         if self._memory is None:
             self._segment = None
             os.ftruncate(self._file, HEADER_BYTES + self._end)
@@ -569,7 +569,7 @@ class PackedWriter:
             raise PackedFileError(f"{self.path} cannot be written: {error}") from error
 
     def close(self) -> None:
-        """Release the file for other writers; remove an unpublished file."""
+        """Release the packed file for other writers; remove an unpublished file."""
         if self._file >= 0:
             with suppress(OSError):
                 if os.path.samestat(os.fstat(self._file), self._part_path.lstat()):

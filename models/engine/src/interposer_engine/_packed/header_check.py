@@ -1,4 +1,4 @@
-"""Checks the header of a packed file: types, bounds, and the exact form that a writer produces.
+"""Checks the header of a packed file: types, bounds, and the exact form of a written header.
 
 A checksum without a secret finds accidents only, no manipulated files. Before anything is mapped or
 built, the header is therefore compared with the file: memories lie inside the file without overlap,
@@ -30,7 +30,7 @@ _DTYPES = {
 
 
 def dtype_of(name: object) -> torch.dtype:
-    """Return the dtype of that name.
+    """Return the torch dtype with the given name.
 
     Raises: ValueError: no dtype has the name.
     """
@@ -46,7 +46,7 @@ def is_number(value: object, minimum: int = 0) -> bool:
 
 
 def check_texts(name: str, value: Any) -> None:
-    """Refuse any value except a dict of texts.
+    """Refuse a value that is not a dict of texts.
 
     Raises: ValueError: with the name of the field.
     """
@@ -55,7 +55,7 @@ def check_texts(name: str, value: Any) -> None:
 
 
 def check_memories(memories: Any, digests: Any, num_bytes: int) -> None:
-    """Refuse memories that overlap or exceed ``num_bytes``, and malformed digests.
+    """Refuse tensor storages that overlap or exceed ``num_bytes``, and malformed digests.
 
     Raises: ValueError: with the first fault.
     """
@@ -78,7 +78,7 @@ def check_memories(memories: Any, digests: Any, num_bytes: int) -> None:
 
 
 def check_states(states: Any, memories: list[tuple[int, int]]) -> None:
-    """Refuse layer states that a ``StateWriter`` would not write.
+    """Refuse layer states that ``StateWriter`` would not write.
 
     Raises: ValueError: with the location of the first fault.
     """
@@ -94,7 +94,7 @@ def check_states(states: Any, memories: list[tuple[int, int]]) -> None:
 
 
 class _StateChecker:
-    """Checks states in the order in which a writer numbers memories."""
+    """Checks layer states in the order in which ``StateWriter`` numbers tensor storages."""
 
     def __init__(self, memories: list[tuple[int, int]]) -> None:
         self._memories = memories
@@ -193,7 +193,7 @@ class _StateChecker:
 
 
 def check_view(form: list[Any], num_bytes: int, at: str) -> None:
-    """Refuse a tensor that exceeds a memory of ``num_bytes``.
+    """Refuse a tensor description that exceeds its storage of ``num_bytes``.
 
     Args:
         form: dtype, shape, strides and offset of the tensor.
@@ -223,7 +223,7 @@ def check_view(form: list[Any], num_bytes: int, at: str) -> None:
 
 
 def check_findings(findings: Any) -> None:
-    """Refuse any value except None or a list of lines.
+    """Refuse findings of the weight check that are neither None nor a list of lines.
 
     Raises: ValueError: the value is another one.
     """
@@ -234,7 +234,7 @@ def check_findings(findings: Any) -> None:
 
 
 def check_fields(value: Any, names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dict that must have exactly the fields ``names``.
+    """Return ``value`` as a dict, which must have exactly the fields ``names``.
 
     Raises: ValueError: the value is not such a dict.
     """

@@ -1,4 +1,4 @@
-"""Loads the weights of a plan: maps a packed file, or reads and packs the checkpoint.
+"""Loads the weights of a plan by mapping a packed file, or by reading the checkpoint.
 
 ``load_weights`` is the only integration point between model loading and packed files. If one way to
 load is refused, the next way is tried.
@@ -43,11 +43,11 @@ _log = logging.getLogger("interposer")
 
 
 class _TooSmallError(PackedFileError):
-    """The checkpoint is too small to be worth packing; no note is necessary."""
+    """The checkpoint is too small to be worth packing, which needs no note."""
 
 
 class _RankedModelError(PackedFileError):
-    """The model runs on several ranks; that needs a note, but no warning."""
+    """The model runs on several ranks, so packed weights are unavailable; a note says so."""
 
 
 def load_weights(
@@ -58,7 +58,7 @@ def load_weights(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[str]:
-    """Load the weights of a plan's model from packed weights or from its checkpoint.
+    """Load a planned model's weights from packed weights, or from its checkpoint.
 
     Args:
         sleep: waits for a number of seconds while another process writes the file.
@@ -99,7 +99,7 @@ def _map(
     progress: Progress,
     notes: list[str],
 ) -> None:
-    """Set the model to mapped packed weights; pack weights first if there is no file.
+    """Set the model's layers to mapped packed weights; without a file, pack the weights first.
 
     A thread publishes the new file.
 
@@ -158,7 +158,7 @@ def try_loading(
     progress: Progress,
     refusals: tuple[type[Exception], ...] = REFUSALS,
 ) -> Exception | None:
-    """Load a model in one way, and return the refusal, or None if the model was loaded.
+    """Load a model by the function ``load``; return None, or the error by which ``load`` refused.
 
     A refusal reports the negative of the progress so far, as the next way starts from the
     beginning.
@@ -186,7 +186,7 @@ def read(
     keep: Keep | None = None,
     copies: bool = True,
 ) -> None:
-    """Load the weights of a checkpoint through ``Weights.load``.
+    """Read the weights of a checkpoint by ``Weights.load``.
 
     Args:
         copies: whether ``keep`` copies the tensors of each group.
@@ -198,7 +198,7 @@ def read(
 
 
 def relocate(planned: Plan, weights: Weights, moves: Moves) -> tuple[str, ...]:
-    """Read the experts that move to this rank through ``Weights.relocate``."""
+    """Read the weights of experts that move to this rank, through ``Weights.relocate``."""
     checkpoint = download_weights(planned.checkpoint)
     tensors = _tensors(planned, checkpoint, weights)
     return weights.relocate(moves, tensors, checkpoint.names(), checkpoint.path)
@@ -207,7 +207,7 @@ def relocate(planned: Plan, weights: Weights, moves: Moves) -> tuple[str, ...]:
 def _tensors(
     planned: Plan, checkpoint: Checkpoint | CheckpointFile, weights: Weights
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    """Return the tensors of a checkpoint, after the quantization scheme's conversion."""
+    """Return the tensors of a checkpoint, converted by the quantization scheme."""
     scheme, tensors = planned.resolver.scheme, checkpoint.stream()
     return tensors if scheme is None else scheme.restored(tensors, weights)
 
@@ -215,7 +215,7 @@ def _tensors(
 def states_of(
     states: GroupData, number: int, group: LayerGroup, memory_of: MemoryOf
 ) -> list[State]:
-    """Return the states of a group, with tensors in the memories of ``memory_of``.
+    """Return the packed states of a layer group, with tensors in storages from ``memory_of``.
 
     Raises: PackedFileError: the states belong to another model.
     """
@@ -226,7 +226,7 @@ def states_of(
 
 
 def restore(weights: Weights, states: GroupData, memory_of: MemoryOf) -> None:
-    """Set all layers to packed states, with tensors in the memories of ``memory_of``.
+    """Set all layers to packed states, with tensors in storages from ``memory_of``.
 
     Raises: PackedFileError: the states belong to another model.
     """
@@ -238,13 +238,13 @@ def restore(weights: Weights, states: GroupData, memory_of: MemoryOf) -> None:
 
 
 def repeat_findings(weights: Weights, facts: Facts) -> None:
-    """Log the findings of the weight check at packing, unless the check is off now."""
+    """Log what the weight check found during packing, unless the check is off now."""
     if weights.check is not None and weights.check.policy != "off":
         weights.check.add(facts.non_finite or ())
 
 
 def packed_store_of(planned: Plan, checkpoint: Checkpoint | CheckpointFile) -> PackedStore:
-    """Return the store for the packed weights of a plan.
+    """Return the store that may hold the packed weights of a plan.
 
     Raises: PackedFileError: the weights have no packed form.
     """
@@ -261,7 +261,7 @@ def pack_into(
     weights: Weights,
     progress: Progress,
 ) -> Facts:
-    """Load the weights of a checkpoint into a packed file, without keeping a copy in memory.
+    """Load the weights of a checkpoint into a packed file, without another copy in memory.
 
     Returns: the facts for the header of the file.
     Raises:
@@ -291,7 +291,7 @@ def packed_file(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> PackedFile:
-    """Return the packed weights of a plan; pack and publish a file if there is none.
+    """Return the packed weights of a plan; without a file, pack the weights and publish a file.
 
     The model stays on the meta device.
 

@@ -1,4 +1,4 @@
-"""``pack``: write the packed weights of a model, which ``load`` then maps instead of packing."""
+"""The function ``pack``: writes the packed weights of a model to a file that ``load`` maps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from interposer_engine._planning import plan
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A packed file that was written.
+    """The result of ``pack``: path and size of the packed file, and the seconds that packing took.
 
     Attributes:
         num_bytes: size of the packed weights.
@@ -44,7 +44,7 @@ def pack(
     quantization: str | Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Packed:
-    """Write the packed weights of a model, so that ``load`` with the same arguments maps the file.
+    """Write a model's packed weights, which ``load`` with the same arguments then maps.
 
     Args:
         output: a folder; None is the folder next to the model, where ``load`` searches.
@@ -85,7 +85,7 @@ def pack(
 def check_packed(
     path: str | Path, output: str | Path | None = None, config: Config | None = None
 ) -> dict[Path, str]:
-    """Read all packed files of a model, and return the fault of each; "" for a valid file.
+    """Read all packed files of a model, and return each file's defect; "" for a valid file.
 
     Args:
         output: the folder to search; None is the folder next to the model.

@@ -1,4 +1,4 @@
-"""Converts states of finalized layers to plain data and back.
+"""Conversion of finalized layers' states to plain data and back.
 
 A layer's attributes after finalizing are tensors, functions of kernels, and settings that the layer
 had before loading. A tensor is recorded by the number of a memory in the file. An
@@ -34,14 +34,14 @@ _MAX_STEPS = 6  # from a layer to the function of a kernel that a method of a me
 
 
 class UnpackableError(Exception):
-    """A layer holds a value that no file can store; the text names the value."""
+    """A layer holds a value that a packed file cannot store; the text names the value."""
 
 
 class StateWriter:
-    """Converts the state of a layer to data."""
+    """Converts the state of a finalized layer to plain data."""
 
     def __init__(self, built: State, keep: Keep, device: str = "cpu") -> None:
-        """Prepare to compare states with the state in which the layer was built.
+        """Prepare to compare a layer's state with its state after construction.
 
         Args:
             built: the state in which the layer was built.
@@ -55,7 +55,7 @@ class StateWriter:
         self._walk = _reachable(built)
 
     def changes(self, state: State) -> dict[str, Data]:
-        """Return the attributes that differ from the built state, as data.
+        """Return the attributes that differ from the layer's built state, as plain data.
 
         Raises: UnpackableError: an attribute holds a value that no file can store.
         """
@@ -111,7 +111,7 @@ class StateWriter:
         ]
 
     def _copied_layer(self, layer: nn.Module) -> list[Any] | None:
-        """Return the path of the layer that ``layer`` was copied from, and the differences.
+        """Return the path of the layer from which ``layer`` was copied, and the changed attributes.
 
         A copy shares all attributes that were not replaced, so that the original is the layer that
         shares the most.
@@ -144,7 +144,7 @@ class StateWriter:
 def restored_state(
     built: State, changes: Mapping[str, Data], tensor_of: Callable[[int], torch.Tensor]
 ) -> State:
-    """Return the state of a layer from the data that ``StateWriter.changes`` returned.
+    """Return the layer state that results from the data of ``StateWriter.changes``.
 
     Args:
         built: the state in which the layer was built.
@@ -258,7 +258,7 @@ def _same(value: Any, built: Any) -> bool:
 
 
 def _reachable(built: State) -> Iterator[tuple[list[Any], Any]]:
-    """Yield ``(path, object)`` for all objects of the built state; paths have names and numbers."""
+    """Yield ``(path, object)`` for each object in a built state; paths list names and indices."""
     queue = deque([([name], value) for name, value in built.items()])
     visited_ids: set[int] = set()
     while queue:
@@ -296,7 +296,7 @@ GroupData = dict[str, list[dict[str, Any]]]
 def keep_states(
     states: GroupData, number: int, group: LayerGroup, hold: Keep, device: str = "cpu"
 ) -> None:
-    """Record the states of a finalized group in ``states``.
+    """Record the states of a finalized layer group in ``states``.
 
     Args:
         hold: stores a memory, uint8 on ``device``, and returns a number. Called once for each
@@ -324,7 +324,7 @@ def keep_states(
 def group_states(
     states: GroupData, number: int, group: LayerGroup, memory_of: Callable[[int], torch.Tensor]
 ) -> list[State]:
-    """Return the recorded states of a group, with tensors in the memories of ``memory_of``.
+    """Return the recorded states of a layer group, with tensors in storages of ``memory_of``.
 
     Raises: KeyError, ValueError, TypeError: the states belong to another model.
     """
@@ -333,7 +333,7 @@ def group_states(
 
 
 def expert_memories(changes: Mapping[str, Data], num_experts: int) -> dict[int, int | None]:
-    """Return the expert of each memory, by number; None for a memory that experts share.
+    """Return the expert of each tensor storage by its number; None for a shared storage.
 
     A sequence of ``num_experts`` members in the layer's state has one member for each expert.
 

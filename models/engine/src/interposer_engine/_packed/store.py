@@ -33,7 +33,7 @@ _log = logging.getLogger("interposer")
 
 
 def folder_next_to(path: Path) -> Path:
-    """Return the folder for packed weights: in the model's folder, or next to the model's file.
+    """Return the folder for packed weights, in the model's folder or next to the model's file.
 
     Other programs read all weight files of a model's folder, so that packed files need a subfolder.
     """
@@ -42,7 +42,7 @@ def folder_next_to(path: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class PackedStore:
-    """The packed weights of one key, next to the model or in the user's cache.
+    """The files of packed weights with one key, next to the model or in the user's cache.
 
     Attributes:
         key: identifies the weights and the versions of packages.
@@ -66,13 +66,13 @@ class PackedStore:
     def of(
         cls, key: PackedKey, checkpoint: Checkpoint | CheckpointFile, config: Config
     ) -> PackedStore:
-        """Return the store for a checkpoint under a configuration."""
+        """Return the store of packed weights for a checkpoint under a configuration."""
         cache = default_store(config)
         cache_folder, model_folder = cache.folder / _KIND, folder_next_to(checkpoint.path)
         return cls(key, model_folder, cache_folder, config.packed_bytes, config.weight_check, cache)
 
     def find(self) -> PackedFile | None:
-        """Return a file that matches the key, or None."""
+        """Return a packed file that matches the key, or None."""
         name = f"{self.key.address}{_SUFFIX}"
         for folder in (self.model_folder, self.cache_folder):
             if (file := self._matching_file(folder / name)) is not None:
@@ -105,7 +105,7 @@ class PackedStore:
         return file
 
     def _signature_fault(self, file: PackedFile) -> str:
-        """Return why a file comes from neither this user nor root; "" for a trusted file."""
+        """Return why a packed file is not trusted (neither this user nor root wrote it), or ""."""
         secret = self.cache.secret()
         if file.is_of_root or (secret is not None and file.is_signed(secret)):
             return ""
@@ -115,7 +115,7 @@ class PackedStore:
         )
 
     def judge_space(self, num_bytes: int) -> str:
-        """Return why a checkpoint of ``num_bytes`` does not fit into the cache; "" if it does."""
+        """Return why a checkpoint of ``num_bytes`` does not fit into the user's cache, or ""."""
         if num_bytes > self.max_cache_bytes:
             return f"it has {num_bytes} bytes, packed_bytes allows {self.max_cache_bytes}"
         # disk_usage needs an existing folder; the cache may not exist yet.
@@ -128,14 +128,14 @@ class PackedStore:
         return ""
 
     def writer(self, folder: Path) -> PackedWriter:
-        """Return a writer for a new file in ``folder``.
+        """Return a writer for a new packed file in ``folder``.
 
         Raises: PackedFileError: the file cannot be written.
         """
         return PackedWriter(folder / f"{self.key.address}{_SUFFIX}", self.cache.secret())
 
     def publish_soon(self, writer: PackedWriter, facts: Facts) -> None:
-        """Publish a file of the cache in a thread, which never delays the end of the process."""
+        """Publish a packed file in the cache by a thread that never delays the process's end."""
 
         def publish() -> None:
             with suppress(OSError, AttributeError):  # Linux sets the priority of one thread
@@ -151,7 +151,7 @@ class PackedStore:
         threading.Thread(target=publish, name="interposer-packed", daemon=True).start()
 
     def evict(self, newest: Path) -> None:
-        """Remove the least recently used files, until the cache is within the limit."""
+        """Remove the least recently used packed files until the cache is within its limit."""
         with suppress(OSError):
             stats = [(path.lstat(), path) for path in files_in(self.cache_folder)]
             files = [(stat.st_mtime_ns, stat.st_size, path) for stat, path in stats]
@@ -163,7 +163,7 @@ class PackedStore:
 
 
 def check_fault(facts: Facts, weight_check: str) -> str:
-    """Return why a policy rejects packed weights, from the check when packing; "" if accepted."""
+    """Return why the policy rejects packed weights, by the findings at packing time, or ""."""
     if weight_check == "off":
         return ""
     if facts.non_finite is None:

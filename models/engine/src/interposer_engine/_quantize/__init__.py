@@ -1,1 +1,1 @@
-"""Quantization of checkpoints: rounding, calibration, and writing the copy."""
+"""Quantization of checkpoints: rounding, calibration, and writing of the quantized copy."""

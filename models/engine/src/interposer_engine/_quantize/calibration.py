@@ -1,4 +1,4 @@
-"""Run a model block by block over calibration text, quantizing each block before the next one runs.
+"""Calibration: runs a model block by block over a text, quantizing each block before the next.
 
 Only one block's weights are in memory at a time, plus the hidden states of all sequences.
 Dimensions: T tokens of a sequence, H hidden size, O output features, I input features.
@@ -37,7 +37,7 @@ moments of their inputs ``[I, I]``; returns the dequantized weights in float32."
 
 
 def decoder_of(planned: Plan) -> Decoder:
-    """Return the decoder of a plan, if the blocks can run one by one.
+    """Return the decoder of a planned model, if its blocks can run one by one.
 
     Raises: ConfigError: the family does not build a ``CausalLM``, or a block needs more than the
         previous block's output.
@@ -53,7 +53,7 @@ def decoder_of(planned: Plan) -> Decoder:
 
 
 class CalibratedBlocks:
-    """The blocks of an unquantized float32 model, and the hidden states between two blocks.
+    """The decoder blocks of a float32 model, run one by one on the hidden states of a text.
 
     Args:
         planned: a plan of dtype float32; each block is freed after its run.
@@ -95,12 +95,12 @@ class CalibratedBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks of the model."""
+        """Number of decoder blocks of the model."""
         return len(self._decoder.layers)
 
     @torch.inference_mode()
     def quantize(self, index: int, names: Iterable[str], rounder: Rounder) -> None:
-        """Quantize the named layers of a block, in call order, then run the block.
+        """Quantize the named layers of a block in the order of their calls, then run the block.
 
         Each layer sees inputs computed by the quantized layers before it. Call this method or
         ``skip`` for every block in turn.
@@ -135,7 +135,7 @@ class CalibratedBlocks:
 
     @torch.inference_mode()
     def skip(self, index: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Run a block that is quantized already, with dequantized weights."""
+        """Run an already quantized block with its dequantized weights."""
         block = self._loaded_block(index)
         for layer in [module for module in block.modules() if isinstance(module, Linear)]:
             parts = _part_names(layer)
@@ -145,7 +145,7 @@ class CalibratedBlocks:
         self._advance(block, index)
 
     def _loaded_block(self, index: int) -> nn.Module:
-        """Load a block with plain, replaceable weights in the linear layers."""
+        """Load a block whose linear layers have plain weights that can be replaced."""
         block = self._decoder.layers[index]
         self._load(block)
         for layer in block.modules():
@@ -169,7 +169,7 @@ class CalibratedBlocks:
     def _run(
         self, block: nn.Module, index: int, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the block's output ``[T, H]`` and the residual stream ``[T, H]``."""
+        """Run a block, and return its output ``[T, H]`` and the residual stream ``[T, H]``."""
         pairs = [
             self._cache_and_plan(module)
             for module in block.modules()
@@ -182,7 +182,7 @@ class CalibratedBlocks:
         return block(hidden, None, cos, sin, cache, plan, None)  # type: ignore[no-any-return]
 
     def _cache_and_plan(self, layer: nn.Module) -> tuple[Any, Any]:
-        """Return an empty cache for a layer, and the layer's plan for one sequence."""
+        """Return an empty KV cache for a layer, and the layer's attention plan for one sequence."""
         batch = self._batch.attention
         if isinstance(layer, RecurrentLayer):
             state = layer.state_layout().allocate(1, self._device, cache_memory)
@@ -193,7 +193,7 @@ class CalibratedBlocks:
         return cache, layer.backend.plan(batch)
 
     def _load(self, module: nn.Module) -> None:
-        """Fill the parameters of all layers in ``module`` from the checkpoint."""
+        """Read the parameters of all layers in ``module`` from the checkpoint."""
         for layer in module.modules():
             if not isinstance(layer, PluggableLayer):
                 continue
@@ -223,7 +223,7 @@ _MAX_TOKENS = 2048
 def calibration_sequences(
     file: Path, tokenizer: TextTokenizer, context: int, least_tokens: int
 ) -> list[list[int]]:
-    """Cut a text into at most 128 sequences of equal length, spread evenly over the text.
+    """Cut a text into at most 128 token sequences of equal length, spread evenly over the text.
 
     A sequence is as long as the model's context, at most 2048 tokens. An incomplete last sequence
     is dropped.

@@ -1,4 +1,4 @@
-"""Safetensors files, written and read tensor by tensor, in any order.
+"""Safetensors files that are written and read tensor by tensor, in any order.
 
 Source: the format is described at https://github.com/huggingface/safetensors.
 """
@@ -47,12 +47,12 @@ Layout = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 def layout_bytes(layout: Layout) -> int:
-    """Return the size of all tensors in bytes."""
+    """Return the total size of the tensors in a layout, in bytes."""
     return sum(_num_bytes(*tensor) for tensor in layout.values())
 
 
 class ShardFile:
-    """A safetensors file that appears at ``path`` only when complete.
+    """A safetensors file that appears at ``path`` only once it is complete.
 
     Until then the content is in a file of the same folder with the ending ``.part``.
 
@@ -90,7 +90,7 @@ class ShardFile:
             raise self._storage_error(error) from error
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor to the position that the header states."""
+        """Write a tensor to the position that the file's header states."""
         start, end = self._offsets[name]
         content = _little_endian(tensor)
         assert content.numel() == end - start, name
@@ -144,7 +144,7 @@ class ShardFile:
 
 
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write all tensors to a file that appears atomically.
+    """Write tensors to a safetensors file that appears at its path only once complete.
 
     Raises: StorageError: the file cannot be written.
     """
@@ -159,7 +159,7 @@ def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _little_endian(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor in the file's byte order: uint8, contiguous."""
+    """Return the bytes of a tensor in little-endian order, as contiguous uint8."""
     octets = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     if sys.byteorder == "big" and tensor.itemsize > 1:
         octets = octets.view(-1, tensor.itemsize).flip(1).flatten()
@@ -168,7 +168,7 @@ def _little_endian(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor's entry in the header of a file; ``dtype`` is the name in safetensors."""
+    """A tensor's entry in the header of a safetensors file; ``dtype`` is safetensors' name."""
 
     shard: Path
     dtype: str
@@ -176,7 +176,7 @@ class StoredTensor:
 
 
 class TensorSource:
-    """All tensors of some safetensors files, by name.
+    """All tensors of some safetensors files, readable by name.
 
     Raises: CheckpointError: a file is corrupt, or two files contain a tensor of the same name.
     """

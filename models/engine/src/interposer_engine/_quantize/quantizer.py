@@ -1,4 +1,4 @@
-"""Write a quantized copy of a model directory."""
+"""The function ``quantize``, which writes a quantized copy of a model directory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from interposer_quantization.writing import quantization_config, weight_format
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """The result of a quantization.
+    """The result of ``quantize``: the written folder, sizes and quantized layers.
 
     Attributes:
         num_layers: linear layers that were quantized.
@@ -175,7 +175,7 @@ def _check_plain(checkpoint: Checkpoint) -> None:
 
 
 def _identity(path: Path) -> dict[str, Any]:
-    """Return facts that change when a weights file is replaced or modified."""
+    """Return facts about a weights file that change when the file is replaced or modified."""
     status = path.stat()
     return {"file": path.name, "bytes": status.st_size, "modified_ns": status.st_mtime_ns}
 

@@ -1,4 +1,4 @@
-"""Quantize the linear layers of a model, by rounding to nearest or by GPTQ."""
+"""Quantization of a model's linear layers, by rounding to nearest or by GPTQ."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _GROUP_SIZES = (128, 64, 32, 16)
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A linear layer of the checkpoint.
+    """A linear layer of the checkpoint that can be quantized.
 
     Attributes:
         product: prefix of the model's layer that runs it, alone or merged with others as one
@@ -52,7 +52,7 @@ class Layer:
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
-    """List the linear layers of a model in order, by the names that checkpoints use.
+    """List the linear layers of a model in order, with the names that the checkpoint uses.
 
     Raises: ConfigError: a weight is stored as ``[I, O]``.
     """
@@ -75,7 +75,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
 
 
 def plain_patterns(model: nn.Module) -> list[str]:
-    """Return patterns for layers that stay unquantized: routers, experts, latent projections.
+    """Return name patterns of layers that stay unquantized: routers, experts, latent projections.
 
     Other programs treat the matrices of such layers as linear layers.
     """
@@ -90,7 +90,7 @@ def plain_patterns(model: nn.Module) -> list[str]:
 
 
 def unignored_layers(layers: Sequence[Layer], ignore: Sequence[str]) -> list[Layer]:
-    """Return the layers that no pattern matches, by full name or by ``re:`` and a pattern.
+    """Return the layers that no ``ignore`` entry matches, a full name or ``re:`` with a pattern.
 
     A pattern after ``re:`` matches at the start of the name, as in the compressed-tensors library.
 
@@ -122,7 +122,7 @@ def unignored_layers(layers: Sequence[Layer], ignore: Sequence[str]) -> list[Lay
 
 
 def fitting_group_size(layers: Sequence[Layer], default: int) -> int:
-    """Return the first usual group size that divides the inputs of every layer, else ``default``.
+    """Return the first common group size that divides all layers' inputs, else ``default``.
 
     Args:
         default: the group size of the scheme.
@@ -186,7 +186,7 @@ _DTYPES = {DTYPE_NAMES[dtype]: dtype for dtype in (torch.bfloat16, torch.float16
 
 
 class RoundedLayers:
-    """The quantized tensors of all selected layers, computed one layer at a time.
+    """The quantized tensors of all selected layers, computed for one layer at a time.
 
     Raises: CheckpointError: the weight of a layer is missing, or has another shape or dtype.
     """
@@ -207,12 +207,12 @@ class RoundedLayers:
             self._check(layer, path)
 
     def layer_of(self, tensor: str) -> str | None:
-        """Return the layer of a weight; None for other tensors, and for unquantized layers."""
+        """Return the selected layer that a weight belongs to; None for any other tensor."""
         layer = tensor.removesuffix(".weight")
         return layer if layer != tensor and layer in self._layers else None
 
     def layout(self, layer: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return the dtype's name and the shape of every tensor that a layer is quantized to."""
+        """Return dtype name and shape of every tensor into which a layer is quantized."""
         stored = self._source.tensors[f"{layer}.weight"]
         rows, columns = stored.shape
         return {
@@ -221,7 +221,7 @@ class RoundedLayers:
         }
 
     def tensors(self, layer: str) -> dict[str, torch.Tensor]:
-        """Return the quantized tensors of a layer.
+        """Return the quantized tensors of one layer.
 
         Raises: CheckpointError: the weight is not finite.
         """
@@ -292,7 +292,7 @@ class RoundedLayers:
         return sum(layout_bytes(self.layout(name)) for names in missing_blocks for name in names)
 
     def _files(self, folder: Path, planned: Plan) -> list[tuple[Path, list[str]]]:
-        """Return the file of each block, and the layers to store in that file."""
+        """Return the file of each block, and the layers whose tensors each file stores."""
         pairs = []
         for index, block in enumerate(decoder_of(planned).layers):
             names = [layer.name for layer in layers_of(block) if layer.name in self._layers]
@@ -320,7 +320,7 @@ class RoundedLayers:
         return weight
 
     def _peak(self, layer: str) -> torch.Tensor | None:
-        """Return the largest magnitude of all layers that run as one matmul with this one.
+        """Return the largest weight magnitude of all layers that run as one matmul with this layer.
 
         The merged layer has only one tensor scale.
         """

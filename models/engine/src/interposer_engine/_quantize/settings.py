@@ -1,4 +1,4 @@
-"""Choice between the checkpoint's quantization and online quantization by the user."""
+"""Choice between the checkpoint's own quantization and quantization that the user requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def quantization_settings(
     registry: Registry,
     path: object,
 ) -> Mapping[str, Any] | None:
-    """Return the ``quantization_config`` to use; None for a model of plain weights.
+    """Return the ``quantization_config`` to use; None for a model of unquantized weights.
 
     Args:
         requested: Method of online quantization, or settings with its name as ``quant_method``;
@@ -73,7 +73,7 @@ def quantization_settings(
 
 
 def with_method(stored: Mapping[str, Any], path: object) -> Mapping[str, Any]:
-    """Return the checkpoint's settings, with the method that early releases left out.
+    """Return the checkpoint's settings, with a method name that early releases omitted.
 
     Raises: CheckpointError: the settings name no method, and no field implies one.
     """
@@ -90,7 +90,7 @@ def with_method(stored: Mapping[str, Any], path: object) -> Mapping[str, Any]:
 
 @contextmanager
 def stated_in(source: object, is_stated: bool) -> Iterator[None]:
-    """Within a ``with`` block, add the file's name to errors about settings of a checkpoint.
+    """Add the file's name to errors about a checkpoint's settings, within a ``with`` block.
 
     Args:
         is_stated: Whether the settings are the checkpoint's instead of the caller's.

@@ -1,4 +1,4 @@
-"""Writes the quantized copy of a model into a work folder, which survives an interrupted run.
+"""Writer of a model's quantized copy, in a work folder that survives an interruption.
 
 The work folder is ``.NAME.unfinished`` next to the target NAME, and the next run continues from it.
 ``manifest.json`` in it states the source and the settings; ``model`` becomes the target by one
@@ -23,7 +23,7 @@ _MANIFEST = "manifest.json"
 
 
 class WorkFolder:
-    """The work folder of a target; ``resumed`` says that an earlier run created the folder."""
+    """The work folder of a quantized copy; ``resumed`` says that an earlier run created it."""
 
     def __init__(self, target: Path, resumed: bool) -> None:
         self.target = target
@@ -34,7 +34,7 @@ class WorkFolder:
 
     @classmethod
     def open(cls, target: Path, settings: Mapping[str, Any], *, restart: bool) -> WorkFolder:
-        """Open the folder of an interrupted run with the same settings, or create a new one.
+        """Open the work folder of an interrupted run with the same settings, or create a new one.
 
         Args:
             settings: the settings as JSON; everything in the folder depends only on them.
@@ -65,7 +65,7 @@ class WorkFolder:
         return folder
 
     def finish(self) -> None:
-        """Rename the finished model to the target, and remove the work folder.
+        """Rename the finished copy to the target folder, and remove the work folder.
 
         Raises: StorageError: the target cannot be created, for example because it exists already.
         """
@@ -91,7 +91,7 @@ def _root(target: Path) -> Path:
 
 
 def _read_manifest(root: Path) -> dict[str, Any] | None:
-    """Return the settings of the run that created ``root``; None if the folder is empty.
+    """Return the settings of the run that created the work folder; None if it is empty.
 
     Raises: StorageError: the folder contains something else.
     """
@@ -137,7 +137,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".ms
 
 
 class CopyWriter:
-    """Writes one weights file per weights file of the source, then config and other files.
+    """Writes a weights file for each weights file of the source, then config and other files.
 
     Raises: CheckpointError: a tensor has an unknown dtype.
     """
@@ -165,7 +165,7 @@ class CopyWriter:
                 )
 
     def check_disk_space(self, folder: WorkFolder, temporary_bytes: int = 0) -> None:
-        """Raise StorageError if the disk is too small for the missing part of the copy.
+        """Raise StorageError if the free disk space is too small for the missing files of the copy.
 
         Args:
             temporary_bytes: size of temporary files that exist until the copy is complete.
@@ -184,7 +184,7 @@ class CopyWriter:
             )
 
     def write_weights(self, folder: WorkFolder, progress: Progress) -> None:
-        """Write every weights file that is missing, tensor by tensor."""
+        """Write every weights file that is still missing, tensor by tensor."""
         done_bytes, total_bytes = 0, self._checkpoint.num_bytes
         for shard in self._checkpoint.shards:
             progress("writing", done_bytes, total_bytes)
@@ -200,7 +200,7 @@ class CopyWriter:
         progress("writing", done_bytes, total_bytes)
 
     def write_rest(self, folder: WorkFolder, quantization: Mapping[str, Any]) -> None:
-        """Write the index and the config, and copy every other file without weights."""
+        """Write the index and the config, and copy all other files except weights."""
         if self._checkpoint.tensors:
             shards = self._layouts.items()
             index = {
@@ -221,7 +221,7 @@ class CopyWriter:
                     ) from error
 
     def _write_tensor(self, file: ShardFile, name: str) -> None:
-        """Write a tensor of the source, or the quantized tensors of a layer."""
+        """Write a tensor of the source model, or the quantized tensors that replace the weight."""
         layer = self._rounded.layer_of(name)
         if layer is None:
             file.write(name, self._source.read(name))

@@ -1,1 +1,1 @@
-"""Speculative decoding: draft tokens, and their verification by the target model."""
+"""Speculative decoding: drafting of tokens, and their verification by the target model."""

@@ -1,4 +1,4 @@
-"""Interface of speculative decoding in the steps of an engine."""
+"""Interface between an engine's steps and speculative decoding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from interposer_engine._sequence import Event, TokenSequence
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """Numbers of steps and of draft tokens, over all decode-only steps so far.
+    """Numbers of steps and of proposed and accepted draft tokens, over all decode-only steps.
 
     Attributes:
         plain_steps: Steps without draft tokens.
@@ -27,25 +27,25 @@ class SpeculationCounts:
 
     @property
     def acceptance(self) -> float:
-        """Fraction of draft tokens that the model accepted; 0 if there were none."""
+        """Fraction of the proposed draft tokens that the target model accepted; 0 if none."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
 
 
 class StepSpeculation(Protocol):
-    """Runs the steps of an engine with draft tokens, through the engine's own methods."""
+    """Interface that runs the steps of an engine with speculative decoding."""
 
     @property
     def figures(self) -> SpeculationCounts:
-        """Counts of steps and draft tokens so far."""
+        """Numbers of steps and of draft tokens so far."""
         ...
 
     def step(self, chunks: list[Chunk]) -> list[Event]:
-        """Compute the chunks of a step with allocated pages, and deliver the new tokens.
+        """Compute a step for chunks with allocated pages, and deliver the new tokens.
 
         See ``Engine.step``.
         """
         ...
 
     def forget(self, sequence: TokenSequence) -> None:
-        """Drop the state of a sequence that has ended."""
+        """Drop the draft state of a sequence that has ended."""
         ...

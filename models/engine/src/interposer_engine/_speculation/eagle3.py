@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: one block that reads the hidden states of three layers of the target model.
+"""EAGLE-3 draft heads: one block that reads hidden states of three layers of the target model.
 
 ``load_eagle3_head`` reads a checkpoint, and checks that the head fits the model.
 
@@ -40,12 +40,12 @@ _FIRST_POSITIONS = 4096
 
 
 def read_layers(num_layers: int) -> tuple[int, int, int]:
-    """Return the indices of the model's layers of which a head reads the inputs."""
+    """Return the indices of the three target-model layers whose inputs an EAGLE-3 head reads."""
     return 2, num_layers // 2, num_layers - 3
 
 
 class WideAttention(SelfAttention):
-    """Attention over a token embedding and a hidden state, concatenated to ``[T, 2 * H]``."""
+    """Attention whose input ``[T, 2 * H]`` joins a token embedding and a hidden state."""
 
     def __init__(
         self, site: Site, spec: AttentionSpec, hidden_size: int, rotary_size: int, bias: bool
@@ -64,7 +64,7 @@ class WideAttention(SelfAttention):
 
 
 class Eagle3(DecoderFamily):
-    """Settings of a head: a Llama with one layer, and a second vocabulary."""
+    """Settings of an EAGLE-3 head: a Llama of one layer, with a smaller vocabulary for drafts."""
 
     num_hidden_layers: Annotated[int, Field(ge=1, le=1)] = 1
     draft_vocab_size: Positive
@@ -74,7 +74,7 @@ class Eagle3(DecoderFamily):
 
     @property
     def stated_layers(self) -> object:
-        """The layer numbers in the config; None if the config has none."""
+        """The layer numbers that the config states for the head's inputs, or None."""
         fields = {"eagle_aux_hidden_state_layer_ids": self.eagle_aux_hidden_state_layer_ids}
         return {**fields, **(self.eagle_config or {})}["eagle_aux_hidden_state_layer_ids"]
 
@@ -87,16 +87,16 @@ class Eagle3(DecoderFamily):
         return self
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
-        """Create attention that reads a token embedding and a hidden state."""
+        """Build the attention that reads a token embedding and a hidden state."""
         return WideAttention(site, spec, self.hidden_size, self.rotary_size, self.attention_bias)
 
     def spec(self, site: Site, page_size: int) -> AttentionSpec:
-        """Return the spec of the head's attention."""
+        """Return the ``AttentionSpec`` of the head."""
         return self.attention_spec(site.at(f"{_BLOCK}.self_attn"), 0, page_size)
 
 
 class Eagle3Head(PredictionHead):
-    """EAGLE-3 head of a model.
+    """An EAGLE-3 head, which drafts tokens for a target model.
 
     The first step predicts the token after the next one from three hidden states of the model.
     Later steps read the head's own states, which are taken before the last norm.
@@ -142,7 +142,7 @@ class Eagle3Head(PredictionHead):
         return name.removeprefix("model.").replace("layers.0.", f"{_BLOCK}.", 1)
 
     def reserve_positions(self, count: int, device: str) -> None:
-        """Compute the rotary table for at least ``count`` positions."""
+        """Compute rotary angles for at least ``count`` positions."""
         if self._table is None or count > len(self._table[0]):
             # Twice the needed positions, so that growing sequences rarely compute the table again.
             rows, config = max(2 * count, _FIRST_POSITIONS), self.config
@@ -151,7 +151,7 @@ class Eagle3Head(PredictionHead):
             self._table = cos.to(device), sin.to(device)
 
     def fused(self, states: Tensor) -> Tensor:
-        """Project the hidden states of three layers, ``[T, F]``, to ``[T, H]``."""
+        """Project the concatenated hidden states of three layers, ``[T, F]``, to ``[T, H]``."""
         return self.fc(states)  # type: ignore[no-any-return]
 
     def forward(
@@ -163,7 +163,7 @@ class Eagle3Head(PredictionHead):
         plans: Sequence[Any],
         rows: Tensor,
     ) -> Tensor:
-        """Compute the head's states of the tokens at ``rows``; see ``PredictionHead``."""
+        """Compute the head's hidden states of the tokens at ``rows``; see ``PredictionHead``."""
         assert self._table is not None
         cos, sin = (table[positions] for table in self._table)
         embedding = self.embed_tokens or self._model[0].model.embed_tokens
@@ -192,7 +192,7 @@ _LEAST_LAYERS = 6  # with fewer, the three layers that a head reads would coinci
 def load_eagle3_head(
     path: str | Path, settings: Speculation, target: Target
 ) -> HeadDraftSource | None:
-    """Load the EAGLE-3 head in a folder or on the hub; return None if the path holds a model.
+    """Load an EAGLE-3 head from a folder or hub name; return None if the path is a full model.
 
     Raises:
         CheckpointError: the head does not fit the model, or is incomplete.
@@ -232,14 +232,14 @@ def load_eagle3_head(
 
 
 def _is_head(path: str | Path, config: Config) -> bool:
-    """Return whether the config at a path is of a head; weights are not read."""
+    """Return whether the config at a path describes an EAGLE-3 head, without reading weights."""
     fields = open_checkpoint(path, config)[0].config
     architectures = fields.get("architectures") or ()
     return "draft_vocab_size" in fields or not _ARCHITECTURES.isdisjoint(architectures)
 
 
 def _check_fit(config: Eagle3, model: CausalLM, source: Path) -> None:
-    """Raise CheckpointError if the head was trained for a model of other sizes."""
+    """Raise CheckpointError if the head's sizes differ from those of the target model."""
     head_sizes = {
         "vocab_size": config.vocab_size,
         "target_hidden_size": config.target_hidden_size or config.hidden_size,
@@ -273,7 +273,7 @@ def _check_fit(config: Eagle3, model: CausalLM, source: Path) -> None:
 
 
 def _tokens(offsets: Tensor | None, config: Eagle3, source: Path) -> Tensor | None:
-    """Return the model's token id of each token of the head, ``[W]``; None if the ids are equal.
+    """Return the target model's token id of each head token, ``[W]``; None if all ids are equal.
 
     Args:
         offsets: Tensor ``d2t``: the difference between the model's and the head's token id.

@@ -1,4 +1,4 @@
-"""Setup of speculative decoding while a model loads."""
+"""Setup of speculative decoding while a target model loads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from interposer_engine._speculation.speculator import DraftCostModel, Speculator
 
 
 class DraftSource(Protocol):
-    """A method of drafting tokens, with allocated memory; ``str`` describes the method.
+    """Interface of methods that draft tokens, with allocated memory; ``str`` names the method.
 
     Attributes:
         certain: Whether the proposer has no distributions of draft tokens.
@@ -41,12 +41,12 @@ class DraftSource(Protocol):
     notes: Sequence[str]
 
     def proposer(self, engine: Engine, sampling: DraftSampling, num_drafts: int) -> Proposer:
-        """Create the proposer of an engine's sequences."""
+        """Create the object that proposes draft tokens for an engine's sequences."""
         ...
 
 
 class NgramDraftSource:
-    """Prompt lookup."""
+    """Draft source for prompt lookup, which needs no model or memory."""
 
     certain = True
     notes: Sequence[str] = ()
@@ -55,12 +55,12 @@ class NgramDraftSource:
         return "prompt lookup"
 
     def proposer(self, engine: Engine, sampling: DraftSampling, num_drafts: int) -> Proposer:
-        """Create a prompt-lookup proposer; see ``DraftSource``."""
+        """Create a proposer that looks up draft tokens in the prompt and output."""
         return NgramProposer()
 
 
 class ModelDraftSource:
-    """A draft model.
+    """Draft source that runs a separate, smaller draft model.
 
     Raises:
         ConfigError: the vocabularies of draft and target differ, or one of both has an encoder.
@@ -88,7 +88,7 @@ class ModelDraftSource:
         return f"draft model {self._draft.path}"
 
     def proposer(self, engine: Engine, sampling: DraftSampling, num_drafts: int) -> Proposer:
-        """Create a proposer with followers in the draft model; see ``DraftSource``."""
+        """Create a proposer that runs the draft model; see ``DraftSource``."""
         return ModelProposer(
             self._draft.engine,
             sampling,
@@ -101,10 +101,10 @@ class ModelDraftSource:
 
 
 class SpeculationSetup:
-    """Draft source of a model, allocated before the size of the model's own cache is computed."""
+    """Draft source of a target model, allocated before the target's own KV cache is sized."""
 
     def __init__(self, settings: Speculation, target: Target) -> None:
-        """Load the draft model or head, if there is one.
+        """Load the draft model or the head, if drafting needs one.
 
         Raises: InterposerError: see ``ModelDraftSource``.
         """
@@ -125,7 +125,7 @@ class SpeculationSetup:
         self._saved = allocate_saved_states(planned.model, target.max_sequences, device)
 
     def start(self, engine: Engine, site: Site) -> list[str]:
-        """Turn speculative decoding on in an engine, and describe it.
+        """Enable speculative decoding in an engine, and return notes that describe the method.
 
         Args:
             site: Site of the engine's sampler.
@@ -143,6 +143,6 @@ class SpeculationSetup:
 
 
 def allocate_saved_states(model: object, max_sequences: int, device: str) -> SavedStates | None:
-    """Allocate copies of recurrent states; return None for other models."""
+    """Allocate copies of recurrent states; return None for models without recurrent layers."""
     layers = getattr(model, "state_layers", ())
     return SavedStates(layers, max_sequences, device) if len(layers) else None

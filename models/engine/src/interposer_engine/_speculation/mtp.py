@@ -1,4 +1,4 @@
-"""Draft tokens from an MTP head, which reads hidden states that the target model computes anyway.
+"""Draft tokens from an MTP head, which reads hidden states of the target model.
 
 ``HeadRunner`` runs the head on a separate paged KV cache, and ``HeadProposer`` draws the draft
 tokens.
@@ -38,7 +38,7 @@ from interposer_models.decoder import DecoderFamily, HiddenStates, PredictionHea
 
 
 class HeadRunner:
-    """Computes chunks of sequences with the hidden states of the preceding tokens.
+    """Runs an MTP head on chunks of sequences with the hidden states of the preceding tokens.
 
     Attributes:
         scheduler: Hands out the pages.
@@ -55,7 +55,7 @@ class HeadRunner:
         max_step_tokens: int,
         numerics: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Allocate the KV cache; see ``Runner``."""
+        """Allocate the KV cache of the head; see ``Runner``."""
         caches = Caches(head, page_size, num_pages, max_sequences, max_step_tokens)
         self.head, self.device = head, device
         self.scheduler = Scheduler(caches.pools, max_sequences, max_step_tokens)
@@ -64,7 +64,7 @@ class HeadRunner:
         self._caches = caches.allocate(device, 0)
 
     def compute(self, chunks: Sequence[Chunk], states: Tensor) -> Tensor:
-        """Compute the head's states ``[B, H]`` of the newest token of each chunk.
+        """Compute the head's hidden state of the newest token of each chunk, ``[B, H]``.
 
         Writes the keys and values of all tokens to the cache, but does not advance the sequences.
 
@@ -86,12 +86,12 @@ class HeadRunner:
             return self.head(*steps, self._caches, plans, rows)  # type: ignore[no-any-return]
 
     def fused(self, states: Tensor) -> Tensor:
-        """Project hidden states of the model to ``[T, H]``."""
+        """Project hidden states of the target model to the head's input, ``[T, H]``."""
         with self._numerics():
             return self.head.fused(states)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Compute the logits of the head's states."""
+        """Compute the logits of the head's hidden states."""
         with self._numerics():
             return self.head.logits(states)
 
@@ -101,7 +101,7 @@ _MOST_PENDING = 256  # pending states of a sequence, after which the head comput
 
 @dataclass(slots=True, eq=False)
 class _Follower:
-    """The head's view of a sequence: tokens, and states that the head has not computed yet.
+    """The head's copy of a sequence: its tokens, and hidden states still to be computed.
 
     Attributes:
         head_sequence: The head's sequence; the first token follows the state at ``origin``.
@@ -119,12 +119,12 @@ class _Follower:
 
     @property
     def end(self) -> int:
-        """Position of the next state."""
+        """Position of the next hidden state to add."""
         return self.origin + self.head_sequence.num_computed + self.num_pending
 
 
 class HeadProposer(Proposer):
-    """Collects the states of sequences, which the head mostly computes when it drafts tokens.
+    """Proposes draft tokens by an MTP head, and collects the hidden states that the head reads.
 
     If a sequence finds no pages in the head's cache, the head starts over with the next state of
     the sequence. The head also starts late if the first states were not computed because the prefix
@@ -138,7 +138,7 @@ class HeadProposer(Proposer):
         sampling: DraftSampling,
         is_reproducible: Callable[[TokenSequence], bool],
     ) -> None:
-        """Create a proposer without followers.
+        """Create a proposer that follows no sequence yet.
 
         Args:
             target: Runner of the target model, which records hidden states from now on.
@@ -149,7 +149,7 @@ class HeadProposer(Proposer):
         self._followers: dict[TokenSequence, _Follower] = {}
 
     def observe(self, sequence: TokenSequence, start: int, states: Tensor) -> None:
-        """Add the states ``[T, F]`` of the positions from ``start`` on, all of accepted tokens."""
+        """Add hidden states ``[T, F]`` of accepted tokens at the positions from ``start`` on."""
         follower = self._followers.get(sequence)
         if follower is None:
             follower = self._followers[sequence] = self._new_follower(sequence, start)
@@ -163,7 +163,7 @@ class HeadProposer(Proposer):
             self._compute_pending([follower])
 
     def propose(self, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> list[Draft]:
-        """Draw draft tokens from the head; see ``Proposer``."""
+        """Draw draft tokens from the head's logits; see ``Proposer``."""
         tokens: list[list[int]] = [[] for _ in sequences]
         probs: list[list[Tensor]] = [[] for _ in sequences]
         followers = {
@@ -213,7 +213,7 @@ class HeadProposer(Proposer):
         ]
 
     def forget(self, sequence: TokenSequence) -> None:
-        """Free the pages of a sequence in the head's cache."""
+        """Free the pages that a sequence has in the head's KV cache."""
         if follower := self._followers.pop(sequence, None):
             self._runner.scheduler.remove(follower.head_sequence)
 
@@ -225,7 +225,7 @@ class HeadProposer(Proposer):
         return _Follower(TokenSequence(sequence.id, [], params, seed, pages=pages), origin)
 
     def _restart(self, follower: _Follower, origin: int) -> None:
-        """Let the head start over with the state at ``origin``."""
+        """Let the head start over with the hidden state at position ``origin``."""
         self._runner.scheduler.remove(follower.head_sequence)
         follower.head_sequence.prompt.clear()
         follower.head_sequence.output.clear()
@@ -235,14 +235,14 @@ class HeadProposer(Proposer):
 
     @staticmethod
     def _append_tokens(sequence: TokenSequence, follower: _Follower) -> None:
-        """Append the known tokens that follow the collected states to the head's sequence."""
+        """Append the known tokens after the collected hidden states to the head's sequence."""
         num_known = follower.origin + 1 + len(follower.head_sequence.prompt)
         follower.head_sequence.prompt += sequence.tokens(
             num_known, min(len(sequence), follower.end + 1)
         )
 
     def _compute_pending(self, followers: Sequence[_Follower]) -> dict[_Follower, Tensor]:
-        """Compute pending states, and return the head's state of the newest token of each follower.
+        """Run the head on all pending hidden states; return its state of each newest token.
 
         Followers that find no pages start over and are missing in the result.
         """
@@ -272,7 +272,7 @@ class HeadProposer(Proposer):
         return state_by_follower
 
     def _run_head(self, chunks: Sequence[Chunk], states: Tensor) -> Tensor:
-        """Compute the head's states of the newest tokens."""
+        """Compute the head's hidden states of the chunks' newest tokens."""
         self._assign(chunks)
         return self._runner.compute(chunks, states)
 
@@ -288,7 +288,7 @@ class HeadProposer(Proposer):
     def _draw_tokens(
         self, pairs: Sequence[tuple[TokenSequence, TokenSequence]], states: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Draw the next token for each pair of a sequence and a head sequence."""
+        """Draw the next draft token for each pair of a target sequence and a head sequence."""
         model = self._target.model
         self._assign([Chunk(head_sequence, 1) for _, head_sequence in pairs])
         logits = self._runner.logits(states)
@@ -303,7 +303,7 @@ class HeadProposer(Proposer):
 
 
 class HeadDraftSource:
-    """A loaded MTP head.
+    """Draft source that runs a loaded MTP head.
 
     Args:
         page_size: Page size of the head's attention.
@@ -340,7 +340,7 @@ class HeadDraftSource:
         return self._description
 
     def proposer(self, engine: Engine, sampling: DraftSampling, num_drafts: int) -> Proposer:
-        """Create the proposer of an engine's sequences; see ``DraftSource``.
+        """Create a proposer that runs the head for an engine's sequences; see ``DraftSource``.
 
         Raises: ConfigError: the model does not expose hidden states.
         """
@@ -349,7 +349,7 @@ class HeadDraftSource:
 
 
 def load_checkpoint_head(settings: Speculation, target: Target) -> HeadDraftSource:
-    """Load the MTP head that the model's own checkpoint contains.
+    """Load the MTP head in the model's own checkpoint.
 
     Raises:
         ConfigError: the checkpoint contains no supported head.
@@ -382,7 +382,7 @@ def load_checkpoint_head(settings: Speculation, target: Target) -> HeadDraftSour
 def load_head(
     head: PredictionHead, checkpoint: Checkpoint, target: Target, resolver: Resolver | None = None
 ) -> None:
-    """Load the tensors of a head from a checkpoint.
+    """Load the tensors of an MTP head from a checkpoint.
 
     Args:
         resolver: Resolver of the head's kernels; None for that of the model.

@@ -1,4 +1,4 @@
-"""Proposers of draft tokens, and the kernels that sample and verify draft tokens.
+"""Objects that propose draft tokens, and the kernels that sample and verify draft tokens.
 
 ``ModelProposer`` runs a smaller model, which follows the sequences of the target model.
 ``NgramProposer`` looks up the newest tokens in the earlier ones.
@@ -31,14 +31,14 @@ from interposer_ops.sampling import greedy_verify, gumbel_argmax, rejection_samp
 
 
 class DraftSampling:
-    """Kernels of speculative decoding; bound only by engines with a proposer.
+    """Kernels that sample and verify draft tokens; bound only by engines with a proposer.
 
     The distribution of a row is that of ``sample_tokens``: the fields of ``SamplingParams`` with
     the marker ``Draw`` apply in their order.
     """
 
     def __init__(self, site: Site, vocab_size: int, num_drafts: int, certain: bool) -> None:
-        """Bind the kernels.
+        """Bind the kernels that sample and verify draft tokens.
 
         Args:
             num_drafts: S.
@@ -62,7 +62,7 @@ class DraftSampling:
         self._draw = None if certain else bound(gumbel_argmax)
 
     def draw(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor | None]:
-        """Draw one token per row of a draft model's logits.
+        """Draw one draft token per row of a draft model's logits.
 
         Args:
             logits: ``[R, V]``, any float dtype.
@@ -77,7 +77,7 @@ class DraftSampling:
         return self._draw(logits, temperature, batch.seeds, batch.steps), logits.softmax(-1)
 
     def verify_greedy(self, drafts: Tensor, counts: Tensor, logits: Tensor) -> Tensor:
-        """Return the tokens of greedy decoding, ``[B, S + 1]`` int64, padded with -1.
+        """Return the tokens of greedy decoding, verified: ``[B, S + 1]`` int64, padded with -1.
 
         Args:
             drafts: ``[B, S]`` int64.
@@ -95,7 +95,7 @@ class DraftSampling:
         batch: SamplingBatch,
         probs: Tensor | None,
     ) -> Tensor:
-        """Draw accepted tokens from the distributions of ``logits``.
+        """Accept draft tokens by rejection sampling, so that tokens follow the target distribution.
 
         Args:
             drafts, counts, logits: As in ``verify_greedy``, also the result.
@@ -109,7 +109,7 @@ class DraftSampling:
         return self._verify(drafts, probs, target, counts, *noise)[0]
 
     def _process_logits(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        """Return the logits whose softmax is the distribution of the rows."""
+        """Apply the sampling parameters to logits; their softmax is the sampling distribution."""
         logits = logits.to(self._wide_dtype)
         for kernel, names in self._kernels:
             columns = [getattr(batch, name) for name in names]
@@ -118,7 +118,7 @@ class DraftSampling:
         return logits
 
     def _padded_rows(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Return rows ``[R, V]`` as ``[B, S + 1, V]``, padded by repeating the last row."""
+        """Return logits ``[R, V]`` as ``[B, S + 1, V]``, padded by repeating each last row."""
         num_rows = self._num_drafts + 1
         if len(rows) == len(counts) * num_rows:
             return rows.view(len(counts), num_rows, -1)
@@ -128,10 +128,10 @@ class DraftSampling:
 
 
 class SavedStates:
-    """A second copy of each state row, to restore after a draft token was rejected."""
+    """Second copies of recurrent-state rows, to restore after a draft token was rejected."""
 
     def __init__(self, layers: Sequence[RecurrentLayer], max_sequences: int, device: str) -> None:
-        """Allocate the copies.
+        """Allocate memory for the copies.
 
         Args:
             max_sequences: Most sequences with a state at once.
@@ -141,17 +141,17 @@ class SavedStates:
         self._copies = [layout.allocate(count, device, cache_memory) for layout in layouts]
 
     def save(self, states: States, slots: Sequence[int]) -> None:
-        """Save the present state rows of sequences."""
+        """Copy the current recurrent-state rows of sequences."""
         copy_rows(states, slots, self._copies, slots)
 
     def restore(self, states: States, slots: Sequence[int]) -> None:
-        """Restore the last saved state rows of sequences."""
+        """Restore the last copies of the sequences' recurrent-state rows."""
         copy_rows(self._copies, slots, states, slots)
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Draft tokens that may follow a sequence.
+    """Draft tokens proposed for one sequence, with their probabilities.
 
     Attributes:
         tokens: The draft tokens.
@@ -164,10 +164,10 @@ class Draft:
 
 
 class Proposer(ABC):
-    """Proposes draft tokens, and may keep state for each sequence until ``forget``."""
+    """Interface that proposes draft tokens, with state per sequence until ``forget``."""
 
     def observe(self, sequence: TokenSequence, start: int, states: Tensor) -> None:
-        """Observe hidden states ``[T, F]`` of accepted tokens at the positions from ``start`` on.
+        """Record hidden states ``[T, F]`` of accepted tokens at the positions from ``start`` on.
 
         Called if the model's runner records hidden states. Most proposers need tokens only.
         """
@@ -175,15 +175,15 @@ class Proposer(ABC):
 
     @abstractmethod
     def propose(self, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> list[Draft]:
-        """Return a draft for each sequence, with at most ``counts[i]`` tokens."""
+        """Return a draft for each sequence, of at most ``counts[i]`` draft tokens."""
 
     @abstractmethod
     def forget(self, sequence: TokenSequence) -> None:
-        """Drop the state of a sequence that has ended; do nothing for an unknown one."""
+        """Drop the state kept for a sequence that has ended; do nothing for an unknown sequence."""
 
 
 class ModelProposer(Proposer):
-    """Keeps a follower in the draft model for each target sequence.
+    """Proposes tokens by a draft model, which holds a copy (follower) of each target sequence.
 
     Followers take pages of the draft model's cache while there are any. A sequence gets no draft
     tokens if its follower finds no pages, has not computed the prompt yet, or exceeds the draft
@@ -200,7 +200,7 @@ class ModelProposer(Proposer):
         is_reproducible: Callable[[TokenSequence], bool],
         saved: SavedStates | None = None,
     ) -> None:
-        """Create a proposer without followers.
+        """Create a proposer without copies of sequences.
 
         Args:
             draft: Engine of the draft model.
@@ -271,13 +271,13 @@ class ModelProposer(Proposer):
         ]
 
     def forget(self, sequence: TokenSequence) -> None:
-        """Free the pages of a sequence's follower."""
+        """Free the pages of the draft model's copy of a sequence."""
         if follower := self._followers.pop(sequence, None):
             self._num_saved.pop(follower, None)
             self._draft.scheduler.remove(follower)
 
     def _fits(self, follower: TokenSequence, count: int) -> bool:
-        """Return whether the draft model can compute a follower.
+        """Return whether the draft model has capacity for a follower sequence.
 
         The vocabulary of the draft model may be padded less than the target's.
         """
@@ -290,7 +290,7 @@ class ModelProposer(Proposer):
         )
 
     def _follower(self, sequence: TokenSequence) -> TokenSequence:
-        """Return the follower of a sequence, updated to the sequence's tokens."""
+        """Return the draft model's copy of a sequence, updated to the sequence's tokens."""
         follower = self._followers.get(sequence)
         if follower is None:
             params = sequence.params.model_copy(update={"adapter": None})
@@ -316,7 +316,7 @@ class ModelProposer(Proposer):
         return follower
 
     def _save_states(self, followers: list[TokenSequence]) -> None:
-        """Save the recurrent states of followers that contain no draft token yet."""
+        """Save the recurrent states of followers that have not computed any draft token yet."""
         if self._saved is not None and followers:
             slots = [follower.state_slot for follower in followers]
             self._saved.save(self._draft.runner.states, slots)
@@ -337,7 +337,7 @@ _LENGTHS = (3, 2)  # n-gram lengths in the order in which they are tried
 
 @dataclass(slots=True)
 class _Index:
-    """Positions of the n-grams of a sequence.
+    """Index of a sequence's n-grams, with the position of each.
 
     Attributes:
         tokens: Tokens of the sequence that were indexed so far, and the newest one.
@@ -350,7 +350,7 @@ class _Index:
     num_indexed: int = 0
 
     def grow(self, sequence: TokenSequence) -> None:
-        """Index the tokens that were appended to the sequence."""
+        """Add n-grams of the tokens that were appended to the sequence."""
         self.tokens += sequence.tokens(len(self.tokens), len(sequence))
         for end in range(self.num_indexed + 1, len(self.tokens)):
             for length in _LENGTHS:
@@ -360,7 +360,7 @@ class _Index:
         self.num_indexed = len(self.tokens) - 1
 
     def following(self, count: int) -> tuple[int, ...]:
-        """Return ``count`` tokens that followed the longest known n-gram; () without one.
+        """Return ``count`` tokens after the longest n-gram that occurred before; () without one.
 
         If fewer tokens followed, the tokens are repeated.
         """
@@ -373,13 +373,13 @@ class _Index:
 
 
 class NgramProposer(Proposer):
-    """Looks up the newest tokens of a sequence in the earlier tokens, without a model."""
+    """Proposes tokens by prompt lookup: the tokens after an earlier occurrence of an n-gram."""
 
     def __init__(self) -> None:
         self._indices: dict[TokenSequence, _Index] = {}
 
     def propose(self, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> list[Draft]:
-        """Return the tokens that followed the newest n-gram before; see ``Proposer``."""
+        """Return the tokens after an earlier occurrence of the newest n-gram; see ``Proposer``."""
         drafts = []
         for sequence, count in zip(sequences, counts, strict=True):
             index = self._indices.setdefault(sequence, _Index([]))
@@ -388,5 +388,5 @@ class NgramProposer(Proposer):
         return drafts
 
     def forget(self, sequence: TokenSequence) -> None:
-        """Drop the index of a sequence."""
+        """Drop the n-gram index of a sequence."""
         self._indices.pop(sequence, None)

@@ -1,4 +1,4 @@
-"""Settings of speculative decoding."""
+"""Settings of speculative decoding, and checks of the draft model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_TOKENS = 64
 
 @dataclass(frozen=True)
 class Speculation:
-    """Settings of speculative decoding: cheap draft tokens that the model verifies in one step.
+    """Settings of speculative decoding: cheap draft tokens, verified by the model in one step.
 
     Attributes:
         draft: Source of the draft tokens: ``"ngram"`` for prompt lookup; ``"heads"`` for the MTP
@@ -58,7 +58,7 @@ class Speculation:
 
     @classmethod
     def of(cls, value: str | Path | Speculation) -> Speculation:
-        """Convert the argument ``speculation`` of ``load`` to settings.
+        """Convert the argument ``speculation`` of ``load`` to ``Speculation`` settings.
 
         Raises: ConfigError: the argument has another type, or is a text that names no draft model.
         """
@@ -83,7 +83,7 @@ _CACHE_TOKENS = 32768
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The model that verifies draft tokens; the weights need not be loaded yet.
+    """The target model, which verifies draft tokens; its weights need not be loaded yet.
 
     Attributes:
         planned: The planned model.
@@ -103,13 +103,13 @@ class Target:
 
     @property
     def default_tokens(self) -> int:
-        """Default capacity of a draft model's or head's cache, in tokens."""
+        """Default number of tokens in the KV cache of a draft model or head."""
         context: int = self.planned.model.config.max_position_embeddings
         return min(self.max_sequences * context, _CACHE_TOKENS)
 
 
 def check_sources(path: Path, model: Any) -> None:
-    """Raise ConfigError if the model at ``path`` has an encoder."""
+    """Raise ConfigError if the model at ``path`` has an encoder, which draft models cannot use."""
     if has_encoder_inputs(model):
         raise ConfigError(
             f"{path} has an encoder, and draft models cannot read an encoder input. "
@@ -120,7 +120,7 @@ def check_sources(path: Path, model: Any) -> None:
 def check_vocabulary(
     path: Path, vocab_size: int, tokenizer: TextTokenizer, draft: LanguageModel
 ) -> None:
-    """Raise ConfigError if the draft model has another vocabulary than the model at ``path``."""
+    """Raise ConfigError if the draft model's vocabulary differs from that of the target model."""
     vocabulary, draft_vocabulary = tokenizer.vocabulary, draft.tokenizer.vocabulary
     # Without a tokenizer, only the vocabulary sizes can be compared.
     if vocabulary and draft_vocabulary:

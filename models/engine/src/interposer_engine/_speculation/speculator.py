@@ -1,4 +1,4 @@
-"""Speculative decoding: steps with logits for the newest token and each draft token.
+"""Steps with speculative decoding: logits for the newest token and for each draft token.
 
 Dimensions: R rows of logits, B sequences, S most draft tokens per sequence, V vocabulary.
 """
@@ -33,7 +33,7 @@ _STALE_AFTER = 32  # drafted steps after which plain steps are measured again: s
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A sequence of a step with draft tokens and rows of the logits."""
+    """A sequence of a step, with draft tokens and the logits' rows for the sequence."""
 
     chunk: Chunk
     draft: Draft
@@ -41,7 +41,7 @@ class _Row:
 
 
 class Speculator:
-    """Runs the steps of an engine, and verifies draft tokens in decode-only steps.
+    """Runs an engine's steps, and verifies draft tokens in the decode-only steps.
 
     Greedy requests get the tokens of greedy decoding. Requests with reproducible noise get the
     tokens that the sampler draws with this noise. Other requests get tokens of
@@ -63,7 +63,7 @@ class Speculator:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Create a speculator for an engine.
+        """Create the speculative decoding of an engine.
 
         Args:
             num_drafts: S.
@@ -121,13 +121,13 @@ class Speculator:
         return events
 
     def _run(self, chunks: list[Chunk]) -> list[Event]:
-        """Compute a step without draft tokens."""
+        """Compute a step without draft tokens, and deliver the new tokens."""
         engine = self._engine
         sequences, logits = engine.run(chunks)
         return engine.deliver(sequences, *engine.sample(sequences, logits))
 
     def _observe(self, chunks: list[Chunk], starts: list[int]) -> None:
-        """Pass recorded hidden states of accepted tokens to the proposer.
+        """Pass the recorded hidden states of accepted tokens to the proposer.
 
         Args:
             starts: Positions of the first tokens of the chunks.
@@ -144,11 +144,11 @@ class Speculator:
             row += chunk.num_rows
 
     def forget(self, sequence: TokenSequence) -> None:
-        """Drop the state of a sequence that has ended."""
+        """Drop the proposer's state of a sequence that has ended."""
         self._proposer.forget(sequence)
 
     def _is_decode(self, chunk: Chunk) -> bool:
-        """Return whether a chunk is the newest token, or recomputes accepted tokens before it."""
+        """Return whether a chunk is a decode step: one new token, or recomputed accepted ones."""
         if not chunk.is_last or chunk.num_tokens == 1:
             return chunk.is_last
         sequence = chunk.sequence
@@ -156,7 +156,7 @@ class Speculator:
         return is_restored and chunk.num_tokens <= self._num_drafts + 1
 
     def _propose(self, chunks: list[Chunk]) -> list[_Row]:
-        """Return rows with draft tokens for which pages are free; none without a draft token."""
+        """Propose draft tokens for which pages are free; return no rows without draft tokens."""
         scheduler = self._engine.scheduler
         budget = scheduler.max_step_tokens - sum(chunk.num_tokens for chunk in chunks)
         sequences, counts = [], []
@@ -188,7 +188,7 @@ class Speculator:
         return rows if start > len(chunks) else []
 
     def _max_drafts(self, sequence: TokenSequence) -> int:
-        """Return how many draft tokens a sequence can use; each step adds one more token."""
+        """Return how many draft tokens a sequence can use; each step adds one token besides."""
         params = sequence.params
         if not params.takes_logits_alone:
             return 0
@@ -230,7 +230,7 @@ class Speculator:
         return events
 
     def _verifier(self, row: _Row) -> Callable[[list[_Row], Tensor], list[list[int]]] | None:
-        """Return the verification method of a sequence; None without draft tokens."""
+        """Return the function that verifies a sequence's drafts; None without draft tokens."""
         if not row.draft.tokens:
             return None
         # A custom sampler may not take the argmax, even for greedy requests.
@@ -246,7 +246,7 @@ class Speculator:
         return self._token_lists(self._sampling.verify_greedy(*self._draft_tensors(rows), logits))
 
     def _verify_reproducible(self, rows: list[_Row], logits: Tensor) -> list[list[int]]:
-        """Return the sampler's tokens, up to the first that differs from the draft token."""
+        """Return the tokens that the sampler draws, up to the first that differs from the draft."""
         sampled = self._engine.sampler(logits, self._batch(rows))[0].tolist()
         accepted, start = [], 0
         for row in rows:
@@ -271,7 +271,7 @@ class Speculator:
         return self._token_lists(self._sampling.verify(*drafts, logits, batch, probs))
 
     def _draft_tensors(self, rows: list[_Row]) -> tuple[Tensor, Tensor]:
-        """Return draft tokens ``[B, S]``, padded with zeros, and the counts ``[B]``."""
+        """Return all draft tokens as ``[B, S]``, padded with zeros, and the counts as ``[B]``."""
         width = self._num_drafts
         tokens = [[*row.draft.tokens, *[0] * (width - len(row.draft.tokens))] for row in rows]
         counts = [len(row.draft.tokens) for row in rows]
@@ -331,7 +331,7 @@ class Speculator:
 
 
 def is_reproducible(engine: Engine, sequence: TokenSequence) -> bool:
-    """Return whether a sequence must get exactly the tokens that the engine's sampler draws.
+    """Return whether a sequence must get exactly the tokens that the sampler would draw.
 
     A seed promises that. A sampler of another class may promise the same, and is treated alike.
     """
@@ -341,7 +341,7 @@ def is_reproducible(engine: Engine, sequence: TokenSequence) -> bool:
 
 @dataclass(slots=True)
 class _BatchSize:
-    """Measured decode steps with about the same number of sequences.
+    """Measured durations of decode steps with about the same number of sequences.
 
     Attributes:
         plain: Seconds of the last steps without draft tokens, except those right after a drafted
@@ -358,7 +358,7 @@ class _BatchSize:
 
 
 class DraftCostModel:
-    """Decides which steps use draft tokens, so that drafting loses at most 1% of the decode time.
+    """Decides which steps use draft tokens, so that drafting loses at most 1% of decode time.
 
     A plain step gives each sequence one token. A drafted step costs its duration. It saves the
     seconds in which plain steps produce as many tokens: tokens per sequence, times the median of
@@ -375,7 +375,7 @@ class DraftCostModel:
     """
 
     def __init__(self, agreed: Callable[[bool], bool] = bool) -> None:
-        """Start with an empty loss budget.
+        """Start with a loss budget of zero.
 
         Args:
             agreed: ``Engine.agree``: makes all ranks follow the clock of one.
@@ -387,13 +387,13 @@ class DraftCostModel:
         self._num_skips = 0
 
     def skips_measurement(self) -> bool:
-        """Return whether the next step runs plain and unmeasured."""
+        """Return whether the next step runs without draft tokens and without a measurement."""
         is_skipped = self._num_skips > 0
         self._num_skips -= is_skipped
         return self._agreed(is_skipped)
 
     def allows_drafts(self, num_sequences: int) -> bool:
-        """Return whether the next step may use draft tokens."""
+        """Return whether the next step may use draft tokens, by the measured costs."""
         size = self._size(num_sequences)
         is_measured = len(size.plain) >= _MIN_PLAIN_STEPS and size.num_drafted < _STALE_AFTER
         return self._agreed(is_measured and self._budget >= 0)
@@ -401,7 +401,7 @@ class DraftCostModel:
     def record_plain_step(
         self, num_sequences: int, seconds: float, drafting_seconds: float
     ) -> None:
-        """Record a decode step without draft tokens.
+        """Record the duration of a decode step without draft tokens.
 
         Args:
             drafting_seconds: Time spent on drafting without a result, in addition to ``seconds``.
@@ -427,7 +427,7 @@ class DraftCostModel:
     def record_drafted_step(
         self, num_sequences: int, seconds: float, num_tokens: int, drafting_seconds: float
     ) -> None:
-        """Record a step that verified draft tokens and produced ``num_tokens`` tokens.
+        """Record the duration of a step that verified draft tokens and added ``num_tokens`` tokens.
 
         Args:
             seconds: Time of the step without drafting.

@@ -1,4 +1,4 @@
-"""The protocol of a weight transfer: connections, votes, and the headers of buckets.
+"""The protocol of weight transfers: connections, votes of the ranks, and headers of buckets.
 
 A trainer sends tensors in buckets. A ``Header`` lists the tensors, or pieces of tensors, in a
 bucket. A ``Channel`` broadcasts headers and buckets, and counts the votes of all ranks.
@@ -28,7 +28,7 @@ ALIGNED_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive bytes of one tensor; mostly the complete tensor.
+    """A range of bytes of one tensor; mostly the complete tensor.
 
     Attributes:
         shape: shape of the complete tensor.
@@ -46,33 +46,33 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the complete tensor in bytes."""
+        """Size of the piece's complete tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def is_whole(self) -> bool:
-        """Say whether the piece is the complete tensor."""
+        """Say whether the piece covers the complete tensor."""
         return self.count == self.num_bytes
 
     @property
     def row_bytes(self) -> int:
-        """Size of one row of the tensor in bytes, along the first dimension."""
+        """Size of one row of the piece's tensor in bytes, along the first dimension."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     @property
     def is_last(self) -> bool:
-        """Say whether the tensor ends with the piece."""
+        """Say whether the piece contains the end of the tensor."""
         return self.start + self.count == self.num_bytes
 
     @property
     def text(self) -> str:
-        """The piece as JSON, for a header."""
+        """The piece as JSON text, for a header."""
         dtype = str(self.dtype).removeprefix("torch.")
         return json.dumps([self.name, dtype, self.shape, self.start, self.count, self.is_apart])
 
     @classmethod
     def of(cls, fields: Any) -> Piece:
-        """Return the piece from fields in a header.
+        """Return the piece that fields of a header describe.
 
         Raises: ValueError: the fields describe no valid piece.
         """
@@ -94,7 +94,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The pieces of the next bucket, or the end of the transfer.
+    """The list of pieces in the next bucket, or the end of the transfer.
 
     Attributes:
         ends: no bucket follows this header.
@@ -111,14 +111,14 @@ class Header:
         return max((start + piece.count for start, piece in self.placed()), default=0)
 
     def placed(self) -> Iterator[tuple[int, Piece]]:
-        """Yield ``(offset in the bucket, piece)``."""
+        """Yield each piece with its byte offset in the bucket: ``(offset, piece)``."""
         start = 0
         for piece in self.pieces:
             yield start, piece
             start = aligned(start + piece.count)
 
     def transfers(self) -> Iterator[tuple[int, int, int | None]]:
-        """Yield the broadcasts of the bucket.
+        """Yield the byte ranges of the bucket that are broadcast together.
 
         Neighbouring pieces share a broadcast, unless ``is_apart`` is set.
 
@@ -139,7 +139,7 @@ class Header:
             yield first, self.num_bytes, None
 
     def encoded(self) -> torch.Tensor:
-        """Return the header as uint8 ``[HEADER_BYTES]``: JSON, padded with blanks."""
+        """Return the header as a tensor, uint8 ``[HEADER_BYTES]``: JSON, padded with blanks."""
         pieces = ",".join(piece.text for piece in self.pieces)
         text = _text(pieces, self.ends, self.failure)
         # The failure of a trainer can be any text.
@@ -149,7 +149,7 @@ class Header:
 
     @classmethod
     def decoded(cls, encoded: torch.Tensor, bucket_bytes: int) -> Header:
-        """Return the header that ``encoded`` returned as a tensor.
+        """Return the header that ``encoded`` has converted to a tensor.
 
         Raises: ValueError: the tensor contains no header, or the bucket would be larger than
             ``bucket_bytes``.
@@ -164,12 +164,12 @@ class Header:
 
 
 def fits(texts: Iterable[str]) -> bool:
-    """Say whether pieces with such texts fit into one header."""
+    """Say whether pieces whose JSON texts are ``texts`` fit into one header."""
     return len(_text("", True, "")) + sum(len(text) + 1 for text in texts) <= HEADER_BYTES
 
 
 def aligned(num_bytes: int) -> int:
-    """Round a number of bytes up to the alignment of pieces."""
+    """Round a number of bytes up to the alignment of pieces in a bucket."""
     return -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
 
 
@@ -179,15 +179,15 @@ def _text(pieces: str, ends: bool, failure: str) -> str:
 
 
 class Work(Protocol):
-    """A collective that has been started."""
+    """Handle of a collective operation that has been started."""
 
     def wait(self, timeout: timedelta, /) -> bool:
-        """Wait until the collective has ended; raise RuntimeError if it failed."""
+        """Wait until the collective has ended; raise RuntimeError if the collective failed."""
         ...
 
 
 class Link(Protocol):
-    """Collectives among the processes of one weight transfer.
+    """Collective operations among the processes of one weight transfer.
 
     Attributes:
         device: device of the transferred tensors: the host if the group uses gloo for the host.
@@ -198,7 +198,7 @@ class Link(Protocol):
     device: torch.device
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
-        """Start to broadcast a tensor of rank ``source`` into the tensors of the other ranks."""
+        """Start to broadcast a tensor of rank ``source`` to the tensors of the other ranks."""
         ...
 
     def gather(self, gathered: list[torch.Tensor], tensor: torch.Tensor) -> Work:
@@ -206,15 +206,15 @@ class Link(Protocol):
         ...
 
     def break_up(self) -> None:
-        """Mark the connections as unusable after a failure."""
+        """Mark the connections as unusable after a failed transfer."""
         ...
 
 
 class GroupLink:
-    """Connections over a process group; None is the default group."""
+    """Collective operations over an existing process group; None is the default group."""
 
     def __init__(self, group: distributed.ProcessGroup | None) -> None:
-        """Use a process group that the program has created.
+        """Use a process group that the program has created, or the default group.
 
         Raises: ConfigError: the program has no process group.
         """
@@ -239,14 +239,14 @@ class GroupLink:
         return work  # type: ignore[no-any-return]
 
     def break_up(self) -> None:
-        """Do nothing: the program owns the group."""
+        """Do nothing: the program that created the process group ends it."""
 
 
 _HOST = torch.device("cpu")
 
 
 def device_of(config: str) -> torch.device:
-    """Return the device of the tensors that a process group can transfer.
+    """Return the device on which a process group can transfer tensors.
 
     Args:
         config: devices and backends of the group, such as ``"cpu:gloo,acme:accl"``. A backend of an
@@ -259,7 +259,7 @@ def device_of(config: str) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """An address at which a trainer and receivers connect, to transfer weights.
+    """Network address at which a trainer and receivers connect to transfer weights.
 
     Pass the meeting as ``group`` to ``send_weights`` and ``WeightsFrom``. Its connections are
     separate from the process groups of the program, are reused by later transfers, and last until
@@ -279,7 +279,7 @@ class Meeting:
 
 
 def linked(meeting: Meeting, timeout_seconds: float) -> Link:
-    """Return the connections of a meeting, after waiting for all processes.
+    """Connect to the address of a meeting, and return the link once all processes are connected.
 
     Raises:
         ConfigError: the rank or the address is invalid.
@@ -303,7 +303,7 @@ def linked(meeting: Meeting, timeout_seconds: float) -> Link:
 
 
 class _MeetingLink:
-    """The connections of this process at a meeting."""
+    """Collective operations over the connections that were made at a meeting."""
 
     device = torch.device("cpu")
 
@@ -347,14 +347,14 @@ _MAX_REASON_CHARACTERS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """A tensor that is being broadcast; the memory is in use until ``wait`` returns."""
+    """A tensor that is being broadcast, and whose memory is in use until ``wait`` returns."""
 
     tensor: torch.Tensor
     wait: Callable[[], None]
 
 
 class Channel:
-    """A trainer (rank ``source``) and its receivers: broadcasts of tensors, and votes of all ranks.
+    """Connection of a trainer (rank ``source``) and receivers: broadcasts tensors, counts votes.
 
     A call that does not end within ``timeout_seconds``, or during which a rank dies, raises
     RankError. The group is unusable after that.
@@ -371,7 +371,7 @@ class Channel:
         timeout_seconds: float,
         bucket_bytes: int = 0,
     ) -> None:
-        """Check the group, or wait for the other processes of a meeting; send nothing.
+        """Check the process group, or wait for the processes of a meeting; send nothing yet.
 
         Args:
             source: rank of the trainer; None if this process is the trainer.
@@ -397,13 +397,13 @@ class Channel:
         self._timeout = timedelta(seconds=timeout_seconds)
 
     def post(self, tensor: torch.Tensor) -> Posted:
-        """Start to broadcast a tensor of the source into the tensors of the other ranks."""
+        """Start to broadcast a tensor from the source to tensors of the other ranks."""
         with self._raise_rank_errors():
             work = self._link.broadcast(tensor, self.source)
         return Posted(tensor, lambda: self._wait(work))
 
     def vote(self, stage: str, refusal: str = "") -> None:
-        """Send this rank's consent or refusal to all ranks, and return if all ranks consent.
+        """Send this rank's consent or refusal to all ranks; return only if all ranks consent.
 
         Args:
             stage: stage of the transfer; must be the same on all ranks.
@@ -432,7 +432,7 @@ class Channel:
             self._count([bytes(vote.cpu().numpy()) for vote in votes], facts)
 
     def _count(self, votes: list[bytes], facts: dict[str, Any]) -> None:
-        """Raise RankError if a rank refuses or votes on another transfer than this rank."""
+        """Raise RankError if a rank refuses, or votes on another transfer than this rank."""
         refusals = []
         for rank, vote in enumerate(votes):
             try:

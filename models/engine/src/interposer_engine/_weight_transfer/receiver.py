@@ -1,4 +1,4 @@
-"""Receives weights from a trainer: buckets arrive while earlier ones are prepared."""
+"""Receiver of weights from a trainer: buckets arrive while earlier ones are prepared."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Tensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class WeightsFrom:
-    """The weights that ``send_weights`` sends from another process, for ``update_weights``.
+    """Settings with which ``update_weights`` receives the weights of ``send_weights``.
 
     All processes of the group take part. Each receiver has its own model, or a part of one.
 
@@ -50,7 +50,7 @@ class WeightsFrom:
 
 
 def at_rank(weights_from: WeightsFrom, rank: int) -> WeightsFrom:
-    """Return the settings for one rank of a model that runs on several ranks."""
+    """Return these settings for one rank of a model that runs on several ranks."""
     group = weights_from.group
     if isinstance(group, Meeting):
         return replace(weights_from, group=replace(group, rank=group.rank + rank))
@@ -58,7 +58,7 @@ def at_rank(weights_from: WeightsFrom, rank: int) -> WeightsFrom:
 
 
 def offer_of(tensors: Tensors | WeightsFrom) -> Offer:
-    """Return the offer for the argument of ``update_weights``: tensors, or a trainer's weights."""
+    """Return an ``Offer`` of the tensors or the trainer that ``update_weights`` was called with."""
     if isinstance(tensors, WeightsFrom):
         return Reception(tensors)
     return Offer(tensors.items() if isinstance(tensors, Mapping) else tensors)
@@ -66,7 +66,7 @@ def offer_of(tensors: Tensors | WeightsFrom) -> Offer:
 
 @dataclass(slots=True)
 class _Bucket:
-    """A bucket that is being broadcast.
+    """A bucket of tensor pieces whose broadcast has been started.
 
     Attributes:
         buffers: model memory for the tensors of some pieces, by the number of the piece.
@@ -81,7 +81,7 @@ class _Bucket:
 
 
 class Reception(Offer):
-    """Weights that arrive from a trainer, as an offer to the model.
+    """An ``Offer`` of weights that arrive from a trainer.
 
     All ranks vote three times: before the first bucket, when the weights are prepared, and after
     the models have changed. If one rank refuses, all ranks raise an error and no model changes.
@@ -102,7 +102,7 @@ class Reception(Offer):
         self._stage = "ready"  # the next stage to vote on; "" if the group is unusable
 
     def __enter__(self) -> Self:
-        """Leave cores to the transfer: one for the thread here, and one for a local trainer."""
+        """Reduce the number of threads, to leave cores for the transfer and for a local trainer."""
         self._num_threads = torch.get_num_threads()
         if self._channel.device.type == "cpu":
             # Threads that work on one weight spin until the slowest is done, which would take
@@ -116,7 +116,7 @@ class Reception(Offer):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Vote on the end of the transfer: consent, or the error as a refusal."""
+        """Vote on the end of the transfer: consent, or refuse with the error."""
         torch.set_num_threads(self._num_threads)
         if error is None:
             try:
@@ -134,11 +134,11 @@ class Reception(Offer):
                 self._vote(f"{type(error).__name__}: {error}")
 
     def is_exclusive(self, tensor: torch.Tensor) -> bool:
-        """Say whether the tensor was assembled from pieces, in memory of its own."""
+        """Say whether the tensor was assembled from pieces in its own memory."""
         return tensor is self._assembled
 
     def confirm(self) -> None:
-        """Vote, and return if all ranks have prepared the weights."""
+        """Vote, and return once all ranks have prepared the weights."""
         self._vote()
 
     def _vote(self, refusal: str = "") -> None:
@@ -148,7 +148,7 @@ class Reception(Offer):
         self._stage = {"ready": "prepared", "prepared": "applied"}.get(stage, "")
 
     def tensors(self, buffer_for: BufferFor) -> Iterator[tuple[str, torch.Tensor | TensorBuffer]]:
-        """Yield names and tensors, or full buffers of tensors that were received by rows."""
+        """Yield names with tensors, or with filled buffers of tensors that arrived by rows."""
         self._buffer_for = buffer_for
         self._vote()
         assembled: torch.Tensor | None = None
@@ -181,7 +181,7 @@ class Reception(Offer):
             raise self._protocol_error("the last tensor lacks pieces")
 
     def _received_buckets(self) -> Iterator[_Bucket]:
-        """Yield buckets, while the next bucket and header arrive."""
+        """Yield received buckets, while the next bucket and header arrive."""
         try:
             yield from self._pipelined_buckets()
         except RankError:
@@ -240,7 +240,7 @@ class Reception(Offer):
         return bucket
 
     def _buffer(self, piece: Piece) -> TensorBuffer | None:
-        """Return model memory for a piece; None if the tensor must be assembled outside."""
+        """Return model memory for a piece; None if the tensor must be assembled elsewhere."""
         if not piece.start:
             # A row that is longer than a bucket is split between pieces.
             has_rows = 0 < piece.row_bytes <= self._channel.bucket_bytes

@@ -1,4 +1,4 @@
-"""Sends a trainer's weights: one bucket is packed while another is sent."""
+"""Sender of a trainer's weights: one bucket is packed while another is broadcast."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def send_weights(
     bucket_bytes: int = BUCKET_BYTES,
     timeout_seconds: float = 300.0,
 ) -> None:
-    """Replace the weights of models in all other processes of a group: of all models or of none.
+    """Replace the weights of the models in all other processes of a group: of all or of none.
 
     Each of these processes calls ``update_weights(WeightsFrom(group, source))`` with the rank of
     this process as source. Small tensors are copied into two buckets in turn, so that one is packed
@@ -76,7 +76,7 @@ def send_weights(
 
 
 class _Outbox:
-    """Two buckets: one is filled while the other is sent."""
+    """Two buckets, of which one is filled while the other is broadcast."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -95,7 +95,7 @@ class _Outbox:
 
     @torch.no_grad()
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Pack a tensor, and send each bucket that becomes full."""
+        """Pack a tensor into the buckets, and broadcast each bucket that is full."""
         path = f"weights of rank {self._channel.rank}"
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise CheckpointError(path, f"{name!r:.100} is {type(tensor).__name__}, not a tensor")
@@ -150,14 +150,14 @@ class _Outbox:
                 return
 
     def release(self) -> None:
-        """Wait until no tensor is being sent from the caller's memory."""
+        """Wait until no broadcast reads from the caller's memory any more."""
         if self._apart:
             self.send()
         if self._sends_callers_memory:
             self._settle_all()
 
     def send(self) -> None:
-        """Start to send the filled bucket, and wait until the other one has been sent."""
+        """Start to broadcast the filled bucket, after the other one has been sent."""
         if not self._pieces:
             return
         header = Header(tuple(self._pieces))
@@ -173,7 +173,7 @@ class _Outbox:
         self._settle()
 
     def end(self, failure: str = "") -> None:
-        """Send the end of the transfer, with the reason for a failure."""
+        """Send the end of the transfer, with the reason if the transfer failed."""
         header = Header(ends=True, failure=failure).encoded()
         posted_header = self._channel.post(header.to(self._channel.device))
         self._settle_all()
