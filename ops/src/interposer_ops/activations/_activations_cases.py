@@ -99,7 +99,7 @@ class _Activation:
     sample_options: _Options
 
     def build(self, point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
-        """Draw the case of a point; up elements are drawn before gates."""
+        """Build the case of a test point; up elements are drawn before gates."""
         shape, numbers = point["shape"], point["numbers"]
         up = None
         if self.arrange:
@@ -203,7 +203,7 @@ def _quantized(point: Point, dtype: torch.dtype, generator: torch.Generator) -> 
 def _quantized_case(
     gate: Tensor, up: Tensor, scale: Tensor, out_dtype: torch.dtype, label: str = ""
 ) -> Case:
-    """Build the case, with up elements of 0 where a result is near a rounding boundary."""
+    """Build the case of an activation that quantizes; results stay clear of rounding boundaries."""
     largest = torch.finfo(out_dtype).max
     exact = torch.nn.functional.silu(gate.double()) * up.double() / scale.double()
     # The margin is far above the error of four float32 operations and an approximate exponential.

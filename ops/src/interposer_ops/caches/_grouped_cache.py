@@ -21,7 +21,7 @@ def grouped_bytes(head_size: int) -> int:
 
 
 def round_groups(x: Tensor) -> Tensor:
-    """Quantize rows to 4 bits: base + step * q for each group, with q from 0 to 15.
+    """Quantize rows to 4 bits in groups: base + step * q, with q from 0 to 15.
 
     The base is the smallest number, rounded down to bfloat16; the step is a fifteenth of the
     distance from the base to the largest number, rounded up. So no q is clamped, and the error is

@@ -59,7 +59,7 @@ class RankGroup:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Create the group together with the other ranks.
+        """Create the process group together with the other ranks.
 
         Args:
             clock: returns seconds, for the time in which ranks report after a failure.

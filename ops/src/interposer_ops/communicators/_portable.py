@@ -24,7 +24,7 @@ _BACKEND_SUM_DTYPES = frozenset(
 
 
 class TorchCommunicator(Communicator):
-    """Collectives of a process group: gloo over host memory, else the platform's backend.
+    """Collectives of a process group: gloo in host memory, or the platform's own backend.
 
     Ranks of different platforms exchange data over host memory. ``all_reduce`` sums as the backend
     does, in the tensor's dtype; ``reduce_scatter`` sums in float32 in the order of the ranks.

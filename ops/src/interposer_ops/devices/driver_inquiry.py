@@ -56,7 +56,7 @@ class DriverLibrary:
     """A driver's C library, whose functions return 0 or an error code."""
 
     def __init__(self, names: Iterable[str], error_text: Callable[[ctypes.CDLL, int], str]) -> None:
-        """Load the library.
+        """Load the driver's C library.
 
         Args:
             names: names or paths of the library; the first that loads is used.
@@ -67,7 +67,7 @@ class DriverLibrary:
         self._error_text = error_text
 
     def call(self, name: str, *arguments: object, ignored: Container[int] = ()) -> None:
-        """Call a function.
+        """Call a function of the library; an error code that is not ignored raises DriverError.
 
         Args:
             ignored: error codes that are no failure.
@@ -85,7 +85,7 @@ class DriverLibrary:
     def read(
         self, output: _Output, name: str, *arguments: object, ignored: Container[int] = ()
     ) -> _Output:
-        """Call a function that writes ``output``, and return ``output``.
+        """Call a function of the library that fills ``output``, and return ``output``.
 
         Args:
             output: number, structure or array of ctypes.

@@ -142,7 +142,7 @@ def _build(
     block_size: int,
     **axes: str,
 ) -> Case:
-    """Build the case of a point.
+    """Build the case of a test point: random operands in the format, with block scales.
 
     Args:
         axes: names of axes by the options of ``weight_format.draw`` that take their values.

@@ -198,7 +198,7 @@ def _sample(
 
 
 def _case(x: Tensor, label: str = "") -> Case:
-    """Build a case with exact results: a scale is the exponent of the block's peak."""
+    """Build a case with exact results: each scale is the exponent of the block's peak."""
     return Case(label, {"x": x}, {"hidden_size": x.shape[-1]}, reduction=0)
 
 

@@ -47,7 +47,7 @@ def rotary_frequencies(
     scaling: Mapping[str, Any] | None = None,
     num_positions: int | None = None,
 ) -> tuple[Tensor, float]:
-    """Return the angle per position, ``[R / 2]`` float32 in radians, and the table's magnitude.
+    """Return the rotary angle per position, ``[R / 2]`` float32, and the table's magnitude.
 
     Args:
         num_positions: maximum context length, which selects the factors of ``longrope`` and the
@@ -84,7 +84,7 @@ def rotary_frequencies(
 def _dynamic(
     rotary_size: int, theta: float, scaling: Mapping[str, Any], num_positions: int | None
 ) -> Tensor:
-    """Increase the base if the context is longer than ``max_position_embeddings``."""
+    """Increase the RoPE base for contexts beyond ``max_position_embeddings`` (dynamic NTK)."""
     longest = _number(scaling, "max_position_embeddings")
     factor, context = _number(scaling, "factor"), max(num_positions or 0, longest)
     # The exponent R / (R - 2) is undefined for a single pair.

@@ -50,7 +50,7 @@ class Router(WideLinear):
         return self.select(logits, self.top_k, self.renormalize)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Choose the experts of ``x`` ``[T, H]``.
+        """Choose the experts of each token ``x`` ``[T, H]``; return weights and expert ids.
 
         Returns: weights ``[T, K]`` float32 and expert ids ``[T, K]`` int32.
         """

@@ -52,7 +52,7 @@ class Projection:
     kind: type[Linear] = Linear
 
     def whole(self, site: Site) -> Linear:
-        """Build the layer with all inputs and outputs, replicated on every rank."""
+        """Build the layer replicated on every rank, with all inputs and outputs."""
         if issubclass(self.kind, MergedLinear):
             return self.kind(site, self.in_features, self.parts, self.bias)
         return self.kind(site, self.in_features, sum(self.parts.values()), self.bias)
@@ -96,7 +96,7 @@ class Projection:
         return {(part, name): piece for name, piece in slices.items()}
 
     def _check(self, site: Site, inputs: int, parts: Mapping[str, int]) -> None:
-        """Raise CannotShardError if no quantization method can build the shard."""
+        """Raise CannotShardError if the quantization method cannot build the shard."""
         try:
             self._build_parameters(site, inputs, parts)
         except InterposerError as error:
