@@ -62,5 +62,5 @@ class UnorderedGPTQLinear(GPTQLinear):
         PackedLinear.create_weights(self, layer, site, in_features, out_features, bias)
 
     def groups(self, layer: nn.Module) -> torch.Tensor | None:
-        """Return None: groups are consecutive."""
+        """Return None instead of the group of each input: groups are consecutive."""
         return None

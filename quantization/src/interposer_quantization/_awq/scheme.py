@@ -62,5 +62,5 @@ class AWQLinear(PackedLinear):
 
 
 def awq_experts(weights: Weights) -> ExpertsMethod | None:
-    """Return the fused-op method for experts with this storage, or None."""
+    """Return the fused-op method for experts in this storage format, or None."""
     return packed_experts(AWQLinear(weights), False)

@@ -135,7 +135,7 @@ class GPTQLinear(PackedLinear):
 
 
 def gptq_experts(weights: Weights, indexed: bool = True) -> ExpertsMethod | None:
-    """Return the fused-op method for experts with this storage, or None."""
+    """Return the fused-op method for experts in this storage format, or None."""
     # The fused op cannot permute the inputs of each expert.
     if weights.ordered is False:
         return None

@@ -46,7 +46,7 @@ def weight_format(
     asymmetric: bool = False,
     activations: str | None = None,
 ) -> WeightFormat:
-    """Return the weight format of a scheme.
+    """Return the weight format that a scheme of ``interposer quantize`` writes.
 
     Args:
         group_size: of 4-bit weights, by default 128.
