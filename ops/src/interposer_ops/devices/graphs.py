@@ -101,7 +101,7 @@ def judge_choices(
 
 
 def judge_compilation(step: Callable[..., Any]) -> Verdict:
-    """Refuse to capture a step that torch.compile compiled: compiled code may capture graphs itself.
+    """Refuse to capture a step that torch.compile compiled: compiled code may use graphs itself.
 
     Args:
         step: a function, or a module, whose submodules are checked, too.
