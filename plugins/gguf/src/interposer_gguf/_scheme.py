@@ -79,7 +79,7 @@ class GGUF(QuantizationScheme):
         return self.linear_method(prefix, (prefix.rpartition(".")[2],))
 
     def embedding_method(self, prefix: str, head: str | None) -> EmbeddingMethod | None:
-        """Return the method for the embedding at ``prefix``, or None for a plain embedding."""
+        """Return the method for the embedding at ``prefix``, or None if unquantized."""
         layout = self.formats.get(prefix)
         return None if layout is None else BlocksEmbedding(layout)
 

@@ -46,7 +46,7 @@ class BitsAndBytes(QuantizationScheme):
     def restored(
         self, tensors: Iterator[tuple[str, torch.Tensor]], places: Container[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors; dequantize packed experts and routers that the model needs plain.
+        """Yield the checkpoint's tensors, with packed experts and routers dequantized.
 
         Raises: CheckpointError: tensors of a packed weight are missing or contradict each other.
         """
