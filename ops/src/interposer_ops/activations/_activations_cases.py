@@ -1,4 +1,4 @@
-"""Cases of the elementwise and gated activations.
+"""Test cases of the elementwise and gated activations.
 
 T tokens, I intermediate size.
 """
@@ -61,7 +61,7 @@ def _product(gate: float, up: float, _: _Options) -> float:
 
 
 def _no_magnitude(_: float, __: float, ___: _Options) -> float:
-    """Return 0 for results of multiplications only, whose errors are relative to the result."""
+    """Return a magnitude of 0: multiplications alone have errors relative to the result."""
     return 0.0
 
 

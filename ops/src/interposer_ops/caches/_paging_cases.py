@@ -49,5 +49,5 @@ def caches(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def starts_of(lengths: list[int]) -> Tensor:
-    """Return the first row of every sequence, then the total, ``[B + 1]`` int64."""
+    """Return the first row of every sequence, and the total number of rows, ``[B + 1]`` int64."""
     return torch.tensor([0, *lengths]).cumsum(0)

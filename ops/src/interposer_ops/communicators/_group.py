@@ -41,7 +41,7 @@ def ordered_group(members: Sequence[int], backend: str, timeout_seconds: float) 
 
 
 class RankGroup:
-    """A process group over ``ranks``, with the backend and the time limit that ``ranks`` states.
+    """A process group over ``ranks``, with the backend and the time limit of ``ranks``.
 
     The group is separate from the group of ``ranks``, which stays usable if a lost rank breaks this
     one.

@@ -101,7 +101,7 @@ class DriverLibrary:
 
 @dataclass(frozen=True, slots=True)
 class DriverInquiry:
-    """A program that queries one driver.
+    """A child-process program that queries one device driver.
 
     The last line that the program prints is a JSON object. The object has a key ``devices`` if the
     query succeeded, and otherwise the keys ``call``, ``code`` and ``text`` of the failure. The
@@ -120,7 +120,7 @@ class DriverInquiry:
     explanations: Mapping[int, str] = field(default_factory=dict)
 
     def run(self, *arguments: str, limit_seconds: float = 60.0) -> dict[str, Any]:
-        """Run the program with the environment of this process, and return its JSON object.
+        """Run the query program with this process's environment, and return its JSON object.
 
         Raises:
             DriverError: the driver cannot be loaded, or returns an error.

@@ -34,7 +34,7 @@ def list_folder(folder: Path) -> list[Path]:
 
 
 def pci_devices(root: Path, vendor: str, classes: Sequence[str]) -> list[Path]:
-    """Return the folders of a vendor's PCI devices, sorted by address, which is a folder's name.
+    """Return the folders of a vendor's PCI devices, sorted by PCI address.
 
     Args:
         root: folder that contains ``sys``.

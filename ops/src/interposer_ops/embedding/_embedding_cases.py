@@ -1,4 +1,4 @@
-"""Cases of embedding lookups in float and integer tables.
+"""Test cases of embedding lookups in float and integer tables.
 
 T tokens, V rows of the table, H hidden size, G numbers per scale.
 """
@@ -82,7 +82,7 @@ embedding_cases = CaseSpace(
 
 
 def embedding_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Make T random tokens and a table."""
+    """Make T random tokens and an embedding table."""
     generator = torch.Generator().manual_seed(seed)
     weight = _table(dims, dtype, generator)
     token_ids = torch.randint(len(weight), (num_tokens,), generator=generator)

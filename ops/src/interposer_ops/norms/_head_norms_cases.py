@@ -1,4 +1,4 @@
-"""Cases of the norms of heads and groups.
+"""Test cases of the norms of heads and groups.
 
 Dimensions: T tokens, N heads, K kv heads, D head size, H hidden size.
 """

@@ -1,4 +1,4 @@
-"""Cases of the norms over the hidden states. T tokens, H hidden size.
+"""Test cases of the norms over the hidden states. T tokens, H hidden size.
 
 Quantized results are compared exactly. So no element lies close to a rounding boundary, where
 float32 errors would decide the result. No element lies on a tie either: a reciprocal root is not

@@ -1,4 +1,4 @@
-"""Cases of linear layers of MXFP4, MXFP8 and NVFP4.
+"""Test cases of linear layers of MXFP4, MXFP8 and NVFP4.
 
 I input features, O output features.
 """

@@ -1,4 +1,4 @@
-"""Cases of linear layers of int8 inputs and 8-bit or 4-bit integer weights.
+"""Test cases of linear layers of int8 inputs and 8-bit or 4-bit integer weights.
 
 I input features, O output features, G groups of S inputs that share a scale of the weight.
 """

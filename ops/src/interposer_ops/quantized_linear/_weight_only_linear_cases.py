@@ -1,4 +1,4 @@
-"""Cases of linear layers with integer weights and float inputs.
+"""Test cases of linear layers with integer weights and float inputs.
 
 I input features, O output features, G inputs per scale.
 """

@@ -1,4 +1,4 @@
-"""Cases of the quantizers to 8-bit floats.
+"""Test cases of the quantizers to 8-bit floats.
 
 H hidden size, B block size, T tokens.
 """

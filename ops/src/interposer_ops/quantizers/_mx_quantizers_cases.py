@@ -1,4 +1,4 @@
-"""Cases of the quantizers to the microscaling formats and back.
+"""Test cases of the quantizers to the microscaling formats and back.
 
 H hidden size, T tokens.
 """

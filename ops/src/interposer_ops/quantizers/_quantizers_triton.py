@@ -112,7 +112,7 @@ def _quantize_blocks(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, PER_ROW: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     FORMAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize blocks of rows; each program handles ``ROWS`` blocks as if these were rows."""
+    """Quantize blocks of rows; each program handles ``ROWS`` blocks."""
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     block_mask = block < num_blocks
     first = (block % PER_ROW) * BLOCK

@@ -1,4 +1,4 @@
-"""Cases of the quantizers of weights to integers.
+"""Test cases of the quantizers of weights to integers.
 
 O output features, I input features, G inputs per scale.
 """

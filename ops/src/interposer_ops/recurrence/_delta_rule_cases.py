@@ -1,4 +1,4 @@
-"""Cases of the gated delta rule.
+"""Test cases of the gated delta rule.
 
 T tokens, H query and key heads, V value heads, K key size, D value size, B sequences, R rows of the
 state pool.

@@ -1,4 +1,4 @@
-"""Cases of the state space scan, including lightning attention.
+"""Test cases of the state space scan, including lightning attention.
 
 T tokens, N heads, P head size, G groups, S state size, B sequences, R rows of the state pool.
 """

@@ -1,4 +1,4 @@
-"""Cases of the rotary embedding.
+"""Test cases of the rotary embedding.
 
 T tokens, N heads, K kv heads, D head size, R rotated size.
 """

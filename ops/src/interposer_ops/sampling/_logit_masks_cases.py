@@ -1,4 +1,4 @@
-"""Cases of the ops that edit logits before sampling.
+"""Test cases of the ops that edit logits before sampling.
 
 B sequences, V vocabulary, M listed tokens.
 """

@@ -1,4 +1,4 @@
-"""Cases of ``token_logprobs``.
+"""Test cases of ``token_logprobs``.
 
 Ids are compared exactly: logits are equal or differ by at least 1/64.
 

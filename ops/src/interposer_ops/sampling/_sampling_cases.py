@@ -1,4 +1,4 @@
-"""Cases of the penalties and of the ops that sample tokens.
+"""Test cases of the penalties and of the ops that sample tokens.
 
 Tokens are compared exactly, so that random rows must be clear: no token is near the truncation
 threshold, and the winner's score exceeds the second one clearly.

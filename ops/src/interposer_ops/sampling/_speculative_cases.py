@@ -1,4 +1,4 @@
-"""Cases of the verification of draft tokens.
+"""Test cases of the verification of draft tokens.
 
 Tokens are compared exactly: no uniform number is near the acceptance threshold, and the score of
 each draw's winner exceeds the second one clearly. Elements that kernels must not read are NaN or a

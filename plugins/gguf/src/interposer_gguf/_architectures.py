@@ -65,7 +65,7 @@ def _olmo(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _mistral(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Refuse queries that are scaled by position, as in Ministral 3; return no extra fields.
+    """Return no extra config fields; refuse queries scaled by position, as in Ministral 3.
 
     Raises: UnsupportedModelError: the file has such a scale.
     """

@@ -22,7 +22,7 @@ _PREFIX = "model.layers.0.self_attn.q_proj"
 
 
 class GGUF(QuantizationScheme):
-    """Block formats by layer name, and experts in MXFP4; other layers are not quantized."""
+    """Scheme of GGUF files: block formats by layer name, experts in MXFP4, other layers floats."""
 
     method = "gguf"
 

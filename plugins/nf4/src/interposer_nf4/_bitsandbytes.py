@@ -16,7 +16,7 @@ from interposer_quantization import stored_alike
 
 
 class BitsAndBytes(QuantizationScheme):
-    """NF4 and FP4, with or without double quantization, and LLM.int8()."""
+    """Scheme of NF4 and FP4, with or without double quantization, and of LLM.int8()."""
 
     method = "bitsandbytes"
 

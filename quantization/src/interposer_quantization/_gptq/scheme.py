@@ -25,7 +25,7 @@ _ONES = {4: 0x11111111, 8: 0x01010101}
 
 
 class GPTQ(HeadScheme):
-    """4-bit or 8-bit weights with groups of inputs in any order, with or without zero points."""
+    """Scheme of 4-bit or 8-bit weights with groups in any order, with or without zero points."""
 
     method = "gptq"
     settings_class = Settings

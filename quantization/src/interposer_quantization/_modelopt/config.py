@@ -133,7 +133,7 @@ class Group(SettingsModel):
     pre_quant_scale: bool | None = None
 
     def check(self, stored: Stored) -> None:
-        """Raise ValueError if the group's weights contradict ``stored``."""
+        """Raise ValueError if the group's weights contradict the format ``stored``."""
         kind, bits, _ = _NUMBERS[stored.algorithm]
         stated_format = (self.weights.type, self.weights.num_bits, self.weights.group_size)
         if stated_format != (kind, bits, stored.group_size):

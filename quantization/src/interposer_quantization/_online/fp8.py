@@ -46,7 +46,7 @@ class OnlineFp8Settings(HeadSettings):
 
 
 class OnlineFp8(OnlineScheme):
-    """Weights quantized to float8_e4m3fn by ``finalize``; inputs quantized at run time."""
+    """Scheme whose ``finalize`` quantizes weights to FP8; inputs are quantized at run time."""
 
     method = "online_fp8"
     settings_class = OnlineFp8Settings

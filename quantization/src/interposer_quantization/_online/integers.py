@@ -84,7 +84,7 @@ class OnlineSettings(HeadSettings):
 
 
 class _OnlineIntegers(OnlineScheme):
-    """Weights rounded to the nearest integer by ``finalize``."""
+    """Base of the online integer schemes: ``finalize`` rounds weights to the nearest integer."""
 
     settings_class = OnlineSettings
     settings: OnlineSettings
@@ -104,19 +104,19 @@ class _OnlineIntegers(OnlineScheme):
 
 
 class OnlineInt8(_OnlineIntegers):
-    """8-bit weights; inputs are 8-bit too unless ``activations`` is ``"none"``."""
+    """Online scheme of 8-bit weights; inputs are 8-bit too unless ``activations`` is ``"none"``."""
 
     method = "online_int8"
 
 
 class OnlineInt4(_OnlineIntegers):
-    """4-bit weights in groups; inputs are 8-bit if ``activations`` is ``"int8"``."""
+    """Online scheme of 4-bit weights in groups; 8-bit inputs if ``activations`` is ``"int8"``."""
 
     method = "online_int4"
 
 
 class OnlineW4A8(_OnlineIntegers):
-    """4-bit weights in groups with 8-bit inputs."""
+    """Online scheme of 4-bit weights in groups with 8-bit inputs."""
 
     method = "online_w4a8"
 

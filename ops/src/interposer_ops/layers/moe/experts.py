@@ -278,5 +278,5 @@ def _offset(rows: Tensor, bias: Tensor | None, experts: Tensor | None) -> Tensor
 
 
 def interleaved(halves: Tensor) -> Tensor:
-    """Interleave the two halves of dimension 1: first half's entry, then second half's entry."""
+    """Interleave the two halves of dimension 1, starting with the first half."""
     return torch.stack(halves.chunk(2, 1), 2).flatten(1, 2)

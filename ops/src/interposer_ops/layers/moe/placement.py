@@ -94,7 +94,7 @@ class ExpertPlacement:
         return tuple(map(tuple, copies))
 
     def shares(self, loads: Sequence[float]) -> list[float]:
-        """Compute the load of each rank; copies of an expert divide its rows evenly.
+        """Compute the load of each rank; the copies of an expert share the expert's rows evenly.
 
         Args:
             loads: rows of each expert, ``[E]``.
@@ -262,7 +262,7 @@ class _PlacementBuilder:
 
 
 def _keep_slots(before: Sequence[int], after: Sequence[int]) -> Iterator[int]:
-    """Yield the new experts of a rank; an expert that stays keeps the slot.
+    """Yield a rank's new experts in slot order; an expert that stays keeps the slot.
 
     Only the slots of experts that move are read again.
     """

@@ -42,7 +42,7 @@ class Router(WideLinear):
         self.bind_choice(replace(site, dtype=self.dtype), sizes)
 
     def bind_choice(self, site: Site, sizes: Mapping[str, int]) -> None:
-        """Bind the op that chooses the experts; a subclass may bind another op."""
+        """Bind the top-k op that chooses the experts; a subclass may bind another op."""
         self.select = site.bind(topk_softmax, **sizes, renormalize=self.renormalize)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -170,7 +170,7 @@ class _Summand(nn.Module):
         self._layer = (layer,)  # a tuple hides the module from torch's child modules
 
     def forward(self, x: Tensor) -> Tensor:
-        """Project this rank's inputs to ``[..., O]``."""
+        """Project this rank's inputs to partial outputs ``[..., O]``."""
         (layer,) = self._layer
         return layer.kernel(x, *layer.operands)  # type: ignore[misc]
 

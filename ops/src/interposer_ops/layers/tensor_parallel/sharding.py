@@ -223,7 +223,7 @@ class CannotShardError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """Builds and caches the parameters for any axis size; None if a size cannot be built."""
+    """Builder and cache of a layer's parameters for any axis size; None if a size is invalid."""
 
     build: Callable[[int], Parameters]
     built: dict[int, Parameters | None]
@@ -253,7 +253,7 @@ def probe_site(site: Site) -> Site:
 def slices_between(
     place: str, build: Callable[[int], Parameters], shard: Shard, ranks: int
 ) -> dict[str, Slice]:
-    """Return a rank's slices of the parameters along one axis, by parameter name.
+    """Return this rank's slices of the parameters along one axis, by parameter name.
 
     Args:
         build: creates the parameters for an axis of the given size.
@@ -340,7 +340,7 @@ def _edge(probe: _Probe, name: str, dim: int, at: int, shard: Shard) -> int | No
 
 
 def _groups(probe: _Probe, name: str, shard: Shard) -> tuple[int, int] | None:
-    """Return the range of group numbers of this rank, if the parameter holds group numbers."""
+    """Return this rank's range of quantization groups, if the parameter stores group numbers."""
     complete = probe.of(shard.whole)
     assert complete is not None
     sharded = probe.of(shard.size)
@@ -389,7 +389,7 @@ def parameters_of(layer: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def empty_layer(kind: type[PluggableLayer], site: Site, **attributes: Any) -> Any:
-    """Create a layer without calling its constructor, for a method to add parameters."""
+    """Create a layer without calling its constructor, to which a method adds parameters."""
     layer = object.__new__(kind)
     nn.Module.__init__(layer)
     vars(layer).update(prefix=site.prefix, **attributes)
