@@ -36,7 +36,7 @@ class Operands(NamedTuple):
 def operands(
     device: torch.device, x: torch.dtype, weight: torch.dtype, operand_bits: int
 ) -> Operands:
-    """Return the conversions of operands of these dtypes; float16 holds all 8-bit floats.
+    """Return the conversions of matmul operands of dtypes ``x`` and ``weight`` on ``device``.
 
     Args:
         operand_bits: minimum bits of matrix instruction operands, 8 or 16.

@@ -35,7 +35,7 @@ from interposer_ops.caches._grouped_cache import (
 
 
 class GroupedPlan(NamedTuple):
-    """The pages that a step reads, and the step over dequantized copies of these pages.
+    """Plan of a step: the pages to read, and the batch over dequantized copies of the pages.
 
     Attributes:
         pages: ``[B M]`` int64.

@@ -66,5 +66,5 @@ def read_groups(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _upper_half(bits: Tensor) -> Tensor:
-    """Clear the low half of float32 bit patterns; bfloat16 is exact for the rest."""
+    """Clear the low half of float32 bits; bfloat16 represents the rounded numbers exactly."""
     return (bits & ~_LOWER_HALF).view(torch.float32)

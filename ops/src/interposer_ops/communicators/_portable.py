@@ -126,7 +126,7 @@ class TorchCommunicator(Communicator):
         return x.to(self._transfer_device).contiguous()
 
     def _from_bytes(self, data: Tensor, x: Tensor, num_rows: int) -> Tensor:
-        """Convert bytes to rows like those of ``x``, on the device of ``x``."""
+        """Convert received bytes to rows with the dtype, row shape and device of ``x``."""
         flat = data.view(-1).view(x.dtype)
         return flat.view(num_rows, *x.shape[1:]).to(x.device)
 

@@ -165,7 +165,7 @@ def huge_pages(root: Path = _ROOT) -> Verdict:
 
 
 def huge_page_bytes(root: Path = _ROOT) -> int:
-    """Return the size of a huge page in bytes, 0 if unknown; it depends on the architecture."""
+    """Return the architecture-dependent size of a huge page in bytes, 0 if unknown."""
     size = read_text(root / _FOLDER / "hpage_pmd_size").strip()
     return int(size) if size.isdecimal() else 0
 

@@ -132,7 +132,7 @@ class LMHead(PluggableLayer):
         return self._call[1]
 
     def finalize(self) -> None:
-        """Let the linear method prepare an untied weight; the embedding prepares a tied one."""
+        """Let the linear method prepare an untied weight; the embedding prepares a tied weight."""
         if self._tied:
             for name in list(self._parameters):
                 self.register_parameter(name, None)

@@ -1,4 +1,4 @@
-"""Inputs of quantizers whose results do not depend on the last bit of a scale.
+"""Inputs of quantizers for which a rounding error of the scale changes no result.
 
 A quantizer rounds x / scale, where scale was itself rounded to float32 and may have been used as a
 reciprocal. The inputs here are not near a boundary between two results, so that every sensible

@@ -105,7 +105,7 @@ def _launch_edit_listed(
     y: Tensor, token_ids: Tensor, values: Tensor | None,
     steps: Tensor | None, min_tokens: Tensor | None,
 ) -> None:  # fmt: skip
-    """Add ``values`` to the listed tokens, or mask these tokens if ``steps`` < ``min_tokens``."""
+    """Add ``values`` to the listed tokens, or mask the tokens if ``steps`` < ``min_tokens``."""
     if y.numel() == 0 or token_ids.numel() == 0:
         return
     listed = as_rows(token_ids)

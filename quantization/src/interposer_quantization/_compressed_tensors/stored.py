@@ -1,4 +1,4 @@
-"""Storage of one compressed-tensors linear layer, and the supported formats."""
+"""Storage format of one compressed-tensors linear layer, and the supported formats."""
 
 from __future__ import annotations
 

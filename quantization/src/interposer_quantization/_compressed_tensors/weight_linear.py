@@ -64,7 +64,7 @@ class WeightLinear(LinearMethod):
         register(layer, bias=torch.empty(out_features, dtype=site.dtype) if bias else None)
 
     def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Return the float64 input ``[..., I]``, after fake quantization if there is one."""
+        """Return the float64 input ``[..., I]``, fake-quantized if the format quantizes inputs."""
         return (x if self.fake_quantize_input is None else self.fake_quantize_input(x)).double()
 
     def dequantizable(self) -> Verdict:

@@ -65,7 +65,7 @@ class GPTQLinear(PackedLinear):
         return unpack_int32(qweight.T.contiguous(), self.bits)
 
     def unpack_zero_points(self, qzeros: torch.Tensor) -> torch.Tensor:
-        """Unpack ``qzeros`` to zero points ``[G, O]`` uint8; the first format stores them minus 1.
+        """Unpack ``qzeros`` to zero points ``[G, O]`` uint8; the v1 format stores each minus 1.
 
         GPTQModel subtracts 0x111... from each packed int32, so a zero point of 0 borrows from its
         neighbour. Adding the constant to the packed int32 undoes the borrow. Other writers either

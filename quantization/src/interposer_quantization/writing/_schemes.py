@@ -1,4 +1,4 @@
-"""Schemes of ``interposer quantize`` by name, and the ``quantization_config`` they write."""
+"""Schemes of ``interposer quantize``, and the ``quantization_config`` that each scheme writes."""
 
 from __future__ import annotations
 

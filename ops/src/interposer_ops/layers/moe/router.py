@@ -18,7 +18,7 @@ __all__ = ["Router"]
 
 
 class Router(WideLinear):
-    """Choose the top-k experts of each token by a linear layer, and weight them by a softmax.
+    """Choose the top-k experts of each token by a linear layer, with softmax weights.
 
     Args:
         renormalize: compute the softmax over the chosen experts; False: over all experts.

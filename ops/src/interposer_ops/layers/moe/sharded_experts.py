@@ -91,7 +91,7 @@ class ExpertParallelExperts(Experts):
 
     @property
     def local_expert_ids(self) -> tuple[int, ...]:
-        """Ids of this rank's experts, as checkpoints and routers number them."""
+        """Ids of this rank's experts, in the numbering of checkpoints and routers."""
         return self.routes.placement.ranks[self.routes.rank]
 
     @property
@@ -224,7 +224,7 @@ def _stacked_parameters(site: Site, spec: ExpertsSpec, count: int) -> frozenset[
 
 
 def _meta_layer(site: Site, spec: ExpertsSpec) -> Any:
-    """Return a layer with the parameters of these experts, on the meta device."""
+    """Return a layer with the experts' parameters, on the meta device."""
     probe = probe_site(site)
     scheme = probe.resolver.scheme
     method = (scheme.experts_method(probe.prefix) if scheme else None) or PlainExperts()

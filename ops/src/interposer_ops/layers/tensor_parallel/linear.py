@@ -105,7 +105,7 @@ class Projection:
     def _build_parameters(
         self, site: Site, inputs: int, parts: Mapping[str, int], bias: bool | None = None
     ) -> dict[str, Any]:
-        """Build a throw-away layer with these sizes, and return its parameters."""
+        """Build a throw-away layer with the given sizes, and return the layer's parameters."""
         probe = probe_site(site)
         scheme = probe.resolver.scheme
         layer = empty_layer(Linear, probe, in_features=inputs, parts=dict(parts))
