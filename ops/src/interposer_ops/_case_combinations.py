@@ -12,7 +12,7 @@ Valid = Callable[[Point, torch.dtype], bool]
 
 
 def few_changes(axes: Sequence[Axis], paired: Mapping[str, Sequence[str]], most: int = 2) -> Valid:
-    """Return a predicate that accepts points with few axes changed from the first point.
+    """Return a predicate that accepts test points with few axes changed from the first point.
 
     A point that differs in one axis is always accepted. A point that differs in 2 to
     ``most`` axes is accepted if ``paired`` lists each changed label under the label's axis;

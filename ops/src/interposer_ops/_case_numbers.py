@@ -26,7 +26,7 @@ def normal_numbers(
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of ``dtype`` in dims: ``float8_e4m3fn``."""
+    """Return the name of ``dtype`` in dims, such as ``float8_e4m3fn``."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -104,7 +104,7 @@ def torch_kernel(
 
 
 def declared_records() -> list[OpEntry | Kernel]:
-    """Import all modules and return the declared records by type and name; requires triton."""
+    """Import all modules, and return the declared records sorted by type and name."""
     for module in _modules(_PACKAGE):
         import_module(module)
     return sorted(_declared, key=lambda record: (type(record) is Kernel, record.name))

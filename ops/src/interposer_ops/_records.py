@@ -35,7 +35,7 @@ def records_text(records: Iterable[OpEntry | Kernel]) -> str:
 
 
 def _row(record: OpEntry | Kernel) -> dict[str, Any]:
-    """Return the fields that differ from their defaults, as JSON values."""
+    """Return the fields of a record that differ from their defaults, as JSON values."""
     row: dict[str, Any] = {}
     for field in fields(record):
         value = getattr(record, field.name)

@@ -1,4 +1,4 @@
-"""Quantization schemes: checkpoint formats, and quantization of plain weights during loading.
+"""Quantization schemes: checkpoint formats, and quantization of float weights during loading.
 
 Every name is imported on first use.
 """

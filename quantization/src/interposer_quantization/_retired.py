@@ -1,4 +1,4 @@
-"""Quantization methods that are not supported, listed under the supported method to use instead.
+"""Unsupported quantization methods, each listed under the supported method to use instead.
 
 Three kinds are listed: methods of unmaintained libraries, layouts of a single kernel, and internal
 names of other runtimes for a checkpoint format.

@@ -13,7 +13,7 @@ from interposer_quantization._weights.fused_layers import stored_alike
 
 
 class ParsedScheme(QuantizationScheme):
-    """A scheme that holds its parsed settings.
+    """A quantization scheme that holds its parsed settings.
 
     Attributes:
         settings_class: model that validates the ``quantization_config``.
@@ -35,7 +35,7 @@ class ParsedScheme(QuantizationScheme):
 
 
 class StoredScheme(ParsedScheme):
-    """A scheme that chooses the method of a layer by the layer's storage in the checkpoint.
+    """A scheme that chooses a layer's method by the layer's storage format in the checkpoint.
 
     ``settings.stored(name)`` returns the storage of the linear layer ``name``, or None if the layer
     is not quantized.
@@ -55,22 +55,22 @@ class StoredScheme(ParsedScheme):
         return None if stored is None else self._method(stored)
 
     def experts_method(self, prefix: str) -> ExpertsMethod | None:
-        """Return the method for the experts at ``prefix``, by the storage of each matrix."""
+        """Return the method for experts, which chooses by the storage format of each matrix."""
         return StoredExperts(self.settings.stored, self._fused_experts_method)
 
     @abstractmethod
     def _method(self, stored: Any) -> LinearMethod:
-        """Return the method for linear layers with this storage."""
+        """Return the method for linear layers in this storage format."""
 
     def _fused_experts_method(
         self, stored: Any, site: Site, spec: ExpertsSpec
     ) -> ExpertsMethod | None:
-        """Return a fused-op method for experts with this storage, or None if no op supports it."""
+        """Return a fused-op method for experts in this storage format, or None."""
         return None
 
 
 class HeadScheme(StoredScheme):
-    """A scheme of checkpoints that store the lm_head like a linear layer."""
+    """A scheme of checkpoints that store the lm_head in the format of linear layers."""
 
     def head_method(self, prefix: str) -> LinearMethod | None:
         """Return the method for an untied lm_head, or None to leave it unquantized."""

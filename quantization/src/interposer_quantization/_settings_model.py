@@ -52,7 +52,7 @@ SEARCH_SETTINGS = frozenset(
 
 
 def check_regex(pattern: str) -> str:
-    """Return ``pattern`` if it is a regular expression.
+    """Return ``pattern``; raise ValueError unless it is a regular expression.
 
     Raises: ValueError: the pattern is invalid.
     """
@@ -87,7 +87,7 @@ class SettingsModel(BaseModel):
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any]) -> Self:
-        """Validate the settings and return the model.
+        """Validate the raw settings and return the parsed settings.
 
         Raises: ConfigError: a setting is unknown, contradictory or not supported.
         """
@@ -97,7 +97,7 @@ class SettingsModel(BaseModel):
     def parsed(
         cls, settings: Mapping[str, Any], without_effect: Collection[str], supported: str
     ) -> Self:
-        """Validate the settings with the given ignored names and return the model.
+        """Validate raw settings, except the ignored names, and return the parsed settings.
 
         Args:
             without_effect: names of settings to ignore.

@@ -33,7 +33,7 @@ from interposer_ops._triton.parameters import assumed
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU to compile for.
+    """A GPU architecture to compile kernels for.
 
     Attributes:
         architecture: name in capabilities and launch parameters.
@@ -47,7 +47,7 @@ class Target:
 
     @property
     def has_matrix(self) -> bool:
-        """True if triton has matrix instructions for the target.
+        """True if triton compiles matrix instructions for the target.
 
         Below sm_80 triton has no matrix instructions of any dtype, although the hardware has
         ``mma.sync.m16n8k8``. There, triton multiplies element by element and fails on integers (the
@@ -114,7 +114,7 @@ class Report:
 
 
 def launches(function: Callable[..., Any], *arguments: Any) -> list[Launch]:
-    """Record the launches of ``function`` for ``arguments`` on the meta device."""
+    """Record the kernel launches that ``function`` does for ``arguments`` on the meta device."""
     recorded: list[Launch] = []
 
     def record(
@@ -259,7 +259,7 @@ def _inspect_amdgcn(asm: Mapping[str, Any]) -> tuple[int, int, tuple[str, ...]]:
 
 
 def main() -> None:
-    """Write the table to the file in ``--write``."""
+    """Compile all builds, and write the table of their resources to the file in ``--write``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path, required=True, help="file to write the table to")
     parser.parse_args().write.write_text(table(all_reports()), encoding="utf-8")

@@ -38,7 +38,7 @@ _BACKENDS = {"sm_": "nvidia", "gfx": "amd"}
 
 
 def judge(request: Request) -> Verdict:
-    """Accept if triton is installed, new enough, and has a backend for the device."""
+    """Accept the request if triton is installed, new enough, and has a backend for the device."""
     verdict = judge_package()
     if not verdict or INTERPRETER in request.capability.features:
         return verdict
@@ -54,7 +54,7 @@ def judge(request: Request) -> Verdict:
 
 
 def judge_fp8(request: Request) -> Verdict:
-    """Accept if ``judge`` accepts and triton can convert to the requested 8-bit float.
+    """Accept the request if ``judge`` does and triton can convert to the requested 8-bit float.
 
     The 8-bit float is the dim ``out_dtype`` or ``cache_dtype``, or else the request's dtype.
 
@@ -74,7 +74,7 @@ def judge_fp8(request: Request) -> Verdict:
 
 
 def judge_operands(request: Request) -> Verdict:
-    """Accept if ``judge`` accepts and the kernels can multiply both 8-bit operands.
+    """Accept the request if ``judge`` does and the kernels can multiply both 8-bit operands.
 
     Kernels convert formats that the hardware lacks bit by bit, except formats without infinities
     and negative zero (fnuz). These are accepted only on gfx942: the interpreter of triton 3.7.1
@@ -86,7 +86,7 @@ def judge_operands(request: Request) -> Verdict:
 
 
 def judge_integers(request: Request) -> Verdict:
-    """Accept if ``judge`` accepts and triton can multiply int8 matrices on the device.
+    """Accept the request if ``judge`` does and triton can multiply int8 matrices on the device.
 
     Triton 3.7.1 has no matrix instructions for NVIDIA GPUs older than sm_80. There, triton computes
     float matmuls without matrix instructions, and fails on int8 in the pass
@@ -101,7 +101,7 @@ def judge_integers(request: Request) -> Verdict:
 
 
 def judge_split(request: Request) -> Verdict:
-    """Accept if ``judge_operands`` accepts and the device profits from split-K for few rows.
+    """Accept the request if ``judge_operands`` does and split-K is faster here for few rows.
 
     The reason of an acceptance states the maximum number of rows.
     """
@@ -117,7 +117,7 @@ def judge_split(request: Request) -> Verdict:
 
 @cache
 def judge_package() -> Verdict:
-    """Accept if the package triton is installed and new enough."""
+    """Accept triton kernels if the package triton is installed and new enough."""
     if not _folder():
         return Verdict.refuse(f"needs the package triton, which is not installed: {_INSTALL}")
     installed = _version()
@@ -131,7 +131,7 @@ def judge_package() -> Verdict:
 
 
 def _judge_fnuz(request: Request, *dtypes: str) -> Verdict:
-    """Accept if ``judge`` accepts and no dtype is fnuz, except on gfx942."""
+    """Accept the request if ``judge`` does; refuse fnuz dtypes, except on gfx942."""
     architecture = request.capability.architecture
     for dtype in dtypes:
         if dtype.endswith("fnuz") and architecture != "gfx942":
@@ -140,13 +140,13 @@ def _judge_fnuz(request: Request, *dtypes: str) -> Verdict:
 
 
 def _compute_capability(architecture: str) -> int | None:
-    """Return 90 for sm_90a, or None if the architecture is not NVIDIA's."""
+    """Return the NVIDIA compute capability, such as 90 for sm_90a; None for other vendors."""
     number = architecture.removeprefix("sm_").rstrip("af")
     return int(number) if number.isdecimal() else None
 
 
 def _folder() -> Path | None:
-    """Return the folder of the package triton; a namespace folder of that name does not count."""
+    """Return the installation folder of the package triton, or None if not installed."""
     spec = find_spec("triton")
     return Path(spec.origin).parent if spec is not None and spec.origin else None
 

@@ -56,7 +56,7 @@ def meta(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def given(*values: object) -> Callable[[], tuple[Any, ...]]:
-    """Return a function that returns ``values``; ``(dtype, *shape)`` becomes a meta tensor."""
+    """Return a function that builds op arguments; ``(dtype, *shape)`` becomes a meta tensor."""
 
     def argument(value: object) -> object:
         if isinstance(value, tuple) and isinstance(value[0], torch.dtype):
@@ -67,5 +67,5 @@ def given(*values: object) -> Callable[[], tuple[Any, ...]]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of ``dtype`` in requests: ``float8_e4m3fn``."""
+    """Return the name of ``dtype`` in requests, such as ``float8_e4m3fn``."""
     return str(dtype).removeprefix("torch.")

@@ -17,7 +17,7 @@ _FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
 class Operands(NamedTuple):
-    """The conversions of a kernel's operands before ``tl.dot``.
+    """The conversions of a matmul's two operands before ``tl.dot``.
 
     "stored" and "int8" mean no conversion; "float16" means that triton converts to float16; "e4m3"
     and "e5m2" mean that ``decode`` converts the bits to float16.
@@ -28,7 +28,7 @@ class Operands(NamedTuple):
 
     @property
     def is_decoded(self) -> bool:
-        """True if operands are passed as bytes: triton refuses formats that the hardware lacks."""
+        """True if kernels decode the operands from bytes: triton refuses these formats here."""
         return self.x in _OCP.values()
 
 
@@ -36,7 +36,7 @@ class Operands(NamedTuple):
 def operands(
     device: torch.device, x: torch.dtype, weight: torch.dtype, operand_bits: int
 ) -> Operands:
-    """Return the conversions of operands of these dtypes; float16 holds all 8-bit floats.
+    """Return the conversions of matmul operands of dtypes ``x`` and ``weight`` on ``device``.
 
     Args:
         operand_bits: minimum bits of matrix instruction operands, 8 or 16.

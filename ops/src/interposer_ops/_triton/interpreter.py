@@ -34,7 +34,7 @@ class InterpreterPlatform(Platform):
 
     @classmethod
     def probe(cls) -> Verdict:
-        """Accept if triton is installed and was imported with TRITON_INTERPRET=1."""
+        """Accept the interpreter platform if triton was imported with TRITON_INTERPRET=1."""
         verdict = judge_package()
         if not verdict:
             return verdict

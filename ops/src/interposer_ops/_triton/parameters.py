@@ -97,7 +97,7 @@ def parameters_for(kernel: str, device: torch.device) -> Parameters:
 
 
 def table_of(kernel: str, overrides: Mapping[str, Any] | None = None) -> dict[str, Parameters]:
-    """Return the parameters of ``kernel`` by architecture.
+    """Return the launch parameters of ``kernel`` by architecture.
 
     Args:
         overrides: entries in the form of a tuning file; they replace entries of this package.
@@ -146,7 +146,7 @@ def architecture(device: torch.device) -> str:
 
 @contextmanager
 def assumed(name: str) -> Iterator[None]:
-    """Make the meta device report the architecture ``name`` within the ``with`` block."""
+    """Pretend, in a ``with`` block, that the meta device has the architecture ``name``."""
     _clear_caches()
     _assumptions[_META] = name
     try:
@@ -162,7 +162,7 @@ def _clear_caches() -> None:
 
 
 def _nearest(name: str, table: Mapping[str, Parameters]) -> str:
-    """Return the entry ``name``, or the nearest older one of the same family, else "default"."""
+    """Choose the tuning entry: the newest of the same family up to ``name``, or "default"."""
     family, number = _generation(name)
     same_family = [
         (_generation(entry)[1], entry)
@@ -173,7 +173,7 @@ def _nearest(name: str, table: Mapping[str, Parameters]) -> str:
 
 
 def _generation(name: str) -> tuple[str, int]:
-    """Return family and generation: ("sm", 90) for sm_90a, ("gfx9", 0x42) for gfx942."""
+    """Split an architecture name: ("sm", 90) for sm_90a, ("gfx9", 0x42) for gfx942."""
     if match := re.fullmatch(r"sm_(\d+)[af]?", name):
         return "sm", int(match[1])
     # Minor version and stepping of a gfx architecture are hexadecimal digits.

@@ -13,7 +13,7 @@ from interposer_ops._triton.parameters import parameters_for, per_device
 
 
 class RowTile(NamedTuple):
-    """Rows and columns per program, and launch options.
+    """Tile size of a row-wise kernel, and launch options.
 
     ``columns`` is a power of two that either covers the row or is the step of a loop over the row.
     """

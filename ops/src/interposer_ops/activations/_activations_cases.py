@@ -1,4 +1,4 @@
-"""Cases of the elementwise and gated activations.
+"""Test cases of the elementwise and gated activations.
 
 T tokens, I intermediate size.
 """
@@ -61,7 +61,7 @@ def _product(gate: float, up: float, _: _Options) -> float:
 
 
 def _no_magnitude(_: float, __: float, ___: _Options) -> float:
-    """Return 0 for results of multiplications only, whose errors are relative to the result."""
+    """Return a magnitude of 0: multiplications alone have errors relative to the result."""
     return 0.0
 
 
@@ -99,7 +99,7 @@ class _Activation:
     sample_options: _Options
 
     def build(self, point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
-        """Draw the case of a point; up elements are drawn before gates."""
+        """Build the case of a test point; up elements are drawn before gates."""
         shape, numbers = point["shape"], point["numbers"]
         up = None
         if self.arrange:
@@ -203,7 +203,7 @@ def _quantized(point: Point, dtype: torch.dtype, generator: torch.Generator) -> 
 def _quantized_case(
     gate: Tensor, up: Tensor, scale: Tensor, out_dtype: torch.dtype, label: str = ""
 ) -> Case:
-    """Build the case, with up elements of 0 where a result is near a rounding boundary."""
+    """Build the case of an activation that quantizes; results stay clear of rounding boundaries."""
     largest = torch.finfo(out_dtype).max
     exact = torch.nn.functional.silu(gate.double()) * up.double() / scale.double()
     # The margin is far above the error of four float32 operations and an approximate exponential.

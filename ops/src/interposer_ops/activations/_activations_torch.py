@@ -16,13 +16,13 @@ from interposer_ops._declare import torch_kernel
 
 @torch_kernel("silu_and_mul", "functional")
 def silu_and_mul_functional(x: torch.Tensor) -> torch.Tensor:
-    """Compute ``silu_and_mul``: ``[..., 2 I]`` to ``[..., I]``."""
+    """Compute ``silu_and_mul`` by ``functional.silu``: ``[..., 2 I]`` to ``[..., I]``."""
     gate, up = x.chunk(2, dim=-1)
     return functional.silu(gate).mul_(up)
 
 
 @torch_kernel("gelu_and_mul", "functional")
 def gelu_and_mul_functional(x: torch.Tensor, approximate: str) -> torch.Tensor:
-    """Compute ``gelu_and_mul``: ``[..., 2 I]`` to ``[..., I]``."""
+    """Compute ``gelu_and_mul`` by ``functional.gelu``: ``[..., 2 I]`` to ``[..., I]``."""
     gate, up = x.chunk(2, dim=-1)
     return functional.gelu(gate, approximate=approximate).mul_(up)

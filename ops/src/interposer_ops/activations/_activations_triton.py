@@ -21,43 +21,43 @@ _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
 @triton_kernel("gelu")
 def gelu_triton(x: Tensor, approximate: str) -> Tensor:
-    """Compute ``gelu``."""
+    """Compute ``gelu`` in Triton, by the error function or the tanh approximation."""
     return _launch_activation(x, _GELU[approximate], "single")
 
 
 @triton_kernel("quick_gelu")
 def quick_gelu_triton(x: Tensor) -> Tensor:
-    """Compute ``quick_gelu``."""
+    """Compute ``quick_gelu`` in Triton: x * sigmoid(1.702 x) for each element."""
     return _launch_activation(x, "silu", "single", 1.702)
 
 
 @triton_kernel("relu2")
 def relu2_triton(x: Tensor) -> Tensor:
-    """Compute ``relu2``."""
+    """Compute ``relu2`` in Triton: max(x, 0)^2 for each element."""
     return _launch_activation(x, "relu2", "single")
 
 
 @triton_kernel("silu_and_mul")
 def silu_and_mul_triton(x: Tensor) -> Tensor:
-    """Compute ``silu_and_mul``."""
+    """Compute ``silu_and_mul`` in Triton: SiLU of the first half times the second half."""
     return _launch_activation(x, "silu", "gate first")
 
 
 @triton_kernel("silu_and_mul_quantize_fp8")
 def silu_and_mul_quantize_fp8_triton(x: Tensor, scale: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Compute ``silu_and_mul_quantize_fp8``."""
+    """Compute ``silu_and_mul_quantize_fp8`` in Triton: gated SiLU, quantized by one scale."""
     return _launch_activation(x, "silu", "gate first", scale=scale, out_dtype=out_dtype)
 
 
 @triton_kernel("gelu_and_mul")
 def gelu_and_mul_triton(x: Tensor, approximate: str) -> Tensor:
-    """Compute ``gelu_and_mul``."""
+    """Compute ``gelu_and_mul`` in Triton: GELU of the first half times the second half."""
     return _launch_activation(x, _GELU[approximate], "gate first")
 
 
 @triton_kernel("swiglu_oai_and_mul")
 def swiglu_oai_and_mul_triton(x: Tensor, alpha: float, limit: float) -> Tensor:
-    """Compute ``swiglu_oai_and_mul``."""
+    """Compute ``swiglu_oai_and_mul`` in Triton: the clamped SwiGLU of gpt-oss."""
     return _launch_activation(x, "silu", "pairs", alpha, limit)
 
 
@@ -65,7 +65,7 @@ def _launch_activation(
     x: Tensor, kind: str, order: str, alpha: float = 1.0, limit: float = 0.0,
     scale: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the activation ``kind`` of the gates, times the up elements if there are any.
+    """Launch the activation ``kind`` on the gates, multiply by any up elements, return the result.
 
     Args:
         order: layout of a row: ``single`` (gates only), ``gate first`` (gates in the first half, up

@@ -35,7 +35,7 @@ def is_visible(queries, keys, num_keys, window, prefix, CAUSAL: tl.constexpr, BO
 
 @triton.jit
 def keys_of_any(first, last, num_keys, window, prefix, CAUSAL: tl.constexpr, BOTH: tl.constexpr):
-    """Return start and end of the keys that at least one query in [first, last] may see."""
+    """Return start and end of the range of keys that any query in [first, last] may see."""
     start, end = num_keys * 0, num_keys
     if CAUSAL:
         causal_end = last + 1
@@ -51,7 +51,7 @@ def keys_of_any(first, last, num_keys, window, prefix, CAUSAL: tl.constexpr, BOT
 
 @triton.jit
 def keys_of_all(first, last, num_keys, window, prefix, CAUSAL: tl.constexpr, BOTH: tl.constexpr):
-    """Return start and end of the keys that every query in [first, last] sees."""
+    """Return start and end of the range of keys that every query in [first, last] sees."""
     # Of these keys, the last query bounds the start and the first query the end.
     return keys_of_any(last, first, num_keys, window, prefix, CAUSAL, BOTH)
 

@@ -23,7 +23,7 @@ _8_BIT_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 
 class DecoderBackend(AttentionBackend):
-    """Write a step's keys and values, then attend. A subclass adds ``attend_to`` and ``plan``.
+    """Base class of decoder attention over a paged cache; a subclass adds ``attend_to``, ``plan``.
 
     Attributes:
         write: see ``CacheWriter.store``.
@@ -53,7 +53,7 @@ class DecoderBackend(AttentionBackend):
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept decoders with a cache of their dtype or of 8 bits; sinks and shared caches too."""
+        """Accept decoders with a cache in the model's dtype or 8 bits; sinks are supported."""
         if spec.cache_dtype in _8_BIT_DTYPES:
             spec = replace(spec, cache_dtype=spec.dtype)
         # judge_plain_decoder refuses sinks and shared caches, which this backend supports.
@@ -79,7 +79,7 @@ class DecoderBackend(AttentionBackend):
         sinks: Tensor | None = None,
         stored: bool = False,
     ) -> Tensor:
-        """Write, then attend; see ``AttentionBackend.forward``."""
+        """Store the step's keys and values, then compute attention ``[T, N, D]`` over the cache."""
         read_scales, write_scales = _NO_SCALES if scales is None else scales
         keys, values = cache.unbind(0)
         if not stored:

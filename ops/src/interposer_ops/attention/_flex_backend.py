@@ -64,7 +64,7 @@ class FlexPlan:
 
 
 class FlexBackend(DecoderBackend):
-    """Attend with the tokens of all sequences in one call; the mask separates the sequences."""
+    """Attention backend that computes all sequences in one FlexAttention call with a block mask."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
@@ -76,7 +76,7 @@ class FlexBackend(DecoderBackend):
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept the specs of ``DecoderBackend``, in dtypes and head sizes that torch supports."""
+        """Accept specs of ``DecoderBackend`` with dtypes and head sizes of FlexAttention."""
         if spec.dtype not in _DTYPES:
             return Verdict.refuse(f"computes in 32 or 16 bit floats, got {spec.dtype}")
         if spec.head_size < _MIN_HEAD_SIZE:
@@ -84,7 +84,7 @@ class FlexBackend(DecoderBackend):
         return super().accepts(spec, capability)
 
     def plan(self, batch: AttentionBatch) -> FlexPlan:
-        """Compute the cached tokens to read, and the block mask of queries and keys."""
+        """Plan a step: the cache slots to read, and the block mask of queries and keys."""
         firsts, lengths = windowed(batch, self.spec.window_tokens)
         # The host copy gives the shape without waiting for the device.
         num_keys = int(windowed(batch.on_host(), self.spec.window_tokens)[1].sum())
@@ -112,7 +112,7 @@ class FlexBackend(DecoderBackend):
         sinks: Tensor | None,
         scales: Any,
     ) -> Tensor:
-        """Attend to copies of the cached tokens; see ``DecoderBackend.attend_to``."""
+        """Attend to copies of the cached keys and values; see ``DecoderBackend.attend_to``."""
         if plan.mask is None:
             return torch.empty_like(query)
         key, value = (self._read(c, plan, s) for c, s in zip((keys, values), scales, strict=True))

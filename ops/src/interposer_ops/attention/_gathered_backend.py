@@ -21,7 +21,7 @@ from interposer_ops.caches._kv_cache import cumulated, read_slots
 
 @dataclass(frozen=True, slots=True)
 class GatheredStep:
-    """Cache slots and sequence bounds of one step; the attention function sees no pages.
+    """Plan of one step: cache slots and sequence bounds; the attention function sees no pages.
 
     Attributes:
         written: ``[T]`` slots for the keys and values of this step.
@@ -38,7 +38,7 @@ class GatheredStep:
 
 
 class GatheredBackend(AttentionBackend):
-    """Attend to this step's keys if all prompts are complete, else to copies from the cache."""
+    """Base class of backends that gather cached keys and values; new prompts skip the cache."""
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, step: GatheredStep) -> Tensor:
@@ -55,7 +55,7 @@ class GatheredBackend(AttentionBackend):
         return KVCacheLayout.keys_first(self.spec)
 
     def plan(self, batch: AttentionBatch) -> GatheredStep:
-        """Compute the slots to read, limited to the window if there is one.
+        """Plan a step: the cache slots to read, only those in the sliding window if there is one.
 
         The number of slots comes from the host copy of the batch, so that nothing waits for the
         device.
@@ -78,7 +78,7 @@ class GatheredBackend(AttentionBackend):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: GatheredStep
     ) -> Tensor:
-        """Write, then attend; see ``AttentionBackend.forward``."""
+        """Store the step's keys and values, then compute attention ``[T, N, D]``."""
         keys, values = cache.flatten(1, 2).unbind(0)  # each [P S, K, D]
         # Written first: ``plan.read`` includes the slots of this step's own tokens.
         keys[plan.written] = key
@@ -89,7 +89,7 @@ class GatheredBackend(AttentionBackend):
 
 
 def windowed(batch: AttentionBatch, window_tokens: int | None) -> tuple[Tensor, Tensor]:
-    """Return the first position and the number of positions to read, ``[B]`` int64 each."""
+    """Return each sequence's first position to read and number of positions, ``[B]`` int64 each."""
     lengths = batch.seq_lens
     if window_tokens is not None:
         # The first query of the step sees window - 1 earlier tokens; later queries see fewer.

@@ -35,7 +35,7 @@ from interposer_ops.caches._grouped_cache import (
 
 
 class GroupedPlan(NamedTuple):
-    """The pages that a step reads, and the step over dequantized copies of these pages.
+    """Plan of a step: the pages to read, and the batch over dequantized copies of the pages.
 
     Attributes:
         pages: ``[B M]`` int64.
@@ -47,7 +47,7 @@ class GroupedPlan(NamedTuple):
 
 
 class GroupedBackend(AttentionBackend):
-    """Quantize and store a step's keys and values, then attend to the stored values.
+    """Attention backend that stores keys and values in 4 bits and attends to the stored values.
 
     Windows, softcap, sinks, ALiBi, prefixes and shared caches work as in ``paged_attention``.
     """
@@ -64,7 +64,7 @@ class GroupedBackend(AttentionBackend):
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept decoders with a uint4 cache and a head size of whole groups."""
+        """Accept decoders with a uint4 cache, if the group size divides the head size."""
         if spec.cache_dtype != UINT4:
             return Verdict.refuse(f"stores 4 bits, requested {spec.cache_dtype}")
         if spec.head_size % GROUP_SIZE:
@@ -82,7 +82,7 @@ class GroupedBackend(AttentionBackend):
         return KVCacheLayout(page_shape, 1, (0, 1, 2, 3, 4), torch.uint8)
 
     def plan(self, batch: AttentionBatch) -> GroupedPlan:
-        """Return the pages in the order of the page table, and a page table of the copies."""
+        """Plan a step: the pages to dequantize, and a page table of the dequantized copies."""
         # Copies are made in the order of the page table, so the copies' table simply counts up.
         table = batch.page_table
         copies = torch.arange(table.numel(), device=table.device).view(table.shape)
@@ -99,7 +99,7 @@ class GroupedBackend(AttentionBackend):
         sinks: Tensor | None = None,
         stored: bool = False,
     ) -> Tensor:
-        """Write, then attend; see ``AttentionBackend.forward``."""
+        """Store the step's keys and values in 4 bits, then compute attention ``[T, N, D]``."""
         if not stored:
             self._write(key, value, cache, plan.batch.slots)
         # This step's tokens are read back from the cache, rounded as later steps will see them.

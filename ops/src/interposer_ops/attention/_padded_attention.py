@@ -28,7 +28,7 @@ def masked_attention(
     *,
     looks_ahead: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of each sequence's queries to its keys, and the log-sum-exp.
+    """Compute masked attention of each sequence's queries to its keys, and the log-sum-exp.
 
     The last query of a sequence has the position of the last key, whatever the numbers of both.
 

@@ -89,7 +89,7 @@ _is_triple = few_changes(_AXES, _TRIPLES, most=3)
 
 
 def _valid(point: Point, dtype: torch.dtype) -> bool:
-    """Keep pairs of options, and triples of batch, mask and feature.
+    """Keep points that combine two options, or a batch, a mask and a feature; the rest is skipped.
 
     ALiBi is tested with causal masks only: the op leaves later tokens to encoders.
     """

@@ -171,7 +171,7 @@ def _build(
     window_tokens: int | None = None,
     softcap: float | None = None,
 ) -> Build:
-    """Describe a build for 4 sequences in pages of 16; ``longest`` decides which kernels launch.
+    """Describe an ahead-of-time build for 4 sequences of up to ``longest`` tokens in pages of 16.
 
     Args:
         heads: heads, kv heads, head size.

@@ -97,7 +97,7 @@ def mix_parts(
     strides: tuple[int, ...], sizes: dict[str, Any], out: Tensor, sinks: Tensor | None,
     value_scale: Tensor | None,
 ) -> None:  # fmt: skip
-    """Compute the rows of ``out`` for sequences with one query, by split-KV attention.
+    """Compute split-KV attention for all sequences that have one query, into rows of ``out``.
 
     Args:
         cache: keys, values, page table.
@@ -186,7 +186,7 @@ def _mix_part(
 
 @triton.jit
 def _parting(num_keys, window, PART: tl.constexpr, MOST: tl.constexpr, KEYS: tl.constexpr):
-    """Return the first visible key, the keys per part and the number of parts of a sequence.
+    """Split a sequence's visible keys: return the first key, keys per part and number of parts.
 
     A part has PART tokens, or more if the sequence would otherwise need more than MOST parts.
     """

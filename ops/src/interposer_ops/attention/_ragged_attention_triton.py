@@ -287,7 +287,7 @@ def _build(
     softcap: float | None = None,
     **features: bool,
 ) -> Build:
-    """Describe a build for four sequences with 4096 tokens together.
+    """Describe an ahead-of-time build for four sequences with 4096 tokens together.
 
     Args:
         heads: heads, kv heads, sizes of a query and of a value.

@@ -70,7 +70,7 @@ class SdpaPlan:
 
 
 class SdpaBackend(AttentionBackend):
-    """Attend to this step's keys for complete prompts, else to copies from the cache."""
+    """Attention backend on SDPA: complete prompts use the step's keys, others gather the cache."""
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
@@ -87,7 +87,7 @@ class SdpaBackend(AttentionBackend):
         return KVCacheLayout.keys_first(self.spec)
 
     def plan(self, batch: AttentionBatch) -> SdpaPlan:
-        """Compute slots and masks on the device from the lengths on the host."""
+        """Plan a step: slots and masks on the device, computed from the lengths on the host."""
         if self.spec.type == "encoder_decoder":
             batch = lone_queries(batch)
         host = batch.on_host()
@@ -113,7 +113,7 @@ class SdpaBackend(AttentionBackend):
         *,
         stored: bool = False,
     ) -> Tensor:
-        """Write, then attend; see ``AttentionBackend.forward``."""
+        """Store the step's keys and values, then compute attention ``[T, N, D]``."""
         keys, values = cache.flatten(1, 2).unbind(0)  # each [P S, K, D]
         # Written first: chunks and decode steps read this step's own tokens from the cache.
         if not stored:
@@ -136,7 +136,7 @@ class SdpaBackend(AttentionBackend):
         return out
 
     def _prompt(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Compute causal attention of ``[T, N, D]`` within one prompt."""
+        """Compute causal attention of the queries ``[T, N, D]`` of one complete prompt."""
         # is_causal aligns the mask at the first key, so this call suits only whole prompts.
         query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
         out = functional.scaled_dot_product_attention(
@@ -146,7 +146,7 @@ class SdpaBackend(AttentionBackend):
         return rows
 
     def _chunk(self, query: Tensor, keys: Tensor, values: Tensor, part: Prompt) -> Tensor:
-        """Compute attention of ``[T, N, D]`` to slots of the cache.
+        """Compute attention of the queries ``[T, N, D]`` to the keys and values in cache slots.
 
         The heads of a GQA group become rows of one matmul: with a mask, torch's memory-efficient
         kernel does not support GQA.

@@ -144,13 +144,13 @@ def sampled_storage(dims: Dims, dtype: torch.dtype) -> dict[str, Any]:
 def random_query(
     shape: tuple[int, ...], options: Options, dtype: torch.dtype, generator: torch.Generator
 ) -> Tensor:
-    """Return random numbers up to the option ``query_peak``, 1 by default."""
+    """Return random queries with magnitudes up to the option ``query_peak``, 1 by default."""
     peak_value = options.get("query_peak", 1.0)
     return uniform(shape, dtype, generator, -peak_value, peak_value)
 
 
 def random_scale(shape: tuple[int, ...], options: Options, generator: torch.Generator) -> Tensor:
-    """Return random scales with which numbers up to 1 use the range of 8 bits."""
+    """Return random quantization scales that map numbers up to 1 to the whole 8-bit range."""
     smallest = 0.008 if options.get("cache_dtype") == torch.int8 else 0.004
     return uniform(shape, torch.float32, generator, smallest, 0.02)
 
@@ -158,7 +158,7 @@ def random_scale(shape: tuple[int, ...], options: Options, generator: torch.Gene
 def score_arguments(
     heads: int, head_size: int, options: Options, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[dict[str, Any], dict[str, bool]]:
-    """Build the arguments from ``scale`` to ``alibi_slopes``, and the matching dims."""
+    """Build the score arguments of an op, ``scale`` to ``alibi_slopes``, and the matching dims."""
     sinks = slopes = None
     if "sinks" in options:
         sinks = uniform((heads,), options["sinks"] or dtype, generator, -1.0, 2.0)
@@ -180,7 +180,7 @@ def score_arguments(
 
 
 def score_scale(head_size: int) -> float:
-    """Return three times the usual factor, so that random scores differ noticeably."""
+    """Return three times the usual softmax scale, so that random scores differ noticeably."""
     return 3 * head_size**-0.5  # type: ignore[no-any-return]
 
 
@@ -194,7 +194,7 @@ def bounded_case(
     *,
     width: int,
 ) -> Case:
-    """Build a case with values up to 1, and compute its error bounds.
+    """Build a case with keys and values up to 1, and compute the error bounds.
 
     Scores are kept in float32. The absolute error of a score is the relative error of its softmax
     weight, and weights multiply stored values, which are at most 1, or 1.125 if 8-bit rounding

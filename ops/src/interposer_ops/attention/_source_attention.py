@@ -13,7 +13,7 @@ from interposer import AttentionBatch, AttentionSpec, Verdict
 
 
 def judge_source(spec: AttentionSpec) -> Verdict:
-    """Accept cross attention over an unquantized cache, without windows."""
+    """Accept cross attention if the cache is unquantized and there is no sliding window."""
     if spec.window_tokens is not None:
         return Verdict.refuse("has no windows in a source")
     return replace(spec, type="decoder").judge_plain_decoder()

@@ -179,7 +179,7 @@ indexer_topk_cases = CaseSpace(
 
 
 def indexer_topk_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Build the scores of a typical step."""
+    """Build the indexer scores of a typical step."""
     rows = (num_tokens, max(tokens for tokens, _ in typical_sequences(num_tokens)))
     generator = torch.Generator().manual_seed(seed)
     top_k, label = int(dims["top_k"]), f"{num_tokens} tokens"
@@ -207,7 +207,7 @@ def _topk_case(
 
 
 def _decided(scores: Tensor, top_k: int) -> Tensor:
-    """Break ties at the cut: lower the scores that equal the smallest chosen score but lose."""
+    """Break ties: lower the scores that equal the smallest of the top k but are not chosen."""
     if not scores.numel() or top_k >= scores.shape[1]:
         return scores
     values, indices = scores.topk(top_k, dim=-1)

@@ -122,7 +122,7 @@ def _score(
 
 
 def _scored(dtype: torch.dtype, cache_dtype: torch.dtype, *scales: Any) -> Callable[..., Any]:
-    """Describe a step of 32 sequences with the indexer sizes of DeepSeek-V3.2."""
+    """Describe an ahead-of-time build: a step of 32 sequences, indexer sizes of DeepSeek-V3.2."""
     query, keys, weights = (dtype, 32, 64, 128), (cache_dtype, 4096, 64, 128), (FP32, 32, 64)
     return given(query, keys, weights, (INT64, 32, 128), (INT64, 33), (INT64, 32), 8192, *scales)
 

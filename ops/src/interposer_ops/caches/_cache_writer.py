@@ -18,7 +18,7 @@ _QUANTIZED_DIMS = ("num_kv_heads", "head_size", "page_size", "cache_dtype")
 
 
 class CacheWriter:
-    """The kernel that writes the cache of a spec.
+    """The kernel that stores keys and values in the cache of an attention spec.
 
     Attributes:
         store: called with key and value ``[T, K, D]``, both caches ``[P, S, K, D]``, slots ``[T]``,
@@ -43,7 +43,7 @@ class CacheWriter:
 
 
 def cache_dims(spec: AttentionSpec) -> dict[str, Any]:
-    """Return the dims of requests for ops that read or write the cache of a spec."""
+    """Return the dims of requests for ops that read or write an attention spec's cache."""
     # The ops for int8 have no dim ``cache_dtype``.
     facts = spec.dims()
     names = (

@@ -21,7 +21,7 @@ def grouped_bytes(head_size: int) -> int:
 
 
 def round_groups(x: Tensor) -> Tensor:
-    """Quantize rows to 4 bits: base + step * q for each group, with q from 0 to 15.
+    """Quantize rows to 4 bits in groups: base + step * q, with q from 0 to 15.
 
     The base is the smallest number, rounded down to bfloat16; the step is a fifteenth of the
     distance from the base to the largest number, rounded up. So no q is clamped, and the error is
@@ -66,5 +66,5 @@ def read_groups(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _upper_half(bits: Tensor) -> Tensor:
-    """Clear the low half of float32 bit patterns; bfloat16 is exact for the rest."""
+    """Clear the low half of float32 bits; bfloat16 represents the rounded numbers exactly."""
     return (bits & ~_LOWER_HALF).view(torch.float32)

@@ -50,10 +50,10 @@ def reshape_and_cache(
 def gather_cache(
     cache: Tensor, page_table: Tensor, seq_lens: Tensor, starts: Tensor, num_tokens: int
 ) -> Tensor:
-    """Copy tokens out of the cache, one sequence after the other, then zeros.
+    """Gather the cached rows of all sequences into one contiguous tensor, padded with zeros.
 
-    For sequence b these are ``seq_lens[b]`` tokens from position ``starts[b]`` on: the whole
-    sequence, or one chunk.
+    Sequence b has ``seq_lens[b]`` rows from position ``starts[b]`` on: the whole sequence, or
+    one chunk.
 
     Args:
         cache: ``[P, S, K, D]``, any float dtype; pages may be strided.
@@ -91,7 +91,7 @@ def write_latent_cache(latent: Tensor, rope_key: Tensor, cache: Tensor, slots: T
 def gathered_rows(
     cache: Tensor, page_table: Tensor, seq_lens: Tensor, starts: Tensor, num_tokens: int
 ) -> Tensor:
-    """Compute the op ``gather_cache``."""
+    """Gather the cached rows of all sequences, ``[T, ...]``; the reference of ``gather_cache``."""
     num_sequences, max_pages = page_table.shape
     if not num_sequences or not max_pages:
         return cache.new_zeros((num_tokens, *cache.shape[2:]))

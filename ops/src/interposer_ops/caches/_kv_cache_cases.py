@@ -180,7 +180,7 @@ def _latent_case(
 
 
 def point_dims(point: Point) -> dict[str, Any]:
-    """Return the dims of ops that read or write only a cache."""
+    """Return the dims of ops that only read or write a cache."""
     kv_heads, head_size = point["heads"]
     return {"num_kv_heads": kv_heads, "head_size": head_size, "page_size": point["page size"]}
 
@@ -188,7 +188,7 @@ def point_dims(point: Point) -> dict[str, Any]:
 def random_slots(
     num_tokens: int | None, page_size: int, generator: torch.Generator, least_pages: int = 6
 ) -> tuple[int, Tensor]:
-    """Return the number of pages, and random slots for the tokens; None: every slot."""
+    """Return the number of pages, and random slots for ``num_tokens`` tokens, or for all slots."""
     num_pages = max(least_pages, -(-(num_tokens or 0) // page_size))
     return num_pages, torch.randperm(num_pages * page_size, generator=generator)[:num_tokens]
 
@@ -223,7 +223,7 @@ def _gathering(
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> dict[str, Any]:
-    """Build the arguments for chunks of (first position, number of tokens)."""
+    """Build ``gather_cache`` arguments for one chunk (start, length) per sequence."""
     page_size = page_shape[0]
     table, slots = scattered([start + length for start, length in batch], page_size, generator)
     cache, _ = caches((table.numel() + SPARE_PAGES, *page_shape), dtype)

@@ -31,7 +31,7 @@ def reshape_and_cache_triton(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     slots: Tensor,
 ) -> None:  # fmt: skip
-    """Compute ``reshape_and_cache``."""
+    """Compute ``reshape_and_cache`` in Triton: store keys and values in their slots."""
     _store(key, value, key_cache, value_cache, slots, None, None, _UNSCALED)
 
 
@@ -41,7 +41,7 @@ def reshape_and_cache_fp8_triton(
     slots: Tensor, key_scale: Tensor, value_scale: Tensor,
     cache_dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """Compute ``reshape_and_cache_fp8``."""
+    """Compute ``reshape_and_cache_fp8`` in Triton: store keys and values in 8-bit floats."""
     keys, values = fp8_memory(key_cache), fp8_memory(value_cache)
     _store(key, value, keys, values, slots, key_scale, value_scale, fp8_format(cache_dtype))
 
@@ -51,7 +51,7 @@ def gather_cache_triton(
     cache: Tensor, page_table: Tensor, seq_lens: Tensor, starts: Tensor,
     num_tokens: int,
 ) -> Tensor:  # fmt: skip
-    """Compute ``gather_cache``."""
+    """Compute ``gather_cache`` in Triton: copy cached rows to a contiguous tensor."""
     shape = (num_tokens, *cache.shape[2:])
     out = torch.empty(shape, dtype=cache.dtype, device=cache.device)
     _gather(_bits(cache), page_table, seq_lens, starts, None, _bits(out))
@@ -63,7 +63,7 @@ def gather_cache_fp8_triton(
     cache: Tensor, page_table: Tensor, seq_lens: Tensor, starts: Tensor,
     scale: Tensor, num_tokens: int, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Compute ``gather_cache_fp8``."""
+    """Compute ``gather_cache_fp8`` in Triton: gather cached rows, times a scale."""
     shape = (num_tokens, *cache.shape[2:])
     out = torch.empty(shape, dtype=out_dtype, device=cache.device)
     _gather(cache, page_table, seq_lens, starts, scale, out)
@@ -238,7 +238,7 @@ def _copy_row(source, target, token_mask, SIZE: tl.constexpr, COLUMNS: tl.conste
 
 
 def stored_as(dtype: torch.dtype) -> dict[str, Any]:
-    """Return build facts for a cache of ``dtype``; Triton cannot read e4m3 before sm_89."""
+    """Return the ``Build`` options for a cache of ``dtype``; Triton reads no e4m3 before sm_89."""
     unsupported = {"sm_75", "sm_80"} if dtype == E4M3 else set[str]()
     return {"dims": {"cache_dtype": dtype_name(dtype)}, "without": frozenset(unsupported)}
 

@@ -16,7 +16,7 @@ SPARE_PAGES = 3
 def attention_dims(
     heads: int, kv_heads: int, head_size: int, page_size: int
 ) -> dict[str, int | bool]:
-    """Return the dims of an ``AttentionSpec`` with these sizes, without window and softcap."""
+    """Return the dims of an ``AttentionSpec`` of given sizes, without window and softcap."""
     sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_size": head_size}
     return {**sizes, "page_size": page_size, "windowed": False, "softcapped": False}
 
@@ -49,5 +49,5 @@ def caches(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def starts_of(lengths: list[int]) -> Tensor:
-    """Return the first row of every sequence, then the total, ``[B + 1]`` int64."""
+    """Return the first row of every sequence, and the total number of rows, ``[B + 1]`` int64."""
     return torch.tensor([0, *lengths]).cumsum(0)

@@ -44,7 +44,7 @@ def _writing(
     valid: Callable[[Point], bool] = lambda _: True,
     special: Mapping[str, Sequence[Special]] | None = None,
 ) -> CaseSpace:
-    """Return the cases that store ordinary numbers and the kinds listed in ``numbers``."""
+    """Return the cases of storing ordinary numbers, and the special kinds listed in ``numbers``."""
     return CaseSpace(
         _write,
         Axis("tokens", {"many tokens": 33, "one token": 1, "no tokens": 0}),
@@ -189,7 +189,7 @@ def _point_dims(point: Point) -> dict[str, Any]:
 
 
 def _cache_dtype(dims: Dims) -> torch.dtype:
-    """Return the cache dtype of ``dims``; ops for int8 have no such dim."""
+    """Return the cache dtype that ``dims`` request; ops for int8 have no such dim."""
     dtype: torch.dtype = getattr(torch, str(dims.get("cache_dtype", "int8")))
     return dtype
 

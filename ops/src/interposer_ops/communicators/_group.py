@@ -41,7 +41,7 @@ def ordered_group(members: Sequence[int], backend: str, timeout_seconds: float) 
 
 
 class RankGroup:
-    """A process group over ``ranks``, with the backend and the time limit that ``ranks`` states.
+    """A process group over ``ranks``, with the backend and the time limit of ``ranks``.
 
     The group is separate from the group of ``ranks``, which stays usable if a lost rank breaks this
     one.
@@ -59,7 +59,7 @@ class RankGroup:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Create the group together with the other ranks.
+        """Create the process group together with the other ranks.
 
         Args:
             clock: returns seconds, for the time in which ranks report after a failure.

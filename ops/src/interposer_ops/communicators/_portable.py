@@ -24,7 +24,7 @@ _BACKEND_SUM_DTYPES = frozenset(
 
 
 class TorchCommunicator(Communicator):
-    """Collectives of a process group: gloo over host memory, else the platform's backend.
+    """Collectives of a process group: gloo in host memory, or the platform's own backend.
 
     Ranks of different platforms exchange data over host memory. ``all_reduce`` sums as the backend
     does, in the tensor's dtype; ``reduce_scatter`` sums in float32 in the order of the ranks.
@@ -126,7 +126,7 @@ class TorchCommunicator(Communicator):
         return x.to(self._transfer_device).contiguous()
 
     def _from_bytes(self, data: Tensor, x: Tensor, num_rows: int) -> Tensor:
-        """Convert bytes to rows like those of ``x``, on the device of ``x``."""
+        """Convert received bytes to rows with the dtype, row shape and device of ``x``."""
         flat = data.view(-1).view(x.dtype)
         return flat.view(num_rows, *x.shape[1:]).to(x.device)
 

@@ -42,7 +42,7 @@ class Architecture:
 
 
 def bandwidth_features(bytes_per_s: float) -> frozenset[str]:
-    """Return the bandwidth features that a memory bandwidth reaches."""
+    """Return the bandwidth features whose thresholds the memory bandwidth reaches."""
     return frozenset(name for name, threshold in _BANDWIDTHS.items() if bytes_per_s >= threshold)
 
 

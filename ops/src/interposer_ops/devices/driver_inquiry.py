@@ -56,7 +56,7 @@ class DriverLibrary:
     """A driver's C library, whose functions return 0 or an error code."""
 
     def __init__(self, names: Iterable[str], error_text: Callable[[ctypes.CDLL, int], str]) -> None:
-        """Load the library.
+        """Load the driver's C library.
 
         Args:
             names: names or paths of the library; the first that loads is used.
@@ -67,7 +67,7 @@ class DriverLibrary:
         self._error_text = error_text
 
     def call(self, name: str, *arguments: object, ignored: Container[int] = ()) -> None:
-        """Call a function.
+        """Call a function of the library; an error code that is not ignored raises DriverError.
 
         Args:
             ignored: error codes that are no failure.
@@ -85,7 +85,7 @@ class DriverLibrary:
     def read(
         self, output: _Output, name: str, *arguments: object, ignored: Container[int] = ()
     ) -> _Output:
-        """Call a function that writes ``output``, and return ``output``.
+        """Call a function of the library that fills ``output``, and return ``output``.
 
         Args:
             output: number, structure or array of ctypes.
@@ -101,7 +101,7 @@ class DriverLibrary:
 
 @dataclass(frozen=True, slots=True)
 class DriverInquiry:
-    """A program that queries one driver.
+    """A child-process program that queries one device driver.
 
     The last line that the program prints is a JSON object. The object has a key ``devices`` if the
     query succeeded, and otherwise the keys ``call``, ``code`` and ``text`` of the failure. The
@@ -120,7 +120,7 @@ class DriverInquiry:
     explanations: Mapping[int, str] = field(default_factory=dict)
 
     def run(self, *arguments: str, limit_seconds: float = 60.0) -> dict[str, Any]:
-        """Run the program with the environment of this process, and return its JSON object.
+        """Run the query program with this process's environment, and return its JSON object.
 
         Raises:
             DriverError: the driver cannot be loaded, or returns an error.

@@ -76,7 +76,7 @@ class GPUFiles:
     container: bool = False
 
     def judge(self) -> Verdict:
-        """Accept if the vendor's libraries may find a GPU; otherwise name the missing part."""
+        """Accept the machine if the vendor's libraries may find a GPU, or name the missing part."""
         if sys.platform != "linux":
             wsl_text = ", and in Windows inside WSL;" if self.vendor.in_wsl else ","
             return Verdict.refuse(f"finds GPUs on Linux{wsl_text} this is {sys.platform}")

@@ -56,7 +56,7 @@ class GraphRecorder:
         self._streams: dict[int, Any] = {}
 
     def record(self, step: Callable[[], object]) -> RecordedStep:
-        """Warm ``step`` up, and capture it on the current device.
+        """Run ``step`` to warm up, then capture the step as a graph of the current device.
 
         Raises: ConfigError: ``step`` is compiled, or captured already.
         """

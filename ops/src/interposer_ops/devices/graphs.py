@@ -26,7 +26,7 @@ _STANDARD = "standard"
 def judge_graphs(
     resolver: Resolver, placement: Placement, outside: frozenset[str] = frozenset()
 ) -> Verdict | None:
-    """Decide whether the steps of a planned model become graphs; None if nothing requests graphs.
+    """Decide if a planned model's steps become device graphs; None if nobody requests graphs.
 
     By default graphs are requested on every platform with support for graphs. A described device
     answers as its platform would.
@@ -50,7 +50,7 @@ def judge_graphs(
 def judge_choices(
     choices: Iterable[Choice], accepted: Callable[[Request], Sequence[Candidate]] | None = None
 ) -> Verdict:
-    """Refuse if any chosen component is not declared safe for graphs.
+    """Refuse device graphs if any chosen component is not declared safe for graphs.
 
     Kernels, backends, communicators and layers that replace standard ones must declare
     ``graph_safe``.
@@ -101,7 +101,7 @@ def judge_choices(
 
 
 def judge_compilation(step: Callable[..., Any]) -> Verdict:
-    """Refuse a step that torch.compile compiled wholly or partly: compiled code may capture graphs.
+    """Refuse to capture a step that torch.compile compiled: compiled code may use graphs itself.
 
     Args:
         step: a function, or a module, whose submodules are checked, too.

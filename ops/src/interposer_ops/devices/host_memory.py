@@ -79,7 +79,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, *, lasting: bool = False) ->
 
 
 def cache_memory(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
-    """Allocate memory for a KV cache on ``device``; on the CPU, lasting memory of ``empty``."""
+    """Allocate a KV cache on ``device``; on the CPU by ``empty``, which can use huge pages."""
     if torch.device(device).type == "cpu":
         return empty(shape, dtype, lasting=True)
     return torch.empty(tuple(shape), dtype=dtype, device=device)
@@ -87,7 +87,7 @@ def cache_memory(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tenso
 
 @contextmanager
 def reused(spare: Spare | None = None) -> Iterator[None]:
-    """Reuse the memory of freed tensors for the next tensor of the same size, in a ``with`` block.
+    """Reuse the memory of freed tensors for new tensors of the same size, in a ``with`` block.
 
     Loading creates many short-lived weights of a few sizes. The system clears new memory, and new
     memory is in no cache: together this takes as long as copying a weight. Up to 16 MiB are kept
@@ -108,7 +108,7 @@ def reused(spare: Spare | None = None) -> Iterator[None]:
 
 @contextmanager
 def placed(take: Callable[[int, bool], Tensor | None]) -> Iterator[None]:
-    """Let ``take`` provide the memory of ``empty`` in a ``with`` block.
+    """Replace the allocator of ``empty`` by ``take``, in a ``with`` block.
 
     ``take`` receives the number of bytes and whether the memory is lasting. It returns a uint8
     tensor aligned to 64 bytes, or None to leave the allocation to ``empty``.
@@ -146,7 +146,7 @@ def trim() -> None:
 
 
 def huge_pages(root: Path = _ROOT) -> Verdict:
-    """Say whether large memory lies in huge pages, and why or why not.
+    """Return whether large tensors lie in huge pages, and the reason.
 
     Args:
         root: the folder that contains ``sys``.
@@ -165,7 +165,7 @@ def huge_pages(root: Path = _ROOT) -> Verdict:
 
 
 def huge_page_bytes(root: Path = _ROOT) -> int:
-    """Return the size of a huge page in bytes, 0 if unknown; it depends on the architecture."""
+    """Return the architecture-dependent size of a huge page in bytes, 0 if unknown."""
     size = read_text(root / _FOLDER / "hpage_pmd_size").strip()
     return int(size) if size.isdecimal() else 0
 
@@ -296,6 +296,6 @@ _spare: ContextVar[Spare | None] = ContextVar("spare maps of host memory", defau
 
 
 def _setting(root: Path) -> str:
-    """Return the active setting (the word in brackets), or "" if there is none."""
+    """Return the system's active huge-page setting (the word in brackets), or "" if unknown."""
     match = re.search(r"\[(\w+)\]", read_text(root / _FOLDER / "enabled"))
     return match[1] if match else ""

@@ -19,7 +19,7 @@ __all__ = ["MemoryProfile", "MemorySnapshot", "memory_profile", "memory_snapshot
 
 @dataclass(frozen=True, slots=True)
 class MemorySnapshot:
-    """Memory of one device at one moment, in bytes.
+    """Memory in use on one device at one moment, in bytes.
 
     Attributes:
         free_bytes, total_bytes: of the device, over all users.
@@ -34,29 +34,29 @@ class MemorySnapshot:
 
     @property
     def other_bytes(self) -> int:
-        """Memory in use outside torch's allocator: contexts, libraries, other processes."""
+        """Memory in use outside torch's allocator, in bytes, such as other processes' memory."""
         return self.total_bytes - self.free_bytes - self.reserved_bytes
 
 
 @dataclass(slots=True)
 class MemoryProfile:
-    """Snapshots before and after; ``after`` equals ``before`` until the end."""
+    """Memory snapshots before and after a ``with`` block; equal until the block ends."""
 
     before: MemorySnapshot
     after: MemorySnapshot
 
     @property
     def torch_bytes(self) -> int:
-        """Growth of torch's allocator."""
+        """Growth of the memory that torch's allocator reserves, in bytes."""
         return self.after.reserved_bytes - self.before.reserved_bytes
 
     @property
     def other_bytes(self) -> int:
-        """Growth of the memory outside torch's allocator."""
+        """Growth of the memory outside torch's allocator, in bytes."""
         return self.after.other_bytes - self.before.other_bytes
 
     def room_bytes(self, share: float = 0.9) -> int:
-        """Return the bytes left for a cache if the peak may use ``share`` of the device.
+        """Return the bytes left for a KV cache if peak use may reach ``share`` of the device.
 
         The peak of torch's tensors counts, not the allocator's cache; memory of others counts in
         full. 0 if nothing is free.
@@ -66,7 +66,7 @@ class MemoryProfile:
 
 
 def memory_snapshot(device: str) -> MemorySnapshot:
-    """Read the memory of ``device``; queued work counts as far as it has allocated."""
+    """Measure the memory of ``device`` without waiting for queued work."""
     free, total = torch.accelerator.get_memory_info(device)
     return MemorySnapshot(
         free,

@@ -18,7 +18,7 @@ _CONTAINER = re.compile("docker|kubepods|containerd|lxc")
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file, "" if it cannot be read."""
+    """Return the text of a file, "" if the file cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -26,7 +26,7 @@ def read_text(path: Path) -> str:
 
 
 def list_folder(folder: Path) -> list[Path]:
-    """Return the paths in a folder, none if it cannot be read."""
+    """Return the paths in a folder, none if the folder cannot be read."""
     try:
         return list(folder.iterdir())
     except OSError:
@@ -34,7 +34,7 @@ def list_folder(folder: Path) -> list[Path]:
 
 
 def pci_devices(root: Path, vendor: str, classes: Sequence[str]) -> list[Path]:
-    """Return the folders of a vendor's PCI devices, sorted by address, which is a folder's name.
+    """Return the folders of a vendor's PCI devices, sorted by PCI address.
 
     Args:
         root: folder that contains ``sys``.

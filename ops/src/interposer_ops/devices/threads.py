@@ -55,7 +55,7 @@ def bind_threads(
 
 
 def _cores_of(platform: Platform, node: int | None) -> list[Sequence[int]]:
-    """Return the cores that this process may use, of one node if ``node`` is not None."""
+    """Return the cores that this process may use, only those of ``node`` if not None."""
     cores = sorted(platform.cores(), key=min)
     if node is None:
         return cores

@@ -53,7 +53,7 @@ class TorchBuild:
         return ()
 
     def judge(self, gpus_text: str) -> Verdict:
-        """Refuse a build without the toolkit; ``gpus_text`` begins the reason with the GPUs."""
+        """Refuse a torch build without the toolkit; the reason starts with ``gpus_text``."""
         if getattr(self, self.toolkit.lower()):
             return Verdict.accept()
         versions = {name.upper(): getattr(self, name) for name in _TOOLKITS}

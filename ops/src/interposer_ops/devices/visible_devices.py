@@ -15,7 +15,7 @@ _Device = TypeVar("_Device")
 
 @dataclass(frozen=True, slots=True)
 class VisibleDevices(Generic[_Device]):
-    """The devices that a process sees.
+    """The GPUs that a process sees.
 
     Attributes:
         devices: visible devices in the order of the runtime.
@@ -29,7 +29,7 @@ class VisibleDevices(Generic[_Device]):
 def read_device_list(
     variable: str, text: str, find: Callable[[str], _Device]
 ) -> VisibleDevices[_Device]:
-    """Read a list of devices, which ends at the first invalid entry.
+    """Parse a device list of an environment variable, up to the first invalid entry.
 
     Args:
         variable: name of the environment variable, whose value is ``text``.
@@ -72,7 +72,7 @@ def refuse_hidden(total: int, note: str, runtime: str = "") -> Verdict:
 
 
 def judge_gpus(counts: str, gpus: Sequence[tuple[str, Verdict]], *notes: str) -> Verdict:
-    """Accept if torch has kernels for at least one visible GPU, and describe the GPUs.
+    """Accept the machine if torch has kernels for a visible GPU, and describe the GPUs.
 
     Args:
         counts: how many GPUs are visible.

@@ -1,4 +1,4 @@
-"""Cases of embedding lookups in float and integer tables.
+"""Test cases of embedding lookups in float and integer tables.
 
 T tokens, V rows of the table, H hidden size, G numbers per scale.
 """
@@ -82,7 +82,7 @@ embedding_cases = CaseSpace(
 
 
 def embedding_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Make T random tokens and a table."""
+    """Make T random tokens and an embedding table."""
     generator = torch.Generator().manual_seed(seed)
     weight = _table(dims, dtype, generator)
     token_ids = torch.randint(len(weight), (num_tokens,), generator=generator)
@@ -98,7 +98,7 @@ def _table(dims: Dims, dtype: torch.dtype, generator: torch.Generator) -> Tensor
 def _table_with_unread_rows(
     token_ids: Tensor, rows: int, width: int, dtype: torch.dtype, generator: torch.Generator
 ) -> Tensor:
-    """Draw a table with numbers in the rows ``token_ids``, and NaN in all other rows."""
+    """Draw an embedding table: numbers in the rows ``token_ids``, NaN in all other rows."""
     weight = torch.full((rows, width), torch.nan, dtype=dtype)
     distinct = token_ids.unique()
     weight[distinct] = normal((len(distinct), width), dtype, generator)
@@ -109,7 +109,7 @@ def _quantized_arguments(
     token_ids: Tensor, sizes: tuple[int, int, int | None], bits: int, asymmetric: bool,
     dtype: torch.dtype, generator: torch.Generator,
 ) -> dict[str, Any]:  # fmt: skip
-    """Draw the arguments of a lookup; scales of rows that a kernel must not read are NaN."""
+    """Draw the arguments of a quantized lookup; scales of unread rows are NaN."""
     rows, width, group = sizes
     num_groups = width // (group or width)
     scale = torch.full((rows, num_groups), torch.nan)

@@ -15,7 +15,7 @@ from interposer_ops._triton.rows import row_tile
 
 @triton_kernel("embedding")
 def embedding_triton(token_ids: Tensor, weight: Tensor) -> Tensor:
-    """Compute ``embedding``."""
+    """Compute ``embedding`` in Triton: copy the table rows of the token ids."""
     num_rows, width = token_ids.shape[0], weight.shape[1]
     rows = torch.empty((num_rows, width), dtype=weight.dtype, device=weight.device)
     if rows.numel() == 0:

@@ -28,7 +28,7 @@ class Errors:
         terms: Tensor | None = None,
         stored: Tensor | None = None,
     ) -> Tensor:
-        """Record errors of an intermediate result, and return the result.
+        """Record the possible error of an intermediate result, and return the result.
 
         Args:
             numbers: the intermediate result.
@@ -49,7 +49,7 @@ class Errors:
         return numbers + error
 
     def show(self, results: Tensor) -> None:
-        """Compute the bounds: differentiate every result by every recorded error."""
+        """Compute the error bounds from the derivatives of all results by all recorded errors."""
         errors = [error for error, _, _ in self._points]
         rounded = added = torch.zeros(results.numel(), dtype=results.dtype)
         ones = torch.eye(results.numel(), dtype=results.dtype)

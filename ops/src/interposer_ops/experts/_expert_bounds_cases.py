@@ -23,7 +23,7 @@ Weights = tuple[dict[str, Any], Tensor, Tensor]
 
 
 def shape_of(dims: Dims, num_tokens: int) -> Shape:
-    """Return (T, H, I, E, K) of ``dims``."""
+    """Return the sizes (T, H, I, E, K) that ``dims`` state."""
     names = ("hidden_size", "intermediate_size", "num_experts", "top_k")
     hidden, inner, num_experts, top_k = (int(dims[name]) for name in names)
     return num_tokens, hidden, inner, num_experts, top_k
@@ -50,7 +50,7 @@ def evenly_routed(dims: Dims, num_tokens: int, generator: torch.Generator) -> di
 
 
 def spread(matrices: Tensor, scales: Tensor) -> Tensor:
-    """Multiply matrices by scales that are repeated to the matrices' size."""
+    """Multiply matrices by block scales, which are repeated to the matrices' size."""
     rows = matrices.shape[1] // scales.shape[1]
     columns = matrices.shape[2] // scales.shape[2]
     return matrices * scales.repeat_interleave(rows, 1).repeat_interleave(columns, 2)
@@ -95,7 +95,7 @@ _LENGTHS = 12.0**0.5
 
 
 def _bounds(arguments: Mapping[str, Any], gate_up: Tensor, down: Tensor) -> dict[str, Any]:
-    """Bound the result's error from float32 sums, and from storing h and y in the dtype of x.
+    """Bound the error of the result from float32 sums and from rounding h and y to x's dtype.
 
     An error d of a gate changes h by at most slope * |u| d, an error d of u changes h by |act(g)|
     d, with u + 1 for u in swiglu_oai. In float32, d is a fraction of the sums G and U of absolute

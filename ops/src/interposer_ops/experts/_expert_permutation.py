@@ -21,7 +21,7 @@ _op = partial(standard_op, cases="interposer_ops.experts._expert_permutation_cas
 
 @_op("moe_permute", tolerance=Tolerance(roundings=0))
 def moe_permute(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Copy each slot's token row into the order of the experts.
+    """Copy the token row of each (token, expert) slot, with the slots sorted by expert.
 
     The rows of an expert are in the order of the slots. After the rows of the last expert follow
     rows of zeros, one per skipped slot.
@@ -49,7 +49,7 @@ def moe_permute(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor
 
 @_op("moe_unpermute", tolerance=Tolerance(roundings=1))
 def moe_unpermute(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
-    """Sum the rows of each token's slots, weighted.
+    """Sum the expert results of each token, weighted by the routing weights.
 
     y[t] = sum_k weights[t, k] * rows[positions[t, k]], in float32 or wider, rounded once.
 
@@ -71,7 +71,7 @@ def moe_unpermute(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
 
 
 def _grouped(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the slots sorted by expert, the expert of each, and the number of slots per expert.
+    """Return the slots sorted by expert, the expert of each slot, and the slots per expert.
 
     Skipped slots come last, with expert E.
     """

@@ -33,7 +33,7 @@ def random_experts(tokens: int, num_experts: int, top_k: int, generator: torch.G
 
 
 def _experts(point: Point, generator: torch.Generator) -> Tensor:
-    """Return the expert ids of a point, some of them -1."""
+    """Return the expert ids of a test point, some of them -1 (no expert)."""
     tokens, num_experts, top_k = point["shape"]
     ids = random_experts(tokens, num_experts, top_k, generator)
     if point["spread"] == "same":
@@ -119,7 +119,7 @@ def moe_unpermute_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: 
 
 
 def _differs(point: Point) -> bool:
-    """Check whether the expert ids of ``point`` differ from those of an earlier label."""
+    """Return whether the expert ids of ``point`` differ from those of every earlier label."""
     tokens, num_experts, _ = point["shape"]
     spread, remote_fraction = point["spread"], point["rank"]
     if spread == "even":

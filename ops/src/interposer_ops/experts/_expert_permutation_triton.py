@@ -72,7 +72,7 @@ def moe_permute_triton(
 
 @triton_kernel("moe_unpermute")
 def moe_unpermute_triton(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
-    """Compute ``moe_unpermute``."""
+    """Compute ``moe_unpermute`` in Triton: weighted sum of each token's expert results."""
     source = as_rows(rows)
     y = torch.empty((positions.shape[0], rows.shape[1]), dtype=rows.dtype, device=rows.device)
     _add_up(source, positions, weights, y, (0, source.stride(0)), gathered=True)
@@ -80,7 +80,7 @@ def moe_unpermute_triton(rows: Tensor, positions: Tensor, weights: Tensor) -> Te
 
 
 def sum_of_slots(rows: Tensor, expert_ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum the experts' results of each token, weighted.
+    """Sum the expert results of each token, weighted by the routing weights.
 
     Args:
         rows: ``[T K, H]``, contiguous; rows of skipped slots are not read.
@@ -100,7 +100,7 @@ def _sort(
     num_padded: Tensor, block_experts: Tensor | None = None,
     positions: Tensor | None = None, starts: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Sort the slots, and write the outputs that are not None.
+    """Sort the slots by expert, and write the requested outputs (those that are not None).
 
     Args:
         slots: output, see ``aligned_blocks``.
@@ -137,7 +137,7 @@ def _add_up(
     *,
     gathered: bool = False,
 ) -> None:
-    """Sum the rows of each token into ``y``.
+    """Sum the expert rows of each token into ``y``.
 
     Args:
         positions: negative for skipped rows; otherwise the row number if ``gathered``.
@@ -161,7 +161,7 @@ def _add_up(
 
 @triton.jit
 def _experts_of(ids, slot, num_slots, stride, TOP_K: tl.constexpr):
-    """Load the experts of slots, -1 after the last slot."""
+    """Load the expert ids of slots, -1 past the last slot."""
     offset = (slot // TOP_K).to(tl.int64) * stride + slot % TOP_K
     return tl.load(ids + offset, mask=slot < num_slots, other=-1)
 

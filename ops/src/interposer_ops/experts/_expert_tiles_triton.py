@@ -21,7 +21,7 @@ _BITS = {
 
 
 def kernel_weights(stored: Tensor, scale: Tensor | None) -> tuple[Tensor, str]:
-    """Return the stored weights as the kernel reads them, and the name of the storage form.
+    """Return the weights as the kernel loads them, and the name of their format.
 
     ``plain``: Triton converts the numbers. ``int4``: two integers per byte. ``e2m1``: two FP4
     values per byte with exponents as scales. Other names: 8-bit floats that Triton cannot convert
@@ -35,7 +35,7 @@ def kernel_weights(stored: Tensor, scale: Tensor | None) -> tuple[Tensor, str]:
 
 @per_device
 def _form(dtype: torch.dtype, device: torch.device) -> str:
-    """Return how kernels on a device read weights of ``dtype``; see ``kernel_weights``.
+    """Return the format in which kernels load weights of ``dtype``; see ``kernel_weights``.
 
     Source: ``supported_fp8_dtypes`` of the backends of triton 3.7.1; the AMD backend converts all.
     """
@@ -48,7 +48,7 @@ def _form(dtype: torch.dtype, device: torch.device) -> str:
 
 @triton.jit
 def expert_tile(num_blocks, NUM_TILES: tl.constexpr, BAND: tl.constexpr):
-    """Return the block of slots and the tile of columns of this program.
+    """Return this program's tile: a block of slots and a range of columns.
 
     Concurrent programs work on one band of blocks and so share tiles of weights in the cache.
     """
@@ -140,7 +140,7 @@ def apply_scale(
 
 @triton.jit
 def activated(gate, up, ACTIVATION: tl.constexpr):
-    """Compute act(g, u) of ``fused_experts``."""
+    """Apply the gated activation of ``fused_experts`` to gates g and up elements u."""
     if ACTIVATION == "gelu":
         result = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     elif ACTIVATION == "swiglu_oai":

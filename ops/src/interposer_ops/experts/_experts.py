@@ -214,7 +214,7 @@ def _biases(bias: Tensor | None, ids: Tensor) -> Tensor | None:
 
 
 def activated(projected: Tensor, activation: str) -> Tensor:
-    """Compute act(g, u) of ``fused_experts`` for ``[..., 2 I]``, gates first.
+    """Apply the gated activation of ``fused_experts`` to ``[..., 2 I]``, gates first.
 
     Raises: RequestError: ``activation`` is none of the three.
     """
@@ -232,7 +232,7 @@ def activated(projected: Tensor, activation: str) -> Tensor:
 
 
 def _scaled(matrices: Tensor, scales: Tensor) -> Tensor:
-    """Multiply ``[T, K, M, N]`` by scales ``[T, K, R, C]``, each for its part of a matrix."""
+    """Multiply matrices ``[T, K, M, N]`` by block scales ``[T, K, R, C]``."""
     rows, columns = scales.shape[-2:]
     blocks = matrices.unflatten(-1, (columns, -1)).unflatten(-3, (rows, -1))
     result: Tensor = (blocks * scales[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
@@ -240,7 +240,7 @@ def _scaled(matrices: Tensor, scales: Tensor) -> Tensor:
 
 
 def _unpacked(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Unpack the 4-bit integers of each byte, low half first, centred on 0."""
+    """Unpack 4-bit integers, two per byte with the low nibble first, minus 8."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2).to(dtype) - 8
 
 

@@ -224,7 +224,7 @@ def _sample(
 def _biased(
     arguments: dict[str, Any], biased: bool, dtype: torch.dtype, generator: torch.Generator
 ) -> dict[str, Any]:
-    """Add biases, or None, to the arguments of both projections, in the op's order."""
+    """Insert both biases, or None, into the arguments in the op's order."""
     for name in ("gate_up", "down"):
         shape = tuple(arguments[name].shape[:2])
         bias = normal_numbers(shape, dtype, generator) if biased else None

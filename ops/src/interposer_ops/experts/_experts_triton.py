@@ -55,7 +55,7 @@ def fused_experts_triton(
     down_bias: Tensor | None, weights: Tensor, expert_ids: Tensor,
     activation: str,
 ) -> Tensor:  # fmt: skip
-    """Compute ``fused_experts``."""
+    """Compute ``fused_experts`` in Triton: one grouped GEMM per projection."""
     first = _Matrices(gate_up, None, gate_up_bias)
     second = _Matrices(down, None, down_bias)
     return _run_experts("fused_experts", x, first, second, weights, expert_ids, activation)
@@ -271,7 +271,7 @@ def _build(
     stored: torch.dtype | None = None, scale: torch.dtype = FP32, block: tuple[int, int] = (1, 0),
     biased: bool | None = None, activation: str = "silu", dims: Dims | None = None,
 ) -> Build:  # fmt: skip
-    """Describe a build for the experts of one MoE layer.
+    """Describe an ahead-of-time build for the experts of one MoE layer.
 
     Args:
         stored: dtype of quantized weights (uint8: two values per byte); None: weights of ``dtype``.

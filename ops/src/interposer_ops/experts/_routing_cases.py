@@ -139,14 +139,14 @@ def topk_softmax_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: i
 
 
 def topk_sigmoid_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Build T rows of clear logits, with a bias if the dims ask for one."""
+    """Build T rows of clear logits, with a bias if the dims request one."""
     draw, bias = _sampled(dtype, dims, seed)
     top_k, label = int(dims["top_k"]), f"{num_tokens} tokens"
     return _sigmoid_case(draw, num_tokens, bias, top_k, _renormalizes(dims), False, label)
 
 
 def grouped_topk_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Build T rows of clear logits, with a bias if the dims ask for one."""
+    """Build T rows of clear logits, with a bias if the dims request one."""
     draw, bias = _sampled(dtype, dims, seed)
     groups = [int(dims[name]) for name in ("num_groups", "top_groups", "top_k")]
     scoring, label = str(dims["scoring"]), f"{num_tokens} tokens"
@@ -187,7 +187,7 @@ def _logits(
 
 
 def _distinct(tokens: int, num_experts: int, step: float, generator: torch.Generator) -> Tensor:
-    """Return rows of distinct multiples of ``step`` around 0, exact in every dtype."""
+    """Return rows of distinct multiples of ``step`` around 0, exact in every float dtype."""
     order = torch.rand(tokens, num_experts, generator=generator).argsort(-1)
     return (order - num_experts // 2) * step
 
@@ -195,7 +195,7 @@ def _distinct(tokens: int, num_experts: int, step: float, generator: torch.Gener
 def _bias(
     point: Point, num_experts: int, dtype: torch.dtype, generator: torch.Generator
 ) -> Tensor | None:
-    """Return a bias that changes the choice, or one that makes ties."""
+    """Return a routing bias that changes the chosen experts, or one that makes ties."""
     if point["bias"] is None:
         return None
     bias_dtype = dtype if point["bias"] == "own" else torch.float32

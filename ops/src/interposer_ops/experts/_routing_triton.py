@@ -22,7 +22,7 @@ _SCORINGS = ("softmax", "sigmoid")
 
 @triton_kernel("topk_softmax")
 def topk_softmax_triton(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """Compute ``topk_softmax``."""
+    """Compute ``topk_softmax`` in Triton: top-k experts by softmax, one launch."""
     return _routed(logits, None, 1, 1, top_k, "softmax", renormalize, 1.0)
 
 
@@ -30,7 +30,7 @@ def topk_softmax_triton(logits: Tensor, top_k: int, renormalize: bool) -> tuple[
 def topk_sigmoid_triton(
     logits: Tensor, bias: Tensor | None, top_k: int, renormalize: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``topk_sigmoid``."""
+    """Compute ``topk_sigmoid`` in Triton: top-k experts by biased sigmoids, one launch."""
     return _routed(logits, bias, 1, 1, top_k, "sigmoid", renormalize, scale)
 
 

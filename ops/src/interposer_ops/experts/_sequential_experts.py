@@ -44,7 +44,7 @@ def fused_experts_in_turn(
     expert_ids: Tensor,
     activation: str,
 ) -> Tensor:
-    """Compute ``fused_experts``."""
+    """Compute ``fused_experts`` as two matmuls per expert, for the tokens that chose the expert."""
     wide = torch.promote_types(x.dtype, torch.float32)
 
     def projects(matrices: Tensor, bias: Tensor | None) -> Project:

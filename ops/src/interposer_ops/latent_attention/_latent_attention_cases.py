@@ -178,7 +178,7 @@ def _tensors(
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Build the leading arguments (tensors) and the trailing arguments (constants) of both ops."""
+    """Build the tensor arguments and the constant arguments of both latent attention ops."""
     heads, latent_size, rotary_size = sizes
     width = latent_size + rotary_size
     query = random_query((batch.lengths.num_tokens, heads, width), options, dtype, generator)

@@ -112,7 +112,7 @@ def _tile(kernel: str, device: torch.device, num_heads: int, latent_size: int, w
 
 
 def _tuning(dtype: torch.dtype, cache_dtype: torch.dtype) -> str:
-    """Return the name of the launch parameters; a narrower cache needs more registers."""
+    """Return the name of the tuning entry; a narrower cache dtype needs more registers."""
     if dtype == torch.float32:
         return "latent_attention_float32"
     return "latent_attention" if cache_dtype == dtype else "latent_attention_narrow"
@@ -256,7 +256,7 @@ def _merge(
     NUM_HEADS: tl.constexpr, LATENT_SIZE: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of a token in ascending order."""
+    """Merge the partial attention results of a token's splits, in ascending order."""
     column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     row = tl.program_id(2).to(tl.int64)
@@ -313,7 +313,7 @@ def _sparse_arguments(
 
 
 def _builds(kernel: str, make: Callable[..., Callable[..., Any]]) -> tuple[Build, ...]:
-    """List the builds for all heads of DeepSeek-V3, and for the heads of one rank."""
+    """List the ahead-of-time builds: all heads of DeepSeek-V3, and the heads of one rank."""
     e4m3, e5m2 = make(BF16, 128, E4M3, (FP32, 1)), make(BF16, 16, E5M2, (FP32, 1))
     return (
         Build(kernel, "bfloat16, 128 heads", make(BF16, 128, BF16, None), matrix=True),

@@ -51,7 +51,7 @@ def plain_spec(
     page_size: int = 16,
     window_tokens: int | None = None,
 ) -> AttentionSpec:
-    """Return a spec of N heads and K kv heads of size D, with twice the usual score scale."""
+    """Return an attention spec of N heads and K kv heads of size D, with doubled scale."""
     num_heads, num_kv_heads, size = heads
     return AttentionSpec(
         num_heads=num_heads,
@@ -66,7 +66,7 @@ def plain_spec(
 
 
 def spec_at(spec: AttentionSpec, site: Site) -> AttentionSpec:
-    """Return the spec with the dtype of a site."""
+    """Return the attention spec with the dtype of ``site``."""
     return replace(spec, dtype=site.dtype, cache_dtype=site.dtype)
 
 

@@ -28,7 +28,7 @@ _GELU_NAMES = {"none": "gelu", "tanh": "gelu_pytorch_tanh"}
 
 
 def rms_norm_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
-    """Yield cases of the norm of rows, and of the norm of rows plus a residual."""
+    """Yield cases of RMS norm, with and without a residual stream."""
     for op, method, names in (
         (rms_norm, "forward", ("x",)),
         (fused_add_rms_norm, "forward_add", ("x", "residual")),
@@ -59,7 +59,7 @@ def merged_linear_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
 
 
 def embedding_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
-    """Yield cases of the embedding lookup, alone and with a table shared with a head."""
+    """Yield cases of the embedding lookup, with and without an LM head that shares the table."""
     for case in few_cases(embedding, dtype, seed):
         weight = case.arguments["weight"]
         sizes = {"vocab_size": weight.shape[0], "hidden_size": weight.shape[1]}
@@ -73,7 +73,7 @@ def embedding_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
 
 
 def lm_head_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
-    """Yield cases of the head with its own weight, and with the embedding's table."""
+    """Yield cases of the LM head with its own weight, and with the embedding's table."""
     for case in few_cases(linear, dtype, seed):
         if case.arguments["bias"] is None:
             weight = case.arguments["weight"]
@@ -85,7 +85,7 @@ def lm_head_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
 
 
 def _table(head: Site, vocab_size: int, hidden_size: int) -> Embedding:
-    """Return the embedding whose table a head at this site shares."""
+    """Return the embedding whose table an LM head at this site shares."""
     return Embedding(head.at("table"), vocab_size, hidden_size, head)
 
 
@@ -98,7 +98,7 @@ def rotary_embedding_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase
 
 
 def activation_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
-    """Yield cases of the gated activations, under the names of model configs."""
+    """Yield cases of the gated activations, by the names that model configs use."""
     for op in (silu_and_mul, gelu_and_mul):
         for case in few_cases(op, dtype, seed):
             name = _GELU_NAMES.get(case.arguments.get("approximate", ""), "silu")
@@ -159,7 +159,7 @@ def gated_mlp_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
 
 
 def self_attention_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
-    """Yield cases of the heads before attention: projected, optionally normalised, rotated.
+    """Yield cases of the QKV heads before attention: projected, optionally normalised, rotated.
 
     The rest of the layer, the backend and a ``linear``, has cases of its own.
 
@@ -254,7 +254,7 @@ def router_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
 
 
 def experts_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
-    """Yield cases of plain experts in both storage orders."""
+    """Yield cases of unquantized experts, gates first and alternating."""
     for case in few_cases(fused_experts, dtype, seed):
         for alternating in (False, True):
             num_experts, hidden_size, inner = case.arguments["down"].shape
@@ -275,7 +275,7 @@ def experts_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
 
 
 def _stored(arguments: Mapping[str, Any], *, alternating: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield (checkpoint name, tensor) of the experts' parameters."""
+    """Yield the checkpoint name and tensor of each parameter of the experts."""
     for name in ("gate_up", "down"):
         matrices, bias = arguments[name], arguments[f"{name}_bias"]
         if alternating and name == "gate_up":

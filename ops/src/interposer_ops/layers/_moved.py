@@ -84,7 +84,7 @@ MOVED: dict[str, dict[str, str]] = {
 
 
 def moved_names(module: str) -> Callable[[str], object]:
-    """Make a ``__getattr__`` for ``module`` that loads names from the modules they moved to."""
+    """Return a module ``__getattr__`` that loads moved names from their new modules."""
     package, _, former_module = module.rpartition(".")
     targets = MOVED[former_module]
 

@@ -36,7 +36,7 @@ _SCALES = ("k_scale", "v_scale")
 
 
 class Attention(PluggableLayer):
-    """Write this step's keys and values to the layer's cache, then attend to the sequence."""
+    """Attention layer: store a step's keys and values in the layer's cache, then attend."""
 
     layer_id = "attention"
 
@@ -101,13 +101,13 @@ class Attention(PluggableLayer):
         return self.backend.forward(query, key, value, cache, plan, **self._options())
 
     def read(self, query: Tensor, cache: Tensor, plan: object) -> Tensor:
-        """Compute attention ``[T, N, D]`` to the stored keys and values, and write nothing."""
+        """Compute attention ``[T, N, D]`` to the cached keys and values; store no new ones."""
         nothing = query[:0, : self.spec.num_kv_heads]
         options = self._options(stored=True)
         return self.backend.forward(query, nothing, nothing, cache, plan, **options)
 
     def _options(self, **options: Any) -> dict[str, Any]:
-        """Return ``options`` with the keywords that the spec needs; see ``AttentionBackend``."""
+        """Add the scales and sinks that the spec needs to the backend's ``options``."""
         if self.scales is not None:
             options["scales"] = self.scales
         if self.spec.sinks:

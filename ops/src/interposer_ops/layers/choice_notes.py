@@ -12,7 +12,7 @@ __all__ = ["annotate_place"]
 def annotate_place(
     site: Site, note: str, *, op: str = "", idle: bool = False, waits: bool = False
 ) -> None:
-    """Add a note to the kernel choices that were made last for the layer at ``site``.
+    """Add a note to the latest kernel choices of the layer at ``site``.
 
     Args:
         op: annotate only the choice for this op; empty: all ops of the layer.

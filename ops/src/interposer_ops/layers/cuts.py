@@ -1,4 +1,4 @@
-"""The former home of :mod:`interposer_ops.layers.tensor_parallel.sharding`."""
+"""Deprecated: names moved to :mod:`interposer_ops.layers.tensor_parallel.sharding`."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class DecoderBlock(PluggableLayer):
         plan: object,
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the output of the MLP, not yet added to the residual stream, and the stream.
+        """Return the MLP output, not yet added to the residual stream, and the residual stream.
 
         Both are ``[T, H]``, or ``[M, H]`` if ``rows`` selects tokens.
 

@@ -1,4 +1,4 @@
-"""The former home of :mod:`interposer_ops.layers.moe.sharded_experts`."""
+"""Deprecated: names moved to :mod:`interposer_ops.layers.moe.sharded_experts`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The former home of names of :mod:`interposer_ops.layers.tensor_parallel`."""
+"""Deprecated: names moved to :mod:`interposer_ops.layers.tensor_parallel`."""
 
 from __future__ import annotations
 

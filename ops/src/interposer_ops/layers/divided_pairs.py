@@ -1,4 +1,4 @@
-"""The former home of :mod:`interposer_ops.layers.tensor_parallel.projection_pairs`."""
+"""Deprecated: names moved to :mod:`interposer_ops.layers.tensor_parallel.projection_pairs`."""
 
 from __future__ import annotations
 

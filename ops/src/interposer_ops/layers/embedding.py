@@ -26,7 +26,7 @@ class PlainEmbedding(EmbeddingMethod):
     def create_weights(
         self, layer: nn.Module, site: Site, vocab_size: int, hidden_size: int, head: Site | None
     ) -> None:
-        """Register ``weight``."""
+        """Register the table ``weight`` ``[V, H]``, and bind the lookup and any tied head."""
         table = {"vocab_size": vocab_size, "hidden_size": hidden_size, "tied": False}
         sizes = {"in_features": hidden_size, "out_features": vocab_size, "biased": False}
         self.lookup, self.product = site.bind_table(embedding, table, linear, sizes, head)
@@ -76,7 +76,7 @@ class Embedding(PluggableLayer):
         self.head_call: Call | None = None
 
     def finalize(self) -> None:
-        """Let the embedding method turn the loaded table into kernels and operands."""
+        """Let the embedding method turn the loaded table into the kernels' operands."""
         (self.lookup, self.constants), self.head_call = self.method.finalize(self)
 
     def forward(self, token_ids: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class LMHead(PluggableLayer):
         return self._call[1]
 
     def finalize(self) -> None:
-        """Let the linear method prepare an untied weight; the embedding prepares a tied one."""
+        """Let the linear method prepare an untied weight; the embedding prepares a tied weight."""
         if self._tied:
             for name in list(self._parameters):
                 self.register_parameter(name, None)

@@ -1,4 +1,4 @@
-"""The former home of :mod:`interposer_ops.layers.moe.sequential_experts`."""
+"""Deprecated: names moved to :mod:`interposer_ops.layers.moe.sequential_experts`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The former home of :mod:`interposer_ops.layers.moe.placement`."""
+"""Deprecated: names moved to :mod:`interposer_ops.layers.moe.placement`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The former home of names of :mod:`interposer_ops.layers.moe`."""
+"""Deprecated: names moved to :mod:`interposer_ops.layers.moe`."""
 
 from __future__ import annotations
 

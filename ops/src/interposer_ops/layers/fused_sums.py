@@ -1,4 +1,4 @@
-"""The former home of :mod:`interposer_ops.layers.tensor_parallel.fused_all_reduce`."""
+"""Deprecated: names moved to :mod:`interposer_ops.layers.tensor_parallel.fused_all_reduce`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dense linear layers: plain, and several of one input merged into one matmul."""
+"""Dense linear layers: single, or several layers that share an input merged into one matmul."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Linear(PluggableLayer):
 
     @staticmethod
     def mark(layer: Linear) -> None:
-        """Mark parameters that checkpoints of this class store in another form.
+        """Mark the parameters that checkpoints store in another form; a subclass overrides this.
 
         Shards of the layer call this method of the original class.
         """
@@ -80,7 +80,7 @@ class Linear(PluggableLayer):
 
 
 class MergedLinear(Linear):
-    """Several projections of one input as one matmul, such as Q, K and V, or gate and up.
+    """Several linear layers that share one input, as one matmul: Q, K and V, or gate and up.
 
     ``parts`` maps checkpoint names to output sizes, in the order of the merged output.
     """

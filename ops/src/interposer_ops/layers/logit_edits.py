@@ -43,7 +43,7 @@ class LogitEdits:
 
 
 class LogitEditor:
-    """Kernels that few requests need; each is bound when a request first needs it."""
+    """Kernels that edit logits; each kernel is bound when the first request needs it."""
 
     def __init__(self, site: Site, vocab_size: int) -> None:
         self._site = site

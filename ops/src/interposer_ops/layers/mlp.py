@@ -53,5 +53,5 @@ class GatedMLP(PluggableLayer):
             self.activation.quantize_for(site.at("activation"), self.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``x`` ``[T, H]`` to ``[T, H]``."""
+        """Compute the gated MLP of ``x`` ``[T, H]``."""
         return self.down_proj(self.activation(self.gate_up_proj(x)))  # type: ignore[no-any-return]

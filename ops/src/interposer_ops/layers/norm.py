@@ -46,7 +46,7 @@ class RMSNorm(PluggableLayer):
         self.constants: tuple[Any, ...] = (self.weight, self.weight)
 
     def finalize(self) -> None:
-        """Prepare the weight for each of the kernels."""
+        """Prepare the weight for the norm kernels."""
         self.constants = tuple(b.prepared(weight=self.weight)["weight"] for b in self._bound)
 
     def quantize_for(self, site: Site, receiver: Linear) -> None:
@@ -70,7 +70,7 @@ class RMSNorm(PluggableLayer):
 
     @property
     def can_fuse_all_reduce(self) -> bool:
-        """Whether ``forward_add`` can do the all-reduce of the projection before it."""
+        """Whether ``forward_add`` can also do the all-reduce of the preceding projection."""
         return type(self) is RMSNorm and not self._receiver
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class RMSNorm(PluggableLayer):
         return self.add_norm(x, residual, self.constants[1], self.eps)
 
     def _quantized(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Add, normalise and quantize; return ``(quantized normalised stream, stream)``."""
+        """Add the residual, normalise, quantize; return ``(quantized result, residual stream)``."""
         norm, add_norm = self._bound[2].function, self._bound[3].function
         scale, (_, _, weight, add_weight) = self._receiver[0].operands[0], self.constants
         if residual is None:

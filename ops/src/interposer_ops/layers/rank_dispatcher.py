@@ -1,4 +1,4 @@
-"""The former home of :mod:`interposer_ops.layers.moe.dispatcher`."""
+"""Deprecated: names moved to :mod:`interposer_ops.layers.moe.dispatcher`."""
 
 from __future__ import annotations
 

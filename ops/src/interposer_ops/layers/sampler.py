@@ -43,7 +43,7 @@ class Penalties:
         vocab_size: int,
         device: str,
     ) -> Penalties:
-        """Build the penalties of B requests; each list has one item per request.
+        """Build the penalty tensors of B requests from lists with one item per request.
 
         Args:
             repetition, presence, frequency: penalties as ``apply_penalties`` defines them.
@@ -75,7 +75,7 @@ class SamplingBatch:
 
     @property
     def all_greedy(self) -> bool:
-        """Whether every row takes its largest logit."""
+        """Whether every row takes the token with the largest logit."""
         return self.temperature is None
 
     @staticmethod
@@ -103,7 +103,7 @@ class SamplingBatch:
         device: str,
         penalties: Penalties | None = None,
     ) -> SamplingBatch:
-        """Build the batch of B requests; each list has one item per request.
+        """Build the sampling arguments of B requests from lists with one item per request.
 
         The parameters are defined by the op ``sample_tokens``.
         """
@@ -130,7 +130,7 @@ class SamplingBatch:
 
 
 class Sampler(PluggableLayer):
-    """Apply penalties where requests ask for penalties, then sample one token per row."""
+    """Apply the penalties that requests ask for, then sample one token per row."""
 
     layer_id = "sampler"
 

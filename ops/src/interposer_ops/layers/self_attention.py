@@ -75,7 +75,7 @@ class SelfAttention(PluggableLayer):
         self.attn = shards.attention(site.at("attn"))
 
     def finalize(self) -> None:
-        """Prepare the query and key norm weights, if one kernel computes both norms."""
+        """Prepare the weights of query norm and key norm, if one kernel computes both norms."""
         if self._both_norms is not None and self.q_norm is not None and self.k_norm is not None:
             weights = {"query_weight": self.q_norm.weight, "key_weight": self.k_norm.weight}
             self._norm_weights = tuple(self._both_norms.prepared(**weights).values())
@@ -97,7 +97,7 @@ class SelfAttention(PluggableLayer):
         return self.o_proj(mixed.flatten(1))  # type: ignore[no-any-return]
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute query ``[T, N, D]``, key and value ``[T, K, D]``, ready for the attention."""
+        """Compute query ``[T, N, D]``, key and value ``[T, K, D]`` for the attention layer."""
         parts = self.qkv_proj(x).split(self.sizes, dim=-1)
         query, key, value = (part.unflatten(-1, (-1, self.head_size)) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:

@@ -43,7 +43,7 @@ class StateLayout:
         device: str,
         empty: Callable[[Sequence[int], torch.dtype, str], Tensor] = _empty,
     ) -> tuple[Tensor, ...]:
-        """Allocate a tensor ``[N, ...]`` for each part.
+        """Allocate a pool of N slots: one tensor ``[N, ...]`` per part of the state.
 
         The memory is uninitialised: layers start a sequence's state from zeros.
 

@@ -1,4 +1,4 @@
-"""Linear layer in at least float32, for results that decide. T tokens, H hidden size, O outputs."""
+"""Linear layer in float32 or wider, such as a router. T tokens, H hidden size, O outputs."""
 
 from __future__ import annotations
 

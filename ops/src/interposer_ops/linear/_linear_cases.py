@@ -1,4 +1,4 @@
-"""Cases of dense linear layers: one weight, one per group of rows, or one per head.
+"""Test cases of dense linear layers: one weight, one per group of rows, or one per head.
 
 T tokens, I input features, O output features, E experts, N heads.
 """

@@ -1,4 +1,4 @@
-"""Cases of low-rank adapters.
+"""Test cases of low-rank adapters.
 
 T tokens, I input features, O output features, A adapters, R rank.
 """

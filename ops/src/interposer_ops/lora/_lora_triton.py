@@ -25,7 +25,7 @@ _LEAST = 16  # the smallest side of a tile that matrix instructions take
 
 @triton_kernel("lora_shrink")
 def lora_shrink_triton(x: Tensor, lora_a: Tensor, adapter_ids: Tensor, scale: float) -> Tensor:
-    """Compute ``lora_shrink``."""
+    """Compute ``lora_shrink`` in Triton: rows times the A matrix of their adapter."""
     num_tokens = x.shape[0]
     num_adapters, rank, in_features = lora_a.shape
     y = torch.empty((num_tokens, rank), dtype=torch.float32, device=x.device)
@@ -49,7 +49,7 @@ def lora_expand_triton(
     shrunk: Tensor, lora_b: Tensor, adapter_ids: Tensor, y: Tensor,
     offset: int,
 ) -> None:  # fmt: skip
-    """Compute ``lora_expand``."""
+    """Compute ``lora_expand`` in Triton: add rows times the B matrix of their adapter to ``y``."""
     num_tokens = shrunk.shape[0]
     num_adapters, out_features, rank = lora_b.shape
     if num_tokens * out_features * num_adapters == 0:
@@ -190,7 +190,7 @@ def _add_matmul(total, inputs, weights):
 
 @triton.jit
 def _rounding_error(number, rounded):
-    """Return ``number - rounded``, and 0 for infinities."""
+    """Return the rounding error ``number - rounded``, and 0 for infinities."""
     wide = rounded.to(tl.float32)
     return tl.where(number == wide, 0.0, number - wide)
 

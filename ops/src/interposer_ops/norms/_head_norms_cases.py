@@ -1,4 +1,4 @@
-"""Cases of the norms of heads and groups.
+"""Test cases of the norms of heads and groups.
 
 Dimensions: T tokens, N heads, K kv heads, D head size, H hidden size.
 """
@@ -114,7 +114,7 @@ def l2_norm_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -
 
 
 def _l2_norm_case(x: Tensor, eps: float, label: str = "") -> Case:
-    """Build the case of ``x``.
+    """Build the test case of ``l2_norm`` for the input ``x``.
 
     All squares are positive, so the error of the sum is a relative error of the result. Results are
     at most 1.
@@ -169,7 +169,7 @@ def _gated_case(
     x: Tensor, gate: Tensor, weight: Tensor, group_size: int, norm_before_gate: bool,
     label: str = "",
 ) -> Case:  # fmt: skip
-    """Build the case of ``x``.
+    """Build the test case of ``gated_rms_norm`` for the input ``x``.
 
     Squares are positive, so the error of the sum is a relative error of the result. SiLU adds four
     operations and the error of an exponential, |gate| roundings, which is relative too where the

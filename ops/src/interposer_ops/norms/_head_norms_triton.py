@@ -41,7 +41,7 @@ def qk_norm_triton(
 
 @triton_kernel("l2_norm")
 def l2_norm_triton(x: Tensor, eps: float) -> Tensor:
-    """Compute ``l2_norm``."""
+    """Compute ``l2_norm`` in Triton: scale each row to unit Euclidean length."""
     return normalise("head_norm", "l2", x, None, eps)[0]
 
 
@@ -50,7 +50,7 @@ def gated_rms_norm_triton(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int,
     norm_before_gate: bool,
 ) -> Tensor:  # fmt: skip
-    """Compute ``gated_rms_norm``."""
+    """Compute ``gated_rms_norm`` in Triton: RMS norm of each group of a row, gated by SiLU."""
     kind = "norm first" if norm_before_gate else "gate first"
     return normalise("head_norm", kind, x, weight, eps, group_size=group_size, gate=gate)[0]
 

@@ -81,7 +81,7 @@ def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def fused_add_gemma_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Add ``x`` to the residual stream and normalise the sum as Gemma does.
+    """Add ``x`` to the residual stream and normalise the sum by Gemma's RMS norm.
 
     s = x + residual; y = gemma_rms_norm(s, weight, eps)
 
@@ -103,7 +103,7 @@ def fused_add_gemma_rms_norm(
     differentiable=("x", "weight", "bias"),
 )
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Shift and scale each row of ``x`` to mean 0 and variance 1, then by ``weight`` and ``bias``.
+    """Normalise each row of ``x`` to mean 0 and variance 1, then apply ``weight`` and ``bias``.
 
     y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias, in float32 or wider.
 

@@ -1,4 +1,4 @@
-"""Cases of the norms over the hidden states. T tokens, H hidden size.
+"""Test cases of the norms over the hidden states. T tokens, H hidden size.
 
 Quantized results are compared exactly. So no element lies close to a rounding boundary, where
 float32 errors would decide the result. No element lies on a tie either: a reciprocal root is not
@@ -108,7 +108,7 @@ def _sample(
 def _rms_case(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, added: float, label: str = ""
 ) -> Case:
-    """Build the case of ``x``, or of ``x + residual``, scaled by ``weight + added``."""
+    """Build the case of an RMS norm of ``x``, or of ``x + residual``, with ``weight + added``."""
     arguments = {"x": x} if residual is None else {"x": x, "residual": residual}
     normalised = x if residual is None else x.float() + residual.float()
     magnitude = rms_peak(normalised) * peak(weight.double() + added)
@@ -200,7 +200,7 @@ def layer_norm_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
 
 
 def _layer_case(x: Tensor, weight: Tensor | None, bias: Tensor | None, label: str = "") -> Case:
-    """Build the case of ``x``.
+    """Build the test case of ``layer_norm`` for the input ``x``.
 
     With unit roundoff u, the error of the sum of H elements is H u sum|x|, and the error of the
     mean is H u mean|x|, divided by the row's deviation. All squares are positive, so that the error
@@ -283,7 +283,7 @@ def _quantized_case(
     out_dtype: torch.dtype,
     label: str = "",
 ) -> Case:
-    """Build the case of ``x``, or of ``x + stream``, with no element near a rounding boundary.
+    """Build the case of a norm that quantizes; no element is near a rounding boundary.
 
     Both terms of a sum are integer multiples of one power of two, so that float32 sums are exact.
     """
@@ -314,7 +314,7 @@ def _cleared(
     out_dtype: torch.dtype,
     as_stored: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Move the elements of ``x`` whose results float32 errors could round to either neighbour.
+    """Move elements of ``x`` until no quantized result is near a rounding boundary.
 
     All squares are positive, so that the error of the result is relative: the error of the sum,
     (H - 1) roundings halved by the root, and some eight operations. The margin is twice that. A

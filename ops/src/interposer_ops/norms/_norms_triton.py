@@ -25,7 +25,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @triton_kernel("gemma_rms_norm")
 def gemma_rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute ``gemma_rms_norm``."""
+    """Compute ``gemma_rms_norm`` in Triton: RMS norm scaled by ``1 + weight``."""
     return normalise("rms_norm", "plus one", x, weight, eps)[0]
 
 
@@ -33,7 +33,7 @@ def gemma_rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def fused_add_rms_norm_triton(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``fused_add_rms_norm``."""
+    """Compute ``fused_add_rms_norm`` in Triton: residual add and RMS norm in one launch."""
     return normalise("fused_add_rms_norm", "rms", x, weight, eps, residual=residual)
 
 
@@ -41,7 +41,7 @@ def fused_add_rms_norm_triton(
 def fused_add_gemma_rms_norm_triton(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``fused_add_gemma_rms_norm``."""
+    """Compute ``fused_add_gemma_rms_norm`` in Triton: residual add, then Gemma's RMS norm."""
     return normalise("fused_add_rms_norm", "plus one", x, weight, eps, residual=residual)
 
 
@@ -49,7 +49,7 @@ def fused_add_gemma_rms_norm_triton(
 def rms_norm_quantize_fp8_triton(
     x: Tensor, weight: Tensor, scale: Tensor, eps: float, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Compute ``rms_norm_quantize_fp8``."""
+    """Compute ``rms_norm_quantize_fp8`` in Triton: RMS norm, quantized by one scale."""
     return normalise("rms_norm_quantize", "rms", x, weight, eps, scale=scale, out_dtype=out_dtype)[
         0
     ]
@@ -59,7 +59,7 @@ def rms_norm_quantize_fp8_triton(
 def fused_add_rms_norm_quantize_fp8_triton(
     x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float, out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute ``fused_add_rms_norm_quantize_fp8``."""
+    """Compute ``fused_add_rms_norm_quantize_fp8`` in Triton: residual add, norm, quantizer."""
     return normalise(
         "fused_add_rms_norm_quantize", "rms", x, weight, eps, residual=residual, scale=scale,
         out_dtype=out_dtype,
@@ -140,7 +140,7 @@ def norm_rows(
     x, residual, gate, weight, bias, divisor, y, total, row_mask, eps, largest,
     SIZE: tl.constexpr, KIND: tl.constexpr, FORMAT: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Normalise the rows whose first elements the pointers ``x`` point to.
+    """Normalise the rows that begin at the pointers ``x``.
 
     Args:
         row_mask: ``[ROWS, 1]``, False for rows past the end.

@@ -1,4 +1,4 @@
-"""Linear layers of MXFP4, MXFP8 and NVFP4.
+"""Ops of linear layers with MXFP4, MXFP8 or NVFP4 weights.
 
 The scales are in the order of the blocks, not in the tiled order of ``tile_scales``. Dequantized
 numbers and sums are float32 or wider; if both operands are quantized, the bias is added before the

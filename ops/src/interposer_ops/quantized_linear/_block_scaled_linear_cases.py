@@ -1,4 +1,4 @@
-"""Cases of linear layers of MXFP4, MXFP8 and NVFP4.
+"""Test cases of linear layers of MXFP4, MXFP8 and NVFP4.
 
 I input features, O output features.
 """
@@ -142,7 +142,7 @@ def _build(
     block_size: int,
     **axes: str,
 ) -> Case:
-    """Build the case of a point.
+    """Build the case of a test point: random operands in the format, with block scales.
 
     Args:
         axes: names of axes by the options of ``weight_format.draw`` that take their values.

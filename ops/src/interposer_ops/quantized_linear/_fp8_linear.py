@@ -66,7 +66,7 @@ def fp8_block_linear(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Project 8-bit ``x`` by an 8-bit weight; each block of either has a scale.
+    """Project 8-bit ``x`` by an 8-bit weight, both with one scale per block.
 
     y = (x * x_scales) (weight * weight_scales)^T + bias
 

@@ -1,4 +1,4 @@
-"""Cases of linear layers of 8-bit floats.
+"""Test cases of linear layers of 8-bit floats.
 
 I input features, O output features.
 """

@@ -1,4 +1,4 @@
-"""Cases of linear layers of int8 inputs and 8-bit or 4-bit integer weights.
+"""Test cases of linear layers of int8 inputs and 8-bit or 4-bit integer weights.
 
 I input features, O output features, G groups of S inputs that share a scale of the weight.
 """
@@ -86,7 +86,7 @@ def _dequantize_int8(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor, T
 
 
 def _zero_point_sums(arguments: Arguments, weight: Tensor) -> float:
-    """Return the largest term that the zero points of ``x`` add to a result, or 0."""
+    """Return the largest term that the inputs' zero points add to a result, or 0."""
     zero_point, x_scale = arguments["x_zero_point"], arguments["x_scale"]
     if zero_point is None:
         return 0.0
@@ -291,7 +291,7 @@ def _inputs(
 
 
 def _shifted_inputs(arguments: Arguments, wide: torch.dtype) -> Tensor:
-    """Return the dequantized ``x``."""
+    """Return the dequantized inputs: (code - zero point) * scale."""
     zero_point = arguments["x_zero_point"]
     shifted = arguments["x"].to(wide) - (0 if zero_point is None else zero_point)
     result: Tensor = shifted * arguments["x_scale"].to(wide)
@@ -299,7 +299,7 @@ def _shifted_inputs(arguments: Arguments, wide: torch.dtype) -> Tensor:
 
 
 def _ends(bits: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Draw rows that each repeat the smallest or the largest code."""
+    """Draw rows of one repeated code: the smallest or the largest one."""
     low, high, dtype = (0, 15, torch.uint8) if bits == 4 else (-128, 127, torch.int8)
     upper = torch.randint(0, 2, (*shape[:-1], 1), generator=generator).bool()
     return torch.where(upper, high, low).to(dtype).expand(shape).clone()

@@ -107,7 +107,7 @@ def parameters_by_tokens(kernel: str, device: torch.device, num_tokens: int) -> 
 
 
 def linear_tile(kernel: str, device: torch.device, num_rows: int) -> LinearTile:
-    """Return the tile of ``kernel``, or of ``kernel``_few for at most its ``most`` rows."""
+    """Return the tile of ``kernel``, or of ``kernel``_few if there are few enough rows."""
     small_tile = _tile(f"{kernel}_few", device)
     return small_tile if num_rows <= small_tile.most else _tile(kernel, device)
 
@@ -179,7 +179,7 @@ def tile_position(
     OUTPUT_TILE: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Return the row numbers, int64, and the output numbers of this program's tile.
+    """Return the row numbers (int64) and the output numbers of this program's tile.
 
     Numbers may exceed ``num_rows`` and ``OUTPUTS`` in the last tiles.
     """
@@ -239,7 +239,7 @@ def load_nibbles(
     IN_FEATURES: tl.constexpr, GROUP_SIZE: tl.constexpr, MASKED: tl.constexpr,
     INPUTS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Load 4-bit codes of ``INPUTS`` inputs from ``first`` on; any codes from ``end`` on."""
+    """Load the 4-bit values of ``INPUTS`` inputs from ``first`` on; undefined from ``end`` on."""
     if GROUP_SIZE % 2 == 0:
         pair = first // 2 + tl.arange(0, INPUTS // 2)[None, :]
         bytes_of_two = load_masked(
@@ -257,5 +257,5 @@ def load_nibbles(
 
 @triton.jit
 def load_masked(pointer, mask, MASKED: tl.constexpr):
-    """Load from ``pointer``: zeros where ``mask`` is False, or everything if not ``MASKED``."""
+    """Load a tile from ``pointer``, with zeros where ``mask`` is False if ``MASKED`` is set."""
     return tl.load(pointer, mask=mask, other=0) if MASKED else tl.load(pointer)

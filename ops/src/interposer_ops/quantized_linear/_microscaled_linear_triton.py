@@ -44,7 +44,7 @@ def mxfp8_linear_triton(
     x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor,
     bias: Tensor | None, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Compute ``mxfp8_linear``."""
+    """Compute ``mxfp8_linear`` in Triton: MXFP8 inputs times an MXFP8 weight."""
     codes = x.view(torch.uint8), x_scales, weight.view(torch.uint8), weight_scales
     return _launch_linear("mxfp8_linear", *codes, None, bias, out_dtype)
 
@@ -54,7 +54,7 @@ def nvfp4_linear_triton(
     x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor,
     alpha: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Compute ``nvfp4_linear``."""
+    """Compute ``nvfp4_linear`` in Triton: NVFP4 inputs times an NVFP4 weight."""
     codes = x, x_scales.view(torch.uint8), weight, weight_scales.view(torch.uint8)
     return _launch_linear("nvfp4_linear", *codes, alpha, bias, out_dtype)
 

@@ -110,7 +110,7 @@ def sampled_case(
     arguments: Arguments, dims: Dims, x: Tensor, weight: Tensor, scalings: int, beside: float = 0.0,
     *, stored_product: bool = False,
 ) -> Case:  # fmt: skip
-    """Build the case of a sample, with error bounds from the lengths of rows.
+    """Build the case of a tuning sample, with error bounds from the norms of rows.
 
     Args:
         x: ``[T, I]``, dequantized.

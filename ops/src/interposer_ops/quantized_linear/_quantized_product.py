@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class CodedProduct:
-    """The kernel of a ``LinearMethod`` that quantizes each token, then computes a GEMM.
+    """Kernel of a ``LinearMethod`` that quantizes each token's input, then computes a GEMM.
 
     Calling the kernel computes ``multiply(*quantize(x, *options), *operands)``. The attributes let
     a fused kernel for several layers run the same steps. Equal instances compute the same function.

@@ -1,4 +1,4 @@
-"""The tiled order of block scales that matrix instructions read.
+"""Reordering of block scales into the tiles that matrix instructions read.
 
 A tile has R rows and 4 blocks; tiles are stored row by row. In a tile of 128 rows, the scale of row
 r and block c is at 16 (r mod 32) + 4 floor(r / 32) + c; in a tile of 8 rows, at 4 r + c.

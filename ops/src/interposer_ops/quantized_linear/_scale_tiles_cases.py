@@ -1,4 +1,4 @@
-"""Cases of the tiled order of block scales.
+"""Test cases of the op that reorders block scales into tiles.
 
 M rows, C blocks per row, R rows per tile.
 """

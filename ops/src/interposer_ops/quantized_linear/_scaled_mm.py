@@ -66,7 +66,7 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 def judge(request: Request) -> Verdict:
-    """Accept requests that ``torch._scaled_mm`` supports, on sm_89 and newer.
+    """Accept requests that ``torch._scaled_mm`` can compute, on sm_89 and newer.
 
     Source: the checks of ``_scaled_mm`` of torch 2.13 for CUDA devices: sizes must be multiples of
     16, and with scales per row the result must be bfloat16.

@@ -75,7 +75,7 @@ def w4a8_linear_triton(
 
 @per_device
 def _tile(device: torch.device, group_size: int, num_tokens: int, *, aligned: bool) -> FeatureTile:
-    """Return the tile for calls of at most ``num_tokens``, a power of two.
+    """Return the tile for matmuls of at most ``num_tokens`` rows, a power of two.
 
     All inputs of a loop step belong to one group, so that the last step of a group is partial
     unless 32 or a larger power of two divides the group. With partial steps or rows that are not

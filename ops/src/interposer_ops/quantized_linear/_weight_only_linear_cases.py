@@ -1,4 +1,4 @@
-"""Cases of linear layers with integer weights and float inputs.
+"""Test cases of linear layers with integer weights and float inputs.
 
 I input features, O output features, G inputs per scale.
 """
@@ -67,7 +67,7 @@ def _draw(
     dims: Dims, rows: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, *, bits: int,
     weights: str = "", flat: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Draw the arguments, without a bias.
+    """Draw the arguments of a weight-only linear op, without a bias.
 
     Args:
         weights: "ends" for codes at the ends of int8, "zeros" for scales of zero, or "".

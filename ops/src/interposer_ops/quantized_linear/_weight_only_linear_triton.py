@@ -40,7 +40,7 @@ def w4a16_linear_triton(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None,
     zero_points: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute ``w4a16_linear``."""
+    """Compute ``w4a16_linear`` in Triton: float inputs times a 4-bit integer weight."""
     return _launch_linear(x, weight, scale, bias, zero_points, 8)
 
 
@@ -49,7 +49,7 @@ def w8a16_linear_triton(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None,
     zero_points: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute ``w8a16_linear``."""
+    """Compute ``w8a16_linear`` in Triton: float inputs times an int8 weight."""
     return _launch_linear(x, weight, scale, bias, zero_points, 0)
 
 
@@ -87,7 +87,7 @@ def _launch_linear(
 def _tile(
     device: torch.device, dtype: torch.dtype, group_size: int, num_tokens: int, *, aligned: bool
 ) -> FeatureTile:
-    """Return the tile for calls of at most ``num_tokens``, a power of two.
+    """Return the tile for matmuls of at most ``num_tokens`` rows, a power of two.
 
     All inputs of a loop step belong to one group, so that the last step of a group is partial
     unless 32 or a larger power of two divides the group. With partial steps or rows that are not
@@ -171,7 +171,7 @@ def _load_quantized(
     IN_FEATURES: tl.constexpr, GROUP_SIZE: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
     INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Load codes of ``INPUTS`` inputs from ``first`` on; any codes from ``end`` on."""
+    """Load quantized values of ``INPUTS`` inputs from ``first`` on; undefined from ``end`` on."""
     if PACKED:
         quantized = load_nibbles(
             weight, row, first, end, IN_FEATURES, GROUP_SIZE, MASKED, INPUTS, tl.float32

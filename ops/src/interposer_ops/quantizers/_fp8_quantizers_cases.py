@@ -1,4 +1,4 @@
-"""Cases of the quantizers to 8-bit floats.
+"""Test cases of the quantizers to 8-bit floats.
 
 H hidden size, B block size, T tokens.
 """
@@ -212,7 +212,7 @@ def _tie_points(out_dtype: torch.dtype) -> Tensor:
 def _peaks(
     shape: tuple[int, ...], numbers: float, dtype: torch.dtype, generator: torch.Generator
 ) -> Tensor:
-    """Draw the largest magnitudes of rows, between 1 and 8 times ``numbers``."""
+    """Draw the largest magnitude of each row, between 1 and 8 times ``numbers``."""
     factors = torch.ldexp(
         1 + torch.rand(shape, generator=generator, dtype=torch.float64),
         torch.randint(0, 3, shape, generator=generator),

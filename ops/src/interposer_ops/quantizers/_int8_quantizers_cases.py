@@ -1,4 +1,4 @@
-"""Cases of the quantizers to int8.
+"""Test cases of the quantizers to int8.
 
 H hidden size, T tokens.
 """

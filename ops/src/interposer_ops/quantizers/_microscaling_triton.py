@@ -31,7 +31,7 @@ _MX_BLOCK, _NV_BLOCK = 32, 16
 
 @triton_kernel("quantize_mxfp8")
 def quantize_mxfp8_triton(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute ``quantize_mxfp8``."""
+    """Compute ``quantize_mxfp8`` in Triton: 32 elements share a power-of-two scale."""
     q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = _allocate_scales(x, _MX_BLOCK, torch.uint8)
     _quantize(x, fp8_memory(q), scales, None, _MX_BLOCK, "mxfp8")
@@ -40,7 +40,7 @@ def quantize_mxfp8_triton(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton_kernel("quantize_mxfp4")
 def quantize_mxfp4_triton(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute ``quantize_mxfp4``."""
+    """Compute ``quantize_mxfp4`` in Triton: 32 elements share a power-of-two scale."""
     q = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8, device=x.device)
     scales = _allocate_scales(x, _MX_BLOCK, torch.uint8)
     _quantize(x, q.view(torch.int32), scales, None, _MX_BLOCK, "mxfp4")
@@ -49,7 +49,7 @@ def quantize_mxfp4_triton(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton_kernel("quantize_nvfp4")
 def quantize_nvfp4_triton(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute ``quantize_nvfp4``."""
+    """Compute ``quantize_nvfp4`` in Triton: 16 elements share an e4m3 scale."""
     q = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8, device=x.device)
     scales = _allocate_scales(x, _NV_BLOCK, torch.float8_e4m3fn)
     # Scales are passed as bytes on every architecture: few of them, and the kernel decodes each one
@@ -60,7 +60,7 @@ def quantize_nvfp4_triton(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tens
 
 @triton_kernel("dequantize_mxfp4")
 def dequantize_mxfp4_triton(packed: Tensor, scales: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Compute ``dequantize_mxfp4``."""
+    """Compute ``dequantize_mxfp4`` in Triton: e2m1 * 2^(scale - 127)."""
     return _launch_dequantize(packed, scales, None, out_dtype, _MX_BLOCK)
 
 
@@ -68,13 +68,13 @@ def dequantize_mxfp4_triton(packed: Tensor, scales: Tensor, out_dtype: torch.dty
 def dequantize_nvfp4_triton(
     packed: Tensor, scales: Tensor, global_scale: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """Compute ``dequantize_nvfp4``."""
+    """Compute ``dequantize_nvfp4`` in Triton: e2m1 * scale / global_scale."""
     return _launch_dequantize(packed, scales.view(torch.uint8), global_scale, out_dtype, _NV_BLOCK)
 
 
 @triton_kernel("tile_scales", dtypes=("uint8", "float8_e4m3fn"))
 def tile_scales_triton(scales: Tensor, rows_per_tile: int) -> Tensor:
-    """Compute ``tile_scales``."""
+    """Compute ``tile_scales`` in Triton: reorder block scales into tiles."""
     num_rows, num_columns = scales.shape
     tile_rows, tile_columns = -(-num_rows // rows_per_tile), -(-num_columns // 4)
     shape = (tile_rows, tile_columns, 4 * rows_per_tile)
@@ -165,7 +165,7 @@ def _quantize_blocks(
 
 @triton.jit
 def _mx_scale(peak, LARGEST_EXPONENT: tl.constexpr):
-    """Return the scale 2^e as its biased exponent in uint8, and 2^-e in float32."""
+    """Return the MX block scale 2^e as a biased uint8 exponent, and 2^-e in float32."""
     # The biased float32 exponent of the peak: 0 for zero and subnormal numbers.
     exponent = (peak.to(tl.int32, bitcast=True) >> 23) & 255
     exponent = tl.maximum(exponent - LARGEST_EXPONENT, 0)
@@ -176,7 +176,7 @@ def _mx_scale(peak, LARGEST_EXPONENT: tl.constexpr):
 
 @triton.jit
 def _nv_scale(peak, global_scale):
-    """Return the scale as a float8_e4m3fn code, and the float32 divisor of the block's elements."""
+    """Return the NVFP4 block scale as an e4m3 code, and the float32 divisor of the elements."""
     code = fp8_codes(tl.minimum(divide(peak * global_scale, 6.0), 448.0), 3, 7, False)
     rounded_scale = decode(code, "e4m3").to(tl.float32)
     # If the scale rounds to zero, division by infinity yields zeros with the signs of x.

@@ -1,4 +1,4 @@
-"""Cases of the quantizers to the microscaling formats and back.
+"""Test cases of the quantizers to the microscaling formats and back.
 
 H hidden size, T tokens.
 """
@@ -198,7 +198,7 @@ def _sample(
 
 
 def _case(x: Tensor, label: str = "") -> Case:
-    """Build a case with exact results: a scale is the exponent of the block's peak."""
+    """Build a case with exact results: each scale is the exponent of the block's peak."""
     return Case(label, {"x": x}, {"hidden_size": x.shape[-1]}, reduction=0)
 
 

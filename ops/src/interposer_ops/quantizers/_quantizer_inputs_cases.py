@@ -1,4 +1,4 @@
-"""Inputs of quantizers whose results do not depend on the last bit of a scale.
+"""Inputs of quantizers for which a rounding error of the scale changes no result.
 
 A quantizer rounds x / scale, where scale was itself rounded to float32 and may have been used as a
 reciprocal. The inputs here are not near a boundary between two results, so that every sensible
@@ -64,7 +64,7 @@ def insert_peaks(rows: Tensor, peaks: Tensor, generator: torch.Generator) -> Ten
 
 
 def clear_of_boundaries(x: Tensor, quotients: Tensor, nearest: Nearest) -> Tensor:
-    """Zero the elements of ``x`` whose result changes by a small relative error of the quotient."""
+    """Zero the elements of ``x`` that a small error could round to a different quantized value."""
     changed = nearest(quotients * (1 - _MARGIN)) != nearest(quotients * (1 + _MARGIN))
     return x.masked_fill(changed, 0.0)
 
@@ -92,7 +92,7 @@ def midpoints(numbers: Tensor) -> Tensor:
 
 
 def signed_choice(values: Tensor, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Fill ``shape`` with ``values`` in random order and of random sign, each if there is room."""
+    """Fill a tensor with shuffled ``values`` of random sign, repeated or cut off to ``shape``."""
     count = math.prod(shape)
     order = torch.randperm(len(values), generator=generator)
     choice = values[order.repeat(-(-count // len(values)))[:count]]

@@ -40,7 +40,7 @@ _INT8 = Fp8Format(0, 0, False, 127.0)  # not a float: kernels for int8 read only
 def quantize_fp8_per_token_triton(
     x: Tensor, out_dtype: torch.dtype, scale_limit: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``quantize_fp8_per_token``."""
+    """Compute ``quantize_fp8_per_token`` in Triton: one dynamic scale per row."""
     return _quantize_fp8(x, x.shape[-1], out_dtype, scale_limit, False)
 
 
@@ -48,19 +48,19 @@ def quantize_fp8_per_token_triton(
 def quantize_fp8_blocks_triton(
     x: Tensor, block_size: int, out_dtype: torch.dtype, power_of_two_scales: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``quantize_fp8_blocks``."""
+    """Compute ``quantize_fp8_blocks`` in Triton: one dynamic scale per block of a row."""
     return _quantize_fp8(x, block_size, out_dtype, None, power_of_two_scales)
 
 
 @triton_kernel("quantize_int8_per_token")
 def quantize_int8_per_token_triton(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute ``quantize_int8_per_token``."""
+    """Compute ``quantize_int8_per_token`` in Triton: one dynamic scale per row."""
     return _quantize_int8(x, None)
 
 
 @triton_kernel("quantize_int8_per_token_asymmetric")
 def quantize_int8_per_token_asymmetric_triton(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``quantize_int8_per_token_asymmetric``."""
+    """Compute ``quantize_int8_per_token_asymmetric`` in Triton: scale and zero point per row."""
     zero_points = torch.empty((*x.shape[:-1], 1), dtype=torch.int32, device=x.device)
     return *_quantize_int8(x, zero_points), zero_points
 
@@ -112,7 +112,7 @@ def _quantize_blocks(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, PER_ROW: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     FORMAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize blocks of rows; each program handles ``ROWS`` blocks as if these were rows."""
+    """Quantize blocks of rows; each program handles ``ROWS`` blocks."""
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     block_mask = block < num_blocks
     first = (block % PER_ROW) * BLOCK
@@ -158,7 +158,7 @@ def _quantize_blocks(
 
 @triton.jit
 def _scale(low, high, zero_points, scale_limit, largest, POWER_OF_TWO: tl.constexpr):
-    """Return the float32 scales and zero points of blocks with ranges ``low`` to ``high``."""
+    """Return the float32 scales and zero points of blocks from their minima and maxima."""
     zero_point = tl.zeros_like(high)
     if zero_points is None:
         scale = tl.where(high > 0, divide(high, largest), 1.0)
@@ -189,7 +189,7 @@ def _round_up_to_power_of_two(scale):
 
 @triton_kernel("quantize_fp8_static")
 def quantize_fp8_static_triton(x: Tensor, scale: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Compute ``quantize_fp8_static``."""
+    """Compute ``quantize_fp8_static`` in Triton: one given scale for all rows."""
     q = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     if q.numel():
         _launch_elements(as_rows(x), fp8_memory(q), scale, None, fp8_format(out_dtype))
@@ -198,7 +198,7 @@ def quantize_fp8_static_triton(x: Tensor, scale: Tensor, out_dtype: torch.dtype)
 
 @triton_kernel("quantize_int8_static")
 def quantize_int8_static_triton(x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-    """Compute ``quantize_int8_static``."""
+    """Compute ``quantize_int8_static`` in Triton: a given scale and zero point for all rows."""
     q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     if q.numel():
         _launch_elements(as_rows(x), q, scale, zero_point, _INT8)

@@ -80,7 +80,7 @@ def shared_exponents(peaks: Tensor, largest_exponent: int) -> Tensor:
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """Pack two 4-bit codes per byte, the first one in the low nibble.
+    """Pack pairs of 4-bit codes into bytes, the first code in the low nibble.
 
     Args:
         codes: ``[..., 2n]`` uint8 from 0 to 15.

@@ -116,7 +116,7 @@ def quantize_weight_int4_asymmetric(
 
 
 def row_chunks(weight: Tensor, multiple: int = 1) -> Iterator[tuple[Tensor, int]]:
-    """Yield consecutive views of rows, small enough for a core's cache, and each first row number.
+    """Yield views of consecutive rows that fit a core's cache, with each first row number.
 
     Args:
         multiple: the number of rows of every view except the last is a multiple of this.
@@ -132,7 +132,7 @@ def row_chunks(weight: Tensor, multiple: int = 1) -> Iterator[tuple[Tensor, int]
 def _quantize_symmetric(
     rows: Tensor, group_size: int, scale_dtype: torch.dtype, bits: int
 ) -> tuple[Tensor, Tensor]:
-    """Return signed integers, still in a float dtype, and float32 scales."""
+    """Quantize symmetrically: return signed integers, in a float dtype, and float32 scales."""
     groups = _groups(rows, group_size)
     low, high = groups.amin(-1), groups.amax(-1)
     scale = _round_scale(torch.maximum(-low, high) * 2 / (2**bits - 1), scale_dtype)

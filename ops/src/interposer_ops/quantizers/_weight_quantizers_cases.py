@@ -1,4 +1,4 @@
-"""Cases of the quantizers of weights to integers.
+"""Test cases of the quantizers of weights to integers.
 
 O output features, I input features, G inputs per scale.
 """
@@ -54,7 +54,7 @@ def _int4(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
 def _symmetric(
     point: Point, dtype: torch.dtype, largest: float, generator: torch.Generator
 ) -> Case:
-    """Build a case of weights whose groups have peaks of ``largest`` * scale.
+    """Build a case of symmetric quantization: each group's peak is ``largest`` * scale.
 
     The peak of a group is positive and saturates. A negative peak would be a tie up to the rounding
     of the scale, so that sensible kernels would differ.
@@ -132,7 +132,7 @@ def _cleared(weight: Tensor) -> Tensor:
 
 
 def _clear_of_midpoints(peaks: Tensor, largest: float, scale_dtype: torch.dtype) -> Tensor:
-    """Replace peaks whose scales round to 16 bits ambiguously by peaks with power-of-two scales."""
+    """Replace peaks whose scales are near a rounding midpoint by peaks with power-of-two scales."""
     scale = peaks / largest
     below, above = (scale * (1 + side) for side in (-_SCALE_MARGIN, _SCALE_MARGIN))
     is_near = below.to(scale_dtype) != above.to(scale_dtype)

@@ -20,7 +20,7 @@ _SPARE_ROWS = 3
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences as (tokens before the step, tokens of the step, False for padding)."""
+    """Sequences of a step: (tokens before, new tokens, False for a padding sequence) each."""
 
     sequences: tuple[tuple[int, int, bool], ...]
 
@@ -77,7 +77,7 @@ def batch_indices(batch: Batch, generator: torch.Generator) -> dict[str, Tensor]
 
 
 def with_unused_rows(numbers: Tensor, batch: Batch, slots: Tensor) -> Tensor:
-    """Replace the rows of ``numbers``, ``[R, ...]``, that kernels must not read by NaN."""
+    """Replace the rows of ``numbers`` ``[R, ...]`` that kernels must not read by NaN."""
     before = torch.tensor([before for before, _, _ in batch.sequences], dtype=torch.int64)
     states = torch.full_like(numbers, torch.nan)
     rows = slots[(slots >= 0) & (before > 0)]

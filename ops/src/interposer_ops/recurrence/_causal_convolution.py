@@ -39,7 +39,7 @@ def causal_convolution(
     num_cached: Tensor,
     silu: bool,
 ) -> Tensor:
-    """Convolve each channel of a sequence with the channel's taps over the last W tokens.
+    """Convolve each channel with the channel's W taps over the last W tokens of the sequence.
 
     y_t = bias + sum over j of weight[:, j] * x_{t - (W - 1) + j}, then SiLU if ``silu``, in float32
     or wider. The sequence's window holds the tokens before the step. Zeros precede a sequence

@@ -1,4 +1,4 @@
-"""Cases of the causal convolution.
+"""Test cases of the causal convolution.
 
 T tokens, C channels, W taps, B sequences, S rows of the window pool.
 """

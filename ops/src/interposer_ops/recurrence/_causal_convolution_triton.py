@@ -21,7 +21,7 @@ def causal_convolution_triton(
     x: Tensor, weight: Tensor, bias: Tensor | None, windows: Tensor, query_starts: Tensor,
     slots: Tensor, num_cached: Tensor, silu: bool,
 ) -> Tensor:  # fmt: skip
-    """Compute ``causal_convolution``."""
+    """Compute ``causal_convolution`` in Triton: depthwise, over the last W tokens."""
     channels, taps = weight.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel() == 0:

@@ -40,7 +40,7 @@ def gated_delta_rule(
     num_cached: Tensor,
     scale: float,
 ) -> Tensor:
-    """Scan tokens: decay each head's state, correct the value stored for the key, and query.
+    """Scan tokens: decay each head's state, correct the value stored for the key, read the state.
 
     With S = exp(decay_t) * S_{t-1}: u_t = beta_t * (value_t - S^T key_t), S_t = S + key_t u_t^T,
     y_t = scale * S_t^T query_t, in float32 or wider. Value head v reads query and key head

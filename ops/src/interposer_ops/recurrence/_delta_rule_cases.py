@@ -1,4 +1,4 @@
-"""Cases of the gated delta rule.
+"""Test cases of the gated delta rule.
 
 T tokens, H query and key heads, V value heads, K key size, D value size, B sequences, R rows of the
 state pool.
@@ -115,7 +115,7 @@ def _case(
 
 
 def _magnitude(batch: Batch, arguments: dict[str, Tensor]) -> float:
-    """Bound the magnitude of the terms in the sums.
+    """Bound the magnitude of the terms in the sums of ``gated_delta_rule``.
 
     A key of unit length never increases the norm of the state: with beta up to 2, an update removes
     the component along the key or, at most, reflects it.

@@ -23,7 +23,7 @@ def gated_delta_rule_triton(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, states: Tensor,
     query_starts: Tensor, slots: Tensor, num_cached: Tensor, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Compute ``gated_delta_rule``."""
+    """Compute ``gated_delta_rule`` in Triton by a scan over the tokens of each sequence."""
     _, value_heads, value_size = value.shape
     heads, key_size = key.shape[1:]
     y = torch.empty(value.shape, dtype=value.dtype, device=value.device)

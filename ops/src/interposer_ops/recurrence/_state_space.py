@@ -40,7 +40,7 @@ def state_space_scan(
     slots: Tensor,
     num_cached: Tensor,
 ) -> Tensor:
-    """Scan tokens: decay each head's state, add the token's outer product, and read the state.
+    """Scan tokens: decay each head's state, add an outer product, and read the state.
 
     h_t = exp(steps_t * decay) * h_{t-1} + steps_t * x_t b_t^T, y_t = h_t c_t + skip * x_t, in
     float32 or wider. Head n reads group n // (N / G). The state of a sequence without cached tokens

@@ -1,4 +1,4 @@
-"""Cases of the state space scan, including lightning attention.
+"""Test cases of the state space scan, including lightning attention.
 
 T tokens, N heads, P head size, G groups, S state size, B sequences, R rows of the state pool.
 """
@@ -132,7 +132,7 @@ def _case(
 
 
 def _magnitude(batch: Batch, arguments: dict[str, Any]) -> float:
-    """Bound the sums of absolute terms in the states and in the result."""
+    """Bound the sums of absolute terms in the states and results of ``state_space_scan``."""
     x, steps, states, skip = (arguments[name] for name in ("x", "steps", "states", "skip"))
     grouped = x.shape[1] // arguments["b"].shape[1]
     keys, queries = (

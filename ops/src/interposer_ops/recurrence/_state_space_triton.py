@@ -23,7 +23,7 @@ def state_space_scan_triton(
     x: Tensor, steps: Tensor, decay: Tensor, b: Tensor, c: Tensor, skip: Tensor | None,
     states: Tensor, query_starts: Tensor, slots: Tensor, num_cached: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Compute ``state_space_scan``."""
+    """Compute ``state_space_scan`` in Triton by a scan over the tokens of each sequence."""
     _, heads, size = x.shape
     groups, state = b.shape[1:]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -47,7 +47,7 @@ def rotary_frequencies(
     scaling: Mapping[str, Any] | None = None,
     num_positions: int | None = None,
 ) -> tuple[Tensor, float]:
-    """Return the angle per position, ``[R / 2]`` float32 in radians, and the table's magnitude.
+    """Return the rotary angle per position, ``[R / 2]`` float32, and the table's magnitude.
 
     Args:
         num_positions: maximum context length, which selects the factors of ``longrope`` and the
@@ -84,7 +84,7 @@ def rotary_frequencies(
 def _dynamic(
     rotary_size: int, theta: float, scaling: Mapping[str, Any], num_positions: int | None
 ) -> Tensor:
-    """Increase the base if the context is longer than ``max_position_embeddings``."""
+    """Increase the RoPE base for contexts beyond ``max_position_embeddings`` (dynamic NTK)."""
     longest = _number(scaling, "max_position_embeddings")
     factor, context = _number(scaling, "factor"), max(num_positions or 0, longest)
     # The exponent R / (R - 2) is undefined for a single pair.
@@ -120,7 +120,7 @@ def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 def _yarn(
     plain: Tensor, rotary_size: int, theta: float, scaling: Mapping[str, Any]
 ) -> tuple[Tensor, float]:
-    """Stretch dimensions with few turns over the original context, and keep the others."""
+    """Stretch wavelengths with few turns over the original context (YaRN), and keep the others."""
     factor = _number(scaling, "factor")
     original = _number(scaling, "original_max_position_embeddings")
 
@@ -156,7 +156,7 @@ def _yarn_magnitude(factor: float, scaling: Mapping[str, Any]) -> float:
 def _longrope(
     plain: Tensor, scaling: Mapping[str, Any], num_positions: int | None
 ) -> tuple[Tensor, float]:
-    """Stretch each wavelength by its own factor from the long or the short set.
+    """Divide each pair's frequency by the pair's factor, from the long or the short set.
 
     All positions of a table use the same set, so that a distance has the same angle everywhere: the
     long set if the context can exceed the original context length.

@@ -1,4 +1,4 @@
-"""Cases of the rotary embedding.
+"""Test cases of the rotary embedding.
 
 T tokens, N heads, K kv heads, D head size, R rotated size.
 """
@@ -80,7 +80,7 @@ def _heads(
 def _rotary_case(
     query: Tensor, key: Tensor, angles: Tensor, factor: float = 1.0, label: str = ""
 ) -> Case:
-    """Build the case from ``angles``, ``[..., R / 2]``."""
+    """Build the rotary case of given ``angles``, ``[..., R / 2]``."""
     largest = factor * max(peak(query), peak(key))
     return Case(
         label,

@@ -20,7 +20,7 @@ from interposer_ops._triton.rows import row_tile
 def rotary_embedding_triton(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``rotary_embedding``."""
+    """Compute ``rotary_embedding`` in Triton: rotate halves (NeoX) of query and key."""
     return _launch_rotate(query, key, cos, sin)
 
 
@@ -28,7 +28,7 @@ def rotary_embedding_triton(
 def rotary_embedding_interleaved_triton(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``rotary_embedding_interleaved``."""
+    """Compute ``rotary_embedding_interleaved`` in Triton: rotate adjacent pairs (GPT-J)."""
     return _launch_rotate(query, key, cos, sin, pairs=True)
 
 

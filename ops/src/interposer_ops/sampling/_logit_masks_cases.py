@@ -1,4 +1,4 @@
-"""Cases of the ops that edit logits before sampling.
+"""Test cases of the ops that edit logits before sampling.
 
 B sequences, V vocabulary, M listed tokens.
 """
@@ -40,7 +40,7 @@ _SPECIAL: dict[str, tuple[Special, ...]] = {
 
 
 def _is_small_or_plain(point: Point, _: torch.dtype) -> bool:
-    """Return whether ``point`` has a small vocabulary, or differs only by a large vocabulary."""
+    """Return whether ``point`` has a small vocabulary, or only the vocabulary is large."""
     return point["shape"] != _WIDE or sum(bool(label) for label in point.labels.values()) == 1
 
 

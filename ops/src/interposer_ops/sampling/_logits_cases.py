@@ -49,7 +49,7 @@ def random_logits(
 
 
 def num_rows(num_tokens: int) -> int:
-    """Return the number of sequences, and so of sampled tokens, in a step of ``num_tokens``."""
+    """Return the number of sequences that sample a token in a step of ``num_tokens``."""
     return len(typical_sequences(num_tokens))
 
 
@@ -73,7 +73,7 @@ def clear_rows(
 def clearly_truncated(
     scaled: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the kept tokens, ``[B, V]``, and whether no token is near the threshold, ``[B]``.
+    """Return the mask ``[B, V]`` of kept tokens, and ``[B]``: no token is near the threshold.
 
     Args:
         scaled: ``[B, V]`` float64.
@@ -95,7 +95,7 @@ def clearly_won(values: Tensor) -> Tensor:
 
 
 def _shifted(probability: Tensor | None, change: float) -> Tensor | None:
-    """Add ``change`` to probabilities inside (0, 1); 0 and 1 are exact."""
+    """Add ``change`` to the probabilities strictly between 0 and 1."""
     if probability is None:
         return None
     is_inside = (probability > 0) & (probability < 1)
@@ -103,7 +103,7 @@ def _shifted(probability: Tensor | None, change: float) -> Tensor | None:
 
 
 def _scaled(ratio: Tensor | None, factor: float) -> Tensor | None:
-    """Multiply ratios inside (0, 1) by ``factor``, since kernels compare their logarithms."""
+    """Multiply the ratios strictly between 0 and 1 by ``factor``."""
     if ratio is None:
         return None
     return torch.where((ratio > 0) & (ratio < 1), ratio * factor, ratio)

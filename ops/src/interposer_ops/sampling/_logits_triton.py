@@ -23,26 +23,26 @@ def apply_penalties_triton(
     logits: Tensor, prompt_mask: Tensor, output_counts: Tensor,
     repetition: Tensor, presence: Tensor, frequency: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Compute ``apply_penalties``."""
+    """Compute ``apply_penalties`` in Triton: repetition, presence and frequency."""
     matrices, columns = (prompt_mask, output_counts), (repetition, presence, frequency)
     return map_logits(_penalties, logits, *matrices, *columns, dtype=torch.float32)
 
 
 @triton_kernel("apply_temperature")
 def apply_temperature_triton(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Compute ``apply_temperature``."""
+    """Compute ``apply_temperature`` in Triton: divide each row by its temperature."""
     return map_logits(_divide_by_temperature, logits, temperature, dtype=torch.float32)
 
 
 @triton_kernel("apply_token_bitmask")
 def apply_token_bitmask_triton(logits: Tensor, bitmask: Tensor) -> Tensor:
-    """Compute ``apply_token_bitmask``."""
+    """Compute ``apply_token_bitmask`` in Triton: mask the tokens whose bit is 0."""
     return map_logits(_apply_bitmask, logits, bitmask)
 
 
 @triton_kernel("logits_softcap")
 def logits_softcap_triton(logits: Tensor, cap: float) -> Tensor:
-    """Compute ``logits_softcap``."""
+    """Compute ``logits_softcap`` in Triton: cap * tanh(x / cap)."""
     return map_logits(_softcap, logits, float(cap), tuning="softcap")
 
 
@@ -105,7 +105,7 @@ def _launch_edit_listed(
     y: Tensor, token_ids: Tensor, values: Tensor | None,
     steps: Tensor | None, min_tokens: Tensor | None,
 ) -> None:  # fmt: skip
-    """Add ``values`` to the listed tokens, or mask these tokens if ``steps`` < ``min_tokens``."""
+    """Add ``values`` to the listed tokens, or mask the tokens if ``steps`` < ``min_tokens``."""
     if y.numel() == 0 or token_ids.numel() == 0:
         return
     listed = as_rows(token_ids)

@@ -1,4 +1,4 @@
-"""Cases of ``token_logprobs``.
+"""Test cases of ``token_logprobs``.
 
 Ids are compared exactly: logits are equal or differ by at least 1/64.
 
@@ -56,12 +56,12 @@ def token_logprobs_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed:
 
 
 def _stepped(logits: Tensor) -> Tensor:
-    """Round logits to multiples of ``_STEP``, so that unequal logits differ clearly."""
+    """Round logits to multiples of ``_STEP``, so that different logits differ clearly."""
     return ((logits.float() / _STEP).round() * _STEP).to(logits.dtype)
 
 
 def _case(logits: Tensor, tokens: Tensor, num_top: int, label: str = "") -> Case:
-    """Build the case; the largest exponential of each sum is 1.
+    """Build the case of ``token_logprobs``; the largest exponential of each row's sum is 1.
 
     The logarithm turns the relative error of the sum, V roundings, into an absolute error.
     """

@@ -66,13 +66,13 @@ def _mix(x):
 
 @triton.jit
 def _multiple(count):
-    """Return (count + 1) * _GAMMA modulo 2^64 for an int64."""
+    """Return (count + 1) * _GAMMA modulo 2^64, for an int64 ``count``."""
     return (count.to(tl.uint64, bitcast=True) + 1) * _GAMMA
 
 
 @triton.jit
 def _split(x):
-    """Return float32 f and k with x = (1 + f) 2^k and 1 + f between sqrt(1/2) and sqrt(2)."""
+    """Split x into float32 f and k: x = (1 + f) 2^k, with 1 + f from sqrt(1/2) to sqrt(2)."""
     bits = x.to(tl.int32, bitcast=True) - _HALF_ROOT
     significand = (bits & 0x7FFFFF) + _HALF_ROOT
     return significand.to(tl.float32, bitcast=True) - 1.0, (bits >> 23).to(tl.float32)

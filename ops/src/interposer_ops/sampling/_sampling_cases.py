@@ -1,4 +1,4 @@
-"""Cases of the penalties and of the ops that sample tokens.
+"""Test cases of the penalties and of the ops that sample tokens.
 
 Tokens are compared exactly, so that random rows must be clear: no token is near the truncation
 threshold, and the winner's score exceeds the second one clearly.
@@ -197,7 +197,7 @@ def _arguments(
     kind: str, shape: tuple[int, int], setting: _Setting, dtype: torch.dtype,
     generator: torch.Generator, *, truncating: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Draw clear rows; if not ``truncating``, return the arguments of ``gumbel_argmax`` only."""
+    """Draw clear logits and arguments of ``sample_tokens``, or of ``gumbel_argmax`` only."""
     rows, vocab_size = shape
     columns: dict[str, Tensor | None] = {}
     for name in ("temperature", "top_k", "top_p", "min_p"):

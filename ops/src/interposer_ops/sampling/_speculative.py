@@ -28,7 +28,7 @@ _op = partial(
 def greedy_verify(
     draft_tokens: Tensor, target_logits: Tensor, num_draft: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Accept the draft tokens up to the first that greedy decoding would not choose.
+    """Accept draft tokens up to the first one that differs from the greedy choice.
 
     The lowest index wins ties, as in ``sample_tokens``.
 

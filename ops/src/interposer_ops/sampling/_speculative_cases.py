@@ -1,4 +1,4 @@
-"""Cases of the verification of draft tokens.
+"""Test cases of the verification of draft tokens.
 
 Tokens are compared exactly: no uniform number is near the acceptance threshold, and the score of
 each draw's winner exceeds the second one clearly. Elements that kernels must not read are NaN or a
@@ -112,7 +112,7 @@ rejection_sample_cases = CaseSpace(
 
 
 def greedy_verify_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Make rows in which six draft tokens in ten are right."""
+    """Make rows in which six of ten draft tokens are right."""
     generator = torch.Generator().manual_seed(seed)
     rows, drafts = num_rows(num_tokens), int(dims["num_draft_tokens"])
     vocab_size = int(dims["vocab_size"])
@@ -143,7 +143,7 @@ def _counts(kind: str, rows: int, drafts: int, generator: torch.Generator) -> Te
 def _draft_tokens(
     best: Tensor, quality: float, vocab_size: int, generator: torch.Generator
 ) -> Tensor:
-    """Keep each token of ``best`` with probability ``quality``; replace the others."""
+    """Draw draft tokens: keep each of ``best`` with probability ``quality``, replace the rest."""
     is_right = torch.rand(best.shape, generator=generator) < quality
     return torch.where(is_right, best, (best + 1) % vocab_size)
 
@@ -233,7 +233,7 @@ def _is_clear(
     draft_tokens: Tensor, draft_probs: Tensor | None, target_probs: Tensor, num_draft: Tensor,
     seeds: Tensor, steps: Tensor,
 ) -> bool:  # fmt: skip
-    """Return whether small errors change neither an acceptance nor the draw of a row."""
+    """Return whether each row's acceptances and draw withstand small errors."""
     target = target_probs[0].double()
     num_positions, vocab_size = target.shape
     count = int(num_draft)

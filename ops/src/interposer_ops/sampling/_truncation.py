@@ -24,7 +24,7 @@ def temper(logits: Tensor, temperature: Tensor) -> Tensor:
 def truncation_threshold(
     scaled: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
 ) -> Tensor:
-    """Return the smallest value of ``scaled`` that each row keeps, ``[B, 1]``, at most 0.
+    """Return the smallest scaled logit that top-k, top-p and min-p keep, ``[B, 1]``.
 
     A token is kept if its value reaches the threshold. Equal tokens are kept or dropped together.
     The truncations apply in this order:

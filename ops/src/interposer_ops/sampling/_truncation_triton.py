@@ -30,7 +30,7 @@ _BEYOND = tl.constexpr(0xFFFFFFFF)  # greater than the bits of any distance, inc
 
 
 class Limits(NamedTuple):
-    """The largest distance from the likeliest token that each row keeps.
+    """Truncation limits of each row, as distances from the likeliest token's logit.
 
     Attributes:
         peaks: ``[B]`` float32, the largest logit.
@@ -43,13 +43,13 @@ class Limits(NamedTuple):
 
 @triton_kernel("mask_top_k_top_p")
 def mask_top_k_top_p_triton(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """Compute ``mask_top_k_top_p``."""
+    """Compute ``mask_top_k_top_p`` in Triton: mask the tokens outside top-k and top-p."""
     return _launch_mask(logits, top_k, top_p, None)
 
 
 @triton_kernel("mask_min_p")
 def mask_min_p_triton(logits: Tensor, min_p: Tensor) -> Tensor:
-    """Compute ``mask_min_p``."""
+    """Compute ``mask_min_p`` in Triton: mask the tokens below min-p."""
     return _launch_mask(logits, None, None, min_p)
 
 
@@ -88,7 +88,7 @@ def _launch_mask(
 
 @triton.jit
 def distance_bits(scaled):
-    """Return the bits of ``-scaled`` as uint32, for float32 <= 0."""
+    """Return the bits of ``-scaled`` as uint32, which sort like the distances."""
     # Clearing the sign bit negates a number that is not positive, also -0.
     return (scaled.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.uint32, bitcast=True)
 
@@ -162,7 +162,7 @@ def _limit(
 
 @triton.jit
 def _scaled(logits, start, column, peak, divisor, VOCAB_SIZE: tl.constexpr):
-    """Return a part of the tempered row and its ``distance_bits``, ``_BEYOND`` past the end."""
+    """Return a part of a row after temperature, and its ``distance_bits``."""
     inside = start + column < VOCAB_SIZE
     value = tl.load(logits + start + column, mask=inside, other=0.0).to(tl.float32)
     difference = tl.where(inside, value, float("-inf")) - peak

@@ -35,7 +35,7 @@ class SdpaBackend(AttentionBackend):
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept decoders with a plain cache and plain scores."""
+        """Accept decoders with an unquantized cache, without softcap, ALiBi and sinks."""
         if spec.dtype not in _DTYPES:
             return Verdict.refuse(f"computes in 32 or 16 bit floats, got {spec.dtype}")
         if spec.softcap is not None:
@@ -60,7 +60,7 @@ class SdpaBackend(AttentionBackend):
         cache: torch.Tensor,
         plan: Plan,
     ) -> torch.Tensor:
-        """Write keys and values, then attend; see ``AttentionBackend.forward``."""
+        """Store the step's keys and values, then compute attention ``[T, N, D]``."""
         _write(cache, key, value, plan)
         if len(plan.parts) == 1:
             return self._attend(query, key, value, cache, plan.parts[0])
@@ -103,7 +103,7 @@ class SdpaBackend(AttentionBackend):
     def _attend_by_gemms(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """Attend with ``[B T, N, D]`` to ``[B, K, L, D]`` by two GEMMs and float32 scores."""
+        """Compute attention of ``[B T, N, D]`` to ``[B, K, L, D]`` by two GEMMs, float32 scores."""
         rows = query.unflatten(0, (keys.shape[0], -1)).transpose(1, 2)  # [B, N, T, D]
         wide = keys.float().flatten(0, 1).transpose(1, 2)  # [B K, D, L]
         folded = rows.float().reshape(len(wide), -1, query.shape[-1])  # [B K, G T, D]
@@ -118,7 +118,7 @@ class SdpaBackend(AttentionBackend):
         values: torch.Tensor,
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend with one query token per sequence, ``[B, N, D]``, to ``[B, K, L, D]``.
+        """Compute attention of one query per sequence, ``[B, N, D]``, to ``[B, K, L, D]``.
 
         The query heads of a group are rows of one GEMM, so that keys are read once per group.
         """

@@ -38,7 +38,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Prefill rows of one sequence, or several complete prompts of equal length.
+    """Prefill rows of one sequence, or of several complete prompts of equal length.
 
     Attributes:
         num_sequences: more than 1 only if ``causal`` and ``folded`` are set.
@@ -85,7 +85,7 @@ class Decodes:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Slots to write and parts to compute; ``first_slot`` is set if the slots are consecutive."""
+    """Plan of one step: cache slots to write (``first_slot`` if consecutive), attention calls."""
 
     slots: torch.Tensor
     first_slot: int | None
@@ -139,7 +139,7 @@ def _prompt(
 
 
 def _join(last: Prompt | Decode | Decodes, new: Prompt, spec: AttentionSpec) -> Prompt | None:
-    """Join two parts if both are complete prompts of equal length and small; else None."""
+    """Join two complete prompts of equal, small length into one batch; None if impossible."""
     if not (isinstance(last, Prompt) and last.causal and new.causal and new.folded is not None):
         return None
     length, count = new.span.num_tokens, last.num_sequences + 1
@@ -163,7 +163,7 @@ def _decode(
 
 
 def _span(pages: torch.Tensor, page_size: int, first: int, last: int) -> Span:
-    """Locate the tokens ``first`` to ``last`` (exclusive) of a sequence in its pages."""
+    """Locate a sequence's tokens ``first`` to ``last`` (exclusive) in the cache pages."""
     pages = pages[first // page_size : -(-last // page_size)]
     numbers = pages.tolist()
     offset = first % page_size

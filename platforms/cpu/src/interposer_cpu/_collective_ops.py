@@ -27,7 +27,7 @@ __all__ = [
 
 
 class Collectives(Protocol):
-    """Interface of the communicators that ops call by number."""
+    """Interface of the communicators that torch ops look up by number."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum ``x`` over the ranks in place and return ``x``."""

@@ -42,7 +42,7 @@ _REASONS = {
 
 
 def judge(request: Request) -> Verdict:
-    """Accept reductions of the dtypes that the library sums up, and copies of every dtype."""
+    """Accept sums in the dtypes that the library adds, and copies in every dtype."""
     if request.name in _SUM_OPS and request.dtype not in ("", *_SUM_NAMES):
         return Verdict.refuse(f"adds up {', '.join(_SUM_NAMES)}, not {request.dtype}")
     if request.name == "all_reduce_add_rms_norm" and request.dtype not in ("", *_NORM_NAMES):
@@ -80,7 +80,7 @@ class SharedMemoryCommunicator(Communicator):
         return self._address
 
     def check(self, call: str, lost: int) -> None:
-        """Raise RankError if native code returned an interposer_lost other than 0 for a call."""
+        """Raise RankError if a native collective reported a lost rank."""
         if lost:
             raise self._error(call, lost)
 
@@ -92,7 +92,7 @@ class SharedMemoryCommunicator(Communicator):
         return address
 
     def open(self) -> None:
-        """Join the other ranks in shared memory."""
+        """Join the ranks' shared memory; waits for the other ranks."""
         self._address  # noqa: B018 the first read joins the ranks
 
     def all_reduce(self, x: Tensor) -> Tensor:

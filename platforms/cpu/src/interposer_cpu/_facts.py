@@ -1,4 +1,4 @@
-"""Facts about this machine in sentences, for the output of command-line tools."""
+"""Descriptions of this machine in sentences, for the output of command-line tools."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GIB = 2**30
 
 
 def facts(root: Path = _ROOT) -> Mapping[str, str]:
-    """Describe the instructions, threads, memory and pages in use, in sentences by topic.
+    """Describe instructions, threads, memory and pages of this process, one sentence per topic.
 
     Args:
         root: the folder that contains ``proc`` and ``sys``.

@@ -98,7 +98,7 @@ def reported_by_torch(capabilities: Mapping[str, object]) -> frozenset[str]:
 
 
 def formats(features: frozenset[str]) -> frozenset[str]:
-    """List the number formats for which ``features`` include arithmetic instructions."""
+    """List the number formats that ``features`` have arithmetic instructions for."""
     return frozenset({"float32"} | {name for name, any_of in _FORMATS.items() if any_of & features})
 
 

@@ -19,7 +19,7 @@ _NONFINITE_BITS = {
 
 
 def _repeat_in_int64(bits: int, itemsize: int) -> int:
-    """Repeat the bits of one number over 64 bits, as a signed integer."""
+    """Repeat the bit pattern of one number to fill 64 bits, as a signed integer."""
     word = sum(bits << 8 * byte for byte in range(0, 8, itemsize))
     return word - (1 << 64 if word >> 63 else 0)
 
@@ -45,7 +45,7 @@ def are_finite(tensor: torch.Tensor) -> bool | None:
 
 
 def copy_finite(target: torch.Tensor, source: torch.Tensor) -> bool | None:
-    """Copy a tensor and check that the tensor has no NaN and no infinity.
+    """Copy ``source`` to ``target``, and check that no element is NaN or infinite.
 
     Returns: None if the library cannot do it; then nothing was copied.
     """

@@ -176,7 +176,7 @@ def _host_memory(root: Path) -> tuple[int, int]:
 
 
 def _pages_bytes(name: str) -> int:
-    """Convert a page count of sysconf to bytes; 0 if the system does not report the count."""
+    """Convert a page count of sysconf to bytes; 0 if unknown."""
     if name not in getattr(os, "sysconf_names", {}):
         return 0
     return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")

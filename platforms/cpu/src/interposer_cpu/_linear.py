@@ -22,7 +22,7 @@ def linear_packed(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> to
 
 
 def linear_packed_by_rows(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
-    """Compute the op ``linear`` with a ``weight`` of ``pack_both``; few rows use the plain one."""
+    """Compute ``linear`` with both weights of ``pack_both``: unpacked for few rows, else packed."""
     plain, packed = weight
     if x.numel() * plain.shape[0] <= _SMALL_MATMUL:
         return functional.linear(x, plain, bias)
@@ -30,29 +30,29 @@ def linear_packed_by_rows(x: torch.Tensor, weight: Any, bias: torch.Tensor | Non
 
 
 def batched_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Compute the op ``batched_linear`` with torch.bmm, which does not widen bfloat16."""
+    """Compute the op ``batched_linear`` by torch.bmm."""
     return torch.bmm(x, weight)
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, Any]:
-    """Reorder the ``weight`` ``[O, I]`` into oneDNN's blocks; the bias stays as it is."""
+    """Reorder the ``weight`` ``[O, I]`` into oneDNN's blocked layout; the bias is unchanged."""
     return {"weight": torch.ops.mkldnn._reorder_linear_weight.default(weight), "bias": bias}
 
 
 def pack_both(weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, Any]:
-    """Keep both the plain and the reordered ``weight``."""
+    """Return the ``weight`` twice: unpacked and in oneDNN's blocked layout."""
     return {"weight": (weight, pack(weight, bias)["weight"]), "bias": bias}
 
 
 def judge_packed(request: Request) -> Verdict:
-    """Accept bfloat16 weights, and float32 weights so large that packing pays at one row."""
+    """Accept bfloat16 weights, and float32 weights large enough that packing saves time."""
     if request.dtype == "float32" and _num_weights(request) <= _SMALL_MATMUL:
         return Verdict.refuse(f"{_num_weights(request)} weights are too few to gain at one row")
     return _judge_build()
 
 
 def judge_packed_by_rows(request: Request) -> Verdict:
-    """Accept only small float32 weights, for which two copies take little memory."""
+    """Accept only small float32 weights, since two copies are kept."""
     if _num_weights(request) > _SMALL_MATMUL:
         return Verdict.refuse(f"{_num_weights(request)} weights are too many to hold twice")
     return _judge_build()

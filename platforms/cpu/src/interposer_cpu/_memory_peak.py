@@ -18,7 +18,7 @@ _RESET = Path("/proc/self/clear_refs")
 
 
 def judge_peak(status: Path = _STATUS, reset: Path = _RESET) -> Verdict:
-    """Check whether the system counts peak memory and lets this process reset the peak."""
+    """Accept if the system records peak memory and lets this process reset the peak."""
     if "VmHWM" not in _sizes(status):
         return Verdict.refuse("this system does not count the peak of a process's memory")
     try:
@@ -37,7 +37,7 @@ def memory_snapshot(_device: str) -> MemorySnapshot:
 
 
 def reset_peak(_device: str = "cpu", file: Path = _RESET) -> None:
-    """Reset the peak resident size to the current size."""
+    """Reset the recorded peak resident size to the current size."""
     file.write_text("5", encoding="ascii")
 
 

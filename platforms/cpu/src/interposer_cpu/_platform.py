@@ -27,7 +27,7 @@ class CPUPlatform(Platform):
 
     @classmethod
     def probe(cls) -> Verdict:
-        """Accept always: every machine that runs Python has a CPU."""
+        """Accept the platform always: every machine that runs Python has a CPU."""
         return Verdict.accept(f"{host.processor_name()} ({features.architecture()})")
 
     def devices(self) -> Sequence[Device]:
@@ -73,12 +73,12 @@ class CPUPlatform(Platform):
         """Do nothing: a CPU kernel has finished when the call returns."""
 
     def all_finite(self, tensor: torch.Tensor) -> bool:
-        """Check for NaN and infinity with the compiled library if possible, else with torch."""
+        """Check a tensor for NaN and infinity, with the compiled library if possible."""
         is_finite = are_finite(tensor)
         return super().all_finite(tensor) if is_finite is None else is_finite
 
     def copy_finite(self, target: torch.Tensor, source: torch.Tensor) -> bool:
-        """Copy and check for NaN and infinity, in one native pass if possible."""
+        """Copy a tensor and check for NaN and infinity, in one native pass if possible."""
         is_finite = copy_finite(target, source)
         if is_finite is None and target.itemsize > source.itemsize and source.device.type == "cpu":
             # Widening cannot create infinities, and the narrow source has fewer bytes to check.
@@ -102,7 +102,7 @@ class CPUPlatform(Platform):
 
     @classmethod
     def provides(cls, member: str) -> Verdict:
-        """Check whether an optional member works here; not every system reports peak memory."""
+        """Check whether this machine supports an optional member, such as peak memory."""
         return judge_peak() if member == "memory_profile" else super().provides(member)
 
     def numa_nodes(self) -> Mapping[int, Sequence[int]]:
@@ -129,7 +129,7 @@ class CPUPlatform(Platform):
         return facts.start_method()
 
     def facts(self) -> Mapping[str, str]:
-        """Describe the instructions, threads, memory and pages in use, in sentences."""
+        """Describe instructions, threads, memory and pages of this process, in sentences."""
         return facts.facts()
 
     def distributed_backend(self) -> str:

@@ -104,7 +104,7 @@ def _map_file(ranks: Ranks, path: str, token: int) -> int:
 
 
 def _gather_reasons(ranks: Ranks, reason: str) -> list[str]:
-    """Gather why ranks could not map the file; also waits until every rank has tried."""
+    """Gather the reasons why ranks could not map the file; wait until every rank has tried."""
     with _missing_rank_raises(ranks):
         return ranks.gather(reason)
 

@@ -117,7 +117,7 @@ def _load() -> tuple[ModuleType | None, str]:
 
 
 def library() -> ModuleType:
-    """Load the compiled module.
+    """Return the compiled library, imported at the first call.
 
     Raises: ConfigError: the installation has no compiled module, or none for this processor.
     """
@@ -128,24 +128,24 @@ def library() -> ModuleType:
 
 
 def why_absent() -> str:
-    """Explain why native kernels are unavailable on this machine; "" if they are available."""
+    """Return the reason why native kernels are unavailable; "" if they are available."""
     return _load()[1]
 
 
 def levels() -> tuple[str, ...]:
-    """List the levels that this processor supports, ascending; empty without native kernels."""
+    """List the instruction levels that this processor supports, ascending."""
     module = _load()[0]
     return tuple(LEVELS[number] for number in module.levels()) if module else ()
 
 
 def level() -> str:
-    """Name the level in use; "" without native kernels."""
+    """Return the name of the instruction level in use; "" without native kernels."""
     module = _load()[0]
     return LEVELS[module.level()] if module else ""
 
 
 def levels_of(capability: Capability) -> tuple[str, ...]:
-    """List the levels that a device's features allow, ascending.
+    """List the instruction levels that a device's features allow, ascending.
 
     The actual levels can be fewer: an old compiler cannot build all levels, and some operating
     systems do not enable large registers.
@@ -160,7 +160,7 @@ def levels_of(capability: Capability) -> tuple[str, ...]:
 
 
 def force_level(name: str | None) -> None:
-    """Use the kernels of the level ``name`` from now on; None selects the highest level.
+    """Use the kernels of the instruction level ``name``; None selects the highest level.
 
     Raises: ConfigError: the processor or the library does not support the level.
     """
@@ -171,7 +171,7 @@ def force_level(name: str | None) -> None:
 
 
 def judge(request: Request) -> Verdict:
-    """Accept a request if the library has kernels for its device; see ``judge_device``."""
+    """Accept a request if the compiled library has kernels for the request's device."""
     return judge_device(request.capability)
 
 

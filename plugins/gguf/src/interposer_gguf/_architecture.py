@@ -77,7 +77,7 @@ class Architecture:
 
 
 def granite_multipliers(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of Granite's multipliers."""
+    """Return the config fields of Granite's scaling multipliers."""
     scale = metadata.number("attention.scale", 0.0)
     return {
         "embedding_multiplier": metadata.number("embedding_scale", 1.0),

@@ -36,19 +36,19 @@ def _gelu(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _exaone(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Turn sliding windows off if the file has none; the family's default is to have windows."""
+    """Return the sliding-window fields of EXAONE, off if the file has no window."""
     window = metadata.integer("attention.sliding_window", 0)
     return {} if window else {"sliding_window": None}
 
 
 def _phi(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the original context length; the two sets of RoPE factors are tensors of the file."""
+    """Return Phi-3's original context length; the RoPE factors are tensors of the file."""
     key = "rope.scaling.original_context_length"
     return {"original_max_position_embeddings": metadata.integer(key)} if key in metadata else {}
 
 
 def _olmo(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of OLMo 3 if the file has windows; only global layers scale RoPE."""
+    """Return the config fields of OLMo 3 if the file has windows; only global layers scale RoPE."""
     if not metadata.integer("attention.sliding_window", 0):
         return {}
     base = metadata.number("rope.freq_base", 10000.0)
@@ -65,7 +65,7 @@ def _olmo(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _mistral(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Refuse queries that are scaled by position, as in Ministral 3; return no extra fields.
+    """Return no extra config fields; refuse queries scaled by position, as in Ministral 3.
 
     Raises: UnsupportedModelError: the file has such a scale.
     """
@@ -76,7 +76,7 @@ def _mistral(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _neox(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of GPT-NeoX, with exact GELU as published."""
+    """Return the config fields of GPT-NeoX, with exact GELU as published."""
     return {
         "partial_rotary_factor": None,  # its config.json has rotary_pct
         "rotary_pct": rotated_of(metadata) / head_size_of(metadata),

@@ -113,7 +113,7 @@ def _half(blocks: torch.Tensor, start: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _nibbles(octets: torch.Tensor) -> torch.Tensor:
-    """Return nibbles ``[..., 2 * bytes]`` uint8: first all low ones, then all high ones."""
+    """Unpack nibbles to ``[..., 2 * bytes]`` uint8: all low nibbles, then all high ones."""
     return torch.cat((octets & 15, octets >> 4), -1)
 
 

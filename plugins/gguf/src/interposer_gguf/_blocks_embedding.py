@@ -29,7 +29,7 @@ from interposer_ops.quantized_linear import w4a16_linear, w8a16_linear
 
 
 class BlocksEmbedding(EmbeddingMethod):
-    """An embedding in blocks ``[V, row]`` uint8, registered under the name of the format.
+    """Embedding method for a table in blocks ``[V, row]`` uint8, named after the block format.
 
     Rows are looked up in the stored blocks. If the embedding is tied to a head and ops on grouped
     integers represent the blocks exactly, lookup and head share the converted weight of these ops.
@@ -41,7 +41,7 @@ class BlocksEmbedding(EmbeddingMethod):
     def create_weights(
         self, layer: nn.Module, site: Site, vocab_size: int, hidden_size: int, head: Site | None
     ) -> None:
-        """Register a parameter with the name of the format.
+        """Register the table of blocks under the name of the block format.
 
         Raises: ConfigError: the block size does not divide the hidden size.
         """

@@ -98,7 +98,7 @@ class BlocksLinear(LinearMethod):
         return zip(self.sizes, bias.split(list(self.sizes.values())), strict=True)
 
     def _order(self) -> tuple[tuple[int, int, int], ...]:
-        """Return for each fused layer the matmul's index and the range of the matmul's outputs."""
+        """Return each fused layer's matmul index and output range within the matmul."""
         ranges_by_part = {}
         for index, matmul in enumerate(self.matmuls):
             ends = list(accumulate(self.sizes[part] for part in matmul.parts))

@@ -83,7 +83,7 @@ def _case(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
 
 
 def _partial_sum_bound(x: torch.Tensor, layout: BlockFormat, weight: torch.Tensor) -> float:
-    """Return a bound of the two partial sums of a row: with scales, and with offsets.
+    """Bound the two partial sums of each row, with scales and with offsets.
 
     A kernel may accumulate the two sums separately, and each may be larger than the result.
     """
@@ -125,7 +125,7 @@ def gguf_linear_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: in
 
 
 def _row_norm_bound(x: torch.Tensor, layout: BlockFormat, weight: torch.Tensor) -> float:
-    """Return the bound of ``_partial_sum_bound`` from the norms of rows, without a matmul."""
+    """Return a bound of the partial sums of rows from the norms of rows, without a matmul."""
     scale, offset = layout.scales(weight, torch.float32)
     largest = scale.abs() * max(-layout.lowest, layout.highest)
     if offset is not None:

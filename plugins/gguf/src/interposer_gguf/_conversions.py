@@ -27,7 +27,7 @@ def _always(config: Config, size: int) -> bool:
 
 @dataclass(frozen=True)
 class Conversion:
-    """The conversion of one tensor.
+    """Conversion of one GGUF tensor to a checkpoint tensor.
 
     Attributes:
         function: returns the tensor of the checkpoint.
@@ -62,7 +62,7 @@ def _vector(values: torch.Tensor, config: Config) -> torch.Tensor:
 
 
 def _channels(values: torch.Tensor, config: Config) -> torch.Tensor:
-    """Return the weight ``[C, 1, W]`` of a depthwise convolution."""
+    """Return a depthwise convolution's weight in the checkpoint's shape, ``[C, 1, W]``."""
     return values.unsqueeze(1)
 
 
@@ -71,7 +71,7 @@ def _inputs_first(values: torch.Tensor, config: Config) -> torch.Tensor:
 
 
 def _by_head(values: torch.Tensor, config: Config) -> torch.Tensor:
-    """Group rows by head, each with query, key and value, instead of by projection."""
+    """Regroup the rows of a QKV weight by head instead of by projection."""
     heads = int(config["num_attention_heads"])
     # (projection, head, row) becomes (head, projection, row).
     ordered: torch.Tensor = values.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
@@ -79,7 +79,7 @@ def _by_head(values: torch.Tensor, config: Config) -> torch.Tensor:
 
 
 def _value_heads(config: Config) -> tuple[int, int]:
-    """Return R and G."""
+    """Return the value heads per key head and the number of key heads."""
     groups = int(config["linear_num_key_heads"])
     return int(config["linear_num_value_heads"]) // groups, groups
 

@@ -73,7 +73,7 @@ def decoder_config(file: GGUFFile, metadata: MetadataReader) -> dict[str, Any]:
 
 
 def _layers(file: GGUFFile, metadata: MetadataReader, architecture: Architecture) -> dict[str, Any]:
-    """Return the fields of MLP sizes, of attention and of rotary embedding."""
+    """Return the config fields of MLP sizes, attention and rotary embedding."""
     width, heads = metadata.integer("embedding_length"), metadata.integer("attention.head_count")
     if heads < 1:
         raise CheckpointError(file.path, f"says that it has {heads} heads and a width of {width}")
@@ -131,7 +131,7 @@ def _has_bias(file: GGUFFile, metadata: MetadataReader) -> bool:
 
 
 def _dtype(file: GGUFFile) -> str:
-    """Return the default compute dtype: that of the largest share of the matrices' bytes.
+    """Return the default compute dtype: the dtype in which most of the matrices' bytes are stored.
 
     Blocks count as bfloat16: float16 lacks the range of the floats that models are trained in.
     """

@@ -1,4 +1,4 @@
-"""The architectures of Qwen with gated delta rules, and attention in every fourth layer.
+"""Architectures of Qwen with gated delta rules, and with attention in every fourth layer.
 
 In files of Qwen3.5 the value heads are in another order than in checkpoints: adjacent value heads
 belong to different key heads.
@@ -59,7 +59,7 @@ def _delta(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _delta_experts(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of the MoE models; router weights are renormalized, as in llama.cpp."""
+    """Return the config fields of the MoE models; router weights are renormalized."""
     return {
         **_delta(metadata, file),
         **small_experts_of(metadata),
@@ -68,14 +68,14 @@ def _delta_experts(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any
 
 
 def _beta_and_decay(rows: torch.Tensor, config: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
-    """Split rows grouped by key head into the rows of beta and of decay, for all value heads."""
+    """Split rows grouped by key head into the beta rows and the decay rows of all value heads."""
     groups = int(config["linear_num_key_heads"])
     beta, decay = rows.unflatten(0, (groups, 2, -1)).unbind(1)
     return beta.flatten(0, 1), decay.flatten(0, 1)
 
 
 def _mixed_and_gate(rows: torch.Tensor, config: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
-    """Split rows grouped by key head into rows of queries, keys and values, and rows of gates."""
+    """Split rows grouped by key head into QKV rows and gate rows."""
     groups, key = int(config["linear_num_key_heads"]), int(config["linear_key_head_dim"])
     values = int(config["linear_num_value_heads"]) // groups * int(config["linear_value_head_dim"])
     parts = rows.unflatten(0, (groups, -1)).split((key, key, values, values), 1)

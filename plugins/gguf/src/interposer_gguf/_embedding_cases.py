@@ -44,7 +44,7 @@ def _case_of(
     dtype: torch.dtype,
     dims: Dims,
 ) -> Case:
-    """Return the case of a lookup, in which only the sum with an offset rounds.
+    """Return the case of a lookup in which only the addition of an offset rounds.
 
     A quantized value times the scale fits the 24 bits of float32: 11 bits of the float16, plus 6 or
     8 of the factor and 5 of the value, or 8 of a value without a factor.

@@ -42,7 +42,7 @@ _NO_ENDS = (
 
 
 def ends_by_text(ids: Mapping[str, int], named_keys: Sequence[str] = ()) -> dict[str, int]:
-    """Return the ids of tokens with the text of a known end token.
+    """Return the ids of known end-of-generation tokens, found by token text.
 
     Args:
         ids: token ids by text.
@@ -76,5 +76,5 @@ def end_tokens(metadata: MetadataReader) -> list[int] | None:
 
 
 def _no_ends(ids: Mapping[str, int]) -> set[str]:
-    """Return the texts of tokens that end no answer, even if named in the metadata."""
+    """Return token texts that must not end generation, even if the metadata names them as ends."""
     return {text for text, other_tokens in _NO_ENDS if other_tokens <= ids.keys()}

@@ -22,7 +22,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Entry(ABC):
-    """One or more tensors of a file, and the conversion to checkpoint tensors.
+    """Base class: tensors of a GGUF file, and the conversion to checkpoint tensors.
 
     Attributes:
         name: name of the checkpoint tensor. A weight that stays in blocks ends with the name of the
@@ -56,7 +56,7 @@ class Entry(ABC):
         """
 
     def convert(self, function: Callable[..., Any], *values: Any) -> Any:
-        """Convert tensors of a file by ``change``, which may fail on unexpected shapes.
+        """Apply a conversion function to tensors of a file; shape errors become CheckpointError.
 
         Raises: CheckpointError: the shapes do not fit the metadata.
         """
@@ -94,7 +94,7 @@ class SingleTensor(Entry):
         return {_layer(self.name): self.stored.stored_as} if self.in_blocks else {}
 
     def tensors(self) -> NamedTensors:
-        """Yield the converted tensor."""
+        """Yield the name and the converted tensor."""
         values = self.file.read(self.stored)
         if not self.in_blocks:
             values = floats(self.stored, values)
@@ -151,7 +151,7 @@ class JoinedTensors(Entry):
 
 @dataclass(frozen=True)
 class SplitTensor(Entry):
-    """A tensor of the file with the rows of several checkpoint tensors.
+    """A tensor of the file whose rows are split into several checkpoint tensors.
 
     Attributes:
         name: prefix of the modules' names.
@@ -174,7 +174,7 @@ class SplitTensor(Entry):
         return {_layer(name): self.stored.stored_as for name in self.names if self._in_blocks}
 
     def tensors(self) -> NamedTensors:
-        """Yield the parts one by one."""
+        """Yield the name and the rows of each part."""
         values = self.file.read(self.stored)
         if not self._in_blocks:
             values = floats(self.stored, values)
@@ -204,7 +204,7 @@ class Microscaled(Entry):
 
     @property
     def formats_by_layer(self) -> Mapping[str, str]:
-        """The format of the experts."""
+        """The block format (MXFP4) of the experts, by layer name."""
         return {_layer(self.name): MXFP4.name}
 
     @property

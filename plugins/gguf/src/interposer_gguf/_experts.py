@@ -22,7 +22,7 @@ _HOST = "cpu"
 
 
 class BlocksExperts(ExpertsMethod):
-    """Experts that stay in blocks on CPUs, and are dequantized on loading on accelerators.
+    """Experts method for GGUF blocks: kept on CPUs, dequantized on accelerators.
 
     On a CPU, memory bandwidth limits the speed, and kernels read blocks. An accelerator computes
     all experts in one kernel, which graphs can capture, from unquantized matrices.
@@ -35,7 +35,7 @@ class BlocksExperts(ExpertsMethod):
         self.formats = formats
 
     def create_weights(self, layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
-        """Register the parameters of the method for this device.
+        """Register the parameters of the experts method for this device.
 
         Raises: ConfigError: the block size does not divide the input features, or the matrices of
             all experts are stacked.
@@ -51,7 +51,7 @@ class BlocksExperts(ExpertsMethod):
         return self.method.dequantized(layer)
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Return the kernel and operands of the method for this device.
+        """Return the kernel and operands of the experts method for this device.
 
         Raises: CheckpointError: a scale or an offset is infinite or not a number.
         """

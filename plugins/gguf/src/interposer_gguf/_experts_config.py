@@ -29,7 +29,7 @@ BALANCED = {**SHARED, "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 
 
 def experts_of(metadata: MetadataReader, scaled: bool = False) -> dict[str, Any]:
-    """Return the fields that all MoE families have.
+    """Return the config fields that all MoE families have.
 
     Args:
         scaled: the family multiplies the weights of the chosen experts by a scale.
@@ -47,13 +47,13 @@ def experts_of(metadata: MetadataReader, scaled: bool = False) -> dict[str, Any]
 
 
 def small_experts_of(metadata: MetadataReader) -> dict[str, Any]:
-    """Return the fields of MoE families with experts of another size than dense MLPs."""
+    """Return the config fields of MoE families with an own expert intermediate size."""
     size = metadata.integer("expert_feed_forward_length")
     return {**experts_of(metadata), "moe_intermediate_size": size}
 
 
 def grouped_experts_of(metadata: MetadataReader) -> dict[str, Any]:
-    """Return the fields of MoE families with routers that choose groups of experts first."""
+    """Return the config fields of MoE families whose routers choose groups of experts first."""
     return {
         **experts_of(metadata, scaled=True),
         "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
@@ -69,7 +69,7 @@ def grouped_experts_of(metadata: MetadataReader) -> dict[str, Any]:
 def scores_by_sigmoid(
     metadata: MetadataReader, default: int, alternative: int | None = None
 ) -> bool:
-    """Return whether the router uses sigmoid, not the function ``alternative``.
+    """Return whether the router uses sigmoid rather than the function ``alternative``.
 
     Raises: UnsupportedModelError: the router uses a third function.
     """

@@ -60,7 +60,7 @@ _COPY_AGAIN = "copy the file again"
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The location of a tensor in a file.
+    """Name, type, shape and location of a tensor in a file.
 
     Attributes:
         stored_as: ``f32``, ``f16``, ``bf16`` or the name of a block format.

@@ -1,4 +1,4 @@
-"""The architectures of Gemma.
+"""Architectures of Gemma 2, 3 and 4.
 
 Source: conversions of llama.cpp, and graphs of llama.cpp for values that the metadata lacks.
 """
@@ -20,7 +20,7 @@ _PER_LAYER_TABLE = "per_layer_token_embd.weight"
 
 
 def _gemma2(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of Gemma 2, with softcaps if the file has some.
+    """Return the config fields of Gemma 2, with softcaps if the file has some.
 
     The largest models scale attention scores by the width per head, not by the head size.
     """
@@ -37,7 +37,7 @@ def _gemma2(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _gemma3(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of Gemma 3; RoPE scaling is for layers with global attention only."""
+    """Return the config fields of Gemma 3; only global attention layers scale RoPE."""
     scaled_rope = rope_of(file, metadata, rotated_of(metadata))
     base, local_base = (
         metadata.number(key, default)
@@ -53,7 +53,7 @@ def _gemma3(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _gemma4(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of Gemma 4; heads and MLPs differ between layers."""
+    """Return the config fields of Gemma 4; heads and MLPs differ between layers."""
     count = metadata.integer("block_count")
     kinds = layer_types_of(metadata).get("layer_types", [])
     is_sliding = [kind == "sliding_attention" for kind in kinds]
@@ -96,7 +96,7 @@ def _gemma4(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _proportional(metadata: MetadataReader, file: GGUFFile) -> dict[str, Any]:
-    """Return the rotary embedding of global layers, which rotate only a part of each head.
+    """Return the RoPE parameters of global layers, which rotate a part of each head only.
 
     The file has a factor per pair: 1 for rotated pairs, and a factor so large that the pair hardly
     rotates for all other pairs.

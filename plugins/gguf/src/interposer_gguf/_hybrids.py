@@ -1,4 +1,4 @@
-"""The architectures with recurrent layers: state spaces and convolutions, some with attention.
+"""Architectures with recurrent layers: state spaces and convolutions, some with attention.
 
 Source: tables of gguf-py (gguf/constants.py), conversions of llama.cpp, and graphs of llama.cpp for
 values that the metadata lacks.
@@ -35,7 +35,7 @@ def _has_tensor(file: GGUFFile, name: str) -> bool:
 
 
 def _has_attention(metadata: MetadataReader) -> list[bool]:
-    """Return a list of booleans: layer i has attention, that is, kv heads."""
+    """Return one boolean per layer: whether the layer has kv heads, and so attention."""
     # MTP blocks, which come last, are not loaded.
     count = metadata.integer("block_count") - metadata.integer("nextn_predict_layers", 0)
     return [heads > 0 for heads in metadata.per_layer("attention.head_count_kv", int, count)]
@@ -56,7 +56,7 @@ def _mamba2(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _bamba(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the state-space fields of Bamba and Falcon-H1."""
+    """Return the state-space config fields of Bamba and Falcon-H1."""
     heads, size = _heads(metadata)
     return {
         "mamba_n_heads": heads,
@@ -70,7 +70,7 @@ def _bamba(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _granite_hybrid(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of Bamba; hybrid Granite models, which have no RoPE, are refused."""
+    """Return the config fields of Bamba; hybrid Granite models, which have no RoPE, are refused."""
     if not metadata.flag("rope.scaling.finetuned", True):
         raise UnsupportedModelError(
             metadata.path, "is a hybrid Granite model: of 'granitehybrid', only Bamba is supported"
@@ -84,7 +84,7 @@ def _granite_hybrid(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, An
 
 
 def _falcon(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of Falcon-H1 without the multipliers, which the file's matrices contain."""
+    """Return the config fields of Falcon-H1 except multipliers, which are folded into weights."""
     return {
         **_bamba(metadata, file),
         "mamba_d_ssm": metadata.integer("ssm.inner_size"),
@@ -109,7 +109,7 @@ def _lfm2(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _nemotron(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of Nemotron-H: layers are attention, MLP, experts or state space."""
+    """Return the config fields of Nemotron-H: layers are attention, MLP, experts or state space."""
     heads, size = _heads(metadata)
     has_attention = _has_attention(metadata)
     sizes = metadata.per_layer("feed_forward_length", int, len(has_attention))

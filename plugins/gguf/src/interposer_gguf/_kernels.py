@@ -26,7 +26,7 @@ Halves = tuple[torch.Tensor, torch.Tensor]
 
 
 def pack_halves(weight: torch.Tensor, bias: torch.Tensor | None, stored_as: str) -> dict[str, Any]:
-    """Repack a weight of four-bit values as two tensors; the total size stays the same.
+    """Repack a 4-bit weight as two tensors; the total size stays the same.
 
     Byte i of a row of the first tensor, ``[O, I / 2]``, packs inputs i and i + I / 2, so that
     unpacking yields two contiguous halves. The second, ``[O, B, bytes]``, has the scales of each
@@ -46,7 +46,7 @@ def pack_halves(weight: torch.Tensor, bias: torch.Tensor | None, stored_as: str)
 def gguf_linear(
     x: torch.Tensor, weight: torch.Tensor | Halves, bias: torch.Tensor | None, stored_as: str
 ) -> torch.Tensor:
-    """Compute the op ``gguf_linear``, ``[..., O]``."""
+    """Compute the op ``gguf_linear`` ``[..., O]``, dequantizing some rows at a time."""
     layout = format_named(stored_as)
     if isinstance(weight, tuple):
         return _linear_by_halves(x, *weight, bias, layout)
@@ -64,7 +64,7 @@ def w8a16_linear(
     bias: torch.Tensor | None,
     zero_points: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the op ``w8a16_linear`` with several groups, ``[..., O]``."""
+    """Compute ``w8a16_linear`` ``[..., O]`` with several groups, dequantizing rows in chunks."""
 
     def rows(row_slice: slice) -> torch.Tensor:
         grouped = weight[row_slice].float().unflatten(1, (scale.shape[1], -1))
@@ -82,7 +82,7 @@ def w4a16_linear(
     bias: torch.Tensor | None,
     zero_points: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the op ``w4a16_linear``, ``[..., O]``."""
+    """Compute the op ``w4a16_linear`` ``[..., O]``, dequantizing some rows at a time."""
 
     def rows(row_slice: slice) -> torch.Tensor:
         grouped = unpack_nibbles(weight[row_slice]).float().unflatten(1, (scale.shape[1], -1))
@@ -102,7 +102,7 @@ def _linear_by_halves(
     bias: torch.Tensor | None,
     layout: BlockFormat,
 ) -> torch.Tensor:
-    """Multiply by a weight that ``pack_halves`` repacked.
+    """Multiply ``x`` by a 4-bit weight that ``pack_halves`` repacked.
 
     All inputs of a group share one offset, so the offset is multiplied by the sum of inputs.
     """
@@ -128,7 +128,7 @@ def _linear_by_halves(
 
 
 def _scaled(grouped: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Scale grouped values ``[R, G, I / G]`` in place, and return a view ``[R, I]``."""
+    """Multiply groups ``[R, G, I / G]`` by their scales in place; return a view ``[R, I]``."""
     result: torch.Tensor = grouped.mul_(scale.float().unsqueeze(-1)).flatten(1)
     return result
 
@@ -136,7 +136,7 @@ def _scaled(grouped: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def matmul_by_rows(
     x: torch.Tensor, out_features: int, rows: Rows, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Multiply ``x`` by the transpose of a weight; ``rows`` returns a slice of the weight."""
+    """Multiply ``x`` by the transpose of a weight, dequantizing slices of rows by ``rows``."""
     in_features = x.shape[-1]
     # Outputs are computed as [O, T], because each step then writes contiguous rows.
     columns = x.reshape(-1, in_features).float().T
@@ -149,7 +149,7 @@ def matmul_by_rows(
 
 
 def _transposed(result: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Add the bias to ``result`` ``[O, T]``, and return ``[..., O]`` in the dtype of ``x``."""
+    """Add the bias to ``result`` ``[O, T]``, transpose to ``[..., O]``, convert to x's dtype."""
     if bias is not None:
         result += bias.float().unsqueeze(-1)
     outputs = result.T.to(x.dtype, memory_format=torch.contiguous_format)

@@ -21,7 +21,7 @@ from interposer_gguf._metadata import MetadataReader
 
 
 def _deepseek(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of DeepSeek-V3, or of V2 if the router uses softmax.
+    """Return the config fields of DeepSeek-V3, or of V2 if the router uses softmax.
 
     Older files store the key and value sizes of MLA under ``key_length`` and ``value_length``.
     Newer files store the sizes of the cached vectors there, and the sizes of MLA under keys that
@@ -54,7 +54,7 @@ def _deepseek(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _deepseek32(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of DeepSeek-V3.2: the fields of V3 and of the sparse-attention indexer."""
+    """Return the config fields of DeepSeek-V3.2: V3, and the sparse-attention indexer."""
     return {
         **_deepseek(metadata, file),
         "index_n_heads": metadata.integer("attention.indexer.head_count"),

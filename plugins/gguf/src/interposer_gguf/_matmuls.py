@@ -42,7 +42,7 @@ def not_finite_error(layer: str, matmul: Matmul) -> CheckpointError:
 
 
 def not_finite_tensor_error(tensor: str) -> CheckpointError:
-    """Return the error for a tensor with a scale or an offset that is not finite."""
+    """Return the error for the tensor ``tensor`` with a scale or offset that is not finite."""
     return CheckpointError(
         tensor,
         "holds a scale or an offset that is infinite or not a number",
@@ -51,7 +51,7 @@ def not_finite_tensor_error(tensor: str) -> CheckpointError:
 
 
 class Matmul(ABC):
-    """The weight of one or more fused layers in one format, with the matmul kernel.
+    """Weight of one or more fused layers in one block format, and the matmul kernel.
 
     Attributes:
         name: name of the parameter.
@@ -91,7 +91,7 @@ class Matmul(ABC):
     def sample(
         self, rows: int, in_features: int
     ) -> Callable[[torch.Generator], torch.Tensor] | None:
-        """Return a function that draws random parameters, None if any values will do."""
+        """Return a function that draws random parameters, None if any values are valid."""
         return None
 
     def is_finite(self, rows: torch.Tensor) -> bool:
@@ -142,7 +142,7 @@ class BlocksMatmul(Matmul):
 
 
 class GroupedMatmul(BlocksMatmul):
-    """Blocks with one scale and no offset, converted exactly for an op on grouped integers."""
+    """A weight with one scale per block and no offset, converted exactly for weight-only ops."""
 
     def constants(self, stored: torch.Tensor, bias: torch.Tensor | None) -> dict[str, Any]:
         """Return quantized values ``[O, I]``, nibbles packed, with scales ``[O, G]`` float32."""
@@ -175,7 +175,7 @@ def bind_matmul(
     rows: int,
     bias: bool,
 ) -> Matmul:
-    """Bind the kernel for weights in a block format; ``layout`` None stands for unquantized ones.
+    """Bind the matmul kernel for a block format; ``layout`` None means unquantized weights.
 
     Raises: ConfigError: the block size does not divide the input features.
     """
@@ -194,12 +194,12 @@ def bind_matmul(
 
 
 def is_grouped(layout: BlockFormat) -> bool:
-    """Return whether ops on grouped integers represent the blocks exactly."""
+    """Return whether w4a16 and w8a16 ops represent the block format exactly."""
     return layout.name in ("q4_0", "q8_0")
 
 
 def group_dims(layout: BlockFormat, width: int) -> dict[str, int | bool]:
-    """Return the dims that such ops state for rows of ``width`` values."""
+    """Return the dims of w4a16 and w8a16 ops for rows of ``width`` values."""
     size = layout.group_size
     return {"group_size": size, "num_groups": width // size, "asymmetric": False}
 

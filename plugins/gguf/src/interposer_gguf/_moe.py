@@ -1,4 +1,4 @@
-"""The MoE architectures with checkpoints that store each expert separately.
+"""MoE architectures whose checkpoints store each expert separately.
 
 In a file, the matrices of a layer's experts are three tensors ``[E, outputs, inputs]``.
 
@@ -27,7 +27,7 @@ from interposer_gguf._metadata import MetadataReader
 
 
 def _qwen2(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of Qwen2-MoE; router weights are not renormalized, as in llama.cpp."""
+    """Return the config fields of Qwen2-MoE; router weights are not renormalized."""
     return {
         **small_experts_of(metadata),
         "shared_expert_intermediate_size": metadata.integer("expert_shared_feed_forward_length"),
@@ -37,7 +37,7 @@ def _qwen2(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _qwen3(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of Qwen3-MoE; router weights are renormalized, as in llama.cpp."""
+    """Return the config fields of Qwen3-MoE; router weights are renormalized."""
     return {**small_experts_of(metadata), "norm_topk_prob": True}
 
 
@@ -51,7 +51,7 @@ def _ernie(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _hunyuan(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of Hunyuan; the shared expert has the size of the routed experts."""
+    """Return the config fields of Hunyuan; the shared expert has the size of the routed experts."""
     return {
         **experts_of(metadata),
         "intermediate_size": metadata.integer("expert_feed_forward_length"),

@@ -28,7 +28,7 @@ _SIZE, _POINTER = ctypes.c_ssize_t, ctypes.c_void_p
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """The loaded library.
+    """The loaded native kernel library.
 
     Attributes:
         linear: ``interposer_gguf_linear`` of native/call.cpp.
@@ -50,7 +50,7 @@ def path() -> Path | None:
 
 
 def check_library(request: Request) -> Verdict:
-    """Accept if the installation has the library, without loading the library."""
+    """Accept the request if the library is installed, without loading the library."""
     return Verdict.refuse(_ABSENT) if path() is None else Verdict.accept()
 
 

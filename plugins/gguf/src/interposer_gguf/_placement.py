@@ -115,7 +115,7 @@ class _CheckpointEntries:
         return name
 
     def _companion(self, stored: str, companion: str) -> StoredTensor:
-        """Return the tensor that ``stored`` is joined or interleaved with."""
+        """Return the tensor to join or interleave with the tensor ``stored``."""
         name = f"{stored.removesuffix(part_of(stored))}{companion}"
         if name not in self.tensors:
             raise CheckpointError(self.file.path, f"holds {stored!r} without {name!r}")
@@ -129,7 +129,7 @@ class _CheckpointEntries:
         return self.tensors[name]
 
     def _is_mxfp4(self, stored: str) -> bool:
-        """Return whether all matrices of the experts are in MXFP4, and so stay in MXFP4."""
+        """Return whether the block's expert matrices are all in MXFP4, and so keep the format."""
         if not self.architecture.interleaved_experts or part_of(stored) not in (_GATE, _UP, _DOWN):
             return False
         block = stored.removesuffix(part_of(stored))
@@ -193,7 +193,7 @@ def _converted(function: Any, config: Mapping[str, Any], values: torch.Tensor) -
 
 
 def _unpermute(heads: int, values: torch.Tensor) -> torch.Tensor:
-    """Return rows of queries or keys in the order of Hugging Face checkpoints.
+    """Reorder the rows of queries or keys from Llama files to the Hugging Face order.
 
     In files of Llama, the two halves of a head that RoPE rotates together alternate: row 2 i + h of
     a head is row i of half h.
@@ -205,7 +205,7 @@ def _unpermute(heads: int, values: torch.Tensor) -> torch.Tensor:
 def _to_checkpoint_values(
     architecture: Architecture, name: str, stays_in_blocks: bool, values: torch.Tensor
 ) -> torch.Tensor:
-    """Return the values of a Hugging Face checkpoint: without offset, as row or transposed."""
+    """Convert values to the checkpoint's: subtract the norm offset, transpose, add a dimension."""
     if (
         architecture.norm_offset
         and name.endswith("norm.weight")

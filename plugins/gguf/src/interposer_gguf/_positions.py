@@ -19,7 +19,7 @@ _YARN = {
 
 
 def head_size_of(metadata: MetadataReader) -> int:
-    """Return the head size, by default the width divided by the number of heads."""
+    """Return the head size, by default the hidden size divided by the number of heads."""
     width, heads = metadata.integer("embedding_length"), metadata.integer("attention.head_count")
     return metadata.integer("attention.key_length", width // max(heads, 1))
 
@@ -84,7 +84,7 @@ def rope_of(file: GGUFFile, metadata: MetadataReader, rotated: int) -> dict[str,
 
 
 def _scaling_factor(metadata: MetadataReader) -> float | None:
-    """Return the divisor of positions, or None if the file has none.
+    """Return the RoPE factor that divides positions, or None if the file has none.
 
     ``rope.scale_linear`` is the old key; the new key takes precedence. As in llama.cpp, 0 means 1.
     """

@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """The options of a byte-level tokenizer other than merges.
+    """Options of a byte-level BPE tokenizer, except the merges.
 
     Attributes:
         steps: steps of ``pre_tokenizer`` in tokenizer.json.
@@ -38,7 +38,7 @@ def _bytes(use_regex: bool) -> dict[str, Any]:
 
 
 def _split(*patterns: str) -> dict[str, Any]:
-    """Return the step that splits a text at all matches of the patterns, keeping the matches."""
+    """Return a tokenizer.json step that splits a text at regex matches and keeps the matches."""
     return {
         "type": "Split",
         "pattern": {"Regex": "|".join(patterns)},
@@ -48,7 +48,7 @@ def _split(*patterns: str) -> dict[str, Any]:
 
 
 def _words(digits: str, letters: str = r"\p{L}", marks: str = r"\s\p{L}\p{N}") -> dict[str, Any]:
-    """Return the step that separates words, digits, punctuation and white space.
+    """Return a tokenizer.json step that separates words, digits, punctuation and white space.
 
     Args:
         digits: regex quantifier for the digits of one piece.
@@ -59,7 +59,7 @@ def _words(digits: str, letters: str = r"\p{L}", marks: str = r"\s\p{L}\p{N}") -
 
 
 def _cased(digits: str, endings: str) -> dict[str, Any]:
-    """Return the step of ``_words`` that also splits before capitals; "/" may end punctuation."""
+    """Return the step of ``_words``, also splitting before capitals; "/" can end punctuation."""
     upper, lower = (rf"[\p{{L{case}}}\p{{Lm}}\p{{Lo}}\p{{M}}]" for case in "ul")
     # Title-case letters (Lt) count as capitals.
     upper = upper.replace(r"\p{Lu}", r"\p{Lu}\p{Lt}")

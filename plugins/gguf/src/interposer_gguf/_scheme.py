@@ -22,7 +22,7 @@ _PREFIX = "model.layers.0.self_attn.q_proj"
 
 
 class GGUF(QuantizationScheme):
-    """Block formats by layer name, and experts in MXFP4; other layers are not quantized."""
+    """Scheme of GGUF files: block formats by layer name, experts in MXFP4, other layers floats."""
 
     method = "gguf"
 
@@ -79,7 +79,7 @@ class GGUF(QuantizationScheme):
         return self.linear_method(prefix, (prefix.rpartition(".")[2],))
 
     def embedding_method(self, prefix: str, head: str | None) -> EmbeddingMethod | None:
-        """Return the method for the embedding at ``prefix``, or None for a plain embedding."""
+        """Return the method for the embedding at ``prefix``, or None if unquantized."""
         layout = self.formats.get(prefix)
         return None if layout is None else BlocksEmbedding(layout)
 

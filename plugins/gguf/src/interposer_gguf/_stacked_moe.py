@@ -1,4 +1,4 @@
-"""The MoE architectures with checkpoints that stack the matrices of all experts.
+"""MoE architectures whose checkpoints stack the matrices of all experts.
 
 In a file, gate and up projections are separate tensors.
 
@@ -33,7 +33,7 @@ def _granite(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _gpt_oss(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of gpt-oss; the YaRN correction range is not rounded, as published."""
+    """Return the config fields of gpt-oss, with a YaRN correction range that is not rounded."""
     rope = rope_of(file, metadata, rotated_of(metadata))
     return {
         **experts_of(metadata),
@@ -44,7 +44,7 @@ def _gpt_oss(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
 
 
 def _llama4(metadata: MetadataReader, file: GGUFFile) -> Mapping[str, Any]:
-    """Return the fields of Llama 4; only the model of 128 experts has no QK norm."""
+    """Return the config fields of Llama 4; only the model of 128 experts has no QK norm."""
     if "attention.sliding_window" in metadata:
         raise UnsupportedModelError(
             metadata.path, "has attention.sliding_window, but Llama 4 has attention chunks instead"

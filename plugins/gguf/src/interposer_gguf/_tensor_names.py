@@ -59,7 +59,7 @@ def hugging_face_name(name: str, architecture: Architecture) -> str | None:
 def _translate(
     name: str, special_names: Mapping[str, str], common_names: Mapping[str, str]
 ) -> str | None:
-    """Return the Hugging Face name of a tensor, or of a weight or bias of a module."""
+    """Translate the GGUF name of a tensor, or of a module's weight or bias."""
     stem, _, kind = name.rpartition(".")
     if name in special_names:
         return special_names[name]

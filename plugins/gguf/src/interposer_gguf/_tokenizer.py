@@ -122,7 +122,7 @@ class _Vocabulary:
         return self.tokens[index]
 
     def added(self) -> list[dict[str, Any]]:
-        """Return the tokens that are split off a text before pre-tokenization."""
+        """Return the ``added_tokens`` of tokenizer.json, which pre-tokenization never splits."""
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         return [
             {"id": index, "content": token, **flags, "special": kind != _USER_DEFINED}
@@ -163,7 +163,7 @@ def _byte_level(metadata: MetadataReader, vocabulary: _Vocabulary) -> dict[str, 
 
 
 def _sentence_piece(metadata: MetadataReader, vocabulary: _Vocabulary) -> dict[str, Any]:
-    """Return the parts of a tokenizer that merges the pair with the highest score first.
+    """Return the tokenizer.json parts of a SentencePiece BPE tokenizer, which merges by score.
 
     The file has no merges: any two tokens that form a third token are a merge, ordered by the score
     of the third.
@@ -205,7 +205,7 @@ def _model(vocabulary: _Vocabulary, merges: Sequence[tuple[str, str]]) -> dict[s
 
 
 def _pair(vocabulary: _Vocabulary, merge: str) -> tuple[str, str]:
-    """Return the two tokens of a merge, which a space separates."""
+    """Split a merge at the space into its two tokens."""
     # Byte-level tokens contain no space. But tokenizers that keep spaces may have a space as the
     # first token of a merge, so the search starts after the first character.
     separator = merge.find(" ", 1)

@@ -1,4 +1,4 @@
-"""The records of this distribution, which name code by import string and import none."""
+"""Records of the GGUF plugin, which name code by import string and import none."""
 
 from __future__ import annotations
 

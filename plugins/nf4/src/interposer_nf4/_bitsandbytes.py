@@ -16,7 +16,7 @@ from interposer_quantization import stored_alike
 
 
 class BitsAndBytes(QuantizationScheme):
-    """NF4 and FP4, with or without double quantization, and LLM.int8()."""
+    """Scheme of NF4 and FP4, with or without double quantization, and of LLM.int8()."""
 
     method = "bitsandbytes"
 
@@ -46,7 +46,7 @@ class BitsAndBytes(QuantizationScheme):
     def restored(
         self, tensors: Iterator[tuple[str, torch.Tensor]], places: Container[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors; dequantize packed experts and routers that the model needs plain.
+        """Yield the checkpoint's tensors, with packed experts and routers dequantized.
 
         Raises: CheckpointError: tensors of a packed weight are missing or contradict each other.
         """

@@ -38,7 +38,7 @@ def nf4_linear(
     codebook: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute ``nf4_linear``, one panel of outputs after the other.
+    """Compute the op ``nf4_linear``, one panel of outputs after the other.
 
     ``codebook`` is the table of ``prepare``.
     """

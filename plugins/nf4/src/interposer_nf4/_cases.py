@@ -108,7 +108,7 @@ def _codebook(name: QuantType | None, generator: torch.Generator) -> torch.Tenso
 def _dequantized(
     weight: torch.Tensor, absmax: torch.Tensor, codebook: torch.Tensor
 ) -> torch.Tensor:
-    """Return the float64 weights ``[O, I]``."""
+    """Return the dequantized weights ``[O, I]`` in float64."""
     quantized = torch.stack((weight // 16, weight % 16), -1).flatten(1).int()
     values = codebook.double()[quantized]
     inputs_per_block = values.shape[1] // absmax.shape[1]

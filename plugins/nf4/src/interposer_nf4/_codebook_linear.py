@@ -45,7 +45,7 @@ def nf4_linear(
     codebook: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Multiply ``x`` by 4-bit weights, each an index into one codebook, and add a bias.
+    """Multiply ``x`` by a weight of 4-bit codebook indices, and add a bias.
 
     y = x (codebook[weight] * absmax)^T + bias; each absmax applies to G inputs of one output.
     Weights and sums are float32 or wider.

@@ -77,7 +77,7 @@ class EightBitLinear(LinearMethod):
         return self.bound.function, tuple(prepared[name] for name in names)
 
     def _scales(self, layer: nn.Module) -> torch.Tensor:
-        """Return the scales ``[O, 1]`` float32."""
+        """Return the weight's scales ``[O, 1]`` float32."""
         return scales_of(layer.get_parameter("SCB"))
 
     def _check(self, layer: nn.Module) -> None:
@@ -93,7 +93,7 @@ def scales_of(largest: torch.Tensor) -> torch.Tensor:
 
 
 def check_stored(layer: str, form: int, scales: torch.Tensor) -> None:
-    """Check ``weight_format`` and ``SCB`` of a layer of the checkpoint.
+    """Raise CheckpointError unless a layer's ``weight_format`` and ``SCB`` are valid.
 
     Raises: CheckpointError: rows are not stored in order, or a scale is negative or not finite.
     """

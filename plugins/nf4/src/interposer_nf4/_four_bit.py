@@ -124,7 +124,7 @@ class FourBitLinear(LinearMethod):
         return torch.cat(packed), torch.cat(scales), weights[0].codebook
 
     def _usual(self, out_features: int, in_features: int) -> dict[str, torch.Tensor]:
-        """Return tensors of the usual shapes and dtypes; only the state has values."""
+        """Return example tensors for the loader; only the quantization state has values."""
         num_blocks = -(-out_features * in_features // _BLOCK)
         double = self.kind.double
         state = QuantState(

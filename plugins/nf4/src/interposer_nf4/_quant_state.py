@@ -41,7 +41,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class QuantState(BaseModel):
-    """Fields of the quantization state.
+    """Quantization state of a bitsandbytes weight, as stored in the checkpoint.
 
     Attributes:
         blocksize: number of weights that share a scale; a block may continue into the next row.
@@ -71,7 +71,7 @@ class QuantState(BaseModel):
 
     @property
     def nested(self) -> bool:
-        """Say whether the scales are quantized too."""
+        """Return whether the scales are quantized too (double quantization)."""
         return self.nested_blocksize is not None
 
     @classmethod

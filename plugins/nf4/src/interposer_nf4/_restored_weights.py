@@ -24,7 +24,7 @@ Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
 def restored_weights(settings: Settings, tensors: Tensors, places: Container[str]) -> Tensors:
-    """Yield ``tensors`` with packed weights replaced by float32 weights where the model is plain.
+    """Yield ``tensors``, with packed weights dequantized to float32 where the model is unquantized.
 
     The tensors of a packed layer are buffered until the layer is complete.
 
@@ -51,7 +51,7 @@ def restored_weights(settings: Settings, tensors: Tensors, places: Container[str
 
 
 def _owner(name: str) -> tuple[str, str]:
-    """Split a tensor name into layer and rest; the layer is "" if the name has neither form."""
+    """Split a tensor name into layer and rest; the layer is "" if the name does not match."""
     if ".weight." in name:
         layer, _, suffix = name.partition(".weight.")
         return layer, f"weight.{suffix}"

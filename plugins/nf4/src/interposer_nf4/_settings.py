@@ -43,7 +43,7 @@ Pattern = Annotated[str, AfterValidator(_pattern)]
 
 @dataclass(frozen=True, slots=True)
 class FourBit:
-    """Storage of a 4-bit layer; ``double`` says that the scales are quantized too."""
+    """Storage of a 4-bit layer; ``double`` means that the scales are quantized too."""
 
     quant_type: QuantType
     double: bool
@@ -90,7 +90,7 @@ class Settings(SettingsModel):
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any]) -> Settings:
-        """Validate the settings and return the model.
+        """Validate the raw settings and return the parsed settings.
 
         Raises: ConfigError: a setting is unknown, contradictory or not supported.
         """
@@ -105,7 +105,7 @@ class Settings(SettingsModel):
         return parsed
 
     def weights(self, name: str) -> FourBit | EightBit | None:
-        """Return the storage of the linear layer ``name``, or None if not quantized."""
+        """Return the storage format of the linear layer ``name``, or None if not quantized."""
         if self.llm_int8_skip_modules is None:
             is_skipped = name == "lm_head"
         else:

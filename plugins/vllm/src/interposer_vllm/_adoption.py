@@ -58,7 +58,7 @@ def linear_shape(layer: Any, fused: Mapping[str, list[str]]) -> LinearShape:
 
 
 class Adoption:
-    """One linear layer of vLLM, computed by a method and a kernel of interposer.
+    """A linear layer of vLLM whose weights and matmul come from interposer's kernels.
 
     Attributes:
         kernel: the bound kernel.
@@ -91,7 +91,7 @@ class Adoption:
         self._widened = widen(layer, self._created)
 
     def finalize(self, layer: Any) -> None:
-        """Prepare the loaded weights for the kernel, and free all weights without use.
+        """Prepare the loaded weights for the kernel, and free the unused weights.
 
         vLLM calls this method again after loading other weights into the layer.
 
@@ -136,14 +136,14 @@ def _linear_method(
 
 
 def _adds_bias(layer: Any) -> bool:
-    """Return whether this worker adds the bias: with TP, vLLM lets one worker add the bias."""
+    """Return whether this worker adds the bias, which only one tensor-parallel worker does."""
     if getattr(layer, "bias", None) is None or getattr(layer, "skip_bias_add", False):
         return False
     return not (hasattr(layer, "input_is_parallel") and layer.tp_rank > 0)
 
 
 def free_parameters(layer: nn.Module, operands: Iterable[Any], keep: Iterable[str] = ()) -> None:
-    """Replace the parameters of ``layer`` by empty tensors, except those that operands share.
+    """Replace ``layer``'s parameters by empty tensors, except those that the kernel still reads.
 
     The empty tensors stay registered because vLLM reads the device and dtype of parameters.
     """

@@ -52,7 +52,7 @@ class Metadata(CPUAttentionMetadata):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The attention backend chosen for a layer, with the view of vLLM's cache that it reads.
+    """The attention backend chosen for a layer, with the backend's view of vLLM's cache.
 
     Attributes:
         view: views vLLM's blocks as the backend's cache.
@@ -113,7 +113,7 @@ class Impl(CPUAttentionBackendImpl):  # type: ignore[misc]
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Write ``key`` and ``value`` to the cache, then attend.
+        """Store ``key`` and ``value`` in the cache, then compute attention.
 
         Args:
             query: ``[T, N, D]``, padded at the end.
@@ -160,7 +160,7 @@ class Impl(CPUAttentionBackendImpl):  # type: ignore[misc]
     def _store(
         self, layer: Any, key: Tensor | None, value: Tensor | None, kv_cache: Tensor, step: Any
     ) -> None:
-        """Write to the cache for vLLM's kernels, as vLLM leaves the update to ``forward``."""
+        """Store keys and values in the cache, for layers that vLLM's kernels compute."""
         if key is None or value is None or self.kv_sharing_target_layer_name is not None:
             return
         slots = step.slot_mapping
@@ -187,7 +187,7 @@ class Builder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:
-        """Build the metadata of one step.
+        """Build the attention metadata of one step.
 
         Raises: ConfigError: the step is not causal, but the layers were described as causal.
         """

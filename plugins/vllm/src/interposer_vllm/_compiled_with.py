@@ -1,4 +1,4 @@
-"""The key that ties a model compiled by vLLM to the kernels that interposer has chosen."""
+"""Cache key that ties a model compiled by vLLM to the kernels that interposer chose."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["compiled_with"]
 
 
 def compiled_with() -> dict[str, Any]:
-    """Return the applied patches and chosen kernels, equal in every process with equal choices.
+    """Return the patches and chosen kernels, as a cache key that is stable across restarts.
 
     The result is part of a cache key, which must be stable across restarts. So the result leaves
     out the policy that led to the choices, and everything that differs between processes. Calling

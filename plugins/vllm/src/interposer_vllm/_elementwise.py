@@ -27,7 +27,7 @@ __all__ = ["Activation", "Norm"]
 
 
 class Norms(NamedTuple):
-    """The kernels for norms of one width; both take the weight as vLLM stores it."""
+    """Kernels for the RMS norms of one width, which take the weight as vLLM stores it."""
 
     normalise: Callable[[Tensor, Tensor, float], Tensor]
     add_and_normalise: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]

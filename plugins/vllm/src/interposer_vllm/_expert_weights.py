@@ -116,7 +116,7 @@ def _fill_at_once(experts: Experts, projection: str, loaded: Mapping[str, Tensor
 
 
 def _tensor_name(name: str, experts: Experts) -> str:
-    """Return the checkpoint's name of the tensors that a parameter stores."""
+    """Return the checkpoint's name of the tensors that a parameter holds."""
     plain = "bias" if name.endswith("_bias") else "weight"
     return str(getattr(experts.get_parameter(name), "expert_tensor", plain))
 

@@ -49,7 +49,7 @@ class ExpertsAdoption:
         self.experts = self._empty_experts()
 
     def finalize(self, layer: Any) -> None:
-        """Prepare the loaded weights for the kernel, and free all weights without use.
+        """Prepare the loaded weights for the kernel, and free the unused weights.
 
         vLLM calls this method again after loading other weights into the layer.
 
@@ -123,7 +123,7 @@ def _choose_scheme(worker_session: Session, settings: Mapping[str, Any]) -> None
 
 
 class _AdoptedExperts:
-    """Mixin of a method that computes by ``adoption``, or by ``vllm_method`` if that fails."""
+    """Mixin of a quantization method that computes experts by ``adoption``, else by vLLM."""
 
     adoption: ExpertsAdoption
     vllm_method: Any

@@ -32,7 +32,7 @@ def new_slot() -> Tensor:
 
 
 def register_call(slot: Tensor, kernel: Callable[..., Tensor], operands: tuple[Any, ...]) -> None:
-    """Let the ops call ``kernel`` with ``operands`` for ``slot``, instead of any former call."""
+    """Register ``kernel`` with ``operands`` as the call that the torch ops make for ``slot``."""
     _CALLS[int(slot)] = kernel, operands
 
 
@@ -86,7 +86,7 @@ class SlotKernel:
         return self.kernel(x, *self.operands)  # type: ignore[misc]
 
     def look_up(self, token_ids: Tensor, hidden_size: int, dtype: torch.dtype) -> Tensor:
-        """Return the rows ``[T, H]`` of ``token_ids`` ``[T]``."""
+        """Look up the rows ``[T, H]`` of ``token_ids`` ``[T]`` in the bound table."""
         if torch.compiler.is_compiling() and not self.is_traceable:
             return look_up(token_ids, self.slot, hidden_size, dtype)
         return self.kernel(token_ids, *self.operands)  # type: ignore[misc]

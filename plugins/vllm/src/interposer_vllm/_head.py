@@ -57,10 +57,10 @@ def _is_unquantized(layer: Any) -> bool:
 
 
 class _QuantizedHead(AdoptedLinear):
-    """Mixin of a method that multiplies by the quantized weight of a head."""
+    """Mixin of a quantization method for an LM head with a quantized weight."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Prepare the weight as that of any linear layer."""
+        """Prepare the LM head's weight like that of a linear layer."""
         scale, rows = layer._parameters.get("weight_scale"), layer.num_embeddings_per_partition
         if scale is not None and scale.ndim == 2 and len(scale) == rows:
             # vLLM pads the vocabulary with rows of zeros and later drops their logits. Their scales
@@ -71,7 +71,7 @@ class _QuantizedHead(AdoptedLinear):
 
 
 class _AdoptedTable:
-    """Mixin of a method that looks rows up by ``lookup``, once a head has bound the lookup."""
+    """Mixin of a method that looks up rows by ``lookup``, after an LM head has bound the lookup."""
 
     lookup: SlotKernel
     is_tied: bool
@@ -92,7 +92,7 @@ class _AdoptedTable:
 
 
 class _AdoptedHead:
-    """Mixin of a method that multiplies by ``matmul``; ``table`` holds the shared table, if any."""
+    """Mixin of a method that computes an LM head by ``matmul``; ``table`` is the shared table."""
 
     matmul: SlotKernel
     table: tuple[Any, ...]

@@ -45,7 +45,7 @@ def adopt_linear(layer: Any) -> None:
 
 
 def adopt_matmul(layer: Any, shape: Callable[[], LinearShape], mixin: type) -> None:
-    """Replace the method of ``layer`` by ``mixin``, which multiplies by a selected kernel.
+    """Replace the quantization method of ``layer`` by ``mixin``, which uses a selected kernel.
 
     A layer that interposer cannot compute keeps vLLM's method, with the reason in the report.
 
@@ -72,7 +72,7 @@ def adopt_matmul(layer: Any, shape: Callable[[], LinearShape], mixin: type) -> N
 
 
 def with_method(layer: Any, mixin: type, **attributes: object) -> None:
-    """Replace the method of ``layer`` by an instance of a subclass with ``mixin``."""
+    """Replace the quantization method of ``layer`` by an instance of a subclass with ``mixin``."""
     vllm_method = layer.quant_method
     vllm_class: Any = type(vllm_method)
     subclass: Any = _subclass(mixin, vllm_class)
@@ -95,7 +95,7 @@ def _subclass(mixin: type, vllm_class: type) -> type:
 
 
 class AdoptedLinear:
-    """Mixin of a method that multiplies by ``adoption``, or by ``vllm_method`` if that fails."""
+    """Mixin of a quantization method that multiplies by ``adoption``, or by vLLM if that fails."""
 
     adoption: Adoption
     vllm_method: Any

@@ -39,7 +39,7 @@ class MissingKernel(MPLinearKernel):  # type: ignore[misc]
         raise missing_kernel_error(layer, f"weights of {config.weight_type}{groups}")
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Raise, for the same reason as ``process_weights_after_loading``.
+        """Raise, because vLLM calls this only if interposer did not take the layer over.
 
         Raises: ValueError: always.
         """

@@ -38,7 +38,7 @@ class Member:
         return member
 
     def check(self) -> Verdict:
-        """Refuse if ``target`` is missing or has other parameters than expected."""
+        """Refuse the patch if ``target`` is missing or has unexpected parameters."""
         try:
             signature = parameters(self.load())
         except foreign_errors() as error:
@@ -59,7 +59,7 @@ def parameters(function: Callable[..., Any]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """One extension of vLLM, with the members of vLLM that it relies on.
+    """An extension of vLLM, with the members of vLLM that the extension relies on.
 
     Attributes:
         members: everything in vLLM that the patch calls or overrides.
@@ -76,6 +76,6 @@ class Patch:
     needs: tuple[str, ...] = ()
 
     def check(self) -> Verdict:
-        """Accept if vLLM has all members as expected; refuse with the first difference."""
+        """Accept the patch if vLLM has all expected members; refuse with the first difference."""
         verdicts = (member.check() for member in self.members)
         return next((verdict for verdict in verdicts if not verdict), Verdict.accept())

@@ -26,7 +26,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One worker: patches, layers and the explanation of every choice.
+    """Report of one worker: applied patches, layers, and the explanation of every choice.
 
     Attributes:
         process: id of the worker's process.
@@ -48,7 +48,7 @@ class Report:
 
     @classmethod
     def of(cls, session: Session) -> Report:
-        """Build the report of a session as of now."""
+        """Build the report of a session in its present state."""
         seams = {name: "" if verdict else verdict.reason for name, verdict in VERDICTS.items()}
         notes = {name: v.reason for name, v in VERDICTS.items() if v and v.reason}
         explanation = explain(session).to_dict()
@@ -120,5 +120,5 @@ def _more(places: list[str]) -> str:
 
 @cache
 def _folder() -> Path:
-    """Create a private folder for this process: workers of several users may share the machine."""
+    """Create a private folder for this process, since several users may share the machine."""
     return Path(tempfile.mkdtemp(prefix="interposer-vllm-"))

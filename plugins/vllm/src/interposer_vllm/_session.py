@@ -20,7 +20,7 @@ _log = logging.getLogger("vllm.interposer")
 
 
 class Session:
-    """The resolver of a vLLM worker, and which of its layers run on kernels of interposer.
+    """The resolver of one vLLM worker, and a list of layers that run on interposer's kernels.
 
     Attributes:
         taken: prefixes of the layers that run on a kernel of interposer.
@@ -58,7 +58,7 @@ class Session:
         return Site(self.resolver, prefix, dtype)
 
     def is_traceable(self, prefix: str) -> bool:
-        """Return whether torch's compiler can trace every kernel that was chosen at ``prefix``."""
+        """Return whether torch's compiler can trace every kernel chosen at ``prefix``."""
         chosen = [c.chosen for c, places in self.resolver.choices.values() if prefix in places]
         return bool(chosen) and all("traceable" in kernel.properties for kernel in chosen)
 
@@ -115,7 +115,7 @@ def opened_session() -> Session | None:
 
 @contextmanager
 def closed_session() -> Iterator[None]:
-    """Let the first layer inside the block open a new session, which ends with the block."""
+    """Discard the session before and after a ``with`` block; its first layer opens a new one."""
     _cached_session.cache_clear()
     try:
         yield

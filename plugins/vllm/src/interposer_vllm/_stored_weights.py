@@ -38,7 +38,7 @@ def outputs_by_layer(
 
 
 def empty_layer(parts: Mapping[str, int]) -> Linear:
-    """Create a linear layer of ``parts`` without parameters, for a method to add some.
+    """Create a linear layer of ``parts`` without parameters, to which a method adds parameters.
 
     Linear methods read the fused layers of the checkpoint from ``parts``.
     """
@@ -77,7 +77,7 @@ def fill(holder: Linear, loaded: Mapping[str, Tensor | None]) -> None:
 
 
 def widen(layer: nn.Module, holder: Linear) -> dict[str, torch.dtype]:
-    """Replace float parameters of ``layer`` by wider ones, where ``holder`` declares a wider dtype.
+    """Replace float parameters of ``layer`` by wider ones where ``holder`` declares wider dtypes.
 
     vLLM creates scales in the model's dtype, which would round the scales of most checkpoints.
 
@@ -106,7 +106,7 @@ def _is_wider(declared: torch.dtype, actual: torch.dtype) -> bool:
 
 
 def _converted(name: str, declared: nn.Parameter, loaded: Tensor | None, num_parts: int) -> Tensor:
-    """Return ``loaded`` in the shape and dtype of ``declared``, or the default for None."""
+    """Convert ``loaded`` to the shape and dtype of ``declared``; None gives the default value."""
     attributes: dict[str, Any] = vars(declared)
     if name == _SIZES:
         sizes: Tensor = attributes["sample"](torch.Generator())

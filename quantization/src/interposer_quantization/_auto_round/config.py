@@ -62,7 +62,7 @@ Packing = Literal[
 
 
 class Override(SettingsModel):
-    """Settings that override the defaults for some layers; null keeps the default."""
+    """Settings of some layers that override the defaults; a null field keeps the default."""
 
     bits: Literal[4, 8, 16, 32] | None = None
     group_size: GroupSize | None = None
@@ -110,12 +110,12 @@ class Settings(SettingsModel):
 
     @property
     def is_awq(self) -> bool:
-        """Say whether weights are packed along outputs, as in AWQ."""
+        """Return whether weights are packed along the outputs, as in AWQ."""
         return self.packing_format.endswith("awq")
 
     @property
     def has_order(self) -> bool:
-        """Say whether ``g_idx`` is stored, although groups are consecutive."""
+        """Return whether the checkpoint stores ``g_idx``, although groups are consecutive."""
         return self.packing_format == "auto_round:gptqmodel"
 
     @model_validator(mode="after")
@@ -133,7 +133,7 @@ class Settings(SettingsModel):
         return self
 
     def stored(self, name: str) -> Stored | None:
-        """Return the storage of the linear layer ``name``, or None if not quantized."""
+        """Return the storage format of the linear layer ``name``, or None if not quantized."""
         override = self._override(name)
         if override is None:
             return None
@@ -150,7 +150,7 @@ class Settings(SettingsModel):
         )
 
     def has_override(self, name: str) -> bool:
-        """Say whether ``extra_config`` lists the layer, as an lm_head outside blocks requires."""
+        """Return whether ``extra_config`` lists the layer, as an lm_head must be listed."""
         return name in (self.extra_config or {})
 
     def _override(self, name: str) -> Override | None:

@@ -21,7 +21,7 @@ _MEND = "give them the same bits, group_size and sym, or leave all of them plain
 
 
 class AutoRound(StoredScheme):
-    """4-bit or 8-bit weights in GPTQ or AWQ packing, with per-layer settings."""
+    """Scheme of auto-round checkpoints: GPTQ or AWQ packing, with per-layer settings."""
 
     method = "auto-round"
     settings_class = Settings
@@ -46,7 +46,7 @@ class AutoRound(StoredScheme):
 
 
 class INC(AutoRound):
-    """The auto-round format under the method name ``inc``."""
+    """Scheme of auto-round checkpoints with the method name ``inc``."""
 
     method = "inc"
 
@@ -62,5 +62,5 @@ class UnorderedGPTQLinear(GPTQLinear):
         PackedLinear.create_weights(self, layer, site, in_features, out_features, bias)
 
     def groups(self, layer: nn.Module) -> torch.Tensor | None:
-        """Return None: groups are consecutive."""
+        """Return None instead of the group of each input: groups are consecutive."""
         return None

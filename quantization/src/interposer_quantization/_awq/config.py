@@ -114,7 +114,7 @@ class Settings(SettingsModel):
         return super().parse(renamed)
 
     def stored(self, name: str) -> Weights | None:
-        """Return the storage of the linear layer ``name``, or None if not quantized.
+        """Return the storage format of the linear layer ``name``, or None if not quantized.
 
         As in AutoAWQ, an entry of ``modules_to_not_convert`` excludes every layer with that text
         anywhere in the name.

@@ -21,7 +21,7 @@ _MEND = "name all of them in 'modules_to_not_convert', or none"
 
 
 class AWQ(HeadScheme):
-    """4-bit weights with one scale and zero point per group of inputs."""
+    """Scheme of 4-bit weights with one scale and zero point per group of inputs."""
 
     method = "awq"
     settings_class = Settings
@@ -62,5 +62,5 @@ class AWQLinear(PackedLinear):
 
 
 def awq_experts(weights: Weights) -> ExpertsMethod | None:
-    """Return the fused-op method for experts with this storage, or None."""
+    """Return the fused-op method for experts in this storage format, or None."""
     return packed_experts(AWQLinear(weights), False)

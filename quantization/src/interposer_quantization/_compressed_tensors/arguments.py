@@ -68,7 +68,7 @@ class _Arguments(SettingsModel):
 
     @property
     def _strategy(self) -> str:
-        """Return the strategy, by default the one that the group size implies."""
+        """Return the granularity ``strategy``; the default is implied by the group size."""
         if self.strategy is not None:
             return self.strategy
         size = self.group_size
@@ -88,7 +88,7 @@ class WeightArguments(_Arguments):
     actorder: Literal["weight", "static", "group", "dynamic", False] | None = None
 
     def read(self) -> Weights:
-        """Return the storage of the weights."""
+        """Return the storage format of the weights."""
         # Only these two values of actorder store the group index of every input.
         reordered = self.actorder in ("group", "dynamic") and self._strategy == "group"
         return Weights(

@@ -66,7 +66,7 @@ class DenseSparsity(SettingsModel):
 
 
 class Group(SettingsModel):
-    """Layers with the same quantization, or with none."""
+    """A group of layers with the same quantization, or with none."""
 
     targets: list[Pattern]
     weights: WeightArguments | None = None
@@ -83,7 +83,7 @@ class Group(SettingsModel):
         return self
 
     def stored(self, form: str) -> Stored | None:
-        """Return the storage of the group's layers, or None if their weights are not quantized.
+        """Return the storage format of the group's layers, or None if unquantized.
 
         Args:
             form: the checkpoint's format, for groups that state none.
@@ -117,7 +117,7 @@ class Settings(SettingsModel):
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any]) -> Settings:
-        """Validate the settings and return the model.
+        """Validate the raw settings and return the parsed settings.
 
         Raises: ConfigError: a setting is unknown, contradictory or not supported.
         """
@@ -144,7 +144,7 @@ class Settings(SettingsModel):
         return self
 
     def stored(self, name: str) -> Stored | None:
-        """Return the storage of the linear layer ``name``, or None if not quantized.
+        """Return the storage format of the linear layer ``name``, or None if not quantized.
 
         A full name takes precedence over a pattern, and a pattern over a class name; ties go to the
         alphabetically first target.

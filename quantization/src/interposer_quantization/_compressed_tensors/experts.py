@@ -18,7 +18,7 @@ _STRATEGIES: tuple[Literal["tensor", "channel"], ...] = ("tensor", "channel")
 
 
 def fused_experts_method(stored: Stored, site: Site, spec: ExpertsSpec) -> ExpertsMethod | None:
-    """Return the fused-op method for experts with this storage, or None."""
+    """Return the fused-op method for experts in this storage format, or None."""
     weights, inputs = stored.weights, stored.inputs
     if weights.kind == "int" and inputs is None and stored.form == "pack-quantized":
         size = weights.inputs_per_scale

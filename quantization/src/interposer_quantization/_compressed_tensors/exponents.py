@@ -28,7 +28,7 @@ def register_exponents(layer: nn.Module, name: str, rows: int, columns: int) -> 
 
 
 def check_exponents(members: Members, exponents: torch.Tensor, name: str) -> None:
-    """Raise CheckpointError if an exponent ``[O, G]`` is the NaN code."""
+    """Raise CheckpointError if an E8M0 scale ``[O, G]`` is the NaN code."""
     for member, member_exponents in zip(
         members.sizes, exponents.split(list(members.sizes.values())), strict=True
     ):

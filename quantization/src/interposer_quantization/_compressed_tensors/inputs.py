@@ -1,4 +1,4 @@
-"""Fake quantization of inputs, where no op multiplies quantized inputs by the weight's format."""
+"""Fake quantization of inputs, for formats without a matmul op that takes quantized inputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FakeQuantizer = Callable[[torch.Tensor], torch.Tensor]
 
 
 def bind_fake_quantizer(inputs: Inputs, site: Site, in_features: int) -> FakeQuantizer:
-    """Bind the function that quantizes and then dequantizes an input, in the input's dtype."""
+    """Bind a function that quantizes and dequantizes an input, in the input's dtype."""
     if inputs.kind == "int":
         return _bind_int8_fake_quantizer(inputs, site, in_features)
     if inputs.exponents:

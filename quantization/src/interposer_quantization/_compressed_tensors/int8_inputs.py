@@ -63,7 +63,7 @@ class Int8Inputs:
     def fused_quantizer(
         self, product: Callable[..., torch.Tensor], multiply: Callable[..., torch.Tensor]
     ) -> CodedProduct | None:
-        """Return a kernel of quantizer and matmul, or None for asymmetric inputs.
+        """Return one kernel that quantizes and multiplies, or None for asymmetric inputs.
 
         Args:
             product, multiply: as in ``CodedProduct``.

@@ -123,7 +123,7 @@ class IntLinear(WeightLinear):
         return None if groups is None else groups.argsort(stable=True)
 
     def check_scales(self, layer: nn.Module) -> torch.Tensor:
-        """Check and return the scales as ``[O, G]`` or ``[O, 1]``.
+        """Return the scales as ``[O, G]`` or ``[O, 1]``; raise CheckpointError for invalid scales.
 
         Negative scales are valid: they mirror the range of the quantized values.
 
@@ -193,7 +193,7 @@ class PlainIntLinear(IntLinear):
 
     @property
     def _range(self) -> tuple[int, int]:
-        """Return the smallest and the largest signed value."""
+        """Return the smallest and the largest value of signed integers of ``bits`` bits."""
         middle = 1 << self.weights.bits - 1
         return -middle, middle - 1
 

@@ -17,7 +17,7 @@ from interposer_quantization._fp8.parameters import Members, register, register_
 
 
 def count_groups(site: Site, in_features: int, size: int) -> int:
-    """Return the number of groups of ``size`` inputs.
+    """Return the number of groups of ``size`` inputs in a layer.
 
     Raises: ConfigError: the group size does not divide the inputs.
     """

@@ -24,7 +24,7 @@ _MEND = "quantize these layers with the same settings, or name all of them in 'i
 
 
 class CompressedTensors(HeadScheme):
-    """Integer and float formats of up to 8 bits; each group of layers has its own format."""
+    """Scheme of integer and float formats up to 8 bits; each group of layers has its own format."""
 
     method = "compressed-tensors"
     settings_class = Settings

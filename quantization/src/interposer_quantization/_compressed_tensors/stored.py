@@ -1,4 +1,4 @@
-"""Storage of one compressed-tensors linear layer, and the supported formats."""
+"""Storage format of one compressed-tensors linear layer, and the supported formats."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MX_GROUP = 32
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Quantized integers or floats, and the granularity of their scales.
+    """Number format of quantized values, and the granularity of their scales.
 
     Attributes:
         kind: ``"int"`` or ``"float"``.
@@ -39,7 +39,7 @@ class Numbers:
 
     @property
     def inputs_per_scale(self) -> int | None:
-        """Return the group size or the columns of a block, or None for other strategies."""
+        """Return the inputs per group or the columns per block; None for other granularities."""
         return None if self.size is None else self.size[1]
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Weights(Numbers):
-    """Quantization of weights; ``reordered`` says that a tensor holds each input's group."""
+    """Quantization of weights; ``reordered`` means that a tensor stores the group of each input."""
 
     reordered: bool
 
@@ -84,7 +84,7 @@ class Inputs(Numbers):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Storage of a layer: format, weights, and inputs (None if inputs are not quantized)."""
+    """Storage format of a layer: packing, weights, and inputs (None if inputs are unquantized)."""
 
     form: str
     weights: Weights
@@ -96,7 +96,7 @@ class Stored:
 
     @property
     def has_quantized_matmul(self) -> bool:
-        """Say whether an op multiplies the quantized weights by the quantized inputs.
+        """Return whether an op multiplies these quantized weights by quantized inputs.
 
         If not, inputs are fake-quantized and the matmul runs in the model's dtype.
         """
@@ -118,7 +118,7 @@ class Stored:
 
 
 def unsupported_reason(stored: Stored) -> str | None:
-    """Return the reason why a layer's storage is not supported, or None if it is."""
+    """Return the reason why a layer's storage format is not supported, or None if supported."""
     weights, inputs = stored.weights, stored.inputs
     if not _can_store(stored.form, weights):
         return f"the format {stored.form!r} does not store weights of {weights}"
@@ -132,7 +132,7 @@ def unsupported_reason(stored: Stored) -> str | None:
 
 
 def _can_store(form: str, weights: Weights) -> bool:
-    """Say whether ``form`` can store weights of this kind."""
+    """Return whether the packing format ``form`` can store weights of this kind."""
     signature = (weights.kind, weights.bits, weights.strategy, weights.inputs_per_scale)
     if form == "nvfp4-pack-quantized":
         return signature == ("float", 4, "tensor_group", NVFP4_GROUP) and weights.symmetric
@@ -153,7 +153,7 @@ def _can_store(form: str, weights: Weights) -> bool:
 
 
 def _is_supported(inputs: Inputs) -> bool:
-    """Say whether an op quantizes inputs this way."""
+    """Return whether an op exists that quantizes inputs to this format."""
     if inputs.kind == "int":
         required_strategy = "tensor" if inputs.static else "token"
         return inputs.bits == 8 and inputs.strategy == required_strategy

@@ -48,7 +48,7 @@ class WeightLinear(LinearMethod):
         """
 
     def order(self, layer: nn.Module) -> torch.Tensor | None:
-        """Return the input permutation ``[I]`` that matches the weight, or None if in order."""
+        """Return the input permutation ``[I]`` of the weight, or None if there is none."""
         return None
 
     def create_weights(
@@ -64,17 +64,17 @@ class WeightLinear(LinearMethod):
         register(layer, bias=torch.empty(out_features, dtype=site.dtype) if bias else None)
 
     def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Return the float64 input ``[..., I]``, after fake quantization if there is one."""
+        """Return the float64 input ``[..., I]``, fake-quantized if the format quantizes inputs."""
         return (x if self.fake_quantize_input is None else self.fake_quantize_input(x)).double()
 
     def dequantizable(self) -> Verdict:
-        """Accept unless inputs are fake-quantized."""
+        """Accept dequantization of the layer, unless inputs are fake-quantized."""
         if self.fake_quantize_input is not None:
             return Verdict.refuse("inputs are rounded as the checkpoint says")
         return Verdict.accept()
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Return kernel and constants; the kernel also permutes and fake-quantizes the input.
+        """Return kernel and constants; the kernel also permutes and fake-quantizes inputs.
 
         Raises: CheckpointError: a tensor holds values that no weight can be computed from.
         """

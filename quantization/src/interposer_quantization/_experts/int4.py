@@ -114,7 +114,7 @@ class Int4Experts(ExpertsMethod):
 
 
 def _sizes_sampler(sizes: torch.Tensor, count: int) -> Callable[[torch.Generator], torch.Tensor]:
-    """Return a sampler that gives every expert the same sizes."""
+    """Return a sampler of ``weight_shape`` that gives every expert the same sizes."""
 
     def sample(_: torch.Generator) -> torch.Tensor:
         return sizes.expand(count, -1)

@@ -129,7 +129,7 @@ class PackedExperts(ExpertsMethod):
         return matrices
 
     def _register_order(self, layer: nn.Module, projection: Projection, count: int) -> None:
-        """Register ``g_idx`` with a default: some writers omit it if groups are consecutive."""
+        """Register ``g_idx`` with consecutive groups as default: some checkpoints omit it."""
         order = self._consecutive_groups(projection).expand(count, -1)
         empty = torch.empty(order.shape, dtype=torch.int32)
         projection.register(layer, "g_idx", empty, lambda _: order)
@@ -137,7 +137,7 @@ class PackedExperts(ExpertsMethod):
         parameter.default = lambda: order
 
     def _consecutive_groups(self, projection: Projection) -> torch.Tensor:
-        """Return consecutive group indices for the inputs of all parts."""
+        """Return consecutive group indices for the inputs of every fused matrix."""
         # On the CPU explicitly: the default device may be meta, and these values are needed.
         groups = torch.arange(projection.inputs, device="cpu", dtype=torch.int32) // self.group_size
         return groups.repeat(len(projection.parts))
@@ -179,7 +179,7 @@ class PackedExperts(ExpertsMethod):
 
 
 def packed_experts(form: PackedLinear, indexed: bool) -> ExpertsMethod | None:
-    """Return the fused-op method for experts with this storage, or None.
+    """Return the fused-op method for experts in this storage format, or None.
 
     Args:
         form: linear method that unpacks one matrix.

@@ -34,7 +34,7 @@ class Projection:
 
     @property
     def all_outputs(self) -> int:
-        """Return the number of outputs of all matrices together."""
+        """Return the number of outputs of gate and up, or of down."""
         return len(self.parts) * self.outputs
 
     def register(
@@ -87,7 +87,7 @@ def matrix_names(prefix: str, spec: ExpertsSpec) -> list[str]:
 def check_scales(
     projection: Projection, prefix: str, stored: str, scales: torch.Tensor
 ) -> torch.Tensor:
-    """Check and return the scales ``[E, R, ...]``.
+    """Return the scales ``[E, R, ...]``; raise CheckpointError if a scale is zero or not finite.
 
     Raises: CheckpointError: a scale is zero or not finite.
     """

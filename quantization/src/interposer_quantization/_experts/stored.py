@@ -1,4 +1,4 @@
-"""Routed experts with a method that depends on the storage of each matrix."""
+"""Routed experts whose method depends on the storage format of each matrix."""
 
 from __future__ import annotations
 

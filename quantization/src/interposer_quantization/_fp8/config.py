@@ -30,7 +30,7 @@ Pattern = Annotated[str, Field(min_length=1), AfterValidator(check_regex)]
 
 
 class LayersLeftOut(SettingsModel):
-    """Settings that exclude layers from quantization."""
+    """Settings that exclude layers from quantization, by name pattern."""
 
     modules_to_not_convert: list[Pattern] | None = None
 
@@ -40,7 +40,7 @@ class LayersLeftOut(SettingsModel):
         return self.modules_to_not_convert or []
 
     def leaves_out(self, name: str) -> bool:
-        """Say whether the layer ``name`` is excluded from quantization."""
+        """Return whether the layer ``name`` is excluded from quantization."""
         return any(
             name.endswith(pattern) or re.match(f"(?:{pattern}){_BOUNDARY}", name)
             for pattern in self.left_out

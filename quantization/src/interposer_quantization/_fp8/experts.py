@@ -122,7 +122,7 @@ def fp8_block_experts(
 
 
 def is_fused_op_requested(site: Site) -> bool:
-    """Say whether a kernel rule names the fused op.
+    """Return whether a kernel rule of the user names the fused op.
 
     The op ignores the checkpoint's request to quantize inputs, so only an explicit rule selects it.
     """
@@ -131,7 +131,7 @@ def is_fused_op_requested(site: Site) -> bool:
 
 
 def _with_block_dims(scales: torch.Tensor) -> torch.Tensor:
-    """Reshape scales to ``[E, R, C]``, with C = 1 for scales per matrix or per output."""
+    """Reshape scales to ``[E, R, C]``, with C = 1 for per-matrix and per-output scales."""
     if scales.ndim == 5:
         return scales.flatten(3).flatten(1, 2)
     # One scale per matrix: [E, parts] becomes [E, parts, 1].

@@ -18,7 +18,7 @@ _SAME_INPUT = "calibrate them on the same input, or quantize with activation_sch
 
 
 class Fp8(StoredScheme):
-    """FP8 weights with one scale per block or per tensor; inputs are quantized at run time."""
+    """Scheme of FP8 weights with scales per block or tensor; inputs are quantized at run time."""
 
     method = "fp8"
     settings_class = Fp8Settings
@@ -49,7 +49,7 @@ class Fp8(StoredScheme):
 
 
 class FbgemmFp8(StoredScheme):
-    """FP8 weights with one scale per output; inputs are quantized per token up to a bound."""
+    """Scheme of FP8 weights with a scale per output; inputs quantized per token, up to a bound."""
 
     method = "fbgemm_fp8"
     settings_class = FbgemmSettings

@@ -56,7 +56,7 @@ unquantized; ``+:`` or no prefix overrides their settings."""
 
 
 class Override(SettingsModel):
-    """Settings that override the defaults for matching layers."""
+    """Settings that override the defaults for the layers that a pattern matches."""
 
     bits: Bits | None = None
     group_size: GroupSize | None = None
@@ -66,7 +66,7 @@ class Override(SettingsModel):
     @model_validator(mode="before")
     @classmethod
     def _without_search(cls, settings: object) -> object:
-        """Drop calibration settings, which GPTQModel repeats for the lm_head."""
+        """Remove calibration settings, which GPTQModel repeats for the lm_head."""
         if not isinstance(settings, Mapping):
             return settings
         return {name: value for name, value in settings.items() if name not in SEARCH_SETTINGS}
@@ -127,7 +127,7 @@ class Settings(SettingsModel):
         return self
 
     def stored(self, name: str) -> Weights | None:
-        """Return the storage of the linear layer ``name``, or None if not quantized."""
+        """Return the storage format of the linear layer ``name``, or None if not quantized."""
         if not self._is_listed(name):
             return None
         override = Override()
@@ -151,7 +151,7 @@ class Settings(SettingsModel):
         )
 
     def _is_listed(self, name: str) -> bool:
-        """Say whether ``modules_in_block_to_quantize`` includes the layer."""
+        """Return whether ``modules_in_block_to_quantize`` lists the layer."""
         if name == "lm_head":
             return bool(self.lm_head)  # the lm_head is part of no block
         listed = self.modules_in_block_to_quantize

@@ -25,7 +25,7 @@ _ONES = {4: 0x11111111, 8: 0x01010101}
 
 
 class GPTQ(HeadScheme):
-    """4-bit or 8-bit weights with groups of inputs in any order, with or without zero points."""
+    """Scheme of 4-bit or 8-bit weights with groups in any order, with or without zero points."""
 
     method = "gptq"
     settings_class = Settings
@@ -65,7 +65,7 @@ class GPTQLinear(PackedLinear):
         return unpack_int32(qweight.T.contiguous(), self.bits)
 
     def unpack_zero_points(self, qzeros: torch.Tensor) -> torch.Tensor:
-        """Unpack ``qzeros`` to zero points ``[G, O]`` uint8; the first format stores them minus 1.
+        """Unpack ``qzeros`` to zero points ``[G, O]`` uint8; the v1 format stores each minus 1.
 
         GPTQModel subtracts 0x111... from each packed int32, so a zero point of 0 borrows from its
         neighbour. Adding the constant to the packed int32 undoes the borrow. Other writers either
@@ -135,7 +135,7 @@ class GPTQLinear(PackedLinear):
 
 
 def gptq_experts(weights: Weights, indexed: bool = True) -> ExpertsMethod | None:
-    """Return the fused-op method for experts with this storage, or None."""
+    """Return the fused-op method for experts in this storage format, or None."""
     # The fused op cannot permute the inputs of each expert.
     if weights.ordered is False:
         return None

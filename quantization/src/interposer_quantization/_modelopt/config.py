@@ -68,7 +68,7 @@ Try: quantize the original model that way"""
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Algorithm and group size with which a layer was quantized.
+    """Quantization algorithm and group size of a layer.
 
     Attributes:
         group_size: inputs that share a scale; None if the algorithm has no groups.
@@ -108,7 +108,7 @@ class Layer(SettingsModel):
 
     @property
     def stored(self) -> Stored:
-        """Return the layer's storage."""
+        """Return the algorithm and group size of the layer."""
         return _stored(self.quant_algo, self.group_size)
 
 
@@ -133,7 +133,7 @@ class Group(SettingsModel):
     pre_quant_scale: bool | None = None
 
     def check(self, stored: Stored) -> None:
-        """Raise ValueError if the group's weights contradict ``stored``."""
+        """Raise ValueError if the group's weights contradict the format ``stored``."""
         kind, bits, _ = _NUMBERS[stored.algorithm]
         stated_format = (self.weights.type, self.weights.num_bits, self.weights.group_size)
         if stated_format != (kind, bits, stored.group_size):
@@ -145,7 +145,7 @@ class Group(SettingsModel):
 
 
 class _Statement(SettingsModel):
-    """Fields with the same name in both files."""
+    """Fields that both config.json and hf_quant_config.json can state."""
 
     quant_algo: StatedAlgorithm | None = None
     kv_cache_quant_algo: Literal["FP8"] | None = None
@@ -221,13 +221,13 @@ class Settings(_Statement):
 
     @property
     def has_quantized_cache(self) -> bool:
-        """Say whether the KV cache is FP8."""
+        """Return whether the KV cache is FP8."""
         if self.quant_algo is None and self.quantization is not None:
             return self.quantization.kv_cache_quant_algo is not None
         return self.kv_cache_scheme is not None or self.kv_cache_quant_algo is not None
 
     def stored(self, name: str) -> Stored | None:
-        """Return the storage of the linear layer ``name``, or None if not quantized.
+        """Return the storage format of the linear layer ``name``, or None if not quantized.
 
         A glob that matches a module excludes all layers inside that module.
         """
@@ -246,7 +246,7 @@ class Settings(_Statement):
         return _stored(statement.quant_algo, self._group_size)
 
     def _stored_of(self, targets: Collection[str]) -> set[Stored]:
-        """Return the storages of the layers of a group."""
+        """Return the distinct algorithms and group sizes of the layers of a group."""
         if self.quant_algo is None or self.quant_algo == "MIXED_PRECISION":
             layers = self.quantized_layers or {}
             return {layer.stored for name, layer in layers.items() if name in targets}

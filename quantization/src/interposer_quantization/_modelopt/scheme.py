@@ -42,7 +42,7 @@ _METHODS: Mapping[Algorithm, Callable[[], LinearMethod]] = {
 
 
 class ModelOpt(StoredScheme):
-    """Weights of 8 or 4 bits; some float formats also quantize inputs at run time."""
+    """Scheme of 8-bit or 4-bit weights; some float formats also quantize inputs at run time."""
 
     method = "modelopt"
     settings_class = Settings

@@ -82,7 +82,7 @@ class Mxfp4Experts(ExpertsMethod):
         return self.bound.function, tuple(prepared[name] for name in constants)
 
     def _ordered(self, layer: nn.Module) -> dict[str, Any]:
-        """Return the op's constants by name, in parameter order."""
+        """Return the tensors by the op's argument names, in the op's order."""
         constants: dict[str, Any] = {}
         for stored, name in _names():
             parameter = layer._parameters[stored]
@@ -110,7 +110,7 @@ class Mxfp4Experts(ExpertsMethod):
 
 
 def _names() -> Iterator[tuple[str, str]]:
-    """Yield (parameter name, op constant name) in the order of the op's constants."""
+    """Yield the parameter name and the op's name of each constant, in the op's order."""
     for constant, projection in _PROJECTIONS.items():
         for kind, stored in _KINDS.items():
             yield f"{projection}{stored}", f"{constant}{kind}"

@@ -1,1 +1,1 @@
-"""Online quantization: plain weights are quantized during loading."""
+"""Online quantization: unquantized checkpoints are quantized during loading."""

@@ -1,4 +1,4 @@
-"""Embedding with a plain weight that ``finalize`` quantizes to integers, also for a tied head.
+"""Embedding whose float weight ``finalize`` quantizes to integers, also for a tied head.
 
 Dimensions: V vocabulary, H hidden size, G groups of a row.
 """
@@ -26,7 +26,7 @@ _MIDDLE = 1 << _NIBBLE_BITS - 1
 
 
 class OnlineEmbedding(EmbeddingMethod):
-    """Embedding method for a plain ``weight`` ``[V, H]`` that ``finalize`` quantizes and frees.
+    """Embedding method for a float ``weight`` ``[V, H]`` that ``finalize`` quantizes and frees.
 
     Lookup and lm_head matmul read the same 4-bit or 8-bit weight.
 
@@ -42,7 +42,7 @@ class OnlineEmbedding(EmbeddingMethod):
     def create_weights(
         self, layer: nn.Module, site: Site, vocab_size: int, hidden_size: int, head: Site | None
     ) -> None:
-        """Register ``weight`` in the layout of plain checkpoints.
+        """Register ``weight`` ``[V, H]`` in the layout of unquantized checkpoints.
 
         Raises: ConfigError: groups do not divide the hidden size, or the hidden size is odd and the
             format has 4 bits.
@@ -85,7 +85,7 @@ class OnlineEmbedding(EmbeddingMethod):
         return dequantized
 
     def dequantizable(self) -> Verdict:
-        """Refuse: the user requested a quantized embedding, so it must not become a plain one."""
+        """Refuse dequantization: the user requested a quantized embedding."""
         return Verdict.refuse("the table was plain, and is quantized on request")
 
     def finalize(self, layer: nn.Module) -> tuple[Call, Call | None]:
@@ -108,7 +108,7 @@ class OnlineEmbedding(EmbeddingMethod):
         return lookup, self.head.call(self.product, quantized, scale)
 
     def _quantized(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the quantized weight and the scales ``[V, G]`` in the ops' layout."""
+        """Quantize the weight; return quantized values and scales ``[V, G]`` in the ops' layout."""
         rounded = self.rounding(weight)
         if not rounded.is_finite:
             check_finite(weight, self.name)

@@ -1,4 +1,4 @@
-"""Routed experts with plain matrices that are quantized during loading.
+"""Routed experts with unquantized matrices that are quantized during loading.
 
 Dimensions: E experts, H hidden size, I intermediate size.
 """
@@ -33,13 +33,13 @@ class OnlineExperts(StoredExperts):
 
 
 class SplitExperts(ExpertsMethod):
-    """Experts method that splits the plain tensors of all experts into quantized linear layers.
+    """Experts method that splits stacked expert tensors into one quantized linear layer per matrix.
 
-    The matrices stay plain until ``finalize``, which quantizes one matrix after the other.
+    The matrices stay unquantized until ``finalize``, which quantizes one matrix after the other.
     """
 
     def create_weights(self, layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
-        """Register the plain matrices and biases.
+        """Register the unquantized matrices and biases.
 
         Raises: ConfigError: the scheme's linear layers do not support the layer's sizes.
         """

@@ -1,4 +1,4 @@
-"""Online FP8 scheme: plain weights are quantized to float8_e4m3fn while they load."""
+"""Online FP8 scheme: float weights are quantized to float8_e4m3fn while they load."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class OnlineFp8Settings(HeadSettings):
 
 
 class OnlineFp8(OnlineScheme):
-    """Weights quantized to float8_e4m3fn by ``finalize``; inputs quantized at run time."""
+    """Scheme whose ``finalize`` quantizes weights to FP8; inputs are quantized at run time."""
 
     method = "online_fp8"
     settings_class = OnlineFp8Settings
@@ -65,7 +65,7 @@ class OnlineFp8(OnlineScheme):
 
 
 def _online(method: LinearMethod, scale_name: str, quantize: Quantize) -> OnlineLinear:
-    """Return the method that quantizes a plain weight for ``method``."""
+    """Return the online method that quantizes a float weight for ``method``."""
 
     def tensors(weight: torch.Tensor, sizes: Sequence[int]) -> Mapping[str, torch.Tensor]:
         quantized, scales = quantize(weight, sizes)

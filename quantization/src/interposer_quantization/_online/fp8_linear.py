@@ -21,7 +21,7 @@ _LARGEST = torch.finfo(FORMAT).max
 
 
 def quantized_rows(weight: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize to FP8 ``[O, I]`` with one scale per output, ``[O, 1]`` float32.
+    """Quantize weights to FP8 ``[O, I]`` with one scale per output, ``[O, 1]`` float32.
 
     scale = max|w_o| / 448, or 1 for a row of zeros; q = round(w / scale), ties to even.
     """
@@ -38,7 +38,7 @@ def quantized_rows(weight: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Te
 def quantized_members(
     weight: torch.Tensor, sizes: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize to FP8 ``[O, I]`` with one scale per fused layer, ``[P]`` float32."""
+    """Quantize weights to FP8 ``[O, I]`` with one scale per fused layer, ``[P]`` float32."""
     quantized, scales = torch.empty_like(weight, dtype=FORMAT), []
     for member, quantized_member in zip(
         weight.split(list(sizes)), quantized.split(list(sizes)), strict=True
@@ -53,7 +53,7 @@ def quantized_members(
 
 
 def quantized_blocks(block_rows: int, block_columns: int) -> Quantize:
-    """Return a function that quantizes to FP8 with one scale per R x C block.
+    """Return a function that quantizes a weight to FP8 with one scale per R x C block.
 
     The scales are ``[ceil(O / R), ceil(I / C)]`` float32; the last blocks may be smaller.
     """

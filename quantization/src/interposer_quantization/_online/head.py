@@ -84,7 +84,7 @@ class HeadSettings(LayersLeftOut):
         return IntegerFormat(bits, size, packed=False, dynamic_inputs=rounded)
 
     def _stays_plain(self, name: str) -> bool:
-        """Say whether the layer ``name`` stays unquantized."""
+        """Return whether the layer ``name`` stays unquantized."""
         if self.head == "plain":
             return True
         if not self.leaves_out(name):
@@ -108,7 +108,7 @@ class OnlineScheme(StoredScheme):
     settings: HeadSettings
 
     def experts_method(self, prefix: str) -> ExpertsMethod | None:
-        """Return the method for the experts at ``prefix``; excluded experts stay plain."""
+        """Return the method for the experts at ``prefix``; excluded experts stay unquantized."""
         return OnlineExperts(self.settings.stored, self._fused_experts_method)
 
     def head_method(self, prefix: str) -> LinearMethod | None:

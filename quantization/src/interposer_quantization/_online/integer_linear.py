@@ -1,4 +1,4 @@
-"""Linear layer with a plain weight that ``finalize`` quantizes to integers.
+"""Linear layer whose float weight ``finalize`` quantizes to integers.
 
 Dimensions: I input features, O output features.
 """
@@ -28,7 +28,7 @@ FormatOf = Callable[[Site, int], IntegerFormat]
 
 
 class OnlineIntegerLinear(OnlineLinear):
-    """Online integer quantization, executed by a linear method of compressed-tensors.
+    """Linear method with online integer quantization, executed as a compressed-tensors layer.
 
     Attributes:
         scale_dtype: dtype to which scales are rounded before the division.
@@ -41,7 +41,7 @@ class OnlineIntegerLinear(OnlineLinear):
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> None:
-        """Register ``weight`` and, if requested, ``bias``, in the layout of plain checkpoints.
+        """Register float ``weight`` and, if requested, ``bias``, as unquantized checkpoints do.
 
         Raises: ConfigError: groups do not divide the inputs.
         """
@@ -77,7 +77,7 @@ class OnlineIntegerLinear(OnlineLinear):
         return {name: tensor for name, tensor in tensors_by_name if tensor is not None}
 
     def _round_to_int8(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Quantize to the tensors of a compressed-tensors checkpoint, with float32 scales."""
+        """Quantize a weight to the tensors of a compressed-tensors layer, with float32 scales."""
         stored: dict[str, torch.Tensor] = {}
         for rows, start in row_chunks(weight):
             rows_f32 = rows.float()
@@ -90,7 +90,7 @@ class OnlineIntegerLinear(OnlineLinear):
 
 
 def _with_nibbles(method: LinearMethod) -> LinearMethod:
-    """Return the method with a weight of two 4-bit values per byte."""
+    """Return the method for the same weight, stored with two 4-bit values per byte."""
     if isinstance(method, W4A8Linear):
         method.stored = NibbleIntLinear(method.stored.weights, None)
         return method

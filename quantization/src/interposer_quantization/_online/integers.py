@@ -1,4 +1,4 @@
-"""Online integer schemes: plain weights are quantized as ``interposer quantize`` would."""
+"""Online integer schemes: weights are quantized at loading as by ``interposer quantize``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class OnlineSettings(HeadSettings):
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any]) -> Self:
-        """Validate the settings and return the model.
+        """Validate the raw settings and return the parsed settings.
 
         Raises: ConfigError: a setting is unknown, contradictory or not supported.
         """
@@ -51,7 +51,7 @@ class OnlineSettings(HeadSettings):
 
     @property
     def scheme(self) -> str:
-        """Return the scheme's name in ``interposer quantize``."""
+        """Return the name of this scheme in ``interposer quantize``."""
         return self.quant_method.removeprefix(_ONLINE)
 
     def format(self, group_size: int | None) -> IntegerFormat:
@@ -79,12 +79,12 @@ class OnlineSettings(HeadSettings):
         )
 
     def stored(self, name: str) -> str | None:
-        """Return the scheme of the linear layer ``name``, or None if excluded."""
+        """Return the quantization scheme of the linear layer ``name``, or None if excluded."""
         return None if self.leaves_out(name) else self.scheme
 
 
 class _OnlineIntegers(OnlineScheme):
-    """Weights rounded to the nearest integer by ``finalize``."""
+    """Base of the online integer schemes: ``finalize`` rounds weights to the nearest integer."""
 
     settings_class = OnlineSettings
     settings: OnlineSettings
@@ -104,19 +104,19 @@ class _OnlineIntegers(OnlineScheme):
 
 
 class OnlineInt8(_OnlineIntegers):
-    """8-bit weights; inputs are 8-bit too unless ``activations`` is ``"none"``."""
+    """Online scheme of 8-bit weights; inputs are 8-bit too unless ``activations`` is ``"none"``."""
 
     method = "online_int8"
 
 
 class OnlineInt4(_OnlineIntegers):
-    """4-bit weights in groups; inputs are 8-bit if ``activations`` is ``"int8"``."""
+    """Online scheme of 4-bit weights in groups; 8-bit inputs if ``activations`` is ``"int8"``."""
 
     method = "online_int4"
 
 
 class OnlineW4A8(_OnlineIntegers):
-    """4-bit weights in groups with 8-bit inputs."""
+    """Online scheme of 4-bit weights in groups with 8-bit inputs."""
 
     method = "online_w4a8"
 

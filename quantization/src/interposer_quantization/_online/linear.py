@@ -1,4 +1,4 @@
-"""Linear layer with a plain weight that ``finalize`` quantizes.
+"""Linear layer whose float weight ``finalize`` quantizes.
 
 Dimensions: I input features, O output features.
 """
@@ -21,7 +21,7 @@ the quantized layer."""
 
 
 class OnlineLinear(LinearMethod):
-    """Linear method for a plain ``weight`` ``[O, I]`` that ``finalize`` quantizes and frees.
+    """Linear method for a float ``weight`` ``[O, I]`` that ``finalize`` quantizes and frees.
 
     Attributes:
         method: linear method of the quantized weight.
@@ -34,7 +34,7 @@ class OnlineLinear(LinearMethod):
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> None:
-        """Register ``weight`` and, if requested, ``bias`` in the layout of plain checkpoints.
+        """Register float ``weight`` and, if requested, ``bias``, as unquantized checkpoints do.
 
         Raises: ConfigError: ``method`` does not support the layer's sizes.
         """
@@ -55,7 +55,7 @@ class OnlineLinear(LinearMethod):
         return self.method.dequantized_input(layer, x)
 
     def dequantizable(self) -> Verdict:
-        """Refuse: the user requested quantized weights; dequantizing would undo the request."""
+        """Refuse dequantization: the user requested quantized weights."""
         return Verdict.refuse("the weights were plain, and are quantized on request")
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
@@ -69,13 +69,13 @@ class OnlineLinear(LinearMethod):
         return self.method.finalize(layer)
 
     def _quantized(self, layer: nn.Module) -> nn.Module:
-        """Return a module with the parameters of the quantized layer."""
+        """Return a module that holds the quantized parameters of the layer."""
         quantized = nn.Module()
         register(quantized, **self._quantized_tensors(layer.get_parameter("weight").data))
         return quantized
 
     def _quantized_tensors(self, weight: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Quantize ``weight`` to the parameters of ``method``."""
+        """Quantize ``weight`` to the tensors that ``method`` takes."""
         self._check(weight)
         return self.quantize(weight, tuple(self.members.sizes.values()))
 

@@ -49,7 +49,7 @@ class Weights:
 
 
 class GranularityFields(SettingsModel):
-    """Fields of a granularity object."""
+    """Fields of a torchao granularity object."""
 
     dim: Literal[-1] | None = None
     axis: Literal[0] | None = None
@@ -71,7 +71,7 @@ class Granularity(SettingsModel):
 
 
 class EnumMember(SettingsModel):
-    """A member of an enumeration, or a torch dtype."""
+    """A serialized member of an enumeration, or a torch dtype."""
 
     type_: str = Field(alias="_type")
     data: str = Field(alias="_data")
@@ -120,7 +120,7 @@ class Int8WeightOnly(SettingsModel):
 
     @property
     def weights(self) -> Weights:
-        """Return the storage of the weights."""
+        """Return the storage format of the weights."""
         return Weights(self.data.granularity.data.group_size, symmetric=True)
 
 
@@ -133,7 +133,7 @@ class IntxWeightOnly(SettingsModel):
 
     @property
     def weights(self) -> Weights:
-        """Return the storage of the weights."""
+        """Return the storage format of the weights."""
         symmetric = self.data.mapping_type.data != "ASYMMETRIC"
         return Weights(self.data.granularity.data.group_size, symmetric)
 
@@ -179,7 +179,7 @@ class Int8Dynamic(SettingsModel):
 
     @property
     def weights(self) -> Weights:
-        """Return the storage of the weights, with the quantization of inputs."""
+        """Return the storage format of the weights, with the quantization of inputs."""
         symmetric = self.data.act_mapping_type.data == "SYMMETRIC"
         inputs: Literal["symmetric", "asymmetric"] = "symmetric" if symmetric else "asymmetric"
         return Weights(None, symmetric=True, inputs=inputs)
@@ -206,7 +206,7 @@ class IntxDynamic(SettingsModel):
 
     @property
     def weights(self) -> Weights:
-        """Return the storage of the weights, with the quantization of inputs."""
+        """Return the storage format of the weights, with the quantization of inputs."""
         symmetric = self.data.weight_mapping_type.data != "ASYMMETRIC"
         size = self.data.weight_granularity.data.group_size
         return Weights(size, symmetric, inputs="asymmetric")
@@ -241,7 +241,7 @@ class Float8WeightOnly(SettingsModel):
 
     @property
     def weights(self) -> Weights:
-        """Return the storage of the weights."""
+        """Return the storage format of the weights."""
         return Weights(None, symmetric=True, kind="float8")
 
 
@@ -270,7 +270,7 @@ class Float8(SettingsModel):
 
     @property
     def weights(self) -> Weights:
-        """Return the storage of the weights, with the quantization of inputs."""
+        """Return the storage format of the weights, with the quantization of inputs."""
         return Weights(None, symmetric=True, kind="float8", inputs="symmetric")
 
 
@@ -290,5 +290,5 @@ class Settings(LayersLeftOut):
     untie_embedding_weights: Literal[False] | None = None
 
     def stored(self, name: str) -> Weights | None:
-        """Return the storage of the linear layer ``name``, or None if left out."""
+        """Return the storage format of the linear layer ``name``, or None if excluded."""
         return None if self.leaves_out(name) else self.quant_type["default"].weights

@@ -49,7 +49,7 @@ class TorchAoLinear(PlainIntLinear):
             _register_zeros(layer, out_features, self.num_groups)
 
     def check_scales(self, layer: nn.Module) -> torch.Tensor:
-        """Check and return the scales ``[O, G]``.
+        """Return the scales ``[O, G]``; raise CheckpointError for invalid scales.
 
         Raises: CheckpointError: a scale is not a positive number.
         """
@@ -114,7 +114,7 @@ def _inputs(stored: config.Weights) -> Inputs | None:
 
 
 def _register_zeros(layer: nn.Module, rows: int, columns: int) -> None:
-    """Register the zero points ``[rows, columns]`` int8 of a symmetric weight."""
+    """Register the zero points ``[rows, columns]`` int8 that a symmetric weight stores."""
 
     def zeros(_: torch.Generator) -> torch.Tensor:
         return torch.zeros(rows, columns, dtype=torch.int8)

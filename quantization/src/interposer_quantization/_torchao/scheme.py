@@ -18,7 +18,7 @@ from interposer_quantization._torchao.linear import (
 
 
 class TorchAo(StoredScheme):
-    """Integer weights in 8 bits each, or FP8 weights; some formats quantize inputs at run time."""
+    """Scheme of 8-bit integer or FP8 weights; some formats quantize inputs at run time."""
 
     method = "torchao"
     settings_class = Settings

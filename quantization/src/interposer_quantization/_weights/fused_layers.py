@@ -1,4 +1,4 @@
-"""Consistency check for the storage of fused layers."""
+"""Check that layers to be fused have one storage format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 def stored_alike(
     prefix: str, parts: tuple[str, ...], stored: Callable[[str], T | None], mend: str
 ) -> T | None:
-    """Return the common storage of all layers fused at ``prefix``, or None if none is quantized.
+    """Return the common storage format of the layers fused at ``prefix``; None if unquantized.
 
     Args:
         stored: function from a layer's full name to its storage, or None if not quantized.

@@ -1,4 +1,4 @@
-"""Rounding of plain weights to integers with the selected quantization op.
+"""Rounding of float weights to integers by the selected quantization op.
 
 Dimensions: O output features, I input features, G groups.
 """
@@ -20,7 +20,7 @@ from interposer_quantization.writing._integer_formats import IntegerFormat
 
 @dataclass(frozen=True, slots=True)
 class RoundedWeight:
-    """A weight as quantized values and scales.
+    """Result of weight quantization: quantized values, scales and zero points.
 
     Attributes:
         quantized: ``[O, I]`` int8, or ``[O, I / 2]`` uint8 with two values per byte.
@@ -34,12 +34,12 @@ class RoundedWeight:
 
     @property
     def is_finite(self) -> bool:
-        """Say whether all scales are finite; this holds whenever the weight is finite."""
+        """Return whether all scales are finite; this holds whenever the weight is finite."""
         return bool(self.scale.isfinite().all())
 
 
 class IntegerRounding:
-    """Quantizes the weights of one site to int8, or to int4 if the number of inputs is even.
+    """Function object that quantizes a layer's weight to int8, or to int4 for an even input size.
 
     Args:
         chosen: target format.
@@ -73,7 +73,7 @@ class IntegerRounding:
             self.symmetric = site.bind(quantize_weight_int8, **stored)
 
     def __call__(self, weight: torch.Tensor) -> RoundedWeight:
-        """Quantize ``weight`` ``[O, I]``."""
+        """Quantize ``weight`` ``[O, I]`` to integers and scales."""
         if not self.chosen.symmetric:
             return RoundedWeight(*self.asymmetric(weight, self.group_size))
         return RoundedWeight(*self.symmetric(weight, self.group_size, self.scale_dtype))

@@ -162,7 +162,7 @@ class PackedLinear(LinearMethod):
         return [f"{parent}.{part}.{name}" if parent else f"{part}.{name}" for part in self.parts]
 
     def tensor_name(self, name: str, output: int) -> str:
-        """Return the checkpoint's name of the tensor ``name`` that covers the given output."""
+        """Return the checkpoint's name of the tensor ``name`` that holds the given output."""
         # Output offsets at which the fused layers end.
         stops = list(accumulate(self.parts.values()))
         return self.tensor_names(name)[bisect_right(stops, output)]
@@ -192,7 +192,7 @@ class PackedLinear(LinearMethod):
         return sample
 
     def _kernel_zeros(self, zeros: torch.Tensor) -> torch.Tensor:
-        """Return the zero points ``[O, G]`` for the kernel: uint8, or for 8 bits int8 minus 128."""
+        """Return the zero points ``[O, G]`` in the kernel's form: uint8, or int8 minus 128."""
         transposed = zeros.T.contiguous()
         return transposed if self.bits == 4 else to_kernel_layout(transposed, self.bits)
 

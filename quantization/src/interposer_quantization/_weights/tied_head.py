@@ -22,7 +22,7 @@ from interposer_ops.quantizers import quantize_int8_per_token
 
 
 class WeightOnlyHead:
-    """Head with hidden states in the model's dtype.
+    """LM head with a quantized weight and hidden states in the model's dtype.
 
     Args:
         is_int4: the weight has 4 bits, else 8.
@@ -34,7 +34,7 @@ class WeightOnlyHead:
         self.op: Any = w4a16_linear if is_int4 else w8a16_linear
 
     def dims(self, groups: Mapping[str, int]) -> dict[str, Any]:
-        """Return the op's dims, except sizes."""
+        """Return the dims of the head's matmul op, except sizes."""
         scales = {"scale_dtype": "float32"} if self.is_int4 else {}
         return {**groups, "asymmetric": False, **scales}
 
@@ -50,14 +50,14 @@ class WeightOnlyHead:
     def call(
         self, bound_kernel: BoundKernel[..., Any], quantized: torch.Tensor, scale: torch.Tensor
     ) -> Call:
-        """Return the head's function and operands."""
+        """Return the head's matmul function and operands."""
         constants = {"weight": quantized, "scale": scale, "bias": None, "zero_points": None}
         prepared = bound_kernel.prepared(**constants)
         return bound_kernel.function, tuple(prepared[name] for name in constants)
 
 
 class QuantizedInputHead:
-    """Head with hidden states quantized to int8, with one scale per token.
+    """LM head with a quantized weight, and hidden states quantized to int8 per token.
 
     Args:
         is_int4: the weight has 4 bits; else it has 8 bits and one scale per row.
@@ -68,7 +68,7 @@ class QuantizedInputHead:
         self.op: Any = w4a8_linear if is_int4 else int8_linear
 
     def dims(self, groups: Mapping[str, int]) -> dict[str, Any]:
-        """Return the op's dims, except sizes."""
+        """Return the dims of the head's matmul op, except sizes."""
         if self.is_int4:
             symmetric = {"asymmetric_inputs": False, "asymmetric_weights": False}
             return {**groups, "x_scales": "token", **symmetric}
@@ -77,7 +77,7 @@ class QuantizedInputHead:
     def bind_inputs(
         self, site: Site, hidden_size: int, matmul: BoundKernel[..., torch.Tensor]
     ) -> None:
-        """Bind the quantizer of hidden states at the head's site."""
+        """Bind the kernel that quantizes hidden states for the head."""
         self.function = matmul.function
         self.quantize = site.bind(quantize_int8_per_token, hidden_size=hidden_size)
         self.dtype = site.dtype
@@ -89,7 +89,7 @@ class QuantizedInputHead:
     def call(
         self, bound_kernel: BoundKernel[..., Any], quantized: torch.Tensor, scale: torch.Tensor
     ) -> Call:
-        """Return the head's function and operands."""
+        """Return the head's matmul function and operands."""
         # The two ops name their scale operands differently.
         constants: dict[str, Any] = {"weight": quantized}
         multiply: Callable[..., torch.Tensor]

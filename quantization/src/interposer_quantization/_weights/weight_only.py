@@ -45,5 +45,5 @@ def bind_weight_only(
 def matmul_sorted_inputs(
     kernel: Callable[..., torch.Tensor], x: torch.Tensor, order: torch.Tensor, *operands: Any
 ) -> torch.Tensor:
-    """Multiply ``x``, permuted by ``order``, by a weight with sorted inputs."""
+    """Multiply ``x`` by a weight with sorted inputs, after permuting ``x`` by ``order``."""
     return kernel(x.index_select(-1, order), *operands)

@@ -33,7 +33,7 @@ _E8M0_MAX = 254
 
 
 class Fp8Format(WeightFormat):
-    """``weight`` ``[O, I]`` float8_e4m3fn, one scale per output; inputs are quantized per token."""
+    """FP8: ``weight`` ``[O, I]`` float8_e4m3fn, a scale per output, inputs quantized per token."""
 
     storage = "float-quantized"
 
@@ -48,7 +48,7 @@ class Fp8Format(WeightFormat):
     def stored(
         self, weight: torch.Tensor, grid: Grid, dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
-        """Quantize to ``weight`` and ``weight_scale`` ``[O, 1]`` in ``dtype``."""
+        """Quantize a weight to ``weight`` and ``weight_scale`` ``[O, 1]`` in ``dtype``."""
         quantized = self.codes(self.groups(weight), grid).flatten(1)
         return {"weight": quantized.to(_E4M3), "weight_scale": grid.scale.to(dtype)}
 
@@ -75,7 +75,7 @@ class Fp8Format(WeightFormat):
 
 
 class _MxFormat(WeightFormat):
-    """Groups of 32 inputs with a power-of-two scale, stored as a biased exponent."""
+    """Base of MX formats: groups of 32 inputs share a power-of-two scale, stored as an exponent."""
 
     inputs_per_scale = MX_BLOCK_SIZE
     _bits: int
@@ -105,7 +105,7 @@ class _MxFormat(WeightFormat):
 
 
 class Mxfp8Format(_MxFormat):
-    """``weight`` ``[O, I]`` float8_e4m3fn and ``weight_scale`` ``[O, I / 32]`` uint8.
+    """MXFP8: ``weight`` ``[O, I]`` float8_e4m3fn and ``weight_scale`` ``[O, I / 32]`` uint8.
 
     Inputs are quantized to MXFP8 as well, because MXFP8 matmul units take both operands in MXFP8.
     """
@@ -121,7 +121,7 @@ class Mxfp8Format(_MxFormat):
     def stored(
         self, weight: torch.Tensor, grid: Grid, dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
-        """Quantize to ``weight`` and ``weight_scale``."""
+        """Quantize a weight to ``weight`` and ``weight_scale``."""
         quantized = self.codes(self.groups(weight), grid).flatten(1)
         return {"weight": quantized.to(_E4M3), "weight_scale": _exponents(grid.scale)}
 
@@ -144,7 +144,7 @@ class Mxfp8Format(_MxFormat):
 
 
 class Mxfp4Format(_MxFormat):
-    """``weight_packed`` ``[O, I / 2]`` uint8 and ``weight_scale`` ``[O, I / 32]`` uint8."""
+    """MXFP4: ``weight_packed`` ``[O, I / 2]`` uint8 and ``weight_scale`` ``[O, I / 32]`` uint8."""
 
     storage = "mxfp4-pack-quantized"
     _bits = 4
@@ -153,7 +153,7 @@ class Mxfp4Format(_MxFormat):
     def stored(
         self, weight: torch.Tensor, grid: Grid, dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
-        """Quantize to ``weight_packed``, low nibble first, and ``weight_scale``."""
+        """Quantize a weight to ``weight_packed``, low nibble first, and ``weight_scale``."""
         quantized = self.codes(self.groups(weight), grid).flatten(1)
         packed = pack_nibbles(encode_e2m1(quantized))
         return {"weight_packed": packed, "weight_scale": _exponents(grid.scale)}
@@ -177,7 +177,7 @@ class Mxfp4Format(_MxFormat):
 
 
 class Nvfp4Format(WeightFormat):
-    """``weight_packed`` ``[O, I / 2]`` uint8, ``weight_scale`` ``[O, I / 16]`` float8_e4m3fn.
+    """NVFP4: ``weight_packed`` ``[O, I / 2]`` and ``weight_scale`` ``[O, I / 16]`` float8_e4m3fn.
 
     Group scales are divided by ``weight_global_scale`` ``[1]`` float32, and so brought into the
     range of e4m3.
@@ -195,7 +195,7 @@ class Nvfp4Format(WeightFormat):
         }
 
     def tensor_scale(self, peak: torch.Tensor) -> torch.Tensor:
-        """Return the global scale that maps ``peak`` to the largest e2m1 and e4m3 values."""
+        """Return the NVFP4 global scale that maps ``peak`` to the largest representable value."""
         scale = _E4M3_MAX * E2M1_MAX / peak
         # The scale of a tensor of zeros is infinite.
         return torch.where(scale.isfinite(), scale, 1.0)
@@ -203,7 +203,7 @@ class Nvfp4Format(WeightFormat):
     def stored(
         self, weight: torch.Tensor, grid: Grid, dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
-        """Quantize to ``weight_packed``, low nibble first, with group and global scales."""
+        """Quantize a weight to ``weight_packed``, low nibble first, group and global scales."""
         assert grid.tensor_scale is not None
         quantized = self.codes(self.groups(weight), grid).flatten(1)
         return {
@@ -254,7 +254,7 @@ def _e2m1(quotients: torch.Tensor) -> torch.Tensor:
 
 
 def _exponents(powers: torch.Tensor) -> torch.Tensor:
-    """Return the biased exponents of powers of two, uint8."""
+    """Return the biased exponents (uint8) of scales that are powers of two."""
     # frexp returns mantissas in [0.5, 1), so its exponent is one too high.
     return (torch.frexp(powers).exponent - 1 + _E8M0_BIAS).to(torch.uint8)
 

@@ -18,7 +18,7 @@ from interposer_quantization.writing._weight_format import Grid, WeightFormat, m
 
 
 class IntegerFormat(WeightFormat):
-    """Integers from -2^(b-1) to 2^(b-1) - 1 with one scale per output or group.
+    """Integer format: b-bit signed values with one scale per output or per group of inputs.
 
     Args:
         packed: store the values in int32 words; else as int8.
@@ -43,7 +43,7 @@ class IntegerFormat(WeightFormat):
         self._lowest, self._highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
 
     def in_bytes(self) -> IntegerFormat:
-        """Return the same format with int8 storage."""
+        """Return the same format, stored as int8 instead of packed."""
         return IntegerFormat(
             self.bits,
             self.inputs_per_scale,
@@ -80,7 +80,7 @@ class IntegerFormat(WeightFormat):
     def stored(
         self, weight: torch.Tensor, grid: Grid, dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
-        """Quantize to the weight and ``weight_scale`` ``[O, N]``; see ``WeightFormat.stored``.
+        """Quantize a weight to its stored tensors, with ``weight_scale`` ``[O, N]``.
 
         Unpacked: ``weight`` ``[O, I]`` int8 and, if asymmetric, ``weight_zero_point`` ``[O, N]``
         int8. Packed: ``weight_packed`` ``[O, ceil(I * b / 32)]`` int32, ``weight_shape`` and, if

@@ -1,4 +1,4 @@
-"""Schemes of ``interposer quantize`` by name, and the ``quantization_config`` they write."""
+"""Schemes of ``interposer quantize``, and the ``quantization_config`` that each scheme writes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def weight_format(
     asymmetric: bool = False,
     activations: str | None = None,
 ) -> WeightFormat:
-    """Return the weight format of a scheme.
+    """Return the weight format that a scheme of ``interposer quantize`` writes.
 
     Args:
         group_size: of 4-bit weights, by default 128.

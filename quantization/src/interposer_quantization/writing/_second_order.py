@@ -1,4 +1,4 @@
-"""GPTQ: rounding a weight so that the layer's outputs change least.
+"""GPTQ: round a weight so that the layer's outputs change least.
 
 Dimensions: O output features, I input features, G inputs of a group, T tokens.
 
@@ -34,7 +34,7 @@ class SecondMoments:
         self.num_tokens += len(x)
 
     def mean(self) -> torch.Tensor:
-        """Return the second moments ``[I, I]``.
+        """Return the mean second moments ``[I, I]`` of the inputs.
 
         Raises: ValueError: no input was added.
         """

@@ -37,7 +37,7 @@ class Grid:
         return self.scale if self.tensor_scale is None else self.scale / self.tensor_scale
 
     def group(self, index: int) -> Grid:
-        """Return the grid of one group of every output."""
+        """Return the scales and zero points of the group ``index`` of every output."""
         chosen = slice(index, index + 1)
         zero = None if self.zero is None else self.zero[:, chosen]
         return Grid(self.scale[:, chosen], zero, self.tensor_scale)
@@ -62,7 +62,7 @@ def storable_scale(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class WeightFormat(ABC):
-    """A format that weights of linear layers are quantized to and stored in.
+    """Base class of quantized formats for the weights of linear layers.
 
     Attributes:
         storage: compressed-tensors' name of the format.
@@ -110,14 +110,14 @@ class WeightFormat(ABC):
         dtype: torch.dtype,
         tensor_scale: torch.Tensor | None,
     ) -> Grid:
-        """Return the grid that covers the range ``low`` to ``high``, both ``[O, N]``."""
+        """Return scales and zero points for values from ``low`` to ``high``, both ``[O, N]``."""
 
     @abstractmethod
     def _rounded(self, quotients: torch.Tensor) -> torch.Tensor:
-        """Round weight / step to the nearest values that the format can store, as float32."""
+        """Round the quotients weight / step to the nearest values of the format, as float32."""
 
     def tensor_scale(self, peak: torch.Tensor) -> torch.Tensor | None:
-        """Return the scale of a tensor with largest magnitude ``peak``, or None if it has none."""
+        """Return the per-tensor scale for the magnitude ``peak``; None if the format has none."""
         return None
 
     def groups(self, weight: torch.Tensor) -> torch.Tensor:
@@ -169,7 +169,7 @@ class WeightFormat(ABC):
         return self._rounded(quotients)
 
     def snapped(self, groups: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """Quantize and dequantize ``groups`` ``[O, N, G]``."""
+        """Quantize and dequantize ``groups`` ``[O, N, G]`` of a weight."""
         quantized = self.codes(groups, grid)
         if grid.zero is not None:
             quantized = quantized - grid.zero.unsqueeze(-1)

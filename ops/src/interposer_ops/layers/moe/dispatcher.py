@@ -47,7 +47,7 @@ class ExpertDispatcher(ABC):
 
     @abstractmethod
     def prepare(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Dispatched:
-        """Collect the rows that the layer's experts must compute.
+        """Collect the token rows that the layer's experts must compute.
 
         Args:
             x: ``[T, H]``, the tokens of this rank.
@@ -83,7 +83,7 @@ class LocalDispatcher(ExpertDispatcher):
         return Dispatched(rows, starts, (positions, weights))
 
     def finalize(self, rows: Tensor, receipt: Any) -> Tensor:
-        """Return the weighted sums."""
+        """Return the weighted sum of the expert results of each token."""
         return self.unpermute(rows, *receipt)
 
 
@@ -109,7 +109,7 @@ class ExpertRoutes:
         self._one = torch.ones(1, dtype=torch.int64, device="cpu")
 
     def move_to(self, device: torch.device | str) -> None:
-        """Move tables and counts to a device; moving twice is harmless."""
+        """Move routing tables and counts to a device; moving twice is harmless."""
         names = ("_copies", "_ranks", "_indices", "_local_indices", "_counts", "_one")
         for name in names:
             setattr(self, name, getattr(self, name).to(device))
@@ -127,7 +127,7 @@ class ExpertRoutes:
         self.reset_counts()
 
     def count(self, expert_ids: Tensor) -> None:
-        """Add the chosen experts ``[T, K]`` of a step to the counts."""
+        """Count the expert choices ``[T, K]`` of one step."""
         flat = expert_ids.reshape(-1)
         self._counts.index_add_(0, flat, self._one.expand(len(flat)))
 
@@ -180,7 +180,7 @@ class AllToAllDispatcher(ExpertDispatcher):
     """
 
     def __init__(self, site: Site, spec: ExpertsSpec, routes: ExpertRoutes, rows: int) -> None:
-        """Choose communicators for messages of ``rows`` rows per rank."""
+        """Choose the communicators for messages of up to ``rows`` rows per rank."""
         ranks = site.resolver.ranks
         assert ranks is not None
         self.routes, self.num_ranks, self.num_local = routes, ranks.size, spec.num_experts

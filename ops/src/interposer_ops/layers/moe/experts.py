@@ -185,7 +185,7 @@ def _matrices(layer: nn.Module, spec: ExpertsSpec) -> tuple[Tensor, Tensor]:
 
 
 class ExpertActivation:
-    """Gated activation between the projections of experts, as an op that rounds its result.
+    """Gated activation between the two grouped GEMMs of experts, as an op that rounds its result.
 
     Attributes:
         interleaves: inputs alternate between gate and up; False: all gates come first.
@@ -213,7 +213,7 @@ class ExpertActivation:
                 raise RequestError(f"No activation {other!r} of experts; try {alternatives}")
 
     def __call__(self, projected: Tensor) -> Tensor:
-        """Map ``[M, 2 I]`` to ``[M, I]``."""
+        """Apply the gated activation to ``[M, 2 I]``; the result is ``[M, I]``."""
         return self.activate(projected, *self.options)
 
 
@@ -278,5 +278,5 @@ def _offset(rows: Tensor, bias: Tensor | None, experts: Tensor | None) -> Tensor
 
 
 def interleaved(halves: Tensor) -> Tensor:
-    """Interleave the two halves of dimension 1: first half's entry, then second half's entry."""
+    """Interleave the two halves of dimension 1, starting with the first half."""
     return torch.stack(halves.chunk(2, 1), 2).flatten(1, 2)

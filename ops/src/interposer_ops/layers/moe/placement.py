@@ -21,7 +21,7 @@ _MAX_EXCHANGES = 4
 
 @dataclass(frozen=True, slots=True)
 class ExpertParallel:
-    """Settings of expert parallelism: each rank holds whole experts.
+    """Settings of expert parallelism, in which each rank holds complete experts.
 
     Attributes:
         redundant_experts: extra expert slots of each layer, for second copies of its busiest
@@ -86,7 +86,7 @@ class ExpertPlacement:
 
     @property
     def places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each expert, the (rank, index on that rank) of every copy."""
+        """List the (rank, index on that rank) of every copy of each expert."""
         copies: list[list[tuple[int, int]]] = [[] for _ in range(self.num_experts)]
         for rank, experts in enumerate(self.ranks):
             for index, expert in enumerate(experts):
@@ -94,7 +94,7 @@ class ExpertPlacement:
         return tuple(map(tuple, copies))
 
     def shares(self, loads: Sequence[float]) -> list[float]:
-        """Compute the load of each rank; copies of an expert divide its rows evenly.
+        """Compute the load of each rank; the copies of an expert share the expert's rows evenly.
 
         Args:
             loads: rows of each expert, ``[E]``.
@@ -160,7 +160,7 @@ def balanced_placement(loads: Sequence[int], before: ExpertPlacement) -> ExpertP
 
 
 def _rank_capacities(num_experts: int, num_ranks: int, redundant: int) -> list[int]:
-    """Return the number of expert slots of each rank."""
+    """Return the number of expert slots that each rank has."""
     num_slots = num_experts + redundant
     if num_slots < num_ranks:
         raise ConfigError(
@@ -250,7 +250,7 @@ class _PlacementBuilder:
                 self._add(into, changed_rank)
 
     def placement(self, num_experts: int) -> ExpertPlacement:
-        """Return the current assignment."""
+        """Return the current assignment of experts to ranks."""
         return ExpertPlacement(num_experts, tuple(map(tuple, self.experts_by_rank)))
 
     def _free_slots(self, rank: int) -> int:
@@ -262,7 +262,7 @@ class _PlacementBuilder:
 
 
 def _keep_slots(before: Sequence[int], after: Sequence[int]) -> Iterator[int]:
-    """Yield the new experts of a rank; an expert that stays keeps the slot.
+    """Yield a rank's new experts in slot order; an expert that stays keeps the slot.
 
     Only the slots of experts that move are read again.
     """

@@ -18,7 +18,7 @@ __all__ = ["Router"]
 
 
 class Router(WideLinear):
-    """Choose the top-k experts of each token by a linear layer, and weight them by a softmax.
+    """Choose the top-k experts of each token by a linear layer, with softmax weights.
 
     Args:
         renormalize: compute the softmax over the chosen experts; False: over all experts.
@@ -42,7 +42,7 @@ class Router(WideLinear):
         self.bind_choice(replace(site, dtype=self.dtype), sizes)
 
     def bind_choice(self, site: Site, sizes: Mapping[str, int]) -> None:
-        """Bind the op that chooses the experts; a subclass may bind another op."""
+        """Bind the top-k op that chooses the experts; a subclass may bind another op."""
         self.select = site.bind(topk_softmax, **sizes, renormalize=self.renormalize)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,7 +50,7 @@ class Router(WideLinear):
         return self.select(logits, self.top_k, self.renormalize)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Choose the experts of ``x`` ``[T, H]``.
+        """Choose the experts of each token ``x`` ``[T, H]``; return weights and expert ids.
 
         Returns: weights ``[T, K]`` float32 and expert ids ``[T, K]`` int32.
         """

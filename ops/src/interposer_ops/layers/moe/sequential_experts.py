@@ -78,7 +78,7 @@ class ConcatenatedLayers:
     layers: tuple[Linear, ...]
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Map ``[M, inputs]`` to ``[M, outputs]``."""
+        """Apply all layers to ``[M, inputs]``; return their outputs joined, ``[M, outputs]``."""
         return torch.cat([layer(rows) for layer in self.layers], -1)
 
 
@@ -137,13 +137,13 @@ def separate_projections(site: Site, spec: ExpertsSpec) -> tuple[str, str, str]:
 
 
 def note_sequential(site: Site, *layers: Linear) -> None:
-    """Add a note to the kernel choices of these new layers: experts run one after the other."""
+    """Note in the kernel choices of these layers that experts run one after the other."""
     for layer in layers:
         annotate_place(replace(site, prefix=layer.prefix), _SEQUENTIAL)
 
 
 def _gates_first(activate: ExpertActivation) -> Callable[[Tensor], Tensor]:
-    """Return an activation of rows ``[M, 2 I]`` whose first half is the gates."""
+    """Wrap an activation so that the first half of its rows ``[M, 2 I]`` is the gates."""
     if not activate.interleaves:
         return activate
     return lambda projected: activate(interleaved(projected))

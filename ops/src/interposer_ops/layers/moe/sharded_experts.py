@@ -54,7 +54,7 @@ _WAITS = "the host reads the number of rows for each rank, where tokens are sent
 
 
 class ExpertParallelExperts(Experts):
-    """The whole experts of one rank.
+    """Experts under expert parallelism: this rank holds some experts completely.
 
     In small steps each rank computes its own experts for all tokens, and an all-reduce sums the
     results. In large steps each rank takes a part of the tokens and sends rows to the ranks of the
@@ -91,7 +91,7 @@ class ExpertParallelExperts(Experts):
 
     @property
     def local_expert_ids(self) -> tuple[int, ...]:
-        """Ids of this rank's experts, as checkpoints and routers number them."""
+        """Ids of this rank's experts, in the numbering of checkpoints and routers."""
         return self.routes.placement.ranks[self.routes.rank]
 
     @property
@@ -127,7 +127,7 @@ class ExpertParallelExperts(Experts):
 
 
 class NotPlacedNote(str):
-    """Note why the experts of a layer are not placed whole."""
+    """Note that explains why a layer's experts cannot use expert parallelism."""
 
     __slots__ = ()
 
@@ -135,7 +135,7 @@ class NotPlacedNote(str):
 def build_expert_parallel(
     site: Site, spec: ExpertsSpec, settings: ExpertParallel
 ) -> ExpertParallelExperts | None:
-    """Build this rank's experts; return None, with a note, if experts cannot be placed whole.
+    """Build this rank's experts under expert parallelism; None, with a note, if impossible.
 
     Raises: ConfigError: there are fewer experts than ranks, or too many redundant experts.
     """
@@ -163,7 +163,7 @@ def build_expert_parallel(
 def _dispatch_tokens(
     site: Site, spec: ExpertsSpec, settings: ExpertParallel
 ) -> tuple[int | None, str]:
-    """Return the smallest number of tokens for the all-to-all, and the reason as text.
+    """Return the number of tokens from which steps use the all-to-all, and the reason as text.
 
     Traffic per token, in rows over one rank's links: an all-reduce moves 2 (N - 1) / N. Sending a
     token to the D ranks of its experts and back, then gathering the result on all ranks, moves (2 D
@@ -224,7 +224,7 @@ def _stacked_parameters(site: Site, spec: ExpertsSpec, count: int) -> frozenset[
 
 
 def _meta_layer(site: Site, spec: ExpertsSpec) -> Any:
-    """Return a layer with the parameters of these experts, on the meta device."""
+    """Return a layer with the experts' parameters, on the meta device."""
     probe = probe_site(site)
     scheme = probe.resolver.scheme
     method = (scheme.experts_method(probe.prefix) if scheme else None) or PlainExperts()
@@ -332,7 +332,7 @@ def _slices(site: Site, spec: ExpertsSpec, shard: Shard) -> Slices:
 
 
 def _matrix(parameter: nn.Parameter, rows: int) -> nn.Parameter:
-    """Return a meta parameter like one matrix of one expert, stored by itself."""
+    """Return a meta parameter for one matrix of one expert, as if it were stored alone."""
     matrix = nn.Parameter(
         torch.empty(rows, *parameter.shape[2:], dtype=parameter.dtype, device="meta"), False
     )
@@ -341,7 +341,7 @@ def _matrix(parameter: nn.Parameter, rows: int) -> nn.Parameter:
 
 
 def _halves(joined: Slice) -> Slice:
-    """Return the slice of a tensor that stores all gates, then all up projections."""
+    """Return this rank's slice of a tensor that stores all gates first, then all up rows."""
     # The ranges were found for the joined dimension of 2 I, so a rank's gates are half of each.
     half = joined.whole // 2
     ranges = [(start // 2, stop // 2) for start, stop in joined.ranges]

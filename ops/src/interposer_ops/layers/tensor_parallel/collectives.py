@@ -47,7 +47,7 @@ class AllReduce:
 
 
 def bind_all_gather(site: Site, sizes: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    """Return a function that concatenates the ranks' columns.
+    """Return a function that all-gathers and concatenates the columns of the ranks.
 
     The function maps ``[T, sizes[rank]]`` of each rank to ``[T, sum(sizes)]``.
     """
@@ -77,5 +77,5 @@ def choose_communicator(
 
 
 def uncallable(*_: object) -> Tensor:
-    """Raise; stands in for a collective of ranks that are only described."""
+    """Raise RuntimeError; replaces the collectives when a plan describes ranks that do not run."""
     raise RuntimeError("the ranks are only described, so they cannot exchange anything")

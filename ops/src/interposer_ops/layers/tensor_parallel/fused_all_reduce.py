@@ -50,7 +50,7 @@ class FusedAllReduceNorm:
         self.is_paused = False
 
     def is_fused(self) -> bool:
-        """Check whether the norm does the sum, rather than the projection."""
+        """Check whether the norm, rather than the projection, does the all-reduce now."""
         return not (
             self.is_paused
             # Hooks that were registered for every module see this one, too.
@@ -99,12 +99,12 @@ def fuse_all_reduce(
 
 
 def ends_in_projection(part: nn.Module, standard: type[PluggableLayer]) -> bool:
-    """Check whether a layer's own class declares that the last projection computes the result."""
+    """Check whether a standard layer's own class declares ``ends_in_projection``."""
     return isinstance(part, standard) and bool(vars(type(part)).get("ends_in_projection"))
 
 
 def _fused(site: Site, all_reduce: AllReduce, index: int) -> Communicator | None:
-    """Return the communicator with the fused collective, for few (0) or many (1) rows, or None."""
+    """Return a communicator with fused all-reduce for few (0) or many (1) rows, or None."""
     choice = all_reduce.choices[index]
     if FUSED_ALL_REDUCE not in getattr(choice.chosen.record, "collectives", ()):
         _note_separate(site, choice, f"{choice.chosen.name} has no {FUSED_ALL_REDUCE}")
@@ -125,7 +125,7 @@ def _fused(site: Site, all_reduce: AllReduce, index: int) -> Communicator | None
 
 
 def _note_separate(site: Site, all_reduce: Choice, reason: str) -> None:
-    """Note on the choice of the all-reduce why the norm stays separate."""
+    """Add a note to the all-reduce's choice: the reason why the norm is not fused with it."""
     resolver = cast("Any", site.resolver)
     note = f"the next norm is not fused with the all-reduce: {reason}"
     for key, (choice, _) in [*resolver.choices.items()]:

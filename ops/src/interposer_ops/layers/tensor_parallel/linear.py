@@ -52,7 +52,7 @@ class Projection:
     kind: type[Linear] = Linear
 
     def whole(self, site: Site) -> Linear:
-        """Build the layer with all inputs and outputs, replicated on every rank."""
+        """Build the layer replicated on every rank, with all inputs and outputs."""
         if issubclass(self.kind, MergedLinear):
             return self.kind(site, self.in_features, self.parts, self.bias)
         return self.kind(site, self.in_features, sum(self.parts.values()), self.bias)
@@ -96,7 +96,7 @@ class Projection:
         return {(part, name): piece for name, piece in slices.items()}
 
     def _check(self, site: Site, inputs: int, parts: Mapping[str, int]) -> None:
-        """Raise CannotShardError if no quantization method can build the shard."""
+        """Raise CannotShardError if the quantization method cannot build the shard."""
         try:
             self._build_parameters(site, inputs, parts)
         except InterposerError as error:
@@ -105,7 +105,7 @@ class Projection:
     def _build_parameters(
         self, site: Site, inputs: int, parts: Mapping[str, int], bias: bool | None = None
     ) -> dict[str, Any]:
-        """Build a throw-away layer with these sizes, and return its parameters."""
+        """Build a throw-away layer with the given sizes, and return the layer's parameters."""
         probe = probe_site(site)
         scheme = probe.resolver.scheme
         layer = empty_layer(Linear, probe, in_features=inputs, parts=dict(parts))
@@ -170,7 +170,7 @@ class _Summand(nn.Module):
         self._layer = (layer,)  # a tuple hides the module from torch's child modules
 
     def forward(self, x: Tensor) -> Tensor:
-        """Project this rank's inputs to ``[..., O]``."""
+        """Project this rank's inputs to partial outputs ``[..., O]``."""
         (layer,) = self._layer
         return layer.kernel(x, *layer.operands)  # type: ignore[misc]
 

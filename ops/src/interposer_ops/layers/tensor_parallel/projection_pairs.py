@@ -56,7 +56,7 @@ class ProjectionNames(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ProjectionPair:
-    """Both projections; each is built when the enclosing layer calls for it.
+    """First and last projection of a layer, each built when the enclosing layer requests it.
 
     Attributes:
         slices: slices of both projections; None if both are replicated.
@@ -215,7 +215,7 @@ def _projections(
 
 
 def _shard_outputs(outputs: Outputs, shards: Mapping[str, Shard]) -> dict[str, Shard]:
-    """Return the shard of each part, whose outputs may be several concatenated axes."""
+    """Return this rank's shard of each part; a part may consist of several concatenated axes."""
     shards_by_part = {}
     for name, axes in outputs.items():
         ranges: list[tuple[int, int]] = []

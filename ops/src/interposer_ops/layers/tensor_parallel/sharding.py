@@ -130,7 +130,7 @@ def shard_vocabulary(site: Site, size: int) -> Shard | None:
 
 
 def even_edges(count: int, size: int) -> list[int]:
-    """Return where the rows of each of ``count`` ranks begin, as even as possible, then the end."""
+    """Return the first row of each of ``count`` ranks, as even as possible, and the end."""
     return [size * rank // count for rank in range(count + 1)]
 
 
@@ -180,7 +180,7 @@ def local_spec(site: Site, spec: AttentionSpec) -> AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Silent:
-    """Stand-in for a resolver: the ranks of a site, and notes that nothing reads."""
+    """Stand-in for a resolver, for ``local_spec``: the ranks, and notes that are discarded."""
 
     ranks: Ranks
     notes: list[str]
@@ -197,7 +197,7 @@ def note_replicated(site: Site, reason: str) -> None:
 
 
 def prefix_without_numbers(site: Site) -> str:
-    """Return the prefix of a site without block numbers."""
+    """Return the layer name of a site without the decoder block's number."""
     return ".".join(part for part in site.prefix.split(".") if not part.isdigit())
 
 
@@ -223,7 +223,7 @@ class CannotShardError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """Builds and caches the parameters for any axis size; None if a size cannot be built."""
+    """Builder and cache of a layer's parameters for any axis size; None if a size is invalid."""
 
     build: Callable[[int], Parameters]
     built: dict[int, Parameters | None]
@@ -253,7 +253,7 @@ def probe_site(site: Site) -> Site:
 def slices_between(
     place: str, build: Callable[[int], Parameters], shard: Shard, ranks: int
 ) -> dict[str, Slice]:
-    """Return a rank's slices of the parameters along one axis, by parameter name.
+    """Return this rank's slices of the parameters along one axis, by parameter name.
 
     Args:
         build: creates the parameters for an axis of the given size.
@@ -304,7 +304,7 @@ def slices_between(
 
 
 def _restated(complete: nn.Parameter, sharded: nn.Parameter) -> Slice:
-    """Return the replacement of a parameter that stores the sizes of the layer."""
+    """Return the slice of a parameter that stores the layer's sizes; loading replaces the sizes."""
     generator = torch.Generator(device="cpu")
     with torch.device("cpu"):
         sizes = [tuple(p.sample(generator).tolist()) for p in (complete, sharded)]  # type: ignore[attr-defined]
@@ -319,7 +319,7 @@ def _differing_dims(complete: torch.Size, sharded: torch.Size) -> list[int]:
 
 
 def _edge(probe: _Probe, name: str, dim: int, at: int, shard: Shard) -> int | None:
-    """Return where entry ``at`` of the axis begins in a parameter.
+    """Return the index in a parameter at which entry ``at`` of the sharded axis begins.
 
     Returns: None if ``at`` lies inside a packed element, such as a word or group of several
         entries.
@@ -340,7 +340,7 @@ def _edge(probe: _Probe, name: str, dim: int, at: int, shard: Shard) -> int | No
 
 
 def _groups(probe: _Probe, name: str, shard: Shard) -> tuple[int, int] | None:
-    """Return the range of group numbers of this rank, if the parameter holds group numbers."""
+    """Return this rank's range of quantization groups, if the parameter stores group numbers."""
     complete = probe.of(shard.whole)
     assert complete is not None
     sharded = probe.of(shard.size)
@@ -389,7 +389,7 @@ def parameters_of(layer: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def empty_layer(kind: type[PluggableLayer], site: Site, **attributes: Any) -> Any:
-    """Create a layer without calling its constructor, for a method to add parameters."""
+    """Create a layer without calling its constructor, to which a method adds parameters."""
     layer = object.__new__(kind)
     nn.Module.__init__(layer)
     vars(layer).update(prefix=site.prefix, **attributes)

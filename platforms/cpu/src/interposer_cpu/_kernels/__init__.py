@@ -1,1 +1,1 @@
-"""Kernels of the compiled library."""
+"""Kernels of the CPU platform's compiled library, and the Python code that calls these."""

@@ -1,4 +1,4 @@
-"""LoRA in fused calls: forward hooks that add a low-rank product to a projection's result.
+"""LoRA in fused calls: forward hooks that add a low-rank matmul to a projection's result.
 
 A forward hook must run right after the projection, so a layer with an unknown hook calls all parts
 one by one. A hook that declares LoRA kernels, see ``AddsLowRank``, becomes part of the fused call.
@@ -22,7 +22,7 @@ _MOST_PARTS = 8  # same as kMostParts in native code
 
 
 class LowRankSum(Protocol):
-    """Kernels and matrices of the LoRA of one projection, which can have several parts (q, k, v).
+    """LoRA of one projection: kernels and matrices, for each part (q, k, v) of the projection.
 
     Attributes:
         shrink: kernel of the op ``lora_shrink``.
@@ -37,7 +37,7 @@ class LowRankSum(Protocol):
 
 
 class AddsLowRank(Protocol):
-    """Interface of a forward hook that only adds a low-rank product to the result of its layer.
+    """Interface of a forward hook that only adds a LoRA result to the layer's result.
 
     Attributes:
         low_rank: the kernels and matrices; None if the hook does anything else.
@@ -46,12 +46,12 @@ class AddsLowRank(Protocol):
     low_rank: LowRankSum | None
 
     def adapter_ids(self, num_rows: int) -> torch.Tensor:
-        """Return the adapter of each row of the layer's input, ``[num_rows]`` int64."""
+        """Return the adapter id of each row of the layer's input, ``[num_rows]`` int64."""
         ...
 
 
 class LoraArguments(NamedTuple):
-    """Addresses of interposer_low_rank by projection, 0 without LoRA, and one of the hooks.
+    """LoRA arguments of a fused call: address of the LoRA struct per projection, and one hook.
 
     Any of the hooks will do: all hooks of a model agree on the adapter of a row.
     """
@@ -88,11 +88,11 @@ class ProjectionHooks:
 
     @property
     def dicts(self) -> tuple[Any, ...]:
-        """All hook dictionaries; all are empty if there is no hook."""
+        """All forward-hook dictionaries; every one is empty if there is no hook."""
         return *self._others.dicts, *self._by_projection
 
     def lora(self) -> LoraArguments | None:
-        """Return the LoRA of each projection; None if a hook does anything else."""
+        """Return the LoRA arguments of the projections; None if a hook is not LoRA."""
         if any(self._others.dicts):
             return None
         if not any(self._by_projection):
@@ -109,7 +109,7 @@ class ProjectionHooks:
         return None if cached is None else LoraArguments(cached[0], hooks[0][1])
 
     def _read(self) -> tuple[tuple[int, ...], list[torch.Tensor]] | None:
-        """Build the structs of all projections; None if a hook is not plain LoRA.
+        """Build the LoRA structs of all projections; None if a hook is not LoRA.
 
         Returns: addresses of the structs, and the tensors that own the memory.
         """
@@ -125,7 +125,7 @@ class ProjectionHooks:
 
 
 def _reference(hook: Any) -> Callable[[], Any]:
-    """Reference a hook weakly; a hook without weak references is never recognized again."""
+    """Return a weak reference to a hook, or a dead reference if the hook supports none."""
     try:
         return ref(hook)
     except TypeError:  # for example a built-in function
@@ -137,7 +137,7 @@ def _is_same(cached: tuple[int, Callable[[], Any]], current: tuple[int, Any]) ->
 
 
 def _low_rank_struct(hook: Any) -> torch.Tensor | None:
-    """Build the interposer_low_rank of a hook; None if the hook uses other LoRA kernels."""
+    """Build the native LoRA struct of a hook; None if the hook uses other LoRA kernels."""
     low_rank: LowRankSum | None = getattr(hook, "low_rank", None)
     if low_rank is None or not is_declared(low_rank.shrink, "lora_shrink"):
         return None

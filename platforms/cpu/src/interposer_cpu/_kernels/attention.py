@@ -1,4 +1,4 @@
-"""Paged attention of the compiled library, over pages of tiles.
+"""Paged attention of the compiled library, over pages that store keys in tiles.
 
 Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, P pages, S page size.
 """
@@ -22,7 +22,7 @@ _MOST_HEAD_SIZE = 1024
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Division of a step into blocks of queries and keys.
+    """Plan of one step: its blocks of queries and of keys.
 
     Attributes:
         blocks: int64, the library's plan; it contains addresses of tensors of ``batch``.
@@ -114,7 +114,7 @@ class NativeBackend(NativePagedBackend):
         sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write keys and values, then attend; see ``AttentionBackend.forward``."""
+        """Store the step's keys and values, then compute attention ``[T, N, D]``."""
         query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
         dense_strides = self._head_strides
         # Query, key and value are usually views of one projection: only gaps inside a token copy.

@@ -26,7 +26,7 @@ _OUTPUT, _DOWN = 1, 2  # bits of interposer_summand
 
 
 def judge(request: Request) -> Verdict:
-    """Accept a block on one rank, or on ranks whose all-reduce uses shared memory."""
+    """Accept a decoder block on one rank, or if the all-reduce uses shared memory."""
     communicator = request.dims.get("all_reduce", _NAME)
     if communicator != _NAME:
         return Verdict.refuse(f"all-reduces by {_NAME}, but {communicator} is chosen here")
@@ -34,17 +34,17 @@ def judge(request: Request) -> Verdict:
 
 
 def is_first_projection(projection: nn.Module) -> bool:
-    """Check whether fused calls can compute a layer's first projection, such as gate_up or qkv."""
+    """Check whether fused calls support a layer's first projection, such as gate_up or qkv."""
     return type(projection) in (MergedLinear, ColumnParallelLinear)
 
 
 def is_last_projection(projection: nn.Module) -> bool:
-    """Check whether fused calls can compute a layer's last projection, before any all-reduce."""
+    """Check whether fused calls support a layer's last projection, before any all-reduce."""
     return type(projection) in (Linear, RowParallelLinear)
 
 
 def hooked_module(projection: nn.Module) -> Any:
-    """Return the module that runs the forward hooks of a projection's matmul.
+    """Return the module on which the forward hooks of a projection's matmul run.
 
     In a ``RowParallelLinear`` these hooks run on the part before the all-reduce.
     """
@@ -70,17 +70,17 @@ class BlockAllReduce:
 
     @property
     def address(self) -> int:
-        """Address of the interposer_communicator; 0 if no result is summed."""
+        """Address of the native communicator; 0 if no result is summed over ranks."""
         return 0 if self.communicator is None else self.communicator.address
 
     def check(self, lost: int) -> None:
-        """Raise RankError if a fused call returned that a rank was lost."""
+        """Raise RankError if a fused call reported a lost rank."""
         if lost and self.communicator is not None:
             self.communicator.check("decoder block", lost)
 
 
 def reduce_in_shared_memory(*projections: nn.Module) -> bool:
-    """Check that one shared-memory communicator reduces all ``projections``, at every size."""
+    """Check that one shared-memory communicator does every all-reduce of ``projections``."""
     # A projection can have two communicators, for small and for large results.
     pairs = [p.all_reduce.communicators for p in projections if isinstance(p, RowParallelLinear)]
     first = pairs[0][0] if pairs else None

@@ -73,7 +73,7 @@ class NativeGatedMLP(GatedMLP):
         self._hooks = ProjectionHooks((self.gate_up_proj, down_matmul), watched)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the MLP of ``x`` ``[T, H]``."""
+        """Compute the gated MLP of ``x`` ``[T, H]``, ``[T, H]``."""
         gate_up, down = self._parts
         if (
             not self.is_fusable

@@ -1,4 +1,4 @@
-"""Constant arguments of a fused decoder block: struct interposer_block of the library."""
+"""Constant arguments of a fused decoder block: the C struct ``interposer_block``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NO_SCALES: tuple[int, ...] = (0, 0, 0, 0)
 
 
 class BoundBlock:
-    """Fused call of a decoder block, valid while the projections keep the same kernels.
+    """Native arguments of a decoder block, valid while the projections keep their kernels.
 
     Attributes:
         kernels: kernels of the projections.
@@ -49,7 +49,7 @@ class BoundBlock:
         ]
 
     def __reduce__(self) -> tuple[type[BoundBlock], tuple[tuple[object, ...], bool, None]]:
-        """Copy without the address: a copied layer then binds separate memory."""
+        """Copy the object without the address: a copied layer builds its own struct."""
         return BoundBlock, ((), False, None)
 
 

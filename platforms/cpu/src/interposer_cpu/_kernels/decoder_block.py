@@ -200,18 +200,18 @@ class NativeDecoderBlock(DecoderBlock):
         return projection, output, *self._mlp_parts, *norms, attn
 
     def hooks(self) -> tuple[Any, ...]:
-        """List the hook dictionaries of all parts; all are empty if there is no hook."""
+        """List the forward-hook dictionaries of all modules; every one is empty without hooks."""
         return *self._hooks.dicts, *self._mlp_hooks.dicts
 
     def bound(self, kernels: tuple[Any, ...], cos: torch.Tensor) -> BoundBlock:
-        """Return the fused call for the current kernels of the projections."""
+        """Return the native arguments of the block for the projections' current kernels."""
         # Exchanging weights can exchange kernels too, without any notice to this layer.
         if kernels != self._bound.kernels:
             self._bound = self._bind(kernels, cos)
         return self._bound
 
     def _bind(self, kernels: tuple[Any, ...], cos: torch.Tensor) -> BoundBlock:
-        """Build the fused call from the declarations of the kernels."""
+        """Build the native arguments of the block from the declarations of its kernels."""
         declared = [input_quantization(kernel) for kernel in kernels]
         if None in declared[:2]:
             return BoundBlock(kernels, False, None)
@@ -243,7 +243,7 @@ class NativeDecoderBlock(DecoderBlock):
 def _hooks(
     projections: Sequence[nn.Module], other_modules: Sequence[nn.Module | None]
 ) -> ProjectionHooks:
-    """Watch the hooks of projections before their all-reduce, and of all other modules."""
+    """Watch the matmul hooks of the projections, and the hooks of all other modules."""
     matmuls = [hooked_module(projection) for projection in projections]
     reduced = [p for p, matmul in zip(projections, matmuls, strict=True) if p is not matmul]
     return ProjectionHooks(matmuls, [m for m in (*other_modules, *reduced) if m is not None])

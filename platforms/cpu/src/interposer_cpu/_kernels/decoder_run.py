@@ -32,7 +32,7 @@ _Bound = tuple[list[Any], list[BoundBlock], "array[int]"]
 
 
 class DecoderRun:
-    """Call of several blocks at once, used unless Python code must run between two blocks.
+    """Call of several decoder blocks at once, if no Python code must run between blocks.
 
     Weights are looked up at every call, as in ``NativeDecoderBlock``.
     """
@@ -69,7 +69,7 @@ class DecoderRun:
         plans: Sequence[object],
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Compute all blocks; None if the blocks must be called one by one.
+        """Compute all decoder blocks; None if the blocks must be called one by one.
 
         Args:
             x: ``[T, H]``, input of the first block, which gets no residual.
@@ -130,7 +130,7 @@ class DecoderRun:
         return out, total
 
     def _write_weights(self, table: array[int], bounds: list[BoundBlock]) -> None:
-        """Write the addresses of weights, norms and scales to the table."""
+        """Write the addresses of weights, norms and scales to the argument table."""
         packed = [projection.operands[0][0].data_ptr() for projection in self.projections]
         for index in range(_NUM_PROJECTIONS):
             table[1 + index :: _NUM_ARGUMENTS] = array("q", packed[index::_NUM_PROJECTIONS])
@@ -158,7 +158,7 @@ class DecoderRun:
                 table[start : start + 4] = array("q", fused_call.input_scales(projections))
 
     def _bind(self, kernels: list[Any], angles: Sequence[Any]) -> _Bound:
-        """Fill a table with the constant arguments; empty if a block cannot be fused completely."""
+        """Fill a table with the blocks' constant arguments; empty if a block cannot be fused."""
         bounds, table = [], array("q", bytes(8 * _NUM_ARGUMENTS * len(self.blocks)))
         for index, block in enumerate(self.blocks):
             block_kernels = tuple(kernels[index * _NUM_PROJECTIONS :][:_NUM_PROJECTIONS])

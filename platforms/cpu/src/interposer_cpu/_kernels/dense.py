@@ -30,7 +30,7 @@ def ragged_attention(
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute the op ``ragged_attention``."""
+    """Compute the op ``ragged_attention``: attention over concatenated sequences."""
     return _ragged(
         query, key, value, query_starts, key_starts, scale, causal, window_tokens, softcap, sinks,
         alibi_slopes, None,
@@ -52,7 +52,7 @@ def ragged_attention_with_lse(
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the op ``ragged_attention_with_lse``."""
+    """Compute the op ``ragged_attention_with_lse``: attention and log-sum-exp of the scores."""
     lse = query.new_empty(query.shape[:2], dtype=torch.float32)
     out = _ragged(
         query, key, value, query_starts, key_starts, scale, causal, window_tokens, softcap, sinks,
@@ -131,7 +131,7 @@ def _ragged(
 
 
 def judge_latent(request: Request) -> Verdict:
-    """Accept caches with the dtype of the query or an 8-bit float dtype."""
+    """Accept latent caches in the dtype of the query or in 8-bit floats."""
     cache_dtype = str(request.dims.get("cache_dtype", request.dtype))
     if cache_dtype not in (request.dtype, "float8_e4m3fn", "float8_e5m2"):
         return Verdict.refuse(f"reads caches of {request.dtype} or 8-bit floats, got {cache_dtype}")

@@ -54,7 +54,7 @@ def pack_embedding(weight: torch.Tensor) -> dict[str, Any]:
 def pack_w4a16_embedding(
     weight: torch.Tensor, scale: torch.Tensor, zero_points: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Pack all constants of ``w4a16_embedding`` into one weight."""
+    """Pack weight and scales of ``w4a16_embedding`` into one tensor."""
     packed = pack_w4a16(weight, scale, None, zero_points)["weight"]
     return _constants(packed, 2 * weight.shape[1])  # a byte has two values
 
@@ -62,12 +62,12 @@ def pack_w4a16_embedding(
 def pack_w8a16_embedding(
     weight: torch.Tensor, scale: torch.Tensor, zero_points: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Pack all constants of ``w8a16_embedding`` into one weight."""
+    """Pack weight and scales of ``w8a16_embedding`` into one tensor."""
     return _constants(pack_w8a16(weight, scale, None, zero_points)["weight"], weight.shape[1])
 
 
 def judge_tied(request: Request) -> Verdict:
-    """Accept only weights tied to an lm_head: lookups in unpacked weights are faster."""
+    """Accept only tables tied to an lm_head: else lookups in unpacked tables are faster."""
     if not request.dims["tied"]:
         return Verdict.refuse("packs weights that are tied to an lm_head, this one is not")
     return native.judge(request)

@@ -40,7 +40,7 @@ class NativeExperts(Experts):
         self._fused: _FusedExperts | None = None
 
     def finalize(self) -> None:
-        """Finish the weights, then check whether one call can compute the experts."""
+        """Finalize the linear layers, then fuse the experts into one call if possible."""
         super().finalize()
         self._fused = None
         if self.dispatcher is None and type(self.kernel) is ExpertLoop:
@@ -104,7 +104,7 @@ class _FusedExperts:
 
     @classmethod
     def of(cls, loop: ExpertLoop, pairs: tuple[Any, ...]) -> _FusedExperts | None:
-        """Fuse the (gate_up, down) ``pairs`` of a loop; None if one call cannot compute them."""
+        """Fuse the (gate_up, down) layers ``pairs``; None if one call cannot compute them all."""
         activate: Any = loop.activate
         layers = list(chain.from_iterable(pairs))
         if type(activate) is not ExpertActivation or not all(type(x) in _LAYERS for x in layers):
@@ -113,7 +113,7 @@ class _FusedExperts:
         return None if number is None else cls(layers, number)
 
     def table(self) -> torch.Tensor | None:
-        """Return addresses of packed weights, int64 ``[E, 2]``; None if a kernel is not fusable.
+        """Return packed weights' addresses, int64 ``[E, 2]``; None if a kernel is unsupported.
 
         The operands are compared at every call, as weights can be exchanged without any notice to
         this layer.

@@ -46,7 +46,7 @@ def fused_experts(
     expert_ids: torch.Tensor,
     activation: str,
 ) -> torch.Tensor:
-    """Compute the op ``fused_experts`` for a ``gate_up`` that holds all constants."""
+    """Compute the op ``fused_experts``; ``gate_up`` holds all packed weights and biases."""
     return _run_experts(x, gate_up, weights, expert_ids, activation)
 
 
@@ -60,7 +60,7 @@ def fused_experts_w4a16(
     expert_ids: torch.Tensor,
     activation: str,
 ) -> torch.Tensor:
-    """Compute the op ``fused_experts_w4a16`` for a ``gate_up`` that holds all constants."""
+    """Compute the op ``fused_experts_w4a16``; ``gate_up`` holds all packed constants."""
     return _run_experts(x, gate_up, weights, expert_ids, activation)
 
 
@@ -76,7 +76,7 @@ def fused_experts_mxfp4(
     expert_ids: torch.Tensor,
     activation: str,
 ) -> torch.Tensor:
-    """Compute the op ``fused_experts_mxfp4`` for a ``gate_up`` that holds all constants."""
+    """Compute the op ``fused_experts_mxfp4``; ``gate_up`` holds all packed constants."""
     return _run_experts(x, gate_up, weights, expert_ids, activation)
 
 
@@ -90,7 +90,7 @@ def fused_experts_fp8(
     expert_ids: torch.Tensor,
     activation: str,
 ) -> torch.Tensor:
-    """Compute the op ``fused_experts_fp8`` for a ``gate_up`` that holds all constants."""
+    """Compute the op ``fused_experts_fp8``; ``gate_up`` holds all packed constants."""
     return _run_experts(x, gate_up, weights, expert_ids, activation)
 
 
@@ -100,7 +100,7 @@ def pack_fused_experts(
     down: torch.Tensor,
     down_bias: torch.Tensor | None,
 ) -> dict[str, Any]:
-    """Pack all constants of ``fused_experts`` into ``gate_up``."""
+    """Pack weights and biases of ``fused_experts`` into one tensor, ``gate_up``."""
     form = PLAIN_FORMATS[gate_up.dtype]
     packed = _pack(
         _ExpertWeights(form, gate_up, bias=gate_up_bias), _ExpertWeights(form, down, bias=down_bias)
@@ -115,7 +115,7 @@ def unpack_fused_experts(
     down_bias: None,
     into: Mapping[str, torch.Tensor],
 ) -> None:
-    """Unpack the weights into ``into["gate_up"]`` and ``into["down"]``, both dense."""
+    """Unpack the weights into dense tensors ``into["gate_up"]`` and ``into["down"]``."""
     first, second = into["gate_up"], into["down"]
     count, dtype = first.shape[0], first.dtype
     form, library = PLAIN_FORMATS[dtype], native.library()
@@ -150,7 +150,7 @@ def pack_fused_experts_w4a16(
     down: torch.Tensor,
     down_scale: torch.Tensor,
 ) -> dict[str, Any]:
-    """Pack all constants of ``fused_experts_w4a16`` into ``gate_up``."""
+    """Pack weights, scales and biases of ``fused_experts_w4a16`` into one tensor, ``gate_up``."""
     packed = _pack(
         _ExpertWeights(PackedFormat.INT4, gate_up, gate_up_scale),
         _ExpertWeights(PackedFormat.INT4, down, down_scale),
@@ -166,7 +166,7 @@ def pack_fused_experts_mxfp4(
     down_scale: torch.Tensor,
     down_bias: torch.Tensor | None,
 ) -> dict[str, Any]:
-    """Pack all constants of ``fused_experts_mxfp4`` into ``gate_up``."""
+    """Pack weights, scales and biases of ``fused_experts_mxfp4`` into one tensor, ``gate_up``."""
     packed = _pack(
         _ExpertWeights(PackedFormat.E2M1, gate_up, gate_up_scale, gate_up_bias),
         _ExpertWeights(PackedFormat.E2M1, down, down_scale, down_bias),
@@ -181,7 +181,7 @@ def pack_fused_experts_fp8(
     down: torch.Tensor,
     down_scale: torch.Tensor,
 ) -> dict[str, Any]:
-    """Pack all constants of ``fused_experts_fp8`` into ``gate_up``.
+    """Pack weights, scales and biases of ``fused_experts_fp8`` into one tensor, ``gate_up``.
 
     The library decodes e4m3 only. Weights in e5m2 are packed as bfloat16, which represents every
     e5m2 number. Weights whose scale blocks are no multiple of 8 inputs are multiplied by the scales
@@ -192,7 +192,7 @@ def pack_fused_experts_fp8(
 
 
 def judge_groups(request: Request) -> Verdict:
-    """Accept groups of multiples of 8 inputs, or one group for all inputs of both projections."""
+    """Accept group sizes that are multiples of 8 inputs, or one group per projection."""
     group_size = int(request.dims["group_size"])
     sizes = {int(request.dims["hidden_size"]), int(request.dims["intermediate_size"])}
     if group_size % _WORD and sizes != {group_size}:
@@ -203,7 +203,7 @@ def judge_groups(request: Request) -> Verdict:
 def routed_rows(
     x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Make the rows of ``x`` ``[T, H]``, weights and ids ``[T, K]`` contiguous, and ids int32."""
+    """Return ``x``, weights and int32 expert ids with contiguous rows."""
     if x.stride(1) != 1:
         x = x.contiguous()
     if weights.stride(1) != 1:
@@ -251,7 +251,7 @@ def _run_experts(
 
 @dataclass(frozen=True, slots=True)
 class _ExpertWeights:
-    """One projection of all experts, before packing.
+    """Unpacked weights, scales and biases of one projection of all experts.
 
     Attributes:
         form: packed format.
@@ -319,7 +319,7 @@ def _float_weights(weight: torch.Tensor, scales: torch.Tensor) -> _ExpertWeights
 
 
 def _pack(gate_up: _ExpertWeights, down: _ExpertWeights) -> torch.Tensor:
-    """Pack all experts into one uint8 tensor; temporary copies are of one expert at a time."""
+    """Pack all experts of a projection into one uint8 tensor, one expert at a time."""
     library = native.library()
     parts = (gate_up.half(True), gate_up.half(False), down)
     count = down.weight.shape[0]

@@ -1,4 +1,4 @@
-"""Declarations of the kernels that fused native calls can replace.
+"""Declarations of the kernels that fused native calls can compute inside.
 
 A fused call computes several kernels at once, such as a norm, a matmul and an activation. Before a
 fused call, the layer checks that every kernel of its parts is declared by ``@fused``. Undeclared
@@ -41,7 +41,7 @@ UNQUANTIZED = InputQuantization((-1, 0, 0, 0))
 
 @dataclass(frozen=True, slots=True)
 class FusedKernel:
-    """Declaration of a kernel that fused calls can replace.
+    """Declaration that fused native calls can compute a kernel's op.
 
     Attributes:
         op: computed op; ``"linear"`` for every matmul, ``"quantizer"``, ``"activation"``.
@@ -69,7 +69,7 @@ def fused(
     read: Callable[..., Any] | None = None,
     is_static: bool = False,
 ) -> Callable[[K], K]:
-    """Declare that fused native calls can replace a kernel.
+    """Declare that fused native calls can compute the decorated kernel's op.
 
     A declared matmul must take the same packed weight as this distribution's kernel of that op.
 
@@ -94,7 +94,7 @@ def is_declared(kernel: object, op: str) -> bool:
 
 
 def is_fused(layer: nn.Module, standard: type[nn.Module], kernel: object, op: str) -> bool:
-    """Check whether fused calls can replace a layer that only calls ``kernel``.
+    """Check whether a fused call can replace a layer that does nothing but call ``kernel``.
 
     Args:
         standard: the class of the layer in ``interposer_ops``. A class from another plugin may
@@ -106,7 +106,7 @@ def is_fused(layer: nn.Module, standard: type[nn.Module], kernel: object, op: st
 def quantization_fields(
     dtype: torch.dtype, limit: float | None = None, block_size: int = 0, scales: int = 0
 ) -> CodingFields | None:
-    """Build the fields of an ``InputQuantization``; None if the library lacks the ``dtype``.
+    """Build the native fields of an input quantization; None if the library lacks ``dtype``.
 
     Args:
         dtype: dtype of the quantized values.
@@ -120,7 +120,7 @@ def quantization_fields(
 
 
 def input_quantization(kernel: Callable[..., Any] | None) -> InputQuantization | None:
-    """Return how a projection's kernel quantizes its inputs; None if fused calls cannot do so."""
+    """Return how a projection's kernel quantizes inputs; None if fused calls cannot do so."""
     if not isinstance(kernel, CodedProduct):
         declared = _DECLARATIONS.get(kernel, _UNDECLARED)
         return UNQUANTIZED if declared.op == "linear" and not declared.inputs else None
@@ -155,7 +155,7 @@ def weight_arguments(coding: InputQuantization, operands: tuple[Any, ...]) -> tu
 
 
 class InputQuantizations:
-    """Cached ``input_quantization`` of several projections' kernels.
+    """Cache of the input quantizations of several projections' kernels.
 
     A projection whose weights are exchanged may get another kernel, and the surrounding layer is
     not notified. So the cache is checked at every call.
@@ -168,7 +168,7 @@ class InputQuantizations:
         self.quantizations: tuple[Any, ...] = ()
 
     def of(self, *kernels: Callable[..., Any] | None) -> tuple[Any, ...]:
-        """Return ``input_quantization`` of each kernel; cached for unchanged kernels."""
+        """Return the input quantization of each kernel; cached until a kernel changes."""
         if kernels != self.kernels:
             self.quantizations = tuple(map(input_quantization, kernels))
             self.kernels = kernels

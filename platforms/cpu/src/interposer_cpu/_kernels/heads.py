@@ -26,7 +26,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def rotary_embedding(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> Pair:
-    """Compute the op ``rotary_embedding``."""
+    """Compute the op ``rotary_embedding``: rotate halves (NeoX) of query and key."""
     if cos.dtype is not FLOAT32:  # the library reads float32 tables only
         return rotary_embedding_op.reference(query, key, cos, sin)
     return _rotate(query, key, cos, sin, 0)
@@ -35,7 +35,7 @@ def rotary_embedding(
 def rotary_embedding_interleaved(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> Pair:
-    """Compute the op ``rotary_embedding_interleaved``."""
+    """Compute the op ``rotary_embedding_interleaved``: rotate adjacent pairs (GPT-J)."""
     if cos.dtype is not FLOAT32:
         return interleaved_op.reference(query, key, cos, sin)
     return _rotate(query, key, cos, sin, _NEIGHBOURS)
@@ -64,7 +64,7 @@ def qk_norm(
     key_weight: torch.Tensor,
     eps: float,
 ) -> Pair:
-    """Compute the op ``qk_norm``."""
+    """Compute the op ``qk_norm``: RMS norm of every query and key head."""
     # The op needs a tensor for every argument: x stands for the absent tables.
     if is_compiling():
         weighted = ((query, query_weight), (key, key_weight))

@@ -1,4 +1,4 @@
-"""Constants of the compiled library's C interface, such as its numbers of dtypes."""
+"""Constants of the compiled library's C interface, such as dtype numbers."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ SHARED_EXPONENTS = 2
 
 
 def float64_bits(number: float) -> int:
-    """Return the bits of a float64 as an int64: the library's calls take integers only."""
+    """Return the bits of a float64 as an int64, since native calls take integers only."""
     (bits,) = struct.unpack("=q", struct.pack("=d", number))
     return int(bits)

@@ -28,7 +28,7 @@ _MOST_CODES = 1 << 15
 
 @fused("linear")
 def linear(x: torch.Tensor, weight: Packed, bias: None) -> torch.Tensor:
-    """Compute the op ``linear``; ``pack`` has packed the bias into ``weight``."""
+    """Compute the op ``linear`` with a ``weight`` that includes the bias, packed by ``pack``."""
     return _matmul(x, weight, x.dtype, None)
 
 
@@ -148,7 +148,7 @@ def mxfp8_linear(
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, Any]:
-    """Pack the ``weight`` ``[O, I]`` and bias of ``linear`` into one weight."""
+    """Pack the ``weight`` ``[O, I]`` and bias of ``linear`` into one tensor."""
     form = PLAIN_FORMATS[weight.dtype]
     packed = shared_copy(form, (weight, bias), lambda: _pack(form, weight, bias=bias))
     return {"weight": packed, "bias": None}
@@ -167,7 +167,7 @@ def pack_batched(weight: torch.Tensor) -> dict[str, Any]:
 
 
 def unpack(weight: Packed, bias: None, into: Mapping[str, torch.Tensor]) -> None:
-    """Unpack a weight of ``pack`` into ``into["weight"]``, dense ``[O, I]``."""
+    """Unpack a weight of ``pack`` into the dense tensor ``into["weight"]`` ``[O, I]``."""
     (packed, count), out = weight, into["weight"]
     ids = torch.arange(count)
     native.library().rows(
@@ -278,7 +278,7 @@ def judge_groups(request: Request) -> Verdict:
 
 
 def judge_codes(request: Request) -> Verdict:
-    """Accept symmetric inputs, in groups that ``judge_groups`` accepts."""
+    """Accept symmetric inputs, if ``judge_groups`` accepts the weight's groups."""
     if request.dims["asymmetric_inputs"]:
         return Verdict.refuse("takes inputs that are symmetric around zero")
     verdict = judge_groups(request)
@@ -359,7 +359,7 @@ def _pack(
     zero_points: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> Packed:
-    """Pack a weight ``[O, I]``, or ``[O, I / 2]`` of 4-bit pairs, with its scales and bias."""
+    """Pack weight ``[O, I]``, or ``[O, I / 2]`` for 4 bits, scales and bias into one tensor."""
     # _tensors stay alive until the library has read their addresses.
     description, _tensors = describe_weight(form, weight, scales, zero_points, bias)
     library = native.library()

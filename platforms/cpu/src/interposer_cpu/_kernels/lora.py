@@ -22,7 +22,7 @@ _RANKS, _INPUTS, _PANEL = 4, 32, 64
 def lora_shrink(
     x: torch.Tensor, lora_a: torch.Tensor, adapter_ids: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Compute the op ``lora_shrink``."""
+    """Compute the op ``lora_shrink``: rows times the A matrix of their adapter."""
     count, rank, inputs = x.shape[0], lora_a.shape[1], lora_a.shape[2]
     out = torch.empty(count, rank, dtype=FLOAT32)
     if is_compiling():
@@ -72,7 +72,7 @@ def lora_expand(
 
 
 def prepare_shrink(lora_a: torch.Tensor) -> dict[str, Any]:
-    """Reorder the matrices ``[A, R, I]`` of ``lora_shrink`` so that a call reads sequentially.
+    """Reorder the A matrices ``[A, R, I]`` of ``lora_shrink`` for sequential reading.
 
     Blocks of 4 ranks follow each other. In a block, chunks of 32 inputs follow each other, each
     with the 32 inputs of rank 0, then of rank 1, and so on.
@@ -87,7 +87,7 @@ def prepare_shrink(lora_a: torch.Tensor) -> dict[str, Any]:
 
 
 def prepare_expand(lora_b: torch.Tensor) -> dict[str, Any]:
-    """Transpose and reorder the matrices of ``lora_expand``, ``[A, O, R]`` to ``[A, R, O]``.
+    """Transpose and reorder the B matrices of ``lora_expand``, ``[A, O, R]`` to ``[A, R, O]``.
 
     So a call reads sequentially: panels of 64 outputs follow each other, and in a panel all ranks.
     In bfloat16, two ranks are interleaved element by element, as dot-product instructions expect.

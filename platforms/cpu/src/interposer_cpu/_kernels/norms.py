@@ -25,7 +25,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @fused("rms_norm")
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute the op ``rms_norm``."""
+    """Compute the op ``rms_norm``: scale rows to unit root mean square, times ``weight``."""
     if x.is_contiguous() and not is_compiling():
         out = empty_like(x)
         library().rms_norm(
@@ -42,14 +42,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def gemma_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute the op ``gemma_rms_norm``."""
+    """Compute the op ``gemma_rms_norm``: RMS norm scaled by ``1 + weight``."""
     return _normalize(x, weight, None, eps, 1.0, centred=False)
 
 
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    """Compute the op ``layer_norm``."""
+    """Compute the op ``layer_norm``: mean 0, variance 1, times ``weight``, plus ``bias``."""
     return _normalize(x, weight, bias, eps, 0.0, centred=True)
 
 
@@ -57,14 +57,14 @@ def layer_norm(
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> Pair:
-    """Compute the op ``fused_add_rms_norm``."""
+    """Compute the op ``fused_add_rms_norm``: add to the residual, then RMS norm."""
     return _add_and_normalize(x, residual, weight, eps, 0.0)
 
 
 def fused_add_gemma_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> Pair:
-    """Compute the op ``fused_add_gemma_rms_norm``."""
+    """Compute the op ``fused_add_gemma_rms_norm``: add to the residual, then Gemma's RMS norm."""
     return _add_and_normalize(x, residual, weight, eps, 1.0)
 
 

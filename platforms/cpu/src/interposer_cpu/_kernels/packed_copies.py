@@ -37,7 +37,7 @@ _COPIES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def shared_copy(form: int, parts: Parts, pack: Callable[[], Packed]) -> Packed:
-    """Return a live copy of the same unchanged tensors, or call ``pack`` and cache the result.
+    """Return the cached packed copy of unchanged tensors, or pack and cache one.
 
     Args:
         form: the packed format.

@@ -27,7 +27,7 @@ class PackedFormat(IntEnum):
 
     @property
     def codes_per_element(self) -> int:
-        """Count the quantized values in one element of the unpacked weight."""
+        """Return the number of quantized values in one element of the unpacked weight."""
         return 2 if self in (PackedFormat.INT4, PackedFormat.E2M1) else 1
 
 
@@ -41,7 +41,7 @@ def describe_weight(
     zero_points: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> tuple[Description, list[torch.Tensor]]:
-    """Describe a weight to the library for packing.
+    """Build the native description of a weight to be packed.
 
     Args:
         weight: ``[O, I]``, or ``[O, I / 2]`` with two 4-bit values per byte.

@@ -24,7 +24,7 @@ from interposer_cpu._kernels.interface import CACHE_TYPES, TYPES, float64_bits
 
 
 class NativePagedBackend(AttentionBackend):
-    """Paged attention with sinks and quantized caches; a subclass adds ``forward`` and ``plan``.
+    """Base of native paged attention, with sinks and quantized caches; lacks ``forward``, ``plan``.
 
     Attributes:
         rounded_dtypes: cache dtypes that are accepted in addition to the dtype of the spec.
@@ -54,7 +54,7 @@ class NativePagedBackend(AttentionBackend):
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept decoders with supported sizes and a cache of their dtype or ``rounded_dtypes``.
+        """Accept decoders of supported sizes, cached in the model's dtype or ``rounded_dtypes``.
 
         Cross-attention to an encoder input is accepted if ``forward`` takes ``stored``.
         """
@@ -83,7 +83,7 @@ class NativePagedBackend(AttentionBackend):
     @classmethod
     @abstractmethod
     def _judge_sizes(cls, spec: AttentionSpec) -> Verdict:
-        """Accept or refuse head size and page size."""
+        """Accept or refuse the head size and page size of the spec."""
 
     def kv_layout(self) -> KVCacheLayout:
         """Define the layout ``[K, P, 2, S, D]``, in memory ``[P, L, K, 2, S, D]`` for L layers.

@@ -19,7 +19,7 @@ _MANTISSA_BITS = 23
 
 @fused("quantizer", "int8", read=lambda: quantization_fields(_INT8))
 def quantize_int8_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the op ``quantize_int8_per_token``."""
+    """Compute the op ``quantize_int8_per_token``: one dynamic scale per row."""
     return _quantize(x, _INT8, None, 0.0)
 
 
@@ -66,7 +66,7 @@ def quantize_fp8_blocks(
     read=lambda: quantization_fields(_E4M3, None, MX_BLOCK_SIZE, SHARED_EXPONENTS),
 )
 def quantize_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the op ``quantize_mxfp8``."""
+    """Compute the op ``quantize_mxfp8``: 32 elements share a power-of-two scale."""
     quantized, scales = _quantize(x, _E4M3, MX_BLOCK_SIZE, 0.0, SHARED_EXPONENTS)
     # The biased exponent of a float32 power of two is its e8m0 encoding; 2^-127 is subnormal and
     # has the biased exponent 0, as in e8m0.
@@ -90,7 +90,7 @@ def judge_blocks(request: Request) -> Verdict:
 
 
 def judge_symmetric(request: Request) -> Verdict:
-    """Accept only symmetric quantization, without a zero point."""
+    """Accept only symmetric quantization of activations, without a zero point."""
     if request.dims["asymmetric"]:
         return Verdict.refuse("makes codes that are symmetric around zero")
     return native.judge(request)
@@ -103,7 +103,7 @@ def _quantize(
     limit: float,
     powers: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize ``x`` with one scale per row, or per B elements; returns values and scales."""
+    """Quantize ``x`` with one scale per row, or per B elements; return values and scales."""
     layout = row_layout(x)
     if layout is None or layout[1] > 1:
         quantized, scales = _quantize(x.contiguous(), dtype, block_size, limit, powers)

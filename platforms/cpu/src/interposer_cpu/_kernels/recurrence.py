@@ -116,7 +116,7 @@ def gated_delta_rule(
     num_cached: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Compute the op ``gated_delta_rule``: threads share the columns, which are independent."""
+    """Compute the op ``gated_delta_rule``: threads share the columns of a state."""
     query, key, value = _with_heads(query), _with_heads(key), _with_heads(value)
     decay, beta = _with_rows(decay), _with_rows(beta)
     sequences = query_starts.contiguous(), slots.contiguous(), num_cached.contiguous()

@@ -19,7 +19,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def topk_softmax(logits: torch.Tensor, top_k: int, renormalize: bool) -> Pair:
-    """Compute the op ``topk_softmax``."""
+    """Compute the op ``topk_softmax``: top-k experts, weighted by softmax."""
     # Without groups: one group, which is selected.
     return _route(logits, None, 1, 1, top_k, 0, renormalize, 1.0)
 
@@ -27,7 +27,7 @@ def topk_softmax(logits: torch.Tensor, top_k: int, renormalize: bool) -> Pair:
 def topk_sigmoid(
     logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, renormalize: bool, scale: float
 ) -> Pair:
-    """Compute the op ``topk_sigmoid``."""
+    """Compute the op ``topk_sigmoid``: top-k experts by biased sigmoids."""
     return _route(logits, bias, 1, 1, top_k, 1, renormalize, scale)
 
 
@@ -41,7 +41,7 @@ def grouped_topk(
     renormalize: bool,
     scale: float,
 ) -> Pair:
-    """Compute the op ``grouped_topk``."""
+    """Compute the op ``grouped_topk``: the best groups of experts, then experts in these groups."""
     number = _SCORINGS.get(scoring)
     if number is None:
         raise RequestError(f"No scoring {scoring!r} of experts; try 'softmax' or 'sigmoid'")
@@ -63,7 +63,7 @@ def _route(
     renormalize: bool,
     scale: float,
 ) -> Pair:
-    """Select experts: weights and ids, ``[T, K]``; ``bias`` is ``[E]``, contiguous float32."""
+    """Choose the experts of each token: return weights and ids, ``[T, K]``."""
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     count, width = logits.shape

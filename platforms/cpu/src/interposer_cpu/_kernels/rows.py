@@ -1,4 +1,4 @@
-"""Memory layout of tensors as rows."""
+"""Description of tensors as rows of contiguous elements, for native calls."""
 
 from __future__ import annotations
 

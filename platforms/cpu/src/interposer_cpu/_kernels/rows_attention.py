@@ -1,4 +1,4 @@
-"""Paged attention of the compiled library over pages of rows, for any page size and head size.
+"""Paged attention of the compiled library, for any page size and head size.
 
 Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, P pages, S page size.
 """
@@ -17,7 +17,7 @@ from interposer_ops.attention import lone_queries
 
 
 class NativeRowsBackend(NativePagedBackend):
-    """Native paged attention over rows of keys, which are transposed at every use."""
+    """Native paged attention over keys stored as rows, which every call transposes."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
@@ -25,14 +25,14 @@ class NativeRowsBackend(NativePagedBackend):
 
     @classmethod
     def _judge_sizes(cls, spec: AttentionSpec) -> Verdict:
-        """Accept all sizes if the kv heads divide the heads."""
+        """Accept all head sizes and page sizes, if the kv heads divide the heads."""
         if spec.num_heads % spec.num_kv_heads:
             heads = f"{spec.num_heads} heads, {spec.num_kv_heads} kv heads"
             return Verdict.refuse(f"needs heads in groups of one size, got {heads}")
         return Verdict.accept()
 
     def plan(self, batch: AttentionBatch) -> AttentionBatch:
-        """Make the page table contiguous; for an encoder input, split queries into single ones."""
+        """Plan a step: contiguous page table; for encoder inputs, one query per sequence."""
         if self.spec.type == "encoder_decoder":
             batch = lone_queries(batch)
         pages = batch.page_table
@@ -51,7 +51,7 @@ class NativeRowsBackend(NativePagedBackend):
         stored: bool = False,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write keys and values, then attend; see ``AttentionBackend.forward``."""
+        """Store the step's keys and values, then compute attention ``[T, N, D]``."""
         if stored:
             plan = replace(plan, slots=plan.slots[:0])  # nothing is written
         query, key, value = (

@@ -25,7 +25,7 @@ def sample_tokens(
     seeds: torch.Tensor,
     steps: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the op ``sample_tokens``."""
+    """Compute the op ``sample_tokens``: one token per row, and its log probability."""
     count = logits.shape[0]
     tokens = torch.empty(count, dtype=_INT64)
     logprobs = torch.empty(count, dtype=FLOAT32)
@@ -45,7 +45,7 @@ def sample_tokens(
 def gumbel_argmax(
     logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, steps: torch.Tensor
 ) -> torch.Tensor:
-    """Compute the op ``gumbel_argmax``."""
+    """Compute the op ``gumbel_argmax``: draw one token per row from the softmax."""
     tokens = torch.empty(logits.shape[0], dtype=_INT64)
     _sample(tokens, None, logits, (temperature, None, None, None), seeds, steps)
     return tokens
@@ -59,7 +59,7 @@ def apply_penalties(
     presence: torch.Tensor,
     frequency: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute the op ``apply_penalties``."""
+    """Compute the op ``apply_penalties``: repetition, presence and frequency."""
     count, width = logits.shape
     logits, prompt_mask, output_counts = map(_with_rows, (logits, prompt_mask, output_counts))
     columns = repetition.contiguous(), presence.contiguous(), frequency.contiguous()
@@ -96,7 +96,7 @@ def _sample(
     seeds: torch.Tensor,
     steps: torch.Tensor,
 ) -> None:
-    """Sample ``tokens``, and ``logprobs`` unless None; the ``optional`` columns are ``[B]``."""
+    """Sample one token per row into ``tokens``, with ``logprobs`` unless None."""
     logits, seeds, steps = _with_rows(logits), seeds.contiguous(), steps.contiguous()
     columns = [None if column is None else column.contiguous() for column in optional]
     if is_compiling():

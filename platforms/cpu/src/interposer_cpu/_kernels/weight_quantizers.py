@@ -16,7 +16,7 @@ from interposer_ops.devices import host_memory
 def quantize_weight_int8(
     weight: torch.Tensor, group_size: int, scale_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the op ``quantize_weight_int8``."""
+    """Compute the op ``quantize_weight_int8``: one scale per group of inputs."""
     quantized = _empty(tuple(weight.shape), torch.int8)
     return quantized, _quantize(weight, quantized, None, group_size, scale_dtype, 8)
 
@@ -24,7 +24,7 @@ def quantize_weight_int8(
 def quantize_weight_int4(
     weight: torch.Tensor, group_size: int, scale_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the op ``quantize_weight_int4``."""
+    """Compute the op ``quantize_weight_int4``: one scale per group of inputs."""
     quantized = _empty((weight.shape[0], weight.shape[1] // 2), torch.uint8)
     return quantized, _quantize(weight, quantized, None, group_size, scale_dtype, 4)
 
@@ -32,7 +32,7 @@ def quantize_weight_int4(
 def quantize_weight_int4_asymmetric(
     weight: torch.Tensor, group_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the op ``quantize_weight_int4_asymmetric``."""
+    """Compute the op ``quantize_weight_int4_asymmetric``: scale and zero point per group."""
     quantized = _empty((weight.shape[0], weight.shape[1] // 2), torch.uint8)
     zeros = torch.empty(weight.shape[0], weight.shape[1] // group_size, dtype=torch.uint8)
     return quantized, _quantize(weight, quantized, zeros, group_size, torch.float32, 4), zeros

@@ -33,7 +33,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add ``residual`` to ``x`` and normalise the sum; returns both the norm and the sum.
+    """Add ``residual`` to ``x`` and normalise the sum; return the normalised sum and the sum.
 
     The op overwrites both operands, so copies are passed.
     """
@@ -55,7 +55,7 @@ def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
 
 
 def gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
-    """Apply the tanh approximation of GELU, the only one that the predicate accepts."""
+    """Apply the tanh approximation of GELU, the only GELU that the predicate accepts."""
     return _single("_C::gelu_tanh", x)
 
 

@@ -27,7 +27,7 @@ _OTHER_LIBRARIES = ("_C_stable_libtorch", "_C", "_rocm_C")
 
 
 def check_op(request: Request, *names: str) -> Verdict:
-    """Accept if every op of ``names`` has a known schema and a kernel for the platform."""
+    """Accept the request if all ops ``names`` have a known schema and a kernel here."""
     installed = _installed()
     source = installed[0] if installed else "this process"
     for name in names:
@@ -62,7 +62,7 @@ def op(name: str) -> Callable[..., Any]:
 
 
 def fault(name: str, key: str) -> str:
-    """Return why the op ``name`` cannot be called; "" for a usable op.
+    """Return the reason why the op ``name`` cannot be called; "" if the op is usable.
 
     Args:
         name: with its namespace, such as ``"_C::rms_norm"``.
@@ -123,7 +123,7 @@ def _installed() -> tuple[str, Path] | None:
 
 @cache
 def _load(folder: Path) -> str:
-    """Load vLLM's libraries, and return the error text, "" if all were loaded."""
+    """Load vLLM's op libraries; return the error text, or "" if all were loaded."""
     import torch
 
     try:

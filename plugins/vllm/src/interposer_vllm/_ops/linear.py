@@ -1,4 +1,4 @@
-"""``linear`` by vLLM's matmul with packed weights. T tokens, I input, O output features."""
+"""The op ``linear`` by vLLM's matmul with packed weights. T tokens, I input, O output features."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["linear", "prepare"]
 
 
 def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
-    """Pack the weight into the layout of matrix instructions, and convert the bias to float32."""
+    """Pack the weight into the layout of vLLM's matmul, and convert the bias to float32."""
     packed = op("_C::convert_weight_packed")(weight.contiguous())
     return {"weight": packed, "bias": None if bias is None else bias.float()}
 

@@ -9,7 +9,7 @@ _GATED_GELU = {"none": "_C::gelu_and_mul", "tanh": "_C::gelu_tanh_and_mul"}
 
 
 def check_rms_norm(request: Request) -> Verdict:
-    """Accept if ``_C::rms_norm`` can be called."""
+    """Accept the request if vLLM's op ``_C::rms_norm`` can be called."""
     return check_op(request, "_C::rms_norm")
 
 
@@ -22,40 +22,40 @@ def check_fused_add_rms_norm(request: Request) -> Verdict:
 
 
 def check_silu_and_mul(request: Request) -> Verdict:
-    """Accept if ``_C::silu_and_mul`` can be called."""
+    """Accept the request if vLLM's op ``_C::silu_and_mul`` can be called."""
     return check_op(request, "_C::silu_and_mul")
 
 
 def check_gelu_and_mul(request: Request) -> Verdict:
-    """Accept if the op for the requested approximation can be called."""
+    """Accept the request if vLLM's op for the requested GELU approximation can be called."""
     return check_op(request, _GATED_GELU[str(request.dims["approximate"])])
 
 
 def check_gelu(request: Request) -> Verdict:
-    """Accept if ``_C::gelu_tanh`` can be called."""
+    """Accept the request if vLLM's op ``_C::gelu_tanh`` can be called."""
     return check_op(request, "_C::gelu_tanh")
 
 
 def check_quick_gelu(request: Request) -> Verdict:
-    """Accept if ``_C::gelu_quick`` can be called."""
+    """Accept the request if vLLM's op ``_C::gelu_quick`` can be called."""
     return check_op(request, "_C::gelu_quick")
 
 
 def check_rotary(request: Request) -> Verdict:
-    """Accept if ``_C::rotary_embedding`` can be called."""
+    """Accept the request if vLLM's op ``_C::rotary_embedding`` can be called."""
     return check_op(request, "_C::rotary_embedding")
 
 
 def check_static_int8(request: Request) -> Verdict:
-    """Accept if ``_C::static_scaled_int8_quant`` can be called."""
+    """Accept the request if vLLM's op ``_C::static_scaled_int8_quant`` can be called."""
     return check_op(request, "_C::static_scaled_int8_quant")
 
 
 def check_dynamic_int8(request: Request) -> Verdict:
-    """Accept if ``_C::dynamic_scaled_int8_quant`` can be called."""
+    """Accept the request if vLLM's op ``_C::dynamic_scaled_int8_quant`` can be called."""
     return check_op(request, "_C::dynamic_scaled_int8_quant")
 
 
 def check_packed_linear(request: Request) -> Verdict:
-    """Accept if the matmul op and the op that packs weights can both be called."""
+    """Accept the request if vLLM's matmul and weight-packing ops can both be called."""
     return check_op(request, "_C::weight_packed_linear", "_C::convert_weight_packed")

@@ -12,7 +12,7 @@ __all__ = ["quantize_int8_per_token", "quantize_int8_static"]
 def quantize_int8_static(
     x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None
 ) -> torch.Tensor:
-    """Quantize ``x`` by a given scale, without a zero point: the record accepts no other."""
+    """Quantize ``x`` to int8 by a static scale, without a zero point."""
     rows = x.contiguous()
     out = torch.empty(rows.shape, dtype=torch.int8, device=x.device)
     if rows.numel():
@@ -21,7 +21,7 @@ def quantize_int8_static(
 
 
 def quantize_int8_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize each row of ``x`` to int8 by its own scale; return values and float32 scales."""
+    """Quantize each row of ``x`` to int8 by a dynamic scale; return values and float32 scales."""
     rows = x.contiguous()
     out = torch.empty(rows.shape, dtype=torch.int8, device=x.device)
     scale = torch.empty((*rows.shape[:-1], 1), dtype=torch.float32, device=x.device)

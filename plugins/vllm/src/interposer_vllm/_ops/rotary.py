@@ -15,21 +15,21 @@ __all__ = ["rotary_embedding", "rotary_embedding_interleaved"]
 def rotary_embedding(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate query and key; dimensions i and i + R/2 form a pair."""
+    """Rotate query and key; dimensions i and i + R/2 form a pair (NeoX)."""
     return _rotated(query, key, cos, sin, halves=True)
 
 
 def rotary_embedding_interleaved(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate query and key; dimensions 2 i and 2 i + 1 form a pair."""
+    """Rotate query and key; dimensions 2 i and 2 i + 1 form a pair (GPT-J)."""
     return _rotated(query, key, cos, sin, halves=False)
 
 
 def _rotated(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, halves: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate copies of query and key, as the op works in place."""
+    """Rotate copies of query and key, since vLLM's op works in place."""
     rotated = [t.clone(memory_format=torch.contiguous_format) for t in (query, key)]
     if len(query):
         # vLLM looks angles up by position. Here row t of the table has the angles of token t.

@@ -1,4 +1,4 @@
-"""The patch of model loading: patches layer classes before, writes the report after.
+"""Patch of model loading: patches vLLM's layer classes before, writes a report after loading.
 
 By then all plugins of vLLM have registered, in any order. So the patches see the classes that other
 plugins have replaced, and no other plugin finds a class already replaced by interposer.
