@@ -97,7 +97,7 @@ def test_a_file_that_was_made_elsewhere_is_read_from_the_checkpoint(
     other_config = Config(cache_dir=tmp_path / "other")
     file = pack(copied, config=other_config).path
     lm = loaded(copied, on)
-    assert f"{file}: it has no signature of this user's cache" in note(lm)
+    assert f"{file}: it lacks the signature of this user's cache" in note(lm)
     assert torch.equal(lm.logits(PROMPT), loaded(copied, Config(packed="off")).logits(PROMPT))
     assert "mapped from" in note(loaded(copied, other_config))
 

@@ -163,7 +163,7 @@ def test_shards_are_parts_of_the_full_weight(
             )
             if count == 2 and (indices := orders(tensors)) and kind == "row":
                 assert indices
-                with pytest.raises(CheckpointError, match="orders inputs by their activation"):
+                with pytest.raises(CheckpointError, match="is reordered by activation"):
                     fill(sharded, tensors)
                 return
             fill(sharded, tensors)
