@@ -51,6 +51,7 @@ class Side:
     """A process with one version's engine, which is stopped unless it measures."""
 
     def __init__(self, python: str, model: str, quantization: str) -> None:
+        self._python = python
         command = [python, str(Path(__file__).resolve()), python, model, "--measures"]
         self.process = subprocess.Popen(
             [*command, "--quantization", quantization],
@@ -71,7 +72,7 @@ class Side:
         self.process.stdin.flush()
         answer = self.process.stdout.readline()
         if not answer:
-            raise SystemExit(f"{self.process.args} ended without a measurement")
+            raise SystemExit(f"the process of {self._python} ended without a measurement")
         os.kill(self.process.pid, signal.SIGSTOP)
         return float(answer)
 
