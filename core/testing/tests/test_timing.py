@@ -135,3 +135,24 @@ def test_only_arguments_that_are_read_count_for_the_floor() -> None:
     assert ROOFLINE.impossible(first, big, 1e-4, generator) is None
     assert ROOFLINE.impossible(scale, big, 1e-4, generator) is not None
     assert ROOFLINE.impossible(first, case, 0.0, generator) is not None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "speedup"),
+    # torch cannot multiply matrices of the last two on a CPU, or only slowly.
+    [(torch.float32, 1), (torch.float16, 1), (torch.int8, 4), (torch.float8_e8m0fnu, 4)],
+    ids=str,
+)
+def test_the_floor_of_a_product_depends_on_the_bits_of_the_arguments(
+    dtype: torch.dtype, speedup: float
+) -> None:
+    @custom_op("product", cases=scale_cases)
+    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x @ weight.float()
+
+    arguments = {"x": torch.ones(512, 512), "weight": torch.ones(512, 512).to(dtype)}
+    limits = ROOFLINE.of(product, Case("", arguments, {"width": 8}), torch.Generator())
+    assert limits.limit == "arithmetic"
+    # The clock of this roofline says that a product of two matrices with 1024 rows takes a second.
+    assert limits.roofline == 0.125
+    assert limits.floor == limits.roofline / 2 / speedup
