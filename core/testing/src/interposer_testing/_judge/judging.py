@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -413,7 +413,7 @@ class _Judging:
         timed = [w for w in kernel.workloads if w.timed] or list(workloads[:1])
         if self.is_interpreted:
             timed = [self._smallest(workloads[:_MAX_COMPARED])]
-        roofline = Roofline(self.timer, device=self.device)
+        roofline = _roofline(self.timer, self.device)
         for workload in timed[:_MAX_TIMED]:
             self.progress(f"timing {workload.label}{kernel.passes}")
             draw = partial(workload.case, self._generator("timing", workload.label))
@@ -495,6 +495,12 @@ class _Judging:
             grown = repeat * _GROWTH if _GROWTH * took < self.budget.rerun_seconds else 1
             fitting = int(repeat * (self.budget.rerun_seconds / 6) / took)
             repeat = min(most_repeats, max(grown, fitting))
+
+
+@cache
+def _roofline(timer: Callable[[], float], device: str) -> Roofline:
+    """Return the roofline of a device, whose rates are measured once per process."""
+    return Roofline(timer, device=device)
 
 
 def _digest(solution: Solution) -> str:
