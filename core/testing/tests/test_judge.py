@@ -38,6 +38,26 @@ _SHORT = Budget(correctness_seconds=20.0, timing_seconds=0.5, rerun_seconds=2.0,
 _SIZES = ((4, 8), (1, 5), (33, 64))
 
 
+_FAILING_PROBLEM = """\
+import torch
+
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        if len(x) < 8:
+            raise ValueError("too few rows")
+        return x
+
+
+def get_inputs():
+    return [torch.rand(4, 2)]
+
+
+def get_init_inputs():
+    return []
+"""
+
+
 @custom_op("scaled", cases=lambda _dtype, _seed: iter(()), tolerance=Tolerance(roundings=2))
 def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
     return x * factor
@@ -199,6 +219,17 @@ def test_a_verdict_without_all_workloads_is_no_gate() -> None:
     assert verdict.tier == "triage"
     (note,) = verdict.notes
     assert "workloads were not compared, as the time had ended" in note
+
+
+def test_a_task_whose_reference_fails_has_no_verdict(tmp_path: Path) -> None:
+    problem = tmp_path / "1_Tiles.py"
+    problem.write_text(_FAILING_PROBLEM)
+    solution = tmp_path / "solution.py"
+    solution.write_text(_FAILING_PROBLEM + "\n\nclass ModelNew(Model):\n    pass\n")
+    task = read_task(str(problem))
+    reason = r"The reference of '.*/1_Tiles' failed: .*too few rows.* Correct the definition"
+    with pytest.raises(ConfigError, match=reason):
+        judge(task, read_solution(str(solution), task), budget=_SHORT)
 
 
 def test_a_hanging_kernel_is_refused() -> None:

@@ -110,7 +110,8 @@ def judge(
         timer: clock in seconds.
 
     Raises: ConfigError: this system is not Linux, has no such device, or lacks Triton and the
-        solution imports it; or ``backward`` is set and the op has no gradient.
+        solution imports it; or ``backward`` is set and the op has no gradient; or the reference of
+        the task fails.
     """
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise ConfigError(f"device = {device!r} is unknown. Try: 'cpu' or 'cuda'")

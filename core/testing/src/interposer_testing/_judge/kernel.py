@@ -75,7 +75,10 @@ class JudgedKernel:
         return self.functions.process.memory
 
     def faults(self, case: Case, *, is_fenced: bool) -> tuple[list[Fault], dict[str, float]]:
-        """Compare two calls with the reference, like ``check_kernel``; return faults and errors."""
+        """Compare two calls with the reference, like ``check_kernel``; return faults and errors.
+
+        Raises: ConfigError: kernel and reference fail, so the task is at fault.
+        """
         remote = RemoteFunction(self.functions, self.function)
         errors, expectations = dict[str, float](), list[Expectation]()
 
@@ -102,6 +105,8 @@ class JudgedKernel:
                     call = subject.call(call_arguments)
                     errors = expect(call_arguments).errors(call)
         except (KernelError, ProcessEndedError) as error:
+            if self._task.source != "op":
+                self._task.expect(case)  # raises ConfigError if the task cannot be computed at all
             return [fault_of(error, "call")], {}
         return faults, errors
 
