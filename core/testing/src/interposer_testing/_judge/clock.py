@@ -33,6 +33,8 @@ _SETTLING_SECONDS = 0.002
 _NUM_CHECKED = 2
 # Elements of an argument that are changed to find out whether the result depends on all of it.
 _NUM_PROBES = 6
+# Smaller arguments count as read without such calls: they hardly change the floor.
+_MIN_PROBED_FRACTION = 1 / 64
 # The measured rates may miss the peak of the machine, but not by this factor.
 _HEADROOM = 2.0
 # Products of 8-bit integers beside those of float32 on processors with VNNI, and products of FP4
@@ -248,11 +250,14 @@ class Roofline:
         """Compute roofline and floor of the time of a call with the arguments of ``case``."""
         arguments = dict(case.arguments)
         result, num_operations = _counted(op, _copied(arguments))
+        sizes = {n: v.nbytes for n, v in arguments.items() if isinstance(v, torch.Tensor)}
+        least = _MIN_PROBED_FRACTION * sum(sizes.values())
         names = [
             name
-            for name, value in arguments.items()
-            if isinstance(value, torch.Tensor)
-            and (name in op.mutates or _determines(op, arguments, name, result, generator))
+            for name, size in sizes.items()
+            if name in op.mutates
+            or size < least
+            or _determines(op, arguments, name, result, generator)
         ]
         return self._limits(arguments, names, result, num_operations)
 
