@@ -48,7 +48,7 @@ test-all: $(INSTALLED) ## Run all tests that this machine can run, with a random
 	$(if $(RELEASE),@$(MAKE) --no-print-directory test-speed)
 
 # RELEASE is the Python of an environment with the last release of interposer-cpu.
-test-speed: $(INSTALLED) ## Fail if this checkout decodes slower than a release: make test-speed RELEASE=PYTHON. Ten minutes.
+test-speed: $(INSTALLED) ## Fail if this checkout decodes slower than a release: make test-speed RELEASE=PYTHON. Three minutes.
 	@test -n "$(RELEASE)" || { echo "Name a Python in whose environment a release is installed: make test-speed RELEASE=PYTHON"; exit 2; }
 	$(BIN)/python benchmarks/random_model.py llama-100m .speed_cache/llama-100m
 	OMP_NUM_THREADS=2 $(BIN)/python benchmarks/revisions.py $(RELEASE) .speed_cache/llama-100m --quantization none int8 w4a8 --at-least 0.93
@@ -123,7 +123,7 @@ gpu-rehearsal: $(INSTALLED) ## Rehearse both without an accelerator, in another 
 lint: $(INSTALLED) ## Check style, types and who imports whom.
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 	$(BIN)/lint-imports --no-logo
 
 format: $(INSTALLED) ## Format the code and mend what ruff can mend.

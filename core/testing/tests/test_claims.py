@@ -466,6 +466,7 @@ def test_a_property_that_cannot_be_tested_states_the_reason(tried: Tried) -> Non
     assert trial.run() == []
 
 
+@pytest.mark.slow  # a first run compiles for twenty seconds
 @pytest.mark.process  # trials in full look for a compiler
 def test_ops_on_a_cache_with_nan_have_no_faults(tried: Tried) -> None:
     trials = tried(OpEntry("write", f"{__name__}:write", ALL_BUT_OPAQUE), quick=False)
