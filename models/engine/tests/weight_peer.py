@@ -78,6 +78,8 @@ def join(store: Path | str, rank: int, size: int) -> None:
         world_size=size,
         timeout=timedelta(seconds=WAIT_SECONDS),
     )
+    # Gloo fails in a process that still connects while another one leaves the group.
+    distributed.barrier()
 
 
 @cache
