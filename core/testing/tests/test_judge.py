@@ -26,6 +26,7 @@ from interposer_testing import (
     read_task,
 )
 from interposer_testing._judge import judging
+from interposer_testing._judge.clock import Limits, Roofline
 from interposer_testing._judge.memory import ExportedMemory
 from interposer_testing._judge.process import KernelProcess, ProcessEndedError
 from interposer_testing._judge.remote import RemoteFunctions
@@ -211,6 +212,34 @@ def test_files_of_a_solution_do_not_replace_modules_of_the_process() -> None:
     others = dict.fromkeys(("serve.py", "json.py", "socket.py"), b"1 / 0")
     verdict = _judged("def kernel(x, factor):\n    return x * factor\n", sources=others)
     assert verdict.state == "accepted", str(verdict)
+
+
+def test_the_machine_is_measured_while_the_kernel_is_stopped_and_again_before_a_refusal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    processes: list[KernelProcess] = []
+    are_stopped: list[bool] = []
+
+    class WatchedProcess(KernelProcess):
+        def __enter__(self) -> KernelProcess:
+            processes.append(self)
+            return super().__enter__()
+
+    class WatchedRoofline(Roofline):
+        """A machine that seems to be slow when it is measured for the first time."""
+
+        def of(self, *arguments: Any) -> Limits:
+            are_stopped.append(processes[-1].is_stopped())
+            limits = super().of(*arguments)
+            return replace(limits, floor=1e9) if len(are_stopped) == 1 else limits
+
+    monkeypatch.setattr(judging, "KernelProcess", WatchedProcess)
+    monkeypatch.setattr(judging, "Roofline", WatchedRoofline)
+    judging._roofline.cache_clear()
+    verdict = _judged("def kernel(x, factor):\n    return x * factor\n")
+    judging._roofline.cache_clear()
+    assert verdict.state == "accepted", str(verdict)
+    assert are_stopped == [True, True]
 
 
 def test_a_verdict_without_all_workloads_is_no_gate() -> None:

@@ -50,7 +50,7 @@ Caches = Literal["cold", "warm"]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One timed batch: seconds per call, and the secretly chosen calls with their results."""
+    """Seconds per call of a timed batch, and the calls of the batch that the judge checks."""
 
     seconds: float
     checked: Sequence[tuple[Case, Mapping[str, Any], Any]]
@@ -251,12 +251,12 @@ class Roofline:
         arguments = dict(case.arguments)
         result, num_operations = _counted(op, _copied(arguments))
         sizes = {n: v.nbytes for n, v in arguments.items() if isinstance(v, torch.Tensor)}
-        least = _MIN_PROBED_FRACTION * sum(sizes.values())
+        min_probed_bytes = _MIN_PROBED_FRACTION * sum(sizes.values())
         names = [
             name
             for name, size in sizes.items()
             if name in op.mutates
-            or size < least
+            or size < min_probed_bytes
             or _determines(op, arguments, name, result, generator)
         ]
         return self._limits(arguments, names, result, num_operations)
@@ -350,5 +350,5 @@ def _determines(
 
 
 def _copied(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy the tensors in ``arguments``, as a reference may write to its arguments."""
+    """Copy all tensors in ``arguments``, because a reference may write to its arguments."""
     return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}

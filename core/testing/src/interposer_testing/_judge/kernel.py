@@ -47,7 +47,7 @@ class JudgedKernel:
         self._step: TrainingStep | None = None
 
     def with_gradients(self) -> JudgedKernel:
-        """Return the forward and backward pass of this kernel, as a kernel of its own.
+        """Return a kernel that runs the forward and the backward pass of this kernel.
 
         Raises:
             ConfigError: the op declares no gradient.
@@ -136,7 +136,7 @@ class JudgedKernel:
             return [fault_of(error, "call")]
 
     def departures_of_copies(self, cases: Sequence[Case], *, repeat: int = 1) -> list[Fault]:
-        """Compare calls on ordinary torch allocations with the reference, as programs make them."""
+        """Compare calls with the reference, on tensors that torch allocates as in a program."""
         names = list(self.op.signature.parameters)
         mutated = [names.index(name) for name in self.op.mutates]
         num_outputs = 0
@@ -244,7 +244,7 @@ class JudgedKernel:
         )
 
     def _arranged(self, result: Any) -> Any:
-        """Return the outputs of a foreign task in order; a solution may name or list them."""
+        """Order the outputs of a foreign task, which a solution may return as a dict or a list."""
         if self._task.source == "op":
             return result
         if isinstance(result, dict) and result.keys() == set(self._task.outputs):
@@ -265,7 +265,7 @@ class JudgedKernel:
         return [*arguments, *(allocated_like(f, self._memory.allocate) for f in forms)], {}
 
     def output(self, call: tuple[Sequence[Any], Mapping[str, Any]], result: Any) -> Any:
-        """Return the outputs of a call: its result, or the last arguments if these are outputs."""
+        """Return the outputs of a call: the result, or the outputs that the solution writes to."""
         if not self._writes_outputs:
             return self._arranged(result)
         return _joined(call[0][len(self.op.signature.parameters) :])

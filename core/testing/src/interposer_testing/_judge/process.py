@@ -246,7 +246,7 @@ class KernelProcess:
             return
         try:
             os.kill(self._pid, signal.SIGSTOP)
-            while not self._is_stopped():
+            while not self.is_stopped():
                 time.sleep(_STOP_SECONDS)
         except OSError as error:
             raise ProcessEndedError(self._end_of_process()) from error
@@ -260,7 +260,7 @@ class KernelProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGCONT)
 
-    def _is_stopped(self) -> bool:
+    def is_stopped(self) -> bool:
         """Tell whether every thread of the process is stopped.
 
         Raises: OSError: the process has ended.
