@@ -143,13 +143,17 @@ class TimedKernel:
 
         Raises: RefusedTimesError: a result is wrong, or the kernel failed.
         """
-        with self._refusals(), self._kernels.functions.scope():
-            batch = self._clock.batch(self._function, cases, answers.chosen)
-            for index, (case, arguments, (_, result)) in zip(
-                answers.chosen, batch.checked, strict=True
-            ):
-                for fault in answers.faults(index, case, self.op, arguments, result):
-                    raise RefusedTimesError(self.name, f"returned a wrong result: {fault}")
+        functions = self._kernels.functions
+        with self._refusals():
+            with functions.scope():
+                batch = self._clock.batch(self._function, cases, answers.chosen)
+                for index, (case, arguments, (_, result)) in zip(
+                    answers.chosen, batch.checked, strict=True
+                ):
+                    for fault in answers.faults(index, case, self.op, arguments, result):
+                        raise RefusedTimesError(self.name, f"returned a wrong result: {fault}")
+            # Threads that the kernel left running would slow the other kernels.
+            functions.process.stop()
         return batch.seconds
 
     def _prepare(self, target: str, case: Case) -> None:
