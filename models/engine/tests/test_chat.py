@@ -188,7 +188,6 @@ def test_answers_are_read_by_the_response_template(path: Path, tmp_path: Path) -
     assert actual["tool_calls"] == [{"type": "function", "function": expected}]
     with pytest.raises(RequestError, match="does not read the answer"):
         parsed("<call>{</call>")
-    assert TextTokenizer(path).chat.parsed([1], prompt, None) is None
 
 
 def test_suggested_settings_come_from_the_checkpoint(path: Path, tmp_path: Path) -> None:

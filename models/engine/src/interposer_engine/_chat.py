@@ -11,18 +11,36 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from interposer.errors import RequestError
+from interposer_engine._answer_reader import (
+    AnswerReader,
+    FormatReader,
+    PlainReader,
+    TemplateReader,
+)
+from interposer_engine._answers.detection import (
+    detect,
+    format_by_name,
+    is_in_reasoning,
+    parser_for,
+)
+from interposer_engine._answers.formats import AnswerFormat
+from interposer_engine._answers.grammar import call_grammar
 from interposer_engine._sampling_params import Constraint
 
 Message = Mapping[str, Any]
 """``role``, ``content`` and further fields that the template reads, such as ``tool_calls``."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_TAIL_TOKENS = 32  # holds the longest marker that opens reasoning
 _EXAMPLE = "Try: [{'role': 'user', 'content': 'Hello'}]"
 _NAME = re.compile(r"\(\?P<name>(?:[^()\\]|\\.)*\)")
+_TAG = re.compile(r"{[%{](.*?)[%}]}", re.DOTALL)
 _SPACE = re.compile(r"\\s[*+?]|\\n[*?]")
 _WHITE_SPACE = r"(?: |\n[ \t]{0,24})"
 
@@ -105,17 +123,109 @@ class ChatRenderer:
         """
         return plain_messages(messages, self._template_text(None))
 
+    def reasoning_options(self, effort: str) -> dict[str, Any]:
+        """Return the variables of the chat template that set how much the model reasons.
+
+        Args:
+            effort: "none" for no reasoning, or a word such as "low" or "high".
+        Raises: RequestError: the template has no such variable.
+        """
+        if self._reads("reasoning_effort"):
+            return {"reasoning_effort": effort}
+        switches = [name for name in ("enable_thinking", "thinking") if self._reads(name)]
+        if switches or effort == "none":
+            return dict.fromkeys(switches, effort != "none")
+        raise RequestError(
+            f"reasoning_effort is {effort!r:.100}, but the chat template of {self._path} has no "
+            "variable for reasoning. Try: leave reasoning_effort out"
+        )
+
+    def _reads(self, variable: str) -> bool:
+        """Return whether the chat template of the checkpoint reads a variable."""
+        tags = " ".join(_TAG.findall(self._template_text(None)))
+        # Not a text or an attribute of the same name.
+        return re.search(rf"(?<![\w.'\"]){variable}(?![\w'\"])", tags) is not None
+
     def _template_text(self, template: str | None) -> str:
         """Return ``template``, or all templates of the checkpoint joined to one text."""
         templates = self._tokenizer.chat_template if template is None else template
         return "\n".join(templates.values()) if isinstance(templates, Mapping) else templates or ""
+
+    def reader(
+        self,
+        prompt: Sequence[int],
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None,
+    ) -> AnswerReader:
+        """Create a reader of the answer to a prompt.
+
+        Args:
+            prompt: Tokens of the prompt.
+            tools: Tools of the prompt; their schemas give the types of call arguments. Without
+                tools, calls stay text.
+        """
+        if (form := self.answer_format) is not None:
+            # Slow to import, and only needed here.
+            from transformers.utils.chat_template_utils import get_json_schema
+
+            schemas = [
+                tool if isinstance(tool, Mapping) else get_json_schema(tool) for tool in tools or ()
+            ]
+            used = form if tools else replace(form, calls=None)
+            return FormatReader(parser_for(used, self._tokenizer, self._tail(prompt), schemas))
+        if getattr(self._tokenizer, "response_template", None) is not None and tools:
+            return TemplateReader(lambda token_ids: self.parsed(token_ids, prompt, tools))
+        return PlainReader()
+
+    @cached_property
+    def answer_format(self) -> AnswerFormat | None:
+        """Format in which the model writes reasoning and tool calls; None if it is not known.
+
+        It follows from the chat template, see ``use_formats``.
+        """
+        return detect(self._template_text(None))
+
+    def use_formats(
+        self,
+        tool_format: str | None = None,
+        reasoning_format: str | None = None,
+        *,
+        response_template: bool = False,
+    ) -> None:
+        """Choose the formats of tool calls and reasoning, instead of those of the chat template.
+
+        Args:
+            tool_format: Name of a format, or "none"; None for that of the chat template.
+            reasoning_format: Name of a format, or "none"; None for that of the chat template.
+            response_template: Whether to read answers by the checkpoint's response template, which
+                needs complete answers.
+        Raises:
+            UnknownNameError: there is no format of that name.
+            RequestError: the checkpoint has no response template, or a format is named as well.
+        """
+        if not response_template:
+            if tool_format is not None or reasoning_format is not None:
+                detected = self.answer_format
+                self.answer_format = format_by_name(tool_format, reasoning_format, detected)
+            return
+        if tool_format is not None or reasoning_format is not None:
+            raise RequestError("A response template and a format are both chosen. Try: one of them")
+        if getattr(self._tokenizer, "response_template", None) is None:
+            raise RequestError(
+                f"{self._path} has no response template. Try: a tool format or a reasoning format"
+            )
+        self.answer_format = None
+
+    def _tail(self, prompt: Sequence[int]) -> str:
+        """Return the text of the end of a prompt, with special tokens."""
+        last_tokens = list(prompt[-_TAIL_TOKENS:])
+        return str(self._tokenizer.decode(last_tokens, skip_special_tokens=False))
 
     def parsed(
         self,
         token_ids: Sequence[int],
         prompt: Sequence[int],
         tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None,
-    ) -> dict[str, Any] | None:
+    ) -> dict[str, Any]:
         """Parse an answer as a message, with the response template of the checkpoint.
 
         Args:
@@ -123,11 +233,9 @@ class ChatRenderer:
             prompt: Tokens of the prompt.
             tools: Tools of the prompt; the schemas give the types of call arguments.
         Returns: ``content`` and other parts that the template distinguishes, such as
-            ``tool_calls``; None if the checkpoint has no response template.
+            ``tool_calls``.
         Raises: RequestError: the answer does not match the template.
         """
-        if getattr(self._tokenizer, "response_template", None) is None:
-            return None
         try:
             message = self._tokenizer.parse_response(
                 list(token_ids), prefix=list(prompt), tools=None if tools is None else list(tools)
@@ -139,15 +247,25 @@ class ChatRenderer:
             ) from error
         return dict(message)
 
-    def call_constraint(self, tools: Sequence[Mapping[str, Any]]) -> Constraint:
+    def call_constraint(
+        self, tools: Sequence[Mapping[str, Any]], prompt: Sequence[int]
+    ) -> Constraint:
         """Return the constraint that allows exactly one call of one of ``tools``.
 
-        Raises: RequestError: the response template does not define how calls are written.
+        Args:
+            prompt: Tokens of the prompt, which may end within reasoning.
+        Raises: RequestError: it is not known how the model writes calls.
         """
         added_tokens = self._tokenizer.added_tokens_decoder
         special_ids = {
-            token.content: index for index, token in added_tokens.items() if token.special
+            token.content: index
+            for index, token in added_tokens.items()
+            # llguidance takes other added tokens of this form for special ones, too.
+            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
         }
+        if (form := self.answer_format) is not None:
+            in_reasoning = is_in_reasoning(form, self._tail(prompt))
+            return call_grammar(form, tools, special_ids, in_reasoning=in_reasoning)
         template = getattr(self._tokenizer, "response_template", None)
         return call_constraint(template, tools, special_ids)
 

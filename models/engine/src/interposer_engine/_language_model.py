@@ -14,6 +14,7 @@ import torch
 from interposer import Planned, Resolver, Verdict, explain
 from interposer.errors import ConfigError, RequestError
 from interposer_engine import _sequence as sequences
+from interposer_engine._answers.parts import ParsedAnswer
 from interposer_engine._chat import Message
 from interposer_engine._checkpoint.updates import Offer
 from interposer_engine._checkpoint.weights import Weights
@@ -396,6 +397,30 @@ class LanguageModel:
         prompt = self.chat_prompt(messages, tools=tools, template=template, options=options)
         ((_, merged),) = requests([prompt], params, settings, 1)  # settings cannot hold n
         return self.generate([prompt], merged)[0]
+
+    def read_answer(
+        self,
+        completion: Completion,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+    ) -> ParsedAnswer:
+        """Split a completion of ``chat`` into text, reasoning and tool calls.
+
+        The format follows from the chat template of the checkpoint; without a known format,
+        everything is text.
+
+        Args:
+            tools: Tools that ``chat`` had. Without tools, calls stay text.
+        """
+        with self.engine.lock:  # some tokenizers are not thread-safe
+            reader = self.tokenizer.chat.reader(completion.prompt_token_ids, tools)
+            detokenizer = Detokenizer(self.tokenizer)
+            num_left = len(completion.text)  # which ends before a stop text
+            last = len(completion.token_ids) - 1
+            for index, token_id in enumerate(completion.token_ids):
+                text = detokenizer.push(token_id, last=index == last)[:num_left]
+                num_left -= len(text)
+                reader.push(token_id, text, is_last=index == last)
+            return reader.answer
 
     def chat_prompt(
         self,

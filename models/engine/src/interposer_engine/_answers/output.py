@@ -1,0 +1,159 @@
+"""Collects the parts of an answer, for the stream and as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from interposer_engine._answers.parts import (
+    CallPart,
+    ParsedAnswer,
+    Part,
+    ReasoningPart,
+    TextPart,
+    ToolCall,
+)
+
+
+class Flow:
+    """A text that markers interrupt: white space next to markers is not part of it.
+
+    Two pieces with only markers between them are joined by the white space around the markers, or
+    by a newline if there is none.
+    """
+
+    def __init__(self, emit: Callable[[str], None]) -> None:
+        self._emit = emit
+        self._space: list[str] = []
+        self._is_after_marker = False
+        self.is_empty = True
+
+    def push(self, text: str) -> None:
+        """Append text. White space at the end is held back until more text comes."""
+        stripped = text.rstrip()
+        if not stripped:
+            self._space += [text] if text else []
+            return
+        if self._is_after_marker and self.is_empty:
+            self._space.clear()
+            stripped = stripped.lstrip()
+        elif self._is_after_marker and not self._space and not text[0].isspace():
+            self._space.append("\n")
+        self._emit("".join(self._space) + stripped)
+        self._space = [text[len(text.rstrip()) :]]
+        self._is_after_marker = self.is_empty = False
+        if not self._space[0]:
+            self._space.clear()
+
+    def marker(self) -> None:
+        """Declare that a marker interrupts the text."""
+        self._is_after_marker = True
+
+    def end(self) -> None:
+        """Emit the white space at the end, unless a marker precedes or follows it."""
+        if self._space and not self._is_after_marker:
+            self._emit("".join(self._space))
+        self._space.clear()
+
+
+class Output:
+    """The parts of an answer.
+
+    Attributes:
+        text: Text for the user.
+        reasoning: Reasoning of the model.
+    """
+
+    def __init__(self) -> None:
+        self.text = Flow(lambda text: self._parts.append(TextPart(text)))
+        self.reasoning = Flow(lambda text: self._parts.append(ReasoningPart(text)))
+        self.reasoning.marker()
+        self._parts: list[Part] = []
+        self._content: list[str] = []
+        self._thoughts: list[str] = []
+        self._calls: list[ToolCall] = []
+        self._notes: list[str] = []
+        self._open_call: ToolCall | None = None
+        self._arguments: list[str] = []
+        self._num_calls = 0
+
+    @property
+    def has_open_call(self) -> bool:
+        """Whether a call has begun whose arguments are incomplete."""
+        return self._open_call is not None
+
+    def begin_call(self, name: str, call_id: str) -> None:
+        """Begin a call whose name is complete."""
+        self.text.marker()
+        self._open_call = ToolCall(name, "", call_id)
+        self._arguments = []
+        self._parts.append(CallPart(self._num_calls, name, call_id))
+        self._num_calls += 1
+
+    def arguments(self, piece: str) -> None:
+        """Append to the JSON text of the arguments."""
+        self._arguments.append(piece)
+        self._parts.append(CallPart(self._num_calls - 1, arguments=piece))
+
+    def finish_call(self, call_id: str = "") -> None:
+        """End the call; the id may come only now."""
+        assert self._open_call is not None
+        call, self._open_call = self._open_call, None
+        if call_id and call_id != call.id:
+            self._parts.append(CallPart(self._num_calls - 1, id=call_id))
+        self._calls.append(ToolCall(call.name, "".join(self._arguments), call_id or call.id))
+        self._arguments = []
+
+    def drop_call(self, reason: str) -> None:
+        """Leave out the call, which cannot be completed."""
+        assert self._open_call is not None
+        self.note(f"the call of {self._open_call.name!r} was left out: {reason}")
+        self._open_call = None
+        self._arguments = []
+
+    def note(self, note: str) -> None:
+        """Add a note on a malformed call."""
+        self._notes.append(note)
+
+    def end(self) -> None:
+        """End the answer."""
+        self.text.end()
+
+    def drain(self) -> list[Part]:
+        """Return the parts since the last time; neighbours of the same kind are joined."""
+        groups: list[list[Part]] = []
+        for part in self._parts:
+            last = groups[-1][0] if groups else None
+            if type(last) is type(part) and (
+                not isinstance(part, CallPart)
+                or (isinstance(last, CallPart) and last.index == part.index and not part.id)
+            ):
+                groups[-1].append(part)
+            else:
+                groups.append([part])
+        self._parts = []
+        parts = [_joined(group) for group in groups]
+        for part in parts:
+            if isinstance(part, TextPart):
+                self._content.append(part.text)
+            elif isinstance(part, ReasoningPart):
+                self._thoughts.append(part.text)
+        return parts
+
+    @property
+    def answer(self) -> ParsedAnswer:
+        """The answer up to the last drained part."""
+        return ParsedAnswer(
+            "".join(self._content),
+            "".join(self._thoughts),
+            tuple(self._calls),
+            "; ".join(self._notes),
+        )
+
+
+def _joined(parts: list[Part]) -> Part:
+    first = parts[0]
+    if isinstance(first, CallPart):
+        arguments = "".join(part.arguments for part in parts if isinstance(part, CallPart))
+        return CallPart(first.index, first.name, first.id, arguments)
+    text = "".join(part.text for part in parts if not isinstance(part, CallPart))
+    return type(first)(text)

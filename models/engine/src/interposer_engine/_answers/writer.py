@@ -1,0 +1,247 @@
+"""Writes reasoning, text and tool calls as a checkpoint does: the inverse of the parser."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from interposer.errors import RequestError
+from interposer_engine._answers.formats import (
+    AnswerFormat,
+    CallFormat,
+    ChannelFormat,
+    JsonBody,
+    NamedBody,
+    PythonBody,
+    TaggedBody,
+    ValueKind,
+)
+from interposer_engine._answers.literals import JSON, PYTHON
+from interposer_engine._answers.parts import ToolCall
+from interposer_engine._answers.tools import ToolSchemas, is_text, value_json
+
+
+def write_answer(
+    format: AnswerFormat,
+    reasoning: str = "",
+    content: str = "",
+    calls: Sequence[ToolCall] = (),
+    tools: Iterable[Mapping[str, Any]] = (),
+) -> str:
+    """Return the text of an answer, from the end of a prompt that opens no reasoning.
+
+    Raises: RequestError: the format cannot write a part.
+    """
+    if format.channels is not None:
+        return _write_messages(format.channels, reasoning, content, calls)
+    pieces = []
+    if reasoning:
+        if format.reasoning is None:
+            raise RequestError(f"The format {format.name!r} has no reasoning")
+        pieces += [format.reasoning.open, reasoning, format.reasoning.close]
+    if content:
+        pieces += [format.text_open, content, format.text_close]
+    if calls:
+        pieces.append(write_calls(format, calls, tools))
+    return "".join(pieces)
+
+
+def write_calls(
+    format: AnswerFormat, calls: Sequence[ToolCall], tools: Iterable[Mapping[str, Any]] = ()
+) -> str:
+    """Return the text of calls.
+
+    Args:
+        format: How the checkpoint writes answers.
+        calls: The calls; at least one.
+        tools: Tools of the request. Their schemas give the types of tagged parameters.
+    Returns: The text. Calls without ids get some in formats where each call has an id.
+    Raises: RequestError: the format has no calls, or cannot write a name, a key or a string.
+    """
+    if format.channels is not None:
+        return _write_messages(format.channels, "", "", calls)
+    if format.calls is None:
+        raise RequestError(f"The format {format.name!r} has no tool calls")
+    return _CallWriter(format.calls, ToolSchemas(tools)).write(calls)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The texts around calls.
+
+    Attributes:
+        start: Text before all calls.
+        open: Text before each call.
+        close: Text after each call.
+        separator: Text between two calls.
+        end: Text after all calls.
+    """
+
+    start: str
+    open: str
+    close: str
+    separator: str
+    end: str
+
+
+def layout_of(calls: CallFormat) -> Layout:
+    """Return the texts around calls."""
+    body = calls.body
+    is_open_written = calls.writes_open or not calls.may_be_bare
+    opened, closed = (calls.open, calls.close) if is_open_written else ("", "")
+    if isinstance(body, JsonBody):
+        is_list, is_shared = body.layout == "list", body.layout != "object"
+    else:
+        is_list = isinstance(body, PythonBody) and body.is_list
+        is_shared = isinstance(body, PythonBody)
+    if is_list:
+        start, end = f"{calls.section_open}{opened}[", f"]{closed}{calls.section_close}"
+        return Layout(start, "", "", ", ", end)
+    if is_shared:
+        start, end = calls.section_open + opened, closed + calls.section_close
+        return Layout(start, "", "", calls.separator, end)
+    return Layout(calls.section_open, opened, closed, calls.separator, calls.section_close)
+
+
+class _CallWriter:
+    def __init__(self, calls: CallFormat, tools: ToolSchemas) -> None:
+        self._calls = calls
+        self._tools = tools
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        body, layout = self._calls.body, layout_of(self._calls)
+        if isinstance(body, JsonBody):
+            texts = [self._json(body, call) for call in calls]
+        elif isinstance(body, NamedBody):
+            texts = [self._named(body, index, call) for index, call in enumerate(calls)]
+        elif isinstance(body, PythonBody):
+            texts = [self._python(call) for call in calls]
+        else:
+            texts = [self._tagged(body, call) for call in calls]
+        text = layout.separator.join(f"{layout.open}{each}{layout.close}" for each in texts)
+        return f"{layout.start}{text}{layout.end}"
+
+    def _json(self, body: JsonBody, call: ToolCall) -> str:
+        if not body.name_key:
+            return f"{{{JSON.write(call.name)}: {call.arguments}}}"
+        items = [
+            f"{JSON.write(body.name_key)}: {JSON.write(call.name)}",
+            f"{JSON.write(body.arguments_keys[0])}: {call.arguments}",
+        ]
+        if body.id_key and call.id:
+            id_item = f"{JSON.write(body.id_key)}: {JSON.write(call.id)}"
+            items.insert(0 if body.is_id_first else 2, id_item)
+        return "{" + ", ".join(items) + "}"
+
+    def _named(self, body: NamedBody, index: int, call: ToolCall) -> str:
+        header = self._plain(call.name, "{", body.name_end, body.id_after)
+        if body.number_prefix:
+            header = f"{body.number_prefix}{header}"
+            has_own_id = call.id.rpartition(":")[0] == header
+            header = call.id if has_own_id else f"{header}:{index}"
+        if body.id_before:
+            call_id = call.id or f"call_{index}"
+            header = f"{self._plain(call_id, body.id_before)}{body.id_before}{header}"
+        if body.id_after and call.id:
+            header += body.id_after + self._plain(call.id, "{", body.name_end)
+        arguments = call.arguments
+        if body.notation is not JSON:
+            arguments = self._written(body.notation.write, _arguments(call))
+        return f"{header}{body.name_end}{arguments}"
+
+    def _python(self, call: ToolCall) -> str:
+        if not re.fullmatch(r"[\w.\-]+", call.name):
+            raise self._refusal(f"the name {call.name!r:.100}")
+        arguments = _arguments(call)
+        for key in arguments:
+            if not re.fullmatch(r"\w+", key):
+                raise self._refusal(f"the key {key!r:.100}")
+        items = (f"{key}={PYTHON.write(value)}" for key, value in arguments.items())
+        return f"{call.name}({', '.join(items)})"
+
+    def _tagged(self, body: TaggedBody, call: ToolCall) -> str:
+        name_end = body.name_end.strip() or "\n"
+        pieces = [body.name_open, self._plain(call.name, name_end, body.key_open), body.name_end]
+        for key, value in _arguments(call).items():
+            types = self._tools.types(call.name, key)
+            key_end, text = self._tagged_value(body, value, types)
+            pieces += [
+                body.key_open,
+                self._plain(key, *(marker for marker, _ in body.key_ends)),
+                key_end,
+                body.value_open,
+                text,
+                body.value_end,
+            ]
+        return "".join([*pieces, body.end])
+
+    def _tagged_value(self, body: TaggedBody, value: Any, types: frozenset[str]) -> tuple[str, str]:
+        """Return the marker after the key, and the text of the value."""
+        key_ends = {kind: marker for marker, kind in body.key_ends}
+        text = JSON.write(value)
+        if isinstance(value, str):
+            is_plain = "text" in key_ends or is_text(types) or value_json(value, types) == text
+            text = value if is_plain else text
+        if body.value_end.strip() in text:
+            raise self._refusal(f"a string with {body.value_end.strip()!r}")
+        kind: ValueKind = "text" if isinstance(value, str) else "json"
+        return key_ends.get(kind) or key_ends["schema"], text
+
+    def _plain(self, text: str, *markers: str) -> str:
+        """Return a name or key that stands before one of ``markers``."""
+        if not text or text != text.strip() or any((m.strip() or m) in text for m in markers if m):
+            raise self._refusal(f"the name {text!r:.100}")
+        return text
+
+    def _written(self, write: Any, value: Any) -> str:
+        try:
+            return str(write(value))
+        except ValueError as error:
+            raise self._refusal(str(error)) from None
+
+    def _refusal(self, reason: str) -> RequestError:
+        return RequestError(f"The call format {self._calls.name!r} cannot write {reason}")
+
+
+def _arguments(call: ToolCall) -> dict[str, Any]:
+    """Return the arguments of a call as a dict.
+
+    Raises: RequestError: the arguments are no JSON object.
+    """
+    try:
+        arguments = json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise RequestError(
+            f"The arguments of {call.name!r:.100} are {call.arguments!r:.200}, must be the text of "
+            "a JSON object. Try: '{}'"
+        )
+    return arguments
+
+
+def _write_messages(
+    channels: ChannelFormat, reasoning: str, content: str, calls: Sequence[ToolCall]
+) -> str:
+    """Return messages in channels, from the end of a prompt that names the role of the model."""
+    end, call_end, answer_end = channels.ends
+    messages = []
+    if reasoning:
+        messages.append((channels.reasoning_channel, reasoning, end))
+    if content:
+        # Text before calls goes to their channel; the last message is the answer.
+        channel = channels.call_channel if calls else channels.text_channel
+        messages.append((channel, content, end if calls else answer_end))
+    for call in calls:
+        header = (
+            f"{channels.call_channel} to={channels.recipient_prefix}{call.name} "
+            f"{channels.constrain}json"
+        )
+        messages.append((header, call.arguments, call_end))
+    return channels.start.join(
+        f"{channels.channel}{header}{channels.message}{body}{closed}"
+        for header, body, closed in messages
+    )
