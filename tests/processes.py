@@ -21,7 +21,7 @@ def served(
         assert process.stderr is not None
         told = ""
         try:
-            while not (found := re.search(r"at (http://\S+), Ctrl-C ends it", told)):
+            while not (found := re.search(r"at (https?://\S+), Ctrl-C ends it", told)):
                 line = process.stderr.readline()
                 assert line, told
                 told += line

@@ -29,7 +29,8 @@ TURNS = """\
 {%- if tools %}{{ tools | tojson }}{% endif %}
 {%- for message in messages %}[{{ message.role }}]{{ message.content }}
 {%- for call in message.tool_calls %}<call>{{ call.function.arguments.x }}</call>{% endfor %}
-{%- endfor %}{% if shout %}!{% endif %}{% if add_generation_prompt %}[assistant]{% endif %}
+{%- endfor %}{% if shout %}!{% endif %}{{ reasoning_effort }}
+{%- if add_generation_prompt %}[assistant]{% endif %}
 """
 # What stands after the first line is a call.
 RESPONSES = {
@@ -131,13 +132,15 @@ def serving(
     connections: ConnectionLimits | None = None,
     drain: int = 5,
     send_bytes: int = 0,
+    **options: Any,
 ) -> Iterator[Served]:
     """Serve a model in a thread.
 
     Args:
         send_bytes: that the system takes for a client that reads nothing; 0 leaves it to that.
+        options: further arguments of ``application``.
     """
-    app = application(model, name, limits=limits, keys=keys)
+    app = application(model, name, limits=limits, keys=keys, **options)
     listening = socket.create_server(("127.0.0.1", 0))
     if send_bytes:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)

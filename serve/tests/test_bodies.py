@@ -39,7 +39,13 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("best_of", 2, "allowed is 1"),
     ("suffix", "end", "Try: a prompt that holds both parts"),
     ("functions", [{"name": "f"}], "Try: tools"),
-    ("parallel_tool_calls", False, "allowed is True"),
+    ("parallel_tool_calls", 1, "allowed is True or False"),
+    ("store", "yes", "allowed is False or True"),
+    ("metadata", "job", "allowed is an object of texts"),
+    ("metadata", {"job": 3}, "allowed is an object of texts"),
+    ("user", 3, "user is 3; allowed is a text"),
+    ("service_tier", "fast", "allowed is 'auto' or 'default' or 'flex'"),
+    ("verbosity", "low", "allowed is None"),
     ("reasoning_effort", "high", "allowed is None"),
     ("temperature", -1, "a number from 0, which is greedy, to 1000"),
     ("temperature", "hot", "a number from 0"),
@@ -149,6 +155,19 @@ def test_fields_that_request_nothing_are_accepted(served: Served) -> None:
     neutral["min_tokens"] = 0
     assert served.chat(max_tokens=1, **neutral, top_logprobs=0, audio=None).status == 200
     assert served.complete(max_tokens=1, **neutral, best_of=1, echo=False, suffix="").status == 200
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"metadata": {"job": "nightly"}, "store": True, "service_tier": "flex"},
+        {"metadata": {}, "store": False, "parallel_tool_calls": True},
+        {"parallel_tool_calls": False, "safety_identifier": "a", "prompt_cache_key": "b"},
+    ],
+)
+def test_fields_that_change_no_token_are_accepted(served: Served, fields: dict[str, Any]) -> None:
+    plain, labelled = served.chat(max_tokens=4), served.chat(max_tokens=4, **fields)
+    assert plain.body["choices"] == labelled.body["choices"]
 
 
 def test_missing_fields_and_unknown_models_are_reported(served: Served) -> None:

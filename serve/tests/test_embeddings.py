@@ -73,8 +73,8 @@ def test_concurrent_requests_get_their_own_vectors(served: Served, encoder: Enco
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"input": []}, "input is []; allowed is a text or a list of texts"),
-        ({"input": [[1, 2]]}, "allowed is a text or a list of texts"),
+        ({"input": []}, "input is []; allowed is a text, texts, token ids or a list of those"),
+        ({"input": {"text": "a"}}, "allowed is a text, texts, token ids or a list of those"),
         ({"encoding_format": "int8"}, "allowed is 'float' or 'base64'"),
         ({"dimensions": 8}, "dimensions is 8, which is not honoured here"),
         ({"input": "x " * 200}, "tokens; allowed are 64"),

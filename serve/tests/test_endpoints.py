@@ -83,7 +83,8 @@ def test_a_chat_answer_completes_the_rendered_prompt(
             }
         ]
         spent = {"prompt_tokens": len(prompt), "completion_tokens": len(alone.token_ids)}
-        assert body["usage"] == {**spent, "total_tokens": sum(spent.values())}
+        details = {"completion_tokens_details": {"reasoning_tokens": 0}}
+        assert body["usage"] == {**spent, "total_tokens": sum(spent.values()), **details}
 
 
 def test_a_streamed_chat_adds_up_to_the_whole_answer(served: Served) -> None:

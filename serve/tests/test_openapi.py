@@ -51,6 +51,9 @@ def test_the_document_accepts_the_same_values_as_the_server(
     check = validator(document, "/v1/completions")
     for fields, is_valid in (
         ({"best_of": 1, "user": "me", "store": None, "n": None}, True),
+        ({"metadata": {"job": "nightly"}, "store": True, "service_tier": "flex"}, True),
+        ({"metadata": {"job": 1}}, False),
+        ({"store": 1}, False),
         ({"best_of": 2}, False),
         ({"unknown": 1}, False),
         ({"temperature": -1}, False),
@@ -77,9 +80,10 @@ def test_the_document_states_that_a_key_is_required(lm: LanguageModel) -> None:
         assert served.ask("/openapi.json").status == 401
         document = served.ask("/openapi.json", authorization="Bearer secret").body
     assert document["components"]["securitySchemes"] == {
-        "key": {"type": "http", "scheme": "bearer"}
+        "key": {"type": "http", "scheme": "bearer"},
+        "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     }
-    assert document["security"] == [{"key": []}]
+    assert document["security"] == [{"key": []}, {"header": []}]
 
 
 @pytest.mark.slow

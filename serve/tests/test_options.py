@@ -53,6 +53,7 @@ CHAT = {
     "tools": ({"max_tokens": 8}, TOOLS),
     "tool_choice": ({"tools": TOOLS}, "none"),
     "chat_template_kwargs": ({}, {"shout": True}),
+    "reasoning_effort": ({}, "high"),
 }
 
 

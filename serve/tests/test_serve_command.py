@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import urllib.error
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from serve.tests.certificates import write_certificate
 from tests.adapter_files import write_adapter
 from tests.forks import forks
 from tests.processes import served
@@ -145,6 +147,17 @@ def test_a_used_address_fails_before_loading(chat_folder: Path) -> None:
         (("--adapter=a=x", "--embed"), "--adapter 'a=x' is given with --embed. Try: one of them"),
         (("--speculate=x", "--embed"), "--speculate 'x' is given with --embed. Try: one of them"),
         (("--expert-parallel", "--embed"), "--expert-parallel is given with --embed. Try: without"),
+        (("--cors-origin=*",), "Try: the exact origins, or API keys"),
+        (("--cors-origin=a.example",), "The origin 'a.example' is not SCHEME://HOST[:PORT]"),
+        (("--allowed-host=http://a:1",), "--allowed-host 'http://a:1' is no host name"),
+        (("--allowed-host=*.example",), "--allowed-host '*.example' is no host name"),
+        (("--tls-key={keys}",), "is given alone. Try: also --tls-certificate FILE"),
+        (("--tls-certificate={keys}",), "is given alone. Try: also --tls-key FILE"),
+        (("--tls-certificate={keys}", "--tls-key=none"), "has no line with '-----BEGIN CERT"),
+        (("--tls-certificate=none", "--tls-key=none"), "--tls-certificate none cannot be read"),
+        (("--proxy-headers",), "Try: also --trusted-proxy 127.0.0.1"),
+        (("--trusted-proxy=127.0.0.1",), "is given alone. Try: also --proxy-headers"),
+        (("--proxy-headers", "--trusted-proxy=a"), "The trusted proxy 'a' is no IP address"),
     ],
 )
 def test_invalid_options_are_reported(
@@ -156,6 +169,38 @@ def test_invalid_options_are_reported(
     process = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
     assert process.returncode in (1, 2)
     assert message in process.stderr
+
+
+def test_the_command_serves_https_to_other_hosts_and_origins(
+    chat_folder: Path, tmp_path: Path
+) -> None:
+    certificate, key = write_certificate(tmp_path)
+    options = (
+        f"--tls-certificate={certificate}",
+        f"--tls-key={key}",
+        "--cors-origin=https://app.example.org",
+        "--allowed-host=models.example.org",
+        "--proxy-headers",
+        "--trusted-proxy=127.0.0.1",
+    )
+    client = ssl.create_default_context(cafile=str(certificate))
+    with started(chat_folder, *options) as (url, process):
+        assert url.startswith("https://127.0.0.1:")
+
+        def status(**headers: str) -> int:
+            sent = {**headers, "x-forwarded-for": "203.0.113.7"}
+            request = urllib.request.Request(f"{url}/v1/models", headers=sent)
+            with urllib.request.urlopen(request, timeout=60, context=client) as answer:
+                allowed = answer.headers["access-control-allow-origin"]
+                assert allowed == headers.get("origin")
+                return int(answer.status)
+
+        assert status(host="models.example.org", origin="https://app.example.org") == 200
+        assert status(host="localhost") == 200
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            status(host="evil.example")
+        assert process.stderr is not None
+        assert "client=203.0.113.7 " in process.stderr.readline()
 
 
 def test_the_command_takes_each_option_of_load() -> None:

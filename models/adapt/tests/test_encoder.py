@@ -182,6 +182,57 @@ def test_a_model_with_one_label_scores_pairs(tmp_path: Path) -> None:
     assert score == pytest.approx(float(logit.sigmoid()), rel=1e-4)
 
 
+@pytest.mark.parametrize(("config", "side"), [(BERT, "right"), (QWEN, "left")])
+def test_token_ids_have_the_vectors_of_their_text(tmp_path: Path, config: Any, side: str) -> None:
+    model = write(tmp_path, config, side=side)
+    encoder = load_encoder(tmp_path)
+    ids = [encoder.tokenizer(text)["input_ids"] for text in TEXTS]
+    states = [hidden_of(model, side, text) for text in TEXTS]
+    expected = torch.stack([hidden.mean(0) for hidden in states])
+    torch.testing.assert_close(encoder.embed(ids), expected, **CLOSE)
+    for texts in (TEXTS, ids):
+        assert encoder.count_tokens(texts) == [len(tokens) for tokens in ids]
+        for actual, hidden in zip(encoder.embed_tokens(texts), states, strict=True):
+            torch.testing.assert_close(actual, hidden, **CLOSE)
+    with pytest.raises(RequestError, match="Token id 300 is outside the vocabulary of 300"):
+        encoder.embed([[1, 300]])
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [
+        (None, torch.sigmoid),
+        ("torch.nn.modules.linear.Identity", lambda logit: logit),
+        ("torch.nn.modules.activation.Tanh", torch.tanh),
+    ],
+)
+def test_scores_have_the_activation_of_sentence_transformers(
+    tmp_path: Path, name: str | None, activation: Any
+) -> None:
+    settings: dict[str, Any] = {**SIZES, "num_labels": 1}
+    if name is not None:
+        settings["sentence_transformers"] = {"activation_fn": name}
+    model = write(tmp_path, BertConfig(**settings), AutoModelForSequenceClassification)
+    encoder = load_encoder(tmp_path)
+    pairs = [("a cat", "a dog"), ("a", "a much longer text")]
+    expected = []
+    for pair in pairs:
+        with torch.no_grad():
+            inputs = tokenizer("right")(*pair, return_tensors="pt")
+            expected.append(float(activation(model(**inputs).logits[0, 0])))
+    assert encoder.score(pairs) == pytest.approx(expected, abs=1e-5)
+    assert encoder.count_tokens(pairs) == [len(a + b) + 3 for a, b in pairs]
+
+
+def test_an_unknown_activation_is_refused(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {**SIZES, "num_labels": 1}
+    settings["sentence_transformers"] = {"activation_fn": "os.system"}
+    config = BertConfig(**settings)
+    write(tmp_path, config, AutoModelForSequenceClassification)
+    with pytest.raises(UnsupportedModelError, match=r"names the activation 'os\.system'; known"):
+        load_encoder(tmp_path)
+
+
 def test_bad_requests_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "vectors", BERT)
     vectors = load_encoder(tmp_path / "vectors")
@@ -191,6 +242,8 @@ def test_bad_requests_are_refused(tmp_path: Path) -> None:
         ({"a": 1}, "texts is {'a': 1} of the type dict, must be a text or a list"),
         (b"a", "texts is b'a' of the type bytes"),
         (["a", ("a", "b")], "mixed"),
+        (["a", [1]], "mixed"),
+        ([[]], r"Text 0 is \[\], must be a text, its token ids"),
     ):
         with pytest.raises(RequestError, match=message):
             vectors.embed(bad)  # type: ignore[arg-type]
@@ -198,6 +251,8 @@ def test_bad_requests_are_refused(tmp_path: Path) -> None:
         vectors.embed("a", batch_size=0)
     with pytest.raises(RequestError, match=r"no classes. Try: encoder\.embed"):
         vectors.classify("a")
+    with pytest.raises(RequestError, match="has 0 labels; a cross-encoder has one"):
+        vectors.score(("a", "b"))
     write(tmp_path / "classes", BERT, AutoModelForSequenceClassification)
     with pytest.raises(RequestError, match=r"classifies texts. Try: encoder\.classify"):
         load_encoder(tmp_path / "classes").embed("a")

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from starlette.routing import Route
 from interposer.errors import ConfigError, InterposerError
 from interposer_adapt import Encoder
 from interposer_engine import LanguageModel
+from interposer_serve._details import model_details
 from interposer_serve._errors import ApiError, check_model, respond
 from interposer_serve._guard import LOOPBACK, Guard, check_keys
 from interposer_serve._limits import Limits
 from interposer_serve._openapi import openapi_document
+from interposer_serve._origins import check_origins, cors_middleware
 from interposer_serve._telemetry import Metrics
 from interposer_serve._text import TextEndpoints
 from interposer_serve._vectors import VectorEndpoints
@@ -42,6 +45,7 @@ def application(
     limits: Limits | None = None,
     keys: Collection[str] = (),
     hosts: Collection[str] | None = LOOPBACK,
+    origins: Collection[str] = (),
 ) -> Starlette:
     """Return the ASGI application that serves one model.
 
@@ -53,10 +57,13 @@ def application(
         limits: Limits on requests; None for the defaults of ``Limits``.
         keys: API keys, one of which each request must have. Without keys, none is needed.
         hosts: Allowed names in the Host header; None allows all.
-    Raises: ConfigError: ``keys`` is not a list, a key cannot be sent in a header, or an adapter has
-        the name of the model.
+        origins: Origins whose web pages may use the server from a browser (CORS), such as
+            ``"https://app.example.org"``; ``"*"`` allows all origins and needs keys.
+    Raises: ConfigError: ``keys`` is not a list, a key cannot be sent in a header, an adapter has
+        the name of the model, an origin is malformed, or all origins are allowed without keys.
     """
     checked_keys = check_keys(keys)
+    checked_origins = check_origins(origins, has_keys=bool(checked_keys))
     limits, metrics, created = limits or Limits(), Metrics(), int(time.time())
     endpoints: TextEndpoints | VectorEndpoints
     if isinstance(model, Encoder):
@@ -68,16 +75,20 @@ def application(
             )
         endpoints = TextEndpoints(model, name, limits, metrics)
 
+    details = model_details(model)
+
     def entry(model_name: str) -> dict[str, Any]:
-        # An adapter has the model as its parent.
-        base = {} if model_name == name else {"parent": name}
         return {
             "id": model_name,
             "object": "model",
             "created": created,
             "owned_by": "interposer",
-            "max_model_len": endpoints.context,  # a field of vLLM, which clients read
-            **base,
+            # Fields of vLLM, which clients read. An adapter has the model as its parent.
+            "root": name,
+            "parent": None if model_name == name else name,
+            "max_model_len": endpoints.context,
+            **details,
+            "capabilities": getattr(endpoints, "capabilities", ["completion"]),
         }
 
     running = False
@@ -117,6 +128,10 @@ def application(
         check_model(model_name, endpoints.names)
         return JSONResponse(entry(model_name))
 
+    async def server_version(_request: Request) -> Response:
+        """Return the version of the server."""
+        return JSONResponse({"version": version("interposer-serve")})
+
     async def explanation(_request: Request) -> Response:
         """Explain which kernels the model runs on, and why."""
         return JSONResponse(await endpoints.explanation())
@@ -130,6 +145,7 @@ def application(
         *endpoints.routes,
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", one_model),
+        Route("/version", server_version),
         Route("/health", health),
         Route("/ready", ready),
         Route("/metrics", figures),
@@ -139,7 +155,10 @@ def application(
     ]
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, metrics=metrics, keys=checked_keys, hosts=_names(hosts))],
+        middleware=[
+            *cors_middleware(checked_origins),
+            Middleware(Guard, metrics=metrics, keys=checked_keys, hosts=_names(hosts)),
+        ],
         exception_handlers={
             ApiError: respond,
             InterposerError: respond,
@@ -157,7 +176,7 @@ def application(
 
 
 def _names(hosts: Collection[str] | None) -> frozenset[str] | None:
-    return None if hosts is None else frozenset(hosts)
+    return None if hosts is None else frozenset(host.lower() for host in hosts)
 
 
 def _page() -> Iterator[Route]:

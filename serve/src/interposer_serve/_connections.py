@@ -7,26 +7,125 @@ that does not read the response.
 from __future__ import annotations
 
 import asyncio
+import ssl
+from asyncio.sslproto import SSLProtocol
 from collections import Counter
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.utils import get_remote_addr
 
 from interposer_serve._errors import ApiError
 from interposer_serve._limits import ConnectionLimits
+from interposer_serve._proxies import TrustedProxies
 
 _UNKNOWN = "unknown"
 # Bytes of a refused body to read and discard. Some clients read the response only after that.
 _MAX_DISCARDED_BYTES = 64 * 2**20
 
 
-def protocol(limits: ConnectionLimits) -> type[HttpToolsProtocol]:
-    """Return a uvicorn protocol class whose connections share the given limits."""
-    counts: Counter[str] = Counter()
+def protocol(
+    limits: ConnectionLimits,
+    proxies: TrustedProxies | None = None,
+    tls: ssl.SSLContext | None = None,
+) -> type[Any]:
+    """Return an asyncio protocol class for uvicorn whose connections share the given limits.
+
+    Args:
+        limits: Limits on connections.
+        proxies: Proxies whose connections are not limited by address.
+        tls: Context of a server that speaks HTTPS; None for HTTP.
+    """
     # uvicorn creates the connections from a class, so shared state must be in class attributes.
-    return type("Connection", (_Connection,), {"limits": limits, "counts": counts})
+    counts = _Counts(limits, proxies or TrustedProxies(()))
+    connection = type("Connection", (_Connection,), {"limits": limits, "counts": counts})
+    if tls is None:
+        return connection
+    return type("TlsConnection", (_TlsConnection,), {"connection": connection, "context": tls})
+
+
+class _Counts:
+    """Numbers of open connections of a server, in total and by client address."""
+
+    def __init__(self, limits: ConnectionLimits, proxies: TrustedProxies) -> None:
+        self._limits = limits
+        self._proxies = proxies
+        self._by_address: Counter[str] = Counter()
+
+    def refusal(self, address: str) -> str:
+        """Return why an address may not open another connection; "" if it may."""
+        limits = self._limits
+        if self._by_address.total() >= limits.connections:
+            return (
+                f"The server has reached its limit of {limits.connections} connections. "
+                "Try: again later"
+            )
+        allowed = limits.connections_per_address
+        if self._by_address[address] >= allowed and address not in self._proxies:
+            return (
+                f"The address {address} has reached its limit of {allowed} connections. "
+                "Try: close some, or use them for several requests"
+            )
+        return ""
+
+    def add(self, address: str) -> None:
+        """Count a new connection of an address."""
+        self._by_address[address] += 1
+
+    def remove(self, address: str) -> None:
+        """Count a connection of an address as closed."""
+        self._by_address[address] -= 1
+        if not self._by_address[address]:
+            del self._by_address[address]
+
+
+class _TlsConnection(SSLProtocol):
+    """A TLS connection that carries an HTTP connection, and is counted before its handshake.
+
+    The option ``ssl`` of asyncio's servers has neither a limit on handshakes nor a time limit that
+    uvicorn could set.
+
+    Attributes:
+        connection: Class of the HTTP connections.
+        context: Context with the server's certificate.
+    """
+
+    connection: type[_Connection]
+    context: ssl.SSLContext
+
+    def __init__(self, **arguments: Any) -> None:
+        connection = self.connection(**arguments)
+        connection.counts_itself = False
+        seconds = self.connection.limits.header_seconds
+        super().__init__(
+            asyncio.get_running_loop(),
+            connection,
+            self.context,
+            None,  # type: ignore[arg-type]  # no future waits for the handshake
+            server_side=True,
+            ssl_handshake_timeout=seconds,  # type: ignore[arg-type]  # a float works too
+            ssl_shutdown_timeout=seconds,
+        )
+        self._address: str | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        client = get_remote_addr(transport)
+        address = client[0] if client else _UNKNOWN
+        counts = self.connection.counts
+        if counts.refusal(address):
+            transport.abort()  # an error could be sent only after the handshake
+            return
+        counts.add(address)
+        self._address = address
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        if self._address is not None:
+            self.connection.counts.remove(self._address)
+            self._address = None
+        super().connection_lost(exc)
 
 
 class _Connection(HttpToolsProtocol):
@@ -34,11 +133,13 @@ class _Connection(HttpToolsProtocol):
 
     Attributes:
         limits: Limits of the server.
-        counts: Number of open connections of the server, by client address.
+        counts: Numbers of open connections of the server.
+        counts_itself: Whether this connection is in ``counts``; False if a TLS connection is.
     """
 
     limits: ConnectionLimits
-    counts: Counter[str]
+    counts: _Counts
+    counts_itself = True
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -56,22 +157,12 @@ class _Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._address = self.client[0] if self.client else _UNKNOWN
-        limits, counts = self.limits, self.counts
-        if counts.total() >= limits.connections:
-            reason = (
-                f"The server has reached its limit of {limits.connections} connections. "
-                "Try: again later"
-            )
-        elif counts[self._address] >= limits.connections_per_address:
-            allowed = limits.connections_per_address
-            reason = (
-                f"The address {self._address} has reached its limit of {allowed} connections. "
-                "Try: close some, or use them for several requests"
-            )
-        else:
-            counts[self._address] += 1
-            self._is_counted = True
-            self._set_timer(limits.header_seconds, self._on_timeout)
+        reason = self.counts.refusal(self._address) if self.counts_itself else ""
+        if not reason:
+            if self.counts_itself:
+                self.counts.add(self._address)
+                self._is_counted = True
+            self._set_timer(self.limits.header_seconds, self._on_timeout)
             return
         self._is_closing = True
         self._write_error(ApiError(503, reason, code="too_many_connections"))
@@ -80,9 +171,7 @@ class _Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._is_counted:
             self._is_counted = False
-            self.counts[self._address] -= 1
-            if not self.counts[self._address]:
-                del self.counts[self._address]
+            self.counts.remove(self._address)
         self._cancel_timer()
         if self._write_timer is not None:
             self._write_timer.cancel()

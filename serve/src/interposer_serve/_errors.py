@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -20,6 +21,17 @@ _TYPES = {
     503: "server_error",
     504: "timeout_error",
 }
+_CONTEXT_CODE = "context_length_exceeded"
+# litellm recognizes a prompt that is too long by this text, and other clients by the code.
+_CONTEXT_TEXT = "This model's maximum context length is exceeded"
+# The engine's errors for a prompt that is too long have no class of their own.
+_TOO_LONG = re.compile(
+    r"The (prompt|encoder input) has \d+ tokens, |The request needs \d+ cached tokens, "
+)
+
+
+ERROR_BODIES: dict[str, Callable[[ApiError], dict[str, Any]]] = {}
+"""Functions that write the body of an error response in the format of another API, by path."""
 
 
 class ApiError(Exception):
@@ -50,8 +62,9 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """Body of the error response, as a dict."""
+        prefix = f"{_CONTEXT_TEXT}: " if self.code == _CONTEXT_CODE else ""
         error = {
-            "message": str(self),
+            "message": prefix + str(self),
             "type": _TYPES.get(self.status, "invalid_request_error"),
             "param": self.param,
             "code": self.code,
@@ -80,7 +93,8 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, InterposerError) and isinstance(error, ArithmeticError):
         return ApiError(500, str(error), code="not_finite")
     if isinstance(error, InterposerError):
-        return ApiError(400, str(error))
+        message = str(error)
+        return ApiError(400, message, code=_CONTEXT_CODE if _TOO_LONG.match(message) else None)
     return ApiError(
         500, "The server failed to process this request; its log has the reason", code="failed"
     )
@@ -110,4 +124,8 @@ async def respond(request: Request, error: Exception) -> Response:
     for folder, name in app.state.hidden.items() if app is not None else ():
         # The text of an exception is in ``args``.
         refusal.args = (str(refusal).replace(folder, name),)
-    return Response(refusal.content, refusal.status, refusal.headers, media_type="application/json")
+    content = refusal.content
+    for path, error_body in ERROR_BODIES.items():
+        if request.url.path.startswith(path):
+            content = json.dumps(error_body(refusal), separators=(",", ":")).encode()
+    return Response(content, refusal.status, refusal.headers, media_type="application/json")

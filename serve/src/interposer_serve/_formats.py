@@ -1,26 +1,22 @@
-"""Response formats of OpenAI's chat and completion APIs, for whole and streamed answers.
-
-An answer is the list of its deltas so far.
-"""
+"""Response formats of OpenAI's chat and completion APIs, for whole and streamed answers."""
 
 from __future__ import annotations
 
 import json
-import random
 import time
-import uuid
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from interposer.errors import RequestError
 from interposer_engine import Delta, PromptLogprob, TextTokenizer
+from interposer_engine.answers import CallPart, Part, ReasoningPart, TextPart, ToolCall
+from interposer_serve._answer import Answer, Usage
 from interposer_serve._errors import ApiError
+from interposer_serve._format import Format, LargeFields, new_id, to_json
 
-_json = json.JSONEncoder(ensure_ascii=False).encode
-compact_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
-_MARK = "\0"
 _PARTIAL = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -28,80 +24,73 @@ Spell = Callable[[int], str]
 """Returns the text of one token; an incomplete character becomes U+FFFD."""
 
 
-class Format(ABC):
-    """Base of formatters that write the answers to one request in the format of an API.
+class OpenAIFormat(Format):
+    """Base of the formats with choices.
 
     Attributes:
         id: Id of the response.
         kind: Value of the field ``object`` of a whole response; ``chunk_kind`` of a chunk.
         spell: Returns the text of one token.
         tells_logprobs: Whether the response has log probabilities.
+        tells_usage: Whether the last chunk of a stream has the numbers of tokens.
     """
 
     prefix: str
     kind: str
     chunk_kind: str
 
-    def __init__(self, model: str, spell: Spell, tells_logprobs: bool) -> None:
-        # uuid4 makes a system call, which would hand the GIL to the engine's thread for a while.
-        self.id = f"{self.prefix}-{random.getrandbits(128):032x}"
+    def __init__(
+        self, model: str, spell: Spell, *, tells_logprobs: bool, tells_usage: bool
+    ) -> None:
+        super().__init__()
+        self.id = new_id(f"{self.prefix}-")
         self.spell = spell
         self.tells_logprobs = tells_logprobs
+        self.tells_usage = tells_usage
+        self.has_frames = not tells_logprobs
         self._model = model
         self._created = int(time.time())
-        self._frames: dict[int, tuple[str, str] | None] = {}
 
-    def response(
-        self, choices: list[dict[str, Any]], usage: dict[str, int] | None, *, chunk: bool = False
-    ) -> dict[str, Any]:
-        """Return a response, or a chunk of a stream, with some choice objects."""
-        content: dict[str, Any] = {
+    def response(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+        """Return the fields of a whole response, without the choices."""
+        return {**self._response(self.kind, []), "usage": _usage(usage)}
+
+    def large_fields(self, answers: Sequence[Answer]) -> LargeFields:
+        """Return the choices."""
+        return {"choices": [partial(self.choice, answer) for answer in answers]}
+
+    def _response(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
             "id": self.id,
-            "object": self.chunk_kind if chunk else self.kind,
+            "object": kind,
             "created": self._created,
             "model": self._model,
             "choices": choices,
         }
-        return content if usage is None else {**content, "usage": usage}
 
-    def event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> str:
-        """Return a server-sent event with some choice objects."""
-        return f"data: {_json(self.response(choices, usage, chunk=True))}\n\n"
+    def write_events(self, answer: Answer, parts: Sequence[Part]) -> str:
+        """Return one event for each chunk."""
+        return "".join(self._event([choice]) for choice in self.chunks(answer, parts))
 
-    def events(self, answer: Sequence[Delta]) -> str:
-        """Return the server-sent events of an answer's newest token; "" if there are none yet."""
-        newest = answer[-1]
-        if len(answer) == 1 or newest.finish_reason is not None or self.tells_logprobs:
-            return self._write_chunks(answer)
-        # Events between the first and the last differ only in their text: reuse the rest.
-        if newest.index not in self._frames:
-            self._frames[newest.index] = self._frame(newest.index)
-        frame = self._frames[newest.index]
-        return f"{frame[0]}{_json(newest.text)}{frame[1]}" if newest.text and frame else ""
+    def last_events(self, answers: Sequence[Answer], usage: Usage) -> str:
+        """Return the event with the numbers of tokens, if requested, and the end of the stream."""
+        last = self._event([], usage=_usage(usage)) if self.tells_usage else ""
+        return f"{last}data: [DONE]\n\n"
 
-    def _write_chunks(self, answer: Sequence[Delta]) -> str:
-        return "".join(self.event([choice]) for choice in self.chunks(answer))
-
-    def _frame(self, index: int) -> tuple[str, str] | None:
-        """Return the text of a stream event before and after the text of a token.
-
-        None if the format sends no text before the end of the answer.
-        """
-        chunks = self._write_chunks([Delta(_MARK, 0, 0.0, None, index=index)] * 2)
-        head, mark, tail = chunks.rpartition(_json(_MARK))
-        return (head, tail) if mark else None
+    def _event(self, choices: list[dict[str, Any]], **fields: Any) -> str:
+        return f"data: {to_json({**self._response(self.chunk_kind, choices), **fields})}\n\n"
 
     @abstractmethod
-    def choice(self, answer: Sequence[Delta]) -> dict[str, Any]:
+    def choice(self, answer: Answer) -> dict[str, Any]:
         """Return the choice object of a complete answer."""
 
     @abstractmethod
-    def chunks(self, answer: Sequence[Delta]) -> list[dict[str, Any]]:
+    def chunks(self, answer: Answer, parts: Sequence[Part]) -> list[dict[str, Any]]:
         """Return the choice objects that the newest token adds to a stream, possibly none."""
 
-    def prompt_logprobs(self, answer: Sequence[Delta]) -> list[dict[str, Any] | None]:
+    def prompt_logprobs(self, answer: Answer) -> list[dict[str, Any] | None]:
         """Return the log probabilities of the prompt tokens in vLLM's format."""
-        return [None, *map(self._of_prompt, answer[0].prompt_logprobs)]
+        return [None, *map(self._of_prompt, answer.deltas[0].prompt_logprobs)]
 
     def _of_prompt(self, token: PromptLogprob) -> dict[str, Any]:
         entries = {
@@ -115,11 +104,7 @@ class Format(ABC):
         }
 
 
-def _text(answer: Sequence[Delta]) -> str:
-    return "".join(delta.text for delta in answer)
-
-
-class ChatFormat(Format):
+class ChatFormat(OpenAIFormat):
     """Formats the responses of ``/v1/chat/completions``."""
 
     prefix = "chatcmpl"
@@ -130,8 +115,10 @@ class ChatFormat(Format):
         self,
         model: str,
         spell: Spell,
+        *,
         tells_logprobs: bool,
-        parse: Callable[[list[int]], dict[str, Any] | None] | None,
+        tells_usage: bool,
+        tells_prompt: bool,
     ) -> None:
         """Create the formatter of one chat request.
 
@@ -139,53 +126,44 @@ class ChatFormat(Format):
             model: Name of the model in responses.
             spell: Returns the text of one token.
             tells_logprobs: Whether the response has log probabilities.
-            parse: Parses the tokens of a complete answer that may call tools. A stream then sends
-                such an answer only at the end. None if the request offers no tools.
+            tells_usage: Whether the last chunk of a stream has the numbers of tokens.
+            tells_prompt: Whether the response has the log probabilities of the prompt.
         """
-        super().__init__(model, spell, tells_logprobs)
-        self._parse = parse
+        super().__init__(model, spell, tells_logprobs=tells_logprobs, tells_usage=tells_usage)
+        self._tells_prompt = tells_prompt
 
-    def choice(self, answer: Sequence[Delta]) -> dict[str, Any]:
+    def response(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+        """Return the fields of a whole response, without the choices."""
+        response = super().response(answers, usage)
+        if self._tells_prompt:
+            response["prompt_logprobs"] = self.prompt_logprobs(answers[0])
+        return response
+
+    def choice(self, answer: Answer) -> dict[str, Any]:
         """Return the choice object of a complete answer."""
-        message = _answer_message(_text(answer), self._parsed(answer))
-        is_call = answer[-1].finish_reason == "stop" and message.get("tool_calls")
         return {
-            "index": answer[-1].index,
-            "message": message,
-            "logprobs": self._logprobs(answer),
-            "finish_reason": "tool_calls" if is_call else answer[-1].finish_reason,
+            "index": answer.index,
+            "message": _message(answer),
+            "logprobs": self._logprobs(answer.deltas),
+            "finish_reason": answer.finish_reason,
+            **_note(answer),
         }
 
-    def chunks(self, answer: Sequence[Delta]) -> list[dict[str, Any]]:
-        """Return the chunks of the newest token: role, text, and the finish reason at the end."""
-        newest = answer[-1]
-        reason: str | None = newest.finish_reason
-        deltas: list[dict[str, Any]] = []
-        if len(answer) == 1:
-            deltas.append({"role": "assistant", "content": ""})
-        if self._parse is None:
-            if newest.text or self.tells_logprobs:
-                deltas.append({"content": newest.text})
-        # Only a complete answer can be parsed, so send text or calls at the end.
-        elif reason is not None:
-            choice = self.choice(answer)
-            message, reason = choice["message"], choice["finish_reason"]
-            calls = message.get("tool_calls", [])
-            indexed_calls = [{"index": index, **call} for index, call in enumerate(calls)]
-            del message["role"]  # sent in the first chunk
-            deltas.append({**message, "tool_calls": indexed_calls} if indexed_calls else message)
+    def chunks(self, answer: Answer, parts: Sequence[Part]) -> list[dict[str, Any]]:
+        """Return the chunks of the newest token: role, parts, and the finish reason at the end."""
+        newest = answer.newest
+        deltas = [*map(_delta, parts)]
+        if self.tells_logprobs and not deltas:
+            deltas.append({"content": ""})
+        if len(answer.deltas) == 1:
+            deltas.insert(0, {"role": "assistant", "content": ""})
         chunks = [self._chunk(newest.index, delta, None) for delta in deltas]
-        if self.tells_logprobs and chunks:
-            chunks[-1]["logprobs"] = self._logprobs([newest] if self._parse is None else answer)
-        return chunks if reason is None else [*chunks, self._chunk(newest.index, {}, reason)]
-
-    def _parsed(self, answer: Sequence[Delta]) -> dict[str, Any] | None:
-        try:
-            if self._parse is not None:
-                return self._parse([delta.token_id for delta in answer])
-        except RequestError:
-            pass  # the answer does not match the response template, so send it as text
-        return None
+        if self.tells_logprobs:
+            chunks[-1]["logprobs"] = self._logprobs([newest])
+        if newest.finish_reason is not None:
+            last = self._chunk(newest.index, {}, answer.finish_reason)
+            chunks.append({**last, **_note(answer)})
+        return chunks
 
     @staticmethod
     def _chunk(index: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
@@ -244,34 +222,41 @@ def _with_parsed_arguments(path: str, call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _answer_message(text: str, parsed: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the assistant's message in OpenAI's format.
-
-    Args:
-        text: Text of the answer.
-        parsed: The answer as parsed by the checkpoint's response template; None without one.
-    """
-    if parsed is None:
-        return {"role": "assistant", "content": text}
-    message: dict[str, Any] = {"role": "assistant", "content": parsed.get("content") or None}
-    if parsed.get("thinking"):
-        message["reasoning_content"] = parsed["thinking"]
-    if calls := parsed.get("tool_calls"):
-        message["tool_calls"] = [_call(call) for call in calls]
-    else:
-        message["content"] = message["content"] or ""
+def _message(answer: Answer) -> dict[str, Any]:
+    """Return the assistant's message in OpenAI's format."""
+    parsed = answer.parsed
+    message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+    if parsed.reasoning:
+        message["reasoning_content"] = parsed.reasoning
+    if parsed.calls:
+        message["content"] = parsed.content or None
+        message["tool_calls"] = [_call(call) for call in parsed.calls]
     return message
 
 
-def _call(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function", call)
-    arguments = function.get("arguments", {})
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+def _call(call: ToolCall) -> dict[str, Any]:
     return {
-        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "id": call.id or new_id("call_", 24),
         "type": "function",
-        "function": {"name": function.get("name", ""), "arguments": text},
+        "function": {"name": call.name, "arguments": call.arguments},
     }
+
+
+def _delta(part: Part) -> dict[str, Any]:
+    match part:
+        case TextPart(text):
+            return {"content": text}
+        case ReasoningPart(text):
+            return {"reasoning_content": text}
+        case CallPart(index, "", _, arguments):
+            return {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}
+        case CallPart(index, name, call_id, arguments):
+            return {"tool_calls": [{"index": index, **_call(ToolCall(name, arguments, call_id))}]}
+
+
+def _note(answer: Answer) -> dict[str, str]:
+    """Return the field that says why a tool call was not read, if one was not."""
+    return {"note": answer.parsed.note} if answer.parsed.note else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +282,7 @@ class _Logprobs:
     offsets: list[int]
 
 
-class CompletionFormat(Format):
+class CompletionFormat(OpenAIFormat):
     """Formats the responses of ``/v1/completions``."""
 
     prefix = "cmpl"
@@ -307,7 +292,9 @@ class CompletionFormat(Format):
         self,
         model: str,
         spell: Spell,
+        *,
         num_likely: int | None,
+        tells_usage: bool,
         echoes: Sequence[Echo] = (),
         tells_prompt: bool = False,
     ) -> None:
@@ -317,24 +304,26 @@ class CompletionFormat(Format):
             model: Name of the model in responses.
             spell: Returns the text of one token.
             num_likely: Number of most likely tokens to report per token; None for no logprobs.
+            tells_usage: Whether the last chunk of a stream has the numbers of tokens.
             echoes: Prompt to repeat before each answer; empty for none.
             tells_prompt: Whether each answer has the log probabilities of its prompt.
         """
-        super().__init__(model, spell, num_likely is not None)
+        tells_logprobs = num_likely is not None
+        super().__init__(model, spell, tells_logprobs=tells_logprobs, tells_usage=tells_usage)
         self._num_likely = num_likely or 0
         self._echoes = echoes
         self._tells_prompt = tells_prompt
 
-    def choice(self, answer: Sequence[Delta]) -> dict[str, Any]:
+    def choice(self, answer: Answer) -> dict[str, Any]:
         """Return the choice object of a complete answer."""
-        choice = self._choice(answer, is_first=True)
+        choice = self._choice(answer.deltas, is_first=True)
         if self._tells_prompt:
             choice["prompt_logprobs"] = self.prompt_logprobs(answer)
         return choice
 
-    def chunks(self, answer: Sequence[Delta]) -> list[dict[str, Any]]:
+    def chunks(self, answer: Answer, parts: Sequence[Part]) -> list[dict[str, Any]]:
         """Return the chunk of the newest token; an empty list if the token adds no text."""
-        newest, is_first = answer[-1], len(answer) == 1
+        newest, is_first = answer.newest, len(answer.deltas) == 1
         has_content = newest.text or newest.finish_reason is not None or self.tells_logprobs
         if not (has_content or (is_first and self._echoes)):
             return []
@@ -342,7 +331,7 @@ class CompletionFormat(Format):
 
     def _choice(self, deltas: Sequence[Delta], *, is_first: bool) -> dict[str, Any]:
         """Return the choice object for a part of an answer; the first part includes the echo."""
-        text, index = _text(deltas), deltas[-1].index
+        text, index = "".join(delta.text for delta in deltas), deltas[-1].index
         echo = self._echoes[index] if self._echoes else None
         logprobs = _Logprobs([], [], [], [])
         if echo is not None and is_first:
@@ -407,27 +396,11 @@ class CompletionFormat(Format):
         return logprobs
 
 
-def usage(num_prompt_tokens: int, num_new_tokens: int) -> dict[str, int]:
-    """Return the usage object, with the numbers of prompt tokens and new tokens."""
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Return the usage object, with the numbers of tokens."""
     return {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": num_new_tokens,
-        "total_tokens": num_prompt_tokens + num_new_tokens,
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_new_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_new_tokens,
+        "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
     }
-
-
-def with_parts(fields: dict[str, Any], parts: dict[str, str]) -> str:
-    """Return the JSON text of an object of which some parts are already serialized.
-
-    Args:
-        fields: Values to serialize, by field name.
-        parts: Serialized values by field name, which replace values of ``fields``.
-    """
-    members = [
-        f"{compact_json(name)}:{parts.get(name) or compact_json(value)}"
-        for name, value in fields.items()
-    ]
-    for name, part in parts.items():
-        if name not in fields:
-            members.append(f"{compact_json(name)}:{part}")
-    return "{" + ",".join(members) + "}"

@@ -83,8 +83,10 @@ class Guard:
         if not self._keys or path in _OPEN_PATHS:
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            key = headers.get("x-api-key", "")  # Anthropic's clients send the key here
         # Starlette decodes headers as Latin-1: encode again to get the bytes that the client sent.
-        digest = _digest(key.strip().encode("latin-1") if scheme.lower() == "bearer" else b"")
+        digest = _digest(key.strip().encode("latin-1"))
         # Compare with every key, so that the time does not reveal which key is similar.
         matches = [key for valid, key in self._keys.items() if hmac.compare_digest(digest, valid)]
         if matches:
@@ -93,7 +95,8 @@ class Guard:
             return None
         return ApiError(
             401,
-            "The API key is missing or unknown. Try: the header 'authorization: Bearer KEY'",
+            "The API key is missing or unknown. Try: the header 'authorization: Bearer KEY' or "
+            "'x-api-key: KEY'",
             code="invalid_api_key",
             headers={"www-authenticate": "Bearer"},
         )

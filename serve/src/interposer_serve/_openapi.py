@@ -9,7 +9,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 from starlette.routing import Route
 
-from interposer_serve._requests import Body, accepted_values
+from interposer_serve._requests import Body, accepted_schemas
 
 _REFERENCE = "#/components/schemas/{model}"
 _ERROR = {
@@ -63,34 +63,39 @@ def openapi_document(
         name = references[body_type, "validation"]["$ref"].rpartition("/")[2]
         # pydantic describes only known fields; the server accepts more.
         definitions[name] = _with_ignored_fields(definitions[name])
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        # OpenAPI does not know Starlette's converters, such as ":path".
+        paths.setdefault(route.path.replace(":path", ""), {}).update(_path(route, bodies))
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "interposer serve", "version": version("interposer-serve")},
-        # OpenAPI does not know Starlette's converters, such as ":path".
-        "paths": {route.path.replace(":path", ""): _path(route, bodies) for route in routes},
+        "paths": paths,
         "components": {"schemas": definitions},
     }
     if has_keys:
-        scheme = {"type": "http", "scheme": "bearer"}
-        document["components"]["securitySchemes"] = {"key": scheme}
-        document["security"] = [{"key": []}]
+        document["components"]["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer"},
+            "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
+        document["security"] = [{"key": []}, {"header": []}]  # one of them
     return document
 
 
 def _with_ignored_fields(schema: dict[str, Any]) -> dict[str, Any]:
     """Add the values that the server accepts but ignores to the schema of a request body.
 
-    Every optional field accepts null. Fields of OpenAI's API that the server does not support
-    accept the values that request nothing.
+    Every optional field accepts null. Fields of OpenAI's API that have no effect here accept the
+    values that change no answer.
     """
     fields: dict[str, Any] = schema["properties"]
     required = schema.get("required", [])
     for name, field in fields.items():
         if name not in required and not _accepts_null(field):
             fields[name] = {"anyOf": [field, {"type": "null"}]}
-    for name, values in accepted_values().items():
+    for name, accepted in accepted_schemas().items():
         if name not in fields:
-            fields[name] = {"type": ["string", "null"]} if values is None else {"enum": values}
+            fields[name] = accepted
     return schema
 
 
@@ -107,11 +112,11 @@ def _path(route: Route, bodies: Mapping[str, type[Body]]) -> dict[str, Any]:
             **{status: _error_response(text) for status, text in _STATUSES.items()},
         },
     }
-    if "{name" in route.path:
-        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-        operation["parameters"] = [name]
+    if names := route.param_convertors:
+        place = {"in": "path", "required": True, "schema": {"type": "string"}}
+        operation["parameters"] = [{"name": name, **place} for name in names]
     if body is None:
-        return {"get": operation}
+        return {"delete" if "DELETE" in (route.methods or ()) else "get": operation}
     reference = {"$ref": _REFERENCE.format(model=body.__name__)}
     operation["requestBody"] = {
         "required": True,

@@ -21,6 +21,8 @@ from interposer_serve._limits import Limits
 _MAX_CONTAINERS = 50_000
 _MAX_DEPTH = 128
 _LARGE_CHARACTERS = 100_000
+# Fields with a text, texts, token ids or lists of token ids.
+_PROMPT_FIELDS = ("prompt", "input", "text_1", "text_2", "query", "documents")
 # An escaped half of a surrogate pair: json.loads accepts it, but no tokenizer or encoder does.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -166,7 +168,7 @@ class PromptSizes:
 
         Raises: ApiError: there are too many prompts, tokens or characters.
         """
-        for name in ("prompt", "input"):
+        for name in _PROMPT_FIELDS:
             value = body.get(name)
             if isinstance(value, str):
                 self._check_text(name, value)
@@ -175,14 +177,17 @@ class PromptSizes:
         tokens = body.get("tokens")
         if isinstance(tokens, list):
             self._check_tokens("tokens", tokens)
-        for name in ("messages", "tools"):
+        for name in ("messages", "system", "instructions", "tools"):
             value = body.get(name)
-            if isinstance(value, list) and self.num_characters is not None:
-                self._check_characters(name, _num_characters(value))
+            if value is not None and self.num_characters is not None:
+                self._check_characters(name, _num_characters([value]))
 
     def _check_list(self, name: str, value: list[Any]) -> None:
         if value and isinstance(value[0], int | float):
             self._check_tokens(name, value)
+            return
+        if value and isinstance(value[0], dict) and name == "input":  # items of a conversation
+            self._check_characters(name, _num_characters(value))
             return
         if len(value) > self.num_prompts:
             raise ApiError(
@@ -196,6 +201,8 @@ class PromptSizes:
                 self._check_text(name, prompt)
             elif isinstance(prompt, list):
                 self._check_tokens(name, prompt)
+            elif isinstance(prompt, dict) and self.num_characters is not None:
+                self._check_characters(name, _num_characters([prompt]))
 
     def _check_tokens(self, name: str, value: list[Any]) -> None:
         # Leave slightly long prompts to a later check, whose message has more detail.

@@ -18,8 +18,8 @@ _MAX_TOKEN_IDS = 4096
 _MAX_DIGITS = 18
 _INT64_MAX = 2**63 - 1
 
-# Unsupported fields of OpenAI's API, with the values that request nothing and so are accepted. null
-# is always accepted.
+# Fields of OpenAI's API that have no effect here, with the values that change no answer and so are
+# accepted. null is always accepted.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
@@ -27,21 +27,22 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "metadata": ({},),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True,),
+    "parallel_tool_calls": (True, False),  # the chat template decides
     "prediction": (),
     "reasoning_effort": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
+    "service_tier": ("auto", "default", "flex", "priority", "scale"),  # all have equal priority
+    "store": (False, True),  # nothing is stored
     "suffix": ("",),
     "top_logprobs": (0,),
     "verbosity": (),
     "web_search_options": (),
 }
-# Fields that identify the user. They do not change the answer, so any text is accepted.
+# Fields that identify the user or the request. They do not change the answer, so any text is
+# accepted, or any object of texts.
 _LABELS = ("prompt_cache_key", "safety_identifier", "user")
+_LABEL_OBJECTS = ("metadata",)
 _HINTS = {
     "functions": "tools",
     "function_call": "tools",
@@ -118,10 +119,24 @@ _Prompt = Annotated[
 ]
 
 
-def accepted_values() -> dict[str, list[Any] | None]:
-    """Return which values of unsupported fields are accepted, by field name; None for any text."""
-    neutral = {name: [*values, None] for name, values in _NEUTRAL.items()}
-    return {**neutral, **dict.fromkeys(_LABELS)}
+# Names for the bodies of other modules.
+INT64_MAX = _INT64_MAX
+SOME = _Some
+Flag = _Flag
+Positive = _Positive
+Prompt = _Prompt
+Text = _Text
+
+
+def accepted_schemas() -> dict[str, dict[str, Any]]:
+    """Return JSON schemas of the accepted values of fields that change no answer, by field name."""
+    text_or_null = {"type": ["string", "null"]}
+    texts_or_null = {"type": ["object", "null"], "additionalProperties": {"type": "string"}}
+    return {
+        **{name: {"enum": [*values, None]} for name, values in _NEUTRAL.items()},
+        **dict.fromkeys(_LABELS, text_or_null),
+        **dict.fromkeys(_LABEL_OBJECTS, texts_or_null),
+    }
 
 
 class Body(BaseModel):
@@ -142,10 +157,18 @@ class Body(BaseModel):
         for name, value in [*fields.items()]:
             if name in cls.model_fields:
                 continue
-            if name in _LABELS and isinstance(value, str):
+            if name in _LABELS or name in _LABEL_OBJECTS:
+                is_valid = isinstance(value, str) if name in _LABELS else _holds_texts(value)
+                if not is_valid:
+                    allowed = "a text" if name in _LABELS else "an object of texts"
+                    message = f"{name} is {shown(value)}; allowed is {allowed}"
+                    raise ApiError(400, message, param=name, code="invalid_value")
                 del fields[name]
             elif name in _NEUTRAL:
-                if not any(value == allowed for allowed in _NEUTRAL[name]):
+                # 1 == True in Python, but not in JSON.
+                if not any(
+                    type(value) is type(allowed) and value == allowed for allowed in _NEUTRAL[name]
+                ):
                     raise _unsupported(name, value)
                 del fields[name]
             else:
@@ -155,6 +178,10 @@ class Body(BaseModel):
             return cls(**fields)
         except ValidationError as error:
             raise _invalid(cls, error, fields) from None
+
+
+def _holds_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
 def _unsupported(name: str, value: Any) -> ApiError:
@@ -405,6 +432,9 @@ class ChatBody(SampledBody):
         description="'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}",
     )
     chat_template_kwargs: dict[str, Any] = Field({}, description="an object")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="'none', 'minimal', 'low', 'medium', 'high' or 'xhigh'"
+    )
 
     def check(self) -> None:
         """Raise ApiError if two fields of the request contradict each other."""
@@ -461,15 +491,6 @@ class ChatBody(SampledBody):
     ) -> SamplingParams:
         """Return the sampling parameters of the first of the ``n`` answers."""
         return super().params(suggested, self.max_completion_tokens or max_new_tokens, constraint)
-
-
-class EmbeddingBody(Body):
-    """Request body of ``/v1/embeddings``."""
-
-    input: Annotated[
-        _Text | Annotated[list[str], _Some], Field(description="a text or a list of texts")
-    ]
-    encoding_format: Literal["float", "base64"] = Field("float", description="'float' or 'base64'")
 
 
 class TokenizeBody(Body):

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from socket import socket
+from ssl import SSLContext
 from types import FrameType
 from typing import Any
 
@@ -17,6 +18,7 @@ from uvicorn.config import LOGGING_CONFIG
 
 from interposer_serve._connections import protocol
 from interposer_serve._limits import ConnectionLimits
+from interposer_serve._proxies import ClientLimit, TrustedProxies
 
 _CLOSE_SECONDS = 2  # time to send errors to clients whose answers were cut off
 _POLL_SECONDS = 0.05
@@ -38,6 +40,8 @@ class Server(uvicorn.Server):
         listening: socket,
         limits: ConnectionLimits,
         *,
+        tls: SSLContext | None = None,
+        proxies: TrustedProxies | None = None,
         drain_seconds: float,
         log_level: str,
         name: str,
@@ -49,20 +53,25 @@ class Server(uvicorn.Server):
             app: Application that ``application`` returned.
             listening: Socket that is bound and listening.
             limits: Limits on connections.
+            tls: Context with the certificate, for HTTPS; None for HTTP.
+            proxies: Proxies from which the header X-Forwarded-For is read; None for no proxies.
             drain_seconds: Time for running answers after the first signal, in seconds.
             log_level: Name of the least severe level to log, in capitals.
             name: Name of the model, for messages.
             print_line: Prints a line for the user who started the server.
         """
         config = uvicorn.Config(
-            app,
-            http=protocol(limits),
+            app if proxies is None else ClientLimit(app, limits, proxies),
+            http=protocol(limits, proxies, tls),
             ws="none",
             loop="asyncio",
             lifespan="on",
             log_config=_log_config(log_level),
             access_log=False,  # the application logs its requests with times and tokens
             server_header=False,
+            # By default uvicorn reads these headers from each local process.
+            proxy_headers=proxies is not None,
+            forwarded_allow_ips=[] if proxies is None else [*proxies.addresses],
             timeout_graceful_shutdown=_CLOSE_SECONDS,
         )
         super().__init__(config)
@@ -70,6 +79,7 @@ class Server(uvicorn.Server):
         self._listening = listening
         self._drain_seconds = drain_seconds
         self._name = name
+        self._scheme = "http" if tls is None else "https"
         self._print_line = print_line
         self._endpoints = app.state.endpoints
 
@@ -86,7 +96,7 @@ class Server(uvicorn.Server):
             gc.freeze()
             host, port = self._listening.getsockname()[:2]
             url_host = f"[{host}]" if ":" in host else host
-            self._print_line(f"{self._name} at http://{url_host}:{port}, Ctrl-C ends it")
+            self._print_line(f"{self._name} at {self._scheme}://{url_host}:{port}, Ctrl-C ends it")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Finish running answers after the first signal, and stop at once after the second."""

@@ -1,48 +1,93 @@
-"""Endpoint of an encoder model, which computes embeddings."""
+"""Endpoints of an encoder model: embeddings, pooling, scores, reranking and classification."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import struct
-from collections.abc import Mapping
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity, normalize
 
 import interposer
 from interposer_adapt import Encoder
-from interposer_serve._errors import ApiError, check_model
+from interposer_serve._errors import ApiError, check_model, shown
 from interposer_serve._limits import Limits
 from interposer_serve._reading import BodyReader, PromptSizes
-from interposer_serve._requests import Body, EmbeddingBody
+from interposer_serve._requests import Body
+from interposer_serve._vector_requests import (
+    ClassifyBody,
+    EmbeddingBody,
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+)
 
 _MAX_TEXTS = 2048  # limit of OpenAI's API
+# Numbers in one response with a vector for each token, which would otherwise fill the memory.
+_MAX_TOKEN_VALUES = 2**23
+B = TypeVar("B", bound=Body)
+# Content of a response, and the number of tokens that the encoder read.
+_Answer = tuple[dict[str, Any], int]
 
 
 class VectorEndpoints:
-    """The endpoint for embeddings, which runs the encoder for one request at a time."""
+    """The endpoints of one encoder, which runs one request at a time.
+
+    Attributes:
+        name: Name of the model for clients.
+        names: The same name, as the only one.
+        context: Number of tokens of the longest text or pair.
+        bodies: Types of the request bodies, by path.
+        capabilities: Names of the encoder's tasks, for clients.
+    """
 
     def __init__(self, encoder: Encoder, name: str, limits: Limits) -> None:
         self.name, self.names = name, (name,)
-        sizes = (encoder.pooling.max_tokens, encoder.tokenizer.model_max_length)
-        self.context = min(size for size in sizes if size is not None)
+        self.context = _context(encoder)
         self._encoder = encoder
         self._limits = limits
         self._waiting = 0
         self._bodies = BodyReader(limits)
-        self._sizes = PromptSizes(self.context, _MAX_TEXTS, encoder.tokenizer.get_vocab())
+        self._max_tokens = min(self.context, limits.prompt_tokens or self.context)
+        self._sizes = PromptSizes(self._max_tokens, _MAX_TEXTS, encoder.tokenizer.get_vocab())
         self._thread = ThreadPoolExecutor(1, "interposer-encoder")
+        is_classifier, is_cross_encoder = bool(encoder.labels), len(encoder.labels) == 1
+        self._endpoints: dict[str, tuple[Any, type[Body]]] = {"/pooling": (self.pool, PoolingBody)}
+        self.capabilities: list[str] = []
+        self._tasks: tuple[str, ...] = ("embed", "token_embed")
+        if is_classifier:
+            self._tasks = ("classify",)
+            self._add("classification", self.classify, ClassifyBody, "/v1/classify", "/classify")
+        else:
+            self._add("embedding", self.embed, EmbeddingBody, "/v1/embeddings")
+        if is_cross_encoder or not is_classifier:
+            self._add("score", self.score, ScoreBody, "/v1/score", "/score")
+            self._add("rerank", self.rerank, RerankBody, "/v1/rerank", "/v2/rerank", "/rerank")
+        self.bodies: Mapping[str, type[Body]] = {
+            path: body_type for path, (_, body_type) in self._endpoints.items()
+        }
 
-    bodies: Mapping[str, type[Body]] = {"/v1/embeddings": EmbeddingBody}
+    def _add(self, capability: str, endpoint: Any, body_type: type[Body], *paths: str) -> None:
+        self.capabilities.append(capability)
+        self._endpoints |= dict.fromkeys(paths, (endpoint, body_type))
 
     @property
     def routes(self) -> list[Route]:
-        """The HTTP route of the endpoint."""
-        return [Route("/v1/embeddings", self.embed, methods=["POST"])]
+        """The HTTP routes of the endpoints."""
+        return [
+            Route(path, endpoint, methods=["POST"])
+            for path, (endpoint, _) in self._endpoints.items()
+        ]
 
     async def start(self) -> None:
         """Do nothing at the start: the encoder is loaded already."""
@@ -53,7 +98,7 @@ class VectorEndpoints:
         return self._waiting
 
     def end_answers(self) -> None:
-        """Do nothing: computing embeddings is short, so all requests finish."""
+        """Do nothing: the encoder's computations are short, so all requests finish."""
 
     async def stop(self) -> None:
         """End the encoder's thread."""
@@ -71,11 +116,124 @@ class VectorEndpoints:
 
     async def embed(self, request: Request) -> Response:
         """Compute embeddings: ``/v1/embeddings``."""
+        body = await self._read(request, EmbeddingBody)
+        if body.dimensions is not None:
+            self._check_dimensions(body.dimensions)
+
+        def embeddings() -> _Answer:
+            num_tokens = self._check_inputs(body.texts)
+            vectors = self._encoder.embed(body.texts)[:, : body.dimensions]
+            if body.dimensions is not None and self._encoder.pooling.unit:
+                vectors = normalize(vectors, dim=1)
+            data = [
+                {"object": "embedding", "index": index, "embedding": row}
+                for index, row in enumerate(_encode(vectors, body.encoding_format))
+            ]
+            return {"object": "list", "data": data}, num_tokens
+
+        return await self._answer(request, embeddings)
+
+    async def pool(self, request: Request) -> Response:
+        """Compute vectors of texts, vectors of their tokens, or classes: ``/pooling``."""
+        body = await self._read(request, PoolingBody)
+        task = body.task or self._tasks[0]
+        if task not in self._tasks:
+            allowed = " or ".join(map(repr, self._tasks))
+            message = f"task is {task!r}, which this model cannot do; allowed is {allowed}"
+            raise ApiError(400, message, param="task", code="not_honoured")
+
+        def pooled() -> _Answer:
+            num_tokens = self._check_inputs(body.texts)
+            results: Iterable[Tensor]
+            if task == "token_embed":
+                self._check_num_values(num_tokens)
+                results = self._encoder.embed_tokens(body.texts)
+            elif task == "embed":
+                results = self._encoder.embed(body.texts)
+            else:
+                results = map(_probabilities, self._encoder.classify(body.texts))
+            data = [
+                {"object": "pooling", "index": index, "data": row}
+                for index, row in enumerate(_encode(results, body.encoding_format))
+            ]
+            return {**_head("pool"), "data": data}, num_tokens
+
+        return await self._answer(request, pooled)
+
+    async def classify(self, request: Request) -> Response:
+        """Compute the most likely label of each text: ``/v1/classify``."""
+        body = await self._read(request, ClassifyBody)
+
+        def classified() -> _Answer:
+            num_tokens = self._check_inputs(body.texts)
+            data = [
+                {
+                    "index": index,
+                    "label": max(probabilities, key=probabilities.__getitem__),
+                    "probs": [*probabilities.values()],
+                    "num_classes": len(probabilities),
+                }
+                for index, probabilities in enumerate(self._encoder.classify(body.texts))
+            ]
+            return {**_head("classify"), "data": data}, num_tokens
+
+        return await self._answer(request, classified)
+
+    async def score(self, request: Request) -> Response:
+        """Score the similarity of pairs of texts: ``/v1/score``."""
+        body = await self._read(request, ScoreBody)
+        try:
+            pairs = body.pairs
+        except ValueError as error:
+            raise ApiError(400, str(error), param="text_1") from None
+
+        def scored() -> _Answer:
+            scores, num_tokens = self._scores(pairs, "text_2")
+            data = [
+                {"object": "score", "index": index, "score": score}
+                for index, score in enumerate(scores)
+            ]
+            return {**_head("score"), "data": data}, num_tokens
+
+        return await self._answer(request, scored)
+
+    async def rerank(self, request: Request) -> Response:
+        """Sort documents by their relevance for a query: ``/v1/rerank``."""
+        body = await self._read(request, RerankBody)
+
+        def reranked() -> _Answer:
+            texts = body.texts
+            scores, num_tokens = self._scores([(body.query, text) for text in texts], "documents")
+            order = sorted(range(len(texts)), key=scores.__getitem__, reverse=True)
+            results: list[dict[str, Any]] = []
+            for index in order[: body.top_n or None]:
+                result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+                if body.return_documents:
+                    result["document"] = {"text": texts[index]}
+                results.append(result)
+            return {"id": _new_id("rerank"), "results": results}, num_tokens
+
+        return await self._answer(request, reranked)
+
+    async def _read(self, request: Request, body_type: type[B]) -> B:
         content = await self._bodies.read_object(request)
         self._sizes.check(content)
-        body = EmbeddingBody.read(content)
+        body = body_type.read(content)
         check_model(body.model, self.names)
-        texts = [body.input] if isinstance(body.input, str) else body.input
+        return body
+
+    async def _answer(self, request: Request, compute: Callable[[], _Answer]) -> Response:
+        """Run a computation in the encoder's thread, and return its result as a response.
+
+        Raises: ApiError: the queue is full, or the deadline has passed.
+        """
+
+        def content_and_count() -> tuple[bytes, int]:
+            content, num_tokens = compute()
+            usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+            pieces = _json_pieces({**content, "model": self.name, "usage": usage})
+            return "".join(pieces).encode(), num_tokens
+
         # One of the unfinished requests runs, all others wait in the queue.
         if self._waiting > self._limits.queue:
             raise ApiError(
@@ -86,8 +244,8 @@ class VectorEndpoints:
             )
         self._waiting += 1
         try:
-            vectors, num_tokens = await asyncio.wait_for(
-                asyncio.get_running_loop().run_in_executor(self._thread, self._vectors, texts),
+            content, num_tokens = await asyncio.wait_for(
+                asyncio.get_running_loop().run_in_executor(self._thread, content_and_count),
                 self._limits.deadline_seconds,
             )
         # The thread finishes the computation even after a timeout: torch cannot be interrupted.
@@ -96,29 +254,147 @@ class VectorEndpoints:
             raise ApiError(504, message, code="deadline_exceeded") from None
         finally:
             self._waiting -= 1
-        data = [
-            {"object": "embedding", "index": index, "embedding": embedding}
-            for index, embedding in enumerate(_encode(vectors, body.encoding_format))
-        ]
         request.state.num_prompt_tokens = num_tokens
-        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        return JSONResponse({"object": "list", "data": data, "model": self.name, "usage": usage})
+        return Response(content, media_type="application/json")
 
-    def _vectors(self, texts: list[str]) -> tuple[list[list[float]], int]:
-        counts = [len(tokens) for tokens in self._encoder.tokenizer(texts)["input_ids"]]
+    def _scores(self, pairs: Sequence[tuple[str, str]], param: str) -> tuple[list[float], int]:
+        """Return the score of each pair, and the number of tokens that the encoder read.
+
+        Raises: ApiError: a pair, or a text of an embedding model, is longer than the context.
+        """
+        texts = [*dict.fromkeys(chain.from_iterable(pairs))]
+        counts = self._encoder.count_tokens(texts)
+        for text, count in zip(texts, counts, strict=True):
+            self._check_count(f"The text {shown(text[:40])} has", count, param)
+        if self._encoder.labels:
+            counts = self._encoder.count_tokens(pairs)
+            for index, count in enumerate(counts):
+                self._check_count(f"{param}[{index}] and its pair have", count, param)
+            return self._encoder.score(pairs), sum(counts)
+        vectors = self._encoder.embed(texts)
+        rows = {text: row for row, text in enumerate(texts)}
+        first, second = (
+            vectors[[rows[text] for text in column]] for column in zip(*pairs, strict=True)
+        )
+        scores: list[float] = cosine_similarity(first, second).tolist()
+        return scores, sum(counts)
+
+    def _check_inputs(self, texts: Sequence[Any]) -> int:
+        """Return the number of tokens of the inputs.
+
+        Raises: ApiError: an input is empty, or longer than the context.
+        """
+        # The encoder refuses empty lists of token ids, with a message for Python programs.
+        empty = next((index for index, text in enumerate(texts) if text == []), None)
+        if empty is not None:
+            self._check_count(f"input[{empty}] has", 0, "input")
+        counts = self._encoder.count_tokens(texts)
         for index, count in enumerate(counts):
-            # The encoder would silently truncate the text.
-            if count > self.context:
-                raise ApiError(
-                    400,
-                    f"input[{index}] has {count} tokens; allowed are {self.context}",
-                    param="input",
-                    code="context_length_exceeded",
-                )
-        return self._encoder.embed(texts).tolist(), sum(counts)
+            self._check_count(f"input[{index}] has", count, "input")
+        return sum(counts)
+
+    def _check_count(self, subject: str, count: int, param: str) -> None:
+        if not count:
+            raise ApiError(400, f"{subject} no tokens", param=param, code="invalid_value")
+        # The encoder would silently truncate the text.
+        if count > self._max_tokens:
+            raise ApiError(
+                400,
+                f"{subject} {count} tokens; allowed are {self._max_tokens}",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def _check_num_values(self, num_tokens: int) -> None:
+        size = self._encoder.adapted.model.config.get_text_config().hidden_size
+        if num_tokens * size > _MAX_TOKEN_VALUES:
+            allowed = _MAX_TOKEN_VALUES // size
+            raise ApiError(
+                400,
+                f"input has {num_tokens} tokens; allowed are {allowed} in one request for the "
+                "task 'token_embed'. Try: fewer texts",
+                param="input",
+                code="too_many_items",
+            )
+
+    def _check_dimensions(self, dimensions: int) -> None:
+        """Check that the checkpoint's vectors may be truncated to some dimensions.
+
+        The configurations of models with Matryoshka representations state that, as for vLLM.
+
+        Raises: ApiError: the checkpoint does not state that.
+        """
+        config = self._encoder.adapted.model.config
+        stored_sizes = getattr(config, "matryoshka_dimensions", None)
+        if stored_sizes:
+            is_allowed, allowed = dimensions in stored_sizes, f"one of {shown(stored_sizes)}"
+        elif getattr(config, "is_matryoshka", False):
+            size = config.get_text_config().hidden_size * len(self._encoder.pooling.modes)
+            is_allowed, allowed = dimensions <= size, f"an integer from 1 to {size}"
+        else:
+            is_allowed = False
+            allowed = "None. Try: leave it out, or truncate the vectors of a model trained for that"
+        if not is_allowed:
+            message = (
+                f"dimensions is {dimensions}, which is not honoured here; allowed is {allowed}"
+            )
+            raise ApiError(400, message, param="dimensions", code="not_honoured")
 
 
-def _encode(vectors: list[list[float]], encoding: str) -> list[Any]:
+def _context(encoder: Encoder) -> int:
+    """Return the number of tokens of the longest text that the encoder does not truncate."""
+    model = encoder.adapted.model
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    # RoBERTa's positions start after the index of the padding token.
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
+            positions = module.num_embeddings
+            if module.padding_idx is not None:
+                positions -= module.padding_idx + 1
+    sizes = (encoder.pooling.max_tokens, encoder.tokenizer.model_max_length, positions)
+    return int(min(size for size in sizes if size is not None and size > 0))
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+def _head(kind: str) -> dict[str, Any]:
+    return {"id": _new_id(kind), "object": "list", "created": int(time.time())}
+
+
+def _probabilities(by_label: Mapping[str, float]) -> Tensor:
+    return Tensor([*by_label.values()])
+
+
+def _encode(results: Iterable[Tensor], encoding: str) -> list[Any]:
+    """Return each tensor as nested lists, or as base64 of its little-endian float32 values."""
     if encoding == "float":
-        return vectors
-    return [base64.b64encode(struct.pack(f"<{len(row)}f", *row)).decode() for row in vectors]
+        return [result.tolist() for result in results]
+    return [
+        base64.b64encode(result.float().numpy().astype("<f4").tobytes()).decode()
+        for result in results
+    ]
+
+
+def _json_pieces(value: Any) -> Iterator[str]:
+    """Yield a value as JSON in pieces, of which the largest is the list of one vector.
+
+    The JSON encoder holds the GIL until a piece is complete.
+    """
+    if isinstance(value, dict):
+        for index, (name, item) in enumerate(value.items()):
+            yield f"{',' if index else '{'}{_compact(name)}:"
+            yield from _json_pieces(item)
+        yield "}"
+    elif isinstance(value, list) and value and isinstance(value[0], dict | list):
+        for index, item in enumerate(value):
+            yield "," if index else "["
+            yield from _json_pieces(item)
+        yield "]"
+    else:
+        yield _compact(value)
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -12,6 +12,7 @@ import gc
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -167,7 +168,36 @@ def _optional(file: Path) -> dict[str, Any]:
 
 
 _CLASSIFIER_SUFFIX = "ForSequenceClassification"
-Text = str | tuple[str, str]
+Text = str | tuple[str, str] | list[int]
+"""A text, a pair of texts, or the token ids of a text."""
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "activation.Sigmoid": torch.sigmoid,
+    "activation.Tanh": torch.tanh,
+    "linear.Identity": lambda logits: logits,
+}
+_ACTIVATION_PREFIX = "torch.nn.modules."
+
+
+def _score_activation(config: Any, folder: Path) -> Callable[[Tensor], Tensor]:
+    """Return the function that turns a cross-encoder's logit into its score.
+
+    sentence-transformers stores the name of the function in config.json, for example Identity for
+    the models trained on MS MARCO; the default is the sigmoid.
+
+    Raises: UnsupportedModelError: config.json names another function.
+    """
+    stored_settings = getattr(config, "sentence_transformers", None)
+    name = stored_settings.get("activation_fn") if isinstance(stored_settings, dict) else None
+    name = name or getattr(config, "sbert_ce_default_activation_function", None)
+    if name is None:
+        return torch.sigmoid
+    class_name = str(name).removeprefix(_ACTIVATION_PREFIX)
+    if class_name not in _ACTIVATIONS:
+        names = ", ".join(_ACTIVATION_PREFIX + supported for supported in _ACTIVATIONS)
+        raise UnsupportedModelError(
+            folder, f"config.json names the activation {name!r:.100}; known are {names}"
+        )
+    return _ACTIVATIONS[class_name]
 
 
 class Encoder:
@@ -186,12 +216,18 @@ class Encoder:
     """
 
     def __init__(
-        self, adapted: Adapted[Any], tokenizer: Any, pooling: Pooling, labels: Sequence[str]
+        self,
+        adapted: Adapted[Any],
+        tokenizer: Any,
+        pooling: Pooling,
+        labels: Sequence[str],
+        score_activation: Callable[[Tensor], Tensor] = torch.sigmoid,
     ) -> None:
         self.adapted = adapted
         self.tokenizer = tokenizer
         self.pooling = pooling
         self.labels = tuple(labels)
+        self._score_activation = score_activation
         self._lock = FairLock()
         if tokenizer.pad_token is None:
             # The attention mask hides padding, so that any token can pad.
@@ -238,11 +274,17 @@ class Encoder:
         return f"<{type(self).__name__} {model.name_or_path}: {', '.join(facts)}>"
 
     def embed(
-        self, texts: str | Sequence[str], *, prompt: str | None = None, batch_size: int = 32
+        self,
+        texts: str | Sequence[str] | Sequence[list[int]],
+        *,
+        prompt: str | None = None,
+        batch_size: int = 32,
     ) -> Tensor:
         """Compute the vector of each text, ``[B, H]`` float32 on the CPU.
 
         Args:
+            texts: a text, texts, or a list of token ids for each text. The encoder uses token ids
+                unchanged: without a prompt, and without the tokenizer's special tokens.
             prompt: name of one of the checkpoint's prompts; None selects the default prompt, if
                 any.
             batch_size: texts in one call of the model.
@@ -250,19 +292,29 @@ class Encoder:
             RequestError: there are no texts, or the model is a classifier.
             UnknownNameError: the checkpoint has no such prompt.
         """
-        if self.labels:
-            raise RequestError("The model classifies texts. Try: encoder.classify(texts)")
-        prefix = self._prompt(prompt)
-        prompted_texts = []
-        for text in _texts(texts):
-            if isinstance(text, tuple):
-                raise RequestError(f"{text!r:.100} is a pair. Try: encoder.embed([*pair])")
-            prompted_texts.append(prefix + text)
 
         def pooled(out: Any, mask: Tensor) -> Tensor:
-            return self.pooling(out.last_hidden_state, mask)
+            return self.pooling(out.last_hidden_state, mask).cpu()
 
-        return self._run(prompted_texts, batch_size, pooled)
+        return torch.stack(self._run(self._prompted(texts, prompt), batch_size, pooled))
+
+    def embed_tokens(
+        self,
+        texts: str | Sequence[str] | Sequence[list[int]],
+        *,
+        prompt: str | None = None,
+        batch_size: int = 32,
+    ) -> list[Tensor]:
+        """Compute the last hidden states of each text, ``[T, H]`` float32: a vector per token.
+
+        Arguments and errors are those of ``embed``. Tensors are on the CPU.
+        """
+
+        def by_text(out: Any, mask: Tensor) -> list[Tensor]:
+            hidden, is_token = out.last_hidden_state.float().cpu(), mask.bool().cpu()
+            return [row[tokens] for row, tokens in zip(hidden, is_token, strict=True)]
+
+        return self._run(self._prompted(texts, prompt), batch_size, by_text)
 
     def classify(
         self, texts: Text | Sequence[Text], *, batch_size: int = 32
@@ -274,13 +326,74 @@ class Encoder:
 
         Raises: RequestError: there are no texts, or the model has no classes.
         """
-        if not self.labels:
-            raise RequestError("The model has no classes. Try: encoder.embed(texts)")
-        logits = self._run(_texts(texts), batch_size, lambda out, _: out.logits.float())
+        logits = self._logits(texts, batch_size)
         problem_type = self.adapted.model.config.problem_type
         is_exclusive = len(self.labels) > 1 and problem_type != "multi_label_classification"
         probabilities = logits.softmax(1) if is_exclusive else logits.sigmoid()
         return [dict(zip(self.labels, row, strict=True)) for row in probabilities.tolist()]
+
+    def score(
+        self, pairs: tuple[str, str] | Sequence[tuple[str, str]], *, batch_size: int = 32
+    ) -> list[float]:
+        """Compute a cross-encoder's score of each pair, such as a query and a document.
+
+        The activation is the one that the checkpoint names for sentence-transformers, otherwise
+        the sigmoid.
+
+        Raises: RequestError: there are no pairs, or the model has not exactly one label.
+        """
+        if len(self.labels) != 1:
+            raise RequestError(
+                f"The model has {len(self.labels)} labels; a cross-encoder has one. "
+                "Try: encoder.classify(texts) with labels, encoder.embed(texts) without"
+            )
+        scores: list[float] = self._score_activation(self._logits(pairs, batch_size)[:, 0]).tolist()
+        return scores
+
+    def count_tokens(self, texts: Text | Sequence[Text], *, prompt: str | None = None) -> list[int]:
+        """Return the number of tokens of each text or pair before truncation.
+
+        Args:
+            texts: texts or pairs, as for ``embed`` and ``classify``.
+            prompt: name of the prompt of texts, as for ``embed``.
+        Raises:
+            RequestError: there are no texts.
+            UnknownNameError: the checkpoint has no such prompt.
+        """
+        items = _texts(texts)
+        if isinstance(items[0], list):
+            return [len(token_ids) for token_ids in items]
+        if isinstance(items[0], tuple):
+            parts: Any = zip(*items, strict=True)
+        else:
+            parts = [items if self.labels else self._prompted(items, prompt)]
+        with self._lock:
+            tokenized = self.tokenizer(*map(list, parts), truncation=False, verbose=False)
+        return [len(token_ids) for token_ids in tokenized["input_ids"]]
+
+    def _prompted(self, texts: Any, prompt: str | None) -> list[Text]:
+        """Return the texts with the prompt before each; token ids stay unchanged.
+
+        Raises:
+            RequestError: there are no texts, there is a pair, or the model is a classifier.
+            UnknownNameError: the checkpoint has no such prompt.
+        """
+        if self.labels:
+            raise RequestError("The model classifies texts. Try: encoder.classify(texts)")
+        prefix = self._prompt(prompt)
+        prompted_texts: list[Text] = []
+        for text in _texts(texts):
+            if isinstance(text, tuple):
+                raise RequestError(f"{text!r:.100} is a pair. Try: encoder.embed([*pair])")
+            prompted_texts.append(prefix + text if isinstance(text, str) else text)
+        return prompted_texts
+
+    def _logits(self, texts: Any, batch_size: int) -> Tensor:
+        """Return the logits ``[B, labels]`` of texts or pairs, float32 on the CPU."""
+        if not self.labels:
+            raise RequestError("The model has no classes. Try: encoder.embed(texts)")
+        rows = self._run(_texts(texts), batch_size, lambda out, _: out.logits.float().cpu())
+        return torch.stack(rows)
 
     def _prompt(self, name: str | None) -> str:
         prompts = self.pooling.prompts or {}
@@ -291,29 +404,65 @@ class Encoder:
             raise UnknownNameError("prompt", name, prompts)
         return prompts[name]
 
-    def _run(self, texts: Sequence[Text], batch_size: int, get_rows: Any) -> Tensor:
-        """Run all texts in batches of similar length, and return the rows in input order."""
+    def _run(self, texts: Sequence[Text], batch_size: int, get_rows: Any) -> list[Tensor]:
+        """Run all texts in batches of similar length, and return the rows in input order.
+
+        Args:
+            texts: texts, pairs or lists of token ids, all of one kind.
+            batch_size: texts in one call of the model.
+            get_rows: function of the model's output and the mask that returns one tensor per text.
+        """
         if type(batch_size) is not int or batch_size < 1:
             raise RequestError(f"batch_size is {batch_size!r}, must be a positive integer")
         # Texts of similar length are padded little.
-        order = sorted(range(len(texts)), key=lambda i: len("".join(texts[i])), reverse=True)
+        order = sorted(range(len(texts)), key=lambda i: _length(texts[i]), reverse=True)
         model = self.adapted.model
-        limit = {} if self.pooling.max_tokens is None else {"max_length": self.pooling.max_tokens}
         rows: list[Tensor] = []
         for start in range(0, len(order), batch_size):
             batch = [texts[i] for i in order[start : start + batch_size]]
-            parts = zip(*batch, strict=True) if isinstance(batch[0], tuple) else [batch]
             # Padding and truncation are state of the tokenizer, so that threads take turns.
             with self._lock, torch.no_grad():
-                inputs = self.tokenizer(
-                    *map(list, parts), padding=True, truncation=True, return_tensors="pt", **limit
-                ).to(model.device)
-                rows += get_rows(model(**inputs), inputs["attention_mask"]).cpu()
+                inputs = {name: x.to(model.device) for name, x in self._inputs(batch).items()}
+                rows += get_rows(model(**inputs), inputs["attention_mask"])
         input_order = sorted(range(len(order)), key=order.__getitem__)
-        results = torch.stack([rows[i] for i in input_order])
-        if (has_nan := results.isnan().flatten(1).any(1)).any():
-            raise non_finite(f"Results of the text {int(has_nan.int().argmax())}")
+        results = [rows[i] for i in input_order]
+        for index, row in enumerate(results):
+            if row.isnan().any():
+                raise non_finite(f"Results of the text {index}")
         return results
+
+    def _inputs(self, batch: Sequence[Text]) -> Mapping[str, Tensor]:
+        """Return the model's padded inputs for a batch of one kind, on the CPU."""
+        if isinstance(batch[0], list):
+            return self._padded([token_ids for token_ids in batch if isinstance(token_ids, list)])
+        parts: Any = zip(*batch, strict=True) if isinstance(batch[0], tuple) else [batch]
+        limit = {} if self.pooling.max_tokens is None else {"max_length": self.pooling.max_tokens}
+        inputs: Mapping[str, Tensor] = self.tokenizer(
+            *map(list, parts), padding=True, truncation=True, return_tensors="pt", **limit
+        )
+        return inputs
+
+    def _padded(self, batch: list[list[int]]) -> dict[str, Tensor]:
+        """Pad lists of token ids.
+
+        Raises: RequestError: a token id is outside the vocabulary.
+        """
+        vocab_size = self.adapted.model.config.get_text_config().vocab_size
+        for token in chain.from_iterable(batch):
+            if not 0 <= token < vocab_size:
+                raise RequestError(f"Token id {token} is outside the vocabulary of {vocab_size}")
+        width = max(map(len, batch))
+        token_ids = torch.full((len(batch), width), self.tokenizer.pad_token_id)
+        mask = torch.zeros_like(token_ids)
+        for row, ids in enumerate(batch):
+            start = width - len(ids) if self.tokenizer.padding_side == "left" else 0
+            token_ids[row, start : start + len(ids)] = torch.tensor(ids)
+            mask[row, start : start + len(ids)] = 1
+        return {"input_ids": token_ids, "attention_mask": mask}
+
+
+def _length(text: Text) -> int:
+    return sum(map(len, text)) if isinstance(text, tuple) else len(text)
 
 
 def load_encoder(
@@ -334,7 +483,8 @@ def load_encoder(
         quantization: a method that quantizes the weights, as for ``load``.
     Raises:
         CheckpointError: the checkpoint is incomplete or inconsistent, or cannot be fetched.
-        UnsupportedModelError: the pooling is not supported, or transformers lacks the model.
+        UnsupportedModelError: the pooling or a cross-encoder's activation is not supported, or
+            transformers lacks the model.
     """
     from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -354,8 +504,12 @@ def load_encoder(
     check = WeightCheck(policy.weight_check, place(policy).platform)
     check.check_parameters(model, checkpoint.path)
     labels = [model.config.id2label[i] for i in range(model.config.num_labels)]
+    pooling = Pooling.of(checkpoint.path)
+    activation: Callable[[Tensor], Tensor] = torch.sigmoid
+    if is_classifier and len(labels) == 1:
+        activation = _score_activation(model.config, checkpoint.path)
     adapted = adapt(model, config, quantization=quantization)
-    return Encoder(adapted, tokenizer, Pooling.of(checkpoint.path), labels if is_classifier else ())
+    return Encoder(adapted, tokenizer, pooling, labels if is_classifier else (), activation)
 
 
 def _texts(texts: Any) -> list[Text]:
@@ -371,12 +525,18 @@ def _texts(texts: Any) -> list[Text]:
     listed = [texts] if isinstance(texts, str | tuple) else list(texts)
     for index, text in enumerate(listed):
         is_pair = isinstance(text, tuple) and len(text) == 2
-        if not isinstance(text, str) and not (is_pair and all(isinstance(t, str) for t in text)):
+        is_token_ids = isinstance(text, list) and bool(text)
+        if not (
+            isinstance(text, str)
+            or (is_pair and all(isinstance(part, str) for part in text))
+            or (is_token_ids and all(type(token) is int for token in text))
+        ):
             raise RequestError(
-                f"Text {index} is {text!r:.100}, must be a text, or for classes a pair of texts"
+                f"Text {index} is {text!r:.100}, must be a text, its token ids, or for classes a "
+                "pair of texts"
             )
     if len({type(text) for text in listed}) > 1:
-        raise RequestError("Texts and pairs are mixed. Try: one call for each kind")
+        raise RequestError("Texts, token ids and pairs are mixed. Try: one call for each kind")
     if not listed:
         raise RequestError("There are no texts. Try: ['A cat sits on the mat.']")
     return listed

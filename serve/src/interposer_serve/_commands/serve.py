@@ -6,21 +6,28 @@ Slow modules are imported inside the command, so that ``--help`` is fast.
 from __future__ import annotations
 
 import ipaddress
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import StrEnum
 from pathlib import Path
 from socket import SO_REUSEADDR, SOCK_STREAM, SOL_SOCKET, getaddrinfo, socket
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from interposer_engine.options import Values, load_options, takes
 from interposer_tools.options import Kernels, Locked, PlatformName, TensorParallel, policy
 
+if TYPE_CHECKING:
+    from ssl import SSLContext
+
+    from interposer_serve._proxies import TrustedProxies
+
 _BACKLOG = 2048
 _OTHER_FILES = 128  # open files of the process that are not connections
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
 class _LogLevel(StrEnum):
@@ -51,7 +58,7 @@ def serve(
         typer.Option(help="Name of the model for clients; the default is the name of its folder."),
     ] = None,
     embed: Annotated[
-        bool, typer.Option("--embed", help="Load an encoder and serve embeddings.")
+        bool, typer.Option("--embed", help="Load an encoder and serve vectors, scores or classes.")
     ] = False,
     api_keys: Annotated[
         Path | None,
@@ -100,6 +107,44 @@ def serve(
             min=1, help="Maximum number of open connections from one address, such as a proxy."
         ),
     ] = 256,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Origin whose web pages may use the server, such as https://app.example.org; "
+            "'*' allows all and needs --api-keys. Repeatable.",
+        ),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Name that requests may have in the Host header, in addition to loopback names; "
+            "the server refuses all other names. Repeatable.",
+        ),
+    ] = None,
+    tls_certificate: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="PEM file of the certificate chain, to serve HTTPS."),
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="PEM file of the certificate's private key.")
+    ] = None,
+    proxy_headers: Annotated[
+        bool,
+        typer.Option(
+            "--proxy-headers",
+            help="Read the client's address from X-Forwarded-For in requests of the proxies that "
+            "--trusted-proxy names.",
+        ),
+    ] = False,
+    trusted_proxy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="IP address or network of a proxy, such as 127.0.0.1 or 10.0.0.0/8. Repeatable.",
+        ),
+    ] = None,
     adapter: Annotated[
         list[str] | None,
         typer.Option(
@@ -115,6 +160,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP with OpenAI's API and a chat page."""
     from interposer.errors import ConfigError
+    from interposer_serve._origins import check_origins
 
     keys = _keys(api_keys)
     is_local = host in _LOOPBACK or _is_loopback(host)
@@ -125,6 +171,10 @@ def serve(
         )
 
     # Check all options before loading the model, which can take minutes.
+    origins = check_origins(cors_origin or (), has_keys=bool(keys))
+    allowed_names = _host_names(allowed_host or ())
+    tls = _tls(tls_certificate, tls_key)
+    proxies = _proxies(proxy_headers, trusted_proxy or ())
     adapters = _adapters(adapter or (), embed)
     if embed:
         _check_embed(options, tensor_parallel)
@@ -151,13 +201,16 @@ def serve(
             model = load(model_dir, config=config, adapters=adapters, **options)
         model_name = name or model_dir.resolve().name
         # Without keys on a loopback address, check the Host header against DNS rebinding.
-        hosts = {*_LOOPBACK, host} if is_local and not keys else None
-        app = application(model, model_name, limits=limits, keys=keys, hosts=hosts)
+        checks_hosts = bool(allowed_names) or (is_local and not keys)
+        hosts = {*_LOOPBACK, host, *allowed_names} if checks_hosts else None
+        app = application(model, model_name, limits=limits, keys=keys, hosts=hosts, origins=origins)
 
         server = Server(
             app,
             listening,
             connection_limits,
+            tls=tls,
+            proxies=proxies,
             drain_seconds=drain,
             log_level=log_level.name,
             name=model_name,
@@ -186,6 +239,66 @@ def _check_embed(options: Values, tensor_parallel: int) -> None:
         raise ConfigError(
             f"--tensor-parallel {tensor_parallel} is given with --embed. Try: without"
         )
+
+
+def _host_names(options: Iterable[str]) -> set[str]:
+    """Return the names of ``--allowed-host``.
+
+    Raises: ConfigError: a name has a scheme, a port, a path or a wildcard.
+    """
+    from interposer.errors import ConfigError
+
+    names = set()
+    for option in options:
+        name = option.removeprefix("[").removesuffix("]")
+        if not (_HOST_NAME.fullmatch(name) or _is_address(name)):
+            raise ConfigError(
+                f"--allowed-host {option!r:.100} is no host name. "
+                "Try: the name alone, such as models.example.org, without scheme and port"
+            )
+        names.add(name)
+    return names
+
+
+def _tls(certificate: Path | None, key: Path | None) -> SSLContext | None:
+    """Return the TLS context of the options; None without them.
+
+    Raises: ConfigError: only one of both files is given, or one is unusable.
+    """
+    from interposer.errors import ConfigError
+    from interposer_serve._tls import tls_context
+
+    if certificate is None and key is None:
+        return None
+    if certificate is None:
+        raise ConfigError(f"--tls-key {key} is given alone. Try: also --tls-certificate FILE")
+    if key is None:
+        raise ConfigError(
+            f"--tls-certificate {certificate} is given alone. Try: also --tls-key FILE"
+        )
+    return tls_context(certificate, key)
+
+
+def _proxies(reads_headers: bool, addresses: Collection[str]) -> TrustedProxies | None:
+    """Return the proxies whose headers the server reads; None if it reads none.
+
+    Raises: ConfigError: one of both options is missing, or an address is malformed.
+    """
+    from interposer.errors import ConfigError
+
+    if reads_headers and not addresses:
+        raise ConfigError(
+            "--proxy-headers needs the addresses of the proxies, because any other client could "
+            "invent its address. Try: also --trusted-proxy 127.0.0.1"
+        )
+    if addresses and not reads_headers:
+        first = next(iter(addresses))
+        raise ConfigError(f"--trusted-proxy {first} is given alone. Try: also --proxy-headers")
+    if not reads_headers:
+        return None
+    from interposer_serve._proxies import TrustedProxies
+
+    return TrustedProxies(addresses)
 
 
 def _print_error(text: str) -> None:
@@ -271,6 +384,14 @@ def _keys(file: Path | None) -> frozenset[str]:
     if not keys:
         raise ConfigError(f"{file} holds no key. Try: a line with one, or leave --api-keys out")
     return keys
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,0 +1,86 @@
+"""The answers of one request: their tokens so far, and the parts that were read from the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from interposer_engine import Delta
+from interposer_engine.answers import AnswerReader, ParsedAnswer, Part, ReasoningPart
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer: its tokens, and the text, reasoning and tool calls that were read from them.
+
+    Attributes:
+        reader: Reads the parts of the answer from its tokens.
+        deltas: Tokens so far.
+        num_reasoning_tokens: Tokens so far that the model wrote to reason before its answer.
+    """
+
+    reader: AnswerReader
+    deltas: list[Delta] = field(default_factory=list)
+    num_reasoning_tokens: int = 0
+    _is_reasoning: bool = False
+
+    def push(self, delta: Delta) -> Sequence[Part]:
+        """Add the next token, and return the parts that it completes."""
+        self.deltas.append(delta)
+        parts = self.reader.push(
+            delta.token_id, delta.text, is_last=delta.finish_reason is not None
+        )
+        if parts:
+            self._is_reasoning = isinstance(parts[-1], ReasoningPart)
+        self.num_reasoning_tokens += self._is_reasoning
+        return parts
+
+    @property
+    def newest(self) -> Delta:
+        """The latest token."""
+        return self.deltas[-1]
+
+    @property
+    def index(self) -> int:
+        """Index of the answer among the answers of the request."""
+        return self.deltas[-1].index
+
+    @property
+    def text(self) -> str:
+        """Text of all tokens, with reasoning and tool calls as the model wrote them."""
+        return "".join(delta.text for delta in self.deltas)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the answer ended; "tool_calls" if the model waits for the result of a call."""
+        reason = self.newest.finish_reason
+        return "tool_calls" if reason == "stop" and self.parsed.calls else reason
+
+    @property
+    def parsed(self) -> ParsedAnswer:
+        """Text, reasoning and tool calls of the complete answer."""
+        return self.reader.answer
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Numbers of tokens of a request.
+
+    Attributes:
+        num_prompt_tokens: Tokens of all prompts.
+        num_new_tokens: Tokens of all answers.
+        num_reasoning_tokens: Tokens of all answers that are reasoning.
+    """
+
+    num_prompt_tokens: int
+    num_new_tokens: int
+    num_reasoning_tokens: int = 0
+
+    @classmethod
+    def of(cls, num_prompt_tokens: int, answers: Sequence[Answer]) -> Usage:
+        """Count the tokens of answers."""
+        return cls(
+            num_prompt_tokens,
+            sum(len(answer.deltas) for answer in answers),
+            sum(answer.num_reasoning_tokens for answer in answers),
+        )

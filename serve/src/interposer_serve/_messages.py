@@ -1,0 +1,359 @@
+"""Anthropic's Messages API: ``/v1/messages``, translated to a chat and back.
+
+Source: https://docs.anthropic.com/en/api/messages
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from interposer_engine.answers import CallPart, Part, ReasoningPart, TextPart
+from interposer_serve._answer import Answer, Usage
+from interposer_serve._errors import ERROR_BODIES, ApiError, shown
+from interposer_serve._format import Format, LargeFields, new_id, to_json
+from interposer_serve._requests import Body, ChatBody
+
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+_INVALID = "invalid_request_error"
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_BLOCKS = "'text', 'tool_use', 'tool_result' or 'thinking'"
+
+
+class Tool(BaseModel):
+    """A function that the model can call."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    name: str
+    input_schema: dict[str, Any]
+    description: str = ""
+    type: Literal["custom"] = "custom"
+    strict: bool = False
+    cache_control: dict[str, Any] | None = None
+    eager_input_streaming: bool = False
+
+    @property
+    def function(self) -> dict[str, Any]:
+        """The tool as chat templates read it."""
+        function: dict[str, Any] = {"name": self.name, "parameters": self.input_schema}
+        if self.description:
+            function["description"] = self.description
+        return {"type": "function", "function": function}
+
+
+class ToolChoice(BaseModel):
+    """Which of the tools the answer must call."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    @property
+    def choice(self) -> Any:
+        """The field ``tool_choice`` of a chat request."""
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name or ""}}
+        return "required" if self.type == "any" else self.type
+
+
+class Thinking(BaseModel):
+    """Whether the model reasons before its answer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: str | None = None
+
+
+class TokenCountBody(Body):
+    """Request body of ``/v1/messages/count_tokens``."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)] = Field(
+        description="a list of messages with role and content"
+    )
+    system: str | list[dict[str, Any]] = Field("", description="a text or a list of text blocks")
+    tools: list[Tool] = Field([], description="a list of tools with name and input_schema")
+    tool_choice: ToolChoice | None = Field(
+        None, description="an object with the type 'auto', 'any', 'tool' or 'none'"
+    )
+    thinking: Thinking | None = Field(
+        None, description="an object with the type 'enabled', 'disabled' or 'adaptive'"
+    )
+    # These fields change no token here: prompts are cached by their content, and no tool runs in
+    # the server.
+    cache_control: dict[str, Any] | None = Field(None, description="an object")
+    context_management: dict[str, Any] | None = Field(None, description="an object")
+    output_config: dict[str, Any] | None = Field(None, description="an object")
+
+    def chat(self) -> ChatBody:
+        """Return the equivalent chat request.
+
+        Raises: ApiError: a message has a block that the model cannot read.
+        """
+        return ChatBody.read(self._chat_fields())
+
+    def _chat_fields(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {"model": self.model, "messages": [*self._chat_messages()]}
+        if self.tools:
+            fields["tools"] = [tool.function for tool in self.tools]
+        if self.tool_choice is not None:
+            fields["tool_choice"] = self.tool_choice.choice
+        if self.thinking is not None and self.thinking.type != "adaptive":
+            is_enabled = self.thinking.type == "enabled"
+            # Templates call the variable by either name, and ignore others.
+            fields["chat_template_kwargs"] = {
+                "enable_thinking": is_enabled,
+                "thinking": is_enabled,
+            }
+        return fields
+
+    def _chat_messages(self) -> list[dict[str, Any]]:
+        messages = []
+        if system := _text("system", self.system):
+            messages.append({"role": "system", "content": system})
+        for index, message in enumerate(self.messages):
+            messages.extend(_chat_messages(f"messages[{index}]", message))
+        return messages
+
+
+class MessagesBody(TokenCountBody):
+    """Request body of ``/v1/messages``."""
+
+    max_tokens: int = Field(ge=1, description="an integer of at least 1")
+    stop_sequences: list[str] = Field([], description="a list of up to 16 texts")
+    stream: bool = Field(False, description="true or false")
+    temperature: float | None = Field(None, description="a number from 0 to 1")
+    top_p: float | None = Field(None, description="a number above 0, up to 1")
+    top_k: int | None = Field(None, description="an integer of at least 0")
+    metadata: dict[str, Any] | None = Field(None, description="an object")
+    service_tier: Literal["auto", "standard_only"] = Field(
+        "auto", description="'auto' or 'standard_only'"
+    )
+
+    def _chat_fields(self) -> dict[str, Any]:
+        names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
+        fields = {**super()._chat_fields(), **{name: getattr(self, name) for name in names}}
+        if self.stop_sequences:
+            fields["stop"] = self.stop_sequences
+        return fields
+
+
+def _chat_messages(path: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the chat messages of a message: results of tools become messages of their own."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise _invalid(f"{path}.role is {shown(role)}; allowed is 'user' or 'assistant'")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list):
+        allowed = "a text or a list of blocks"
+        raise _invalid(f"{path}.content is {shown(content)}; allowed is {allowed}")
+    texts, reasoning, calls = list[str](), list[str](), list[dict[str, Any]]()
+    results = list[dict[str, Any]]()
+    for index, block in enumerate(blocks):
+        place = f"{path}.content[{index}]"
+        match block:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case {"type": "thinking", "thinking": str(text)}:
+                reasoning.append(text)
+            case {"type": "redacted_thinking"}:
+                pass  # of another server, which alone can read the block
+            case {"type": "tool_use", "id": str(call_id), "name": str(name), "input": dict(given)}:
+                function = {"name": name, "arguments": given}
+                calls.append({"id": call_id, "type": "function", "function": function})
+            case {"type": "tool_result", "tool_use_id": str(call_id)}:
+                result = _text(f"{place}.content", block.get("content") or "")
+                results.append({"role": "tool", "tool_call_id": call_id, "content": result})
+            case _:
+                raise _invalid(f"{place} is {shown(block)}; allowed is a block of type {_BLOCKS}")
+    if results and not texts:
+        return results
+    own: dict[str, Any] = {"role": role, "content": "".join(texts)}
+    if reasoning:
+        own["reasoning_content"] = "".join(reasoning)
+    if calls:
+        own["tool_calls"] = calls
+    return [*results, own]
+
+
+def _text(path: str, value: Any) -> str:
+    """Return the text of a list of text blocks, or of a text."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        texts = [block.get("text") for block in value if isinstance(block, dict)]
+        kinds = {block.get("type") for block in value if isinstance(block, dict)}
+        if len(texts) == len(value) and kinds <= {"text"}:
+            return "\n".join(text for text in texts if isinstance(text, str))
+    raise _invalid(f"{path} is {shown(value)}; allowed is a text or a list of text blocks")
+
+
+def _invalid(message: str) -> ApiError:
+    return ApiError(400, message, param=message.partition("[")[0].partition(" ")[0])
+
+
+class MessagesFormat(Format):
+    """Formats the responses of ``/v1/messages``."""
+
+    def __init__(self, body: MessagesBody, decode: Callable[[list[int]], str]) -> None:
+        """Create the formatter of one request.
+
+        Args:
+            decode: Returns the text of tokens, in which a stop text is searched.
+        """
+        super().__init__()
+        self._id = new_id("msg_", 24)
+        self._model = body.model
+        self._stops = body.stop_sequences
+        self._decode = decode
+        self._num_blocks = 0
+        self._open: type[Part] | int | None = None
+
+    def response(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+        """Return the fields of a whole response, without the blocks of the content."""
+        (answer,) = answers
+        return {**self._message(_usage(usage)), **self._end(answer)}
+
+    def large_fields(self, answers: Sequence[Answer]) -> LargeFields:
+        """Return the blocks of the content."""
+        parsed = answers[0].parsed
+        blocks: list[Callable[[], Any]] = []
+        if parsed.reasoning:
+            blocks.append(partial(_thinking_block, parsed.reasoning))
+        if parsed.content or not parsed.calls:
+            blocks.append(partial(_text_block, parsed.content))
+        for call in parsed.calls:
+            given = partial(_call_block, call.id, call.name, call.arguments)
+            blocks.append(given)
+        return {"content": blocks}
+
+    def _message(self, usage: dict[str, int]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
+
+    def _end(self, answer: Answer) -> dict[str, Any]:
+        """Return the fields that say why the answer ended."""
+        reason = answer.finish_reason or ""
+        stop = None
+        if reason == "stop" and self._stops:
+            whole = self._decode([delta.token_id for delta in answer.deltas])[len(answer.text) :]
+            stop = next((stop for stop in self._stops if whole.startswith(stop)), None)
+        stop_reason = "stop_sequence" if stop else _STOP_REASONS.get(reason, "end_turn")
+        return {"stop_reason": stop_reason, "stop_sequence": stop}
+
+    def first_events(self, num_prompt_tokens: int) -> str:
+        """Return the event with the empty message and the number of prompt tokens."""
+        message = self._message(_usage(Usage(num_prompt_tokens, 0)))
+        return _event({"type": "message_start", "message": message})
+
+    def events(self, answer: Answer, parts: Sequence[Part]) -> str:
+        """Return the events of the newest token, which start a block if its kind changes."""
+        if len(parts) == 1 and type(parts[0]) is self._open:
+            return super().events(answer, parts)
+        return self.write_events(answer, parts)
+
+    def write_events(self, answer: Answer, parts: Sequence[Part]) -> str:
+        """Return the events that start, extend and stop blocks of the content."""
+        return "".join(event for part in parts for event in self._part_events(part))
+
+    def _part_events(self, part: Part) -> list[str]:
+        events = []
+        match part:
+            case TextPart(text):
+                key: type[Part] | int = TextPart
+                block = _text_block("")
+                delta = {"type": "text_delta", "text": text}
+            case ReasoningPart(text):
+                key, block = ReasoningPart, _thinking_block("")
+                delta = {"type": "thinking_delta", "thinking": text}
+            case CallPart(index, name, call_id, arguments):
+                key, block = index, _call_block(call_id, name, "{}")
+                delta = {"type": "input_json_delta", "partial_json": arguments}
+        if key != self._open:
+            events.append(self._stop_block())
+            self._open = key
+            start = {"type": "content_block_start", "index": self._num_blocks}
+            events.append(_event({**start, "content_block": block}))
+        if not isinstance(part, CallPart) or part.arguments:
+            change = {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
+            events.append(_event(change))
+        return events
+
+    def _stop_block(self) -> str:
+        if self._open is None:
+            return ""
+        self._open = None
+        self._num_blocks += 1
+        # The index of a frame is that of its block.
+        self._frames.clear()
+        return _event({"type": "content_block_stop", "index": self._num_blocks - 1})
+
+    def last_events(self, answers: Sequence[Answer], usage: Usage) -> str:
+        """Return the events with the stop reason and the number of tokens, and of the end."""
+        end = self._end(answers[0])
+        change = {"type": "message_delta", "delta": end, "usage": _usage(usage)}
+        return self._stop_block() + _event(change) + _event({"type": "message_stop"})
+
+    def error_event(self, error: ApiError) -> bytes:
+        """Return the last event of a stream that an error ended."""
+        # ASCII, because the message may quote half of a surrogate pair.
+        return f"event: error\ndata: {json.dumps(error_body(error))}\n\n".encode()
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """Return the body of an error response in Anthropic's format."""
+    kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else _INVALID)
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+ERROR_BODIES["/v1/messages"] = error_body
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    return {
+        "input_tokens": usage.num_prompt_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+        "output_tokens": usage.num_new_tokens,
+    }
+
+
+def _text_block(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _thinking_block(text: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": text, "signature": ""}
+
+
+def _call_block(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    call_id = call_id or new_id("toolu_", 24)
+    return {"type": "tool_use", "id": call_id, "name": name, "input": json.loads(arguments)}
+
+
+def _event(content: Mapping[str, Any]) -> str:
+    return f"event: {content['type']}\ndata: {to_json(content)}\n\n"

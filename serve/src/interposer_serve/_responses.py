@@ -1,0 +1,435 @@
+"""OpenAI's Responses API: ``/v1/responses``, translated to a chat and back.
+
+Source: https://platform.openai.com/docs/api-reference/responses
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from interposer_engine.answers import (
+    CallPart,
+    ParsedAnswer,
+    Part,
+    ReasoningPart,
+    TextPart,
+    ToolCall,
+)
+from interposer_serve._answer import Answer, Usage
+from interposer_serve._errors import ApiError, shown
+from interposer_serve._format import Format, LargeFields, new_id, to_json
+from interposer_serve._requests import Body, ChatBody
+
+_ITEMS = "'message', 'function_call', 'function_call_output' or 'reasoning'"
+_FORMATS = (
+    "{'format': {'type': 'text'}}, or with the type 'json_object', or "
+    "{'format': {'type': 'json_schema', 'name': ..., 'schema': {...}}}"
+)
+
+
+class FunctionTool(BaseModel):
+    """A function that the model can call."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def function(self) -> dict[str, Any]:
+        """The tool as chat templates read it."""
+        function: dict[str, Any] = {"name": self.name, "parameters": self.parameters or {}}
+        if self.description:
+            function["description"] = self.description
+        return {"type": "function", "function": function}
+
+
+class NamedTool(BaseModel):
+    """Choice of the function that the answer must call."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    type: Literal["function"]
+    name: str
+
+
+class Reasoning(BaseModel):
+    """How much the model reasons before its answer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponsesBody(Body):
+    """Request body of ``/v1/responses``."""
+
+    input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] = Field(
+        description="a text or a list of items"
+    )
+    instructions: str | None = Field(None, description="a text")
+    max_output_tokens: int | None = Field(None, ge=1, description="an integer of at least 1")
+    temperature: float | None = Field(None, description="a number from 0 to 2")
+    top_p: float | None = Field(None, description="a number above 0, up to 1")
+    stream: bool = Field(False, description="true or false")
+    tools: list[FunctionTool] = Field([], description="a list of tools of the type 'function'")
+    tool_choice: Literal["auto", "none", "required"] | NamedTool = Field(
+        "auto", description="'auto', 'none', 'required' or {'type': 'function', 'name': ...}"
+    )
+    text: dict[str, Any] | None = Field(None, description=_FORMATS)
+    reasoning: Reasoning | None = Field(None, description="an object with effort")
+    previous_response_id: str | None = Field(None, description="the id of a stored response")
+    store: bool = Field(True, description="true or false")
+    metadata: dict[str, str] | None = Field(None, description="an object of texts")
+    include: list[Literal["reasoning.encrypted_content"]] = Field(
+        [], description="a list, empty or with 'reasoning.encrypted_content'"
+    )
+    truncation: Literal["disabled"] = Field("disabled", description="'disabled'")
+    background: Literal[False] = Field(False, description="false")
+    parallel_tool_calls: bool = Field(True, description="true or false")
+    stream_options: dict[str, Any] | None = Field(None, description="an object")
+
+    def chat(self, earlier_messages: Sequence[dict[str, Any]]) -> ChatBody:
+        """Return the equivalent chat request.
+
+        Args:
+            earlier_messages: Chat messages of the previous response.
+        Raises: ApiError: an item is not one that the model can read.
+        """
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": [*self._instructions(), *earlier_messages, *self.input_messages()],
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "stream": self.stream,
+            "response_format": self._response_format(),
+        }
+        if self.tools:
+            fields["tools"] = [tool.function for tool in self.tools]
+            fields["tool_choice"] = self.tool_choice
+            if isinstance(self.tool_choice, NamedTool):
+                function = {"name": self.tool_choice.name}
+                fields["tool_choice"] = {"type": "function", "function": function}
+        if self.reasoning is not None:
+            fields["reasoning_effort"] = self.reasoning.effort
+        return ChatBody.read(fields)
+
+    def _instructions(self) -> list[dict[str, Any]]:
+        return [{"role": "system", "content": self.instructions}] if self.instructions else []
+
+    def input_messages(self) -> list[dict[str, Any]]:
+        """Return the input as chat messages.
+
+        Raises: ApiError: an item is not one that the model can read.
+        """
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        messages: list[dict[str, Any]] = []
+        for index, item in enumerate(self.input):
+            add_item(messages, f"input[{index}]", item)
+        return messages
+
+    def input_items(self) -> list[dict[str, Any]]:
+        """Return the input as a list of items."""
+        if isinstance(self.input, str):
+            content = [{"type": "input_text", "text": self.input}]
+            return [{"type": "message", "role": "user", "content": content}]
+        return self.input
+
+    def _response_format(self) -> dict[str, Any] | None:
+        text = self.text or {}
+        given = text.get("format", {"type": "text"})
+        if text.keys() <= {"format", "verbosity"} and isinstance(given, dict):
+            match given:
+                case {"type": "text" | "json_object"}:
+                    return given
+                case {"type": "json_schema", **schema}:
+                    return {"type": "json_schema", "json_schema": schema}
+        message = f"text is {shown(self.text)}; allowed is {_FORMATS}"
+        raise ApiError(400, message, param="text", code="invalid_value")
+
+
+def add_item(messages: list[dict[str, Any]], path: str, item: Mapping[str, Any]) -> None:
+    """Add an input item to chat messages; items of one turn of the assistant become one message."""
+    match item:
+        case {"type": "function_call_output", "call_id": str(call_id), "output": output}:
+            content = _content(f"{path}.output", output)
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+        case {"type": "function_call", "name": str(name), "arguments": str(arguments)}:
+            function = {"name": name, "arguments": arguments}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            _assistant(messages).setdefault("tool_calls", []).append(call)
+        case {"type": "reasoning"}:
+            texts = [part.get("text") for part in item.get("content") or [] if type(part) is dict]
+            if reasoning := "".join(text for text in texts if isinstance(text, str)):
+                _assistant(messages, is_new=True)["reasoning_content"] = reasoning
+        case {"role": "assistant", "content": content}:
+            _assistant(messages)["content"] += _content(f"{path}.content", content)
+        case {"role": str(role), "content": content} if item.get("type", "message") == "message":
+            messages.append({"role": role, "content": _content(f"{path}.content", content)})
+        case _:
+            message = f"{path} is {shown(item)}; allowed is an item of type {_ITEMS}"
+            raise ApiError(400, message, param="input", code="invalid_value")
+
+
+def _assistant(messages: list[dict[str, Any]], *, is_new: bool = False) -> dict[str, Any]:
+    """Return the last message if it is one of the assistant, or add one."""
+    if is_new or not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _content(path: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, part in enumerate(content if isinstance(content, list) else [content]):
+        match part:
+            case {"type": "input_text" | "output_text" | "text", "text": str(text)}:
+                texts.append(text)
+            case {"type": "refusal", "refusal": str(text)}:
+                texts.append(text)
+            case _:
+                message = (
+                    f"{path}[{index}] is {shown(part)}, which the model cannot read; allowed is "
+                    "a text, or parts of the type 'input_text' or 'output_text'"
+                )
+                raise ApiError(400, message, param="input", code="not_honoured")
+    return "".join(texts)
+
+
+class ResponsesFormat(Format):
+    """Formats the responses of ``/v1/responses``."""
+
+    has_frames = False  # every event has a number
+
+    def __init__(
+        self,
+        body: ResponsesBody,
+        on_complete: Callable[[dict[str, Any], list[dict[str, Any]]], None],
+    ) -> None:
+        """Create the formatter of one request.
+
+        Args:
+            on_complete: Called with the complete response and its output items.
+        """
+        super().__init__()
+        self.id = new_id("resp_")
+        self._body = body
+        self._created = int(time.time())
+        self._on_complete = on_complete
+        self._num_events = 0
+        self._items: list[dict[str, Any]] = []
+        self._open: type[Part] | int | None = None
+        self._texts: list[str] = []
+
+    def response(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+        """Return the fields of a whole response."""
+        if not self._items:
+            self._items = _items(answers[0].parsed)
+        response = self._response(self._items, answers[0], usage)
+        self._on_complete(response, self._items)
+        return response
+
+    def large_fields(self, answers: Sequence[Answer]) -> LargeFields:
+        """Return the items of the output."""
+        self._items = _items(answers[0].parsed)
+        return {"output": [partial(_same, item) for item in self._items]}
+
+    def _response(
+        self, output: list[dict[str, Any]], answer: Answer | None, usage: Usage | None
+    ) -> dict[str, Any]:
+        body = self._body
+        status, details = "in_progress", None
+        if answer is not None:
+            status = "completed"
+            if answer.finish_reason == "length":
+                status, details = "incomplete", {"reason": "max_output_tokens"}
+        choice = body.tool_choice
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": details,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": body.model,
+            "output": output,
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+            "store": body.store,
+            "temperature": body.temperature,
+            "text": body.text or {"format": {"type": "text"}},
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": [tool.model_dump() for tool in body.tools],
+            "top_p": body.top_p,
+            "truncation": body.truncation,
+            "usage": usage and _usage(usage),
+        }
+
+    def first_events(self, num_prompt_tokens: int) -> str:
+        """Return the events that the response exists and runs."""
+        response = self._response([], None, None)
+        kinds = ("response.created", "response.in_progress")
+        return "".join(self._event(kind, response=response) for kind in kinds)
+
+    def write_events(self, answer: Answer, parts: Sequence[Part]) -> str:
+        """Return the events that add, extend and complete items of the output."""
+        return "".join(event for part in parts for event in self._part_events(part))
+
+    def _part_events(self, part: Part) -> list[str]:
+        events = []
+        key = part.index if isinstance(part, CallPart) else type(part)
+        if key != self._open:
+            events.extend(self._complete_item())
+            self._open = key
+            events.extend(self._add_item(part))
+        text = part.arguments if isinstance(part, CallPart) else part.text
+        self._texts.append(text)
+        if text:
+            fields: dict[str, Any] = {"logprobs": []} if isinstance(part, TextPart) else {}
+            events.append(self._item_event(f"{_EVENTS[type(part)]}.delta", delta=text, **fields))
+        return events
+
+    def _add_item(self, part: Part) -> list[str]:
+        match part:
+            case TextPart():
+                item = _message_item("", "in_progress")
+            case ReasoningPart():
+                item = _reasoning_item("", "in_progress")
+            case CallPart(_, name, call_id, _):
+                item = _call_item(ToolCall(name, "", call_id), "in_progress")
+        self._items.append(item)
+        index = len(self._items) - 1
+        started = {**item, "content": []} if isinstance(part, TextPart | ReasoningPart) else item
+        events = [self._event("response.output_item.added", output_index=index, item=started)]
+        if isinstance(part, TextPart | ReasoningPart):
+            (content,) = item["content"]
+            events.append(self._item_event("response.content_part.added", part=content))
+        return events
+
+    def _complete_item(self) -> list[str]:
+        """Return the events that complete the open item, if there is one."""
+        if self._open is None:
+            return []
+        text, self._texts = "".join(self._texts), []
+        item = self._items[-1]
+        item["status"] = "completed"
+        events = []
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            kind = f"{_EVENTS[CallPart]}.done"
+            events.append(self._item_event(kind, name=item["name"], arguments=text))
+        else:
+            (content,) = item["content"]
+            content["text"] = text
+            is_text = item["type"] == "message"
+            fields: dict[str, Any] = {"logprobs": []} if is_text else {}
+            kind = _EVENTS[TextPart if is_text else ReasoningPart]
+            events.append(self._item_event(f"{kind}.done", text=text, **fields))
+            events.append(self._item_event("response.content_part.done", part=content))
+        index = len(self._items) - 1
+        events.append(self._event("response.output_item.done", output_index=index, item=item))
+        self._open = None
+        return events
+
+    def last_events(self, answers: Sequence[Answer], usage: Usage) -> str:
+        """Return the events that complete the last item and the response."""
+        events = self._complete_item()
+        (answer,) = answers
+        response = self._response(self._items, answer, usage)
+        self._on_complete(response, self._items)
+        return "".join([*events, self._event(f"response.{response['status']}", response=response)])
+
+    def error_event(self, error: ApiError) -> bytes:
+        """Return the last event of a stream that an error ended."""
+        content = {
+            "type": "error",
+            "sequence_number": self._num_events,
+            "code": error.code,
+            "message": str(error),
+            "param": error.param,
+        }
+        # ASCII, because the message may quote half of a surrogate pair.
+        return f"event: error\ndata: {json.dumps(content)}\n\n".encode()
+
+    def _item_event(self, kind: str, **fields: Any) -> str:
+        """Return an event about the open item."""
+        item, index = self._items[-1], len(self._items) - 1
+        position = {} if item["type"] == "function_call" else {"content_index": 0}
+        return self._event(kind, item_id=item["id"], output_index=index, **position, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        content = {"type": kind, "sequence_number": self._num_events, **fields}
+        self._num_events += 1
+        return f"event: {kind}\ndata: {to_json(content)}\n\n"
+
+
+_EVENTS: dict[type[Part], str] = {
+    TextPart: "response.output_text",
+    ReasoningPart: "response.reasoning_text",
+    CallPart: "response.function_call_arguments",
+}
+
+
+def _items(answer: ParsedAnswer) -> list[dict[str, Any]]:
+    """Return the output items of a complete answer."""
+    items = []
+    if answer.reasoning:
+        items.append(_reasoning_item(answer.reasoning))
+    if answer.content or not answer.calls:
+        items.append(_message_item(answer.content))
+    return [*items, *map(_call_item, answer.calls)]
+
+
+def _message_item(text: str, status: str = "completed") -> dict[str, Any]:
+    content = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    message = {"id": new_id("msg_"), "type": "message", "status": status, "role": "assistant"}
+    return {**message, "content": [content]}
+
+
+def _reasoning_item(text: str, status: str = "completed") -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}]
+    item = {"id": new_id("rs_"), "type": "reasoning", "status": status, "summary": []}
+    return {**item, "content": content, "encrypted_content": None}
+
+
+def _call_item(call: ToolCall, status: str = "completed") -> dict[str, Any]:
+    return {
+        "id": new_id("fc_"),
+        "type": "function_call",
+        "status": status,
+        "call_id": call.id or new_id("call_", 24),
+        "name": call.name,
+        "arguments": call.arguments,
+    }
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": usage.num_new_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
+        "total_tokens": usage.num_prompt_tokens + usage.num_new_tokens,
+    }
+
+
+def _same(item: dict[str, Any]) -> dict[str, Any]:
+    return item

@@ -1,0 +1,192 @@
+"""Anthropic's Messages API: text, reasoning, tools and errors, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serve.tests.agents import ANSWER, ARGUMENTS, QUESTION, SCHEMA, write_agent
+from serve.tests.conftest import Answer, Served, serving
+
+from interposer_engine import LanguageModel, load
+
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
+
+NAME = "agent"
+TOOL = {"name": "weather", "description": "Looks it up.", "input_schema": SCHEMA}
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    return load(write_agent(tmp_path_factory.mktemp("agent")), "float32", cache_tokens=2048)
+
+
+@pytest.fixture(scope="module")
+def server(agent: LanguageModel) -> Iterator[Served]:
+    with serving(agent, NAME) as running:
+        yield running
+
+
+def message(server: Served, content: Any, **fields: Any) -> Answer:
+    messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
+    body = {"model": NAME, "max_tokens": 100, "messages": messages, **fields}
+    return server.ask("/v1/messages", body)
+
+
+def stream(server: Served, content: Any, **fields: Any) -> list[dict[str, Any]]:
+    """Return the events of a streamed message."""
+    answer = message(server, content, stream=True, **fields)
+    assert answer.status == 200, answer.body
+    events = []
+    for text in answer.body.strip().split("\n\n"):
+        kind, data = text.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert kind == f"event: {events[-1]['type']}"
+    return events
+
+
+def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the message that the events add up to."""
+    message: dict[str, Any] = {}
+    blocks: list[dict[str, Any]] = []
+    pieces: list[str] = []
+    for event in events:
+        match event["type"]:
+            case "message_start":
+                message = event["message"]
+            case "content_block_start":
+                assert event["index"] == len(blocks)
+                blocks.append(event["content_block"])
+                pieces = []
+            case "content_block_delta":
+                assert event["index"] == len(blocks) - 1
+                (name,) = event["delta"].keys() - {"type"}
+                pieces.append(event["delta"][name])
+                if name != "partial_json":
+                    blocks[-1][name] += event["delta"][name]
+            case "content_block_stop":
+                if blocks[-1]["type"] == "tool_use":
+                    blocks[-1]["input"] = json.loads("".join(pieces))
+            case "message_delta":
+                message |= event["delta"]
+                message["usage"] |= event["usage"]
+    assert events[-1] == {"type": "message_stop"}
+    return {**message, "content": blocks}
+
+
+def without_ids(body: dict[str, Any]) -> dict[str, Any]:
+    blocks = [{k: v for k, v in block.items() if k != "id"} for block in body["content"]]
+    return {**body, "id": "", "content": blocks}
+
+
+def test_a_text_is_answered(server: Served) -> None:
+    body = message(server, "hello").body
+    assert body["content"] == [{"type": "text", "text": "Good day!"}]
+    assert (body["type"], body["role"], body["model"]) == ("message", "assistant", NAME)
+    assert (body["stop_reason"], body["stop_sequence"]) == ("end_turn", None)
+    assert body["usage"]["output_tokens"] == 3
+
+
+def test_reasoning_and_calls_are_blocks(server: Served) -> None:
+    body = message(server, "ask", tools=[TOOL]).body
+    thinking, text, call = body["content"]
+    assert (thinking["type"], thinking["thinking"]) == ("thinking", QUESTION)
+    assert text == {"type": "text", "text": ANSWER}
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "weather", ARGUMENTS)
+    assert call["id"].startswith("toolu_")
+    assert body["stop_reason"] == "tool_use"
+
+
+@pytest.mark.parametrize("content", ["hello", "ask", "count", "broken"])
+def test_a_stream_adds_up_to_the_whole_message(server: Served, content: str) -> None:
+    whole = message(server, content, tools=[TOOL]).body
+    assert without_ids(assembled(stream(server, content, tools=[TOOL]))) == without_ids(whole)
+
+
+def test_arguments_arrive_in_pieces(server: Served) -> None:
+    deltas = [e["delta"] for e in stream(server, "ask", tools=[TOOL]) if "delta" in e]
+    pieces = [delta["partial_json"] for delta in deltas if "partial_json" in delta]
+    assert len(pieces) > 1
+    assert json.loads("".join(pieces)) == ARGUMENTS
+
+
+def test_a_conversation_with_results_of_tools_is_continued(server: Served) -> None:
+    first = message(server, "ask", tools=[TOOL]).body
+    result = {
+        "type": "tool_result",
+        "tool_use_id": first["content"][-1]["id"],
+        "content": [{"type": "text", "text": "sunny"}],
+        "cache_control": {"type": "ephemeral"},
+    }
+    messages = [
+        {"role": "user", "content": "ask"},
+        {"role": "assistant", "content": first["content"]},
+        {"role": "user", "content": [result]},
+    ]
+    body = message(server, messages, tools=[TOOL], system=[{"type": "text", "text": "Be kind."}])
+    assert body.body["content"] == [{"type": "text", "text": "It is sunny."}]
+
+
+def test_limits_and_stop_texts_are_named(server: Served) -> None:
+    cut = message(server, "count", max_tokens=2).body
+    assert (cut["content"][0]["text"], cut["stop_reason"]) == ("one,two,", "max_tokens")
+    stopped = message(server, "count", stop_sequences=["x", "three"]).body
+    assert stopped["content"][0]["text"] == "one,two,"
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "three")
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
+def test_a_call_can_be_required(server: Served, choice: dict[str, Any]) -> None:
+    body = message(server, "hello", tools=[TOOL], tool_choice=choice, max_tokens=400).body
+    assert [block["type"] for block in body["content"]] == ["tool_use"]
+    assert body["content"][0]["input"].keys() == {"city"}
+
+
+def test_thinking_is_a_variable_of_the_template(server: Served) -> None:
+    count = [
+        server.ask(
+            "/v1/messages/count_tokens",
+            {
+                "model": NAME,
+                "messages": [{"role": "user", "content": "hello"}],
+                "thinking": {"type": kind},
+            },
+        ).body["input_tokens"]
+        for kind in ("disabled", "enabled")
+    ]
+    assert count[1] == count[0] + 1
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    assert message(server, "hello", thinking=thinking).body["usage"]["input_tokens"] == count[1]
+
+
+def test_errors_have_the_format_of_the_api(server: Served) -> None:
+    missing = server.ask("/v1/messages", {"model": NAME, "messages": []})
+    assert missing.status == 400
+    assert missing.body["type"] == "error"
+    assert missing.error["type"] == "invalid_request_error"
+    image = [{"type": "image", "source": {"type": "base64"}}]
+    refused = message(server, [{"role": "user", "content": image}])
+    assert "messages[0].content[0] is" in refused.error["message"]
+    unknown = server.ask("/v1/messages", {"model": "other", "max_tokens": 1, "messages": [{}]})
+    assert (unknown.status, unknown.error["type"]) == (404, "not_found_error")
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools is"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice names"),
+        ({"mcp_servers": [1]}, "mcp_servers"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"system": [{"type": "image"}]}, "system is"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, r"messages[0].role is"),
+        ({"messages": [{"role": "user", "content": 3}]}, r"messages[0].content is"),
+    ],
+)
+def test_wrong_fields_are_named(server: Served, fields: dict[str, Any], named: str) -> None:
+    answer = message(server, "hello", **fields)
+    assert answer.status == 400
+    assert named in answer.error["message"]

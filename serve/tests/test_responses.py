@@ -1,0 +1,170 @@
+"""OpenAI's Responses API: text, reasoning, tools and stored responses, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from serve.tests.agents import ANSWER, ARGUMENTS, QUESTION, SCHEMA, write_agent
+from serve.tests.conftest import Answer, Served, serving
+
+from interposer_engine import LanguageModel, load
+from interposer_serve import Limits
+
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
+
+NAME = "agent"
+TOOL = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    return load(write_agent(tmp_path_factory.mktemp("agent")), "float32", cache_tokens=2048)
+
+
+@pytest.fixture(scope="module")
+def server(agent: LanguageModel) -> Iterator[Served]:
+    with serving(agent, NAME, keys=["one", "two"]) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="one", max_retries=0) as client:
+        yield client
+
+
+def respond(server: Served, given: Any, **fields: Any) -> Answer:
+    body = {"model": NAME, "input": given, **fields}
+    return server.ask("/v1/responses", body, authorization="Bearer one")
+
+
+def plain(response: Any) -> Any:
+    """Return a response without ids and times."""
+    if isinstance(response, dict):
+        hidden = ("id", "call_id", "created_at")
+        return {key: plain(value) for key, value in response.items() if key not in hidden}
+    return [plain(item) for item in response] if isinstance(response, list) else response
+
+
+def test_a_text_is_answered(client: openai.OpenAI) -> None:
+    response = client.responses.create(model=NAME, input="hello", instructions="Be kind.")
+    assert response.output_text == "Good day!"
+    assert (response.status, response.object) == ("completed", "response")
+    assert response.usage is not None
+    assert response.usage.output_tokens == 3
+
+
+def test_reasoning_and_calls_are_items(client: openai.OpenAI) -> None:
+    tools: Any = [TOOL]
+    response = client.responses.create(model=NAME, input="ask", tools=tools)
+    reasoning, text, call = response.output
+    assert reasoning.type == "reasoning"
+    assert reasoning.content is not None
+    assert reasoning.content[0].text == QUESTION
+    assert response.output_text == ANSWER
+    assert text.type == "message"
+    assert call.type == "function_call"
+    assert (call.name, json.loads(call.arguments)) == ("weather", ARGUMENTS)
+    assert response.usage is not None
+    assert response.usage.output_tokens_details.reasoning_tokens == 3
+
+
+@pytest.mark.parametrize("given", ["hello", "ask", "count"])
+def test_a_stream_adds_up_to_the_whole_response(
+    server: Served, client: openai.OpenAI, given: str
+) -> None:
+    tools: Any = [TOOL]
+    with client.responses.stream(model=NAME, input=given, tools=tools) as stream:
+        events = [*stream]
+        final = stream.get_final_response()
+    numbers = [event.sequence_number for event in events]
+    assert numbers == [*range(len(numbers))]
+    assert (events[0].type, events[-1].type) == ("response.created", "response.completed")
+    texts = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(texts) == final.output_text
+    whole = respond(server, given, tools=[TOOL]).body
+    retrieved = server.ask(f"/v1/responses/{final.id}", authorization="Bearer one").body
+    assert plain(retrieved) == plain(whole)
+
+
+def test_a_response_is_continued_by_its_id(client: openai.OpenAI) -> None:
+    tools: Any = [TOOL]
+    first = client.responses.create(model=NAME, input="ask", tools=tools)
+    call = first.output[-1]
+    assert call.type == "function_call"
+    output: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]
+    by_id = client.responses.create(
+        model=NAME, input=output, tools=tools, previous_response_id=first.id
+    )
+    assert by_id.output_text == "It is sunny."
+    conversation: Any = [{"role": "user", "content": "ask"}, *first.output, *output]
+    whole = client.responses.create(model=NAME, input=conversation, tools=tools)
+    assert whole.output_text == by_id.output_text
+    assert whole.usage is not None
+    assert by_id.usage is not None
+    assert whole.usage.input_tokens == by_id.usage.input_tokens
+
+
+def test_stored_responses_belong_to_a_key(server: Served, client: openai.OpenAI) -> None:
+    response = client.responses.create(model=NAME, input="hello")
+    assert client.responses.retrieve(response.id).output_text == "Good day!"
+    items = client.responses.input_items.list(response.id).data
+    assert [item.type for item in items] == ["message"]
+    path = f"/v1/responses/{response.id}"
+    other = server.ask(path, authorization="Bearer two")
+    assert (other.status, other.error["code"]) == (404, "response_not_found")
+    body = {"model": NAME, "input": "hello", "previous_response_id": response.id}
+    refused = server.ask("/v1/responses", body, authorization="Bearer two")
+    assert (refused.status, refused.error["param"]) == (404, "previous_response_id")
+    client.responses.delete(response.id)
+    assert server.ask(path, authorization="Bearer one").status == 404
+    unstored = client.responses.create(model=NAME, input="hello", store=False)
+    assert server.ask(f"/v1/responses/{unstored.id}", authorization="Bearer one").status == 404
+
+
+def test_the_oldest_responses_are_dropped(agent: LanguageModel) -> None:
+    with serving(agent, NAME, limits=Limits(stored_characters=6000)) as server:
+        body = {"model": NAME, "input": "hello"}
+        ids = [server.ask("/v1/responses", body).body["id"] for _ in range(10)]
+        statuses = [server.ask(f"/v1/responses/{each}").status for each in ids]
+    assert statuses == sorted(statuses, reverse=True)
+    assert {*statuses} == {404, 200}
+
+
+def test_limits_and_formats_are_followed(server: Served, client: openai.OpenAI) -> None:
+    cut = respond(server, "count", max_output_tokens=2).body
+    assert (cut["status"], cut["incomplete_details"]) == (
+        "incomplete",
+        {"reason": "max_output_tokens"},
+    )
+    formatted: Any = {"format": {"type": "json_schema", "name": "city", "schema": SCHEMA}}
+    response = client.responses.create(model=NAME, input="hello", text=formatted)
+    assert json.loads(response.output_text).keys() == {"city"}
+    forced: Any = {"type": "function", "name": "weather"}
+    tools: Any = [TOOL]
+    called = client.responses.create(model=NAME, input="hello", tools=tools, tool_choice=forced)
+    assert [item.type for item in called.output] == ["function_call"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0] is"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+        ({"tools": [{"type": "web_search"}]}, "tools is"),
+        ({"background": True}, "background is True"),
+        ({"truncation": "auto"}, "truncation is 'auto'"),
+        ({"reasoning": {"effort": "most"}}, "reasoning is"),
+        ({"text": {"format": {"type": "xml"}}}, "text is"),
+        ({"conversation": "x"}, "conversation"),
+        ({"max_output_tokens": 0}, "max_output_tokens is 0"),
+    ],
+)
+def test_wrong_fields_are_named(server: Served, fields: dict[str, Any], named: str) -> None:
+    answer = respond(server, "hello", **fields)
+    assert answer.status == 400
+    assert named in answer.error["message"]
