@@ -59,8 +59,20 @@ def test_a_request_is_one_line(
     keyed.ask(path, {**body, **fields}, authorization=f"Bearer {KEY}")
     wait_until(lambda: bool(caplog.records), "the line of the request")
     (record,) = caplog.records
-    line, num_durations = re.subn(r" ms=\d+\.\d", "", record.getMessage())
-    assert (line, num_durations) == (f"client=127.0.0.1 method=POST {expected}", 1)
+    line, num_changes = re.subn(r"^id=req_[0-9a-f]{32} | ms=\d+\.\d", "", record.getMessage())
+    assert (line, num_changes) == (f"client=127.0.0.1 method=POST {expected}", 2)
+
+
+@pytest.mark.parametrize(("sent", "is_taken"), [("trace-1", True), ("two words", False)])
+def test_a_request_has_an_id(
+    keyed: Served, caplog: pytest.LogCaptureFixture, sent: str, is_taken: bool
+) -> None:
+    caplog.set_level(logging.INFO, "interposer.access")
+    headers = keyed.ask("/v1/models", x_request_id=sent, authorization=f"Bearer {KEY}").headers
+    wait_until(lambda: bool(caplog.records), "the line of the request")
+    assert (headers["x-request-id"] == sent) == is_taken
+    assert headers["request-id"] == headers["x-request-id"]
+    assert f"id={headers['x-request-id']} " in caplog.text
 
 
 def test_polls_of_monitors_are_logged_only_at_the_debug_level(

@@ -83,7 +83,10 @@ def test_a_chat_answer_completes_the_rendered_prompt(
             }
         ]
         spent = {"prompt_tokens": len(prompt), "completion_tokens": len(alone.token_ids)}
-        details = {"completion_tokens_details": {"reasoning_tokens": 0}}
+        details = {
+            "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        }
         assert body["usage"] == {**spent, "total_tokens": sum(spent.values()), **details}
 
 

@@ -375,6 +375,10 @@ def test_answers_are_counted(lm: LanguageModel) -> None:
         assert served.metric("interposer_cache_pages") == lm.engine.pool.num_pages
         assert served.metric("interposer_cache_pages_held") == 0
         figures = served.ask("/metrics").body
+        for name in ("vllm:generation_tokens_total", "vllm:e2e_request_latency_seconds_count"):
+            assert f'{name}{{model_name="stdlib-lm"}}' in figures
+        name = "gen_ai_server_time_to_first_token_seconds_count"
+        assert f'{name}{{gen_ai_request_model="stdlib-lm"}} 1.0' in figures
         for status in (200, 400):
             line = 'interposer_http_responses_total{endpoint="complete",status="%d"} 1.0'
             assert line % status in figures

@@ -177,7 +177,7 @@ def test_errors_have_the_format_of_the_api(server: Served) -> None:
     ("fields", "named"),
     [
         ({"max_tokens": 0}, "max_tokens is 0"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools is"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0] is"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice names"),
         ({"mcp_servers": [1]}, "mcp_servers"),
         ({"temperature": -1.0}, "temperature"),

@@ -19,8 +19,11 @@ def num_shared_tokens(served: Served, key: str, **fields: str) -> float:
     name, headers = "interposer_shared_prompt_tokens", {"authorization": f"Bearer {key}"}
     before = metric(served, name, key)
     body = {"model": "stdlib-lm", "prompt": PROMPT, "max_tokens": 1, **fields}
-    assert served.ask("/v1/completions", body, **headers).status == 200
-    return metric(served, name, key) - before
+    answer = served.ask("/v1/completions", body, **headers)
+    assert answer.status == 200
+    num_shared = metric(served, name, key) - before
+    assert answer.body["usage"]["prompt_tokens_details"] == {"cached_tokens": num_shared}
+    return num_shared
 
 
 def metric(served: Served, name: str, key: str) -> float:

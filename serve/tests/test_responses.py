@@ -155,7 +155,7 @@ def test_limits_and_formats_are_followed(server: Served, client: openai.OpenAI) 
     [
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0] is"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
-        ({"tools": [{"type": "web_search"}]}, "tools is"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0] is"),
         ({"background": True}, "background is True"),
         ({"truncation": "auto"}, "truncation is 'auto'"),
         ({"reasoning": {"effort": "most"}}, "reasoning is"),

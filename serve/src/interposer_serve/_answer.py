@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from interposer_engine import Delta
+from interposer_engine import Delta, Generation
 from interposer_engine.answers import AnswerReader, ParsedAnswer, Part, ReasoningPart
 
 
@@ -69,18 +69,24 @@ class Usage:
     Attributes:
         num_prompt_tokens: Tokens of all prompts.
         num_new_tokens: Tokens of all answers.
+        num_cached_tokens: Tokens of prompts that were in the prefix cache.
         num_reasoning_tokens: Tokens of all answers that are reasoning.
     """
 
     num_prompt_tokens: int
-    num_new_tokens: int
+    num_new_tokens: int = 0
+    num_cached_tokens: int = 0
     num_reasoning_tokens: int = 0
 
     @classmethod
-    def of(cls, num_prompt_tokens: int, answers: Sequence[Answer]) -> Usage:
-        """Count the tokens of answers."""
+    def of(cls, generation: Generation, answers: Sequence[Answer]) -> Usage:
+        """Count the tokens of a generation that has ended."""
+        # Several answers to a prompt compute the prompt once.
+        sequences = [stream.sequence for stream in generation.answers[:: generation.n]]
         return cls(
-            num_prompt_tokens,
+            sum(len(prompt) for prompt, _ in generation.prompts),
             sum(len(answer.deltas) for answer in answers),
+            # A sequence that was preempted may find more than its prompt.
+            sum(min(sequence.num_shared, len(sequence.prompt)) for sequence in sequences),
             sum(answer.num_reasoning_tokens for answer in answers),
         )

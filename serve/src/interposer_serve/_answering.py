@@ -161,7 +161,7 @@ class Answering:
                 name: f"[{','.join([await self._json(item) for item in items])}]"
                 for name, items in formatter.large_fields(answers).items()
             }
-            usage = Usage.of(num_prompt_tokens, answers)
+            usage = Usage.of(generation, answers)
             fields = await self.model.format_answer(lambda _: formatter.response(answers, usage))
         content = with_parts(fields, parts)
         return Response(content.encode(), media_type="application/json")
@@ -204,7 +204,7 @@ async def _stream(
                 parts.append(formatter.events(answer, answer.push(delta)))
             if content := "".join(parts):
                 yield content.encode()
-    yield formatter.last_events(answers, Usage.of(num_prompt_tokens, answers)).encode()
+    yield formatter.last_events(answers, Usage.of(generation, answers)).encode()
 
 
 @asynccontextmanager

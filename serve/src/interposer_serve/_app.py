@@ -64,7 +64,7 @@ def application(
     """
     checked_keys = check_keys(keys)
     checked_origins = check_origins(origins, has_keys=bool(checked_keys))
-    limits, metrics, created = limits or Limits(), Metrics(), int(time.time())
+    limits, metrics, created = limits or Limits(), Metrics(name), int(time.time())
     endpoints: TextEndpoints | VectorEndpoints
     if isinstance(model, Encoder):
         endpoints = VectorEndpoints(model, name, limits)

@@ -402,5 +402,6 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_new_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_new_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
     }

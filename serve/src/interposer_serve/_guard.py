@@ -1,22 +1,29 @@
-"""Middleware that checks the API key and host of each request, and counts and logs responses."""
+"""Middleware that checks the API key and host of each request, and counts and logs responses.
+
+Each request has an id: the client's header ``x-request-id``, or a new one.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from interposer.errors import ConfigError
 from interposer.tooling import steady_time_ns
 from interposer_serve._errors import ApiError, respond
+from interposer_serve._format import new_id
 from interposer_serve._telemetry import Metrics, log_request
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+# An id that cannot break a line of the log.
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 # These paths reveal nothing about requests or the model, and need no key.
 _OPEN_PATHS = frozenset({"/", "/health", "/ready", "/page.css", "/page.js"})
 
@@ -50,8 +57,15 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        request_id = Headers(scope=scope).get("x-request-id", "")
+        if not _REQUEST_ID.fullmatch(request_id):
+            request_id = new_id("req_")
         scope.setdefault("state", {}).update(
-            received=steady_time_ns(), client="", num_prompt_tokens=0, num_new_tokens=0
+            id=request_id,
+            received=steady_time_ns(),
+            client="",
+            num_prompt_tokens=0,
+            num_new_tokens=0,
         )
         status = 500  # of the response to an error that the application does not handle
 
@@ -61,6 +75,9 @@ class Guard:
                 status = message["status"]
                 name = getattr(scope.get("endpoint"), "__name__", "none")
                 self._metrics.responses.labels(name, status).inc()
+                # OpenAI's clients read the first name, Anthropic's the second.
+                headers = MutableHeaders(raw=message["headers"])
+                headers["x-request-id"] = headers["request-id"] = request_id
             await send(message)
 
         refusal = self._refusal(scope)

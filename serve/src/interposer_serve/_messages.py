@@ -29,6 +29,8 @@ _ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+# Anthropic's clients send the request again without a thread if they get this code.
+_NO_THREADS = "thread_unsupported_request"
 _BLOCKS = "'text', 'tool_use', 'tool_result' or 'thinking'"
 
 
@@ -81,6 +83,30 @@ class Thinking(BaseModel):
     display: str | None = None
 
 
+class OutputFormat(BaseModel):
+    """JSON schema that the text of the answer must match."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+    @property
+    def response_format(self) -> dict[str, Any]:
+        """The field ``response_format`` of a chat request."""
+        return {"type": self.type, "json_schema": {"schema": self.json_schema}}
+
+
+class OutputConfig(BaseModel):
+    """Form of the answer; the effort has no effect."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+    task_budget: dict[str, Any] | None = None
+
+
 class TokenCountBody(Body):
     """Request body of ``/v1/messages/count_tokens``."""
 
@@ -99,7 +125,9 @@ class TokenCountBody(Body):
     # the server.
     cache_control: dict[str, Any] | None = Field(None, description="an object")
     context_management: dict[str, Any] | None = Field(None, description="an object")
-    output_config: dict[str, Any] | None = Field(None, description="an object")
+    output_config: OutputConfig | None = Field(
+        None, description="{'format': {'type': 'json_schema', 'schema': {...}}}"
+    )
 
     def chat(self) -> ChatBody:
         """Return the equivalent chat request.
@@ -146,11 +174,23 @@ class MessagesBody(TokenCountBody):
         "auto", description="'auto' or 'standard_only'"
     )
 
+    thread: dict[str, Any] | None = Field(None, description="null")
+
     def _chat_fields(self) -> dict[str, Any]:
+        if self.thread is not None:
+            raise ApiError(
+                400,
+                f"thread is {shown(self.thread)}, but this server stores no messages. Try: all "
+                "messages, without thread",
+                param="thread",
+                code=_NO_THREADS,
+            )
         names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
         fields = {**super()._chat_fields(), **{name: getattr(self, name) for name in names}}
         if self.stop_sequences:
             fields["stop"] = self.stop_sequences
+        if self.output_config is not None and self.output_config.format is not None:
+            fields["response_format"] = self.output_config.format.response_format
         return fields
 
 
@@ -267,7 +307,7 @@ class MessagesFormat(Format):
 
     def first_events(self, num_prompt_tokens: int) -> str:
         """Return the event with the empty message and the number of prompt tokens."""
-        message = self._message(_usage(Usage(num_prompt_tokens, 0)))
+        message = self._message(_usage(Usage(num_prompt_tokens)))
         return _event({"type": "message_start", "message": message})
 
     def events(self, answer: Answer, parts: Sequence[Part]) -> str:
@@ -327,7 +367,10 @@ class MessagesFormat(Format):
 def error_body(error: ApiError) -> dict[str, Any]:
     """Return the body of an error response in Anthropic's format."""
     kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else _INVALID)
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    content: dict[str, Any] = {"type": kind, "message": str(error)}
+    if error.code == _NO_THREADS:
+        content["details"] = {"error_code": error.code, "unsupported": [error.param]}
+    return {"type": "error", "error": content}
 
 
 ERROR_BODIES["/v1/messages"] = error_body
@@ -335,9 +378,9 @@ ERROR_BODIES["/v1/messages"] = error_body
 
 def _usage(usage: Usage) -> dict[str, int]:
     return {
-        "input_tokens": usage.num_prompt_tokens,
+        "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": 0,
+        "cache_read_input_tokens": usage.num_cached_tokens,
         "output_tokens": usage.num_new_tokens,
     }
 

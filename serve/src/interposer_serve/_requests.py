@@ -194,11 +194,15 @@ def _unsupported(name: str, value: Any) -> ApiError:
 def _invalid(cls: type[Body], error: ValidationError, fields: dict[str, Any]) -> ApiError:
     first = error.errors()[0]
     name = str(first["loc"][0])
-    if first["type"] == "missing":
+    if first["type"] == "missing" and len(first["loc"]) == 1:
         required = ", ".join(n for n, field in cls.model_fields.items() if field.is_required())
         return ApiError(400, f"{name} is missing; needed are {required}", param=name)
-    allowed = cls.model_fields[name].description
-    message = f"{name} is {shown(fields[name])}; allowed is {allowed}"
+    value, allowed = fields[name], cls.model_fields[name].description
+    message = f"{name} is {shown(value)}; allowed is {allowed}"
+    match first["loc"][1:2], value:
+        case (int(index),), [dict(), *_]:
+            # A list of tools is long, and only one of them is wrong.
+            message = f"{name}[{index}] is {shown(value[index])}; {name} must be {allowed}"
     return ApiError(400, message, param=name, code="invalid_value")
 
 

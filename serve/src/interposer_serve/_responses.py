@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import dropwhile
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -44,13 +45,24 @@ class FunctionTool(BaseModel):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    @property
-    def function(self) -> dict[str, Any]:
-        """The tool as chat templates read it."""
-        function: dict[str, Any] = {"name": self.name, "parameters": self.parameters or {}}
+    def function(self, namespace: str | None = None) -> dict[str, Any]:
+        """Return the tool as chat templates read it."""
+        function: dict[str, Any] = {"name": _full_name(self.name, namespace)}
+        function["parameters"] = self.parameters or {}
         if self.description:
             function["description"] = self.description
         return {"type": "function", "function": function}
+
+
+class NamespaceTool(BaseModel):
+    """Functions that the model can call, under a common name."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    type: Literal["namespace"]
+    name: str
+    description: str = ""
+    tools: list[FunctionTool]
 
 
 class NamedTool(BaseModel):
@@ -82,7 +94,9 @@ class ResponsesBody(Body):
     temperature: float | None = Field(None, description="a number from 0 to 2")
     top_p: float | None = Field(None, description="a number above 0, up to 1")
     stream: bool = Field(False, description="true or false")
-    tools: list[FunctionTool] = Field([], description="a list of tools of the type 'function'")
+    tools: list[Annotated[FunctionTool | NamespaceTool, Field(discriminator="type")]] = Field(
+        [], description="a list of tools of the type 'function' or 'namespace'"
+    )
     tool_choice: Literal["auto", "none", "required"] | NamedTool = Field(
         "auto", description="'auto', 'none', 'required' or {'type': 'function', 'name': ...}"
     )
@@ -98,6 +112,8 @@ class ResponsesBody(Body):
     background: Literal[False] = Field(False, description="false")
     parallel_tool_calls: bool = Field(True, description="true or false")
     stream_options: dict[str, Any] | None = Field(None, description="an object")
+    # Describes the client, as metadata does.
+    client_metadata: dict[str, Any] | None = Field(None, description="an object")
 
     def chat(self, earlier_messages: Sequence[dict[str, Any]]) -> ChatBody:
         """Return the equivalent chat request.
@@ -108,7 +124,9 @@ class ResponsesBody(Body):
         """
         fields: dict[str, Any] = {
             "model": self.model,
-            "messages": [*self._instructions(), *earlier_messages, *self.input_messages()],
+            "messages": _with_one_system_message(
+                [*self._instructions(), *earlier_messages, *self.input_messages()]
+            ),
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -116,7 +134,7 @@ class ResponsesBody(Body):
             "response_format": self._response_format(),
         }
         if self.tools:
-            fields["tools"] = [tool.function for tool in self.tools]
+            fields["tools"] = [tool.function(namespace) for namespace, tool in self._functions()]
             fields["tool_choice"] = self.tool_choice
             if isinstance(self.tool_choice, NamedTool):
                 function = {"name": self.tool_choice.name}
@@ -124,6 +142,22 @@ class ResponsesBody(Body):
         if self.reasoning is not None:
             fields["reasoning_effort"] = self.reasoning.effort
         return ChatBody.read(fields)
+
+    def _functions(self) -> Iterator[tuple[str | None, FunctionTool]]:
+        """Yield all functions with their namespaces."""
+        for tool in self.tools:
+            if isinstance(tool, NamespaceTool):
+                yield from ((tool.name, function) for function in tool.tools)
+            else:
+                yield None, tool
+
+    def names_in_namespaces(self) -> dict[str, dict[str, str]]:
+        """Return the fields of a call that name a function of a namespace, by its full name."""
+        return {
+            _full_name(tool.name, namespace): {"name": tool.name, "namespace": namespace}
+            for namespace, tool in self._functions()
+            if namespace is not None
+        }
 
     def _instructions(self) -> list[dict[str, Any]]:
         return [{"role": "system", "content": self.instructions}] if self.instructions else []
@@ -160,6 +194,21 @@ class ResponsesBody(Body):
         raise ApiError(400, message, param="text", code="invalid_value")
 
 
+def _full_name(name: str, namespace: str | None) -> str:
+    """Return the name of a function for the model, which knows no namespaces."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def _with_one_system_message(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join the system messages at the start: most chat templates read only one of them."""
+    rest = [*dropwhile(lambda message: message["role"] in ("system", "developer"), messages)]
+    first = messages[: len(messages) - len(rest)]
+    if len(first) < 2:
+        return [*messages]
+    content = "\n\n".join(message["content"] for message in first)
+    return [{**first[0], "content": content}, *rest]
+
+
 def add_item(messages: list[dict[str, Any]], path: str, item: Mapping[str, Any]) -> None:
     """Add an input item to chat messages; items of one turn of the assistant become one message."""
     match item:
@@ -167,7 +216,8 @@ def add_item(messages: list[dict[str, Any]], path: str, item: Mapping[str, Any])
             content = _content(f"{path}.output", output)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
         case {"type": "function_call", "name": str(name), "arguments": str(arguments)}:
-            function = {"name": name, "arguments": arguments}
+            full_name = _full_name(name, item.get("namespace"))
+            function = {"name": full_name, "arguments": arguments}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             _assistant(messages).setdefault("tool_calls", []).append(call)
         case {"type": "reasoning"}:
@@ -229,6 +279,7 @@ class ResponsesFormat(Format):
         self._body = body
         self._created = int(time.time())
         self._on_complete = on_complete
+        self._names_in_namespaces = body.names_in_namespaces()
         self._num_events = 0
         self._items: list[dict[str, Any]] = []
         self._open: type[Part] | int | None = None
@@ -237,14 +288,14 @@ class ResponsesFormat(Format):
     def response(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
         """Return the fields of a whole response."""
         if not self._items:
-            self._items = _items(answers[0].parsed)
+            self._items = self._all_items(answers[0].parsed)
         response = self._response(self._items, answers[0], usage)
         self._on_complete(response, self._items)
         return response
 
     def large_fields(self, answers: Sequence[Answer]) -> LargeFields:
         """Return the items of the output."""
-        self._items = _items(answers[0].parsed)
+        self._items = self._all_items(answers[0].parsed)
         return {"output": [partial(_same, item) for item in self._items]}
 
     def _response(
@@ -314,7 +365,7 @@ class ResponsesFormat(Format):
             case ReasoningPart():
                 item = _reasoning_item("", "in_progress")
             case CallPart(_, name, call_id, _):
-                item = _call_item(ToolCall(name, "", call_id), "in_progress")
+                item = self._call_item(ToolCall(name, "", call_id), "in_progress")
         self._items.append(item)
         index = len(self._items) - 1
         started = {**item, "content": []} if isinstance(part, TextPart | ReasoningPart) else item
@@ -323,6 +374,26 @@ class ResponsesFormat(Format):
             (content,) = item["content"]
             events.append(self._item_event("response.content_part.added", part=content))
         return events
+
+    def _all_items(self, answer: ParsedAnswer) -> list[dict[str, Any]]:
+        """Return the output items of a complete answer."""
+        items = []
+        if answer.reasoning:
+            items.append(_reasoning_item(answer.reasoning))
+        if answer.content or not answer.calls:
+            items.append(_message_item(answer.content))
+        return [*items, *map(self._call_item, answer.calls)]
+
+    def _call_item(self, call: ToolCall, status: str = "completed") -> dict[str, Any]:
+        return {
+            "id": new_id("fc_"),
+            "type": "function_call",
+            "status": status,
+            "call_id": call.id or new_id("call_", 24),
+            "name": call.name,
+            "arguments": call.arguments,
+            **self._names_in_namespaces.get(call.name, {}),
+        }
 
     def _complete_item(self) -> list[str]:
         """Return the events that complete the open item, if there is one."""
@@ -388,16 +459,6 @@ _EVENTS: dict[type[Part], str] = {
 }
 
 
-def _items(answer: ParsedAnswer) -> list[dict[str, Any]]:
-    """Return the output items of a complete answer."""
-    items = []
-    if answer.reasoning:
-        items.append(_reasoning_item(answer.reasoning))
-    if answer.content or not answer.calls:
-        items.append(_message_item(answer.content))
-    return [*items, *map(_call_item, answer.calls)]
-
-
 def _message_item(text: str, status: str = "completed") -> dict[str, Any]:
     content = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
     message = {"id": new_id("msg_"), "type": "message", "status": status, "role": "assistant"}
@@ -410,21 +471,10 @@ def _reasoning_item(text: str, status: str = "completed") -> dict[str, Any]:
     return {**item, "content": content, "encrypted_content": None}
 
 
-def _call_item(call: ToolCall, status: str = "completed") -> dict[str, Any]:
-    return {
-        "id": new_id("fc_"),
-        "type": "function_call",
-        "status": status,
-        "call_id": call.id or new_id("call_", 24),
-        "name": call.name,
-        "arguments": call.arguments,
-    }
-
-
 def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.num_prompt_tokens,
-        "input_tokens_details": {"cached_tokens": 0},
+        "input_tokens_details": {"cached_tokens": usage.num_cached_tokens},
         "output_tokens": usage.num_new_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
         "total_tokens": usage.num_prompt_tokens + usage.num_new_tokens,

@@ -28,6 +28,7 @@ from starlette.types import Scope
 from interposer.tooling import steady_time_ns
 from interposer_engine import Generation
 from interposer_serve._errors import Gone
+from interposer_serve._metric_names import RenamedMetrics
 
 # OpenTelemetry resolves the provider at first use, so applications can set one later.
 _TRACER = trace.get_tracer("interposer_serve", version("interposer-serve"))
@@ -36,14 +37,37 @@ _TRACER = trace.get_tracer("interposer_serve", version("interposer-serve"))
 _POLLED_PATHS = frozenset({"/health", "/ready", "/metrics"})
 _access_log = logging.getLogger("interposer.access")
 
-# Buckets in seconds, from one decode step to the default deadline of a request.
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+# Buckets in seconds, from one token of a small model to the default deadline of a request.
+_SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+    60,
+    120,
+    300,
+    600,
+)
 
 
 class Metrics:
-    """The Prometheus metrics of one server, in a registry of its own."""
+    """The Prometheus metrics of one server, in a registry of its own.
 
-    def __init__(self) -> None:
+    Args:
+        model: Name of the model, a label of the metrics with names of other servers.
+    """
+
+    def __init__(self, model: str) -> None:
         # The default registry is global, so two servers in a process would claim equal names.
         registry = self._registry = CollectorRegistry()
         self.responses = Counter(
@@ -64,6 +88,11 @@ class Metrics:
         self._queued = self._histogram("queue", "from a request to its first step")
         self._first = self._histogram("time_to_first_token", "from a request to its first token")
         self._whole = self._histogram("generation", "from a request to its last token")
+        self._per_token = self._histogram(
+            "time_per_output_token", "per token after the first one, of one answer"
+        )
+        self._renamed = CollectorRegistry()
+        self._renamed.register(RenamedMetrics(registry, model))
 
     def _histogram(self, name: str, interval: str) -> Histogram:
         return Histogram(
@@ -108,6 +137,11 @@ class Metrics:
             "Used pages of the KV cache.",
             lambda: pool.num_pages - pool.num_free,
         )
+        self._gauge(
+            "cache_usage",
+            "Fraction of the KV cache's pages that are used.",
+            lambda: 1 - pool.num_free / pool.num_pages,
+        )
         if engine.speculation is not None:
             counts = engine.speculation.figures
             self._gauge("drafted_tokens", "Draft tokens.", lambda: counts.drafted_tokens)
@@ -130,12 +164,14 @@ class Metrics:
         # A failed or cancelled generation would distort the distribution.
         if error is None:
             self._whole.observe((stages.ended - stages.received) / 1e9)
+            num_later = generation.num_tokens / generation.num_answers - 1
+            if num_later > 0:
+                self._per_token.observe((stages.ended - stages.first_token) / 1e9 / num_later)
 
     def response(self) -> Response:
         """Return the metrics in Prometheus' text format."""
-        return Response(
-            generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST}
-        )
+        content = generate_latest(self._registry) + generate_latest(self._renamed)
+        return Response(content, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 def record_spans(
@@ -153,6 +189,7 @@ def record_spans(
         start_time=stages.received,
         attributes={
             "interposer.serve.endpoint": request.url.path,
+            "interposer.serve.request_id": request.state.id,
             "interposer.serve.model": model,
             "interposer.serve.answers": generation.num_answers,
             "interposer.serve.prompt_tokens": num_prompt_tokens,
@@ -187,7 +224,9 @@ def log_request(scope: Scope, status: int) -> None:
     is_poll = scope["path"] in _POLLED_PATHS and status == 200
     _access_log.log(
         logging.DEBUG if is_poll else logging.INFO,
-        "client=%s method=%s path=%.200s status=%d ms=%.1f prompt_tokens=%d completion_tokens=%d",
+        "id=%s client=%s method=%s path=%.200s status=%d ms=%.1f prompt_tokens=%d "
+        "completion_tokens=%d",
+        state["id"],
         client[0] if client else "-",
         scope["method"],
         quote(scope["path"]),  # a path can hold line breaks

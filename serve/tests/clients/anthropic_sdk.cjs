@@ -5,6 +5,7 @@ const [url, model] = process.argv.slice(2);
 const client = new Anthropic({ baseURL: url, apiKey: "none", maxRetries: 0 });
 const schema = { type: "object", properties: { city: { type: "string" } }, required: ["city"] };
 const tools = [{ name: "weather", description: "Looks it up.", input_schema: schema }];
+const run = ({ city }) => `sunny in ${city}`;
 const question = [{ role: "user", content: "How is the weather?" }];
 
 async function talk(ask) {
@@ -29,13 +30,17 @@ async function talk(ask) {
 
 async function main() {
   const first = { model, messages: question, tools };
-  const whole = await client.messages.create({ ...first, max_tokens: 99 });
+  const { usage } = await client.messages.create({ ...first, max_tokens: 99 });
   const counted = await client.messages.countTokens(first);
+  // The runner calls the tools itself.
+  const runnable = tools.map((tool) => ({ ...tool, run, parse: (value) => value }));
+  const runner = client.beta.messages.toolRunner({ ...first, max_tokens: 99, tools: runnable });
   console.log(
     JSON.stringify({
       whole: await talk((body) => client.messages.create(body)),
       streamed: await talk((body) => client.messages.stream(body).finalMessage()),
-      counted: counted.input_tokens === whole.usage.input_tokens,
+      "tools run": (await runner.runUntilDone()).content[0].text,
+      counted: counted.input_tokens === usage.input_tokens + usage.cache_read_input_tokens,
     }),
   );
 }

@@ -52,18 +52,17 @@ def stream_message(**fields: Any) -> Any:
 
 first = client.messages.create(model=model, max_tokens=99, messages=[question], tools=tools)
 counted = client.messages.count_tokens(model=model, messages=[question], tools=tools)
-parsed = client.messages.parse(
-    model=model, max_tokens=99, messages=[question], output_format=City
-)
+parsed = client.messages.parse(model=model, max_tokens=99, messages=[question], output_format=City)
 # The runner calls the tools itself.
 runner = client.beta.messages.tool_runner(
     model=model, max_tokens=99, messages=[question], tools=[weather]
 )
+usage = first.usage
 results = {
     "whole": talk(client.messages.create),
     "streamed": talk(stream_message),
     "parsed": parsed.parsed_output == City(city="Göteborg"),
     "tools run": runner.until_done().content[0].text,
-    "counted": counted.input_tokens == first.usage.input_tokens,
+    "counted": counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens,
 }
 print(json.dumps(results))

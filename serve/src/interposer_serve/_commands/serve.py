@@ -152,6 +152,30 @@ def serve(
             help="LoRA adapter that clients request as the model NAME. Repeatable.",
         ),
     ] = None,
+    tool_format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Format of tool calls, such as hermes, or none; the default follows from the chat "
+            "template.",
+        ),
+    ] = None,
+    reasoning_format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Format of reasoning, such as think, or none; the default follows from the chat "
+            "template.",
+        ),
+    ] = None,
+    response_template: Annotated[
+        bool,
+        typer.Option(
+            "--response-template",
+            help="Read answers by the checkpoint's response template instead of a format, once "
+            "they are complete.",
+        ),
+    ] = False,
     options: Values,
     tensor_parallel: TensorParallel = 1,
     platform: PlatformName = None,
@@ -199,6 +223,10 @@ def serve(
             )
         else:
             model = load(model_dir, config=config, adapters=adapters, **options)
+            if tool_format or reasoning_format or response_template:
+                model.tokenizer.chat.use_formats(
+                    tool_format, reasoning_format, response_template=response_template
+                )
         model_name = name or model_dir.resolve().name
         # Without keys on a loopback address, check the Host header against DNS rebinding.
         checks_hosts = bool(allowed_names) or (is_local and not keys)
