@@ -56,6 +56,7 @@ SNIPPETS = {
     "functools": "functools[{",
     "functionary": "<function={{ name }}>{{ arguments }}</function>",
     "pythonic": "[func_name1(a=b)]",
+    "llama4": "<|header_start|><|python_start|>{\"name\": , \"parameters\": ",
     "llama3": "<|start_header_id|>{\"name\": , \"parameters\": ",
     "gemma3": "```tool_code",
     "think": "<think>",
@@ -333,4 +334,4 @@ def test_calls_that_real_templates_write_are_read(templates: Path) -> None:
         assert answer.note == "", name
         assert THOUGHT not in answer.content, (name, turn)
         assert answer.reasoning in ("", THOUGHT), (name, turn)
-        assert answer.content.startswith(TEXT) or TEXT not in turn, (name, turn)
+        assert TEXT in answer.content or TEXT not in turn, (name, turn)

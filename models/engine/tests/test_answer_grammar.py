@@ -55,7 +55,7 @@ FULL: dict[str, Any] = {
 def specials_of(format: AnswerFormat) -> list[str]:
     """Return the markers of a format that look like special tokens."""
     markers = {marker.strip() for marker in format.markers()}
-    return sorted(m for m in markers if m.startswith("<") and m.endswith("|>")) or ["<|none|>"]
+    return sorted(m for m in markers if m.startswith("<") and m.endswith(">")) or ["<|none|>"]
 
 
 class Recognizer:

@@ -305,6 +305,18 @@ def test_ordinary_json_is_no_call_of_a_format_without_markers() -> None:
             assert (answer.content, answer.calls, answer.note) == (text, (), "")
 
 
+def test_llama_4_encloses_the_text_before_its_calls() -> None:
+    text = '<|python_start|>I look.<|python_end|>{"name": "look", "parameters": {}}'
+    answer = parse("llama4", text)
+    assert (answer.content, answer.note) == ("I look.", "")
+    assert calls_of(answer) == [call()]
+
+
+def test_end_tokens_that_are_markers_as_well_are_no_text() -> None:
+    assert parse("solar", "<|content|>Yes.<|end|>").content == "Yes."
+    assert parse("gigachat", "Yes.<|message_sep|>").content == "Yes."
+
+
 def test_deep_arguments_are_read_up_to_the_limit() -> None:
     deep = "[" * 127 + "]" * 127
     answer = parse("hermes", f'<tool_call>{{"name": "look", "arguments": {{"n": {deep}}}}}')

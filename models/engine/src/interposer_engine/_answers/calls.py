@@ -1,4 +1,4 @@
-"""Reads tool calls, one function for each kind of body."""
+"""Reader of tool calls, with a function for each kind of body."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _KEYWORD = re.compile(r"\w+")
 
 
 class CallReader:
-    """Reads calls from a source into an output.
+    """Reads calls from a source and adds them to an output.
 
-    A call begins in the output when its name and the beginning of its arguments are there. Until
-    then, the source records the text of the call, so that it can be returned as text.
+    A call begins in the output when its name is complete and its arguments begin. Until then, the
+    source records the text of the call, so that the parser can return a malformed call as text.
     """
 
     def __init__(self, source: Source, output: Output, tools: ToolSchemas) -> None:
@@ -122,7 +122,7 @@ class CallReader:
     # JSON
 
     def _read_json(self, calls: CallFormat, body: JsonBody) -> Steps[str]:
-        """Read JSON objects, and return the white space after them if it was read."""
+        """Read calls as JSON; return any white space that was read after the last call."""
         source = self._source
         yield from source.read_space()
         if (yield from source.read_literal("[")):
@@ -165,7 +165,7 @@ class CallReader:
             raise Malformed("a call does not begin with '{'")
         name: str | None = None
         call_id = ""
-        held_arguments: list[str] = []
+        early_arguments: list[str] = []
         has_begun = False
         while True:
             yield from source.read_space()
@@ -185,8 +185,8 @@ class CallReader:
             elif key in body.arguments_keys and not has_begun and name:
                 yield from self.read_arguments(name, call_id)
                 has_begun = True
-            elif key in body.arguments_keys and not has_begun and not held_arguments:
-                yield from read_value(source, JSON, held_arguments.append)
+            elif key in body.arguments_keys and not has_begun and not early_arguments:
+                yield from read_value(source, JSON, early_arguments.append)
             elif key == body.id_key:
                 pieces: list[str] = []
                 yield from read_value(source, JSON, pieces.append)
@@ -200,16 +200,19 @@ class CallReader:
             if not (yield from source.read_literal(",")):
                 raise Malformed("',' or '}' is missing in a call")
         if not has_begun:
-            self._begin_late(calls, name, call_id, "".join(held_arguments))
+            self._begin_late(calls, name, call_id, "".join(early_arguments))
         self._output.finish_call(call_id)
 
-    def _begin_late(self, calls: CallFormat, name: str | None, call_id: str, held: str) -> None:
-        """Begin a call that is complete, because its arguments came before its name."""
-        if calls.may_be_bare and not held:
+    def _begin_late(
+        self, calls: CallFormat, name: str | None, call_id: str, arguments: str
+    ) -> None:
+        """Begin a call at its end, because the arguments came before the name or are missing."""
+        # Without a marker, an object that has only a name may well be an ordinary JSON answer.
+        if calls.may_be_bare and not arguments:
             raise Malformed("a call has no arguments")
-        if held.startswith('"'):
-            held = converted(json.loads(held), JSON)
-        self._begin_with(name or "", call_id, held or "{}")
+        if arguments.startswith('"'):
+            arguments = converted(json.loads(arguments), JSON)
+        self._begin_with(name or "", call_id, arguments or "{}")
 
     # A name, then arguments
 
@@ -221,6 +224,7 @@ class CallReader:
         if stop == body.id_after and stop:
             call_id, stop = yield from self._read_name((body.name_end.strip(), "{"))
         if stop == "{":
+            # Some models leave the marker out; in other formats, the brace ends the name.
             self._source.unread(1)
         if body.number_prefix:
             call_id = name
@@ -247,6 +251,7 @@ class CallReader:
         separator = ""
         while True:
             if stop not in (key_open, end):
+                # Models write remarks between parameters, which no argument can carry.
                 stop = yield from source.read_until((key_open, end), lambda _: None)
             if stop == end:
                 break
@@ -268,6 +273,7 @@ class CallReader:
         end = body.value_end.strip()
         stops = [end]
         if body.value_end.startswith("\n"):
+            # The newline before the closing tag belongs to the format, not to the value.
             stops.append("\n" + end)
         if body.value_open:
             yield from source.read_space()
@@ -291,7 +297,7 @@ class CallReader:
     # Python
 
     def _read_python(self, calls: CallFormat) -> Steps[str]:
-        """Read calls of Python, and return the white space after them if it was read."""
+        """Read calls in Python; return any white space that was read after the last call."""
         source = self._source
         yield from source.read_space()
         if (yield from source.read_literal("[")):

@@ -1,4 +1,4 @@
-"""Reads answers that consist of messages in channels (harmony)."""
+"""Reader of answers that consist of messages in channels (harmony)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ChannelReader:
             yield from self._read_body(self._output.text)
 
     def _read_header(self) -> Steps[str]:
-        """Read a header with its end, and keep it recorded; text without a header is text."""
+        """Read and return a header, and keep recording; return "" for text without a header."""
         source = self._source
         source.start_record()
         pieces: list[str] = []

@@ -1,4 +1,4 @@
-"""Finds the format of a checkpoint, by its chat template or by name."""
+"""Choice of the answer format of a checkpoint, by chat template or by name."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ def detect(template: str) -> AnswerFormat | None:
     Args:
         template: Text of the chat template, or of all templates of a checkpoint.
     """
-    for known in FORMATS:
-        is_matching = any(all(text in template for text in group) for group in known.detected_by)
-        if is_matching and not any(text in template for text in known.not_by):
-            return _without_absent_markers(known, template)
+    for format in FORMATS:
+        is_matching = any(all(text in template for text in group) for group in format.detected_by)
+        if is_matching and not any(text in template for text in format.not_by):
+            return _without_absent_markers(format, template)
     return None
 
 
-def _without_absent_markers(known: AnswerFormat, template: str) -> AnswerFormat:
+def _without_absent_markers(format: AnswerFormat, template: str) -> AnswerFormat:
     """Return the format without reasoning and markers of text that the template does not write."""
-    if known.text_open.strip() not in template and known.text_close.strip() not in template:
-        known = replace(known, text_open="", text_close="")
-    reasoning = known.reasoning
+    if format.text_open.strip() not in template and format.text_close.strip() not in template:
+        format = replace(format, text_open="", text_close="")
+    reasoning = format.reasoning
     if reasoning is None or any(
         marker.strip() in template for marker in (reasoning.open, reasoning.close)
     ):
-        return known
-    return replace(known, reasoning=None)
+        return format
+    return replace(format, reasoning=None)
 
 
 def format_by_name(
@@ -114,11 +114,11 @@ def is_in_reasoning(format: AnswerFormat, prompt_tail: str) -> bool:
 
 
 _CALLS: dict[str, CallFormat] = {
-    known.calls.name: known.calls for known in FORMATS if known.calls is not None
+    format.calls.name: format.calls for format in FORMATS if format.calls is not None
 }
 _REASONING: dict[str, ReasoningFormat] = {
-    known.reasoning.name: known.reasoning for known in FORMATS if known.reasoning is not None
+    format.reasoning.name: format.reasoning for format in FORMATS if format.reasoning is not None
 }
 _CHANNELS: dict[str, AnswerFormat] = {
-    known.channels.name: known for known in FORMATS if known.channels is not None
+    format.channels.name: format for format in FORMATS if format.channels is not None
 }

@@ -121,8 +121,8 @@ class CallFormat:
         section_open: Marker before all calls.
         section_close: Marker after all calls.
         separator: Text between two calls.
-        may_be_bare: Whether an answer may begin with a call without ``open``. Such a call is only
-            recognized by the name of a given tool.
+        may_be_bare: Whether an answer, or what follows a marker of text, may begin with a call
+            without ``open``. Such a call is only recognized by the name of a given tool.
         writes_open: Whether the writer writes ``open`` before bare calls.
         open_is_optional: Whether models sometimes leave ``open`` out before ``body.name_open``.
     """
@@ -195,6 +195,7 @@ class AnswerFormat:
         channels: Messages in channels, which replace ``reasoning`` and ``calls``.
         text_open: Marker before the text for the user.
         text_close: Marker after the text for the user.
+        ignored: Further markers that are no text for the user.
         detected_by: Texts of the chat template that identify the family. Each group is enough; all
             texts of a group must appear.
         not_by: Texts that must not appear.
@@ -206,12 +207,13 @@ class AnswerFormat:
     channels: ChannelFormat | None = None
     text_open: str = ""
     text_close: str = ""
+    ignored: tuple[str, ...] = ()
     detected_by: tuple[tuple[str, ...], ...] = ()
     not_by: tuple[str, ...] = ()
 
     def markers(self) -> Iterator[str]:
         """Yield all markers of the format."""
-        yield from (self.text_open, self.text_close)
+        yield from (self.text_open, self.text_close, *self.ignored)
         for part in (self.reasoning, self.calls, self.channels):
             if part is not None:
                 yield from _texts(part)
@@ -250,6 +252,12 @@ LLAMA3 = CallFormat(
     separator="; ",
     may_be_bare=True,
     writes_open=False,
+)
+LLAMA4 = CallFormat(
+    "llama4",
+    JsonBody(arguments_keys=("parameters", "arguments")),
+    separator="\n",
+    may_be_bare=True,
 )
 PYTHONIC = CallFormat(
     "pythonic",
@@ -486,6 +494,7 @@ FORMATS: tuple[AnswerFormat, ...] = (
         SOLAR,
         text_open="<|content|>",
         text_close="<|end|><|begin|>assistant",
+        ignored=("<|end|>",),
         detected_by=(("<|tool_call:begin|>",),),
     ),
     AnswerFormat("gemma4", GEMMA4_THINK, GEMMA4, detected_by=(("<|tool_call>call:",),)),
@@ -540,7 +549,13 @@ FORMATS: tuple[AnswerFormat, ...] = (
         text_close="</response>",
         detected_by=(("<|tool_call|>",),),
     ),
-    AnswerFormat("gigachat", None, GIGACHAT, detected_by=(("<|function_call|>", "<|role_sep|>"),)),
+    AnswerFormat(
+        "gigachat",
+        None,
+        GIGACHAT,
+        ignored=("<|message_sep|>",),
+        detected_by=(("<|function_call|>", "<|role_sep|>"),),
+    ),
     AnswerFormat(
         "apriel",
         APRIEL_THINK,
@@ -566,21 +581,20 @@ FORMATS: tuple[AnswerFormat, ...] = (
         detected_by=(("<function=", "</function>"),),
         not_by=("<parameter=",),
     ),
+    AnswerFormat("pythonic", None, PYTHONIC, detected_by=(("[func_name1(",),)),
     AnswerFormat(
-        "pythonic",
+        "llama4",
         None,
-        PYTHONIC,
-        detected_by=(("<|python_start|>",), ("[func_name1(",)),
+        LLAMA4,
+        text_open="<|python_start|>",
+        text_close="<|python_end|>",
+        detected_by=(("<|header_start|>", '"parameters": '),),
     ),
     AnswerFormat(
         "llama3",
         None,
         LLAMA3,
-        detected_by=(
-            ("<|start_header_id|>", '"parameters": '),
-            ("<|header_start|>", '"parameters": '),
-            ("<|python_tag|>",),
-        ),
+        detected_by=(("<|start_header_id|>", '"parameters": '), ("<|python_tag|>",)),
     ),
     AnswerFormat("gemma3", None, GEMMA3, detected_by=(("```tool_code",),)),
     AnswerFormat("think", THINK, None, detected_by=(("<think>",), ("</think>",))),

@@ -43,15 +43,16 @@ def call_grammar(
 ) -> Constraint:
     """Return the constraint that allows calls of ``tools`` and nothing else.
 
-    Required parameters must appear in the order of the schema, and so must optional ones. Tagged
-    parameters and calls of Python have no others.
+    Parameters appear in the order of the schema. Calls in Python and calls with tagged parameters
+    can only have parameters that the schema lists.
 
     Args:
         format: How the checkpoint writes answers.
         tools: Tools as chat templates read them, with JSON schemas.
         special_ids: Ids of special tokens by text, because a grammar must name such tokens by id.
         parallel: Whether to allow several calls, else exactly one.
-        in_reasoning: Whether the prompt ends within reasoning, which the answer must close first.
+        in_reasoning: Whether the prompt ends within reasoning. If so, the constraint allows any
+            reasoning and its closing marker before the calls.
     Raises: RequestError: the format has no calls, there are no tools, or a schema cannot be
         enforced in the format.
     """
@@ -78,31 +79,31 @@ class _CallGrammar:
 
     def calls(self, parallel: bool) -> str:
         """Return the term of one call, or of one or more calls."""
-        own = self._format.calls
+        calls = self._format.calls
         if self._format.channels is not None:
             return self._messages(self._format.channels)
-        if own is None:
+        if calls is None:
             raise _refusal(self._format.name, "it has no tool calls")
-        layout = layout_of(own)
+        layout = layout_of(calls)
         first = layout.start + layout.open
         if not parallel:
-            return self._alternatives(own, first, layout.close + layout.end)
+            return self._alternatives(calls, first, layout.close + layout.end)
         # Literals include the separator before them, because the lexer of llguidance takes the
         # longest literal that may come, and a separator may be the beginning of the end.
-        following = self._alternatives(own, layout.separator + layout.open, layout.close)
-        opening = self._alternatives(own, first, layout.close)
+        following = self._alternatives(calls, layout.separator + layout.open, layout.close)
+        opening = self._alternatives(calls, first, layout.close)
         return joined(opening, f"{following}*", self._grammar.literal(layout.end))
 
-    def _alternatives(self, own: CallFormat, before: str, after: str) -> str:
-        terms = [self._call(own, name, before, after) for name in self._tools.names]
+    def _alternatives(self, calls: CallFormat, before: str, after: str) -> str:
+        terms = [self._call(calls, name, before, after) for name in self._tools.names]
         return f"({' | '.join(terms)})"
 
-    def _call(self, own: CallFormat, name: str, before: str, after: str) -> str:
+    def _call(self, calls: CallFormat, name: str, before: str, after: str) -> str:
         """Return the term of a call of one tool between two texts."""
-        body, schema = own.body, _object_schema(self._tools.schema(name))
+        body, schema = calls.body, _object_schema(self._tools.schema(name))
         literal, json_term = self._grammar.literal, self._grammar.json
         if isinstance(body, JsonBody):
-            # Ids are left out; the server gives each call an id of its own.
+            # Ids are left out; the server gives each call an id.
             key = f"{JSON.write(body.name_key)}: " if body.name_key else ""
             separator = f", {JSON.write(body.arguments_keys[0])}" if body.name_key else ""
             opened = f"{before}{{{key}{JSON.write(name)}{separator}: "
@@ -135,8 +136,8 @@ class _CallGrammar:
             opened = literal(f"{before}{body.number_prefix}{name}:")
             return joined(opened, "/[0-9]{1,4}/", literal(body.name_end))
         if body.id_before:
-            named = literal(body.id_before + name + body.name_end)
-            return joined(literal(before), r"/[A-Za-z0-9_\-]{1,40}/", named)
+            name_terms = literal(body.id_before + name + body.name_end)
+            return joined(literal(before), r"/[A-Za-z0-9_\-]{1,40}/", name_terms)
         return literal(before + name + body.name_end)
 
     def _parameter(self, body: TaggedBody, name: str, key: str, schema: Any) -> str:

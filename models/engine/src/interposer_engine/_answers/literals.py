@@ -1,4 +1,4 @@
-"""Values in the notations of call formats, converted to JSON text while they arrive."""
+"""Conversion of values in the notations of call formats to JSON text, piece by piece."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ PYTHON = Notation(("'", '"'), "python", words=("True", "False", "None"))
 
 
 def escaped(text: str) -> str:
-    """Return ``text`` as it is written inside a JSON string."""
+    """Return ``text`` with the escapes of a JSON string, without quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
@@ -128,6 +128,7 @@ def read_value(source: Source, notation: Notation, sink: Sink) -> Steps[None]:
                 return
         else:
             if closers or keeps_space:
+                # Only an item makes the comma before it valid JSON, so the comma waits until here.
                 sink(separator + (space if keeps_space else ""))
             separator, is_first = "", False
             if closers and closers[-1] == "}":
@@ -193,7 +194,7 @@ def _read_item(source: Source, notation: Notation, sink: Sink) -> Steps[str]:
 
 
 def _read_string(source: Source, notation: Notation, sink: Sink) -> Steps[bool]:
-    """Read a string if one comes next, and return whether one does."""
+    """Read a string if the next character is a quote; return whether a string was read."""
     for quote in notation.quotes:
         if (yield from source.read_literal(quote)):
             break
@@ -212,7 +213,7 @@ def _read_string(source: Source, notation: Notation, sink: Sink) -> Steps[bool]:
 
 
 def _read_escape(source: Source, notation: Notation, sink: Sink) -> Steps[None]:
-    """Read the characters after a backslash, and write what they stand for."""
+    """Read the rest of an escape sequence after its backslash, and write the escape in JSON."""
     character = yield from source.peek()
     if not character:
         raise Malformed("the answer ends inside a string")
@@ -239,7 +240,7 @@ def _unexpected(actual: str, expected: str) -> Malformed:
 
 
 def read_string(source: Source) -> Steps[str | None]:
-    """Read a JSON string if one comes next, and return its value."""
+    """Read a JSON string and return its value; None if the next character is no quote."""
     pieces: list[str] = []
     if not (yield from _read_string(source, JSON, pieces.append)):
         return None
@@ -249,7 +250,7 @@ def read_string(source: Source) -> Steps[str | None]:
 
 
 def converted(text: str, notation: Notation) -> str:
-    """Return the JSON text of a value that is there as a whole.
+    """Return the JSON text of a complete value.
 
     Raises: Malformed: ``text`` is not one value.
     """
@@ -261,7 +262,6 @@ def converted(text: str, notation: Notation) -> str:
         raise AssertionError("reading waits for text after its end")
     for _ in source.read_space():
         raise AssertionError("reading waits for text after its end")
-    rest = source.take()
-    if rest:
-        raise Malformed(f"{rest!r} comes after the value")
+    if following := source.take():
+        raise Malformed(f"{following!r} comes after the value")
     return "".join(pieces)

@@ -1,4 +1,4 @@
-"""Collects the parts of an answer, for the stream and as a whole."""
+"""Collection of the parts of an answer, as a stream and as a whole."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class Flow:
             self._space += [text] if text else []
             return
         if self._is_after_marker and self.is_empty:
+            # White space between a marker and the first text is layout of the format.
             self._space.clear()
             stripped = stripped.lstrip()
         elif self._is_after_marker and not self._space and not text[0].isspace():
@@ -49,7 +50,7 @@ class Flow:
         self._is_after_marker = True
 
     def end(self) -> None:
-        """Emit the white space at the end, unless a marker precedes or follows it."""
+        """Emit the held-back white space, unless it is next to a marker."""
         if self._space and not self._is_after_marker:
             self._emit("".join(self._space))
         self._space.clear()
@@ -78,11 +79,11 @@ class Output:
 
     @property
     def has_open_call(self) -> bool:
-        """Whether a call has begun whose arguments are incomplete."""
+        """Whether the arguments of the last call are incomplete."""
         return self._open_call is not None
 
     def begin_call(self, name: str, call_id: str) -> None:
-        """Begin a call whose name is complete."""
+        """Begin a call with a complete name."""
         self.text.marker()
         self._open_call = ToolCall(name, "", call_id)
         self._arguments = []
@@ -104,7 +105,7 @@ class Output:
         self._arguments = []
 
     def drop_call(self, reason: str) -> None:
-        """Leave out the call, which cannot be completed."""
+        """Leave out the last call because of ``reason``."""
         assert self._open_call is not None
         self.note(f"the call of {self._open_call.name!r} was left out: {reason}")
         self._open_call = None

@@ -17,10 +17,10 @@ from interposer_engine._answers.tools import ToolSchemas
 class AnswerParser:
     """Parses an answer, token by token, into text, reasoning and tool calls.
 
-    Text and reasoning are returned at once, except for what may be the beginning of a marker and
-    white space that a marker may follow. A text that begins like a call but is none of a known tool
-    is returned as text; ``answer.note`` has the reason. So is a malformed call, unless its name was
-    returned already: then the rest is dropped, and the call is not in ``answer.calls``.
+    The parser returns text and reasoning at once, and holds back only a possible beginning of a
+    marker and white space that a marker may follow. Malformed calls and calls of unknown tools are
+    returned as text. If the name of a malformed call was returned before the error, the rest of
+    the call is dropped, and ``answer.calls`` lacks the call. ``answer.note`` has the reason.
 
     Args:
         format: How the checkpoint writes answers.
@@ -88,13 +88,16 @@ class AnswerParser:
             ).read()
             return
         calls, reasoning = answer.calls, answer.reasoning
-        text_markers = {answer.text_open.strip(), answer.text_close.strip()} - {""}
+        markers = (answer.text_open, answer.text_close, *answer.ignored)
+        text_markers = {marker.strip() for marker in markers} - {""}
         opens = {reasoning.open.strip()} if reasoning else set()
         stops = {*text_markers, *opens, *_call_markers(calls)}
         if starts_in_reasoning and reasoning:
             yield from self._read_reasoning(reasoning)
+        stop = ""
         while True:
-            if calls and calls.may_be_bare and self._tools and self._output.text.is_empty:
+            is_at_start = self._output.text.is_empty or stop in text_markers
+            if calls and calls.may_be_bare and self._tools and is_at_start:
                 yield from self._read_bare_call(calls)
             stop = yield from self._source.read_until(stops, self._output.text.push)
             if not stop:
@@ -132,29 +135,29 @@ class AnswerParser:
             self._output.text.push(space)
 
     def _read_section(self, calls: CallFormat, opened: str) -> Steps[None]:
-        """Read the calls between the markers of a section, and text between them."""
+        """Read the calls and texts between the two markers of a section."""
         text, close = self._output.text, calls.section_close.strip()
         # The opening marker, which is returned as text if no call follows.
-        held = [opened]
+        section_start = [opened]
         has_calls = False
 
         def push(piece: str) -> None:
-            if held and piece.isspace():
-                held.append(piece)
+            if section_start and piece.isspace():
+                section_start.append(piece)
             else:
-                text.push("".join([*held, piece]))
-                held.clear()
+                text.push("".join([*section_start, piece]))
+                section_start.clear()
 
         while True:
             stop = yield from self._source.read_until((calls.first_marker, close), push)
             if stop in ("", close):
                 break
-            prefix = "".join(held)
+            prefix = "".join(section_start)
             has_calls |= yield from self._read_call(calls, stop, prefix + stop)
-            held.clear()
+            section_start.clear()
         if not has_calls:
-            text.push("".join(held) + stop)
-            if held:
+            text.push("".join(section_start) + stop)
+            if section_start:
                 self._output.note("calls were announced, and none came")
 
     def _read_call(

@@ -28,7 +28,7 @@ class Grammar:
 
     def __init__(self, special_ids: Mapping[str, int]) -> None:
         self._special_ids = special_ids
-        names = sorted(special_ids, key=len, reverse=True)
+        names = sorted(filter(None, special_ids), key=len, reverse=True)
         self._special = re.compile(f"({'|'.join(map(re.escape, names))})" if names else "(?!)")
         self._rules: dict[str, str] = {}  # names by body
         self._named_rules: dict[str, str] = {}  # bodies by name
@@ -46,7 +46,7 @@ class Grammar:
         return self._rules[body].removesuffix(attribute)
 
     def define(self, name: str, body: str) -> None:
-        """Add a rule of a given name, which may refer to itself."""
+        """Add a rule with a given name. The body may use the name."""
         self._named_rules[name] = body
 
     def reserve(self, name: str) -> bool:
@@ -68,7 +68,7 @@ class Grammar:
                 yield json.dumps(part)
 
     def json(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
-        """Return the term of a JSON value of ``schema``, whose references ``root`` resolves."""
+        """Return the term of a JSON value of ``schema``; ``root`` holds referenced definitions."""
         definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
         guided = {**definitions, **schema, "x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
         try:
@@ -78,16 +78,17 @@ class Grammar:
 
     def text_until(self, end: str) -> str:
         """Return the terms of any text up to and including the marker ``end``."""
-        marker, rest = end.rstrip(), end[len(end.rstrip()) :]
+        marker = end.rstrip()
+        space = end[len(marker) :]
         parts = [part for part in self._special.split(marker) if part]
         at = next((i for i, part in enumerate(parts) if part in self._special_ids), None)
         if at is None:
             body = self.rule(rf"/(?s:.*){_in_regex(marker)}/", "[lazy]")
-            return f"{body} {json.dumps(rest)}" if rest else body
+            return f"{body} {json.dumps(space)}" if space else body
         # Only tokens of text match a pattern, so the special token ends it.
         before = "".join(parts[:at])
         text = rf"/(?s:.*){_in_regex(before)}/"
-        return f"{text} {self.literal(''.join(parts[at:]) + rest)}"
+        return f"{text} {self.literal(''.join(parts[at:]) + space)}"
 
     def sequence(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
         """Return the term of items in order, with separators; items may be optional.
@@ -100,14 +101,17 @@ class Grammar:
         if not separator:
             return joined(*(name if required else f"{name}?" for name, required in terms))
         # Items from some index on, if an item precedes them, and if none does.
-        rest = first = ""
+        following = first = ""
         for name, is_required in reversed(terms):
-            with_separator = joined(separator, name, rest)
-            alone = joined(name, rest)
+            with_separator = joined(separator, name, following)
+            alone = joined(name, following)
             if is_required:
-                rest, first = self.rule(with_separator), self.rule(alone)
+                following, first = self.rule(with_separator), self.rule(alone)
             else:
-                rest = self.rule(f"({with_separator} | {rest})" if rest else f"({with_separator})?")
+                options = (
+                    f"({with_separator} | {following})" if following else f"({with_separator})?"
+                )
+                following = self.rule(options)
                 first = self.rule(f"({alone} | {first})" if first else f"({alone})?")
         return first
 
@@ -133,13 +137,17 @@ class NotationGrammar:
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
             return self._free_value()
         if (choices := choices_of(schema)) is not None:
-            return self._either(self._grammar.literal(self._notation.write(c)) for c in choices)
+            return self._either(
+                self._grammar.literal(self._notation.write(choice)) for choice in choices
+            )
         for key in ("anyOf", "oneOf"):
             if isinstance(options := schema.get(key), list):
                 return self._either(self.value(option, depth + 1) for option in options)
         kind = schema.get("type")
         if isinstance(kind, list):
-            return self._either(self.value({**schema, "type": each}, depth + 1) for each in kind)
+            return self._either(
+                self.value({**schema, "type": option}, depth + 1) for option in kind
+            )
         if kind in ("integer", "number"):
             return self._grammar.json(schema, self._root)
         if kind == "array":
@@ -215,7 +223,7 @@ def properties_of(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
 
 
 def choices_of(schema: Any) -> list[Any] | None:
-    """Return the values that a schema lists; None if it lists none."""
+    """Return the values of a schema's ``enum`` or ``const``; None without these keywords."""
     if not isinstance(schema, Mapping):
         return None
     values = [schema["const"]] if "const" in schema else schema.get("enum")

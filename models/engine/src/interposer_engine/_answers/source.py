@@ -1,8 +1,8 @@
-"""Text that arrives in pieces, read by generators that wait for more of it.
+"""Text that arrives in pieces, and generators that read the text.
 
-A reading function is a generator: it yields when it has used up the available text, and continues
-after ``Source.push``. So a parser is written as if the whole text were there, and each character
-is examined a bounded number of times however the text is split.
+A reading function is a generator. The generator yields when all available text is read, and
+continues after ``Source.push``. A parser of such functions looks like a parser of complete text,
+and examines each character a bounded number of times for any split of the text into pieces.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Source:
         return "".join(record)
 
     def peek(self) -> Steps[str]:
-        """Return the next character without reading it; "" at the end of the answer."""
+        """Return the next character and leave it unread; "" at the end of the answer."""
         while self._position >= len(self._text):
             if self._has_ended:
                 return ""
@@ -92,7 +92,7 @@ class Source:
         return "".join(pieces)
 
     def read_literal(self, literal: str) -> Steps[bool]:
-        """Read ``literal`` if it comes next, and return whether it does."""
+        """Read ``literal`` if the text continues with it; return whether it was read."""
         while not self._text.startswith(literal, self._position):
             available = self._text[self._position : self._position + len(literal)]
             if self._has_ended or not literal.startswith(available):
@@ -112,10 +112,10 @@ class Source:
         finder = _finder(tuple(sorted({stop for stop in stops if stop}, key=len, reverse=True)))
         while True:
             start = self._position
-            found, partial = finder.find(self._text, start, limit)
-            is_found = found is not None and (self._has_ended or found[0] < partial)
+            span, partial = finder.find(self._text, start, limit)
+            is_found = span is not None and (self._has_ended or span[0] < partial)
             end = len(self._text) if self._has_ended else partial
-            end = found[0] if found is not None and is_found else end
+            end = span[0] if span is not None and is_found else end
             if limit is not None and end - start > limit:
                 sink(self.take(limit))
                 raise Malformed("a name is too long")
@@ -123,8 +123,8 @@ class Source:
                 sink(self.take(end - start))
             if limit is not None:
                 limit -= end - start
-            if found is not None and is_found:
-                return self.take(found[1] - found[0])
+            if span is not None and is_found:
+                return self.take(span[1] - span[0])
             if self._has_ended:
                 return ""
             yield

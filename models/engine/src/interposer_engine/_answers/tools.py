@@ -1,4 +1,4 @@
-"""The tools of a request: names, and the types of their parameters."""
+"""Names of the tools of a request, and types of tool parameters."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ToolSchemas:
 
 
 def referenced(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Return the schema to which a schema refers within ``root``; None if there is none."""
+    """Return the target of a schema's reference into ``root``; None for a missing target."""
     for _ in range(_MAX_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):
@@ -101,7 +101,7 @@ def _schema_types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset
 
 
 def is_text(types: frozenset[str]) -> bool:
-    """Return whether a parameter of these types is written as plain text."""
+    """Return whether strings are the only values of a parameter."""
     return types == {"string"}
 
 

@@ -1,4 +1,4 @@
-"""Writes reasoning, text and tool calls as a checkpoint does: the inverse of the parser."""
+"""Writer of reasoning, text and tool calls; the inverse of the parser."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def write_calls(
         format: How the checkpoint writes answers.
         calls: The calls; at least one.
         tools: Tools of the request. Their schemas give the types of tagged parameters.
-    Returns: The text. Calls without ids get some in formats where each call has an id.
+    Returns: The text. If the format requires ids, calls without an id get one.
     Raises: RequestError: the format has no calls, or cannot write a name, a key or a string.
     """
     if format.channels is not None:
@@ -121,7 +121,9 @@ class _CallWriter:
             texts = [self._python(call) for call in calls]
         else:
             texts = [self._tagged(body, call) for call in calls]
-        text = layout.separator.join(f"{layout.open}{each}{layout.close}" for each in texts)
+        text = layout.separator.join(
+            f"{layout.open}{body_text}{layout.close}" for body_text in texts
+        )
         return f"{layout.start}{text}{layout.end}"
 
     def _json(self, body: JsonBody, call: ToolCall) -> str:
