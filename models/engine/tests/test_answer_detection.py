@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tarfile
@@ -312,6 +313,14 @@ def read(known: AnswerFormat, turn: str) -> AnswerParser:
         parser.push_text(character)
     parser.end()
     return parser
+
+
+def test_the_page_lists_every_format() -> None:
+    page = Path(__file__).parents[3] / "docs" / "tool-calls.md"
+    rows = [line.split("|")[2:4] for line in page.read_text().splitlines() if line.startswith("| ")]
+    listed = [{*re.findall(r"`(\w+)`", cell)} for cell in map("".join, zip(*rows, strict=True))]
+    names = {*tool_format_names()} - {"none"}, {*reasoning_format_names()} - {"none"}
+    assert listed == [*names]
 
 
 @pytest.mark.foreign
