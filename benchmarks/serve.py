@@ -2,13 +2,15 @@
 
     python benchmarks/serve.py load MODEL --seconds 600 --clients 64
     python benchmarks/serve.py compare MODEL --rounds 20
+    python benchmarks/serve.py protocols MODEL --rounds 20
 
 `load`: clients ask with prompts and answers of mixed lengths, streamed and whole, and a tenth of
 them leaves. It fails where an answer is lost or cut, where the cache holds a page in the end, or
 where memory grows. Before and after, the engine gets the same requests without a server, and the
 rates of tokens are told side by side, by time and by processor time. `compare`: alternates between
 `lm.generate` and the server, and prints medians of ratios within a round, of time and of processor
-time.
+time. `protocols`: alternates between the APIs of the server, which stream the same chats, and
+prints the time, the server's processor time and the time to the first event of each.
 """
 
 from __future__ import annotations
@@ -90,11 +92,14 @@ class Answer:
 
 
 async def ask(
-    port: int, body: dict[str, Any], leaves_after_s: float | None = None
+    port: int,
+    body: dict[str, Any],
+    leaves_after_s: float | None = None,
+    path: str = "/v1/completions",
 ) -> Answer | None:
     """Return the answer; None where the client left before it was whole."""
     content = json.dumps({"model": NAME, **body}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
     head += f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
     started = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -115,11 +120,19 @@ async def ask(
     return _answer(b"".join(parts), bool(body.get("stream")), first)
 
 
+_ENDS = (
+    b"data: [DONE]",
+    b"event: message_stop",
+    b"event: response.completed",
+    b"event: response.inc",
+)
+
+
 def _answer(response: bytes, streams: bool, first_s: float | None) -> Answer:
     status = int(response.split(b" ", 2)[1])
-    found = re.findall(rb'"completion_tokens": ?(\d+)', response)
-    reasons = re.findall(rb'"finish_reason": ?"(\w+)"', response)
-    whole = not streams or b"data: [DONE]" in response
+    found = re.findall(rb'"(?:completion|output)_tokens": ?(\d+)', response)
+    reasons = re.findall(rb'"(?:finish_reason|stop_reason|status)": ?"(\w+)"', response)
+    whole = not streams or any(end in response for end in _ENDS)
     if status != 200 or not (reasons and whole):
         return Answer(status, 0, None, first_s)
     # Not every server tells it in a stream.
@@ -392,12 +405,74 @@ def compare(options: argparse.Namespace) -> None:
     print(json.dumps(facts, indent=2))
 
 
+def protocols(options: argparse.Namespace) -> None:
+    texts = [f"Write function number {number}." for number in range(options.streams)]
+    most, streamed = options.tokens, {"stream": True}
+    usage = {"stream_options": {"include_usage": True}}
+
+    def messages(text: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": text}]
+
+    bodies: dict[str, Callable[[str], dict[str, Any]]] = {
+        "/v1/chat/completions": lambda text: {
+            **{"messages": messages(text), "max_tokens": most, **streamed, **usage}
+        },
+        "/v1/responses": lambda text: {"input": text, "max_output_tokens": most, **streamed},
+        "/v1/messages": lambda text: {"messages": messages(text), "max_tokens": most, **streamed},
+    }
+    seconds: dict[str, list[float]] = {path: [] for path in bodies}
+    processor_seconds: dict[str, list[float]] = {path: [] for path in bodies}
+    first_s: dict[str, list[float]] = {path: [] for path in bodies}
+    num_tokens: dict[str, int] = {}
+    with serving(options.model, f"--cache-tokens={options.cache_tokens}") as server:
+
+        async def stream(path: str, chosen: list[str]) -> list[Answer]:
+            asked = [ask(server.port, bodies[path](text), path=path) for text in chosen]
+            answers = await asyncio.gather(*asked)
+            return [answer for answer in answers if answer is not None]
+
+        for round_ in range(options.rounds + 1):
+            for path in bodies:
+                before, started = server.processor_seconds, time.perf_counter()
+                answers = asyncio.run(stream(path, texts))
+                if not round_:  # the first one warms up
+                    num_tokens[path] = sum(answer.num_tokens for answer in answers)
+                    continue
+                seconds[path].append(time.perf_counter() - started)
+                processor_seconds[path].append(server.processor_seconds - before)
+                (alone,) = asyncio.run(stream(path, texts[:1]))
+                first_s[path].append(alone.first_s or math.nan)
+    chats = "/v1/chat/completions"
+    assert {*num_tokens.values()} == {num_tokens[chats]}, num_tokens
+
+    def compared(values: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+        return {
+            path: {
+                "median_ms": round(1e3 * statistics.median(each), 2),
+                "of_chats": round(
+                    statistics.median(a / b for a, b in zip(each, values[chats], strict=True)), 3
+                ),
+            }
+            for path, each in values.items()
+        }
+
+    facts = {
+        "streams": options.streams,
+        "tokens": num_tokens[chats],
+        "time": compared(seconds),
+        "processor_time": compared(processor_seconds),
+        "first_event": compared(first_s),
+    }
+    print(json.dumps(facts, indent=2))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(required=True)
     for run, settings in (
         (load, {"seconds": 600, "clients": 64}),
         (compare, {"rounds": 20, "streams": 8, "tokens": 128}),
+        (protocols, {"rounds": 20, "streams": 8, "tokens": 128}),
     ):
         command = commands.add_parser(run.__name__)
         command.add_argument("model")

@@ -46,7 +46,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("user", 3, "user is 3; allowed is a text"),
     ("service_tier", "fast", "allowed is 'auto' or 'default' or 'flex'"),
     ("verbosity", "low", "allowed is None"),
-    ("reasoning_effort", "high", "allowed is None"),
+    ("reasoning_effort", "most", "allowed is 'none', 'minimal'"),
     ("temperature", -1, "a number from 0, which is greedy, to 1000"),
     ("temperature", "hot", "a number from 0"),
     ("temperature", True, "a number from 0"),
@@ -189,9 +189,9 @@ def test_bodies_that_are_no_objects_are_refused(served: Served) -> None:
 
 
 def test_an_unknown_address_names_the_known_ones(served: Served) -> None:
-    answer = served.ask("/v1/responses", {})
+    answer = served.ask("/v1/answers", {})
     assert answer.status == 404
-    assert "There is no POST '/v1/responses'; there are " in answer.error["message"]
+    assert "There is no POST '/v1/answers'; there are " in answer.error["message"]
     assert "/v1/chat/completions" in answer.error["message"]
     assert served.ask("/v1/completions").status == 405
 

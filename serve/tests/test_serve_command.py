@@ -69,7 +69,7 @@ def test_the_command_serves_until_a_signal(chat_folder: Path, tmp_path: Path) ->
 
 STREAM = {"prompt": "x", "max_tokens": 900, "ignore_eos": True, "n": 64, "stream": True}
 LOGGED = (
-    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO: +client=127\.0\.0\.1 method=POST "
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO: +id=req_[0-9a-f]+ client=127\.0\.0\.1 method=POST "
     r"path=/v1/completions status=200 ms=\d+\.\d prompt_tokens=2 completion_tokens=\d+\n"
 )
 

@@ -19,6 +19,7 @@ _HEADERS = (
     "content-type",
     "traceparent",
     "x-api-key",
+    "x-request-id",
     "openai-organization",
     "openai-project",
     "anthropic-version",
@@ -80,6 +81,6 @@ def cors_middleware(origins: Collection[str]) -> list[Middleware]:
             allow_origins=origins,
             allow_methods=("GET", "POST"),
             allow_headers=_HEADERS,
-            expose_headers=("retry-after",),
+            expose_headers=("retry-after", "x-request-id"),
         )
     ]
