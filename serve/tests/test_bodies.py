@@ -46,7 +46,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("user", 3, "user is 3; allowed is a text"),
     ("service_tier", "fast", "allowed is 'auto' or 'default' or 'flex'"),
     ("verbosity", "low", "allowed is None"),
-    ("reasoning_effort", "most", "allowed is 'none', 'minimal'"),
     ("temperature", -1, "a number from 0, which is greedy, to 1000"),
     ("temperature", "hot", "a number from 0"),
     ("temperature", True, "a number from 0"),
