@@ -17,7 +17,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.utils import get_remote_addr
 
-from interposer_serve._errors import ApiError
+from interposer_serve._errors import ApiError, ascii_json
 from interposer_serve._limits import ConnectionLimits
 from interposer_serve._proxies import TrustedProxies
 
@@ -282,7 +282,7 @@ class _Connection(HttpToolsProtocol):
 
     def _write_error(self, error: ApiError) -> None:
         """Write an error response directly to the connection, without the application."""
-        content = error.content
+        content = ascii_json(error.body)
         head = (
             f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
             "content-type: application/json\r\nconnection: close\r\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -30,8 +31,29 @@ _TOO_LONG = re.compile(
 )
 
 
-ERROR_BODIES: dict[str, Callable[[ApiError], dict[str, Any]]] = {}
-"""Functions that write the body of an error response in the format of another API, by path."""
+@dataclass(frozen=True, slots=True)
+class ErrorFormat:
+    """Format of the error responses of an API.
+
+    Attributes:
+        name: Name of the schema in the OpenAPI document.
+        schema: JSON schema of the bodies.
+        write: Returns the body of an error.
+    """
+
+    name: str
+    schema: dict[str, Any]
+    write: Callable[[ApiError], dict[str, Any]]
+
+
+ERROR_FORMATS: dict[str, ErrorFormat] = {}
+"""Formats of errors of other APIs than OpenAI's, by the start of the path."""
+
+
+def error_format(path: str) -> ErrorFormat:
+    """Return the format of the error responses of a path."""
+    formats = (form for start, form in ERROR_FORMATS.items() if path.startswith(start))
+    return next(formats, _OPENAI)
 
 
 class ApiError(Exception):
@@ -71,14 +93,36 @@ class ApiError(Exception):
         }
         return {"error": error}
 
-    @property
-    def content(self) -> bytes:
-        """Body of the error response as ASCII JSON, with lone surrogates escaped."""
-        return json.dumps(self.body, separators=(",", ":")).encode()
-
     def event(self) -> bytes:
         """Return the error as the last event of a stream whose status has already been sent."""
-        return b"data: " + self.content + b"\n\n"
+        return b"data: " + ascii_json(self.body) + b"\n\n"
+
+
+def ascii_json(body: dict[str, Any]) -> bytes:
+    """Return a body as ASCII JSON, with lone surrogates escaped."""
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+_OPENAI = ErrorFormat(
+    "Error",
+    {
+        "type": "object",
+        "required": ["error"],
+        "properties": {
+            "error": {
+                "type": "object",
+                "required": ["message", "type", "param", "code"],
+                "properties": {
+                    "message": {"type": "string"},
+                    "type": {"type": "string"},
+                    "param": {"type": ["string", "null"]},
+                    "code": {"type": ["string", "null"]},
+                },
+            }
+        },
+    },
+    lambda error: error.body,
+)
 
 
 class Gone(Exception):
@@ -124,8 +168,5 @@ async def respond(request: Request, error: Exception) -> Response:
     for folder, name in app.state.hidden.items() if app is not None else ():
         # The text of an exception is in ``args``.
         refusal.args = (str(refusal).replace(folder, name),)
-    content = refusal.content
-    for path, error_body in ERROR_BODIES.items():
-        if request.url.path.startswith(path):
-            content = json.dumps(error_body(refusal), separators=(",", ":")).encode()
+    content = ascii_json(error_format(request.url.path).write(refusal))
     return Response(content, refusal.status, refusal.headers, media_type="application/json")

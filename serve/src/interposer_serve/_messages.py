@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from interposer_engine.answers import CallPart, Part, ReasoningPart, TextPart
 from interposer_serve._answer import Answer, Usage
-from interposer_serve._errors import ERROR_BODIES, ApiError, shown
+from interposer_serve._errors import ERROR_FORMATS, ApiError, ErrorFormat, shown
 from interposer_serve._format import Format, LargeFields, new_id, to_json
 from interposer_serve._requests import Body, ChatBody
 
@@ -152,11 +152,12 @@ class TokenCountBody(Body):
         return fields
 
     def _chat_messages(self) -> list[dict[str, Any]]:
-        messages = []
+        messages: list[dict[str, Any]] = []
         if system := _text("system", self.system):
             messages.append({"role": "system", "content": system})
         for index, message in enumerate(self.messages):
-            messages.extend(_chat_messages(f"messages[{index}]", message))
+            for each in _chat_messages(f"messages[{index}]", message):
+                _add_message(messages, each)
         return messages
 
 
@@ -230,6 +231,22 @@ def _chat_messages(path: str, message: Mapping[str, Any]) -> list[dict[str, Any]
     if calls:
         own["tool_calls"] = calls
     return [*results, own]
+
+
+def _add_message(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
+    """Add a chat message; consecutive messages of the user become one, as in Anthropic's API.
+
+    Most chat templates allow a system message at the start only, so a later one becomes a part of
+    the user's message, in the tags of Anthropic's clients.
+    """
+    last_role = messages[-1]["role"] if messages else "system"
+    if message["role"] == "system" and last_role != "system":
+        text = f"<system-reminder>\n{message['content']}\n</system-reminder>"
+        message = {"role": "user", "content": text}
+    if messages and message["role"] == last_role and last_role in ("system", "user"):
+        messages[-1]["content"] += f"\n\n{message['content']}"
+    else:
+        messages.append(message)
 
 
 def _text(path: str, value: Any) -> str:
@@ -373,7 +390,22 @@ def error_body(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": content}
 
 
-ERROR_BODIES["/v1/messages"] = error_body
+ERROR_FORMATS["/v1/messages"] = ErrorFormat(
+    "MessagesError",
+    {
+        "type": "object",
+        "required": ["type", "error"],
+        "properties": {
+            "type": {"const": "error"},
+            "error": {
+                "type": "object",
+                "required": ["type", "message"],
+                "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            },
+        },
+    },
+    error_body,
+)
 
 
 def _usage(usage: Usage) -> dict[str, int]:

@@ -9,25 +9,10 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 from starlette.routing import Route
 
+from interposer_serve._errors import error_format
 from interposer_serve._requests import Body, accepted_schemas
 
 _REFERENCE = "#/components/schemas/{model}"
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
 _STATUSES = {
     "400": "A field is unknown, malformed, out of range or not supported; the message names it.",
     "401": "The API key is missing or unknown.",
@@ -58,7 +43,9 @@ def openapi_document(
     references, schemas = models_json_schema(
         [(body_type, "validation") for body_type in body_types], ref_template=_REFERENCE
     )
-    definitions = {"Error": _ERROR, **schemas.get("$defs", {})}
+    formats = [error_format(route.path) for route in routes]
+    errors = {form.name: form.schema for form in formats}
+    definitions = {**errors, **schemas.get("$defs", {})}
     for body_type in body_types:
         name = references[body_type, "validation"]["$ref"].rpartition("/")[2]
         # pydantic describes only known fields; the server accepts more.
@@ -109,7 +96,10 @@ def _path(route: Route, bodies: Mapping[str, type[Body]]) -> dict[str, Any]:
         "summary": _summary(route.endpoint),
         "responses": {
             "200": {"description": "The result."},
-            **{status: _error_response(text) for status, text in _STATUSES.items()},
+            **{
+                status: _error_response(text, error_format(route.path).name)
+                for status, text in _STATUSES.items()
+            },
         },
     }
     if names := route.param_convertors:
@@ -125,8 +115,8 @@ def _path(route: Route, bodies: Mapping[str, type[Body]]) -> dict[str, Any]:
     return {"post": operation}
 
 
-def _error_response(text: str) -> dict[str, Any]:
-    reference = {"$ref": _REFERENCE.format(model="Error")}
+def _error_response(text: str, schema: str) -> dict[str, Any]:
+    reference = {"$ref": _REFERENCE.format(model=schema)}
     return {"description": text, "content": {"application/json": {"schema": reference}}}
 
 
