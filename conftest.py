@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from tests import landing, tiers
 from tqdm import tqdm
 
@@ -22,10 +22,12 @@ from interposer.records import Record
 from interposer.tooling import Plugins
 
 # A landing must not depend on examples that nobody has seen before, so they are the same in each
-# run; `make test-all` draws others and prints the seed. A deadline per example fails on a busy
-# machine and says nothing about the code.
-settings.register_profile("landing", max_examples=10, derandomize=True, deadline=None)
-settings.register_profile("random", derandomize=False, deadline=None, print_blob=True)
+# run; `make test-all` draws others and prints the seed. A deadline per example, and a limit on the
+# time to draw one, fail on a busy machine and say nothing about the code.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+_UNTIMED = settings.get_profile("untimed")
+settings.register_profile("landing", _UNTIMED, max_examples=10, derandomize=True)
+settings.register_profile("random", _UNTIMED, derandomize=False, print_blob=True)
 settings.load_profile("landing")
 
 # Ranks meet on this machine. Without a network, gloo takes 20 seconds to find that out by itself.
