@@ -5,6 +5,7 @@ from __future__ import annotations
 from interposer._contract.errors import (
     CheckpointError,
     ConfigError,
+    ContextLengthError,
     GraphError,
     InstallationError,
     InterposerError,
@@ -29,7 +30,7 @@ from interposer._contract.errors import (
 
 # fmt: off
 __all__ = [
-    "CheckpointError", "ConfigError", "GraphError", "InstallationError",
+    "CheckpointError", "ConfigError", "ContextLengthError", "GraphError", "InstallationError",
     "InterposerError", "LockError", "MissingMemberError", "NoCandidateError",
     "PlatformUnavailableError",
     "PluginConflictError", "PluginError", "RankError", "RecordError", "RequestError",

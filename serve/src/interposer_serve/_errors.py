@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from interposer.errors import InterposerError, near_names
+from interposer.errors import ContextLengthError, InterposerError, near_names
 
 _TYPES = {
     401: "authentication_error",
@@ -25,10 +24,6 @@ _TYPES = {
 _CONTEXT_CODE = "context_length_exceeded"
 # litellm recognizes a prompt that is too long by this text, and other clients by the code.
 _CONTEXT_TEXT = "This model's maximum context length is exceeded"
-# The engine's errors for a prompt that is too long have no class of their own.
-_TOO_LONG = re.compile(
-    r"The (prompt|encoder input) has \d+ tokens, |The request needs \d+ cached tokens, "
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +132,8 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, InterposerError) and isinstance(error, ArithmeticError):
         return ApiError(500, str(error), code="not_finite")
     if isinstance(error, InterposerError):
-        message = str(error)
-        return ApiError(400, message, code=_CONTEXT_CODE if _TOO_LONG.match(message) else None)
+        is_too_long = isinstance(error, ContextLengthError)
+        return ApiError(400, str(error), code=_CONTEXT_CODE if is_too_long else None)
     return ApiError(
         500, "The server failed to process this request; its log has the reason", code="failed"
     )

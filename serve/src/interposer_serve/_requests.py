@@ -41,7 +41,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # Fields that identify the user or the request. They do not change the answer, so any text is
 # accepted, or any object of texts.
-_LABELS = ("prompt_cache_key", "safety_identifier", "user")
+_LABELS = ("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
 _LABEL_OBJECTS = ("metadata",)
 _HINTS = {
     "functions": "tools",

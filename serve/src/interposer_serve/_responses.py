@@ -183,11 +183,11 @@ class ResponsesBody(Body):
 
     def _response_format(self) -> dict[str, Any] | None:
         text = self.text or {}
-        given = text.get("format", {"type": "text"})
-        if text.keys() <= {"format", "verbosity"} and isinstance(given, dict):
-            match given:
+        text_format = text.get("format", {"type": "text"})
+        if text.keys() <= {"format", "verbosity"} and isinstance(text_format, dict):
+            match text_format:
                 case {"type": "text" | "json_object"}:
-                    return given
+                    return text_format
                 case {"type": "json_schema", **schema}:
                     return {"type": "json_schema", "json_schema": schema}
         message = f"text is {shown(self.text)}; allowed is {_FORMATS}"
@@ -201,12 +201,12 @@ def _full_name(name: str, namespace: str | None) -> str:
 
 def _with_one_system_message(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Join the system messages at the start: most chat templates read only one of them."""
-    rest = [*dropwhile(lambda message: message["role"] in ("system", "developer"), messages)]
-    first = messages[: len(messages) - len(rest)]
+    later = [*dropwhile(lambda message: message["role"] in ("system", "developer"), messages)]
+    first = messages[: len(messages) - len(later)]
     if len(first) < 2:
         return [*messages]
     content = "\n\n".join(message["content"] for message in first)
-    return [{**first[0], "content": content}, *rest]
+    return [{**first[0], "content": content}, *later]
 
 
 def add_item(messages: list[dict[str, Any]], path: str, item: Mapping[str, Any]) -> None:
@@ -221,7 +221,9 @@ def add_item(messages: list[dict[str, Any]], path: str, item: Mapping[str, Any])
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             _assistant(messages).setdefault("tool_calls", []).append(call)
         case {"type": "reasoning"}:
-            texts = [part.get("text") for part in item.get("content") or [] if type(part) is dict]
+            given = item.get("content")
+            parts: list[Any] = given if isinstance(given, list) else []
+            texts = [part.get("text") for part in parts if isinstance(part, dict)]
             if reasoning := "".join(text for text in texts if isinstance(text, str)):
                 _assistant(messages, is_new=True)["reasoning_content"] = reasoning
         case {"role": "assistant", "content": content}:

@@ -183,6 +183,10 @@ class RequestError(InterposerError, ValueError):
     """A generation request has an unusable prompt or parameter."""
 
 
+class ContextLengthError(RequestError):
+    """A request has more tokens than the model or its cache takes."""
+
+
 def warn(text: str, category: type[Warning]) -> None:
     """Issue a warning that names the line of the user's code that led to the call."""
     frame = sys._getframe(1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from interposer import AttentionBackend, AttentionBatch, AttentionSpec
-from interposer.errors import RequestError
+from interposer.errors import ContextLengthError, RequestError
 from interposer_engine._pages import PagePool
 from interposer_engine._sampling import checked_tokens
 from interposer_engine._sequence import TokenSequence
@@ -73,12 +73,12 @@ class EncoderInputs:
         tokens = checked_tokens(source, self._vocab_size)
         max_tokens = self._model.max_source_tokens
         if len(tokens) > max_tokens:
-            raise RequestError(
+            raise ContextLengthError(
                 f"The encoder input has {len(tokens)} tokens, the encoder takes {max_tokens}. "
                 f"Try: shorten it to {max_tokens}"
             )
         if len(tokens) > self._max_step_tokens:
-            raise RequestError(
+            raise ContextLengthError(
                 f"The encoder input has {len(tokens)} tokens, which are computed in one step, but "
                 f"max_step_tokens is {self._max_step_tokens}. "
                 f"Try: load(..., max_step_tokens={len(tokens)})"

@@ -16,7 +16,7 @@ from random import Random
 
 import torch
 
-from interposer.errors import RequestError, UnknownNameError
+from interposer.errors import ContextLengthError, RequestError, UnknownNameError
 from interposer_engine._constrained_decoding.constraints import Constraints
 from interposer_engine._locks import FairLock
 from interposer_engine._prefix_pool import PrefixStatistics
@@ -156,7 +156,7 @@ class Engine:
         self._check_adapter(params)
         context = self.model.config.max_position_embeddings
         if len(tokens) >= context:
-            raise RequestError(
+            raise ContextLengthError(
                 f"The prompt has {len(tokens)} tokens, the model's context is {context} and must "
                 f"hold at least one new token in addition. Try: shorten it to {context - 1}"
             )
@@ -235,7 +235,9 @@ class Engine:
         self._check_adapter(params)
         context = self.model.config.max_position_embeddings
         if len(tokens) > context:
-            raise RequestError(f"{len(tokens)} tokens exceed the model's context of {context}")
+            raise ContextLengthError(
+                f"{len(tokens)} tokens exceed the model's context of {context}"
+            )
         for pool in self.pools:
             pool.check(len(tokens))
         count = len(tokens) if num_prompt is None else num_prompt

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from interposer.errors import RequestError
+from interposer.errors import ContextLengthError
 
 
 class PagePool:
@@ -119,7 +119,7 @@ class PagePool:
     def check(self, num_tokens: int) -> None:
         """Raise RequestError if ``num_tokens`` tokens do not fit even into an idle pool."""
         if self.longest(num_tokens) < num_tokens:
-            raise RequestError(
+            raise ContextLengthError(
                 f"The request needs {num_tokens} cached tokens, the cache holds "
                 f"{self.num_pages * self.page_size}. Try: load(..., cache_tokens={num_tokens})"
             )

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from interposer.errors import RequestError
+from interposer.errors import ContextLengthError
 from interposer_engine._pages import PagePool
 from interposer_engine._prefix_cache import SharedPrefixes
 from interposer_engine._sequence import TokenSequence
@@ -105,7 +105,7 @@ class Scheduler:
             (cache_capacity, "cache_tokens"),
         ):
             if num_tokens > capacity:
-                raise RequestError(
+                raise ContextLengthError(
                     f"The prompt has {num_tokens} tokens, which see each other in both directions "
                     f"and are computed in one step. The largest step takes {capacity}. "
                     f"Try: load(..., {setting}={num_tokens}), or shorten it to {capacity}"
