@@ -25,6 +25,7 @@ from interposer_serve._details import model_details
 from interposer_serve._errors import ApiError, check_model, respond
 from interposer_serve._guard import LOOPBACK, Guard, check_keys
 from interposer_serve._limits import Limits
+from interposer_serve._management import ManagementEndpoints
 from interposer_serve._openapi import openapi_document
 from interposer_serve._origins import check_origins, cors_middleware
 from interposer_serve._telemetry import Metrics
@@ -46,6 +47,7 @@ def application(
     keys: Collection[str] = (),
     hosts: Collection[str] | None = LOOPBACK,
     origins: Collection[str] = (),
+    management_keys: Collection[str] = (),
 ) -> Starlette:
     """Return the ASGI application that serves one model.
 
@@ -59,10 +61,17 @@ def application(
         hosts: Allowed names in the Host header; None allows all.
         origins: Origins whose web pages may use the server from a browser (CORS), such as
             ``"https://app.example.org"``; ``"*"`` allows all origins and needs keys.
+        management_keys: Keys for endpoints that load and unload adapters. Without such keys, the
+            server has none of these endpoints.
     Raises: ConfigError: ``keys`` is not a list, a key cannot be sent in a header, an adapter has
         the name of the model, an origin is malformed, or all origins are allowed without keys.
     """
-    checked_keys = check_keys(keys)
+    checked_keys, checked_management = check_keys(keys), check_keys(management_keys)
+    if both := checked_keys & checked_management:
+        raise ConfigError(
+            f"The key {next(iter(both))[:2]!r}... is an API key and a management key. "
+            "Try: another key for management"
+        )
     checked_origins = check_origins(origins, has_keys=bool(checked_keys))
     limits, metrics, created = limits or Limits(), Metrics(name), int(time.time())
     endpoints: TextEndpoints | VectorEndpoints
@@ -138,11 +147,16 @@ def application(
 
     async def openapi(_request: Request) -> Response:
         """Return the OpenAPI description of all endpoints."""
-        document = openapi_document(routes, endpoints.bodies, has_keys=bool(checked_keys))
+        bodies = {**endpoints.bodies, **ManagementEndpoints.bodies}
+        document = openapi_document(routes, bodies, has_keys=bool(checked_keys))
         return JSONResponse(document)
 
+    management_routes = []
+    if checked_management and isinstance(endpoints, TextEndpoints):
+        management_routes = ManagementEndpoints(endpoints).routes
     routes = [
         *endpoints.routes,
+        *management_routes,
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", one_model),
         Route("/version", server_version),
@@ -157,7 +171,13 @@ def application(
         routes=routes,
         middleware=[
             *cors_middleware(checked_origins),
-            Middleware(Guard, metrics=metrics, keys=checked_keys, hosts=_names(hosts)),
+            Middleware(
+                Guard,
+                metrics=metrics,
+                keys=checked_keys,
+                management_keys=checked_management,
+                hosts=_names(hosts),
+            ),
         ],
         exception_handlers={
             ApiError: respond,

@@ -19,6 +19,7 @@ from interposer.errors import ConfigError
 from interposer.tooling import steady_time_ns
 from interposer_serve._errors import ApiError, respond
 from interposer_serve._format import new_id
+from interposer_serve._management import PATHS as MANAGEMENT_PATHS
 from interposer_serve._telemetry import Metrics, log_request
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -35,6 +36,7 @@ class Guard:
         app: Application that gets the other requests.
         metrics: Counts the responses.
         keys: Valid API keys. If there are none, requests need no key.
+        management_keys: Valid keys of the endpoints that change the server.
         hosts: Allowed names in the Host header; None allows all. The check prevents DNS rebinding:
             a web page can point its own domain name to this server and read the answers.
     """
@@ -44,12 +46,13 @@ class Guard:
         app: ASGIApp,
         metrics: Metrics,
         keys: Iterable[str],
+        management_keys: Iterable[str],
         hosts: frozenset[str] | None,
     ) -> None:
         self._app = app
         self._metrics = metrics
-        # HTTP libraries encode a key that is not ASCII either as UTF-8 or as Latin-1.
-        self._keys = {_digest(encoded): key for key in keys for encoded in _encodings(key)}
+        self._keys = _digests(keys)
+        self._management_keys = _digests(management_keys)
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,7 +100,8 @@ class Guard:
         if self._hosts is not None and name.lower() not in self._hosts:
             allowed = ", ".join(sorted(self._hosts))
             return ApiError(403, f"host is {name!r:.100}; allowed are {allowed}", code="wrong_host")
-        if not self._keys or path in _OPEN_PATHS:
+        keys = self._management_keys if path in MANAGEMENT_PATHS else self._keys
+        if not keys or path in _OPEN_PATHS:
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
@@ -105,7 +109,7 @@ class Guard:
         # Starlette decodes headers as Latin-1: encode again to get the bytes that the client sent.
         digest = _digest(key.strip().encode("latin-1"))
         # Compare with every key, so that the time does not reveal which key is similar.
-        matches = [key for valid, key in self._keys.items() if hmac.compare_digest(digest, valid)]
+        matches = [key for valid, key in keys.items() if hmac.compare_digest(digest, valid)]
         if matches:
             # Each client has its own key, so the key identifies the client in the prefix cache.
             scope["state"]["client"] = _digest(matches[0].encode()).hex()
@@ -139,6 +143,12 @@ def check_keys(keys: object) -> frozenset[str]:
                 "python -c 'import secrets; print(secrets.token_urlsafe())'"
             )
     return frozenset(keys)
+
+
+def _digests(keys: Iterable[str]) -> dict[bytes, str]:
+    """Return the keys by the digests of what clients send."""
+    # HTTP libraries encode a key that is not ASCII either as UTF-8 or as Latin-1.
+    return {_digest(encoded): key for key in keys for encoded in _encodings(key)}
 
 
 def _encodings(key: str) -> Iterator[bytes]:

@@ -147,7 +147,7 @@ class TextEndpoints:
 
     async def chat(self, request: Request) -> Response:
         """Answer a chat: ``/v1/chat/completions``."""
-        body = await self._read(request, ChatBody)
+        body = await self.read(request, ChatBody)
         formatter = ChatFormat(
             body.model,
             self._spell,
@@ -187,7 +187,7 @@ class TextEndpoints:
 
     async def respond(self, request: Request) -> Response:
         """Answer a request of OpenAI's newer API: ``/v1/responses``."""
-        body = await self._read(request, ResponsesBody)
+        body = await self.read(request, ResponsesBody)
         client, earlier_messages = request.state.client, list[dict[str, Any]]()
         if body.previous_response_id is not None:
             previous = self._stored.get(client, body.previous_response_id, "previous_response_id")
@@ -223,20 +223,20 @@ class TextEndpoints:
 
     async def message(self, request: Request) -> Response:
         """Answer a request of Anthropic's API: ``/v1/messages``."""
-        body = await self._read(request, MessagesBody)
+        body = await self.read(request, MessagesBody)
         formatter = MessagesFormat(body, self._lm.tokenizer.decode)
         return await self._answer_chat(request, self._checked(body.chat()), formatter)
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens of a prompt: ``/v1/messages/count_tokens``."""
-        chat = (await self._read(request, TokenCountBody)).chat()
+        chat = (await self.read(request, TokenCountBody)).chat()
         async with self._answering.preparing(request, 1):
             tokens = await self._chat_prompt(chat.messages, chat.offered, chat.chat_template_kwargs)
         return JSONResponse({"input_tokens": len(tokens)})
 
     async def complete(self, request: Request) -> Response:
         """Complete a prompt: ``/v1/completions``."""
-        body = await self._read(request, CompletionBody)
+        body = await self.read(request, CompletionBody)
         async with self._answering.preparing(request, body.n * len(body.prompts)):
             prompts = [
                 await self._encoded(prompt) if isinstance(prompt, str) else prompt
@@ -267,7 +267,7 @@ class TextEndpoints:
 
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a text, or of a chat's prompt: ``/tokenize``."""
-        body = await self._read(request, TokenizeBody)
+        body = await self.read(request, TokenizeBody)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "Give either prompt or messages", param="prompt")
         async with self._answering.preparing(request, 1):
@@ -282,13 +282,25 @@ class TextEndpoints:
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids: ``/detokenize``."""
-        body = await self._read(request, DetokenizeBody)
+        body = await self.read(request, DetokenizeBody)
         tokens = self._lm.engine.checked_tokens(body.tokens)
         async with self._answering.preparing(request, 1):
             text = await self._model.format_answer(lambda tokenizer: tokenizer.decode(tokens))
         return JSONResponse({"prompt": text})
 
-    async def _read(self, request: Request, body_type: type[B]) -> B:
+    async def load_adapter(self, name: str, path: str, *, replace: bool) -> None:
+        """Load a LoRA adapter between two steps; see ``LanguageModel.load_adapter``."""
+        await self._model.call(self._lm.load_adapter, name, path, replace=replace)
+
+    async def remove_adapter(self, name: str) -> None:
+        """Remove a LoRA adapter between two steps; see ``LanguageModel.remove_adapter``."""
+        await self._model.remove_adapter(name)
+
+    async def read(self, request: Request, body_type: type[B]) -> B:
+        """Read and validate the body of a request.
+
+        Raises: ApiError: the body is malformed or too large, or names another model.
+        """
         content = await self._bodies.read_object(request)
         self._sizes.check(content)
         body = body_type.read(content)

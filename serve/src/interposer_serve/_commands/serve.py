@@ -66,6 +66,15 @@ def serve(
             exists=True, dir_okay=False, help="File with one API key per line; # starts a comment."
         ),
     ] = None,
+    management_keys: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="File with keys for the endpoints that load and unload adapters, one per line; "
+            "without the file, there are no such endpoints.",
+        ),
+    ] = None,
     without_keys: Annotated[
         bool,
         typer.Option("--without-keys", help="Allow requests from other machines without a key."),
@@ -186,7 +195,7 @@ def serve(
     from interposer.errors import ConfigError
     from interposer_serve._origins import check_origins
 
-    keys = _keys(api_keys)
+    keys, manager_keys = _keys(api_keys), _keys(management_keys)
     is_local = host in _LOOPBACK or _is_loopback(host)
     if not (is_local or keys or without_keys):
         raise ConfigError(
@@ -231,7 +240,15 @@ def serve(
         # Without keys on a loopback address, check the Host header against DNS rebinding.
         checks_hosts = bool(allowed_names) or (is_local and not keys)
         hosts = {*_LOOPBACK, host, *allowed_names} if checks_hosts else None
-        app = application(model, model_name, limits=limits, keys=keys, hosts=hosts, origins=origins)
+        app = application(
+            model,
+            model_name,
+            limits=limits,
+            keys=keys,
+            hosts=hosts,
+            origins=origins,
+            management_keys=manager_keys,
+        )
 
         server = Server(
             app,
@@ -410,7 +427,7 @@ def _keys(file: Path | None) -> frozenset[str]:
     lines = (line.strip() for line in file.read_text(encoding="utf-8").splitlines())
     keys = frozenset(line for line in lines if line and not line.startswith("#"))
     if not keys:
-        raise ConfigError(f"{file} holds no key. Try: a line with one, or leave --api-keys out")
+        raise ConfigError(f"{file} holds no key. Try: a line with one, or leave the option out")
     return keys
 
 
