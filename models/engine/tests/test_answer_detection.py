@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from interposer.errors import UnknownNameError
+from interposer.errors import RequestError, UnknownNameError
 from interposer_engine._answers.detection import (
     detect,
     format_by_name,
@@ -24,6 +24,7 @@ from interposer_engine._answers.detection import (
 )
 from interposer_engine._answers.formats import FORMATS, AnswerFormat
 from interposer_engine._answers.parser import AnswerParser
+from interposer_engine._answers.tools import ToolSchemas
 
 BAR = "\N{FULLWIDTH VERTICAL LINE}"
 SNIPPETS = {
@@ -313,6 +314,25 @@ def read(known: AnswerFormat, turn: str) -> AnswerParser:
         parser.push_text(character)
     parser.end()
     return parser
+
+
+@pytest.mark.parametrize(
+    "names", [("none", None), (None, "none"), ("hermes", "harmony"), ("harmony", "think")]
+)
+def test_channels_hold_calls_and_reasoning(names: tuple[str | None, str | None]) -> None:
+    (detected,) = [known for known in FORMATS if known.name == "gpt_oss"]
+    with pytest.raises(RequestError, match="one format in harmony"):
+        format_by_name(*names, detected)
+    assert format_by_name("none", "none", detected).channels is None
+    assert format_by_name("hermes", "think", detected).channels is None
+    assert format_by_name(None, None, detected) is detected
+
+
+def test_options_of_a_schema_may_refer_to_each_other() -> None:
+    option = {"$ref": "#/properties/k"}
+    schema = {"properties": {"k": {"anyOf": [option] * 4 + [{"type": "null"}]}}}
+    tools = ToolSchemas([{"name": "f", "parameters": schema}])
+    assert tools.types("f", "k") == {"null"}
 
 
 def test_the_page_lists_every_format() -> None:

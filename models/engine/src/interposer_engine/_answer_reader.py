@@ -97,10 +97,10 @@ class TemplateReader(AnswerReader):
             return ()
         try:
             message = self._parse(self._token_ids)
+            calls = tuple(map(_call, message.get("tool_calls") or ()))
         except RequestError as error:
             self._answer = ParsedAnswer("".join(self._texts), note=str(error))
         else:
-            calls = tuple(map(_call, message.get("tool_calls") or ()))
             self._answer = ParsedAnswer(
                 message.get("content") or "", message.get("thinking") or "", calls
             )
@@ -127,5 +127,9 @@ def parts_of(answer: ParsedAnswer) -> list[Part]:
 def _call(call: Mapping[str, Any]) -> ToolCall:
     function = call.get("function", call)
     arguments = function.get("arguments", {})
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(function.get("name", ""), text)
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            raise RequestError("a call was returned as text: its arguments are no JSON") from None
+    return ToolCall(function.get("name", ""), json.dumps(arguments, ensure_ascii=False))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from interposer.errors import UnknownNameError
+from interposer.errors import RequestError, UnknownNameError
 from interposer_engine._answers.formats import FORMATS, AnswerFormat, CallFormat, ReasoningFormat
 from interposer_engine._answers.parser import AnswerParser
 
@@ -50,9 +50,12 @@ def format_by_name(
         tool_format: Name of a format of tool calls; "none" for no calls; None for the detected one.
         reasoning_format: Name of a format of reasoning, likewise.
         detected: Format of the chat template.
-    Raises: UnknownNameError: there is no format of that name.
+    Raises:
+        UnknownNameError: there is no format of that name.
+        RequestError: calls and reasoning are one format, of which only one part is replaced.
     """
     base = detected or AnswerFormat("plain")
+    _check_channels(base, tool_format, reasoning_format)
     if tool_format is not None:
         if tool_format not in (NONE, *_CALLS, *_CHANNELS):
             raise UnknownNameError("tool format", tool_format, tool_format_names())
@@ -71,6 +74,20 @@ def format_by_name(
         elif base.calls is None:
             base = _CHANNELS[reasoning_format]
     return base
+
+
+def _check_channels(
+    detected: AnswerFormat, tool_format: str | None, reasoning_format: str | None
+) -> None:
+    """Raise RequestError if only calls, or only reasoning, would be in channels."""
+    default = detected.channels.name if detected.channels else None
+    names = [tool_format or default, reasoning_format or default]
+    for name in _CHANNELS:
+        if name in names and any(other not in (name, None) for other in names):
+            raise RequestError(
+                f"Calls and reasoning are one format in {name}, so they cannot be chosen apart. "
+                f"Try: both {name}, or both {NONE}"
+            )
 
 
 def tool_format_names() -> list[str]:

@@ -33,6 +33,7 @@ class ToolSchemas:
 
     def __init__(self, tools: Iterable[Mapping[str, Any]]) -> None:
         self._schemas: dict[str, Mapping[str, Any]] = {}
+        self._types: dict[tuple[str, str], frozenset[str]] = {}
         for tool in tools:
             function = tool.get("function", tool)
             name = function.get("name") if isinstance(function, Mapping) else None
@@ -63,8 +64,11 @@ class ToolSchemas:
         """Return the JSON types that a parameter may have."""
         root = self.schema(name)
         properties = root.get("properties")
-        schema = properties.get(key) if isinstance(properties, Mapping) else None
-        return _schema_types(schema, root, _MAX_REFERENCES)
+        if not isinstance(properties, Mapping) or key not in properties:
+            return _ALL_TYPES
+        if (name, key) not in self._types:
+            self._types[name, key] = _schema_types(properties[key], root)
+        return self._types[name, key]
 
 
 def referenced(schema: Any, root: Mapping[str, Any]) -> Any:
@@ -80,24 +84,30 @@ def referenced(schema: Any, root: Mapping[str, Any]) -> Any:
     return None
 
 
-def _schema_types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
-    schema = referenced(schema, root)
-    if not isinstance(schema, Mapping) or not depth:
-        return _ALL_TYPES
-    declared = schema.get("type")
-    if isinstance(declared, str):
-        return frozenset({declared})
-    if isinstance(declared, list):
-        return frozenset(item for item in declared if isinstance(item, str))
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(values, list):
-        return frozenset(name for value in values for name in _TYPES.get(type(value), ()))
-    for key in ("anyOf", "oneOf"):
-        if isinstance(options := schema.get(key), list):
-            return frozenset[str]().union(
-                *(_schema_types(option, root, depth - 1) for option in options)
-            )
-    return _ALL_TYPES
+def _schema_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """Return the JSON types of a schema, whose options may refer to each other in circles."""
+    types, waiting, seen = set[str](), [schema], set[int]()
+    while waiting:
+        option = referenced(waiting.pop(), root)
+        if not isinstance(option, Mapping):
+            return _ALL_TYPES
+        if id(option) in seen:
+            continue
+        seen.add(id(option))
+        declared = option.get("type")
+        values = option.get("enum", [option["const"]] if "const" in option else None)
+        options = option.get("anyOf", option.get("oneOf"))
+        if isinstance(declared, str):
+            types.add(declared)
+        elif isinstance(declared, list):
+            types.update(name for name in declared if isinstance(name, str))
+        elif isinstance(values, list):
+            types.update(name for value in values for name in _TYPES.get(type(value), ()))
+        elif isinstance(options, list):
+            waiting.extend(options)
+        else:
+            return _ALL_TYPES
+    return frozenset(types) or _ALL_TYPES
 
 
 def is_text(types: frozenset[str]) -> bool:
