@@ -14,7 +14,7 @@ AVAILABLE := not gpu and not foreign and not versions and not vllm
 SEED := $(or $(SEED),$(shell $(PYTHON) -c 'import random; print(random.randrange(2**32))'))
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help install demo test test-quick test-process test-all test-speed test-repeat test-checkpoints test-load mutants test-vllm test-foreign test-torch test-transformers test-hub test-libraries test-spirv test-gpu gpu-bundle gpu-evidence gpu-rehearsal lint format docs triton-targets adapt-coverage bench wheels cycles clean
+.PHONY: FORCE help install demo test test-quick test-process test-all test-speed test-repeat test-checkpoints test-load mutants test-vllm test-foreign test-torch test-transformers test-hub test-libraries clients test-spirv test-gpu gpu-bundle gpu-evidence gpu-rehearsal lint format docs triton-targets adapt-coverage bench wheels cycles clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -101,9 +101,25 @@ test-vllm: $(INSTALLED) ## Install vLLM for CPUs into .vllm-env, 4 GB, and run m
 	$(BIN)/python benchmarks/vllm_environment.py .vllm-env
 	.vllm-env/bin/python -m pytest -p no:cacheprovider -m vllm plugins/vllm/tests -s
 
-test-libraries: $(INSTALLED) ## Install libraries, 400 MB, that run adapted models or ask the server.
+# Clients of the server have environments of their own, because they need other versions
+# of libraries.
+CLIENTS := .clients_cache
+clients: $(CLIENTS)/openai-3/.installed $(CLIENTS)/openai-2/.installed $(if $(shell command -v npm),$(CLIENTS)/node/.installed) ## Install clients of the server for its tests, from PyPI and npm, into .clients_cache. 2.7 GB.
+
+$(CLIENTS)/openai-%/.installed: serve/tests/clients/requirements-openai-%.txt
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --upgrade pip
+	$(@D)/bin/python -m pip install --quiet --requirement $<
+	touch $@
+
+$(CLIENTS)/node/.installed: serve/tests/clients/package.json
+	mkdir -p $(@D) && cp $< $(@D)
+	cd $(@D) && npm install --no-audit --no-fund --loglevel=error
+	touch $@
+
+test-libraries: $(INSTALLED) clients ## Install libraries, 1 GB, that run adapted models or evaluate models, and run their tests and those of clients of the server.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group libraries
-	$(BIN)/python -m pytest models/adapt/tests/test_adapt_libraries.py models/adapt/tests/test_adapt_pipelines.py serve/tests/test_client_libraries.py
+	$(BIN)/python -m pytest models/adapt/tests/test_adapt_libraries.py models/adapt/tests/test_adapt_pipelines.py models/engine/tests/test_evaluation_libraries.py serve/tests/test_client_libraries.py
 
 test-spirv: $(INSTALLED) ## Compile the portable kernels to SPIR-V with a triton for XPU, 180 MB, which is installed aside. Ten minutes.
 	$(BIN)/python -m pytest platforms/xpu/tests/test_spirv.py -s

@@ -5,8 +5,8 @@ The blocks of one page run in order, in one folder that looks like the root of t
 ``python`` blocks share one namespace. ``console`` and ``bash`` blocks run their lines that start
 with ``$``, except those that install or run make, which are checked instead. What such a block
 shows below its commands, and a ``text`` block, must be what was printed; ``...`` stands for
-anything. ``toml``, ``json`` and ``sh`` must parse; ``sh`` is for commands of programs that are not
-installed here, such as docker. ``nginx`` and ``caddy`` are settings of these programs.
+anything. ``toml``, ``json``, ``yaml`` and ``sh`` must parse; ``sh`` is for commands of programs
+that are not installed here, such as docker. ``nginx`` and ``caddy`` are settings of these programs.
 ``<!-- test: expect-error -->`` before a block says that it fails; what it prints is compared all
 the same. ``<!-- file: PATH -->`` before a block says that it is the content of a file, which is
 written instead.
@@ -40,6 +40,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 from markdown_it import MarkdownIt
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -158,6 +159,7 @@ class Sandbox:
             "text": lambda block: self.compare(block.source),
             "toml": lambda block: parse(tomllib.loads, block),
             "json": lambda block: parse(json.loads, block),
+            "yaml": lambda block: parse(yaml.safe_load, block),
             "sh": check_syntax,
             "nginx": lambda _: None,
             "caddy": lambda _: None,
@@ -259,7 +261,7 @@ class Sandbox:
 def parse(loads: Callable[[str], object], block: Block) -> None:
     try:
         loads(block.source)
-    except ValueError as error:
+    except (ValueError, yaml.YAMLError) as error:
         raise BlockError(str(error)) from error
 
 
@@ -447,6 +449,7 @@ FAILING = {
     "```console\n$ make test && false\n```": "exit status 1",
     "```toml\na = \n```": "Invalid value",
     "```json\n{'a': 1}\n```": "Expecting property name",
+    "```yaml\na: [\n```": "while parsing",
     "```sh\nif true; then\n```": "syntax error",
     "```console\n$ pip install './nonsense[cli]'\n```": "unknown: ./nonsense[cli]",
     "```rust\n```": "language 'rust' is none of",
@@ -476,7 +479,7 @@ PASSING = [
     "```console\n$ pip install -c constraints.txt -e ./core 'torch>=2' --group dev\n```",
     "```console\n$ pip install ./core \\\n    --find-links dist './platforms/cpu[cli]'\n```",
     "```sh\ndocker build .\n```",
-    '```toml\na = 1\n```\n\n```json\n{"a": 1}\n```',
+    '```toml\na = 1\n```\n\n```json\n{"a": 1}\n```\n\n```yaml\na: 1\n```',
     "<!-- file: new/a.py -->\n```python\nprint(1)\n```\n\n```console\n$ python new/a.py\n1\n```",
     "```console\n$ sleep 600 &\n$ echo a\na\n```",
     "```console\n$ python -m venv new\n$ new/bin/python -c 'import torch'\n```",

@@ -12,6 +12,7 @@ import pytest
 
 from interposer_engine import load
 from interposer_engine._commands.bench import bench
+from interposer_engine._commands.evaluate import evaluate
 from interposer_engine._commands.pack import pack
 from interposer_engine._commands.run import chat, run
 from interposer_engine._load_options import CommandOption, LoadOptions
@@ -24,6 +25,7 @@ SET_BY_THE_COMMAND: list[tuple[Callable[..., None], set[str]]] = [
     (run, {"max_sequences", "prefix_cache"}),
     (chat, {"max_sequences"}),
     (bench, SIZES),
+    (evaluate, set()),
 ]
 
 

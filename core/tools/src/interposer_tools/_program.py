@@ -155,7 +155,11 @@ def _placeholder(name: str, points: list[importlib_metadata.EntryPoint]) -> Call
 def _add_command(
     application: typer.Typer, name: str, points: list[importlib_metadata.EntryPoint]
 ) -> None:
-    """Add the entry point's command, or a command that prints the reason of a failed import."""
+    """Add the entry point's command, or a command that prints the reason of a failed import.
+
+    The attribute ``context_settings`` of a command holds settings of click, such as
+    ``{"ignore_unknown_options": True}``.
+    """
     try:
         if len(points) > 1:
             targets = " and by ".join(sorted(point.value for point in points))
@@ -168,7 +172,8 @@ def _add_command(
         any_arguments = {"ignore_unknown_options": True, "allow_extra_args": True}
         application.command(name, context_settings=any_arguments)(_unusable(name, reason))
     else:
-        application.command(name)(command)
+        settings = getattr(command, "context_settings", None)
+        application.command(name, context_settings=settings)(command)
 
 
 def _print_version(is_requested: bool) -> None:

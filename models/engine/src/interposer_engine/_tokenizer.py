@@ -175,10 +175,10 @@ class TextTokenizer:
         return str(backend.to_str())
 
     @cached_property
-    def chat(self) -> ChatRenderer:
-        """The renderer of chat templates; the first use imports transformers."""
+    def transformers_tokenizer(self) -> Any:
+        """The tokenizer as one of transformers, which the first use imports."""
         if self._slow is not None:
-            return ChatRenderer(self._slow, self._path)
+            return self._slow
         if self._settings is None:
             library = _of_library(self._path)
         else:
@@ -187,7 +187,12 @@ class TextTokenizer:
             library = PreTrainedTokenizerFast(tokenizer_object=self._fast, **self._settings)
         if isinstance(getattr(library, "_tokenizer", None), FastTokenizer):
             library._tokenizer = self._fast  # a chat is split into tokens as any other text
-        return ChatRenderer(library, self._path)
+        return library
+
+    @cached_property
+    def chat(self) -> ChatRenderer:
+        """The renderer of chat templates; the first use imports transformers."""
+        return ChatRenderer(self.transformers_tokenizer, self._path)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ``token_ids`` without special tokens."""
@@ -229,6 +234,11 @@ class MissingTokenizer(TextTokenizer):
         raise RequestError(
             f"{self._path} holds no tokenizer, which constraints need. Try: {self._advice}"
         )
+
+    @property
+    def transformers_tokenizer(self) -> Any:
+        """Raise RequestError: there is no tokenizer to convert."""
+        raise RequestError(f"{self._path} holds no tokenizer. Try: {self._advice}")
 
     @property
     def chat(self) -> ChatRenderer:
