@@ -22,6 +22,12 @@ SCRIPTS = {
     "hello": ["Good", " day!"],
     "ask": [*WEATHER, *CALL, "</tool_call>"],
     "sunny": ["It is", " sunny."],
+    "nothing": [],
+    "surrogate": [
+        "<tool_call>\n",
+        '{"name": "weather", "arguments": {"city": "\\ud800"}}',
+        "\n</tool_call>",
+    ],
     "count": ["one,", "two,", "three,", "four,"],
     "broken": ["<tool_call> ", '{"name": "weather", ', '"arguments" ', "oops", "</tool_call> "],
 }
@@ -61,6 +67,7 @@ CLIENT_SCRIPTS = {
     "sunny": SCRIPTS["sunny"],
     "the weather?": SCRIPTS["ask"],
     "the weather, codex?": [
+        "<think>I plan</think>",
         "I run",
         " a command.",
         '<tool_call>{"name": "exec_command",',
@@ -69,6 +76,7 @@ CLIENT_SCRIPTS = {
         "}}</tool_call>",
     ],
     "the weather, claude?": [
+        "<think>I plan</think> ",
         "I read",
         " a file.",
         '<tool_call>{"name": "Bash",',
@@ -83,4 +91,4 @@ CLIENT_SCRIPTS = {
 def write_agent_for_clients(folder: Path) -> Path:
     """Write the checkpoint of a scripted model for clients that add texts to the messages."""
     template = CLIENT_TEMPLATE.replace("KEYS", repr([*CLIENT_SCRIPTS]))
-    return write_scripted(folder, template, CLIENT_SCRIPTS, context=65536)
+    return write_scripted(folder, template, CLIENT_SCRIPTS, context=8192)

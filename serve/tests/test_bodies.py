@@ -162,6 +162,7 @@ def test_fields_that_request_nothing_are_accepted(served: Served) -> None:
         {"metadata": {"job": "nightly"}, "store": True, "service_tier": "flex"},
         {"metadata": {}, "store": False, "parallel_tool_calls": True},
         {"parallel_tool_calls": False, "safety_identifier": "a", "prompt_cache_key": "b"},
+        {"prompt_cache_retention": "24h"},
     ],
 )
 def test_fields_that_change_no_token_are_accepted(served: Served, fields: dict[str, Any]) -> None:

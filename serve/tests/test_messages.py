@@ -11,10 +11,12 @@ from serve.tests.agents import ANSWER, ARGUMENTS, QUESTION, SCHEMA, write_agent
 from serve.tests.conftest import Answer, Served, serving
 
 from interposer_engine import LanguageModel, load
+from interposer_serve._messages import MessagesBody
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 
 NAME = "agent"
+RESULT = {"type": "tool_result", "tool_use_id": "toolu_1"}
 TOOL = {"name": "weather", "description": "Looks it up.", "input_schema": SCHEMA}
 
 
@@ -161,6 +163,36 @@ def test_thinking_is_a_variable_of_the_template(server: Served) -> None:
     assert message(server, "hello", thinking=thinking).body["usage"]["input_tokens"] == count[1]
 
 
+def test_a_schema_forms_the_text(server: Served) -> None:
+    format = {"type": "json_schema", "schema": SCHEMA}
+    body = message(server, "hello", output_config={"format": format, "effort": "high"}).body
+    assert json.loads(body["content"][0]["text"]).keys() == {"city"}
+
+
+def count(server: Served, messages: list[dict[str, Any]], **fields: Any) -> int:
+    body = {"model": NAME, "messages": messages, **fields}
+    num_tokens: int = server.ask("/v1/messages/count_tokens", body).body["input_tokens"]
+    return num_tokens
+
+
+def test_later_system_messages_need_no_support_of_the_template(server: Served) -> None:
+    hello = {"role": "user", "content": "hello"}
+    later = [hello, {"role": "system", "content": "Be kind."}, {"role": "user", "content": "ask"}]
+    reminder = "<system-reminder>\nBe kind.\n</system-reminder>"
+    one = {"role": "user", "content": f"hello\n\n{reminder}\n\nask"}
+    assert count(server, later) == count(server, [one])
+    first = [{"role": "system", "content": "Be brief."}, hello]
+    assert count(server, first, system="Be kind.") == count(
+        server, [hello], system="Be kind.\n\nBe brief."
+    )
+
+
+def test_clients_learn_that_threads_are_not_supported(server: Served) -> None:
+    refused = message(server, "hello", thread={"type": "create"})
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert (refused.status, refused.error["details"]) == (400, details)
+
+
 def test_errors_have_the_format_of_the_api(server: Served) -> None:
     missing = server.ask("/v1/messages", {"model": NAME, "messages": []})
     assert missing.status == 400
@@ -179,6 +211,8 @@ def test_errors_have_the_format_of_the_api(server: Served) -> None:
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0] is"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice names"),
+        ({"thread": {"type": "create"}}, "thread is"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config is"),
         ({"mcp_servers": [1]}, "mcp_servers"),
         ({"temperature": -1.0}, "temperature"),
         ({"system": [{"type": "image"}]}, "system is"),
@@ -190,3 +224,34 @@ def test_wrong_fields_are_named(server: Served, fields: dict[str, Any], named: s
     answer = message(server, "hello", **fields)
     assert answer.status == 400
     assert named in answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"system": [{"type": [], "text": "x"}]},
+        {"system": [{"type": "text", "text": 5}]},
+        {"messages": [{"role": "user", "content": [RESULT | {"content": [{"type": {}}]}]}]},
+        {"messages": [{"role": "user", "content": [RESULT | {"content": 0}]}]},
+    ],
+)
+def test_wrong_types_are_refused(server: Served, fields: dict[str, Any]) -> None:
+    assert message(server, "hello", **fields).status == 400
+
+
+def test_an_empty_answer_is_an_empty_text(server: Served) -> None:
+    whole = message(server, "nothing").body
+    assert whole["content"] == [{"type": "text", "text": ""}]
+    assert without_ids(assembled(stream(server, "nothing"))) == without_ids(whole)
+
+
+def test_half_of_a_surrogate_pair_in_a_call_is_replaced(server: Served) -> None:
+    (call,) = message(server, "surrogate", tools=[TOOL]).body["content"]
+    assert call["input"] == {"city": "?"}
+
+
+def test_many_messages_take_linear_time() -> None:
+    many = [{"role": "user", "content": "x"} for _ in range(40_000)]
+    body = MessagesBody.read({"model": "m", "max_tokens": 1, "messages": many})
+    (merged,) = body.chat().messages
+    assert merged == {"role": "user", "content": "\n\n".join("x" * len(many))}

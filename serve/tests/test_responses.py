@@ -127,12 +127,37 @@ def test_stored_responses_belong_to_a_key(server: Served, client: openai.OpenAI)
 
 
 def test_the_oldest_responses_are_dropped(agent: LanguageModel) -> None:
-    with serving(agent, NAME, limits=Limits(stored_characters=6000)) as server:
+    with serving(agent, NAME, limits=Limits(stored_bytes=6000)) as server:
         body = {"model": NAME, "input": "hello"}
         ids = [server.ask("/v1/responses", body).body["id"] for _ in range(10)]
         statuses = [server.ask(f"/v1/responses/{each}").status for each in ids]
     assert statuses == sorted(statuses, reverse=True)
     assert {*statuses} == {404, 200}
+
+
+def test_functions_have_namespaces(server: Served, client: openai.OpenAI) -> None:
+    namespace = {"type": "namespace", "name": "city", "description": "", "tools": [TOOL]}
+    fields: Any = {"model": NAME, "tools": [namespace], "tool_choice": "required"}
+    whole = client.responses.create(input="hello", **fields)
+    with client.responses.stream(input="hello", **fields) as stream:
+        streamed = stream.get_final_response()
+    calls: list[Any] = [*whole.output, *streamed.output]
+    assert [call.type for call in calls] == ["function_call"] * 2
+    assert [(call.namespace, call.name) for call in calls] == [("city", "weather")] * 2
+    output = {"type": "function_call_output", "call_id": "x", "output": "sunny"}
+    call = {"type": "function_call", "call_id": "x", "name": "city__weather", "arguments": "{}"}
+    known = {**call, "name": "weather", "namespace": "city"}
+    plain, named = (respond(server, [each, output], tools=[namespace]) for each in (call, known))
+    assert plain.body["usage"]["input_tokens"] == named.body["usage"]["input_tokens"]
+
+
+def test_the_first_system_messages_are_joined(server: Served) -> None:
+    texts = ["Be kind.", "Be brief.", "Be exact."]
+    items = [{"role": "developer", "content": text} for text in texts[1:]]
+    question = {"role": "user", "content": "hello"}
+    several = respond(server, [*items, question], instructions=texts[0], client_metadata={"a": 1})
+    one = respond(server, [question], instructions="\n\n".join(texts))
+    assert several.body["usage"]["input_tokens"] == one.body["usage"]["input_tokens"]
 
 
 def test_limits_and_formats_are_followed(server: Served, client: openai.OpenAI) -> None:
@@ -168,3 +193,59 @@ def test_wrong_fields_are_named(server: Served, fields: dict[str, Any], named: s
     answer = respond(server, "hello", **fields)
     assert answer.status == 400
     assert named in answer.error["message"]
+
+
+def test_a_call_that_is_cut_is_incomplete_and_not_continued(
+    server: Served, client: openai.OpenAI
+) -> None:
+    tools: Any = [TOOL]
+    fields: Any = {"model": NAME, "input": "ask", "tools": tools, "max_output_tokens": 9}
+    with client.responses.stream(**fields) as stream:
+        *_, last = stream
+    assert last.type == "response.incomplete"
+    *_, call = last.response.output
+    assert call.type == "function_call"
+    assert call.status == "incomplete"
+    later = respond(server, "sunny", previous_response_id=last.response.id)
+    assert (later.status, later.body["output"][0]["type"]) == (200, "message")
+
+
+def test_two_conversations_continue_from_one_response(client: openai.OpenAI) -> None:
+    first = client.responses.create(model=NAME, input="hello")
+    given: Any = [{"role": "assistant", "content": "sunny"}]
+    responses = [
+        client.responses.create(model=NAME, input=given, previous_response_id=first.id)
+        for _ in range(2)
+    ]
+    one, other = (response.usage.input_tokens for response in responses if response.usage)
+    assert one == other
+
+
+def test_an_empty_answer_is_an_empty_text(server: Served, client: openai.OpenAI) -> None:
+    with client.responses.stream(model=NAME, input="nothing") as stream:
+        final = stream.get_final_response()
+    (whole,) = respond(server, "nothing").body["output"]
+    assert [item.type for item in final.output] == [whole["type"]] == ["message"]
+    assert final.output_text == whole["content"][0]["text"] == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
+        ({"text": {"verbosity": "low"}}, "text"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "reasoning", "content": 5}, 5]}, "input"),
+        (
+            {"input": [{"type": "function_call", "name": "x", "arguments": "", "call_id": 5}]},
+            "input",
+        ),
+        ({"input": [{"type": "other", "role": "assistant", "content": "x"}]}, "input"),
+    ],
+)
+def test_settings_without_effect_and_wrong_types_are_refused(
+    server: Served, fields: dict[str, Any], param: str
+) -> None:
+    answer = respond(server, "hello", **fields)
+    assert (answer.status, answer.error["param"]) == (400, param)

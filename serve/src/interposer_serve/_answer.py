@@ -86,7 +86,7 @@ class Usage:
         return cls(
             sum(len(prompt) for prompt, _ in generation.prompts),
             sum(len(answer.deltas) for answer in answers),
-            # A sequence that was preempted may find more than its prompt.
+            # After a preemption, the prefix cache may hold the start of the answer, too.
             sum(min(sequence.num_shared, len(sequence.prompt)) for sequence in sequences),
             sum(answer.num_reasoning_tokens for answer in answers),
         )

@@ -153,18 +153,21 @@ class Answering:
             except Gone:
                 return Response(status_code=_CLIENT_CLOSED_REQUEST)
             for index, answer in enumerate(answers):
-                # Only the first of a prompt's n answers gets the prompt's log probabilities.
+                # The engine reports the prompt's log probabilities with the first of the n answers.
                 first = answers[index // body.n * body.n].deltas[0]
                 answer.deltas[0] = replace(answer.deltas[0], prompt_logprobs=first.prompt_logprobs)
-            # One item at a time: the JSON encoder holds the GIL until a value is complete.
+            # One item at a time, so that other threads run in between: the JSON encoder holds the
+            # GIL until a value is complete.
             parts = {
                 name: f"[{','.join([await self._json(item) for item in items])}]"
                 for name, items in formatter.large_fields(answers).items()
             }
             usage = Usage.of(generation, answers)
-            fields = await self.model.format_answer(lambda _: formatter.response(answers, usage))
-        content = with_parts(fields, parts)
-        return Response(content.encode(), media_type="application/json")
+            content = await self.model.format_answer(
+                lambda _: with_parts(formatter.response(answers, usage), parts)
+            )
+        # Arguments of a call may hold half of a surrogate pair, which has no bytes.
+        return Response(content.encode(errors="replace"), media_type="application/json")
 
     def _params(
         self,

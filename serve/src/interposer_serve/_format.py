@@ -33,8 +33,8 @@ class Format(ABC):
     A stream consists of the first events, the events of each token and the last events.
 
     Attributes:
-        has_frames: Whether the events of two tokens differ only in their text, except for the first
-            and the last token.
+        has_frames: Whether all events between those of the first and the last token are equal
+            except for their text, so that the rest can be reused.
     """
 
     has_frames = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +15,7 @@ from interposer_engine.answers import CallPart, Part, ReasoningPart, TextPart, T
 from interposer_serve._answer import Answer, Usage
 from interposer_serve._errors import ApiError
 from interposer_serve._format import Format, LargeFields, new_id, to_json
+from interposer_serve._reading import parse_within_limits
 
 _PARTIAL = "\N{REPLACEMENT CHARACTER}"
 
@@ -215,7 +215,7 @@ def _with_parsed_arguments(path: str, call: Any) -> Any:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(function["arguments"] or "{}")
+        arguments = parse_within_limits(function["arguments"] or "{}")
     except (ValueError, RecursionError):
         message = f"{path}: arguments are {function['arguments']!r:.100}; allowed is JSON"
         raise ApiError(400, message, param="messages") from None

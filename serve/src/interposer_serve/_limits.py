@@ -34,7 +34,7 @@ class Limits(_Checked):
         total_body_bytes: Size of all bodies that are being read, in bytes. Further requests get
             status 503.
         template_seconds: Time to render a chat template, in seconds.
-        stored_characters: Size of all stored responses of ``/v1/responses``, in characters of JSON.
+        stored_bytes: Size of the stored responses of all clients of ``/v1/responses``, in bytes.
             The oldest are dropped.
         constraints: Limits on constraints of answers, which a child process compiles first. None
             compiles them in the server process only. A constraint can then crash the server, so
@@ -49,7 +49,7 @@ class Limits(_Checked):
     body_seconds: float = 60.0
     total_body_bytes: int = 256 * 2**20
     template_seconds: float = 10.0
-    stored_characters: int = 64 * 2**20
+    stored_bytes: int = 64 * 2**20
     constraints: ConstraintLimits | None = field(default_factory=ConstraintLimits)
 
 

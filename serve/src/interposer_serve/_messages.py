@@ -6,8 +6,9 @@ Source: https://docs.anthropic.com/en/api/messages
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -156,9 +157,8 @@ class TokenCountBody(Body):
         if system := _text("system", self.system):
             messages.append({"role": "system", "content": system})
         for index, message in enumerate(self.messages):
-            for each in _chat_messages(f"messages[{index}]", message):
-                _add_message(messages, each)
-        return messages
+            messages.extend(_chat_messages(f"messages[{index}]", message))
+        return [*_merged(messages)]
 
 
 class MessagesBody(TokenCountBody):
@@ -214,12 +214,12 @@ def _chat_messages(path: str, message: Mapping[str, Any]) -> list[dict[str, Any]
             case {"type": "thinking", "thinking": str(text)}:
                 reasoning.append(text)
             case {"type": "redacted_thinking"}:
-                pass  # of another server, which alone can read the block
+                pass  # encrypted by another server, so unreadable here
             case {"type": "tool_use", "id": str(call_id), "name": str(name), "input": dict(given)}:
                 function = {"name": name, "arguments": given}
                 calls.append({"id": call_id, "type": "function", "function": function})
             case {"type": "tool_result", "tool_use_id": str(call_id)}:
-                result = _text(f"{place}.content", block.get("content") or "")
+                result = _text(f"{place}.content", block.get("content"))
                 results.append({"role": "tool", "tool_call_id": call_id, "content": result})
             case _:
                 raise _invalid(f"{place} is {shown(block)}; allowed is a block of type {_BLOCKS}")
@@ -233,31 +233,36 @@ def _chat_messages(path: str, message: Mapping[str, Any]) -> list[dict[str, Any]
     return [*results, own]
 
 
-def _add_message(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
-    """Add a chat message; consecutive messages of the user become one, as in Anthropic's API.
+def _merged(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield chat messages; consecutive ones of the user become one, as in Anthropic's API.
 
     Most chat templates allow a system message at the start only, so a later one becomes a part of
     the user's message, in the tags of Anthropic's clients.
     """
-    last_role = messages[-1]["role"] if messages else "system"
-    if message["role"] == "system" and last_role != "system":
-        text = f"<system-reminder>\n{message['content']}\n</system-reminder>"
-        message = {"role": "user", "content": text}
-    if messages and message["role"] == last_role and last_role in ("system", "user"):
-        messages[-1]["content"] += f"\n\n{message['content']}"
-    else:
-        messages.append(message)
+    placed: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "system" and placed and placed[-1]["role"] != "system":
+            text = f"<system-reminder>\n{message['content']}\n</system-reminder>"
+            placed.append({"role": "user", "content": text})
+        else:
+            placed.append(message)
+    for role, group in groupby(placed, lambda message: message["role"]):
+        if role in ("system", "user"):
+            yield {"role": role, "content": "\n\n".join(each["content"] for each in group)}
+        else:
+            yield from group
 
 
 def _text(path: str, value: Any) -> str:
-    """Return the text of a list of text blocks, or of a text."""
-    if isinstance(value, str):
-        return value
+    """Return the text of a list of text blocks, of a text, or of nothing."""
+    if value is None or isinstance(value, str):
+        return value or ""
     if isinstance(value, list):
-        texts = [block.get("text") for block in value if isinstance(block, dict)]
-        kinds = {block.get("type") for block in value if isinstance(block, dict)}
-        if len(texts) == len(value) and kinds <= {"text"}:
-            return "\n".join(text for text in texts if isinstance(text, str))
+        blocks = [block for block in value if isinstance(block, dict)]
+        values = [block.get("text") for block in blocks if block.get("type") == "text"]
+        texts = [text for text in values if isinstance(text, str)]
+        if len(texts) == len(value):
+            return "\n".join(texts)
     raise _invalid(f"{path} is {shown(value)}; allowed is a text or a list of text blocks")
 
 
@@ -272,7 +277,7 @@ class MessagesFormat(Format):
         """Create the formatter of one request.
 
         Args:
-            decode: Returns the text of tokens, in which a stop text is searched.
+            decode: Returns the text of tokens, to find out which stop text ended the answer.
         """
         super().__init__()
         self._id = new_id("msg_", 24)
@@ -371,9 +376,15 @@ class MessagesFormat(Format):
 
     def last_events(self, answers: Sequence[Answer], usage: Usage) -> str:
         """Return the events with the stop reason and the number of tokens, and of the end."""
+        if not self._num_blocks and self._open is None:  # an empty answer is an empty text
+            self._open = TextPart
+            first = {"type": "content_block_start", "index": 0}
+            start = _event({**first, "content_block": _text_block("")})
+        else:
+            start = ""
         end = self._end(answers[0])
         change = {"type": "message_delta", "delta": end, "usage": _usage(usage)}
-        return self._stop_block() + _event(change) + _event({"type": "message_stop"})
+        return start + self._stop_block() + _event(change) + _event({"type": "message_stop"})
 
     def error_event(self, error: ApiError) -> bytes:
         """Return the last event of a stream that an error ended."""

@@ -110,6 +110,19 @@ def parse_object(content: bytes) -> dict[str, Any]:
     return body
 
 
+def parse_within_limits(text: str) -> Any:
+    """Parse JSON text inside of a request body, within the limits on the body itself.
+
+    Raises:
+        ApiError: there are too many or too deeply nested objects and lists.
+        ValueError: the text is not valid JSON.
+        RecursionError: the text is nested too deeply for the parser.
+    """
+    value = _parse(text)
+    _check_shape({"value": value})
+    return value
+
+
 def _parse(text: str) -> Any:
     """Parse JSON, with Python's garbage collector disabled for large texts.
 

@@ -482,13 +482,18 @@ class ChatBody(SampledBody):
             return self.tools if self.tool_choice == "required" else None
         name = self.tool_choice.function.name
         functions = [tool.get("function") for tool in self.tools]
-        names = [f.get("name") for f in functions if isinstance(f, dict)]
-        if name not in names:
+        tools_by_name = {
+            function["name"]: tool
+            for tool, function in zip(self.tools, functions, strict=True)
+            if isinstance(function, dict) and isinstance(function.get("name"), str)
+        }
+        if name not in tools_by_name:
+            names = list(tools_by_name)
             message = (
                 f"tool_choice names the function {name!r:.100}; allowed is one of {shown(names)}"
             )
             raise ApiError(400, message, param="tool_choice")
-        return [tool for tool in self.tools if (tool.get("function") or {}).get("name") == name]
+        return [tools_by_name[name]]
 
     def params(
         self, suggested: dict[str, Any], max_new_tokens: int, constraint: Constraint | None

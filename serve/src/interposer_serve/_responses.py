@@ -133,12 +133,11 @@ class ResponsesBody(Body):
             "stream": self.stream,
             "response_format": self._response_format(),
         }
-        if self.tools:
-            fields["tools"] = [tool.function(namespace) for namespace, tool in self._functions()]
-            fields["tool_choice"] = self.tool_choice
-            if isinstance(self.tool_choice, NamedTool):
-                function = {"name": self.tool_choice.name}
-                fields["tool_choice"] = {"type": "function", "function": function}
+        fields["tools"] = [tool.function(namespace) for namespace, tool in self._functions()]
+        fields["tool_choice"] = self.tool_choice
+        if isinstance(self.tool_choice, NamedTool):
+            function = {"name": self.tool_choice.name}
+            fields["tool_choice"] = {"type": "function", "function": function}
         if self.reasoning is not None:
             fields["reasoning_effort"] = self.reasoning.effort
         return ChatBody.read(fields)
@@ -169,10 +168,9 @@ class ResponsesBody(Body):
         """
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
-        messages: list[dict[str, Any]] = []
-        for index, item in enumerate(self.input):
-            add_item(messages, f"input[{index}]", item)
-        return messages
+        if not self.input:
+            raise ApiError(400, "input is []; allowed is a text or items", param="input")
+        return chat_messages("input", self.input)
 
     def input_items(self) -> list[dict[str, Any]]:
         """Return the input as a list of items."""
@@ -184,7 +182,8 @@ class ResponsesBody(Body):
     def _response_format(self) -> dict[str, Any] | None:
         text = self.text or {}
         text_format = text.get("format", {"type": "text"})
-        if text.keys() <= {"format", "verbosity"} and isinstance(text_format, dict):
+        is_default = text.get("verbosity") in (None, "medium")
+        if text.keys() <= {"format", "verbosity"} and is_default and isinstance(text_format, dict):
             match text_format:
                 case {"type": "text" | "json_object"}:
                     return text_format
@@ -209,44 +208,77 @@ def _with_one_system_message(messages: Sequence[dict[str, Any]]) -> list[dict[st
     return [{**first[0], "content": content}, *later]
 
 
-def add_item(messages: list[dict[str, Any]], path: str, item: Mapping[str, Any]) -> None:
-    """Add an input item to chat messages; items of one turn of the assistant become one message."""
-    match item:
-        case {"type": "function_call_output", "call_id": str(call_id), "output": output}:
-            content = _content(f"{path}.output", output)
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
-        case {"type": "function_call", "name": str(name), "arguments": str(arguments)}:
-            full_name = _full_name(name, item.get("namespace"))
-            function = {"name": full_name, "arguments": arguments}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
-            _assistant(messages).setdefault("tool_calls", []).append(call)
-        case {"type": "reasoning"}:
-            given = item.get("content")
-            parts: list[Any] = given if isinstance(given, list) else []
-            texts = [part.get("text") for part in parts if isinstance(part, dict)]
-            if reasoning := "".join(text for text in texts if isinstance(text, str)):
-                _assistant(messages, is_new=True)["reasoning_content"] = reasoning
-        case {"role": "assistant", "content": content}:
-            _assistant(messages)["content"] += _content(f"{path}.content", content)
-        case {"role": str(role), "content": content} if item.get("type", "message") == "message":
-            messages.append({"role": role, "content": _content(f"{path}.content", content)})
-        case _:
-            message = f"{path} is {shown(item)}; allowed is an item of type {_ITEMS}"
-            raise ApiError(400, message, param="input", code="invalid_value")
+def chat_messages(path: str, items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return items as chat messages; consecutive items of the assistant become one message.
+
+    Args:
+        path: Name of the field that holds the items, for errors.
+    Raises: ApiError: an item is not one that the model can read.
+    """
+    messages: list[dict[str, Any]] = []
+    texts: list[str] = []
+
+    def assistant(*, is_new: bool = False) -> dict[str, Any]:
+        if is_new or not messages or messages[-1]["role"] != "assistant":
+            complete()
+            messages.append({"role": "assistant", "content": ""})
+        return messages[-1]
+
+    def complete() -> None:
+        """Set the content of the last message, if it is one of the assistant."""
+        if messages and messages[-1]["role"] == "assistant":
+            messages[-1]["content"] = "".join(texts)
+        texts.clear()
+
+    for index, item in enumerate(items):
+        place = f"{path}[{index}]"
+        match item:
+            case {"type": "function_call_output", "call_id": str(call_id), "output": output}:
+                complete()
+                content = _content(f"{place}.output", output)
+                messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+            case {"type": "function_call", "name": str(name), "arguments": str(arguments)}:
+                own_id, namespace = item.get("call_id"), item.get("namespace")
+                if not all(isinstance(each, str | None) for each in (own_id, namespace)):
+                    raise _invalid_item(place, item)
+                function = {"name": _full_name(name, namespace), "arguments": arguments}
+                call = {"id": own_id, "type": "function", "function": function}
+                assistant().setdefault("tool_calls", []).append(call)
+            case {"type": "reasoning"}:
+                given = item.get("content")
+                parts: list[Any] = given if isinstance(given, list) else []
+                pieces = [part.get("text") for part in parts if isinstance(part, dict)]
+                if reasoning := "".join(piece for piece in pieces if isinstance(piece, str)):
+                    assistant(is_new=True)["reasoning_content"] = reasoning
+            case {"role": str(role), "content": content} if item.get("type", "message") == (
+                "message"
+            ):
+                content = _content(f"{place}.content", content)
+                if role == "assistant":
+                    assistant()
+                    texts.append(content)
+                else:
+                    complete()
+                    messages.append({"role": role, "content": content})
+            case _:
+                raise _invalid_item(place, item)
+    complete()
+    return messages
 
 
-def _assistant(messages: list[dict[str, Any]], *, is_new: bool = False) -> dict[str, Any]:
-    """Return the last message if it is one of the assistant, or add one."""
-    if is_new or not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
-    return messages[-1]
+def _invalid_item(path: str, item: Any) -> ApiError:
+    message = f"{path} is {shown(item)}; allowed is an item of type {_ITEMS}"
+    return ApiError(400, message, param="input", code="invalid_value")
 
 
 def _content(path: str, content: Any) -> str:
     if isinstance(content, str):
         return content
+    if not isinstance(content, list):
+        message = f"{path} is {shown(content)}; allowed is a text or a list of parts"
+        raise ApiError(400, message, param="input", code="invalid_value")
     texts = []
-    for index, part in enumerate(content if isinstance(content, list) else [content]):
+    for index, part in enumerate(content):
         match part:
             case {"type": "input_text" | "output_text" | "text", "text": str(text)}:
                 texts.append(text)
@@ -397,13 +429,14 @@ class ResponsesFormat(Format):
             **self._names_in_namespaces.get(call.name, {}),
         }
 
-    def _complete_item(self) -> list[str]:
+    def _complete_item(self, status: str = "completed") -> list[str]:
         """Return the events that complete the open item, if there is one."""
         if self._open is None:
             return []
         text, self._texts = "".join(self._texts), []
         item = self._items[-1]
-        item["status"] = "completed"
+        is_cut = item["type"] == "function_call" and not _is_json(text)
+        item["status"] = "incomplete" if is_cut else status
         events = []
         if item["type"] == "function_call":
             item["arguments"] = text
@@ -424,8 +457,14 @@ class ResponsesFormat(Format):
 
     def last_events(self, answers: Sequence[Answer], usage: Usage) -> str:
         """Return the events that complete the last item and the response."""
-        events = self._complete_item()
         (answer,) = answers
+        if not self._items:  # an empty answer is an empty text
+            self._open = TextPart
+            events = self._add_item(TextPart(""))
+        else:
+            events = []
+        is_cut = answer.finish_reason == "length"
+        events.extend(self._complete_item("incomplete" if is_cut else "completed"))
         response = self._response(self._items, answer, usage)
         self._on_complete(response, self._items)
         return "".join([*events, self._event(f"response.{response['status']}", response=response)])
@@ -459,6 +498,14 @@ _EVENTS: dict[type[Part], str] = {
     ReasoningPart: "response.reasoning_text",
     CallPart: "response.function_call_arguments",
 }
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _message_item(text: str, status: str = "completed") -> dict[str, Any]:

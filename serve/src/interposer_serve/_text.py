@@ -36,8 +36,8 @@ from interposer_serve._requests import (
     SampledBody,
     TokenizeBody,
 )
-from interposer_serve._responses import ResponsesBody, ResponsesFormat, add_item
-from interposer_serve._stored_responses import StoredResponse, StoredResponses
+from interposer_serve._responses import ResponsesBody, ResponsesFormat, chat_messages
+from interposer_serve._stored_responses import StoredResponses
 from interposer_serve._telemetry import Metrics
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
@@ -56,7 +56,7 @@ class TextEndpoints:
         self._metrics = metrics
         metrics.watch(lm.engine)
         self._bodies = BodyReader(limits)
-        self._stored = StoredResponses(limits.stored_characters)
+        self._stored = StoredResponses(limits.stored_bytes)
         self._sizes: PromptSizes
         self._model: AsyncLanguageModel
         self._answering: Answering
@@ -191,23 +191,27 @@ class TextEndpoints:
         client, earlier_messages = request.state.client, list[dict[str, Any]]()
         if body.previous_response_id is not None:
             previous = self._stored.get(client, body.previous_response_id, "previous_response_id")
-            earlier_messages = previous.messages
+            earlier_messages = previous["messages"]
         chat = self._checked(body.chat(earlier_messages))
 
         def store(response: dict[str, Any], items: Sequence[dict[str, Any]]) -> None:
             if body.store:
+                # The prompt of a later request must not hold half of a call.
+                whole = [
+                    item
+                    for item in items
+                    if item["type"] != "function_call" or item["status"] == "completed"
+                ]
                 messages = [*earlier_messages, *body.input_messages()]
-                for item in items:
-                    add_item(messages, "output", item)
-                stored = StoredResponse(response, body.input_items(), messages)
-                self._stored.add(client, stored)
+                messages += chat_messages("output", whole)
+                self._stored.add(client, response, body.input_items(), messages)
 
         return await self._answer_chat(request, chat, ResponsesFormat(body, store))
 
     async def stored_response(self, request: Request) -> Response:
         """Return a stored response: ``/v1/responses/{id}``."""
         stored = self._stored.get(request.state.client, request.path_params["id"])
-        return JSONResponse(stored.response)
+        return JSONResponse(stored["response"])
 
     async def delete_response(self, request: Request) -> Response:
         """Delete a stored response: ``/v1/responses/{id}``."""
@@ -218,7 +222,7 @@ class TextEndpoints:
     async def input_items(self, request: Request) -> Response:
         """List the input items of a stored response: ``/v1/responses/{id}/input_items``."""
         stored = self._stored.get(request.state.client, request.path_params["id"])
-        content = {"object": "list", "data": stored.input_items, "has_more": False}
+        content = {"object": "list", "data": stored["input_items"], "has_more": False}
         return JSONResponse(content)
 
     async def message(self, request: Request) -> Response:

@@ -41,7 +41,7 @@ class JsonBody:
         name_key: Key of the name; "" if each object has the name as its only key.
         arguments_keys: Keys of the arguments; the first one is written.
         id_key: Key of the id; "" if there is none.
-        is_id_first: Whether the id is written before the name, else after the arguments.
+        is_id_first: True if the id comes before the name, False if it comes after the arguments.
         layout: Whether a pair of markers holds one object, a list, or objects in lines.
     """
 
@@ -60,8 +60,8 @@ class NamedBody:
         name_end: Marker between name and arguments; "" if the opening brace ends the name.
         id_before: Marker between an id and the name that follows; "" if no id precedes the name.
         id_after: Marker between the name and an optional id that follows; "" for none.
-        number_prefix: If set, the id is written instead of the name: this prefix, the name, a colon
-            and the number of the call.
+        number_prefix: If set, the model writes an id in place of the name, such as
+            ``functions.look:0``: this prefix, the name, a colon and the number of the call.
         notation: Notation of the arguments.
     """
 
@@ -77,13 +77,13 @@ class TaggedBody:
     """A name, then each parameter between tags of its own.
 
     Attributes:
-        name_open: Marker before the name; "" if the marker of the call itself is.
+        name_open: Marker before the name; "" if the name directly follows the marker of the call.
         name_end: Marker after the name; if it is white space, the first tag ends the name as well.
         key_open: Marker before the key of a parameter.
         key_ends: Markers after the key, with the kind of the value that follows.
         value_open: Marker before the value, in formats with a pair of tags for the value.
         value_end: Marker after the value.
-        end: Marker after the parameters; "" if the marker of the call itself is.
+        end: Marker after the last parameter; "" if the closing marker of the call takes its place.
     """
 
     name_open: str
@@ -121,9 +121,9 @@ class CallFormat:
         section_open: Marker before all calls.
         section_close: Marker after all calls.
         separator: Text between two calls.
-        may_be_bare: Whether an answer, or what follows a marker of text, may begin with a call
-            without ``open``. Such a call is only recognized by the name of a given tool.
-        writes_open: Whether the writer writes ``open`` before bare calls.
+        may_be_bare: Whether a call may appear without ``open`` at the start of the answer, or next
+            to ``text_open`` or ``text_close``. Such a call counts only if it names a given tool.
+        writes_open: Whether ``writer`` writes ``open`` before bare calls.
         open_is_optional: Whether models sometimes leave ``open`` out before ``body.name_open``.
     """
 
@@ -165,7 +165,7 @@ class ChannelFormat:
         channel: Marker before the name of the channel.
         message: Marker between header and body.
         constrain: Marker before the type of a body.
-        ends: Markers after a body: of a message that another one follows, of a call, of the answer.
+        ends: Markers after a message that is not the last, after a call, and after the answer.
         reasoning_channel: Channel of reasoning.
         call_channel: Channel of calls.
         text_channel: Channel of text for the user. Other channels hold such text, too.

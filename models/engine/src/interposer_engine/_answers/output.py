@@ -15,10 +15,10 @@ from interposer_engine._answers.parts import (
 
 
 class Flow:
-    """A text that markers interrupt: white space next to markers is not part of it.
+    """A text that markers interrupt.
 
-    Two pieces with only markers between them are joined by the white space around the markers, or
-    by a newline if there is none.
+    White space before the first piece of text is dropped. Between two pieces that only markers
+    separate, white space is kept; if there is none, a newline is added.
     """
 
     def __init__(self, emit: Callable[[str], None]) -> None:
