@@ -104,7 +104,7 @@ test-vllm: $(INSTALLED) ## Install vLLM for CPUs into .vllm-env, 4 GB, and run m
 # Clients of the server have environments of their own, because they need other versions
 # of libraries.
 CLIENTS := .clients_cache
-clients: $(CLIENTS)/openai-3/.installed $(CLIENTS)/openai-2/.installed $(if $(shell command -v npm),$(CLIENTS)/node/.installed) ## Install clients of the server for its tests, from PyPI and npm, into .clients_cache. 2.7 GB.
+clients: $(CLIENTS)/openai-3/.installed $(CLIENTS)/openai-2/.installed $(if $(shell command -v npm),$(CLIENTS)/node/.installed) ## Install clients of the server for its tests, from PyPI and npm, into .clients_cache. 2.3 GB.
 
 $(CLIENTS)/openai-%/.installed: serve/tests/clients/requirements-openai-%.txt
 	$(PYTHON) -m venv --clear $(@D)

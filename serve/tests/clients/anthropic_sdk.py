@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 
 class City(BaseModel):
-    city: Literal["Göteborg"]
+    city: Literal["Göteborg", "Oslo"]
 
 
 url, model = sys.argv[1:]
@@ -22,7 +22,6 @@ tools: Any = [{"name": "weather", "description": "Looks it up.", "input_schema":
 question: Any = {"role": "user", "content": "How is the weather?"}
 
 
-@anthropic.beta_tool
 def weather(city: str) -> str:
     """Looks it up."""
     return f"sunny in {city}"
@@ -55,7 +54,7 @@ counted = client.messages.count_tokens(model=model, messages=[question], tools=t
 parsed = client.messages.parse(model=model, max_tokens=99, messages=[question], output_format=City)
 # The runner calls the tools itself.
 runner = client.beta.messages.tool_runner(
-    model=model, max_tokens=99, messages=[question], tools=[weather]
+    model=model, max_tokens=99, messages=[question], tools=[anthropic.beta_tool(weather)]
 )
 usage = first.usage
 results = {

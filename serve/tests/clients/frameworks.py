@@ -14,7 +14,7 @@ import litellm
 from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
@@ -31,7 +31,8 @@ FUNCTION = {"name": "weather", "description": "Looks it up.", "parameters": SCHE
 class City(BaseModel):
     """The city of the question."""
 
-    city: Literal["Göteborg"]
+    model_config = ConfigDict(extra="forbid")
+    city: Literal["Göteborg", "Oslo"]
 
 
 def weather(city: str) -> str:
@@ -65,8 +66,10 @@ def with_langchain(chat: Any, *, stream: bool) -> str:
         else:
             message = bound.invoke(messages)
         messages.append(message)
-        for call in message.tool_calls:
-            messages.append(ToolMessage(weather(**call["args"]), tool_call_id=call["id"]))
+        messages.extend(
+            ToolMessage(weather(**call["args"]), tool_call_id=call["id"])
+            for call in message.tool_calls
+        )
     return str(messages[-1].text)
 
 
@@ -93,22 +96,24 @@ pydantic_models = {
     "pydantic-ai responses": OpenAIResponsesModel(model, provider=openai_provider),
     "pydantic-ai messages": AnthropicModel(model, provider=anthropic_provider),
 }
-results: dict[str, str] = {}
+answers: dict[str, str] = {}
+structured: dict[str, str] = {}
 for stream in (False, True):
     suffix = " streamed" if stream else ""
     for name, base in ((f"openai/{model}", f"{url}/v1"), (f"anthropic/{model}", url)):
-        results[f"litellm {name}{suffix}"] = with_litellm(name, base, stream=stream)
+        answers[f"litellm {name}{suffix}"] = with_litellm(name, base, stream=stream)
     for name, chat in langchain_chats.items():
-        results[name + suffix] = with_langchain(chat, stream=stream)
+        answers[name + suffix] = with_langchain(chat, stream=stream)
     for name, chat in pydantic_models.items():
-        results[name + suffix] = with_pydantic_ai(chat, stream=stream)
-# Structured answers, by a schema and by a required call of a tool.
+        answers[name + suffix] = with_pydantic_ai(chat, stream=stream)
+# Structured answers, by a schema and by a required call of a tool. pydantic-ai takes a schema for
+# Anthropic's models from those that it knows only.
 for name, chat in langchain_chats.items():
     for method in ("json_schema", "function_calling"):
-        structured = chat.with_structured_output(City, method=method)
-        results[f"{name} {method}"] = structured.invoke(QUESTION).city
+        parsing = chat.with_structured_output(City, method=method)
+        structured[f"{name} {method}"] = parsing.invoke(QUESTION).city
 for name, chat in pydantic_models.items():
-    for output in (ToolOutput(City), NativeOutput(City)):
-        city = Agent(chat, output_type=output).run_sync(QUESTION).output.city
-        results[f"{name} {type(output).__name__}"] = city
-print(json.dumps(results))
+    for output in (ToolOutput, NativeOutput)[: 1 if isinstance(chat, AnthropicModel) else 2]:
+        city = Agent(chat, output_type=output(City)).run_sync(QUESTION).output.city
+        structured[f"{name} {output.__name__}"] = city
+print(json.dumps({"answers": answers, "structured": structured}))

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 
 class City(BaseModel):
-    city: Literal["Göteborg"]
+    city: Literal["Göteborg", "Oslo"]
 
 
 url, model = sys.argv[1:]
