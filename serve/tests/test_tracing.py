@@ -42,7 +42,8 @@ def test_stages_follow_each_other(lm: LanguageModel, exporter: InMemorySpanExpor
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     with serving(lm) as served:
         body = {"model": NAME, "prompt": [1, 2, 3], "max_tokens": 5, "ignore_eos": True}
-        assert served.ask("/v1/completions", body, traceparent=parent).status == 200
+        answer = served.ask("/v1/completions", body, traceparent=parent)
+    assert answer.status == 200
     spans = told(exporter)
     assert spans.keys() == {"interposer.serve", "queue", "prefill", "decode"}
     request_span = spans["interposer.serve"]
@@ -59,6 +60,7 @@ def test_stages_follow_each_other(lm: LanguageModel, exporter: InMemorySpanExpor
     assert edges[-1] == request_span.end_time
     told_of = request_span.attributes or {}
     attributes = {name.rpartition(".")[2]: value for name, value in told_of.items()}
+    assert attributes.pop("request_id") == answer.headers["x-request-id"]
     assert attributes == {
         "endpoint": "/v1/completions",
         "model": NAME,
