@@ -34,11 +34,10 @@ test-quick: $(INSTALLED) ## Run the tests that start no process and open no sock
 	$(PYTEST) -n 2 --dist loadgroup -m "not process and not slow and $(AVAILABLE)"
 
 # Three workers, because these tests often wait for a process or a deadline.
-# By default, the groups with the fewest tests come last, which are the longest tests here.
 # Collecting the modules without such tests would take half a minute.
 PROCESS_MODULES = $(shell grep -rlwE 'process|conformance|check_lightness' --include='test_*.py' $(wildcard $(DISTRIBUTIONS:%=%/tests)) tests)
 test-process: $(INSTALLED) ## Run the tests that start processes or servers.
-	$(PYTEST) -n 3 --dist loadgroup --no-loadscope-reorder -m "process and not slow and $(AVAILABLE)" $(PROCESS_MODULES)
+	$(PYTEST) -n 3 --dist loadgroup -m "process and not slow and $(AVAILABLE)" $(PROCESS_MODULES)
 
 # The seed of hypothesis is new for each run; `make test-all SEED=N` repeats one.
 test-all: $(INSTALLED) ## Run all tests that this machine can run, with a random seed. Hours.

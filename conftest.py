@@ -94,18 +94,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     With every event xdist counts anew what is left of all groups that a worker has had, and a
     fixture of a module is set up by each worker that runs a part of it.
-
-    The groups of several modules take longest, so they start first: a worker that began one late
-    would let the others wait at the end.
     """
     landing.mark_slow(items)
-    grouped = {item for item in items if any(item.iter_markers("xdist_group"))}
     for item in items:
         if item.name.endswith("-lightness]"):  # of the conformance kit: it imports in a process
             item.add_marker(pytest.mark.process)
-        if item not in grouped and not any(item.iter_markers("slow")):
+        if not any(item.iter_markers("xdist_group")) and not any(item.iter_markers("slow")):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
-    items.sort(key=lambda item: item not in grouped)
 
 
 def pytest_collection_finish() -> None:
