@@ -6,6 +6,7 @@ from pathlib import Path
 
 from serve.tests.scripted import write_scripted
 
+NAME = "agent"
 # The last message decides the script. The markers are those of Hermes and Qwen.
 TEMPLATE = """\
 {%- if tools %}{{ tools | tojson }}<tool_call>{"name": ..., "arguments": ...}</tool_call>{% endif %}

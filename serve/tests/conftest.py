@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+from serve.tests.agents import write_agent
 from tests.waiting import WAIT_SECONDS, wait_until
 
 from interposer_adapt import Encoder
@@ -189,6 +190,12 @@ def lm(chat_folder: Path) -> LanguageModel:
 def offline(chat_folder: Path) -> LanguageModel:
     """Return the same model, which nobody serves."""
     return load(chat_folder, "float32", cache_tokens=8192, max_sequences=32)
+
+
+@pytest.fixture(scope="session")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    """Return the scripted model that reasons and calls tools."""
+    return load(write_agent(tmp_path_factory.mktemp("agent")), "float32", cache_tokens=2048)
 
 
 @pytest.fixture(scope="module")

@@ -7,22 +7,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serve.tests.agents import ANSWER, ARGUMENTS, QUESTION, SCHEMA, write_agent
+from serve.tests.agents import ANSWER, ARGUMENTS, NAME, QUESTION, SCHEMA
 from serve.tests.conftest import Answer, Served, serving
 
-from interposer_engine import LanguageModel, load
+from interposer_engine import LanguageModel
 from interposer_serve._messages import MessagesBody
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 
-NAME = "agent"
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1"}
 TOOL = {"name": "weather", "description": "Looks it up.", "input_schema": SCHEMA}
-
-
-@pytest.fixture(scope="module")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
-    return load(write_agent(tmp_path_factory.mktemp("agent")), "float32", cache_tokens=2048)
 
 
 @pytest.fixture(scope="module")

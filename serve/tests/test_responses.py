@@ -8,21 +8,15 @@ from typing import Any
 
 import openai
 import pytest
-from serve.tests.agents import ANSWER, ARGUMENTS, QUESTION, SCHEMA, write_agent
+from serve.tests.agents import ANSWER, ARGUMENTS, NAME, QUESTION, SCHEMA
 from serve.tests.conftest import Answer, Served, serving
 
-from interposer_engine import LanguageModel, load
+from interposer_engine import LanguageModel
 from interposer_serve import Limits
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 
-NAME = "agent"
 TOOL = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
-
-
-@pytest.fixture(scope="module")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
-    return load(write_agent(tmp_path_factory.mktemp("agent")), "float32", cache_tokens=2048)
 
 
 @pytest.fixture(scope="module")

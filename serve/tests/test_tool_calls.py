@@ -7,20 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serve.tests.agents import ANSWER, ARGUMENTS, QUESTION, SCHEMA, write_agent
+from serve.tests.agents import ANSWER, ARGUMENTS, NAME, QUESTION, SCHEMA
 from serve.tests.conftest import Served, events, serving
 
-from interposer_engine import LanguageModel, load
+from interposer_engine import LanguageModel
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 
-NAME = "agent"
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
-
-
-@pytest.fixture(scope="module")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
-    return load(write_agent(tmp_path_factory.mktemp("agent")), "float32", cache_tokens=2048)
 
 
 @pytest.fixture(scope="module")

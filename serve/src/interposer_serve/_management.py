@@ -1,4 +1,4 @@
-"""Endpoints that change the server: adapters come and go. They need keys of their own."""
+"""Endpoints that load and unload adapters; only management keys may use these endpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trusted proxies, and a limit on the requests of each client behind them."""
+"""Trusted proxies, and a limit on the requests of each client of a trusted proxy."""
 
 from __future__ import annotations
 

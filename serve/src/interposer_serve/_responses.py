@@ -143,7 +143,7 @@ class ResponsesBody(Body):
         return ChatBody.read(fields)
 
     def _functions(self) -> Iterator[tuple[str | None, FunctionTool]]:
-        """Yield all functions with their namespaces."""
+        """Yield each function with the name of its namespace, or None without one."""
         for tool in self.tools:
             if isinstance(tool, NamespaceTool):
                 yield from ((tool.name, function) for function in tool.tools)
