@@ -306,8 +306,9 @@ class SampledBody(_WithSamplingFields):
     )
     cache_salt: str = Field("", max_length=1024, description="a text of up to 1024 characters")
     stream: _Flag = False
+    # Without a stream, the options have no effect.
     stream_options: StreamOptions | None = Field(
-        None, description='{"include_usage": true or false}, with "stream": true'
+        None, description='{"include_usage": true or false}'
     )
 
     @cached_property
@@ -369,10 +370,6 @@ class SampledBody(_WithSamplingFields):
 
     def check(self) -> None:
         """Raise ApiError if two fields of the request contradict each other."""
-        if self.stream_options is not None and not self.stream:
-            raise ApiError(
-                400, 'stream_options is given without "stream": true', param="stream_options"
-            )
         if self.prompt_logprobs is not None and self.stream:
             message = 'prompt_logprobs is given with "stream": true. Try: one of them'
             raise ApiError(400, message, param="prompt_logprobs")

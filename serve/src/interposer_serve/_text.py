@@ -197,13 +197,13 @@ class TextEndpoints:
         def store(response: dict[str, Any], items: Sequence[dict[str, Any]]) -> None:
             if body.store:
                 # The prompt of a later request must not hold half of a call.
-                whole = [
+                continued_items = [
                     item
                     for item in items
                     if item["type"] != "function_call" or item["status"] == "completed"
                 ]
                 messages = [*earlier_messages, *body.input_messages()]
-                messages += chat_messages("output", whole)
+                messages += chat_messages("output", continued_items)
                 self._stored.add(client, response, body.input_items(), messages)
 
         return await self._answer_chat(request, chat, ResponsesFormat(body, store))

@@ -170,8 +170,10 @@ class ChatRenderer:
             schemas = [
                 tool if isinstance(tool, Mapping) else get_json_schema(tool) for tool in tools or ()
             ]
-            used = form if tools else replace(form, calls=None)
-            return FormatReader(parser_for(used, self._tokenizer, self._tail(prompt), schemas))
+            answer_format = form if tools else replace(form, calls=None)
+            return FormatReader(
+                parser_for(answer_format, self._tokenizer, self._tail(prompt), schemas)
+            )
         if getattr(self._tokenizer, "response_template", None) is not None and tools:
             return TemplateReader(lambda token_ids: self.parsed(token_ids, prompt, tools))
         return PlainReader()

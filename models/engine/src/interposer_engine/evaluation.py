@@ -132,8 +132,8 @@ class InterposerLM(TemplateLM):  # type: ignore[misc]
         # lm_eval never closes a backend; this also runs when the interpreter exits.
         weakref.finalize(self, self._closing.close)
         if isinstance(path, LanguageModel):
-            own = {"platform": platform, "kernel": kernel, "locked": locked}
-            chosen = {**options, **{name: value for name, value in own.items() if value}}
+            policy_options = {"platform": platform, "kernel": kernel, "locked": locked}
+            chosen = {**options, **{name: value for name, value in policy_options.items() if value}}
             if tensor_parallel != 1:
                 chosen["tensor_parallel"] = tensor_parallel
             if chosen:
@@ -371,11 +371,11 @@ class InterposerLM(TemplateLM):  # type: ignore[misc]
         record: Callable[[int, Scored], None],
     ) -> None:
         """Score continuations as ends of prompts, except those that fill the model's context."""
-        done = set(scored)
+        scored_indices = set(scored)
         windows = {
             index: self._window(context, continuation)
             for index, (_, context, continuation) in enumerate(requests)
-            if index not in done
+            if index not in scored_indices
         }
         # A prompt leaves space for one new token.
         fitting = [index for index, window in windows.items() if len(window) < self._context]
@@ -439,13 +439,13 @@ class InterposerLM(TemplateLM):  # type: ignore[misc]
         tokens = self.tok_encode(context) or [self.prefix_token_id]
         if self.backend == "seq2seq":
             return tokens[-self._max_length :]
-        most = self._max_length - max_new_tokens
-        if most < 1:
+        max_prompt_tokens = self._max_length - max_new_tokens
+        if max_prompt_tokens < 1:
             raise RequestError(
                 f"{max_new_tokens} new tokens leave no space for a context within max_length "
                 f"{self._max_length}. Try: --gen_kwargs max_gen_toks={self._max_length // 2}"
             )
-        return tokens[-most:]
+        return tokens[-max_prompt_tokens:]
 
     def _sampling(self, settings: Mapping[str, Any], seed: int) -> tuple[SamplingParams, list[str]]:
         """Return the sampling parameters of a request, and its stop texts.
@@ -454,20 +454,24 @@ class InterposerLM(TemplateLM):  # type: ignore[misc]
 
         Raises: RequestError: a setting is unknown.
         """
-        wanted: dict[str, Any] = normalize_gen_kwargs(dict(settings), self._max_gen_toks)
+        task_settings: dict[str, Any] = normalize_gen_kwargs(dict(settings), self._max_gen_toks)
         eos = None if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
-        stop = [text for text in handle_stop_sequences(wanted.pop("until"), eos) if text]
-        max_new_tokens = wanted.pop("max_gen_toks")
-        given = {name: wanted.pop(name) for name in _SAMPLING if wanted.get(name) is not None}
+        stop = [text for text in handle_stop_sequences(task_settings.pop("until"), eos) if text]
+        max_new_tokens = task_settings.pop("max_gen_toks")
+        sampling_settings = {
+            name: task_settings.pop(name)
+            for name in _SAMPLING
+            if task_settings.get(name) is not None
+        }
         # A task without a temperature is greedy, whatever the checkpoint suggests.
-        temperature = float(given.pop("temperature", 0.0))
-        for name, value in wanted.items():
+        temperature = float(sampling_settings.pop("temperature", 0.0))
+        for name, value in task_settings.items():
             if value not in _WITHOUT_EFFECT.get(name, (None,)):
                 raise RequestError(
                     f"The generation setting {name} is {value!r:.100}, which has no equivalent "
                     f"here. Try: leave it out, or use {', '.join(_SAMPLING)}"
                 )
-        params = {**self._lm.suggested, **given, "temperature": temperature}
+        params = {**self._lm.suggested, **sampling_settings, "temperature": temperature}
         return SamplingParams(
             **params,
             max_new_tokens=max_new_tokens,
@@ -512,11 +516,15 @@ class InterposerLM(TemplateLM):  # type: ignore[misc]
 
 def _check_options(options: Mapping[str, Any]) -> None:
     """Raise UnknownNameError for a model argument that ``load`` does not have."""
-    known = inspect.signature(load).parameters.keys() - {"path", "platform", "tensor_parallel"}
-    own = inspect.signature(InterposerLM).parameters.keys() - {"options"}
+    load_options = inspect.signature(load).parameters.keys() - {
+        "path",
+        "platform",
+        "tensor_parallel",
+    }
+    backend_options = inspect.signature(InterposerLM).parameters.keys() - {"options"}
     for name in options:
-        if name not in known:
-            raise UnknownNameError("model argument", name, known | own)
+        if name not in load_options:
+            raise UnknownNameError("model argument", name, load_options | backend_options)
 
 
 # lm_eval registers the backend itself once it reads entry points. Its own backends are registered

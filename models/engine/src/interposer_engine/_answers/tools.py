@@ -86,14 +86,14 @@ def referenced(schema: Any, root: Mapping[str, Any]) -> Any:
 
 def _schema_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """Return the JSON types of a schema, whose options may refer to each other in circles."""
-    types, waiting, seen = set[str](), [schema], set[int]()
+    types, waiting, visited_ids = set[str](), [schema], set[int]()
     while waiting:
         option = referenced(waiting.pop(), root)
         if not isinstance(option, Mapping):
             return _ALL_TYPES
-        if id(option) in seen:
+        if id(option) in visited_ids:
             continue
-        seen.add(id(option))
+        visited_ids.add(id(option))
         declared = option.get("type")
         values = option.get("enum", [option["const"]] if "const" in option else None)
         options = option.get("anyOf", option.get("oneOf"))
