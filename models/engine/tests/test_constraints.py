@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.landing import num_examples
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from interposer.errors import RequestError
@@ -129,6 +129,31 @@ def test_texts_are_one_of_the_choice(lm: LanguageModel) -> None:
     actual = {of_form(lm, Constraint.choice(texts), seed) for seed in range(24)}
     assert len(actual) > 1
     assert actual <= set(texts)
+
+
+@pytest.mark.parametrize(
+    ("added", "is_special"), [("<think>", False), ("<|a|>", True), ("[a]", True)]
+)
+def test_a_constraint_may_force_the_text_of_an_added_token(
+    copied: Path, added: str, is_special: bool
+) -> None:
+    tokenizer = Tokenizer.from_file(str(copied / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(added, special=is_special)])
+    tokenizer.save(str(copied / "tokenizer.json"))
+    lm = load(copied, dtype="float32", cache_tokens=1024)
+    for text in (added, f"a{added}é", f"{added}{added}"):
+        assert of_form(lm, Constraint.choice([text, "z"]), 1) in (text, "z")
+        assert of_form(lm, Constraint.choice([text])) == text
+        value = {"const": {"a": text}}
+        assert json.loads(of_form(lm, Constraint.json_schema(value))) == value["const"]
+        assert of_form(lm, Constraint.regex(re.escape(text))) == text
+
+
+def test_a_constraint_may_force_the_text_of_an_end_token(shipped: LanguageModel) -> None:
+    text = "a<|endoftext|>b"
+    assert of_form(shipped, Constraint.choice([text])) == text
+    ended = shipped.generate("import", constraint=Constraint.choice([text]))[0]
+    assert (ended.text, ended.finish_reason) == (text, "stop")
 
 
 @pytest.mark.parametrize(

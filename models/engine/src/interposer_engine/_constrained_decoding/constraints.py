@@ -48,11 +48,13 @@ class Compiled:
 
     Attributes:
         constraint: Source of the compiled constraint.
+        tokenizer: Tokenizer of the model, converted for llguidance.
         matcher: Matcher at the empty text. Requests advance copies of it.
         num_bytes: Memory of the compiled constraint, in bytes.
     """
 
     constraint: Constraint
+    tokenizer: LLTokenizer
     matcher: LLMatcher
     num_bytes: int
 
@@ -88,7 +90,23 @@ class Matcher:
 
     def compute(self) -> bytes:
         """Return the bit mask of the allowed next tokens in llguidance's format."""
-        return self._matcher.compute_bitmask()
+        bits = self._matcher.compute_bitmask()
+        mask = int.from_bytes(bits, "little")
+        token = self._replacement(mask.bit_length() - 1) if mask.bit_count() == 1 else None
+        return bits if token is None else (1 << token).to_bytes(len(bits), "little")
+
+    def _replacement(self, token: int) -> int | None:
+        """Return a token of text that must replace the only allowed token; None to keep it.
+
+        If the next text is certain, llguidance allows only the first token into which the tokenizer
+        splits the text. In the text of an added token, such as ``<think>`` in a JSON string, that
+        is the added token, which llguidance then does not accept as text.
+        """
+        tokenizer = self._compiled.tokenizer
+        if not tokenizer.is_special_token(token) or self._matcher.validate_tokens([token]):
+            return None
+        text = self._matcher.compute_ff_bytes().decode(errors="ignore")
+        return next(iter(tokenizer.greedy_tokenize(text)), None)
 
     def fill(self, row: torch.Tensor, bits: bytes | None) -> None:
         """Write the bit mask of the allowed next tokens to ``row``.
@@ -309,7 +327,7 @@ class Constraints:
         matcher = compile_constraint(tokenizer, constraint, bounded=self._limits is not None)
         if self._limits is None:
             num_bytes = max(len(constraint.text), heap_bytes() - heap_before)
-        compiled = Compiled(constraint, matcher, num_bytes)
+        compiled = Compiled(constraint, tokenizer, matcher, num_bytes)
         # llguidance's vocabulary may be larger than the model's: check the first mask within it.
         probe = Matcher(compiled, frozenset(), end, lambda _: None)
         probe.fill(torch.empty(-(-self._vocab_size // _WORD), dtype=torch.int32), probe.compute())
