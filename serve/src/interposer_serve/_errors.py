@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -141,7 +142,12 @@ def api_error(error: Exception) -> ApiError:
 
 def shown(value: Any) -> str:
     """Return the repr of a value, truncated to 200 characters."""
-    return f"{value[:200] if isinstance(value, list | str) else value!r:.200}"
+    # The repr of a large value takes long.
+    if isinstance(value, dict):
+        value = dict(islice(value.items(), 200))
+    elif isinstance(value, list | str):
+        value = value[:200]
+    return f"{value!r:.200}"
 
 
 def check_model(name: str, names: Collection[str]) -> None:

@@ -11,13 +11,13 @@ from functools import partial
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from interposer_engine.answers import CallPart, Part, ReasoningPart, TextPart
 from interposer_serve._answer import Answer, Usage
 from interposer_serve._errors import ERROR_FORMATS, ApiError, ErrorFormat, shown
 from interposer_serve._format import Format, LargeFields, new_id, to_json
-from interposer_serve._requests import Body, ChatBody
+from interposer_serve._requests import FAIL_FAST, Body, BodyPart, ChatBody
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 _INVALID = "invalid_request_error"
@@ -35,10 +35,8 @@ _NO_THREADS = "thread_unsupported_request"
 _BLOCKS = "'text', 'tool_use', 'tool_result' or 'thinking'"
 
 
-class Tool(BaseModel):
+class Tool(BodyPart):
     """A function that the model can call."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     name: str
     input_schema: dict[str, Any]
@@ -57,10 +55,8 @@ class Tool(BaseModel):
         return {"type": "function", "function": function}
 
 
-class ToolChoice(BaseModel):
+class ToolChoice(BodyPart):
     """Which of the tools the answer must call."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -74,20 +70,16 @@ class ToolChoice(BaseModel):
         return "required" if self.type == "any" else self.type
 
 
-class Thinking(BaseModel):
+class Thinking(BodyPart):
     """Whether the model reasons before its answer."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
     display: str | None = None
 
 
-class OutputFormat(BaseModel):
+class OutputFormat(BodyPart):
     """JSON schema that the text of the answer must match."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     type: Literal["json_schema"]
     json_schema: dict[str, Any] = Field(alias="schema")
@@ -98,10 +90,8 @@ class OutputFormat(BaseModel):
         return {"type": self.type, "json_schema": {"schema": self.json_schema}}
 
 
-class OutputConfig(BaseModel):
+class OutputConfig(BodyPart):
     """Form of the answer; the effort has no effect."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     effort: str | None = None
     format: OutputFormat | None = None
@@ -111,11 +101,15 @@ class OutputConfig(BaseModel):
 class TokenCountBody(Body):
     """Request body of ``/v1/messages/count_tokens``."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)] = Field(
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1), FAIL_FAST] = Field(
         description="a list of messages with role and content"
     )
-    system: str | list[dict[str, Any]] = Field("", description="a text or a list of text blocks")
-    tools: list[Tool] = Field([], description="a list of tools with name and input_schema")
+    system: str | Annotated[list[dict[str, Any]], FAIL_FAST] = Field(
+        "", description="a text or a list of text blocks"
+    )
+    tools: Annotated[list[Tool], FAIL_FAST] = Field(
+        [], description="a list of tools with name and input_schema"
+    )
     tool_choice: ToolChoice | None = Field(
         None, description="an object with the type 'auto', 'any', 'tool' or 'none'"
     )
@@ -165,7 +159,9 @@ class MessagesBody(TokenCountBody):
     """Request body of ``/v1/messages``."""
 
     max_tokens: int = Field(ge=1, description="an integer of at least 1")
-    stop_sequences: list[str] = Field([], description="a list of up to 16 texts")
+    stop_sequences: Annotated[list[str], FAIL_FAST] = Field(
+        [], description="a list of up to 16 texts"
+    )
     stream: bool = Field(False, description="true or false")
     temperature: float | None = Field(None, description="a number from 0 to 1")
     top_p: float | None = Field(None, description="a number above 0, up to 1")

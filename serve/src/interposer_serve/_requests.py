@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 
 from interposer.errors import RequestError, UnknownNameError
 from interposer_engine import Constraint, SamplingParams
@@ -66,6 +74,8 @@ def _with_integers(value: object) -> object:
     """
     if not isinstance(value, dict):
         return value
+    if len(value) > _MAX_TOKEN_IDS:
+        raise ValueError("too many token ids")
     biases: dict[int, object] = {}
     for key, bias in value.items():
         # Python hashes an integer modulo 2^61 - 1. With more digits, a client could choose many
@@ -76,6 +86,16 @@ def _with_integers(value: object) -> object:
             raise ValueError(f"{bias!r:.100} is not a bias")
         biases[int(key)] = float(bias)
     return biases
+
+
+def _checked_texts(value: object) -> object:
+    """Return the value of a field like ``metadata``.
+
+    Raises: ValueError: the value is not an object of texts. pydantic would report each wrong text.
+    """
+    if not _holds_texts(value):
+        raise ValueError("not an object of texts")
+    return value
 
 
 # The description of a field becomes part of the error message: "n is 0; allowed is <description>".
@@ -89,7 +109,8 @@ _TextOrTexts = BeforeValidator(
 _List = BeforeValidator(_as_tuple, json_schema_input_type=list[int])
 _Flag = Annotated[bool, Field(description="true or false")]
 _TokenId = Annotated[int, Field(ge=0, le=_INT64_MAX)]
-# Stop validating a list at its first wrong item: a million errors would take minutes.
+# Stop validating a list at its first wrong item: pydantic reports each error, and a million errors
+# would take minutes. Objects derive from ``BodyPart`` for the same reason.
 _FAIL_FAST: Any = Field(fail_fast=True)
 _Objects = Annotated[list[dict[str, Any]], _FAIL_FAST]
 _TokenIds = Annotated[list[_TokenId], _FAIL_FAST]
@@ -120,12 +141,14 @@ _Prompt = Annotated[
 
 
 # Names for the bodies of other modules.
+FAIL_FAST = _FAIL_FAST
 INT64_MAX = _INT64_MAX
 SOME = _Some
 Flag = _Flag
 Positive = _Positive
 Prompt = _Prompt
 Text = _Text
+ObjectOfTexts = Annotated[dict[str, str], BeforeValidator(_checked_texts)]
 
 
 def accepted_schemas() -> dict[str, dict[str, Any]]:
@@ -137,6 +160,21 @@ def accepted_schemas() -> dict[str, dict[str, Any]]:
         **dict.fromkeys(_LABELS, text_or_null),
         **dict.fromkeys(_LABEL_OBJECTS, texts_or_null),
     }
+
+
+class BodyPart(BaseModel):
+    """Base of the objects in request bodies, which refuse unknown fields with a single error."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_fields(cls, value: object) -> object:
+        if isinstance(value, dict):
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            if any(name not in known for name in value):
+                raise ValueError("unknown field")
+        return value
 
 
 class Body(BaseModel):
@@ -198,11 +236,12 @@ def _invalid(cls: type[Body], error: ValidationError, fields: dict[str, Any]) ->
         required = ", ".join(n for n, field in cls.model_fields.items() if field.is_required())
         return ApiError(400, f"{name} is missing; needed are {required}", param=name)
     value, allowed = fields[name], cls.model_fields[name].description
-    message = f"{name} is {shown(value)}; allowed is {allowed}"
     match first["loc"][1:2], value:
         case (int(index),), [dict(), *_]:
             # A list of tools is long, and only one of them is wrong.
             message = f"{name}[{index}] is {shown(value[index])}; {name} must be {allowed}"
+        case _:
+            message = f"{name} is {shown(value)}; allowed is {allowed}"
     return ApiError(400, message, param=name, code="invalid_value")
 
 
@@ -261,10 +300,8 @@ def _create(constructor: Callable[[Any], Constraint], content: Any, param: str) 
         raise ApiError(400, message, param=param, code="invalid_value") from None
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(BodyPart):
     """Options of a streamed response: the request field ``stream_options``."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     include_usage: bool = False
 
@@ -403,18 +440,14 @@ class CompletionBody(SampledBody):
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
-class FunctionName(BaseModel):
+class FunctionName(BodyPart):
     """Name of a function that the model can call."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     name: str
 
 
-class NamedFunction(BaseModel):
+class NamedFunction(BodyPart):
     """Choice of the function that the answer must call."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     type: Literal["function"]
     function: FunctionName

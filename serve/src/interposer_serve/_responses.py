@@ -12,7 +12,7 @@ from functools import partial
 from itertools import dropwhile
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from interposer_engine.answers import (
     CallPart,
@@ -25,7 +25,7 @@ from interposer_engine.answers import (
 from interposer_serve._answer import Answer, Usage
 from interposer_serve._errors import ApiError, shown
 from interposer_serve._format import Format, LargeFields, new_id, to_json
-from interposer_serve._requests import Body, ChatBody
+from interposer_serve._requests import FAIL_FAST, Body, BodyPart, ChatBody, ObjectOfTexts
 
 _ITEMS = "'message', 'function_call', 'function_call_output' or 'reasoning'"
 _FORMATS = (
@@ -34,10 +34,8 @@ _FORMATS = (
 )
 
 
-class FunctionTool(BaseModel):
+class FunctionTool(BodyPart):
     """A function that the model can call."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     type: Literal["function"]
     name: str
@@ -54,30 +52,24 @@ class FunctionTool(BaseModel):
         return {"type": "function", "function": function}
 
 
-class NamespaceTool(BaseModel):
+class NamespaceTool(BodyPart):
     """Functions that the model can call, under a common name."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     type: Literal["namespace"]
     name: str
     description: str = ""
-    tools: list[FunctionTool]
+    tools: Annotated[list[FunctionTool], FAIL_FAST]
 
 
-class NamedTool(BaseModel):
+class NamedTool(BodyPart):
     """Choice of the function that the answer must call."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     type: Literal["function"]
     name: str
 
 
-class Reasoning(BaseModel):
+class Reasoning(BodyPart):
     """How much the model reasons before its answer."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -86,7 +78,7 @@ class Reasoning(BaseModel):
 class ResponsesBody(Body):
     """Request body of ``/v1/responses``."""
 
-    input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] = Field(
+    input: str | Annotated[list[dict[str, Any]], FAIL_FAST] = Field(
         description="a text or a list of items"
     )
     instructions: str | None = Field(None, description="a text")
@@ -94,9 +86,9 @@ class ResponsesBody(Body):
     temperature: float | None = Field(None, description="a number from 0 to 2")
     top_p: float | None = Field(None, description="a number above 0, up to 1")
     stream: bool = Field(False, description="true or false")
-    tools: list[Annotated[FunctionTool | NamespaceTool, Field(discriminator="type")]] = Field(
-        [], description="a list of tools of the type 'function' or 'namespace'"
-    )
+    tools: Annotated[
+        list[Annotated[FunctionTool | NamespaceTool, Field(discriminator="type")]], FAIL_FAST
+    ] = Field([], description="a list of tools of the type 'function' or 'namespace'")
     tool_choice: Literal["auto", "none", "required"] | NamedTool = Field(
         "auto", description="'auto', 'none', 'required' or {'type': 'function', 'name': ...}"
     )
@@ -104,8 +96,8 @@ class ResponsesBody(Body):
     reasoning: Reasoning | None = Field(None, description="an object with effort")
     previous_response_id: str | None = Field(None, description="the id of a stored response")
     store: bool = Field(True, description="true or false")
-    metadata: dict[str, str] | None = Field(None, description="an object of texts")
-    include: list[Literal["reasoning.encrypted_content"]] = Field(
+    metadata: ObjectOfTexts | None = Field(None, description="an object of texts")
+    include: Annotated[list[Literal["reasoning.encrypted_content"]], FAIL_FAST] = Field(
         [], description="a list, empty or with 'reasoning.encrypted_content'"
     )
     truncation: Literal["disabled"] = Field("disabled", description="'disabled'")

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from interposer_serve._requests import INT64_MAX, SOME, Body, Flag, Positive, Prompt, Text
+from interposer_serve._requests import (
+    INT64_MAX,
+    SOME,
+    Body,
+    BodyPart,
+    Flag,
+    Positive,
+    Prompt,
+    Text,
+)
 
 __all__ = ["ClassifyBody", "EmbeddingBody", "PoolingBody", "RerankBody", "ScoreBody"]
 
@@ -72,10 +81,8 @@ class ScoreBody(Body):
         return [*zip(first, second, strict=True)]
 
 
-class RerankDocument(BaseModel):
+class RerankDocument(BodyPart):
     """A document of a rerank request, as an object."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     text: str
 

@@ -1,0 +1,58 @@
+"""A wrong body has few errors: pydantic needs seconds to report hundreds of thousands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from interposer_serve._errors import shown
+from interposer_serve._management import ManagementEndpoints
+from interposer_serve._requests import Body
+from interposer_serve._text import TextEndpoints
+from interposer_serve._vector_requests import (
+    ClassifyBody,
+    EmbeddingBody,
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+)
+
+COUNT = 10_000
+BODIES: set[type[Body]] = {
+    *TextEndpoints.bodies.values(),
+    *ManagementEndpoints.bodies.values(),
+    *(ClassifyBody, EmbeddingBody, PoolingBody, RerankBody, ScoreBody),
+}
+
+
+def hostile_values() -> Iterator[Any]:
+    """Yield values with many wrong parts."""
+    unknown = {f"k{index}": 1 for index in range(COUNT)}
+    for item in (1, "a", [], {}, None, -1):
+        yield [item] * COUNT
+    yield unknown
+    yield [unknown]
+    for kind in ("function", "custom", "auto", "json_schema"):
+        yield {"type": kind, **unknown}
+        yield [{"type": kind, "name": "a", "input_schema": {}, **unknown}]
+    yield [{"type": "namespace", "name": "a", "tools": [1] * COUNT}]
+    yield {"format": {"type": "json_schema", "schema": {}, **unknown}}
+    yield {"type": "function", "function": {"name": "a", **unknown}}
+
+
+def num_errors(body_type: type[Body], fields: dict[str, Any]) -> int:
+    try:
+        body_type(**fields)
+    except ValidationError as error:
+        return error.error_count()
+    return 0
+
+
+@pytest.mark.parametrize("body_type", sorted(BODIES, key=lambda body_type: body_type.__name__))
+def test_a_field_with_many_wrong_parts_has_few_errors(body_type: type[Body]) -> None:
+    for name in body_type.model_fields:
+        for value in hostile_values():
+            assert num_errors(body_type, {name: value}) < 40, (name, shown(value))
