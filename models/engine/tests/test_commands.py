@@ -86,7 +86,7 @@ def test_sampling_options_are_described_as_the_parameters(command: Command, name
     words = " ".join(out.replace("│", " ").split())
     for option in ("--top-p", "--top-k", "--min-p", "--stop", "--seed", "--temperature"):
         assert f" {option} " in words
-    assert "Number of likeliest tokens to draw from; 0 for all." in words
+    assert "Number of likeliest tokens to draw from; 0 or -1 for all." in words
 
 
 def test_run_reads_the_prompt_from_a_file_or_standard_input(
@@ -291,7 +291,7 @@ def test_a_bad_option_ends_with_one_message(
         (("--prompt", "x", "--temperature", "nan"), "temperature"),
         (("--prompt", "x", "--top-p", "2"), "top_p is 2.0; allowed is a number from 0 to 1"),
         (("--prompt", "x", "--min-p", "-1"), "min_p is -1.0; allowed is a number from 0 to 1"),
-        (("--prompt", "x", "--top-k", "-1"), "top_k is -1; allowed is 0, which keeps all tokens"),
+        (("--prompt", "x", "--top-k", "-2"), "top_k is -2; allowed is 0 or -1, which keep all tok"),
         (("--prompt", "x", "--stop", ""), "allowed is a list or tuple of texts that are not"),
         (("--prompt", "x", "--max-new-tokens", "0"), "max_new_tokens"),
         (("--prompt", "x", "--prompt-file", "y"), "both give the prompt. Try: only one"),

@@ -14,7 +14,7 @@ from interposer_engine._sampling_params import Constraint, SamplingParams
 RANGES = {
     "max_new_tokens": "an integer of at least 1",
     "temperature": "a number from 0, which is greedy, to 1000",
-    "top_k": "0, which keeps all tokens, or a positive integer",
+    "top_k": "0 or -1, which keep all tokens, or a positive integer",
     "top_p": "a number from 0 to 1",
     "min_p": "a number from 0 to 1",
     "repetition_penalty": "a number from 0.001 to 1000",
@@ -97,6 +97,10 @@ def test_both_ends_of_a_range_are_allowed(name: str, least: Any, largest: Any) -
         assert getattr(SamplingParams(**fields), name) == value
 
 
+def test_top_k_of_minus_one_keeps_all_tokens() -> None:
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0) == SamplingParams()
+
+
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize(
     "value", [float("nan"), float("inf"), float("-inf"), -3.0, 1e4, True, False, "1", None, [1.0]]
@@ -106,7 +110,7 @@ def test_numbers_outside_the_range_are_refused(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("name", INTEGERS)
-@pytest.mark.parametrize("value", [-1, True, False, 1.0, 1.5, float("nan"), "1", [1]])
+@pytest.mark.parametrize("value", [-2, True, False, 1.0, 1.5, float("nan"), "1", [1]])
 def test_integers_outside_the_range_are_refused(name: str, value: Any) -> None:
     refuse(name, value)
 

@@ -128,6 +128,8 @@ _INT64_MAX = 2**63 - 1  # the ops take seeds and top_k as int64
 _Fraction = Annotated[float, Field(ge=0, le=1, description="a number from 0 to 1")]
 _MinusTwoToTwo = Annotated[float, Field(ge=-2, le=2, description="a number from -2 to 2")]
 _Text = Annotated[str, Field(min_length=1)]
+# Clients of vLLM write -1 for all tokens.
+_TopK = Annotated[int, Field(ge=-1, le=_INT64_MAX), AfterValidator(lambda top_k: max(top_k, 0))]
 _TokenId = Annotated[int, Field(ge=0, le=_INT64_MAX)]
 
 
@@ -147,7 +149,7 @@ class SamplingParams(BaseModel):
     Attributes:
         max_new_tokens: Number of new tokens after which the request ends.
         temperature: Divisor of the logits; 0 is greedy.
-        top_k: Number of likeliest tokens to draw from; 0 for all.
+        top_k: Number of likeliest tokens to draw from; 0 or -1 for all.
         top_p: Draw from the likeliest tokens that together have this probability; 1 for all.
         min_p: Draw from tokens that are at least this fraction as likely as the likeliest; 0 for
             all.
@@ -185,17 +187,12 @@ class SamplingParams(BaseModel):
         float, Draw("apply_temperature"), Suggested(), RequestField(), CommandField()
     ] = Field(default=0.0, ge=0, le=1000, description="a number from 0, which is greedy, to 1000")
     top_k: Annotated[
-        int,
+        _TopK,
         Draw("mask_top_k_top_p"),
         Suggested(),
-        RequestField("an integer of at least 0"),
+        RequestField(),
         CommandField(),
-    ] = Field(
-        default=0,
-        ge=0,
-        le=_INT64_MAX,
-        description="0, which keeps all tokens, or a positive integer",
-    )
+    ] = Field(default=0, description="0 or -1, which keep all tokens, or a positive integer")
     top_p: Annotated[
         _Fraction, Draw("mask_top_k_top_p"), Suggested(), RequestField(), CommandField()
     ] = 1.0
