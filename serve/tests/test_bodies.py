@@ -52,7 +52,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("top_p", 2, "a number from 0 to 1"),
     ("n", 0, "an integer from 1 to 128"),
     ("n", 1.5, "an integer from 1 to 128"),
-    ("max_tokens", 0, "an integer of at least 1"),
+    ("max_tokens", -1, "an integer of at least "),
+    ("top_k", -2, "0 or -1, which keep all tokens, or a positive integer"),
     ("seed", -1, "an integer from 0 to 2^63 - 1"),
     ("seed", 2**63, "an integer from 0 to 2^63 - 1"),
     ("stop", ["a", ""], "up to 16 texts of 1 to 4096 characters"),
@@ -68,6 +69,7 @@ CHAT: list[tuple[str, Any, str]] = [
     ("tool_choice", {"type": "function"}, "'auto', 'none', 'required' or"),
     ("tool_choice", {"type": "function", "function": {"name": "f"}}, "allowed is one of []"),
     ("echo", True, "allowed is False"),
+    ("max_tokens", 0, "an integer of at least 1"),
     ("top_logprobs", 3, "without"),
     ("top_logprobs", 21, "an integer from 0 to 20"),
     ("logprobs", 1, "true or false"),
@@ -77,6 +79,7 @@ CHAT: list[tuple[str, Any, str]] = [
     ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "allowed is 'text'"),
 ]
 COMPLETION: list[tuple[str, Any, str]] = [
+    ("max_tokens", 0, "max_tokens is 0 without echo or prompt_logprobs"),
     ("logprobs", 21, "an integer from 0 to 20"),
     ("logprobs", True, "an integer from 0 to 20"),
     ("top_logprobs", 3, "allowed is 0 or None. Try: logprobs"),
@@ -142,6 +145,8 @@ def test_fields_that_contradict_each_other_are_refused(served: Served) -> None:
     check(served.complete(**both), "structured_outputs", "both given")
     check(served.complete(structured_outputs=regex, min_tokens=1), "min_tokens", "a constraint")
     check(served.complete(min_tokens=3, max_tokens=2), None, "more than max_new_tokens")
+    only_prompt = {"max_tokens": 0, "echo": True}
+    check(served.complete(**only_prompt, min_tokens=1), "min_tokens", "more than max_tokens, 0")
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     check(
         served.chat(tools=tools, response_format=json_object),

@@ -146,3 +146,50 @@ def test_prompts_are_scored_as_evaluations_do(served: Served, offline: LanguageM
         score = sum(choice["logprobs"]["token_logprobs"][1:-1])
         (wanted,) = offline.score(prompt[:1], [prompt[1:]])
         assert score == pytest.approx(sum(wanted), abs=1e-3)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_prompt_is_scored_without_new_tokens(
+    served: Served, offline: LanguageModel, streams: bool
+) -> None:
+    """OpenAI's older API scores prompts like this, and evaluations use it."""
+    prompts = [offline.tokenizer.encode(text) for text in ("import os", "import re\nx = 1")]
+    settings: dict[str, Any] = {"prompt": prompts, "max_tokens": 0, "echo": True, "logprobs": 1}
+    # The token that the engine samples is an end token, and must not be the reason for the end.
+    first = offline.generate([prompts[0]], max_new_tokens=1)[0].token_ids
+    settings["stop_token_ids"] = list(first)
+    if streams:
+        *chunks, last = events(
+            served.complete(**settings, stream=True, stream_options={"include_usage": True}).body
+        )
+        choices, usage = [chunk["choices"][0] for chunk in chunks], last["usage"]
+        choices.sort(key=lambda choice: choice["index"])
+    else:
+        body = served.complete(**settings).body
+        choices, usage = body["choices"], body["usage"]
+    num_prompt_tokens = sum(map(len, prompts))
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (num_prompt_tokens, 0)
+    assert usage["total_tokens"] == num_prompt_tokens
+    for prompt, choice in zip(prompts, choices, strict=True):
+        assert choice["text"] == offline.tokenizer.decode(prompt)
+        assert choice["finish_reason"] == "length"
+        columns = choice["logprobs"]
+        assert {len(column) for column in columns.values()} == {len(prompt)}
+        (expected,) = offline.score(prompt[:1], [prompt[1:]])
+        assert columns["token_logprobs"][0] is None
+        assert columns["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
+
+
+def test_prompt_logprobs_need_no_new_tokens(served: Served) -> None:
+    scored, answered = (served.complete(prompt_logprobs=1, max_tokens=n).body for n in (0, 1))
+    (choice,) = scored["choices"]
+    assert choice["prompt_logprobs"] == answered["choices"][0]["prompt_logprobs"]
+    assert (choice["text"], scored["usage"]["completion_tokens"]) == ("", 0)
+
+
+def test_top_k_of_minus_one_keeps_all_tokens(served: Served) -> None:
+    answers = [told(served.chat(max_tokens=8, **WARM, top_k=top_k)) for top_k in (-1, 0)]
+    assert answers[0] == answers[1]
+    messages = [{"role": "user", "content": "import os"}]
+    body = {"model": NAME, "max_tokens": 2, "messages": messages, "top_k": -1}
+    assert served.ask("/v1/messages", body).status == 200

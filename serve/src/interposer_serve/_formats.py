@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -53,7 +53,7 @@ class OpenAIFormat(Format):
 
     def response(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
         """Return the fields of a whole response, without the choices."""
-        return {**self._response(self.kind, []), "usage": _usage(usage)}
+        return {**self._response(self.kind, []), "usage": self._usage(usage)}
 
     def large_fields(self, answers: Sequence[Answer]) -> LargeFields:
         """Return the choices."""
@@ -74,11 +74,21 @@ class OpenAIFormat(Format):
 
     def last_events(self, answers: Sequence[Answer], usage: Usage) -> str:
         """Return the event with the numbers of tokens, if requested, and the end of the stream."""
-        last = self._event([], usage=_usage(usage)) if self.tells_usage else ""
+        last = self._event([], usage=self._usage(usage)) if self.tells_usage else ""
         return f"{last}data: [DONE]\n\n"
 
     def _event(self, choices: list[dict[str, Any]], **fields: Any) -> str:
         return f"data: {to_json({**self._response(self.chunk_kind, choices), **fields})}\n\n"
+
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        """Return the usage object, with the numbers of tokens."""
+        return {
+            "prompt_tokens": usage.num_prompt_tokens,
+            "completion_tokens": usage.num_new_tokens,
+            "total_tokens": usage.num_prompt_tokens + usage.num_new_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
+        }
 
     @abstractmethod
     def choice(self, answer: Answer) -> dict[str, Any]:
@@ -297,6 +307,7 @@ class CompletionFormat(OpenAIFormat):
         tells_usage: bool,
         echoes: Sequence[Echo] = (),
         tells_prompt: bool = False,
+        has_answer: bool = True,
     ) -> None:
         """Create the formatter of one completion request.
 
@@ -307,12 +318,17 @@ class CompletionFormat(OpenAIFormat):
             tells_usage: Whether the last chunk of a stream has the numbers of tokens.
             echoes: Prompt to repeat before each answer; empty for none.
             tells_prompt: Whether each answer has the log probabilities of its prompt.
+            has_answer: Whether the response has the new tokens, and not only the prompt.
         """
         tells_logprobs = num_likely is not None
         super().__init__(model, spell, tells_logprobs=tells_logprobs, tells_usage=tells_usage)
         self._num_likely = num_likely or 0
         self._echoes = echoes
         self._tells_prompt = tells_prompt
+        self._has_answer = has_answer
+
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        return super()._usage(usage if self._has_answer else replace(usage, num_new_tokens=0))
 
     def choice(self, answer: Answer) -> dict[str, Any]:
         """Return the choice object of a complete answer."""
@@ -331,7 +347,8 @@ class CompletionFormat(OpenAIFormat):
 
     def _choice(self, deltas: Sequence[Delta], *, is_first: bool) -> dict[str, Any]:
         """Return the choice object for a part of an answer; the first part includes the echo."""
-        text, index = "".join(delta.text for delta in deltas), deltas[-1].index
+        index, new_tokens = deltas[-1].index, deltas if self._has_answer else []
+        text = "".join(delta.text for delta in new_tokens)
         echo = self._echoes[index] if self._echoes else None
         logprobs = _Logprobs([], [], [], [])
         if echo is not None and is_first:
@@ -340,7 +357,7 @@ class CompletionFormat(OpenAIFormat):
                 self._add_prompt(logprobs, echo, deltas[0])
         if self.tells_logprobs:
             start = 0 if echo is None else len(echo.text)
-            for delta in deltas:
+            for delta in new_tokens:
                 offset = start + delta.offset
                 self._add(logprobs, delta.token_id, delta.logprob, delta.top_logprobs, offset)
         content = {
@@ -353,7 +370,7 @@ class CompletionFormat(OpenAIFormat):
             "index": index,
             "text": text,
             "logprobs": content if self.tells_logprobs else None,
-            "finish_reason": deltas[-1].finish_reason,
+            "finish_reason": deltas[-1].finish_reason if self._has_answer else "length",
         }
 
     def _add_prompt(self, logprobs: _Logprobs, echo: Echo, first: Delta) -> None:
@@ -394,14 +411,3 @@ class CompletionFormat(OpenAIFormat):
             logprobs.setdefault(self.spell(token_id), value)
         logprobs.setdefault(text, logprob)
         return logprobs
-
-
-def _usage(usage: Usage) -> dict[str, Any]:
-    """Return the usage object, with the numbers of tokens."""
-    return {
-        "prompt_tokens": usage.num_prompt_tokens,
-        "completion_tokens": usage.num_new_tokens,
-        "total_tokens": usage.num_prompt_tokens + usage.num_new_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
-    }

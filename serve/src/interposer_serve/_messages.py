@@ -165,7 +165,7 @@ class MessagesBody(TokenCountBody):
     stream: bool = Field(False, description="true or false")
     temperature: float | None = Field(None, description="a number from 0 to 1")
     top_p: float | None = Field(None, description="a number above 0, up to 1")
-    top_k: int | None = Field(None, description="an integer of at least 0")
+    top_k: int | None = Field(None, description="0 or -1, or a positive integer")
     metadata: dict[str, Any] | None = Field(None, description="an object")
     service_tier: Literal["auto", "standard_only"] = Field(
         "auto", description="'auto' or 'standard_only'"

@@ -123,6 +123,7 @@ _Texts = Annotated[
     ),
 ]
 _Positive = Annotated[int, Field(ge=1, le=_INT64_MAX, description="an integer of at least 1")]
+_NumTokens = Annotated[int, Field(ge=0, le=_INT64_MAX)]
 _Count = Annotated[int, Field(ge=1, le=128, description="an integer from 1 to 128")]
 _Likely = Annotated[int, Field(ge=0, le=20, description="an integer from 0 to 20")]
 _Bias = Annotated[
@@ -419,6 +420,7 @@ class CompletionBody(SampledBody):
     """Request body of ``/v1/completions``."""
 
     prompt: _Prompt
+    max_tokens: _NumTokens | None = Field(None, description="an integer of at least 0")
     logprobs: _Likely | None = Field(None, description="an integer from 0 to 20")
     echo: _Flag = False
 
@@ -432,6 +434,36 @@ class CompletionBody(SampledBody):
         """Number of most likely tokens to report for each prompt position; None to report none."""
         counts = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((count for count in counts if count is not None), default=None)
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether the response has new tokens, and not only the prompt."""
+        return self.max_tokens != 0
+
+    def check(self) -> None:
+        """Raise ApiError if two fields of the request contradict each other."""
+        super().check()
+        if self.has_answer:
+            return
+        if not self.echo and self.prompt_logprobs is None:
+            message = (
+                "max_tokens is 0 without echo or prompt_logprobs, so the response would be empty. "
+                'Try: "echo": true, or max_tokens of at least 1'
+            )
+            raise ApiError(400, message, param="max_tokens")
+        if self.min_tokens:
+            message = f"min_tokens is {self.min_tokens}, which is more than max_tokens, 0"
+            raise ApiError(400, message, param="min_tokens")
+
+    def params(
+        self, suggested: dict[str, Any], max_new_tokens: int, constraint: Constraint | None
+    ) -> SamplingParams:
+        """Return the sampling parameters of the first of the ``n`` answers.
+
+        Without an answer, one new token is sampled, because the engine computes the prompt only to
+        sample a token. The response leaves the token out.
+        """
+        return super().params(suggested, max_new_tokens if self.has_answer else 1, constraint)
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:

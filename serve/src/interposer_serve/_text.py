@@ -258,6 +258,7 @@ class TextEndpoints:
             tells_usage=body.tells_usage,
             echoes=[echo for echo in echoes for _ in range(body.n)],
             tells_prompt=body.prompt_logprobs is not None,
+            has_answer=body.has_answer,
         )
         return await self._answering.respond(
             request,
