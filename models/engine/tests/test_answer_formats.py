@@ -6,7 +6,9 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
+from random import Random
+from string import ascii_letters, digits
 from types import FrameType
 from typing import Any
 
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from tests.landing import num_examples
 
 from interposer.errors import RequestError
+from interposer_engine._answer_reader import parts_of
 from interposer_engine._answers.formats import FORMATS, AnswerFormat, JsonBody, TaggedBody
 from interposer_engine._answers.parser import AnswerParser
 from interposer_engine._answers.parts import (
@@ -87,7 +90,7 @@ def parsed(
     format: AnswerFormat, pieces: Iterable[str], tools: Iterable[Any] = ()
 ) -> tuple[ParsedAnswer, list[Part]]:
     """Return an answer that comes in pieces, and its parts."""
-    parser = AnswerParser(format, tools)
+    parser = AnswerParser(format, tools, random=Random(0))
     parts = [part for piece in pieces for part in parser.push_text(piece)]
     parts += parser.end()
     return parser.answer, parts
@@ -106,9 +109,19 @@ def assembled(parts: Iterable[Part]) -> tuple[str, str, list[tuple[str, str, str
             if part.index == len(calls):
                 calls.append((part.name, "", ""))
             name, call_id, arguments = calls[part.index]
-            assert part.name in ("", name)
+            # Clients read name and id in the first piece of a call only.
+            assert not arguments or (part.name, part.id) == ("", "")
             calls[part.index] = (name, call_id + part.id, arguments + part.arguments)
     return content, reasoning, calls
+
+
+def in_order(parts: Iterable[Part]) -> list[str | int]:
+    """Return the texts and reasoning of an answer, and the indices of its calls, in order."""
+    joined: list[Any] = []
+    for kind, group in groupby(parts, lambda part: getattr(part, "index", type(part))):
+        own = [part for part in group if not isinstance(part, CallPart)]
+        joined.append("".join(part.text for part in own) if own else kind)
+    return joined
 
 
 def is_bare(format: AnswerFormat) -> bool:
@@ -116,9 +129,10 @@ def is_bare(format: AnswerFormat) -> bool:
 
 
 def expected_ids(format: AnswerFormat, calls: Sequence[ToolCall]) -> list[str]:
-    """Return the ids that the format keeps."""
+    """Return the ids that the format keeps, or else generates."""
     if format.calls is None or not format.calls.carries_ids:
-        return [""] * len(calls)
+        random, length = Random(0), format.calls.id_length if format.calls else 0
+        return ["".join(random.choices(ascii_letters + digits, k=length)) for _ in calls]
     prefix = getattr(format.calls.body, "number_prefix", "")
     if prefix:
         return [f"{prefix}{call.name}:{index}" for index, call in enumerate(calls)]
@@ -187,6 +201,9 @@ def test_text_after_and_between_calls_is_content(format: AnswerFormat) -> None:
     answer, _ = parsed(format, f"One.\n{text}\nTwo.\n{text}\nThree.\n", [LOOK])
     assert (len(answer.calls), answer.note) == (2, "")
     assert answer.content.split() == ["One.", "Two.", "Three."]
+    assert [part if isinstance(part, ToolCall) else part.text.strip() for part in answer.parts] == [
+        "One.", answer.calls[0], "Two.", answer.calls[1], "Three."
+    ]  # fmt: skip
 
 
 @each_format
@@ -249,6 +266,8 @@ def test_how_an_answer_is_split_changes_nothing(format: AnswerFormat, data: st.D
     by_characters, character_parts = parsed(format, text, [LOOK])
     assert whole == by_characters
     assert assembled(parts) == assembled(character_parts)
+    if "left out" not in whole.note:
+        assert in_order(parts) == in_order(character_parts) == in_order(parts_of(whole))
     for call in whole.calls:
         assert isinstance(json.loads(call.arguments), dict)
 

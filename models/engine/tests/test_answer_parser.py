@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -127,7 +128,8 @@ def test_special_tokens_are_markers_although_they_have_no_text() -> None:
     ]
     assert parser.end() == []
     assert parser.end() == []
-    assert parser.answer == ParsedAnswer("Well.", "", (ToolCall("look", '{"at": "a"}', "x1"),), "")
+    look = ToolCall("look", '{"at": "a"}', "x1")
+    assert parser.answer == ParsedAnswer("Well.", "", (look,), "", (TextPart("Well."), look))
 
 
 def test_only_the_beginning_of_a_marker_is_held_back() -> None:
@@ -160,7 +162,6 @@ LOOSE: list[tuple[str, str, list[Any]]] = [
     ),
     ("granite3", '<|tool_call|> [ {"name": "look", "arguments": {}} ]', [call()]),
     ("granite3", '<|tool_call|>[{"name": "look", "arguments": {}}', [call()]),
-    ("mistral", '[TOOL_CALLS]look{"n": 1}[TOOL_CALLS]wait[ARGS]{}', [call(n=1), call("wait")]),
     ("command", '<|START_ACTION|>[{"tool_call_id": 7, "tool_name": "look", "parameters": {}}]',
      [call(call_id="7")]),
     ("qwen3_coder", "<function=look>\n<parameter=on>True</parameter></function>\n</tool_call>",
@@ -206,6 +207,69 @@ def test_loose_forms_of_calls_are_read(format: str, text: str, expected: list[An
     answer = parse(format, text)
     assert calls_of(answer) == expected
     assert (answer.content, answer.note) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("mistral", '[TOOL_CALLS]look{"n": 1}[TOOL_CALLS]wait[ARGS]{}'),
+        ("mistral", '[TOOL_CALLS]look[ARGS]{"n": 1}[TOOL_CALLS]wait[CALL_ID][ARGS]{}'),
+        (
+            "mistral_list",
+            '[TOOL_CALLS][{"name": "look", "arguments": {"n": 1}, "id": "abcdefghi"},'
+            ' {"name": "wait", "arguments": {}}]',
+        ),
+    ],
+)
+def test_calls_without_an_id_before_the_arguments_get_one_that_the_template_accepts(
+    format: str, text: str
+) -> None:
+    parser = AnswerParser(BY_NAME[format], TOOLS)
+    parts = [part for character in text for part in parser.push_text(character)]
+    parts += parser.end()
+    answer = parser.answer
+    assert (answer.content, answer.note) == ("", "")
+    assert [(each.name, each.arguments) for each in answer.calls] == [
+        ("look", '{"n": 1}'),
+        ("wait", "{}"),
+    ]
+    ids = [each.id for each in answer.calls]
+    assert all(re.fullmatch("[A-Za-z0-9]{9}", each) for each in ids)
+    assert len({*ids, "abcdefghi"}) == 3
+    calls = [part for part in parts if isinstance(part, CallPart)]
+    assert [part.id for part in calls if part.name] == ids
+    assert not any(part.id for part in calls if not part.name)
+
+
+def test_an_id_that_comes_after_the_arguments_is_left_out() -> None:
+    text = '<|START_ACTION|>[{"tool_name": "look", "parameters": {}, "tool_call_id": "7"}]'
+    assert calls_of(parse("command", text)) == [call()]
+
+
+def test_the_parts_of_an_answer_keep_the_order_of_the_model() -> None:
+    text = (
+        '<think>Hm.</think>One.<tool_call>{"name": "look"}</tool_call>Two.<think>Well.</think>'
+        '<tool_call>{"name": "wait"}</tool_call>\n\nThree.'
+    )
+    answer = parse("hermes", text)
+    look, wait = answer.calls
+    assert answer.parts == (
+        ReasoningPart("Hm."),
+        TextPart("One."),
+        look,
+        TextPart("\nTwo."),
+        ReasoningPart("\nWell."),
+        wait,
+        TextPart("\n\nThree."),
+    )
+    assert (answer.content, answer.reasoning) == ("One.\nTwo.\n\nThree.", "Hm.\nWell.")
+
+
+def test_an_answer_without_an_order_has_reasoning_text_and_calls() -> None:
+    look = ToolCall("look", "{}")
+    whole = ParsedAnswer("Text.", "Hm.", (look,))
+    assert whole.parts == (ReasoningPart("Hm."), TextPart("Text."), look)
+    assert ParsedAnswer("").parts == ()
 
 
 NOT_BEGUN = [

@@ -12,7 +12,6 @@ from interposer_engine._answers.parts import (
     CallPart,
     ParsedAnswer,
     Part,
-    ReasoningPart,
     TextPart,
     ToolCall,
 )
@@ -113,14 +112,15 @@ class TemplateReader(AnswerReader):
 
 
 def parts_of(answer: ParsedAnswer) -> list[Part]:
-    """Return the parts of a complete answer."""
+    """Return the parts of a complete answer, each call in one part."""
     parts: list[Part] = []
-    if answer.reasoning:
-        parts.append(ReasoningPart(answer.reasoning))
-    if answer.content:
-        parts.append(TextPart(answer.content))
-    for index, call in enumerate(answer.calls):
-        parts.append(CallPart(index, call.name, call.id, call.arguments))
+    num_calls = 0
+    for part in answer.parts:
+        if isinstance(part, ToolCall):
+            parts.append(CallPart(num_calls, part.name, part.id, part.arguments))
+            num_calls += 1
+        else:
+            parts.append(part)
     return parts
 
 

@@ -39,10 +39,25 @@ class CallReader:
     source records the text of the call, so that the parser can return a malformed call as text.
     """
 
-    def __init__(self, source: Source, output: Output, tools: ToolSchemas) -> None:
+    def __init__(
+        self,
+        source: Source,
+        output: Output,
+        tools: ToolSchemas,
+        new_id: Callable[[], str] = str,
+    ) -> None:
+        """Create a reader.
+
+        Args:
+            source: Text of the answer.
+            output: Receives the calls.
+            tools: Tools of the request.
+            new_id: Returns the id of a call that begins without one.
+        """
         self._source = source
         self._output = output
         self._tools = tools
+        self._new_id = new_id
 
     def read(self, calls: CallFormat, opened: str) -> Steps[None]:
         """Read what follows the marker ``opened``: one call, or all calls up to the closing marker.
@@ -86,7 +101,7 @@ class CallReader:
     def _begin(self, name: str, call_id: str) -> None:
         self._check_name(name)
         self._source.stop_record()
-        self._output.begin_call(name, call_id)
+        self._output.begin_call(name, call_id or self._new_id())
 
     def _begin_with(self, name: str, call_id: str, arguments: str) -> None:
         if not arguments.lstrip().startswith("{"):
@@ -201,7 +216,7 @@ class CallReader:
                 raise Malformed("',' or '}' is missing in a call")
         if not has_begun:
             self._begin_late(calls, name, call_id, "".join(early_arguments))
-        self._output.finish_call(call_id)
+        self._output.finish_call()
 
     def _begin_late(
         self, calls: CallFormat, name: str | None, call_id: str, arguments: str

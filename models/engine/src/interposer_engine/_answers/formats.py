@@ -42,6 +42,8 @@ class JsonBody:
         arguments_keys: Keys of the arguments; the first one is written.
         id_key: Key of the id; "" if there is none.
         is_id_first: True if the id comes before the name, False if it comes after the arguments.
+            The parser ignores an id that comes after the arguments, because a stream must send the
+            id with the first piece of a call.
         layout: Whether a pair of markers holds one object, a list, or objects in lines.
     """
 
@@ -125,6 +127,8 @@ class CallFormat:
             to ``text_open`` or ``text_close``. Such a call counts only if it names a given tool.
         writes_open: Whether ``writer`` writes ``open`` before bare calls.
         open_is_optional: Whether models sometimes leave ``open`` out before ``body.name_open``.
+        id_length: Length of the ids that the chat template accepts; 0 if it accepts any. A call
+            that begins without an id gets a random one of this length.
     """
 
     name: str
@@ -137,6 +141,7 @@ class CallFormat:
     may_be_bare: bool = False
     writes_open: bool = True
     open_is_optional: bool = False
+    id_length: int = 0
 
     @property
     def first_marker(self) -> str:
@@ -147,9 +152,9 @@ class CallFormat:
 
     @property
     def carries_ids(self) -> bool:
-        """Whether the model writes ids of calls."""
+        """Whether the model writes the id of a call before the arguments."""
         if isinstance(self.body, JsonBody):
-            return bool(self.body.id_key)
+            return bool(self.body.id_key) and self.body.is_id_first
         if isinstance(self.body, NamedBody):
             return bool(self.body.id_before or self.body.id_after or self.body.number_prefix)
         return False
@@ -399,9 +404,11 @@ GLM = CallFormat(
     close="</tool_call>",
     separator="\n",
 )
-MISTRAL_LIST = CallFormat("mistral_list", JsonBody(id_key="id", layout="list"), open="[TOOL_CALLS]")
+MISTRAL_LIST = CallFormat(
+    "mistral_list", JsonBody(id_key="id", layout="list"), open="[TOOL_CALLS]", id_length=9
+)
 MISTRAL = CallFormat(
-    "mistral", NamedBody(name_end="[ARGS]", id_after="[CALL_ID]"), open="[TOOL_CALLS]"
+    "mistral", NamedBody(name_end="[ARGS]", id_after="[CALL_ID]"), open="[TOOL_CALLS]", id_length=9
 )
 GRANITE3 = CallFormat("granite3", JsonBody(layout="list"), open="<|tool_call|>")
 FUNCTOOLS = CallFormat("functools", JsonBody(layout="list"), open="functools")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 
 from interposer_engine._answers.parts import (
     CallPart,
@@ -65,13 +66,11 @@ class Output:
     """
 
     def __init__(self) -> None:
-        self.text = Flow(lambda text: self._parts.append(TextPart(text)))
-        self.reasoning = Flow(lambda text: self._parts.append(ReasoningPart(text)))
+        self.text = Flow(lambda text: self._add(TextPart(text)))
+        self.reasoning = Flow(lambda text: self._add(ReasoningPart(text)))
         self.reasoning.marker()
         self._parts: list[Part] = []
-        self._content: list[str] = []
-        self._thoughts: list[str] = []
-        self._calls: list[ToolCall] = []
+        self._answer: list[TextPart | ReasoningPart | ToolCall] = []
         self._notes: list[str] = []
         self._open_call: ToolCall | None = None
         self._arguments: list[str] = []
@@ -81,6 +80,10 @@ class Output:
     def has_open_call(self) -> bool:
         """Whether the arguments of the last call are incomplete."""
         return self._open_call is not None
+
+    def _add(self, part: TextPart | ReasoningPart) -> None:
+        self._parts.append(part)
+        self._answer.append(part)
 
     def begin_call(self, name: str, call_id: str) -> None:
         """Begin a call with a complete name."""
@@ -95,13 +98,11 @@ class Output:
         self._arguments.append(piece)
         self._parts.append(CallPart(self._num_calls - 1, arguments=piece))
 
-    def finish_call(self, call_id: str = "") -> None:
-        """End the call; the id may come only now."""
+    def finish_call(self) -> None:
+        """End the call."""
         assert self._open_call is not None
         call, self._open_call = self._open_call, None
-        if call_id and call_id != call.id:
-            self._parts.append(CallPart(self._num_calls - 1, id=call_id))
-        self._calls.append(ToolCall(call.name, "".join(self._arguments), call_id or call.id))
+        self._answer.append(ToolCall(call.name, "".join(self._arguments), call.id))
         self._arguments = []
 
     def drop_call(self, reason: str) -> None:
@@ -126,28 +127,31 @@ class Output:
             last = groups[-1][0] if groups else None
             if type(last) is type(part) and (
                 not isinstance(part, CallPart)
-                or (isinstance(last, CallPart) and last.index == part.index and not part.id)
+                or (isinstance(last, CallPart) and last.index == part.index)
             ):
                 groups[-1].append(part)
             else:
                 groups.append([part])
         self._parts = []
-        parts = [_joined(group) for group in groups]
-        for part in parts:
-            if isinstance(part, TextPart):
-                self._content.append(part.text)
-            elif isinstance(part, ReasoningPart):
-                self._thoughts.append(part.text)
-        return parts
+        return [_joined(group) for group in groups]
 
     @property
     def answer(self) -> ParsedAnswer:
-        """The answer up to the last drained part."""
+        """The answer so far."""
+        parts: list[TextPart | ReasoningPart | ToolCall] = []
+        for _, group in groupby(self._answer, type):
+            first, *others = group
+            if isinstance(first, ToolCall):
+                parts += [first, *others]
+            else:
+                texts = [part.text for part in others if not isinstance(part, ToolCall)]
+                parts.append(type(first)("".join([first.text, *texts])))
         return ParsedAnswer(
-            "".join(self._content),
-            "".join(self._thoughts),
-            tuple(self._calls),
+            "".join(part.text for part in parts if isinstance(part, TextPart)),
+            "".join(part.text for part in parts if isinstance(part, ReasoningPart)),
+            tuple(part for part in parts if isinstance(part, ToolCall)),
             "; ".join(self._notes),
+            tuple(parts),
         )
 
 

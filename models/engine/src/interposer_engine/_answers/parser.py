@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from random import Random
+from string import ascii_letters, digits
 from typing import Any
 
 from interposer_engine._answers.calls import CallReader
@@ -12,6 +14,8 @@ from interposer_engine._answers.output import Output
 from interposer_engine._answers.parts import ParsedAnswer, Part
 from interposer_engine._answers.source import Malformed, Source, Steps
 from interposer_engine._answers.tools import ToolSchemas
+
+_RANDOM = Random()
 
 
 class AnswerParser:
@@ -28,6 +32,7 @@ class AnswerParser:
             are accepted, but only after a marker.
         markers_by_id: Texts of the special tokens of the format by token id.
         starts_in_reasoning: Whether the prompt ends with the marker that opens reasoning.
+        random: Generator of ids for calls that begin without one.
     Raises: RequestError: a tool has no name.
     """
 
@@ -37,13 +42,20 @@ class AnswerParser:
         tools: Iterable[Mapping[str, Any]] = (),
         markers_by_id: Mapping[int, str] | None = None,
         starts_in_reasoning: bool = False,
+        random: Random = _RANDOM,
     ) -> None:
         self._format = format
         self._tools = ToolSchemas(tools)
         self._markers_by_id = markers_by_id or {}
         self._source = Source()
         self._output = Output()
-        self._reader = CallReader(self._source, self._output, self._tools)
+        id_length = format.calls.id_length if format.calls else 0
+        self._reader = CallReader(
+            self._source,
+            self._output,
+            self._tools,
+            lambda: "".join(random.choices(ascii_letters + digits, k=id_length)),
+        )
         self._steps = self._read(starts_in_reasoning)
         self._has_ended = False
 

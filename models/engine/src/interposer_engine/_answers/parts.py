@@ -26,8 +26,9 @@ class CallPart:
     Attributes:
         index: Number of the call in the answer, from 0.
         name: Name of the tool, in the first part of the call; "" in later parts.
-        id: Id that the model gave the call. It is in the first part, or in a later one if the
-            format writes the id after the arguments; "" in all other parts.
+        id: Id of the call, in the first part: the model's own, or a generated one if the chat
+            template accepts only ids of a certain form. "" in later parts, and in formats without
+            ids.
         arguments: The next piece of the arguments' JSON text.
     """
 
@@ -47,7 +48,7 @@ class ToolCall:
     Attributes:
         name: Name of the tool.
         arguments: Text of a JSON object.
-        id: Id that the model gave the call; "" if the format has no ids.
+        id: Id of the call, as in its first part; "" if the format has no ids.
     """
 
     name: str
@@ -64,9 +65,19 @@ class ParsedAnswer:
         reasoning: The model's reasoning.
         calls: The complete calls, in order.
         note: Why a call was returned as text or left out; "" if all calls are complete.
+        parts: The same texts, reasoning and calls in the order in which the model wrote them. Two
+            neighbours are never both text, nor both reasoning. By default reasoning, content and
+            calls follow each other.
     """
 
     content: str
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
     note: str = ""
+    parts: tuple[TextPart | ReasoningPart | ToolCall, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            reasoning = (ReasoningPart(self.reasoning),) if self.reasoning else ()
+            text = (TextPart(self.content),) if self.content else ()
+            object.__setattr__(self, "parts", (*reasoning, *text, *self.calls))
