@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.forks import forks
 from tests.waiting import WAIT_SECONDS
 
 from interposer import Capability, Config, Device, Ranks, Registry, Resolver, explain
@@ -90,7 +90,7 @@ def rank_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any
     store = tmp_path_factory.mktemp("ranks") / "store"
     both = [
         subprocess.Popen(
-            [sys.executable, "-c", MIXED, str(rank), str(store)],
+            forks().command("-c", MIXED, str(rank), store),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+from tests.forks import forks
 
 from interposer_ops._records import RECORDS, read_records, records_text
 
@@ -20,9 +18,7 @@ print(records_text(declared_records()), end="")
 def test_written_records_equal_the_declared_records() -> None:
     """Declare in a separate process, which imports no other plugin."""
     pytest.importorskip("triton", reason="needs the package triton")
-    process = subprocess.run(
-        [sys.executable, "-c", DECLARED], capture_output=True, text=True, timeout=300, check=True
-    )
+    process = forks().run("-c", DECLARED, check=True)
     mend = "python -m interposer_ops._declare"
     assert process.stdout == RECORDS.read_text(encoding="utf-8"), f"write them again: {mend}"
 

@@ -8,9 +8,11 @@ Prints a line once programs can be asked for at the socket; ``client.py`` does s
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -56,13 +58,23 @@ def received(asking: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def answer(asking: socket.socket, request: dict[str, Any], files: list[int]) -> NoReturn:
-    """Run the program in a process of its own; send how it ended, as subprocess would say it."""
+    """Run the program in a process of its own; send how it ended, as subprocess would say it.
+
+    The program is killed if its client is.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if not (child := os.fork()):
         asking.close()
         run(request, files)
+    if sys.platform == "linux":
+        poll, end = select.poll(), os.pidfd_open(child)
+        poll.register(end, select.POLLIN)
+        poll.register(asking, 0)  # without events, poll still reports that the client is gone
+        if end not in dict(poll.poll()):
+            os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    asking.send(str(os.waitstatus_to_exitcode(status)).encode())
+    with contextlib.suppress(BrokenPipeError):
+        asking.send(str(os.waitstatus_to_exitcode(status)).encode())
     os._exit(0)
 
 

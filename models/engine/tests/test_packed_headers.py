@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+from tests.forks import forks
 from tests.landing import landing_sample
 
 from interposer import Config
@@ -57,10 +56,8 @@ def test_each_changed_header_is_refused(
 ) -> None:
     """Of all changes, a batch has some that lie far apart, so that each kind of leaf is there."""
     path: Path = request.getfixturevalue(model)
-    command = [sys.executable, str(PROGRAM), str(path), str(tmp_path), f"{batch}/{BATCHES}"]
-    process = subprocess.run(
-        [*command, str(PER_BATCH)], capture_output=True, text=True, timeout=900, check=False
-    )
+    arguments = (path, tmp_path, f"{batch}/{BATCHES}", str(PER_BATCH))
+    process = forks().run(PROGRAM, *arguments, timeout=900)
     assert process.returncode == 0, f"{process.stdout[-300:]}\n{process.stderr[-2000:]}"
     *changes, total = map(json.loads, process.stdout.splitlines())
     assert len(changes) == PER_BATCH < total

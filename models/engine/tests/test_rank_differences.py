@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.forks import forks
 from tests.waiting import WAIT_SECONDS
 
 PROGRAM = Path(__file__).with_name("rank_differences.py")
@@ -29,11 +28,11 @@ def told(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
     content = bytearray(weights.read_bytes())
     content[len(content) // 2] ^= 1  # of the same size, as of a model that was trained further
     weights.write_bytes(content)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(PROGRAM), str(folder)]
+    program = forks().command(PROGRAM, folder)
+    options = ("--standalone", "--nproc-per-node", "2", "--no-python")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=WAIT_SECONDS
+    done = forks().run(
+        *("-m", "torch.distributed.run", *options, *program), env=environment, timeout=WAIT_SECONDS
     )
     assert done.returncode == 0, done.stderr[-6000:]
     found: list[dict[str, str]] = json.loads(done.stdout)

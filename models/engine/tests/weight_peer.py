@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
+from tests.forks import forks
 from tests.waiting import WAIT_SECONDS
 from torch import distributed
 
@@ -43,7 +44,7 @@ class Peer:
     def __init__(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "models.engine.tests.weight_peer"],
+            forks().command("-m", "models.engine.tests.weight_peer"),
             cwd=Path(__file__).parents[3],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

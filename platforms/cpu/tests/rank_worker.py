@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -39,7 +40,10 @@ class Rank:
         return new_communicator
 
     def ready(self) -> None:
-        (self.folder / f"ready{self.rank}").touch()
+        """Write the process id to a file, whose content is complete once the file exists."""
+        unfinished = self.folder / f"unready{self.rank}"
+        unfinished.write_text(str(os.getpid()))
+        unfinished.rename(self.folder / f"ready{self.rank}")
 
     def wait_for_test(self) -> None:
         wait_until((self.folder / "go").exists, "the test, which lets this rank go on")

@@ -7,13 +7,13 @@ import os
 import platform
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.forks import forks
 from tests.landing import landing_sample
 from tests.waiting import WAIT_SECONDS, wait_until
 
@@ -34,7 +34,7 @@ def ranks(
     """Start the ranks of a scene of ``rank_worker``, and end the remaining ones afterwards."""
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", WORKER, scene, str(rank), str(size), str(folder), *options],
+            forks().command("-m", WORKER, scene, str(rank), str(size), folder, *options),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -61,19 +61,24 @@ def wait_for(path: Path) -> None:
     wait_until(path.exists, f"the file {path}")
 
 
-def wait_for_sleep(process: subprocess.Popen[str]) -> None:
+def pid_of(rank: int, folder: Path) -> int:
+    """Wait until a rank is ready, and return its process id; ``ranks`` has those of clients."""
+    ready = folder / f"ready{rank}"
+    wait_for(ready)
+    return int(ready.read_text())
+
+
+def wait_for_sleep(pid: int) -> None:
     """Wait until the main thread of a rank sleeps on a futex that other processes share.
 
     That is the library's futex; Python's locks are private to the process.
     """
-    call = Path(f"/proc/{process.pid}/syscall")
 
     def sleeps() -> bool:
-        assert process.poll() is None, process.communicate()[1]
-        number, *arguments = call.read_text().split()
+        number, *arguments = Path(f"/proc/{pid}/syscall").read_text().split()
         return number == str(FUTEX) and arguments[1] == "0x0"  # FUTEX_WAIT without FUTEX_PRIVATE
 
-    wait_until(sleeps, f"the sleep of process {process.pid}")
+    wait_until(sleeps, f"the sleep of process {pid}")
 
 
 def shows_calls() -> bool:
@@ -114,9 +119,8 @@ def test_fused_all_reduce_norm_equals_its_parts_bit_for_bit_also_compiled(tmp_pa
 def test_a_killed_rank_is_reported_to_the_other_ranks(tmp_path: Path) -> None:
     before = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").exists() else set()
     with ranks("killed", 3, tmp_path) as processes:
-        for rank in range(3):
-            wait_for(tmp_path / f"ready{rank}")
-        processes[1].send_signal(signal.SIGKILL)
+        pids = [pid_of(rank, tmp_path) for rank in range(3)]
+        os.kill(pids[1], signal.SIGKILL)
         for rank in (0, 2):
             report = told(processes[rank])
             assert report["lost"] == [1]
@@ -130,9 +134,9 @@ def test_a_killed_rank_is_reported_to_the_other_ranks(tmp_path: Path) -> None:
 @needs_calls
 def test_ctrl_c_ends_a_wait_and_is_reported_to_the_other_ranks(tmp_path: Path) -> None:
     with ranks("interrupted", 2, tmp_path) as processes:
-        wait_for(tmp_path / "ready0")
-        wait_for_sleep(processes[0])
-        processes[0].send_signal(signal.SIGINT)
+        pid = pid_of(0, tmp_path)
+        wait_for_sleep(pid)
+        os.kill(pid, signal.SIGINT)
         wait_for(tmp_path / "told")  # rank 0 stays until it may go
         (tmp_path / "go").touch()
         assert told(processes[0]) == {"raised": "KeyboardInterrupt"}
@@ -143,8 +147,7 @@ def test_ctrl_c_ends_a_wait_and_is_reported_to_the_other_ranks(tmp_path: Path) -
 @needs_calls
 def test_a_waiting_rank_sleeps_until_the_others_arrive(tmp_path: Path) -> None:
     with ranks("idle", 2, tmp_path) as processes:
-        wait_for(tmp_path / "ready0")
-        wait_for_sleep(processes[0])
+        wait_for_sleep(pid_of(0, tmp_path))
         (tmp_path / "go").touch()
         assert [told(process) for process in processes] == [{"sum": 3.0}] * 2
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.forks import forks
 from tests.waiting import WAIT_SECONDS
 
 from interposer import Capability, Config, Device, Platform, Verdict, place
@@ -99,8 +100,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's thread
 
 def bind(*every: list[int]) -> list[tuple[bool, str, list[list[int]], int]]:
     """Return the result of each binding: acceptance, reason, affinities and thread count."""
-    arguments = [sys.executable, "-c", BIND, json.dumps(every)]
-    done = subprocess.run(arguments, check=True, capture_output=True, text=True)
+    done = forks().run("-c", BIND, json.dumps(every), check=True)
     return [tuple(found) for found in json.loads(done.stdout)]
 
 
@@ -146,8 +146,7 @@ def test_offered_dtypes_have_hardware_arithmetic() -> None:
 @pytest.mark.parametrize("present", [True, False])
 def test_bfloat16_needs_native_kernels_where_the_hardware_has_none(present: bool) -> None:
     lowest = sorted(next(iter(native.NEEDS[architecture()].values())))
-    arguments = [sys.executable, "-c", OLD, architecture(), json.dumps([present, lowest])]
-    done = subprocess.run(arguments, check=True, capture_output=True, text=True)
+    done = forks().run("-c", OLD, architecture(), json.dumps([present, lowest]), check=True)
     widened = ["torch.bfloat16"] if present and not native.why_absent() else []
     assert done.stdout.split() == ["torch.float32", *widened]
 
@@ -207,8 +206,7 @@ def test_binding_reaches_every_thread_and_a_refusal_none() -> None:
 
 def bind_cores(allowed: list[int], *settings: dict[str, object]) -> list[list[object]]:
     """Return the result of each binding: acceptance, reason, and the affinity after it."""
-    arguments = [sys.executable, "-c", BIND_CORES, json.dumps([allowed, settings])]
-    done = subprocess.run(arguments, check=True, capture_output=True, text=True)
+    done = forks().run("-c", BIND_CORES, json.dumps([allowed, settings]), check=True)
     found: list[list[object]] = json.loads(done.stdout)
     return found
 
@@ -245,10 +243,9 @@ def test_threads_are_bound_only_to_allowed_processors() -> None:
 
 @pytest.mark.process
 def test_two_processes_reduce_by_the_distributed_backend(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", REDUCE]
     both = [
         subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")],
+            forks().command("-c", REDUCE, str(rank), tmp_path / "store"),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

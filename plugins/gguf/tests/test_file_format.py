@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from tests.forks import forks
 
 from interposer.errors import CheckpointError, UnsupportedModelError
 from interposer_gguf._checkpoint import GGUFCheckpoint
@@ -269,8 +269,7 @@ def test_mutations_are_read_or_refused(
     path = small()
     structure = gguf.GGUFReader(path).data_offset
     arguments = [str(value) for value in (path, count, count, structure, planned)]
-    command = [sys.executable, "-c", FUZZ, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = forks().run("-c", FUZZ, *arguments, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])
     assert sum(report["found"].values()) == count

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.forks import forks
 from tests.landing import num_examples
 
 from interposer_gguf import _native_library as native_library
@@ -193,8 +194,7 @@ print(before, after, count(), *set(map(os.path.realpath, found)))
 @pytest.mark.process
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs the /proc of Linux")
 def test_kernels_use_the_threads_of_torch() -> None:
-    command = (sys.executable, "-c", THREADS)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = forks().run("-c", THREADS)
     assert done.returncode == 0, done.stderr
     before, after, last, *libraries = done.stdout.split()
     assert len(libraries) == 1
