@@ -64,6 +64,11 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("temperatur", 1, "Unknown field 'temperatur'. Known, nearest first: 'temperature'"),
 ]
 CHAT: list[tuple[str, Any, str]] = [
+    (
+        "tools",
+        [{"type": "web_search"}],
+        "tools[0] has the type 'web_search'; allowed is",
+    ),
     ("tool_choice", "required", "without tools"),
     ("tool_choice", "any", "'auto', 'none', 'required' or {'type': 'function'"),
     ("tool_choice", {"type": "function"}, "'auto', 'none', 'required' or"),

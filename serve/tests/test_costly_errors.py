@@ -30,7 +30,8 @@ BODIES = {body_type.__name__: body_type for body_type in body_types()}
 def hostile_values() -> Iterator[Any]:
     """Yield values with many wrong parts."""
     unknown = {f"k{index}": 1 for index in range(COUNT)}
-    for item in (1, "a", [], {}, None, -1):
+    items: list[Any] = [1, "a", [], {}, None, -1]
+    for item in items:
         yield [item] * COUNT
     yield unknown
     yield [unknown]

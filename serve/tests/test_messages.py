@@ -157,6 +157,28 @@ def test_thinking_is_a_variable_of_the_template(server: Served) -> None:
     assert message(server, "hello", thinking=thinking).body["usage"]["input_tokens"] == count[1]
 
 
+@pytest.mark.parametrize(
+    ("effort", "thinking", "variable"),
+    [
+        ("low", "adaptive", "low"),
+        ("high", "enabled", "high"),
+        ("max", "adaptive", "high"),
+        ("high", "disabled", ""),
+    ],
+)
+def test_the_effort_is_a_variable_of_the_template(
+    served: Served, effort: str, thinking: str, variable: str
+) -> None:
+    messages = [{"role": "user", "content": "import os"}]
+    body = {"model": "stdlib-lm", "messages": messages}
+    variables = {"chat_template_kwargs": {"reasoning_effort": variable}}
+    expected = served.ask("/tokenize", {**body, **variables}).body["count"]
+    settings = {"output_config": {"effort": effort}, "thinking": {"type": thinking}}
+    counted = served.ask("/v1/messages/count_tokens", {**body, **settings}).body["input_tokens"]
+    assert counted == expected
+    assert (counted > served.ask("/tokenize", body).body["count"]) is bool(variable)
+
+
 def test_a_schema_forms_the_text(server: Served) -> None:
     format = {"type": "json_schema", "schema": SCHEMA}
     body = message(server, "hello", output_config={"format": format, "effort": "high"}).body
@@ -203,7 +225,17 @@ def test_errors_have_the_format_of_the_api(server: Served) -> None:
     ("fields", "named"),
     [
         ({"max_tokens": 0}, "max_tokens is 0"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0] is"),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+            "tools[0] has the type 'web_search_20250305'; allowed is 'custom'. This server runs no",
+        ),
+        ({"tools": [{"type": "custom", "name": "a"}]}, "tools[0] is"),
+        ({"stop_sequences": ["a", ""]}, "stop_sequences is ['a', '']"),
+        ({"output_config": {"effort": "most"}}, "output_config is"),
+        (
+            {"tools": [TOOL], "output_config": {"format": {"type": "json_schema", "schema": {}}}},
+            "leave output_config out",
+        ),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice names"),
         ({"thread": {"type": "create"}}, "thread is"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config is"),

@@ -174,19 +174,54 @@ def test_limits_and_formats_are_followed(server: Served, client: openai.OpenAI) 
     [
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0] is"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0] is"),
+        ({"tools": [TOOL, {"type": "web_search"}]}, "tools[1] has the type 'web_search'; allowed"),
+        (
+            {"tools": [{"type": "mcp", "server_label": "a"}]},
+            "This server runs no tools. Try: ",
+        ),
+        ({"tools": [{"type": ["mcp"]}]}, "tools[0] has the type ['mcp']; allowed is 'function'"),
+        ({"tools": [{"type": "function"}]}, "tools[0] is {'type': 'function'}; tools must be"),
         ({"background": True}, "background is True"),
         ({"truncation": "auto"}, "truncation is 'auto'"),
         ({"reasoning": {"effort": "most"}}, "reasoning is"),
         ({"text": {"format": {"type": "xml"}}}, "text is"),
         ({"conversation": "x"}, "conversation"),
         ({"max_output_tokens": 0}, "max_output_tokens is 0"),
+        ({"max_output_tokens": 2**70}, "max_output_tokens is 1180591620717411303424"),
+        (
+            {"tools": [TOOL], "text": {"format": {"type": "json_object"}}},
+            "Try: tool_choice 'none', or leave text out",
+        ),
+        (
+            {"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
+            "text has a constraint that cannot be used",
+        ),
     ],
 )
 def test_wrong_fields_are_named(server: Served, fields: dict[str, Any], named: str) -> None:
     answer = respond(server, "hello", **fields)
     assert answer.status == 400
     assert named in answer.error["message"]
+
+
+@pytest.mark.parametrize(("given", "num_tokens"), [("ask", 13), ("count", 5)])
+def test_a_cut_answer_is_equal_whole_and_streamed(
+    server: Served, client: openai.OpenAI, given: str, num_tokens: int
+) -> None:
+    tools: Any = [TOOL]
+    for limit in range(1, num_tokens):
+        fields: Any = {"tools": tools, "max_output_tokens": limit}
+        with client.responses.stream(model=NAME, input=given, **fields) as stream:
+            *_, last = stream
+        whole = respond(server, given, **fields).body
+        assert last.type == "response.incomplete"
+        assert whole["status"] == "incomplete"
+        output: Any = last.response.output
+        streamed = [(item.type, item.status) for item in output]
+        if streamed[-1] == ("function_call", "incomplete"):
+            del streamed[-1]  # a whole response has complete calls only
+            streamed[-1] = (streamed[-1][0], "incomplete")
+        assert [(item["type"], item["status"]) for item in whole["output"]] == streamed
 
 
 def test_a_call_that_is_cut_is_incomplete_and_not_continued(
@@ -243,3 +278,24 @@ def test_settings_without_effect_and_wrong_types_are_refused(
 ) -> None:
     answer = respond(server, "hello", **fields)
     assert (answer.status, answer.error["param"]) == (400, param)
+
+
+def num_input_tokens(server: Served, given: Any, **fields: Any) -> int:
+    num_tokens: int = respond(server, given, **fields).body["usage"]["input_tokens"]
+    return num_tokens
+
+
+def test_agents_need_no_support_of_the_template_for_their_messages(server: Served) -> None:
+    """Agents send instructions, messages of the developer and several of the user."""
+    message = "hello"
+    items = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "It is Monday."},
+        {"role": "developer", "content": "Write files."},
+        {"role": "user", "content": message},
+    ]
+    reminder = "<system-reminder>\nWrite files.\n</system-reminder>"
+    joined = f"It is Monday.\n\n{reminder}\n\n{message}"
+    assert num_input_tokens(server, items, instructions="Be kind.") == num_input_tokens(
+        server, joined, instructions="Be kind.\n\nBe brief."
+    )

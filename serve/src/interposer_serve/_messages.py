@@ -6,18 +6,18 @@ Source: https://docs.anthropic.com/en/api/messages
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import groupby
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from interposer_engine.answers import CallPart, Part, ReasoningPart, TextPart
+from interposer_engine.answers import CallPart, Part, ReasoningPart, TextPart, ToolCall
 from interposer_serve._answer import Answer, Usage
 from interposer_serve._errors import ERROR_FORMATS, ApiError, ErrorFormat, shown
 from interposer_serve._format import Format, LargeFields, new_id, to_json
-from interposer_serve._requests import FAIL_FAST, Body, BodyPart, ChatBody
+from interposer_serve._requests import FAIL_FAST, Body, BodyPart, ChatBody, check_tool_types
+from interposer_serve._turns import joined_turns
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 _INVALID = "invalid_request_error"
@@ -32,6 +32,8 @@ _ERROR_TYPES = {
 }
 # Anthropic's clients send the request again without a thread if they get this code.
 _NO_THREADS = "thread_unsupported_request"
+# Models are trained with three levels.
+_EFFORTS = {"xhigh": "high", "max": "high"}
 _BLOCKS = "'text', 'tool_use', 'tool_result' or 'thinking'"
 
 
@@ -91,11 +93,17 @@ class OutputFormat(BodyPart):
 
 
 class OutputConfig(BodyPart):
-    """Form of the answer; the effort has no effect."""
+    """Form of the answer, and how much the model reasons before it."""
 
-    effort: str | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
     task_budget: dict[str, Any] | None = None
+
+
+class _Chat(ChatBody):
+    """A chat request whose errors name the fields of Anthropic's API."""
+
+    own_names: ClassVar = {"stop": "stop_sequences", "response_format": "output_config"}
 
 
 class TokenCountBody(Body):
@@ -121,15 +129,26 @@ class TokenCountBody(Body):
     cache_control: dict[str, Any] | None = Field(None, description="an object")
     context_management: dict[str, Any] | None = Field(None, description="an object")
     output_config: OutputConfig | None = Field(
-        None, description="{'format': {'type': 'json_schema', 'schema': {...}}}"
+        None,
+        description="{'effort': 'low', 'medium', 'high', 'xhigh' or 'max', "
+        "'format': {'type': 'json_schema', 'schema': {...}}}",
     )
+
+    @classmethod
+    def read(cls, body: dict[str, Any]) -> Self:
+        """Validate a parsed JSON object, and return the request body.
+
+        Raises: ApiError: a field is unknown, unsupported or out of range.
+        """
+        check_tool_types(body.get("tools"), ("custom",))
+        return super().read(body)
 
     def chat(self) -> ChatBody:
         """Return the equivalent chat request.
 
         Raises: ApiError: a message has a block that the model cannot read.
         """
-        return ChatBody.read(self._chat_fields())
+        return _Chat.read(self._chat_fields())
 
     def _chat_fields(self) -> dict[str, Any]:
         fields: dict[str, Any] = {"model": self.model, "messages": [*self._chat_messages()]}
@@ -137,14 +156,22 @@ class TokenCountBody(Body):
             fields["tools"] = [tool.function for tool in self.tools]
         if self.tool_choice is not None:
             fields["tool_choice"] = self.tool_choice.choice
-        if self.thinking is not None and self.thinking.type != "adaptive":
-            is_enabled = self.thinking.type == "enabled"
-            # Templates call the variable by either name, and ignore others.
-            fields["chat_template_kwargs"] = {
-                "enable_thinking": is_enabled,
-                "thinking": is_enabled,
-            }
+        fields["chat_template_kwargs"] = self._template_variables()
         return fields
+
+    def _template_variables(self) -> dict[str, Any]:
+        """Return the variables that say how much the model reasons; templates ignore unknown ones.
+
+        Clients set the effort for all models, so a template without the variable is no error.
+        """
+        variables: dict[str, Any] = {}
+        kind = "adaptive" if self.thinking is None else self.thinking.type
+        if kind != "adaptive":
+            variables |= dict.fromkeys(("enable_thinking", "thinking"), kind == "enabled")
+        effort = None if self.output_config is None else self.output_config.effort
+        if effort is not None and kind != "disabled":
+            variables["reasoning_effort"] = _EFFORTS.get(effort, effort)
+        return variables
 
     def _chat_messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
@@ -152,7 +179,7 @@ class TokenCountBody(Body):
             messages.append({"role": "system", "content": system})
         for index, message in enumerate(self.messages):
             messages.extend(_chat_messages(f"messages[{index}]", message))
-        return [*_merged(messages)]
+        return [*joined_turns(messages)]
 
 
 class MessagesBody(TokenCountBody):
@@ -229,26 +256,6 @@ def _chat_messages(path: str, message: Mapping[str, Any]) -> list[dict[str, Any]
     return [*results, own]
 
 
-def _merged(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield chat messages; consecutive ones of the user become one, as in Anthropic's API.
-
-    Most chat templates allow a system message at the start only, so a later one becomes a part of
-    the user's message, in the tags of Anthropic's clients.
-    """
-    placed: list[dict[str, Any]] = []
-    for message in messages:
-        if message["role"] == "system" and placed and placed[-1]["role"] != "system":
-            text = f"<system-reminder>\n{message['content']}\n</system-reminder>"
-            placed.append({"role": "user", "content": text})
-        else:
-            placed.append(message)
-    for role, group in groupby(placed, lambda message: message["role"]):
-        if role in ("system", "user"):
-            yield {"role": role, "content": "\n\n".join(each["content"] for each in group)}
-        else:
-            yield from group
-
-
 def _text(path: str, value: Any) -> str:
     """Return the text of a list of text blocks, of a text, or of nothing."""
     if value is None or isinstance(value, str):
@@ -290,15 +297,17 @@ class MessagesFormat(Format):
 
     def large_fields(self, answers: Sequence[Answer]) -> LargeFields:
         """Return the blocks of the content."""
-        parsed = answers[0].parsed
         blocks: list[Callable[[], Any]] = []
-        if parsed.reasoning:
-            blocks.append(partial(_thinking_block, parsed.reasoning))
-        if parsed.content or not parsed.calls:
-            blocks.append(partial(_text_block, parsed.content))
-        for call in parsed.calls:
-            given = partial(_call_block, call.id, call.name, call.arguments)
-            blocks.append(given)
+        for part in answers[0].parsed.parts:
+            match part:
+                case TextPart(text):
+                    blocks.append(partial(_text_block, text))
+                case ReasoningPart(text):
+                    blocks.append(partial(_thinking_block, text))
+                case ToolCall(name, arguments, call_id):
+                    blocks.append(partial(_call_block, call_id, name, arguments))
+        if not blocks:  # an empty answer is an empty text
+            blocks.append(partial(_text_block, ""))
         return {"content": blocks}
 
     def _message(self, usage: dict[str, int]) -> dict[str, Any]:

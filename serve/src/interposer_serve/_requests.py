@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -183,6 +183,9 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
+    own_names: ClassVar[Mapping[str, str]] = {}
+    """Names that the client's API has for fields, where they differ. Errors use these names."""
+
     model: str = Field(description="a text")
 
     @classmethod
@@ -237,6 +240,7 @@ def _invalid(cls: type[Body], error: ValidationError, fields: dict[str, Any]) ->
         required = ", ".join(n for n, field in cls.model_fields.items() if field.is_required())
         return ApiError(400, f"{name} is missing; needed are {required}", param=name)
     value, allowed = fields[name], cls.model_fields[name].description
+    name = cls.own_names.get(name, name)
     match first["loc"][1:2], value:
         case (int(index),), [dict(), *_]:
             # A list of tools is long, and only one of them is wrong.
@@ -258,9 +262,11 @@ _KINDS: Mapping[str, Callable[[Any], Constraint]] = {
 }
 
 
-def _of_response_format(value: dict[str, Any]) -> Constraint | None:
+def _of_response_format(value: dict[str, Any], param: str) -> Constraint | None:
     """Return the constraint for OpenAI's field ``response_format``; None for unrestricted text.
 
+    Args:
+        param: Name of the field in the client's API, for errors.
     Raises: ApiError: the type is unknown, or the schema is invalid.
     """
     kind, json_schema = value.get("type"), value.get("json_schema")
@@ -271,9 +277,9 @@ def _of_response_format(value: dict[str, Any]) -> Constraint | None:
     if kind == "json_schema" and len(value) == 2 and isinstance(json_schema, dict):
         unknown = json_schema.keys() - {"name", "description", "schema", "strict"}
         if not unknown and isinstance(json_schema.get("schema"), dict):
-            return _create(Constraint.json_schema, json_schema["schema"], "response_format")
-    message = f"response_format is {shown(value)}; allowed is {_FORMATS}"
-    raise ApiError(400, message, param="response_format", code="invalid_value")
+            return _create(Constraint.json_schema, json_schema["schema"], param)
+    message = f"{param} is {shown(value)}; allowed is {_FORMATS}"
+    raise ApiError(400, message, param=param, code="invalid_value")
 
 
 def _of_structured_outputs(value: dict[str, Any]) -> Constraint:
@@ -299,6 +305,25 @@ def _create(constructor: Callable[[Any], Constraint], content: Any, param: str) 
     except RequestError as error:
         message = f"{param} is malformed: {error}"
         raise ApiError(400, message, param=param, code="invalid_value") from None
+
+
+def check_tool_types(tools: object, allowed: Sequence[str]) -> None:
+    """Refuse tools that a server of the API's publisher runs, such as a web search.
+
+    Args:
+        tools: Value of the field ``tools``; other wrong values are refused later.
+        allowed: Types of tools that the client runs; a tool without a type is one of them.
+    Raises: ApiError: a tool has another type.
+    """
+    for index, tool in enumerate(tools if isinstance(tools, list) else ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind is not None and kind not in allowed:
+            message = (
+                f"tools[{index}] has the type {shown(kind)}; allowed is "
+                f"{' or '.join(map(repr, allowed))}. This server runs no tools. Try: leave the "
+                "tool out, or a function that your program runs"
+            )
+            raise ApiError(400, message, param="tools", code="not_honoured")
 
 
 class StreamOptions(BodyPart):
@@ -357,7 +382,7 @@ class SampledBody(_WithSamplingFields):
         """
         constraint = None
         if self.response_format is not None:
-            constraint = _of_response_format(self.response_format)
+            constraint = _of_response_format(self.response_format, self._format_name)
         if self.structured_outputs is None:
             return constraint
         if constraint is not None:
@@ -368,7 +393,11 @@ class SampledBody(_WithSamplingFields):
     @property
     def constraint_field(self) -> str:
         """Name of the request field that sets the constraint."""
-        return "response_format" if self.structured_outputs is None else "structured_outputs"
+        return self._format_name if self.structured_outputs is None else "structured_outputs"
+
+    @property
+    def _format_name(self) -> str:
+        return self.own_names.get("response_format", "response_format")
 
     @property
     def num_likely(self) -> int:
@@ -505,6 +534,7 @@ class ChatBody(SampledBody):
     def check(self) -> None:
         """Raise ApiError if two fields of the request contradict each other."""
         super().check()
+        check_tool_types(self.tools, ("function",))
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ApiError(
                 400,
@@ -518,8 +548,8 @@ class ChatBody(SampledBody):
             raise ApiError(
                 400,
                 "A constrained answer cannot call the offered tools. "
-                "Try: tool_choice 'none', or leave response_format out",
-                param="response_format",
+                f"Try: tool_choice 'none', or leave {self.constraint_field} out",
+                param=self.constraint_field,
             )
         if self.tool_choice == "required" and not self.tools:
             raise ApiError(400, "tool_choice is 'required' without tools", param="tool_choice")

@@ -9,14 +9,12 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import dropwhile
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
 from interposer_engine.answers import (
     CallPart,
-    ParsedAnswer,
     Part,
     ReasoningPart,
     TextPart,
@@ -25,7 +23,15 @@ from interposer_engine.answers import (
 from interposer_serve._answer import Answer, Usage
 from interposer_serve._errors import ApiError, shown
 from interposer_serve._format import Format, LargeFields, new_id, to_json
-from interposer_serve._requests import FAIL_FAST, Body, BodyPart, ChatBody, ObjectOfTexts
+from interposer_serve._requests import (
+    FAIL_FAST,
+    Body,
+    BodyPart,
+    ChatBody,
+    ObjectOfTexts,
+    check_tool_types,
+)
+from interposer_serve._turns import joined_turns
 
 _ITEMS = "'message', 'function_call', 'function_call_output' or 'reasoning'"
 _FORMATS = (
@@ -75,6 +81,17 @@ class Reasoning(BodyPart):
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
+class _Chat(ChatBody):
+    """A chat request whose errors name the fields of the Responses API."""
+
+    own_names: ClassVar = {
+        "max_completion_tokens": "max_output_tokens",
+        "messages": "input",
+        "reasoning_effort": "reasoning",
+        "response_format": "text",
+    }
+
+
 class ResponsesBody(Body):
     """Request body of ``/v1/responses``."""
 
@@ -107,6 +124,15 @@ class ResponsesBody(Body):
     # Describes the client, as metadata does.
     client_metadata: dict[str, Any] | None = Field(None, description="an object")
 
+    @classmethod
+    def read(cls, body: dict[str, Any]) -> Self:
+        """Validate a parsed JSON object, and return the request body.
+
+        Raises: ApiError: a field is unknown, unsupported or out of range.
+        """
+        check_tool_types(body.get("tools"), ("function", "namespace"))
+        return super().read(body)
+
     def chat(self, earlier_messages: Sequence[dict[str, Any]]) -> ChatBody:
         """Return the equivalent chat request.
 
@@ -116,9 +142,9 @@ class ResponsesBody(Body):
         """
         fields: dict[str, Any] = {
             "model": self.model,
-            "messages": _with_one_system_message(
-                [*self._instructions(), *earlier_messages, *self.input_messages()]
-            ),
+            "messages": [
+                *joined_turns([*self._instructions(), *earlier_messages, *self.input_messages()])
+            ],
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -132,7 +158,7 @@ class ResponsesBody(Body):
             fields["tool_choice"] = {"type": "function", "function": function}
         if self.reasoning is not None:
             fields["reasoning_effort"] = self.reasoning.effort
-        return ChatBody.read(fields)
+        return _Chat.read(fields)
 
     def _functions(self) -> Iterator[tuple[str | None, FunctionTool]]:
         """Yield each function with the name of its namespace, or None without one."""
@@ -188,16 +214,6 @@ class ResponsesBody(Body):
 def _full_name(name: str, namespace: str | None) -> str:
     """Return the name of a function for the model, which knows no namespaces."""
     return name if namespace is None else f"{namespace}__{name}"
-
-
-def _with_one_system_message(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join the system messages at the start: most chat templates read only one of them."""
-    later = [*dropwhile(lambda message: message["role"] in ("system", "developer"), messages)]
-    first = messages[: len(messages) - len(later)]
-    if len(first) < 2:
-        return [*messages]
-    content = "\n\n".join(message["content"] for message in first)
-    return [{**first[0], "content": content}, *later]
 
 
 def chat_messages(path: str, items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -314,14 +330,14 @@ class ResponsesFormat(Format):
     def response(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
         """Return the fields of a whole response."""
         if not self._items:
-            self._items = self._all_items(answers[0].parsed)
+            self._items = self._all_items(answers[0])
         response = self._response(self._items, answers[0], usage)
         self._on_complete(response, self._items)
         return response
 
     def large_fields(self, answers: Sequence[Answer]) -> LargeFields:
         """Return the items of the output."""
-        self._items = self._all_items(answers[0].parsed)
+        self._items = self._all_items(answers[0])
         return {"output": [partial(_same, item) for item in self._items]}
 
     def _response(
@@ -401,14 +417,22 @@ class ResponsesFormat(Format):
             events.append(self._item_event("response.content_part.added", part=content))
         return events
 
-    def _all_items(self, answer: ParsedAnswer) -> list[dict[str, Any]]:
+    def _all_items(self, answer: Answer) -> list[dict[str, Any]]:
         """Return the output items of a complete answer."""
         items = []
-        if answer.reasoning:
-            items.append(_reasoning_item(answer.reasoning))
-        if answer.content or not answer.calls:
-            items.append(_message_item(answer.content))
-        return [*items, *map(self._call_item, answer.calls)]
+        for part in answer.parsed.parts:
+            match part:
+                case TextPart(text):
+                    items.append(_message_item(text))
+                case ReasoningPart(text):
+                    items.append(_reasoning_item(text))
+                case ToolCall():
+                    items.append(self._call_item(part))
+        if not items:  # an empty answer is an empty text
+            items.append(_message_item(""))
+        if answer.finish_reason == "length" and items[-1]["type"] != "function_call":
+            items[-1]["status"] = "incomplete"
+        return items
 
     def _call_item(self, call: ToolCall, status: str = "completed") -> dict[str, Any]:
         return {
@@ -427,8 +451,10 @@ class ResponsesFormat(Format):
             return []
         text, self._texts = "".join(self._texts), []
         item = self._items[-1]
-        is_cut = item["type"] == "function_call" and not _is_json(text)
-        item["status"] = "incomplete" if is_cut else status
+        if item["type"] == "function_call":
+            # A call is complete with its arguments, even if the answer is cut after them.
+            status = "completed" if _is_json(text) else "incomplete"
+        item["status"] = status
         events = []
         if item["type"] == "function_call":
             item["arguments"] = text
