@@ -19,7 +19,13 @@ from tests.landing import num_examples
 
 from interposer.errors import RequestError
 from interposer_engine._answer_reader import parts_of
-from interposer_engine._answers.formats import FORMATS, AnswerFormat, JsonBody, TaggedBody
+from interposer_engine._answers.formats import (
+    FORMATS,
+    AnswerFormat,
+    JsonBody,
+    NestedBody,
+    TaggedBody,
+)
 from interposer_engine._answers.parser import AnswerParser
 from interposer_engine._answers.parts import (
     CallPart,
@@ -310,8 +316,10 @@ def test_markers_inside_json_strings_are_no_markers() -> None:
 def test_a_format_that_cannot_carry_a_value_refuses_to_write_it() -> None:
     for format in CALLING:
         body = format.calls.body if format.calls else None
-        if isinstance(body, TaggedBody):
-            call = ToolCall("look", json.dumps({"at": body.value_end.strip()}))
+        if isinstance(body, TaggedBody | NestedBody):
+            end = body.prefix if isinstance(body, NestedBody) else body.value_end.strip()
+            quoted = body.quotes[1] if isinstance(body, TaggedBody) else ""
+            call = ToolCall("look", json.dumps({"at": quoted + end}))
             with pytest.raises(RequestError, match="cannot write a string with"):
                 write_calls(format, [call], [LOOK])
     plain = replace(CALLING[0], calls=None, channels=None)

@@ -12,7 +12,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from interposer.errors import RequestError
 from interposer_engine import Constraint
-from interposer_engine._answers.formats import FORMATS, AnswerFormat, NamedBody
+from interposer_engine._answers.formats import (
+    FORMATS,
+    MINIMAX_NAMESPACE,
+    AnswerFormat,
+    NamedBody,
+)
 from interposer_engine._answers.grammar import call_grammar
 from interposer_engine._answers.parts import ToolCall
 from interposer_engine._answers.writer import write_calls
@@ -167,6 +172,104 @@ def test_impossible_calls_are_refused() -> None:
     unwritable = {"name": "look", "parameters": {"default": float("nan")}}
     with pytest.raises(RequestError, match="no JSON schema"):
         call_grammar(BY_NAME["hermes"], [unwritable], {})
+
+
+@pytest.mark.parametrize(
+    ("text", "is_allowed"),
+    [
+        ("a", True),
+        ("<![CDATA[a</param>b]]>", True),
+        ("<![CDATA[a", False),
+        ("a<b", False),
+        ("a\nb", False),
+    ],
+)
+def test_a_string_that_needs_quotes_has_them(
+    text: str, is_allowed: bool, plain: Recognizer
+) -> None:
+    tool = {"name": "look", "parameters": {"properties": {"at": {"type": "string"}}}}
+    written = f'<function name="look"><param name="at">{text}</param></function>'
+    constraint = call_grammar(BY_NAME["minicpm5"], [tool], {})
+    assert plain.allows(constraint, written) == is_allowed
+
+
+@pytest.mark.parametrize(
+    ("schema", "kind", "text", "is_allowed"),
+    [
+        ({"type": "integer"}, "number", "3", True),
+        ({"type": "integer"}, "integer", "3", True),
+        ({"type": "integer"}, "number", "3.5", False),
+        ({"type": "integer"}, "string", "3", False),
+        ({"type": ["string", "null"]}, "string", "null", True),
+        ({"type": ["string", "null"]}, "null", "null", True),
+        ({"type": ["string", "null"]}, "number", "3", False),
+        ({"enum": ["a", 1]}, "string", "a", True),
+        ({"enum": ["a", 1]}, "string", "b", False),
+        ({"enum": ["a", 1]}, "number", "2", False),
+        ({}, "array", "[1]", True),
+        ({}, "array", "1", False),
+    ],
+)
+def test_the_type_before_a_value_is_one_of_the_schema(
+    schema: Any, kind: str, text: str, is_allowed: bool, plain: Recognizer
+) -> None:
+    tool = {"name": "look", "parameters": {"properties": {"at": schema}}}
+    written = (
+        '<|open|>tools<|sep|><|open|>call tool="look" index="1"<|sep|><|open|>argument key="at" '
+        f'type="{kind}"<|sep|>{text}<|close|>argument<|sep|><|close|>call<|sep|>'
+        "<|close|>tools<|sep|>"
+    )
+    constraint = call_grammar(BY_NAME["kimi_k3"], [tool], {})
+    assert plain.allows(constraint, written) == is_allowed
+
+
+def test_a_call_may_follow_a_prompt_that_opens_it(plain: Recognizer) -> None:
+    constraint = call_grammar(BY_NAME["functionary3_2"], TOOLS, {})
+    assert plain.allows(constraint, "look.again\n{}")
+    assert plain.allows(constraint, ">>>look.again\n{}")
+    assert not plain.allows(constraint, "all\n{}")
+
+
+def test_members_and_items_are_in_tags_as_the_schema_declares_them(plain: Recognizer) -> None:
+    at = {"type": "array", "items": {"type": "object", "properties": {"x": {"type": "integer"}}}}
+    at["items"]["required"] = ["x"]  # type: ignore[index]
+    tool = {"name": "look", "parameters": {"properties": {"at": at}}}
+    constraint = call_grammar(BY_NAME["minimax_m3"], [tool], {})
+    for items, is_allowed in [
+        ("", True),
+        ("NS<item>NS<x>1NS</x>NS</item>NS<item>NS<x>2NS</x>NS</item>", True),
+        ("NS<item>NS</item>", False),
+        ("NS<item>NS<x>aNS</x>NS</item>", False),
+        ("NS<item>1NS</item>", False),
+        ("[]", False),
+    ]:
+        text = (
+            'NS<tool_call>\nNS<invoke name="look">NS<at>' + items + "NS</at>NS</invoke>\n"
+            "NS</tool_call>"
+        ).replace("NS", MINIMAX_NAMESPACE)
+        assert plain.allows(constraint, text) == is_allowed, items
+
+
+@pytest.mark.parametrize("name", ["minimax_m3", "pythonic", "gemma4"])
+def test_a_schema_may_refer_to_itself_in_many_places(name: str, plain: Recognizer) -> None:
+    keys = "abcdefgh"
+    node = {"anyOf": [{"$ref": "#/$defs/node"}, {"$ref": "#/$defs/nodes"}, {"type": "null"}]}
+    own = {"$ref": "#/$defs/node"}
+    schema = {
+        "type": "object",
+        "$defs": {
+            "node": {"type": "object", "properties": dict.fromkeys(keys, own) | {"x": node}},
+            "nodes": {"type": "array", "items": own},
+        },
+        "properties": {"at": own},
+    }
+    tool = {"name": "look", "parameters": schema}
+    value: Any = {"at": {"a": {"b": {"h": {"a": {"g": {}}}}}, "x": None}}
+    call = ToolCall("look", json.dumps(value))
+    constraint = call_grammar(BY_NAME[name], [tool], {})
+    assert plain.allows(constraint, write_calls(BY_NAME[name], [call], [tool]))
+    other = ToolCall("look", json.dumps({"at": {"a": {"b": 1}}}))
+    assert not plain.allows(constraint, write_calls(BY_NAME[name], [other], [tool]))
 
 
 def test_each_call_has_an_id_where_the_format_begins_with_it(plain: Recognizer) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from interposer.errors import RequestError
-from interposer_engine._answers.formats import FORMATS, AnswerFormat
+from interposer_engine._answers.formats import FORMATS, MINIMAX_NAMESPACE, AnswerFormat
 from interposer_engine._answers.parser import AnswerParser
 from interposer_engine._answers.parts import (
     CallPart,
@@ -31,6 +31,18 @@ SCHEMA = {
         "more": {"type": "object"},
         "kind": {"enum": ["a", "b"]},
         "maybe": {"type": ["string", "null"]},
+        "deep": {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "properties": {
+                        "list": {"type": "array", "items": {"type": "string"}},
+                        "point": {"properties": {"x": {"type": "string"}}},
+                    },
+                },
+                {"type": "null"},
+            ]
+        },
     },
 }
 LOOK = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
@@ -86,6 +98,17 @@ def test_text_without_calls_is_unchanged() -> None:
             "Well.",
             "So.\nYes.",
         ),
+        (
+            "kimi_k3",
+            "<|open|>think<|sep|>Well.<|close|>think<|sep|><|open|>response<|sep|>Yes.<|close|>"
+            "response<|sep|><|close|>message<|sep|><|end_of_msg|>",
+            "Well.",
+            "Yes.",
+        ),
+        ("hy3", "<think:opensource></think:opensource>Yes.", "", "Yes."),
+        ("hunyuan", "<think>\nWell.\n</think>\n<answer>\nYes.\n</answer>", "Well.", "Yes."),
+        ("minimax_m3", "</mm:think>Yes.", "", "</mm:think>Yes."),
+        ("functionary3_2", ">>>all\nYes.\n>>> 1", "", "Yes.\n>>> 1"),
         ("gpt_oss", "<|channel|>final<|message|>Yes.", "", "Yes."),
         ("gpt_oss", "<|channel|>final<|message|>Yes.<|end|><|start|>assistant<|chan", "", "Yes."),
     ],
@@ -155,6 +178,52 @@ LOOSE: list[tuple[str, str, list[Any]]] = [
     ),
     ("hermes", '<tool_call>{"name": "look", "arguments": {"on": True}}', [call(on=True)]),
     ("llama3", '<|python_tag|>{"name": "look", "parameters": {}}', [call()]),
+    (
+        "minimax_m3",
+        "NS<tool_call>\nNS<invoke name=\"look\">\nNS<at>12NS</at>NS<n>3NS</n>NS<more>NS<a>NS<item>1"
+        "NS</item>NS<item>xNS</item>NS</a>NS<item>2NS</item>NS<e>NS</e>NS</more>NS</invoke>\n"
+        'NS<invoke name="wait">NS</invoke>NS</tool_call>'.replace("NS", MINIMAX_NAMESPACE),
+        [call(at="12", n=3, more={"a": [1, "x"], "item": 2, "e": ""}), call("wait")],
+    ),
+    (
+        "minimax_m3",
+        'NS<tool_call>NS<invoke name="look">NS<more>NS</more>NS<maybe>nullNS</maybe>NS<other>'
+        "NS<item>trueNS</item>NS</other>NS<deep>NS<list>\nNS</list>NS<point>NS<x>1NS</x>NS</point>NS</deep>"
+        "NS</invoke>NS</tool_call>".replace("NS", MINIMAX_NAMESPACE),
+        [call(more={}, maybe=None, other=[True], deep={"list": [], "point": {"x": "1"}})],
+    ),
+    ("minimax_m3", f'{MINIMAX_NAMESPACE}<tool_call>{MINIMAX_NAMESPACE}<invoke name="look">'
+     f'{MINIMAX_NAMESPACE}<more>{{"a": [1]}}{MINIMAX_NAMESPACE}</more>'
+     f"{MINIMAX_NAMESPACE}</invoke>", [call(more={"a": [1]})]),
+    (
+        "minicpm5",
+        '<function name="look"><param name="at"><![CDATA[a</param>\n]]>b]]></param>'
+        '<param name="n">3</param><param name="more">{\'a\': True}</param></function>',
+        [call(at="a</param>\n]]>b", n=3, more={"a": True})],
+    ),
+    ("minicpm5", '<function name="look"><param name="n"><![CDATA[3]]></param></function>',
+     [call(n=3)]),
+    ("minicpm5", '<function name="look"><param name="maybe"><![CDATA[3]]></param></function>',
+     [call(maybe="3")]),
+    (
+        "kimi_k3",
+        '<|open|>tools<|sep|><|open|>call tool="look" index="1"<|sep|><|open|>argument key="at"'
+        ' type="string"<|sep|>12<|close|>argument<|sep|><|open|>argument key="n" type="integer"'
+        '<|sep|>3<|close|>argument<|sep|><|open|>argument key="maybe" type="null"<|sep|>null'
+        "<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>",
+        [call(at="12", n=3, maybe=None)],
+    ),
+    (
+        "command_r",
+        'Action:\n```json\n[\n    {\n        "tool_name": "look",\n        "parameters": {"n": 1}'
+        "\n    }\n]```\n",
+        [call(n=1)],
+    ),
+    ("gigachat3", '<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "look", "arguments": {}}'
+     "<|message_sep|>\n\n", [call()]),
+    ("functionary3_2", '>>>look\n{"n": 1}>>>wait\n{}', [call(n=1), call("wait")]),
+    ("granite_20b", '<function_call> {"name": "look", "arguments": {}} <function_call> {"name": '
+     '"wait", "arguments": {}}', [call(), call("wait")]),
     (
         "llama3",
         ' {"name": "look", "parameters": {}}; {"name": "wait", "arguments": {}}',
@@ -330,6 +399,20 @@ def test_malformed_calls_are_text(format: str, text: str, note: str) -> None:
             "glm4",
             "<tool_call>look\n<arg_key>n</arg_key>1</tool_call>",
             "the parameter 'n' has no value",
+        ),
+        (
+            "minimax_m3",
+            'NS<tool_call>NS<invoke name="look">NS<n>1NS</m>NS</invoke>NS</tool_call>'.replace(
+                "NS", MINIMAX_NAMESPACE
+            ),
+            "the tag 'm' closes 'n'",
+        ),
+        (
+            "minimax_m3",
+            f'NS<tool_call>NS<invoke name="look">NS<n>{"NS<a>" * 128}NS</tool_call>'.replace(
+                "NS", MINIMAX_NAMESPACE
+            ),
+            "nested deeper than 128",
         ),
         (
             "gpt_oss",

@@ -10,12 +10,14 @@ from interposer_engine._answers.formats import (
     CallFormat,
     JsonBody,
     NamedBody,
+    NestedBody,
     PythonBody,
     TaggedBody,
     ValueKind,
 )
 from interposer_engine._answers.literals import (
     JSON,
+    MAX_DEPTH,
     PYTHON,
     Notation,
     converted,
@@ -25,7 +27,14 @@ from interposer_engine._answers.literals import (
 )
 from interposer_engine._answers.output import Output
 from interposer_engine._answers.source import Malformed, Source, Steps
-from interposer_engine._answers.tools import ToolSchemas, is_text, value_json
+from interposer_engine._answers.tools import (
+    Element,
+    ToolSchemas,
+    element_json,
+    is_text,
+    member_schema,
+    value_json,
+)
 
 _MAX_NAME = 256
 _PYTHON_NAME = re.compile(r"[\w.\-]+")
@@ -72,6 +81,8 @@ class CallReader:
             yield from self._read_named(body)
         elif isinstance(body, PythonBody):
             space = yield from self._read_python(calls)
+        elif isinstance(body, NestedBody):
+            yield from self._read_nested(body, opened == body.name_open.strip())
         else:
             is_inside = opened == body.name_open.strip()
             ended_by = yield from self._read_tagged(calls, body, is_inside)
@@ -235,9 +246,14 @@ class CallReader:
         call_id = ""
         if body.id_before:
             call_id, _ = yield from self._read_name((body.id_before.strip(),))
-        name, stop = yield from self._read_name((body.name_end.strip(), body.id_after, "{"))
+        name_end = body.name_end.strip() or body.name_end
+        name, stop = yield from self._read_name((name_end, body.id_after, "{"))
+        if body.text_name and name == body.text_name and stop == name_end:
+            self._source.stop_record()
+            self._output.text.marker()
+            return
         if stop == body.id_after and stop:
-            call_id, stop = yield from self._read_name((body.name_end.strip(), "{"))
+            call_id, stop = yield from self._read_name((name_end, "{"))
         if stop == "{":
             # Some models leave the marker out; in other formats, the brace ends the name.
             self._source.unread(1)
@@ -252,10 +268,8 @@ class CallReader:
     def _read_tagged(self, calls: CallFormat, body: TaggedBody, is_inside: bool) -> Steps[str]:
         """Read a call with tagged parameters, and return the marker that ends it."""
         source, output = self._source, self._output
-        if body.name_open and not is_inside:
-            yield from source.read_space()
-            if not (yield from source.read_literal(body.name_open.strip())):
-                raise Malformed(f"a call does not begin with {body.name_open.strip()!r}")
+        if not is_inside:
+            yield from self._read_name_open(body.name_open.strip())
         key_open, end = body.key_open.strip(), (body.end or calls.close).strip()
         name_end = body.name_end.strip()
         stops = (name_end,) if name_end else ("\n", key_open, end)
@@ -281,6 +295,13 @@ class CallReader:
         output.finish_call()
         return end
 
+    def _read_name_open(self, marker: str) -> Steps[None]:
+        """Read the marker before the name of a call, if the format has one."""
+        if marker:
+            yield from self._source.read_space()
+            if not (yield from self._source.read_literal(marker)):
+                raise Malformed(f"a call does not begin with {marker!r}")
+
     def _read_tagged_value(
         self, body: TaggedBody, name: str, key: str, kind: ValueKind
     ) -> Steps[None]:
@@ -297,6 +318,11 @@ class CallReader:
         elif body.key_ends[0][0].endswith("\n"):
             yield from source.read_literal("\n")
         types = self._tools.types(name, key)
+        if kind not in ("text", "json", "schema"):
+            types = frozenset({"number", "integer"} if kind == "integer" else {kind})
+        if body.quotes[0] and (yield from source.read_literal(body.quotes[0])):
+            stops = [body.quotes[1] + end]
+            kind = "text" if "string" in types else kind
         if kind == "text" or (kind == "schema" and is_text(types)):
             output.arguments('"')
             stop = yield from source.read_until(stops, lambda text: output.arguments(escaped(text)))
@@ -308,6 +334,65 @@ class CallReader:
                 output.arguments(value_json("".join(pieces), types))
         if not stop:
             raise Malformed("the answer ends before the call does")
+
+    # Nested tags
+
+    def _read_nested(self, body: NestedBody, is_inside: bool) -> Steps[None]:
+        source, output = self._source, self._output
+        if not is_inside:
+            yield from self._read_name_open(body.name_open)
+        name, _ = yield from self._read_name((body.name_end,))
+        self._begin(name, "")
+        output.arguments("{")
+        separator = ""
+        while True:
+            # Models write remarks between parameters, which no argument can carry.
+            stop = yield from source.read_until((body.end, f"{body.prefix}<"), lambda _: None)
+            if stop == body.end:
+                break
+            if not stop:
+                raise Malformed("the answer ends before the call does")
+            key, _ = yield from self._read_name((">",))
+            output.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+            separator = ", "
+            if is_text(self._tools.types(name, key)):
+                output.arguments('"')
+                if not (
+                    yield from source.read_until(
+                        (body.end_tag(key),), lambda text: output.arguments(escaped(text))
+                    )
+                ):
+                    raise Malformed("the answer ends before the call does")
+                output.arguments('"')
+            else:
+                element = yield from self._read_element(body, key)
+                root = self._tools.schema(name)
+                output.arguments(element_json(element, member_schema(root, root, key), root))
+        output.arguments("}")
+        output.finish_call()
+
+    def _read_element(self, body: NestedBody, key: str) -> Steps[Element]:
+        """Read up to the closing tag of ``key``, and return the element with the tags inside."""
+        open_elements = [Element(key, body.item)]
+        while True:
+            element = open_elements[-1]
+            stop = yield from self._source.read_until(
+                (f"{body.prefix}</", f"{body.prefix}<"), element.texts.append
+            )
+            if not stop:
+                raise Malformed("the answer ends before the call does")
+            tag, _ = yield from self._read_name((">",))
+            if not stop.endswith("/"):
+                open_elements.append(Element(tag, body.item))
+                element.members.append(open_elements[-1])
+                if len(open_elements) > MAX_DEPTH:
+                    raise Malformed(f"the arguments are nested deeper than {MAX_DEPTH}")
+            elif tag != element.key:
+                raise Malformed(f"the tag {tag!r:.100} closes {element.key!r:.100}")
+            else:
+                open_elements.pop()
+                if not open_elements:
+                    return element
 
     # Python
 

@@ -7,7 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from interposer.errors import RequestError, UnknownNameError
-from interposer_engine._answers.formats import FORMATS, AnswerFormat, CallFormat, ReasoningFormat
+from interposer_engine._answers.formats import (
+    FORMATS,
+    AnswerFormat,
+    CallFormat,
+    ReasoningFormat,
+)
 from interposer_engine._answers.parser import AnswerParser
 
 NONE = "none"
@@ -29,6 +34,8 @@ def detect(template: str) -> AnswerFormat | None:
 
 def _without_absent_markers(format: AnswerFormat, template: str) -> AnswerFormat:
     """Return the format without reasoning and markers of text that the template does not write."""
+    if format.builds_markers:
+        return format
     if format.text_open.strip() not in template and format.text_close.strip() not in template:
         format = replace(format, text_open="", text_close="")
     reasoning = format.reasoning
@@ -121,13 +128,27 @@ def parser_for(
         for token_id, token in tokenizer.added_tokens_decoder.items()
         if token.special and any(token.content in marker for marker in markers)
     }
-    return AnswerParser(format, tools, markers_by_id, is_in_reasoning(format, prompt_tail))
+    return AnswerParser(
+        format,
+        tools,
+        markers_by_id,
+        is_in_reasoning(format, prompt_tail),
+        starts_in_call=is_in_call(format, prompt_tail),
+    )
 
 
 def is_in_reasoning(format: AnswerFormat, prompt_tail: str) -> bool:
     """Return whether a prompt ends with the marker that opens reasoning."""
     reasoning = format.reasoning
     return reasoning is not None and prompt_tail.rstrip().endswith(reasoning.open.strip())
+
+
+def is_in_call(format: AnswerFormat, prompt_tail: str) -> bool:
+    """Return whether a prompt ends with the marker that is before each call and each text."""
+    calls = format.calls
+    if calls is None or not calls.text_name:
+        return False
+    return prompt_tail.rstrip().endswith(calls.open.strip())
 
 
 _CALLS: dict[str, CallFormat] = {

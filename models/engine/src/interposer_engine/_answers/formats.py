@@ -12,8 +12,10 @@ from typing import Any, Literal
 
 from interposer_engine._answers.literals import JSON, Notation
 
-ValueKind = Literal["text", "json", "schema"]
-"""What a tagged value is: text, JSON, or one of them by the parameter's JSON schema."""
+JsonType = Literal["string", "number", "integer", "boolean", "null", "array", "object"]
+ValueKind = Literal["text", "json", "schema"] | JsonType
+"""What a tagged value is: text, JSON, one of them by the parameter's JSON schema, or JSON of a
+type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class NamedBody:
         id_after: Marker between the name and an optional id that follows; "" for none.
         number_prefix: If set, the model writes an id in place of the name, such as
             ``functions.look:0``: this prefix, the name, a colon and the number of the call.
+        text_name: Name that stands for the user: text follows instead of arguments. "" for none.
         notation: Notation of the arguments.
     """
 
@@ -71,6 +74,7 @@ class NamedBody:
     id_before: str = ""
     id_after: str = ""
     number_prefix: str = ""
+    text_name: str = ""
     notation: Notation = JSON
 
 
@@ -81,11 +85,15 @@ class TaggedBody:
     Attributes:
         name_open: Marker before the name; "" if the name directly follows the marker of the call.
         name_end: Marker after the name; if it is white space, the first tag ends the name as well.
+        number_end: Marker after the number of the call, which then follows ``name_end`` and counts
+            from 1; "" if calls have no number.
         key_open: Marker before the key of a parameter.
         key_ends: Markers after the key, with the kind of the value that follows.
         value_open: Marker before the value, in formats with a pair of tags for the value.
         value_end: Marker after the value.
         end: Marker after the last parameter; "" if the closing marker of the call takes its place.
+        quotes: Texts around a string that has one of ``quoted``; "" if there are none.
+        quoted: Characters that may appear only in a string with quotes.
     """
 
     name_open: str
@@ -95,6 +103,46 @@ class TaggedBody:
     value_end: str
     value_open: str = ""
     end: str = ""
+    number_end: str = ""
+    quotes: tuple[str, str] = ("", "")
+    quoted: str = ""
+
+    def quotes_of(self, text: str, *, is_ambiguous: bool = False) -> tuple[str, str]:
+        """Return the quotes around a string, which are empty if it needs none.
+
+        Args:
+            text: The string.
+            is_ambiguous: Whether the string without quotes would be read as another JSON value.
+        """
+        is_quoted = is_ambiguous or any(character in text for character in self.quoted)
+        return self.quotes if is_quoted else ("", "")
+
+
+@dataclass(frozen=True, slots=True)
+class NestedBody:
+    """A name, then each parameter in tags of its name; tags inside are members and items.
+
+    Attributes:
+        prefix: Text before each tag.
+        name_open: Marker before the name.
+        name_end: Marker after the name.
+        end: Marker after the last parameter.
+        item: Name of the tags around the items of a list.
+    """
+
+    prefix: str
+    name_open: str
+    name_end: str
+    end: str
+    item: str = "item"
+
+    def tag(self, key: str) -> str:
+        """Return the opening tag of a parameter, a member or an item."""
+        return f"{self.prefix}<{key}>"
+
+    def end_tag(self, key: str) -> str:
+        """Return the closing tag."""
+        return f"{self.prefix}</{key}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +156,7 @@ class PythonBody:
     is_list: bool = True
 
 
-CallBody = JsonBody | NamedBody | TaggedBody | PythonBody
+CallBody = JsonBody | NamedBody | TaggedBody | NestedBody | PythonBody
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +194,14 @@ class CallFormat:
     @property
     def first_marker(self) -> str:
         """The marker with which a call begins, without white space."""
-        if self.open.strip() or not isinstance(self.body, TaggedBody):
+        if self.open.strip() or not isinstance(self.body, TaggedBody | NestedBody):
             return self.open.strip()
         return self.body.name_open.strip()
+
+    @property
+    def text_name(self) -> str:
+        """The name that stands for the user in a call; "" if there is none."""
+        return self.body.text_name if isinstance(self.body, NamedBody) else ""
 
     @property
     def carries_ids(self) -> bool:
@@ -204,6 +257,8 @@ class AnswerFormat:
         detected_by: Texts of the chat template that identify the family. Each group is enough; all
             texts of a group must appear.
         not_by: Texts that must not appear.
+        builds_markers: Whether chat templates build the markers from pieces, so that no marker
+            appears in the template.
     """
 
     name: str
@@ -215,6 +270,7 @@ class AnswerFormat:
     ignored: tuple[str, ...] = ()
     detected_by: tuple[tuple[str, ...], ...] = ()
     not_by: tuple[str, ...] = ()
+    builds_markers: bool = False
 
     def markers(self) -> Iterator[str]:
         """Yield all markers of the format."""
@@ -233,7 +289,7 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
     elif hasattr(value, "__dataclass_fields__"):
         for field in fields(value):
-            if field.name not in ("name", "layout", "escapes"):
+            if field.name not in ("name", "layout", "escapes", "quoted", "item"):
                 yield from _texts(getattr(value, field.name))
 
 
@@ -247,6 +303,9 @@ GEMMA4_THINK = ReasoningFormat("gemma4", "<|channel>thought\n", "\n<channel|>")
 APRIEL_THINK = ReasoningFormat(
     "apriel", "Here are my reasoning steps:\n", "\n[BEGIN FINAL RESPONSE]\n"
 )
+MINIMAX_M3_THINK = ReasoningFormat("minimax_m3", "<mm:think>", "</mm:think>")
+KIMI_K3_THINK = ReasoningFormat("kimi_k3", "<|open|>think<|sep|>", "<|close|>think<|sep|>")
+HY3_THINK = ReasoningFormat("hy3", "<think:opensource>", "</think:opensource>")
 SOLAR_THINK = ReasoningFormat("solar", "<|think|>", "<|end|><|begin|>assistant")
 
 HERMES = CallFormat("hermes", JsonBody(), "<tool_call>\n", "\n</tool_call>", separator="\n")
@@ -327,13 +386,78 @@ MINIMAX_M2 = CallFormat(
     separator="\n",
 )
 
+MINIMAX_NAMESPACE = "]<]minimax[>["
+MINIMAX_M3 = CallFormat(
+    "minimax_m3",
+    NestedBody(
+        prefix=MINIMAX_NAMESPACE,
+        name_open=f'{MINIMAX_NAMESPACE}<invoke name="',
+        name_end='">',
+        end=f"{MINIMAX_NAMESPACE}</invoke>",
+    ),
+    section_open=f"{MINIMAX_NAMESPACE}<tool_call>\n",
+    section_close=f"\n{MINIMAX_NAMESPACE}</tool_call>",
+    separator="\n",
+)
+MINICPM5 = CallFormat(
+    "minicpm5",
+    TaggedBody(
+        name_open='<function name="',
+        name_end='">',
+        key_open='<param name="',
+        key_ends=(('">', "schema"),),
+        value_end="</param>",
+        end="</function>",
+        quotes=("<![CDATA[", "]]>"),
+        quoted="<&\n",
+    ),
+    separator="\n",
+)
+
+
+_JSON_TYPES: tuple[JsonType, ...] = ("number", "integer", "boolean", "null", "array", "object")
+KIMI_K3 = CallFormat(
+    "kimi_k3",
+    TaggedBody(
+        name_open=' tool="',
+        name_end='" index="',
+        number_end='"<|sep|>',
+        key_open='<|open|>argument key="',
+        key_ends=(
+            ('" type="string"<|sep|>', "text"),
+            *((f'" type="{name}"<|sep|>', name) for name in _JSON_TYPES),
+        ),
+        value_end="<|close|>argument<|sep|>",
+    ),
+    open="<|open|>call",
+    close="<|close|>call<|sep|>",
+    section_open="<|open|>tools<|sep|>",
+    section_close="<|close|>tools<|sep|>",
+)
+HY3 = CallFormat(
+    "hy3",
+    TaggedBody(
+        name_open="",
+        name_end="<tool_sep:opensource>\n",
+        key_open="<arg_key:opensource>",
+        key_ends=(("</arg_key:opensource>\n", "schema"),),
+        value_open="<arg_value:opensource>",
+        value_end="</arg_value:opensource>\n",
+    ),
+    open="<tool_call:opensource>",
+    close="</tool_call:opensource>",
+    section_open="<tool_calls:opensource>\n",
+    section_close="\n</tool_calls:opensource>",
+    separator="\n",
+)
+
 
 _BAR = "\N{FULLWIDTH VERTICAL LINE}"
 
 
-def _dsml(name: str, section: str) -> CallFormat:
-    """Return a format of DeepSeek whose calls are in a section of the given name."""
-    prefix = f"{_BAR}DSML{_BAR}"
+def _dsml(name: str, section: str, language: str = "DSML") -> CallFormat:
+    """Return a format of DeepSeek or GigaChat whose calls are in a section of the given name."""
+    prefix = f"{_BAR}{language}{_BAR}"
     return CallFormat(
         name,
         TaggedBody(
@@ -357,6 +481,7 @@ def _deepseek(token: str) -> str:
 
 DEEPSEEK_V3_2 = _dsml("deepseek_v3_2", "function_calls")
 DEEPSEEK_V4 = _dsml("deepseek_v4", "tool_calls")
+GIGACHAT3_5 = _dsml("gigachat3_5", "tool_calls", "GCML")
 DEEPSEEK_V3 = CallFormat(
     "deepseek_v3",
     NamedBody(name_end="\n```json\n"),
@@ -430,10 +555,24 @@ COMMAND = CallFormat(
     open="<|START_ACTION|>",
     close="<|END_ACTION|>",
 )
+COMMAND_R = CallFormat(
+    "command_r",
+    JsonBody("tool_name", ("parameters",), layout="list"),
+    open="Action:\n```json\n",
+    close="```",
+)
 GIGACHAT = CallFormat("gigachat", JsonBody(), open="<|function_call|>", close="<|message_sep|>")
+GIGACHAT3 = CallFormat(
+    "gigachat3", JsonBody(), open="function call<|role_sep|>\n", close="<|message_sep|>"
+)
+INTERNLM2 = CallFormat(
+    "internlm2", JsonBody(), open="<|action_start|><|plugin|>\n", close="<|action_end|>"
+)
+GRANITE_20B = CallFormat("granite_20b", JsonBody(), open="<function_call> ", separator=" ")
 FUNCTIONARY = CallFormat(
     "functionary", NamedBody(name_end=">"), open="<function=", close="</function>"
 )
+FUNCTIONARY3_2 = CallFormat("functionary3_2", NamedBody(name_end="\n", text_name="all"), open=">>>")
 FUNCTION_GEMMA = CallFormat(
     "function_gemma",
     NamedBody(name_end="", notation=Notation(("<escape>",), "none", has_bare_keys=True)),
@@ -476,6 +615,13 @@ FORMATS: tuple[AnswerFormat, ...] = (
         detected_by=(("DSML", "tool_calls>"),),
         not_by=("function_calls>",),
     ),
+    AnswerFormat(
+        "gigachat3_5",
+        COMPACT_THINK,
+        GIGACHAT3_5,
+        ignored=("<|message_sep|>",),
+        detected_by=(("GCML", "tool_calls>"),),
+    ),
     AnswerFormat("deepseek_v3_2", CALLS_END_THINK, DEEPSEEK_V3_2, detected_by=(("DSML",),)),
     AnswerFormat(
         "deepseek_v3",
@@ -496,6 +642,23 @@ FORMATS: tuple[AnswerFormat, ...] = (
         detected_by=(("<|tool_call_argument_begin|>",),),
     ),
     AnswerFormat(
+        "kimi_k3",
+        KIMI_K3_THINK,
+        KIMI_K3,
+        text_open="<|open|>response<|sep|>",
+        text_close="<|close|>response<|sep|>",
+        ignored=("<|close|>message<|sep|>", "<|end_of_msg|>"),
+        detected_by=(("<|open|>", "<|close|>", "<|sep|>", "argument"),),
+        builds_markers=True,
+    ),
+    AnswerFormat(
+        "hy3",
+        HY3_THINK,
+        HY3,
+        detected_by=(("<tool_sep{}>", ":opensource"), ("<tool_sep:opensource>",)),
+        builds_markers=True,
+    ),
+    AnswerFormat(
         "solar",
         SOLAR_THINK,
         SOLAR,
@@ -506,6 +669,13 @@ FORMATS: tuple[AnswerFormat, ...] = (
     ),
     AnswerFormat("gemma4", GEMMA4_THINK, GEMMA4, detected_by=(("<|tool_call>call:",),)),
     AnswerFormat("function_gemma", None, FUNCTION_GEMMA, detected_by=(("<start_function_call>",),)),
+    AnswerFormat("minimax_m3", MINIMAX_M3_THINK, MINIMAX_M3, detected_by=((MINIMAX_NAMESPACE,),)),
+    AnswerFormat(
+        "minicpm5",
+        THINK,
+        MINICPM5,
+        detected_by=(('<function name="', '<param name="'),),
+    ),
     AnswerFormat("minimax_m2", THINK, MINIMAX_M2, detected_by=(("minimax:tool_call",),)),
     AnswerFormat("seed_oss", SEED_THINK, SEED_OSS, detected_by=(("seed:tool_call",),)),
     AnswerFormat(
@@ -537,6 +707,9 @@ FORMATS: tuple[AnswerFormat, ...] = (
         text_close="<|END_TEXT|>",
         detected_by=(("<|START_ACTION|>", "<|START_TEXT|>"),),
     ),
+    AnswerFormat(
+        "command_r", None, COMMAND_R, detected_by=(("Action:", "```json", '"tool_name": '),)
+    ),
     AnswerFormat("mistral", MISTRAL_THINK, MISTRAL, detected_by=(("[TOOL_CALLS]", "[ARGS]"),)),
     AnswerFormat("mistral_list", MISTRAL_THINK, MISTRAL_LIST, detected_by=(("[TOOL_CALLS]",),)),
     AnswerFormat("nemotron", THINK, NEMOTRON, detected_by=(("<TOOLCALL>",),)),
@@ -545,7 +718,7 @@ FORMATS: tuple[AnswerFormat, ...] = (
         "lfm2",
         COMPACT_THINK,
         LFM2,
-        detected_by=(("<|tool_call_start|>",), ("<|tool_list_start|>",)),
+        detected_by=(("<|tool_call_start|>",), ("<|tool_list_start|>",), ("List of tools: [",)),
     ),
     AnswerFormat("phi4", None, PHI4, detected_by=(("<|/tool_call|>",), ("<|/tool|>",))),
     AnswerFormat(
@@ -564,22 +737,34 @@ FORMATS: tuple[AnswerFormat, ...] = (
         detected_by=(("<|function_call|>", "<|role_sep|>"),),
     ),
     AnswerFormat(
+        "gigachat3",
+        None,
+        GIGACHAT3,
+        text_close="<|message_sep|>\n\n",
+        ignored=("<|message_sep|>",),
+        detected_by=(("function call", "<|role_sep|>"),),
+    ),
+    AnswerFormat("internlm2", None, INTERNLM2, detected_by=(("<|action_start|><|plugin|>",),)),
+    AnswerFormat("granite_20b", None, GRANITE_20B, detected_by=(("<function_call> ",),)),
+    AnswerFormat(
         "apriel",
         APRIEL_THINK,
         APRIEL,
         text_close="\n[END FINAL RESPONSE]",
         detected_by=(("[BEGIN FINAL RESPONSE]", "<tool_calls>"),),
     ),
-    AnswerFormat("minimax_m1", THINK, MINIMAX_M1, detected_by=(("<tool_calls>",),)),
     AnswerFormat(
-        "hermes",
+        "hunyuan",
         THINK,
-        HERMES,
-        detected_by=(("<tool_call>",),),
-        # MiniMax M3 writes arguments as nested tags, which no format here reads.
-        not_by=("<]minimax[",),
+        APRIEL,
+        text_open="<answer>\n",
+        text_close="\n</answer>",
+        detected_by=(("<tool_calls>[{",),),
     ),
+    AnswerFormat("minimax_m1", THINK, MINIMAX_M1, detected_by=(("<tool_calls>",),)),
+    AnswerFormat("hermes", THINK, HERMES, detected_by=(("<tool_call>",),)),
     AnswerFormat("olmo3", THINK, OLMO3, detected_by=(("<function_calls>", "pythonic"),)),
+    AnswerFormat("functionary3_2", None, FUNCTIONARY3_2, detected_by=((">>>all",),)),
     AnswerFormat("functools", None, FUNCTOOLS, detected_by=(("functools[",),)),
     AnswerFormat(
         "functionary",

@@ -17,6 +17,7 @@ from interposer_engine._answers.formats import (
     ChannelFormat,
     JsonBody,
     NamedBody,
+    NestedBody,
     PythonBody,
     TaggedBody,
 )
@@ -25,12 +26,22 @@ from interposer_engine._answers.rules import (
     Grammar,
     NotationGrammar,
     choices_of,
+    in_regex,
     joined,
     properties_of,
 )
-from interposer_engine._answers.tools import ToolSchemas, is_text
+from interposer_engine._answers.tools import (
+    ToolSchemas,
+    has_items,
+    has_members,
+    is_text,
+    referenced,
+    schema_types,
+)
 from interposer_engine._answers.writer import layout_of
 from interposer_engine._sampling_params import Constraint
+
+_NUMBER = "/[0-9]{1,4}/"  # of a call
 
 
 def call_grammar(
@@ -121,40 +132,117 @@ class _CallGrammar:
             ]
             arguments = self._grammar.sequence(items, '", "')
             return joined(literal(f"{before}{name}("), arguments, literal(")" + after))
-        opened = before + body.name_open + name + body.name_end
+        if isinstance(body, NestedBody):
+            parameters = self._members(body, schema, schema)
+            opened = literal(before + body.name_open + name + body.name_end)
+            return joined(opened, parameters, literal(body.end + after))
+        header = literal(before + body.name_open + name + body.name_end)
+        if body.number_end:
+            header = joined(header, _NUMBER, literal(body.number_end))
         items = [
             (self._parameter(body, name, key, item), required)
             for key, item, required in properties_of(schema)
         ]
         parameters = self._grammar.sequence(items, "")
-        return joined(literal(opened), parameters, literal(body.end + after))
+        return joined(header, parameters, literal(body.end + after))
 
     def _header(self, body: NamedBody, name: str, before: str) -> str:
         """Return the term of a name, with an id if each call has one."""
         literal = self._grammar.literal
         if body.number_prefix:
             opened = literal(f"{before}{body.number_prefix}{name}:")
-            return joined(opened, "/[0-9]{1,4}/", literal(body.name_end))
+            return joined(opened, _NUMBER, literal(body.name_end))
         if body.id_before:
             name_terms = literal(body.id_before + name + body.name_end)
             return joined(literal(before), r"/[A-Za-z0-9_\-]{1,40}/", name_terms)
+        if body.text_name:
+            # The prompt of such a format ends with the marker that is before each call.
+            opened = literal(before)
+            return f"({opened})? {literal(name + body.name_end)}"
         return literal(before + name + body.name_end)
 
     def _parameter(self, body: TaggedBody, name: str, key: str, schema: Any) -> str:
         types, literal = self._tools.types(name, key), self._grammar.literal
         kinds = {kind: marker for marker, kind in body.key_ends}
+        if "number" in kinds:
+            return self._typed_parameter(body, name, key, schema)
         is_plain = is_text(types)
         key_end = kinds.get("text" if is_plain else "json") or kinds["schema"]
         opened = literal(body.key_open + key + key_end + body.value_open)
         choices = choices_of(schema) if is_plain else None
         if choices is not None:
-            options = " | ".join(literal(f"{choice}{body.value_end}") for choice in choices)
+            options = " | ".join(self._quoted(body, str(choice)) for choice in choices)
             return f"{opened} ({options})"
+        if is_plain and body.quotes[0]:
+            quoted = self._grammar.text_until(body.quotes[1] + body.value_end)
+            plain = f"/[^{in_regex(body.quoted)}]*/ {literal(body.value_end)}"
+            return f"{opened} ({literal(body.quotes[0])} {quoted} | {plain})"
         if is_plain:
             return f"{opened} {self._grammar.text_until(body.value_end)}"
         root = self._tools.schema(name)
         value = self._grammar.json(schema if isinstance(schema, Mapping) else {}, root)
         return f"{opened} {value} {literal(body.value_end)}"
+
+    def _quoted(self, body: TaggedBody, text: str) -> str:
+        """Return the term of a string with its closing marker, and with quotes if it needs any."""
+        opened, closed = body.quotes_of(text)
+        return self._grammar.literal(opened + text + closed + body.value_end)
+
+    def _typed_parameter(self, body: TaggedBody, name: str, key: str, schema: Any) -> str:
+        """Return the term of a parameter whose type is in a marker before the value."""
+        root, literal = self._tools.schema(name), self._grammar.literal
+        types, choices = self._tools.types(name, key), choices_of(referenced(schema, root))
+        options = []
+        for marker, kind in body.key_ends:
+            opened = literal(body.key_open + key + marker + body.value_open)
+            if kind == "text" and "string" in types:
+                texts = [choice for choice in choices or () if isinstance(choice, str)]
+                values = [literal(text + body.value_end) for text in texts]
+                if choices is None:
+                    values = [self._grammar.text_until(body.value_end)]
+                options += [f"{opened} {value}" for value in values]
+            # Chat templates declare integers as numbers.
+            elif kind in types or (kind == "number" and "integer" in types):
+                kinds = {"number", "integer"} if kind == "number" else {kind}
+                typed = {"type": sorted(types & kinds)}
+                value = self._grammar.json({"allOf": [schema, typed]} if schema else typed, root)
+                options.append(f"{opened} {value} {literal(body.value_end)}")
+        return f"({' | '.join(options)})"
+
+    def _members(self, body: NestedBody, schema: Any, root: Mapping[str, Any]) -> str:
+        """Return the term of the members of an object in nested tags."""
+        items = [
+            (self._element(body, key, item, root), required)
+            for key, item, required in properties_of(schema)
+        ]
+        return self._grammar.sequence(items, "")
+
+    def _element(self, body: NestedBody, key: str, schema: Any, root: Mapping[str, Any]) -> str:
+        """Return the term of a value in tags."""
+        literal = self._grammar.literal
+        opened, end = literal(body.tag(key)), body.end_tag(key)
+        target, types = referenced(schema, root), schema_types(schema, root)
+        choices = choices_of(target) if is_text(types) else None
+        if choices is not None:
+            options = " | ".join(literal(f"{choice}{end}") for choice in choices)
+            return f"{opened} ({options})"
+        # Members and items are rules of their own, because a schema may refer to itself.
+        if has_members(schema, root):
+            members = self._grammar.schema_rule(
+                "members", target, lambda: self._members(body, target, root)
+            )
+            return f"{opened} {members} {literal(end)}"
+        if has_items(schema, root):
+            items = self._grammar.schema_rule(
+                "items",
+                target,
+                lambda: f"({self._element(body, body.item, target['items'], root)})*",
+            )
+            return f"{opened} {items} {literal(end)}"
+        if "string" in types:
+            return f"{opened} {self._grammar.text_until(end)}"
+        value = self._grammar.json(target if isinstance(target, Mapping) else {}, root)
+        return f"{opened} {value} {literal(end)}"
 
     def _python_item(self, key: str, schema: Any, root: Mapping[str, Any]) -> str:
         if not re.fullmatch(r"\w+", key):

@@ -140,11 +140,11 @@ class Output:
         """The answer so far."""
         parts: list[TextPart | ReasoningPart | ToolCall] = []
         for _, group in groupby(self._answer, type):
-            first, *others = group
+            first, *following = group
             if isinstance(first, ToolCall):
-                parts += [first, *others]
+                parts += [first, *following]
             else:
-                texts = [part.text for part in others if not isinstance(part, ToolCall)]
+                texts = [part.text for part in following if not isinstance(part, ToolCall)]
                 parts.append(type(first)("".join([first.text, *texts])))
         return ParsedAnswer(
             "".join(part.text for part in parts if isinstance(part, TextPart)),

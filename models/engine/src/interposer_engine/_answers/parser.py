@@ -9,7 +9,12 @@ from typing import Any
 
 from interposer_engine._answers.calls import CallReader
 from interposer_engine._answers.channels import ChannelReader
-from interposer_engine._answers.formats import AnswerFormat, CallFormat, JsonBody, ReasoningFormat
+from interposer_engine._answers.formats import (
+    AnswerFormat,
+    CallFormat,
+    JsonBody,
+    ReasoningFormat,
+)
 from interposer_engine._answers.output import Output
 from interposer_engine._answers.parts import ParsedAnswer, Part
 from interposer_engine._answers.source import Malformed, Source, Steps
@@ -33,6 +38,7 @@ class AnswerParser:
         markers_by_id: Texts of the special tokens of the format by token id.
         starts_in_reasoning: Whether the prompt ends with the marker that opens reasoning.
         random: Generator of ids for calls that begin without one.
+        starts_in_call: Whether the prompt ends with the marker that opens a call.
     Raises: RequestError: a tool has no name.
     """
 
@@ -43,6 +49,7 @@ class AnswerParser:
         markers_by_id: Mapping[int, str] | None = None,
         starts_in_reasoning: bool = False,
         random: Random = _RANDOM,
+        starts_in_call: bool = False,
     ) -> None:
         self._format = format
         self._tools = ToolSchemas(tools)
@@ -56,7 +63,7 @@ class AnswerParser:
             self._tools,
             lambda: "".join(random.choices(ascii_letters + digits, k=id_length)),
         )
-        self._steps = self._read(starts_in_reasoning)
+        self._steps = self._read(starts_in_reasoning, starts_in_call)
         self._has_ended = False
 
     def push(self, token_id: int, text: str) -> list[Part]:
@@ -92,7 +99,7 @@ class AnswerParser:
     def _advance(self) -> None:
         next(self._steps, None)
 
-    def _read(self, starts_in_reasoning: bool) -> Steps[None]:
+    def _read(self, starts_in_reasoning: bool, starts_in_call: bool) -> Steps[None]:
         answer = self._format
         if answer.channels is not None:
             yield from ChannelReader(
@@ -106,6 +113,10 @@ class AnswerParser:
         stops = {*text_markers, *opens, *_call_markers(calls)}
         if starts_in_reasoning and reasoning:
             yield from self._read_reasoning(reasoning)
+        if starts_in_call and calls:
+            # Some models repeat the marker at the end of their prompt.
+            yield from self._source.read_literal(calls.first_marker)
+            yield from self._read_call(calls, calls.first_marker, "")
         stop = ""
         while True:
             is_at_start = self._output.text.is_empty or stop in text_markers
@@ -121,7 +132,9 @@ class AnswerParser:
             elif calls and stop == calls.section_open.strip():
                 yield from self._read_section(calls, stop)
             elif calls:
-                yield from self._read_call(calls, stop, stop)
+                # Such as the prompt of Python, ">>> ", where the marker of calls is ">>>".
+                is_prompt = calls.text_name and (yield from self._source.peek()).isspace()
+                yield from self._read_call(calls, stop, stop, is_bare=bool(is_prompt))
 
     def _read_reasoning(self, reasoning: ReasoningFormat) -> Steps[None]:
         source, output = self._source, self._output

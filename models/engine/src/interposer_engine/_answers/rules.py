@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from interposer.errors import RequestError
@@ -14,7 +14,6 @@ from interposer_engine._answers.tools import referenced
 # If any white space were allowed, a weak model could write white space without end.
 _WHITE_SPACE = r"(?: |\n[ \t]{0,24})"
 _SPECIAL_IN_REGEX = re.compile(r"[.^$*+?()\[\]{}|\\/]")
-_MAX_DEPTH = 16
 _PYTHON_STRING = r"""/'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"/"""
 
 
@@ -32,6 +31,8 @@ class Grammar:
         self._special = re.compile(f"({'|'.join(map(re.escape, names))})" if names else "(?!)")
         self._rules: dict[str, str] = {}  # names by body
         self._named_rules: dict[str, str] = {}  # bodies by name
+        # Names by kind and id of the schema, with the schema, so that no other one gets its id.
+        self._schema_rules: dict[tuple[Hashable, int], tuple[str, Any]] = {}
 
     def text(self, start: str) -> str:
         """Return the whole grammar."""
@@ -55,6 +56,21 @@ class Grammar:
             return False
         self._named_rules[name] = ""
         return True
+
+    def schema_rule(self, kind: Hashable, schema: Any, body: Callable[[], str]) -> str:
+        """Return the name of the rule of a schema, which may contain itself.
+
+        Args:
+            kind: Kind of the rule; a schema can have a rule of each kind.
+            schema: The schema.
+            body: Returns the body of the rule. Not called if the rule is there.
+        """
+        key = (kind, id(schema))
+        if key not in self._schema_rules:
+            name = f"s{len(self._schema_rules)}"
+            self._schema_rules[key] = (name, schema)
+            self.define(name, body())
+        return self._schema_rules[key][0]
 
     def literal(self, text: str) -> str:
         """Return the terms that match a text, with special tokens by id."""
@@ -83,11 +99,11 @@ class Grammar:
         parts = [part for part in self._special.split(marker) if part]
         at = next((i for i, part in enumerate(parts) if part in self._special_ids), None)
         if at is None:
-            body = self.rule(rf"/(?s:.*){_in_regex(marker)}/", "[lazy]")
+            body = self.rule(rf"/(?s:.*){in_regex(marker)}/", "[lazy]")
             return f"{body} {json.dumps(space)}" if space else body
         # Only tokens of text match a pattern, so the special token ends it.
         before = "".join(parts[:at])
-        text = rf"/(?s:.*){_in_regex(before)}/"
+        text = rf"/(?s:.*){in_regex(before)}/"
         return f"{text} {self.literal(''.join(parts[at:]) + space)}"
 
     def sequence(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
@@ -131,31 +147,35 @@ class NotationGrammar:
         self._root = root
         self._comma = json.dumps("," if notation.has_bare_keys else ", ")
 
-    def value(self, schema: Any, depth: int = 0) -> str:
-        """Return the term of a value of ``schema``; parts nested deeper than 16 are free."""
+    def value(self, schema: Any) -> str:
+        """Return the term of a value of ``schema``."""
         schema = referenced(schema, self._root)
-        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        if not isinstance(schema, Mapping):
             return self._free_value()
+        if any(key in schema for key in ("anyOf", "oneOf", "items", "properties")):
+            # Such a schema may refer to itself.
+            return self._grammar.schema_rule(self._notation, schema, lambda: self._value(schema))
+        return self._value(schema)
+
+    def _value(self, schema: Mapping[str, Any]) -> str:
         if (choices := choices_of(schema)) is not None:
             return self._either(
                 self._grammar.literal(self._notation.write(choice)) for choice in choices
             )
         for key in ("anyOf", "oneOf"):
             if isinstance(options := schema.get(key), list):
-                return self._either(self.value(option, depth + 1) for option in options)
+                return self._either(map(self.value, options))
         kind = schema.get("type")
         if isinstance(kind, list):
-            return self._either(
-                self.value({**schema, "type": option}, depth + 1) for option in kind
-            )
+            return self._either(self._value({**schema, "type": option}) for option in kind)
         if kind in ("integer", "number"):
             return self._grammar.json(schema, self._root)
         if kind == "array":
-            item = self._grammar.rule(self.value(schema.get("items"), depth + 1))
+            item = self._grammar.rule(self.value(schema.get("items")))
             return f'"[" ({item} ({self._comma} {item})*)? "]"'
         if kind == "object" and isinstance(schema.get("properties"), Mapping):
             items = [
-                (f"{self._grammar.literal(self._key(key))} {self.value(item, depth + 1)}", required)
+                (f"{self._grammar.literal(self._key(key))} {self.value(item)}", required)
                 for key, item, required in properties_of(schema)
             ]
             return joined('"{"', self._grammar.sequence(items, self._comma), '"}"')
@@ -230,6 +250,6 @@ def choices_of(schema: Any) -> list[Any] | None:
     return values if isinstance(values, list) and values else None
 
 
-def _in_regex(text: str) -> str:
+def in_regex(text: str) -> str:
     """Return ``text`` as a pattern of Lark."""
     return _SPECIAL_IN_REGEX.sub(r"\\\g<0>", text).replace("\n", "\\n")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from interposer.errors import RequestError
+from interposer_engine._answers.formats import JsonType
 from interposer_engine._answers.literals import JSON, PYTHON, converted
 from interposer_engine._answers.source import Malformed
 
@@ -67,7 +69,7 @@ class ToolSchemas:
         if not isinstance(properties, Mapping) or key not in properties:
             return _ALL_TYPES
         if (name, key) not in self._types:
-            self._types[name, key] = _schema_types(properties[key], root)
+            self._types[name, key] = schema_types(properties[key], root)
         return self._types[name, key]
 
 
@@ -84,7 +86,7 @@ def referenced(schema: Any, root: Mapping[str, Any]) -> Any:
     return None
 
 
-def _schema_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+def schema_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """Return the JSON types of a schema, whose options may refer to each other in circles."""
     types, waiting, visited_ids = set[str](), [schema], set[int]()
     while waiting:
@@ -108,6 +110,98 @@ def _schema_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
         else:
             return _ALL_TYPES
     return frozenset(types) or _ALL_TYPES
+
+
+def member_schema(schema: Any, root: Mapping[str, Any], key: str | None) -> Any:
+    """Return the schema of a member of an object; {} if ``schema`` does not declare the member.
+
+    Args:
+        schema: Schema of the object or list, whose options may refer to each other in circles.
+        root: Schema that resolves references.
+        key: Key of the member; None for the items of a list.
+    """
+    waiting, visited_ids = [schema], set[int]()
+    while waiting:
+        option = referenced(waiting.pop(0), root)
+        if not isinstance(option, Mapping) or id(option) in visited_ids:
+            continue
+        visited_ids.add(id(option))
+        members = {None: option.get("items")} if key is None else option.get("properties")
+        if isinstance(members, Mapping) and isinstance(members.get(key), Mapping):
+            return members[key]
+        options = option.get("anyOf", option.get("oneOf"))
+        waiting += options if isinstance(options, list) else []
+    return {}
+
+
+def has_members(schema: Any, root: Mapping[str, Any]) -> bool:
+    """Return whether a schema allows only objects, and declares members of them."""
+    target = referenced(schema, root)
+    return schema_types(target, root) == {"object"} and bool(target.get("properties"))
+
+
+def has_items(schema: Any, root: Mapping[str, Any]) -> bool:
+    """Return whether a schema allows only lists, and declares their items."""
+    target = referenced(schema, root)
+    return schema_types(target, root) == {"array"} and isinstance(target.get("items"), Mapping)
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """A value in tags that bear the value's key.
+
+    Attributes:
+        key: Name of the tags.
+        item: Name of the tags around the items of a list.
+        texts: Pieces of the text between the tags.
+        members: The elements between the tags.
+    """
+
+    key: str
+    item: str
+    texts: list[str] = field(default_factory=list)
+    members: list[Element] = field(default_factory=list)
+
+
+def element_json(element: Element, schema: Any, root: Mapping[str, Any]) -> str:
+    """Return the JSON text of an element. The schema decides where the tags leave a choice.
+
+    Args:
+        element: The value. If it has members, the text between them is ignored.
+        schema: JSON schema of the value.
+        root: Schema that resolves references.
+    """
+    types = schema_types(schema, root)
+    containers = types & {"object", "array"}
+    if element.members:
+        has_items = all(member.key == element.item for member in element.members)
+        if has_items and containers != {"object"}:
+            items = member_schema(schema, root, None)
+            texts = (element_json(member, items, root) for member in element.members)
+            return f"[{', '.join(texts)}]"
+        values = {
+            member.key: element_json(member, member_schema(schema, root, member.key), root)
+            for member in element.members
+        }
+        return f"{{{', '.join(f'{JSON.write(key)}: {text}' for key, text in values.items())}}}"
+    text = "".join(element.texts)
+    if not text.strip() and "string" not in types and len(containers) == 1:
+        return "{}" if "object" in containers else "[]"
+    return value_json(text, types)
+
+
+def json_type(value: Any) -> JsonType:
+    """Return the JSON type of a value."""
+    names: dict[type, JsonType] = {
+        str: "string",
+        bool: "boolean",
+        int: "number",
+        float: "number",
+        list: "array",
+        dict: "object",
+        type(None): "null",
+    }
+    return names[type(value)]
 
 
 def is_text(types: frozenset[str]) -> bool:

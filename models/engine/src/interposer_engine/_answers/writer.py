@@ -15,13 +15,22 @@ from interposer_engine._answers.formats import (
     ChannelFormat,
     JsonBody,
     NamedBody,
+    NestedBody,
     PythonBody,
     TaggedBody,
-    ValueKind,
 )
 from interposer_engine._answers.literals import JSON, PYTHON
 from interposer_engine._answers.parts import ToolCall
-from interposer_engine._answers.tools import ToolSchemas, is_text, value_json
+from interposer_engine._answers.tools import (
+    ToolSchemas,
+    has_items,
+    has_members,
+    is_text,
+    json_type,
+    member_schema,
+    schema_types,
+    value_json,
+)
 
 
 def write_answer(
@@ -43,10 +52,18 @@ def write_answer(
             raise RequestError(f"The format {format.name!r} has no reasoning")
         pieces += [format.reasoning.open, reasoning, format.reasoning.close]
     if content:
-        pieces += [format.text_open, content, format.text_close]
+        pieces += [_text_open(format), content, format.text_close]
     if calls:
         pieces.append(write_calls(format, calls, tools))
     return "".join(pieces)
+
+
+def _text_open(format: AnswerFormat) -> str:
+    """Return the marker before text for the user."""
+    calls = format.calls
+    if calls is not None and isinstance(calls.body, NamedBody) and calls.text_name:
+        return calls.open + calls.text_name + calls.body.name_end
+    return format.text_open
 
 
 def write_calls(
@@ -119,8 +136,10 @@ class _CallWriter:
             texts = [self._named(body, index, call) for index, call in enumerate(calls)]
         elif isinstance(body, PythonBody):
             texts = [self._python(call) for call in calls]
+        elif isinstance(body, NestedBody):
+            texts = [self._nested(body, call) for call in calls]
         else:
-            texts = [self._tagged(body, call) for call in calls]
+            texts = [self._tagged(body, index, call) for index, call in enumerate(calls)]
         text = layout.separator.join(
             f"{layout.open}{body_text}{layout.close}" for body_text in texts
         )
@@ -164,9 +183,41 @@ class _CallWriter:
         items = (f"{key}={PYTHON.write(value)}" for key, value in arguments.items())
         return f"{call.name}({', '.join(items)})"
 
-    def _tagged(self, body: TaggedBody, call: ToolCall) -> str:
+    def _nested(self, body: NestedBody, call: ToolCall) -> str:
+        root = self._tools.schema(call.name)
+        parameters = (
+            self._element(body, key, value, member_schema(root, root, key), root)
+            for key, value in _arguments(call).items()
+        )
+        name = self._plain(call.name, body.name_end)
+        return f"{body.name_open}{name}{body.name_end}{''.join(parameters)}{body.end}"
+
+    def _element(
+        self, body: NestedBody, key: str, value: Any, schema: Any, root: Mapping[str, Any]
+    ) -> str:
+        """Return a value in tags. Members that the schema does not declare are in JSON."""
+        types = schema_types(schema, root)
+        if isinstance(value, dict) and has_members(schema, root):
+            text = "".join(
+                self._element(body, name, item, member_schema(schema, root, name), root)
+                for name, item in value.items()
+            )
+        elif isinstance(value, list) and has_items(schema, root):
+            items = member_schema(schema, root, None)
+            text = "".join(self._element(body, body.item, item, items, root) for item in value)
+        else:
+            text = JSON.write(value)
+            if isinstance(value, str) and (is_text(types) or value_json(value, types) == text):
+                text = value
+            if body.prefix in text:
+                raise self._refusal(f"a string with {body.prefix!r}")
+        return f"{body.tag(self._plain(key, '>', body.prefix))}{text}{body.end_tag(key)}"
+
+    def _tagged(self, body: TaggedBody, index: int, call: ToolCall) -> str:
         name_end = body.name_end.strip() or "\n"
         pieces = [body.name_open, self._plain(call.name, name_end, body.key_open), body.name_end]
+        if body.number_end:
+            pieces += [str(index + 1), body.number_end]
         for key, value in _arguments(call).items():
             types = self._tools.types(call.name, key)
             key_end, text = self._tagged_value(body, value, types)
@@ -176,21 +227,23 @@ class _CallWriter:
                 key_end,
                 body.value_open,
                 text,
-                body.value_end,
             ]
         return "".join([*pieces, body.end])
 
     def _tagged_value(self, body: TaggedBody, value: Any, types: frozenset[str]) -> tuple[str, str]:
-        """Return the marker after the key, and the text of the value."""
+        """Return the marker after the key, and the value with the markers around it."""
         key_ends = {kind: marker for marker, kind in body.key_ends}
-        text = JSON.write(value)
+        key_end = key_ends.get("text" if isinstance(value, str) else json_type(value))
+        key_end = key_end or key_ends.get("json") or key_ends["schema"]
+        text, quotes = JSON.write(value), ("", "")
         if isinstance(value, str):
             is_plain = "text" in key_ends or is_text(types) or value_json(value, types) == text
-            text = value if is_plain else text
-        if body.value_end.strip() in text:
-            raise self._refusal(f"a string with {body.value_end.strip()!r}")
-        kind: ValueKind = "text" if isinstance(value, str) else "json"
-        return key_ends.get(kind) or key_ends["schema"], text
+            quotes = body.quotes_of(value, is_ambiguous=not is_plain)
+            text = value if is_plain or quotes[0] else text
+        close = quotes[1] + body.value_end
+        if close.strip() in text:
+            raise self._refusal(f"a string with {close.strip()!r}")
+        return key_end, quotes[0] + text + close
 
     def _plain(self, text: str, *markers: str) -> str:
         """Return a name or key that stands before one of ``markers``."""
