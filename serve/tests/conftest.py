@@ -19,7 +19,6 @@ import uvicorn
 from serve.tests.agents import write_agent
 from tests.waiting import WAIT_SECONDS, wait_until
 
-from interposer_adapt import Encoder
 from interposer_engine import LanguageModel, load
 from interposer_serve import ConnectionLimits, Limits, application
 from interposer_serve._connections import protocol
@@ -93,10 +92,11 @@ class Served:
         messages = [{"role": "user", "content": "import os"}]
         return self.ask("/v1/chat/completions", {"model": NAME, "messages": messages, **fields})
 
-    def connect(self, path: str, body: dict[str, Any]) -> socket.socket:
+    def connect(self, path: str, body: dict[str, Any], **headers: str) -> socket.socket:
         """Return a connection on which a request was sent, and nothing was read."""
         content = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        head += "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_SECONDS)
         connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
         return connection
@@ -126,7 +126,7 @@ def events(content: str) -> list[Any]:
 @contextmanager
 def serving(
     model: Any,
-    name: str = NAME,
+    name: str | None = NAME,
     *,
     limits: Limits | None = None,
     keys: Collection[str] = (),
@@ -135,7 +135,7 @@ def serving(
     send_bytes: int = 0,
     **options: Any,
 ) -> Iterator[Served]:
-    """Serve a model in a thread.
+    """Serve a model, or several, in a thread.
 
     Args:
         send_bytes: that the system takes for a client that reads nothing; 0 leaves it to that.
@@ -163,7 +163,7 @@ def serving(
         server.should_exit = True
         thread.join(WAIT_SECONDS)
         assert not thread.is_alive()
-    if not isinstance(model, Encoder):
+    if isinstance(model, LanguageModel):
         pool = model.engine.pool
         assert (pool.num_free, model.engine.busy) == (pool.num_pages, False)
 

@@ -28,7 +28,7 @@ def num_shared_tokens(served: Served, key: str, **fields: str) -> float:
 
 def metric(served: Served, name: str, key: str) -> float:
     lines = served.ask("/metrics", authorization=f"Bearer {key}").body.splitlines()
-    (line,) = [line for line in lines if line.startswith(f"{name} ")]
+    (line,) = [line for line in lines if line.startswith(f"{name}{{")]
     return float(line.split()[1])
 
 

@@ -113,7 +113,8 @@ def test_a_disconnect_ends_the_answer_on_both_ranks(server: Ranks, offline: Lang
     body |= {"stream": True, "ignore_eos": True}
     with server.connect("/v1/completions", body) as connection:
         assert b"data:" in connection.recv(1 << 16) + connection.recv(1 << 16)
-    wait_until(lambda: 'interposer_generations_total{end="left"} 1.0' in metrics(server))
+    left = f'interposer_generations_total{{end="left",model="{NAME}"}} 1.0'
+    wait_until(lambda: left in metrics(server))
     wait_until(lambda: server.metric("interposer_sequences_running") == 0)
     assert server.metric("interposer_generated_tokens_total") > 0
     # Ranks that differed would raise at the next step.

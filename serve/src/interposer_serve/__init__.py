@@ -12,14 +12,16 @@ from interposer.tooling import lazy_attributes
 if TYPE_CHECKING:
     from interposer_serve._app import application
     from interposer_serve._limits import ConnectionLimits, Limits
+    from interposer_serve._models import ModelSource
 
-__all__ = ["ConnectionLimits", "Limits", "application"]
+__all__ = ["ConnectionLimits", "Limits", "ModelSource", "application"]
 
 __getattr__ = lazy_attributes(
     __name__,
     {
         "interposer_serve._app": "application",
         "interposer_serve._limits": "ConnectionLimits Limits",
+        "interposer_serve._models": "ModelSource",
     },
 )
 

@@ -29,7 +29,7 @@ from interposer_serve._errors import ApiError, Gone, api_error
 from interposer_serve._format import Format, compact_json, with_parts
 from interposer_serve._limits import Limits
 from interposer_serve._requests import SampledBody
-from interposer_serve._telemetry import Metrics, record_spans
+from interposer_serve._telemetry import ModelMetrics, record_spans
 
 _CLIENT_CLOSED_REQUEST = 499  # only for the metrics: the client has disconnected
 _log = logging.getLogger("interposer")
@@ -49,7 +49,7 @@ class Answering:
         lm: LanguageModel,
         name: str,
         limits: Limits,
-        metrics: Metrics,
+        metrics: ModelMetrics,
     ) -> None:
         self.model = model
         self.admission = Admission(model, limits)

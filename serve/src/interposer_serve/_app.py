@@ -1,14 +1,13 @@
-"""The ASGI application: endpoints of the model, and endpoints about the server."""
+"""The ASGI application: endpoints of the models, and endpoints about the server."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -21,14 +20,18 @@ from starlette.routing import Route
 from interposer.errors import ConfigError, InterposerError
 from interposer_adapt import Encoder
 from interposer_engine import LanguageModel
-from interposer_serve._details import model_details
-from interposer_serve._errors import ApiError, check_model, respond
+from interposer_serve._dispatch import Dispatcher
+from interposer_serve._endpoints import Endpoints
+from interposer_serve._errors import ApiError, respond
 from interposer_serve._guard import LOOPBACK, Guard, check_keys
 from interposer_serve._limits import Limits
 from interposer_serve._management import ManagementEndpoints
+from interposer_serve._models import Model, Models, ModelSource
 from interposer_serve._openapi import openapi_document
 from interposer_serve._origins import check_origins, cors_middleware
-from interposer_serve._telemetry import Metrics
+from interposer_serve._reading import BodyReader
+from interposer_serve._stored_responses import StoredResponseEndpoints, StoredResponses
+from interposer_serve._telemetry import Metrics, ModelMetrics
 from interposer_serve._text import TextEndpoints
 from interposer_serve._vectors import VectorEndpoints
 
@@ -40,31 +43,38 @@ _POLICY = (
 
 
 def application(
-    model: LanguageModel | Encoder,
-    name: str,
+    model: LanguageModel | Encoder | Iterable[ModelSource],
+    name: str | None = None,
     *,
+    default: str | None = None,
+    max_loaded: int | None = None,
     limits: Limits | None = None,
     keys: Collection[str] = (),
     hosts: Collection[str] | None = LOOPBACK,
     origins: Collection[str] = (),
     management_keys: Collection[str] = (),
 ) -> Starlette:
-    """Return the ASGI application that serves one model.
+    """Return the ASGI application that serves one or several models.
 
-    Once the application has started, only the application may run the model's engine.
+    Once the application has started, only the application may run the models' engines.
 
     Args:
-        model: Language model or encoder, which determines the endpoints.
-        name: Name of the model for clients. Adapters keep their own names.
+        model: Language model or encoder; or several models, loaded or to be loaded on demand.
+        name: Name of a single model for clients. Adapters keep their own names.
+        default: Name of the model for requests that name none, which is loaded at the start; None
+            for the first.
+        max_loaded: Number of models that may be loaded at once; None for no limit.
         limits: Limits on requests; None for the defaults of ``Limits``.
         keys: API keys, one of which each request must have. Without keys, none is needed.
         hosts: Allowed names in the Host header; None allows all.
         origins: Origins whose web pages may use the server from a browser (CORS), such as
             ``"https://app.example.org"``; ``"*"`` allows all origins and needs keys.
-        management_keys: Keys for endpoints that load and unload adapters. Without such keys, the
-            server has none of these endpoints.
-    Raises: ConfigError: ``keys`` is not a list, a key cannot be sent in a header, an adapter has
-        the name of the model, an origin is malformed, or all origins are allowed without keys.
+        management_keys: Keys for endpoints that load and unload models and adapters and change
+            weights. Without such keys, the server has none of these endpoints.
+    Raises: ConfigError: ``keys`` is not a list, a key cannot be sent in a header, two models or
+        adapters have the same name, a single model has no name, ``default`` names no model, more
+        models stay loaded than ``max_loaded``, an origin is malformed, or all origins are allowed
+        without keys.
     """
     checked_keys, checked_management = check_keys(keys), check_keys(management_keys)
     if both := checked_keys & checked_management:
@@ -73,43 +83,50 @@ def application(
             "Try: another key for management"
         )
     checked_origins = check_origins(origins, has_keys=bool(checked_keys))
-    limits, metrics, created = limits or Limits(), Metrics(name), int(time.time())
-    endpoints: TextEndpoints | VectorEndpoints
-    if isinstance(model, Encoder):
-        endpoints = VectorEndpoints(model, name, limits)
-    else:
-        if name in model.adapters:
-            raise ConfigError(
-                f"The model and an adapter are both called {name!r}. Try: another name of the model"
-            )
-        endpoints = TextEndpoints(model, name, limits, metrics)
+    limits, metrics, created = limits or Limits(), Metrics(), int(time.time())
+    stored = StoredResponses(limits.stored_bytes)
 
-    details = model_details(model)
+    def new_endpoints(loaded: Model, model_name: str) -> Endpoints:
+        if isinstance(loaded, Encoder):
+            return VectorEndpoints(loaded, model_name, limits)
+        return TextEndpoints(loaded, model_name, limits, ModelMetrics(metrics, model_name), stored)
+
+    models = Models(
+        _sources(model, name),
+        new_endpoints,
+        default=default,
+        max_loaded=max_loaded,
+        max_waiting=limits.queue,
+    )
 
     def entry(model_name: str) -> dict[str, Any]:
-        return {
+        owner = models.owner(model_name)
+        fields = {
             "id": model_name,
             "object": "model",
             "created": created,
             "owned_by": "interposer",
             # Fields of vLLM, which clients read. An adapter has the model as its parent.
-            "root": name,
-            "parent": None if model_name == name else name,
-            "max_model_len": endpoints.context,
-            **details,
-            "capabilities": getattr(endpoints, "capabilities", ["completion"]),
+            "root": owner,
+            "parent": None if model_name == owner else owner,
+            "max_model_len": None,
+            "status": {"value": models.status(owner)},  # as in llama.cpp's server
         }
+        if (endpoints := models.loaded(owner)) is not None:
+            fields["max_model_len"] = endpoints.context
+            fields |= {**endpoints.details, "capabilities": [*endpoints.capabilities]}
+        return fields
 
     running = False
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         nonlocal running
-        await endpoints.start()
+        await models.start()
         running = True
         yield
         running = False
-        await endpoints.stop()
+        await models.stop()
 
     async def health(_request: Request) -> Response:
         """Report that the server process is running."""
@@ -117,7 +134,7 @@ def application(
 
     async def ready(_request: Request) -> Response:
         """Report whether the server can answer requests."""
-        trouble = endpoints.trouble if running else "the server starts or stops"
+        trouble = models.trouble if running else "the server starts or stops"
         if trouble:
             raise ApiError(503, f"Not ready: {trouble}", code="not_ready")
         return JSONResponse({"status": "ok"})
@@ -126,38 +143,41 @@ def application(
         """Return the server's metrics in Prometheus' format."""
         return metrics.response()
 
-    async def models(_request: Request) -> Response:
-        """List the model and its adapters."""
-        entries = [entry(model_name) for model_name in endpoints.names]
+    async def all_models(_request: Request) -> Response:
+        """List the models and their adapters."""
+        entries = [entry(model_name) for model_name in models.names]
         return JSONResponse({"object": "list", "data": entries})
 
     async def one_model(request: Request) -> Response:
-        """Describe the model or one of its adapters."""
-        model_name = request.path_params["name"]
-        check_model(model_name, endpoints.names)
-        return JSONResponse(entry(model_name))
+        """Describe a model or an adapter."""
+        return JSONResponse(entry(request.path_params["name"]))
 
     async def server_version(_request: Request) -> Response:
         """Return the version of the server."""
         return JSONResponse({"version": version("interposer-serve")})
 
-    async def explanation(_request: Request) -> Response:
-        """Explain which kernels the model runs on, and why."""
+    async def explanation(request: Request) -> Response:
+        """Explain which kernels a model runs on, and why: the default one, or ``?model=NAME``."""
+        model_name = request.query_params.get("model", models.default)
+        endpoints = models.loaded(model_name)
+        if endpoints is None:
+            message = f"The model {model_name!r} is {models.status(model_name)}"
+            raise ApiError(409, message, param="model", code="model_not_loaded")
         return JSONResponse(await endpoints.explanation())
 
     async def openapi(_request: Request) -> Response:
         """Return the OpenAPI description of all endpoints."""
-        bodies = {**endpoints.bodies, **ManagementEndpoints.bodies}
+        bodies = {path: body_type for path, (_, body_type) in models.paths.items()}
+        bodies |= ManagementEndpoints.bodies
         document = openapi_document(routes, bodies, has_keys=bool(checked_keys))
         return JSONResponse(document)
 
-    management_routes = []
-    if checked_management and isinstance(endpoints, TextEndpoints):
-        management_routes = ManagementEndpoints(endpoints).routes
+    bodies_reader = BodyReader(limits)
     routes = [
-        *endpoints.routes,
-        *management_routes,
-        Route("/v1/models", models),
+        *Dispatcher(models, bodies_reader, limits).routes,
+        *StoredResponseEndpoints(stored).routes,
+        *(ManagementEndpoints(models, bodies_reader, limits).routes if checked_management else ()),
+        Route("/v1/models", all_models),
         Route("/v1/models/{name:path}", one_model),
         Route("/version", server_version),
         Route("/health", health),
@@ -187,12 +207,26 @@ def application(
         },
         lifespan=lifespan,
     )
-    app.state.endpoints = endpoints
-    folder = getattr(model, "path", None)
-    folders = () if folder is None else (Path(folder).resolve(), Path(folder).absolute())
+    app.state.models = models
     # Errors must not show paths of the server to clients.
-    app.state.hidden = {str(path): name for path in folders}
+    app.state.hidden = models.folders
     return app
+
+
+def _sources(
+    model: LanguageModel | Encoder | Iterable[ModelSource], name: str | None
+) -> list[ModelSource]:
+    """Return the sources of the models of ``application``.
+
+    Raises: ConfigError: a single model has no name, or several have one.
+    """
+    if isinstance(model, Encoder | LanguageModel):
+        if name is None:
+            raise ConfigError("The model has no name for clients. Try: name='NAME'")
+        return [ModelSource(name=name, model=model)]
+    if name is not None:
+        raise ConfigError(f"name is {name!r}, but each ModelSource has its own. Try: default")
+    return [*model]
 
 
 def _names(hosts: Collection[str] | None) -> frozenset[str] | None:

@@ -34,28 +34,25 @@ _VLLM = {
 class RenamedMetrics(Collector):
     """The metrics of a registry under the names of OpenTelemetry's conventions and of vLLM."""
 
-    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+    def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        self._names = (
-            (_GEN_AI, {"gen_ai_request_model": model}),
-            (_VLLM, {"model_name": model}),
-        )
+        self._names = (_GEN_AI, "gen_ai_request_model"), (_VLLM, "model_name")
 
     def collect(self) -> Iterator[Metric]:
-        """Yield each metric that has another name, with the label of the model."""
+        """Yield each metric that has another name, with the usual label for the model."""
         metrics = [*self._registry.collect()]
-        for names, labels in self._names:
+        for names, label in self._names:
             for metric in metrics:
                 if metric.name in names:
-                    yield _renamed(metric, names[metric.name], labels)
+                    yield _renamed(metric, names[metric.name], label)
 
 
-def _renamed(metric: Metric, name: str, labels: dict[str, str]) -> Metric:
+def _renamed(metric: Metric, name: str, model_label: str) -> Metric:
     renamed = Metric(name, metric.documentation, metric.type)
     for sample in metric.samples:
         # A sample adds a suffix such as "_total" or "_bucket" to the name of the metric.
         sample_name = name + sample.name.removeprefix(metric.name)
-        renamed.samples.append(
-            Sample(sample_name, {**sample.labels, **labels}, sample.value, sample.timestamp)
-        )
+        labels = {**sample.labels}
+        labels[model_label] = labels.pop("model")
+        renamed.samples.append(Sample(sample_name, labels, sample.value, sample.timestamp))
     return renamed

@@ -186,7 +186,8 @@ class Body(BaseModel):
     own_names: ClassVar[Mapping[str, str]] = {}
     """Names that the client's API has for fields, where they differ. Errors use these names."""
 
-    model: str = Field(description="a text")
+    # Without a model, the server's default model answers.
+    model: str = Field("", description="a text")
 
     @classmethod
     def read(cls, body: dict[str, Any]) -> Self:
@@ -597,7 +598,6 @@ class ChatBody(SampledBody):
 class TokenizeBody(Body):
     """Request body of ``/tokenize``: a text, or the messages of a chat."""
 
-    model: str = Field("", description="a text")
     prompt: str | None = Field(None, description="a text")
     messages: _Objects | None = Field(None, description="a list of messages")
     tools: _Objects = Field([], description="a list of functions with JSON schemas")
@@ -607,5 +607,4 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """Request body of ``/detokenize``: token ids."""
 
-    model: str = Field("", description="a text")
     tokens: _TokenIds = Field(description="a list of token ids")

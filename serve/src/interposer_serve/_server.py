@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import signal
 import time
 from collections.abc import Callable
@@ -81,7 +80,7 @@ class Server(uvicorn.Server):
         self._name = name
         self._scheme = "http" if tls is None else "https"
         self._print_line = print_line
-        self._endpoints = app.state.endpoints
+        self._models = app.state.models
 
     def serve_until_stopped(self) -> None:
         """Serve requests until a signal arrives and all answers have ended."""
@@ -91,9 +90,7 @@ class Server(uvicorn.Server):
         """Start the application, and print the server's address."""
         await super().startup(sockets)
         if self.started:
-            # Keep the garbage collector from scanning the loaded model, which stops all threads.
-            gc.collect()
-            gc.freeze()
+            self._models.freeze_objects()
             host, port = self._listening.getsockname()[:2]
             url_host = f"[{host}]" if ":" in host else host
             self._print_line(f"{self._name} at {self._scheme}://{url_host}:{port}, Ctrl-C ends it")
@@ -108,7 +105,7 @@ class Server(uvicorn.Server):
         else:
             # uvicorn raises the signal again at the end, so that the exit status shows SIGTERM.
             super().handle_exit(sig, frame)
-        count = self._endpoints.num_unfinished
+        count = self._models.num_unfinished
         if count:
             answers = "1 answer" if count == 1 else f"{count} answers"
             seconds = f"{self._drain_seconds:g} s"
@@ -123,10 +120,10 @@ class Server(uvicorn.Server):
         # uvicorn cancels running answers after ``_CLOSE_SECONDS``, so drain them first.
         deadline = time.monotonic() + self._drain_seconds
         while self.server_state.tasks and not self.is_forced and time.monotonic() < deadline:
-            if self._endpoints.trouble:
+            if self._models.trouble:
                 break  # a rank is lost or the engine failed, so no answer can finish
             await asyncio.sleep(_POLL_SECONDS)
-        self._endpoints.end_answers()
+        self._models.end_answers()
         await super().shutdown(sockets)
 
 

@@ -8,6 +8,10 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
 from interposer_serve._errors import ApiError, ascii_json
 
 
@@ -77,3 +81,36 @@ class StoredResponses:
         with self._lock:
             if (content := self._contents.pop((client, response_id), None)) is not None:
                 self._num_bytes -= len(content)
+
+
+class StoredResponseEndpoints:
+    """The endpoints with which clients read and delete their stored responses."""
+
+    def __init__(self, stored: StoredResponses) -> None:
+        self._stored = stored
+
+    @property
+    def routes(self) -> list[Route]:
+        """The HTTP routes of the endpoints."""
+        return [
+            Route("/v1/responses/{id}", self.stored_response),
+            Route("/v1/responses/{id}", self.delete_response, methods=["DELETE"]),
+            Route("/v1/responses/{id}/input_items", self.input_items),
+        ]
+
+    async def stored_response(self, request: Request) -> Response:
+        """Return a stored response: ``/v1/responses/{id}``."""
+        stored = self._stored.get(request.state.client, request.path_params["id"])
+        return JSONResponse(stored["response"])
+
+    async def delete_response(self, request: Request) -> Response:
+        """Delete a stored response: ``/v1/responses/{id}``."""
+        response_id = request.path_params["id"]
+        self._stored.remove(request.state.client, response_id)
+        return JSONResponse({"id": response_id, "object": "response.deleted", "deleted": True})
+
+    async def input_items(self, request: Request) -> Response:
+        """List the input items of a stored response: ``/v1/responses/{id}/input_items``."""
+        stored = self._stored.get(request.state.client, request.path_params["id"])
+        content = {"object": "list", "data": stored["input_items"], "has_more": False}
+        return JSONResponse(content)

@@ -63,11 +63,18 @@ _SECONDS = (
 class Metrics:
     """The Prometheus metrics of one server, in a registry of its own.
 
-    Args:
-        model: Name of the model, a label of the metrics with names of other servers.
+    Attributes:
+        responses: Counter of responses, with the labels ``endpoint`` and ``status``.
+        generations: Counter of generations, with the labels ``model`` and ``end``.
+        prompt_tokens: Counter with the label ``model``, as the next one.
+        new_tokens: Counter.
+        queued: Histogram of seconds with the label ``model``, as the next three.
+        first: Histogram.
+        whole: Histogram.
+        per_token: Histogram.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self) -> None:
         # The default registry is global, so two servers in a process would claim equal names.
         registry = self._registry = CollectorRegistry()
         self.responses = Counter(
@@ -76,34 +83,79 @@ class Metrics:
             ("endpoint", "status"),
             registry=registry,
         )
-        self._generations = Counter(
-            "interposer_generations", "Generations by outcome.", ("end",), registry=registry
+        self.generations = Counter(
+            "interposer_generations",
+            "Generations by outcome.",
+            ("model", "end"),
+            registry=registry,
         )
-        self._prompt_tokens = Counter(
-            "interposer_prompt_tokens", "Prompt tokens of queued requests.", registry=registry
+        self.prompt_tokens = Counter(
+            "interposer_prompt_tokens",
+            "Prompt tokens of queued requests.",
+            ("model",),
+            registry=registry,
         )
-        self._new_tokens = Counter(
-            "interposer_generated_tokens", "Generated tokens.", registry=registry
+        self.new_tokens = Counter(
+            "interposer_generated_tokens", "Generated tokens.", ("model",), registry=registry
         )
-        self._queued = self._histogram("queue", "from a request to its first step")
-        self._first = self._histogram("time_to_first_token", "from a request to its first token")
-        self._whole = self._histogram("generation", "from a request to its last token")
-        self._per_token = self._histogram(
+        self.queued = self._histogram("queue", "from a request to its first step")
+        self.first = self._histogram("time_to_first_token", "from a request to its first token")
+        self.whole = self._histogram("generation", "from a request to its last token")
+        self.per_token = self._histogram(
             "time_per_output_token", "per token after the first one, of one answer"
         )
+        self._gauges: dict[str, Gauge] = {}
         self._renamed = CollectorRegistry()
-        self._renamed.register(RenamedMetrics(registry, model))
+        self._renamed.register(RenamedMetrics(registry))
 
     def _histogram(self, name: str, interval: str) -> Histogram:
         return Histogram(
             f"interposer_{name}_seconds",
             f"Seconds {interval}.",
+            ("model",),
             buckets=_SECONDS,
             registry=self._registry,
         )
 
+    def gauge(self, model: str, name: str, description: str, get_value: Any) -> None:
+        """Add a gauge of a model that calls a function for its value."""
+        gauge = self._gauges.get(name)
+        if gauge is None:
+            gauge = self._gauges[name] = Gauge(
+                f"interposer_{name}", description, ("model",), registry=self._registry
+            )
+        gauge.labels(model).set_function(get_value)
+
+    def remove_gauges(self, model: str) -> None:
+        """Remove the gauges of a model that was unloaded; its counters stay."""
+        for gauge in self._gauges.values():
+            gauge.remove(model)
+
+    def response(self) -> Response:
+        """Return the metrics in Prometheus' text format."""
+        content = generate_latest(self._registry) + generate_latest(self._renamed)
+        return Response(content, headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+class ModelMetrics:
+    """The metrics of one model of a server."""
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self._metrics = metrics
+        self._model = model
+        self._prompt_tokens = metrics.prompt_tokens.labels(model)
+        self._new_tokens = metrics.new_tokens.labels(model)
+        self._queued = metrics.queued.labels(model)
+        self._first = metrics.first.labels(model)
+        self._whole = metrics.whole.labels(model)
+        self._per_token = metrics.per_token.labels(model)
+
     def _gauge(self, name: str, description: str, get_value: Any) -> None:
-        Gauge(f"interposer_{name}", description, registry=self._registry).set_function(get_value)
+        self._metrics.gauge(self._model, name, description, get_value)
+
+    def forget(self) -> None:
+        """Remove the gauges, because the engine ends."""
+        self._metrics.remove_gauges(self._model)
 
     def watch(self, engine: Any) -> None:
         """Add gauges that read the state of an engine."""
@@ -155,7 +207,8 @@ class Metrics:
         """Count a generation that has ended, and record its durations."""
         stages, error = generation.stages, generation.error
         failure = "left" if isinstance(error, Gone) else "failed"
-        self._generations.labels("finished" if error is None else failure).inc()
+        end = "finished" if error is None else failure
+        self._metrics.generations.labels(self._model, end).inc()
         self._new_tokens.inc(generation.num_tokens)
         if stages.started:
             self._queued.observe(max(0, stages.started - stages.received) / 1e9)
@@ -167,11 +220,6 @@ class Metrics:
             num_later = generation.num_tokens / generation.num_answers - 1
             if num_later > 0:
                 self._per_token.observe((stages.ended - stages.first_token) / 1e9 / num_later)
-
-    def response(self) -> Response:
-        """Return the metrics in Prometheus' text format."""
-        content = generate_latest(self._registry) + generate_latest(self._renamed)
-        return Response(content, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 def record_spans(

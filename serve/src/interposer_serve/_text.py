@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
-from interposer.errors import InterposerError, RequestError, install_command
+from interposer.errors import ConfigError, InterposerError, RequestError, install_command
 from interposer_engine import (
     AsyncLanguageModel,
     Compiled,
@@ -22,12 +21,14 @@ from interposer_engine import (
 )
 from interposer_engine.answers import AnswerReader, PlainReader
 from interposer_serve._answering import Answering
-from interposer_serve._errors import ApiError, check_model
+from interposer_serve._details import model_details
+from interposer_serve._endpoints import Answer, Endpoints
+from interposer_serve._errors import ApiError
 from interposer_serve._format import Format
 from interposer_serve._formats import ChatFormat, CompletionFormat, Echo, template_messages
 from interposer_serve._limits import Limits
 from interposer_serve._messages import MessagesBody, MessagesFormat, TokenCountBody
-from interposer_serve._reading import BodyReader, PromptSizes
+from interposer_serve._reading import PromptSizes
 from interposer_serve._requests import (
     Body,
     ChatBody,
@@ -38,54 +39,44 @@ from interposer_serve._requests import (
 )
 from interposer_serve._responses import ResponsesBody, ResponsesFormat, chat_messages
 from interposer_serve._stored_responses import StoredResponses
-from interposer_serve._telemetry import Metrics
+from interposer_serve._telemetry import ModelMetrics
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
 _log = logging.getLogger("interposer")
 B = TypeVar("B", bound=Body)
 
 
-class TextEndpoints:
+class TextEndpoints(Endpoints):
     """The endpoints of one generating model: chats, completions and tokenization."""
 
-    def __init__(self, lm: LanguageModel, name: str, limits: Limits, metrics: Metrics) -> None:
+    capabilities = ("completion",)
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        name: str,
+        limits: Limits,
+        metrics: ModelMetrics,
+        stored: StoredResponses,
+    ) -> None:
+        """Prepare the endpoints, without starting the model's threads.
+
+        Raises: ConfigError: an adapter has the name of the model.
+        """
+        if name in lm.adapters:
+            raise ConfigError(
+                f"The model and an adapter are both called {name!r}. Try: another name of the model"
+            )
         self.name = name
         self.context = lm.engine.model.config.max_position_embeddings
         self._lm = lm
         self._limits = limits
         self._metrics = metrics
         metrics.watch(lm.engine)
-        self._bodies = BodyReader(limits)
-        self._stored = StoredResponses(limits.stored_bytes)
+        self._stored = stored
         self._sizes: PromptSizes
         self._model: AsyncLanguageModel
         self._answering: Answering
-
-    bodies: Mapping[str, type[Body]] = {
-        "/v1/chat/completions": ChatBody,
-        "/v1/completions": CompletionBody,
-        "/v1/responses": ResponsesBody,
-        "/v1/messages": MessagesBody,
-        "/v1/messages/count_tokens": TokenCountBody,
-        "/tokenize": TokenizeBody,
-        "/detokenize": DetokenizeBody,
-    }
-
-    @property
-    def routes(self) -> list[Route]:
-        """The HTTP routes of the endpoints."""
-        return [
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route("/v1/completions", self.complete, methods=["POST"]),
-            Route("/v1/responses", self.respond, methods=["POST"]),
-            Route("/v1/responses/{id}", self.stored_response),
-            Route("/v1/responses/{id}", self.delete_response, methods=["DELETE"]),
-            Route("/v1/responses/{id}/input_items", self.input_items),
-            Route("/v1/messages", self.message, methods=["POST"]),
-            Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
-        ]
 
     async def start(self) -> None:
         """Start the model's threads, and load everything that a first request would load."""
@@ -125,6 +116,12 @@ class TextEndpoints:
     async def stop(self) -> None:
         """End the model's threads."""
         await self._model.aclose()
+        self._metrics.forget()
+
+    @property
+    def details(self) -> Mapping[str, Any]:
+        """Dtype and quantization of the model."""
+        return model_details(self._lm)
 
     @property
     def trouble(self) -> str:
@@ -141,13 +138,13 @@ class TextEndpoints:
         return {**first, "ranks": explanations} if len(explanations) > 1 else first
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def names(self) -> Collection[str]:
         """Names under which the model and its adapters are served."""
         return self.name, *self._lm.adapters
 
-    async def chat(self, request: Request) -> Response:
+    async def chat(self, request: Request, content: dict[str, Any]) -> Response:
         """Answer a chat: ``/v1/chat/completions``."""
-        body = await self.read(request, ChatBody)
+        body = self._read(content, ChatBody)
         formatter = ChatFormat(
             body.model,
             self._spell,
@@ -185,9 +182,9 @@ class TextEndpoints:
             compiled=compiled,
         )
 
-    async def respond(self, request: Request) -> Response:
+    async def respond(self, request: Request, content: dict[str, Any]) -> Response:
         """Answer a request of OpenAI's newer API: ``/v1/responses``."""
-        body = await self.read(request, ResponsesBody)
+        body = self._read(content, ResponsesBody)
         client, earlier_messages = request.state.client, list[dict[str, Any]]()
         if body.previous_response_id is not None:
             previous = self._stored.get(client, body.previous_response_id, "previous_response_id")
@@ -208,39 +205,22 @@ class TextEndpoints:
 
         return await self._answer_chat(request, chat, ResponsesFormat(body, store))
 
-    async def stored_response(self, request: Request) -> Response:
-        """Return a stored response: ``/v1/responses/{id}``."""
-        stored = self._stored.get(request.state.client, request.path_params["id"])
-        return JSONResponse(stored["response"])
-
-    async def delete_response(self, request: Request) -> Response:
-        """Delete a stored response: ``/v1/responses/{id}``."""
-        response_id = request.path_params["id"]
-        self._stored.remove(request.state.client, response_id)
-        return JSONResponse({"id": response_id, "object": "response.deleted", "deleted": True})
-
-    async def input_items(self, request: Request) -> Response:
-        """List the input items of a stored response: ``/v1/responses/{id}/input_items``."""
-        stored = self._stored.get(request.state.client, request.path_params["id"])
-        content = {"object": "list", "data": stored["input_items"], "has_more": False}
-        return JSONResponse(content)
-
-    async def message(self, request: Request) -> Response:
+    async def message(self, request: Request, content: dict[str, Any]) -> Response:
         """Answer a request of Anthropic's API: ``/v1/messages``."""
-        body = await self.read(request, MessagesBody)
+        body = self._read(content, MessagesBody)
         formatter = MessagesFormat(body, self._lm.tokenizer.decode)
         return await self._answer_chat(request, self._checked(body.chat()), formatter)
 
-    async def count_tokens(self, request: Request) -> Response:
+    async def count_tokens(self, request: Request, content: dict[str, Any]) -> Response:
         """Count the tokens of a prompt: ``/v1/messages/count_tokens``."""
-        chat = (await self.read(request, TokenCountBody)).chat()
+        chat = self._read(content, TokenCountBody).chat()
         async with self._answering.preparing(request, 1):
             tokens = await self._chat_prompt(chat.messages, chat.offered, chat.chat_template_kwargs)
         return JSONResponse({"input_tokens": len(tokens)})
 
-    async def complete(self, request: Request) -> Response:
+    async def complete(self, request: Request, content: dict[str, Any]) -> Response:
         """Complete a prompt: ``/v1/completions``."""
-        body = await self.read(request, CompletionBody)
+        body = self._read(content, CompletionBody)
         async with self._answering.preparing(request, body.n * len(body.prompts)):
             prompts = [
                 await self._encoded(prompt) if isinstance(prompt, str) else prompt
@@ -270,9 +250,9 @@ class TextEndpoints:
             compiled=compiled,
         )
 
-    async def tokenize(self, request: Request) -> Response:
+    async def tokenize(self, request: Request, content: dict[str, Any]) -> Response:
         """Return the token ids of a text, or of a chat's prompt: ``/tokenize``."""
-        body = await self.read(request, TokenizeBody)
+        body = self._read(content, TokenizeBody)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "Give either prompt or messages", param="prompt")
         async with self._answering.preparing(request, 1):
@@ -282,16 +262,26 @@ class TextEndpoints:
                 )
             else:
                 tokens = await self._encoded(body.prompt or "")
-        content = {"count": len(tokens), "max_model_len": self.context, "tokens": tokens}
-        return JSONResponse(content)
+        result = {"count": len(tokens), "max_model_len": self.context, "tokens": tokens}
+        return JSONResponse(result)
 
-    async def detokenize(self, request: Request) -> Response:
+    async def detokenize(self, request: Request, content: dict[str, Any]) -> Response:
         """Return the text of token ids: ``/detokenize``."""
-        body = await self.read(request, DetokenizeBody)
+        body = self._read(content, DetokenizeBody)
         tokens = self._lm.engine.checked_tokens(body.tokens)
         async with self._answering.preparing(request, 1):
             text = await self._model.format_answer(lambda tokenizer: tokenizer.decode(tokens))
         return JSONResponse({"prompt": text})
+
+    paths: ClassVar[Mapping[str, tuple[Answer, type[Body]]]] = {
+        "/v1/chat/completions": (chat, ChatBody),
+        "/v1/completions": (complete, CompletionBody),
+        "/v1/responses": (respond, ResponsesBody),
+        "/v1/messages": (message, MessagesBody),
+        "/v1/messages/count_tokens": (count_tokens, TokenCountBody),
+        "/tokenize": (tokenize, TokenizeBody),
+        "/detokenize": (detokenize, DetokenizeBody),
+    }
 
     async def load_adapter(self, name: str, path: str, *, replace: bool) -> None:
         """Load a LoRA adapter between two steps; see ``LanguageModel.load_adapter``."""
@@ -301,17 +291,17 @@ class TextEndpoints:
         """Remove a LoRA adapter between two steps; see ``LanguageModel.remove_adapter``."""
         await self._model.remove_adapter(name)
 
-    async def read(self, request: Request, body_type: type[B]) -> B:
-        """Read and validate the body of a request.
+    async def update_weights(self, tensors: Any) -> Collection[str]:
+        """Replace weights between two steps; see ``LanguageModel.update_weights``."""
+        return await self._model.update_weights(tensors)
 
-        Raises: ApiError: the body is malformed or too large, or names another model.
+    def _read(self, content: dict[str, Any], body_type: type[B]) -> B:
+        """Validate the parsed body of a request.
+
+        Raises: ApiError: a prompt is too large, a field is unusable, or two contradict each other.
         """
-        content = await self._bodies.read_object(request)
         self._sizes.check(content)
-        body = body_type.read(content)
-        if body.model:
-            check_model(body.model, self.names)
-        return self._checked(body)
+        return self._checked(body_type.read(content))
 
     @staticmethod
     def _checked(body: B) -> B:

@@ -7,22 +7,23 @@ import base64
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, normalize
 
 import interposer
 from interposer_adapt import Encoder
-from interposer_serve._errors import ApiError, check_model, shown
+from interposer_serve._details import model_details
+from interposer_serve._endpoints import Answer, Endpoints
+from interposer_serve._errors import ApiError, shown
 from interposer_serve._limits import Limits
-from interposer_serve._reading import BodyReader, PromptSizes
+from interposer_serve._reading import PromptSizes
 from interposer_serve._requests import Body
 from interposer_serve._vector_requests import (
     ClassifyBody,
@@ -35,59 +36,53 @@ from interposer_serve._vector_requests import (
 _MAX_TEXTS = 2048  # limit of OpenAI's API
 # Numbers in one response with a vector for each token, which would otherwise fill the memory.
 _MAX_TOKEN_VALUES = 2**23
+_PATHS = {
+    "pooling": ("/pooling",),
+    "embedding": ("/v1/embeddings",),
+    "classification": ("/v1/classify", "/classify"),
+    "score": ("/v1/score", "/score"),
+    "rerank": ("/v1/rerank", "/v2/rerank", "/rerank"),
+}
 B = TypeVar("B", bound=Body)
 # Content of a response, and the number of tokens that the encoder read.
-_Answer = tuple[dict[str, Any], int]
+_Content = tuple[dict[str, Any], int]
 
 
-class VectorEndpoints:
-    """The endpoints of one encoder, which runs one request at a time.
-
-    Attributes:
-        name: Name of the model for clients.
-        names: The same name, as the only one.
-        context: Number of tokens of the longest text or pair.
-        bodies: Types of the request bodies, by path.
-        capabilities: Names of the encoder's tasks, for clients.
-    """
+class VectorEndpoints(Endpoints):
+    """The endpoints of one encoder, which runs one request at a time."""
 
     def __init__(self, encoder: Encoder, name: str, limits: Limits) -> None:
-        self.name, self.names = name, (name,)
+        self.name = name
         self.context = _context(encoder)
         self._encoder = encoder
         self._limits = limits
         self._waiting = 0
-        self._bodies = BodyReader(limits)
         self._max_tokens = min(self.context, limits.prompt_tokens or self.context)
         self._sizes = PromptSizes(self._max_tokens, _MAX_TEXTS, encoder.tokenizer.get_vocab())
         self._thread = ThreadPoolExecutor(1, "interposer-encoder")
         is_classifier, is_cross_encoder = bool(encoder.labels), len(encoder.labels) == 1
-        self._endpoints: dict[str, tuple[Any, type[Body]]] = {"/pooling": (self.pool, PoolingBody)}
-        self.capabilities: list[str] = []
-        self._tasks: tuple[str, ...] = ("embed", "token_embed")
-        if is_classifier:
-            self._tasks = ("classify",)
-            self._add("classification", self.classify, ClassifyBody, "/v1/classify", "/classify")
-        else:
-            self._add("embedding", self.embed, EmbeddingBody, "/v1/embeddings")
+        self._tasks = ("classify",) if is_classifier else ("embed", "token_embed")
+        self.capabilities = ["classification" if is_classifier else "embedding"]
         if is_cross_encoder or not is_classifier:
-            self._add("score", self.score, ScoreBody, "/v1/score", "/score")
-            self._add("rerank", self.rerank, RerankBody, "/v1/rerank", "/v2/rerank", "/rerank")
-        self.bodies: Mapping[str, type[Body]] = {
-            path: body_type for path, (_, body_type) in self._endpoints.items()
-        }
-
-    def _add(self, capability: str, endpoint: Any, body_type: type[Body], *paths: str) -> None:
-        self.capabilities.append(capability)
-        self._endpoints |= dict.fromkeys(paths, (endpoint, body_type))
+            self.capabilities += ["score", "rerank"]
+        self._available = frozenset(
+            path for capability in (*self.capabilities, "pooling") for path in _PATHS[capability]
+        )
 
     @property
-    def routes(self) -> list[Route]:
-        """The HTTP routes of the endpoints."""
-        return [
-            Route(path, endpoint, methods=["POST"])
-            for path, (endpoint, _) in self._endpoints.items()
-        ]
+    def available(self) -> Collection[str]:
+        """The paths of the encoder's tasks."""
+        return self._available
+
+    @property
+    def names(self) -> Collection[str]:
+        """The name of the encoder, which has no adapters."""
+        return (self.name,)
+
+    @property
+    def details(self) -> Mapping[str, Any]:
+        """Dtype and quantization of the encoder."""
+        return model_details(self._encoder)
 
     async def start(self) -> None:
         """Do nothing at the start: the encoder is loaded already."""
@@ -114,13 +109,13 @@ class VectorEndpoints:
         explanation = await asyncio.to_thread(interposer.explain, self._encoder.adapted)
         return explanation.to_dict()
 
-    async def embed(self, request: Request) -> Response:
+    async def embed(self, request: Request, content: dict[str, Any]) -> Response:
         """Compute embeddings: ``/v1/embeddings``."""
-        body = await self._read(request, EmbeddingBody)
+        body = self._read(content, EmbeddingBody)
         if body.dimensions is not None:
             self._check_dimensions(body.dimensions)
 
-        def embeddings() -> _Answer:
+        def embeddings() -> _Content:
             num_tokens = self._check_inputs(body.texts)
             vectors = self._encoder.embed(body.texts)[:, : body.dimensions]
             if body.dimensions is not None and self._encoder.pooling.unit:
@@ -133,16 +128,16 @@ class VectorEndpoints:
 
         return await self._answer(request, embeddings)
 
-    async def pool(self, request: Request) -> Response:
+    async def pool(self, request: Request, content: dict[str, Any]) -> Response:
         """Compute vectors of texts, vectors of their tokens, or classes: ``/pooling``."""
-        body = await self._read(request, PoolingBody)
+        body = self._read(content, PoolingBody)
         task = body.task or self._tasks[0]
         if task not in self._tasks:
             allowed = " or ".join(map(repr, self._tasks))
             message = f"task is {task!r}, which this model cannot do; allowed is {allowed}"
             raise ApiError(400, message, param="task", code="not_honoured")
 
-        def pooled() -> _Answer:
+        def pooled() -> _Content:
             num_tokens = self._check_inputs(body.texts)
             results: Iterable[Tensor]
             if task == "token_embed":
@@ -160,11 +155,11 @@ class VectorEndpoints:
 
         return await self._answer(request, pooled)
 
-    async def classify(self, request: Request) -> Response:
+    async def classify(self, request: Request, content: dict[str, Any]) -> Response:
         """Compute the most likely label of each text: ``/v1/classify``."""
-        body = await self._read(request, ClassifyBody)
+        body = self._read(content, ClassifyBody)
 
-        def classified() -> _Answer:
+        def classified() -> _Content:
             num_tokens = self._check_inputs(body.texts)
             data = [
                 {
@@ -179,15 +174,15 @@ class VectorEndpoints:
 
         return await self._answer(request, classified)
 
-    async def score(self, request: Request) -> Response:
+    async def score(self, request: Request, content: dict[str, Any]) -> Response:
         """Score the similarity of pairs of texts: ``/v1/score``."""
-        body = await self._read(request, ScoreBody)
+        body = self._read(content, ScoreBody)
         try:
             pairs = body.pairs
         except ValueError as error:
             raise ApiError(400, str(error), param="text_1") from None
 
-        def scored() -> _Answer:
+        def scored() -> _Content:
             scores, num_tokens = self._scores(pairs, "text_2")
             data = [
                 {"object": "score", "index": index, "score": score}
@@ -197,11 +192,11 @@ class VectorEndpoints:
 
         return await self._answer(request, scored)
 
-    async def rerank(self, request: Request) -> Response:
+    async def rerank(self, request: Request, content: dict[str, Any]) -> Response:
         """Sort documents by their relevance for a query: ``/v1/rerank``."""
-        body = await self._read(request, RerankBody)
+        body = self._read(content, RerankBody)
 
-        def reranked() -> _Answer:
+        def reranked() -> _Content:
             texts = body.texts
             scores, num_tokens = self._scores([(body.query, text) for text in texts], "documents")
             order = sorted(range(len(texts)), key=scores.__getitem__, reverse=True)
@@ -215,14 +210,19 @@ class VectorEndpoints:
 
         return await self._answer(request, reranked)
 
-    async def _read(self, request: Request, body_type: type[B]) -> B:
-        content = await self._bodies.read_object(request)
-        self._sizes.check(content)
-        body = body_type.read(content)
-        check_model(body.model, self.names)
-        return body
+    paths: ClassVar[Mapping[str, tuple[Answer, type[Body]]]] = {
+        **dict.fromkeys(_PATHS["pooling"], (pool, PoolingBody)),
+        **dict.fromkeys(_PATHS["embedding"], (embed, EmbeddingBody)),
+        **dict.fromkeys(_PATHS["classification"], (classify, ClassifyBody)),
+        **dict.fromkeys(_PATHS["score"], (score, ScoreBody)),
+        **dict.fromkeys(_PATHS["rerank"], (rerank, RerankBody)),
+    }
 
-    async def _answer(self, request: Request, compute: Callable[[], _Answer]) -> Response:
+    def _read(self, content: dict[str, Any], body_type: type[B]) -> B:
+        self._sizes.check(content)
+        return body_type.read(content)
+
+    async def _answer(self, request: Request, compute: Callable[[], _Content]) -> Response:
         """Run a computation in the encoder's thread, and return its result as a response.
 
         Raises: ApiError: the queue is full, or the deadline has passed.

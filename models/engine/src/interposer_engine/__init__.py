@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from interposer_engine._engine_thread import Generation, QueueFullError
     from interposer_engine._language_model import Completion, Delta, LanguageModel, Stream
     from interposer_engine._loader import load
+    from interposer_engine._memory_need import MemoryNeed
     from interposer_engine._packed.packing import Packed, pack
     from interposer_engine._plan import Plan
     from interposer_engine._planning import plan
@@ -52,6 +53,7 @@ __all__ = [
     "Generation",
     "LanguageModel",
     "Meeting",
+    "MemoryNeed",
     "Packed",
     "Plan",
     "PrefixCache",
@@ -81,6 +83,7 @@ __getattr__ = lazy_attributes(
         "interposer_engine._engine_thread": "Generation QueueFullError",
         "interposer_engine._language_model": "Completion Delta LanguageModel Stream",
         "interposer_engine._loader": "load",
+        "interposer_engine._memory_need": "MemoryNeed",
         "interposer_engine._planning": "plan",
         "interposer_engine._packed.packing": "Packed pack",
         "interposer_engine._plan": "Plan",

@@ -14,8 +14,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
-import torch
-
 from interposer.errors import RequestError
 from interposer_engine._chat import Message
 from interposer_engine._constrained_decoding.constraints import Compiled
@@ -32,7 +30,7 @@ from interposer_engine._language_model import (
 )
 from interposer_engine._sampling_params import Constraint, SamplingParams
 from interposer_engine._tokenizer import TextTokenizer
-from interposer_engine._weight_transfer.receiver import WeightsFrom
+from interposer_engine._weight_transfer.receiver import Tensors, WeightsFrom
 
 T = TypeVar("T")
 # Time for the step thread to complete its present step when the model is closed.
@@ -294,9 +292,7 @@ class AsyncLanguageModel:
         """Remove an adapter between two steps; see ``LanguageModel.remove_adapter``."""
         await self.call(self.model.remove_adapter, name)
 
-    async def update_weights(
-        self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | WeightsFrom
-    ) -> tuple[str, ...]:
+    async def update_weights(self, tensors: Tensors | WeightsFrom) -> tuple[str, ...]:
         """Update weights while no request is unfinished; see ``LanguageModel.update_weights``.
 
         Later requests wait for the end of the update, even if the trainer is late.

@@ -28,7 +28,7 @@ from interposer_engine._sampling import chosen_params, is_listing, non_finite
 from interposer_engine._sampling_params import SamplingParams
 from interposer_engine._speculation.api import SpeculationCounts
 from interposer_engine._tokenizer import Detokenizer, MissingTokenizer, TextTokenizer
-from interposer_engine._weight_transfer.receiver import WeightsFrom, offer_of
+from interposer_engine._weight_transfer.receiver import Tensors, WeightsFrom, offer_of
 
 Prompt = str | Sequence[int]
 _PROMPTS = "a text or a list of texts or of lists of token ids"
@@ -544,9 +544,7 @@ class LanguageModel:
         with self.engine.lock:
             self._adapters.remove(name)
 
-    def update_weights(
-        self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | WeightsFrom
-    ) -> tuple[str, ...]:
+    def update_weights(self, tensors: Tensors | WeightsFrom) -> tuple[str, ...]:
         """Replace the weights of some or all layers: all given tensors, or none of them.
 
         All tensors of a layer must be in one call: also the scales and zero points of quantized
@@ -555,7 +553,8 @@ class LanguageModel:
 
         Args:
             tensors: Tensors by the names and in the formats of the checkpoint, on any device. Or
-                the source of the tensors: another process, which calls ``send_weights``.
+                the source of the tensors: a safetensors file, a folder of such files, or another
+                process, which calls ``send_weights``.
         Returns: prefixes of the layers that got new memory, because the new operands have another
             form. Graphs are captured again for the new memory.
         Raises:

@@ -194,6 +194,20 @@ class Checkpoint:
                 )
 
 
+def stored_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a safetensors file, or of all such files of a folder, by name.
+
+    Raises: CheckpointError: there is no such file, or a file is truncated or not safetensors.
+    """
+    shards = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not shards or not path.exists():
+        reason = "holds no safetensors file" if path.exists() else "does not exist"
+        raise CheckpointError(path, reason, "give a folder or file that safetensors has written")
+    for shard in shards:
+        check_regular(shard)
+    yield from Checkpoint(path, {}, tuple(shards), {}).stream()
+
+
 def check_regular(path: Path) -> None:
     """Refuse a path that is a FIFO, device, folder or link loop; a missing file passes.
 

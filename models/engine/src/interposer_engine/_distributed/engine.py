@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -31,7 +31,7 @@ from interposer_engine._sampling_params import SamplingParams
 from interposer_engine._sequence import Event, TokenSequence
 from interposer_engine._tokenizer import TextTokenizer
 from interposer_engine._weight_transfer.protocol import Meeting
-from interposer_engine._weight_transfer.receiver import WeightsFrom, at_rank
+from interposer_engine._weight_transfer.receiver import Tensors, WeightsFrom, at_rank
 
 
 class RankedEngine(Engine):
@@ -202,10 +202,7 @@ class RankedLanguageModel(LanguageModel):
         with self.engine.lock:
             self.engine.coordinator.call_on_all("remove_adapter", (name,), lambda: remove(name))
 
-    def update_weights(
-        self,
-        tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | WeightsFrom,
-    ) -> tuple[str, ...]:
+    def update_weights(self, tensors: Tensors | WeightsFrom) -> tuple[str, ...]:
         """Replace weights on every rank; see ``LanguageModel.update_weights``.
 
         Each rank receives all weights from a trainer and keeps one shard of each. Therefore all
@@ -215,9 +212,11 @@ class RankedLanguageModel(LanguageModel):
         """
         coordinator, update = self.engine.coordinator, super().update_weights
         weights: Any = tensors
-        if not isinstance(tensors, WeightsFrom):
+        if not isinstance(tensors, str | Path | WeightsFrom):
             weights = [*(tensors.items() if isinstance(tensors, Mapping) else tensors)]
-        elif not (coordinator.is_one_program or isinstance(tensors.group, Meeting)):
+        elif isinstance(tensors, WeightsFrom) and not (
+            coordinator.is_one_program or isinstance(tensors.group, Meeting)
+        ):
             raise ConfigError(
                 "The process groups of this program do not hold the ranks that follow it. "
                 "Try: WeightsFrom(Meeting(address, rank, size)), and the same address in "

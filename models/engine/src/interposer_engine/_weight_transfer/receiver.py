@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -12,6 +13,7 @@ import torch
 from torch import distributed
 
 from interposer.errors import RankError
+from interposer_engine._checkpoint.files import stored_tensors
 from interposer_engine._checkpoint.updates import BufferFor, Offer, TensorBuffer
 from interposer_engine._weight_transfer.protocol import (
     HEADER_BYTES,
@@ -25,7 +27,7 @@ from interposer_ops.devices import host_memory
 
 _TRANSFER_THREADS = 2
 
-Tensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+Tensors = str | Path | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +60,11 @@ def at_rank(weights_from: WeightsFrom, rank: int) -> WeightsFrom:
 
 
 def offer_of(tensors: Tensors | WeightsFrom) -> Offer:
-    """Return an ``Offer`` of the tensors or the trainer that ``update_weights`` was called with."""
+    """Return an ``Offer`` of the tensors, folder or trainer given to ``update_weights``."""
     if isinstance(tensors, WeightsFrom):
         return Reception(tensors)
+    if isinstance(tensors, str | Path):
+        return Offer(stored_tensors(Path(tensors)))
     return Offer(tensors.items() if isinstance(tensors, Mapping) else tensors)
 
 
