@@ -30,6 +30,7 @@ from interposer_engine._answers.tools import ToolSchemas
 BAR = "\N{FULLWIDTH VERTICAL LINE}"
 SNIPPETS = {
     "gpt_oss": "<|channel|>analysis<|message|> to=functions.{{ name }}",
+    "muse": "<|message|><atem:function_calls>",
     "deepseek_v4": f"<{BAR}DSML{BAR}tool_calls>",
     "deepseek_v3_2": f"<{BAR}DSML{BAR}function_calls>",
     "deepseek_v3": f"<{BAR}tool▁calls▁begin{BAR}>```json",
@@ -147,6 +148,9 @@ def test_names_override_the_detected_format() -> None:
     assert only_reasoning.reasoning.calls_end_it
     for harmony in (format_by_name("harmony", None), format_by_name(None, "harmony")):
         assert harmony.channels is not None
+    atem = format_by_name("atem", "atem", detected)
+    assert atem.channels is not None
+    assert atem.channels.name == "atem"
     assert format_by_name(None, None).calls is None
     for name in tool_format_names():
         format_by_name(name, None, detected)
@@ -254,6 +258,7 @@ REAL = {
     "mistralai-Ministral-3-14B-Reasoning-2512": "mistral",
     "mistralai-Mistral-Nemo-Instruct-2407": "mistral_list",
     "moonshotai-Kimi-K2": "kimi_k2",
+    "muse-glimmer": "muse",
     "openai-gpt-oss-120b": "gpt_oss",
     "openbmb-MiniCPM5-1B": "minicpm5",
     "poolside-Laguna-S-2.1": "glm4",

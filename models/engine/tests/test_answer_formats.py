@@ -21,6 +21,7 @@ from interposer.errors import RequestError
 from interposer_engine._answer_reader import parts_of
 from interposer_engine._answers.formats import (
     FORMATS,
+    HARMONY,
     AnswerFormat,
     JsonBody,
     NestedBody,
@@ -306,7 +307,7 @@ def test_the_work_grows_with_the_length_of_the_answer(format: AnswerFormat) -> N
 def test_markers_inside_json_strings_are_no_markers() -> None:
     for format in CALLING:
         body = format.calls.body if format.calls else None
-        if isinstance(body, JsonBody) or format.channels:
+        if isinstance(body, JsonBody) or format.channels is HARMONY:
             markers = "".join(format.markers())
             call = ToolCall("look", json.dumps({"at": markers}, ensure_ascii=False))
             answer, _ = parsed(format, write_calls(format, [call], [LOOK]), [LOOK])

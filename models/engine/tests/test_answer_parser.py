@@ -105,6 +105,12 @@ def test_text_without_calls_is_unchanged() -> None:
             "Well.",
             "Yes.",
         ),
+        (
+            "muse",
+            " to=self<|message|>Well.<|eom|><|start|>assistant to=user<|message|>Yes.<|eot|>",
+            "Well.",
+            "Yes.",
+        ),
         ("hy3", "<think:opensource></think:opensource>Yes.", "", "Yes."),
         ("hunyuan", "<think>\nWell.\n</think>\n<answer>\nYes.\n</answer>", "Well.", "Yes."),
         ("minimax_m3", "</mm:think>Yes.", "", "</mm:think>Yes."),
@@ -205,6 +211,14 @@ LOOSE: list[tuple[str, str, list[Any]]] = [
      [call(n=3)]),
     ("minicpm5", '<function name="look"><param name="maybe"><![CDATA[3]]></param></function>',
      [call(maybe="3")]),
+    (
+        "muse",
+        ' to=look<|message|><atem:function_calls>\n<atem:invoke name="look">\n<atem:parameter '
+        'name="n">3</atem:parameter>\n</atem:invoke>\n<atem:invoke name="wait">\n</atem:invoke>\n'
+        "</atem:function_calls><|eom|><|start|>assistant to=wait<|message|><atem:function_calls>"
+        '<atem:invoke name="wait"></atem:invoke></atem:function_calls><|eot|>',
+        [call(n=3), call("wait"), call("wait")],
+    ),
     (
         "kimi_k3",
         '<|open|>tools<|sep|><|open|>call tool="look" index="1"<|sep|><|open|>argument key="at"'
@@ -361,6 +375,7 @@ NOT_BEGUN = [
     ("kimi_k2", "<|tool_calls_section_begin|> so <|tool_calls_section_end|>", ""),
     ("lfm2", "<|tool_call_start|>[1, 2]", "no '(' after its name"),
     ("gpt_oss", "<|channel|>commentary to=functions.look<|message|>[]<|call|>", "are no object"),
+    ("muse", " to=look<|message|>So.<|eot|>", "does not begin with '<atem:invoke name="),
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from interposer_engine._answers.calls import CallReader
-from interposer_engine._answers.formats import ChannelFormat
+from interposer_engine._answers.formats import CallFormat, ChannelFormat
 from interposer_engine._answers.output import Flow, Output
 from interposer_engine._answers.source import Malformed, Source, Steps
 
@@ -38,10 +38,10 @@ class ChannelReader:
             return
         recipient = _RECIPIENT.search(header)
         channel = self._channel_name.search(header)
-        if recipient and recipient[1] not in ("assistant", "user", "all"):
-            yield from self._read_call(recipient[1].removeprefix(self._channels.recipient_prefix))
-        elif channel and channel[1] == self._channels.reasoning_channel:
+        if channel and channel[1] == self._channels.reasoning_channel:
             yield from self._read_body(self._output.reasoning)
+        elif recipient and recipient[1] not in ("assistant", "user", "all"):
+            yield from self._read_call(recipient[1].removeprefix(self._channels.recipient_prefix))
         else:
             yield from self._read_body(self._output.text)
 
@@ -72,10 +72,26 @@ class ChannelReader:
             flow.marker()
         yield from self._source.read_until(self._stops, flow.push)
 
+    def _read_calls(self, calls: CallFormat) -> Steps[None]:
+        """Read the calls of a message that holds whole calls."""
+        source = self._source
+        yield from source.read_space()
+        yield from source.read_literal(calls.section_open.strip())
+        while True:
+            yield from self._calls.read(calls, "")
+            yield from source.read_space()
+            if (yield from source.peek()) != calls.first_marker[0]:
+                return
+            if (yield from source.read_literal(calls.section_close.strip())):
+                return
+
     def _read_call(self, name: str) -> Steps[None]:
         try:
-            yield from self._calls.read_arguments(name)
-            self._output.finish_call()
+            if self._channels.calls is None:
+                yield from self._calls.read_arguments(name)
+                self._output.finish_call()
+            else:
+                yield from self._read_calls(self._channels.calls)
         except Malformed as error:
             if self._output.has_open_call:
                 self._output.drop_call(str(error))

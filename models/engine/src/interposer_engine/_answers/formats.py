@@ -215,19 +215,23 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True)
 class ChannelFormat:
-    """Answers as a sequence of messages that are addressed to channels and tools (harmony).
+    """Answers as a sequence of messages that are addressed to channels and tools.
+
+    The arguments of a call are JSON, and the header of the message has the name of the tool. If
+    ``calls`` is set, the message of a call holds the whole call instead.
 
     Attributes:
         name: Name of the format, for overrides.
         start: Marker before the header of a message, with the role of the model.
         channel: Marker before the name of the channel.
         message: Marker between header and body.
-        constrain: Marker before the type of a body.
+        constrain: Marker before the type of a body; "" if headers have no type.
         ends: Markers after a message that is not the last, after a call, and after the answer.
         reasoning_channel: Channel of reasoning.
-        call_channel: Channel of calls.
+        call_channel: Channel of calls; "" if the name of the tool is the channel.
         text_channel: Channel of text for the user. Other channels hold such text, too.
         recipient_prefix: Text before the name of a tool in the header.
+        calls: Form of the calls inside a message; None if the message is the arguments.
     """
 
     name: str
@@ -240,6 +244,14 @@ class ChannelFormat:
     call_channel: str
     text_channel: str
     recipient_prefix: str
+    calls: CallFormat | None = None
+
+    def header(self, name: str) -> str:
+        """Return the header of a call, up to the message."""
+        if not self.call_channel:
+            return f"{self.channel}{name}"
+        recipient = f"to={self.recipient_prefix}{name}"
+        return f"{self.channel}{self.call_channel} {recipient} {self.constrain}json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -597,6 +609,32 @@ HARMONY = ChannelFormat(
     text_channel="final",
     recipient_prefix="functions.",
 )
+ATEM = ChannelFormat(
+    "atem",
+    start="<|start|>assistant",
+    channel=" to=",
+    message="<|message|>",
+    constrain="",
+    ends=("<|eom|>", "<|eot|>", "<|eot|>"),
+    reasoning_channel="self",
+    call_channel="",
+    text_channel="user",
+    recipient_prefix="",
+    calls=CallFormat(
+        "atem",
+        TaggedBody(
+            name_open='<atem:invoke name="',
+            name_end='">\n',
+            key_open='<atem:parameter name="',
+            key_ends=(('">', "schema"),),
+            value_end="</atem:parameter>\n",
+            end="</atem:invoke>",
+        ),
+        section_open="<atem:function_calls>\n",
+        section_close="\n</atem:function_calls>",
+        separator="\n",
+    ),
+)
 
 # Families whose markers are more specific come first.
 FORMATS: tuple[AnswerFormat, ...] = (
@@ -608,6 +646,7 @@ FORMATS: tuple[AnswerFormat, ...] = (
             ("<|channel|>", "<|message|>", "analysis", "functions."),
         ),
     ),
+    AnswerFormat("muse", channels=ATEM, detected_by=(("<atem:function_calls>",),)),
     AnswerFormat(
         "deepseek_v4",
         CALLS_END_THINK,

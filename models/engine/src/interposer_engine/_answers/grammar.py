@@ -259,11 +259,14 @@ class _CallGrammar:
         calls = []
         for name in self._tools.names:
             schema = _object_schema(self._tools.schema(name))
-            opened = literal(
-                f"{channels.channel}{channels.call_channel} to={channels.recipient_prefix}{name} "
-                f"{channels.constrain}json{channels.message}"
-            )
-            calls.append(joined(opened, self._grammar.json(schema, schema)))
+            opened = channels.header(name) + channels.message
+            if channels.calls is None:
+                calls.append(joined(literal(opened), self._grammar.json(schema, schema)))
+            else:
+                layout = layout_of(channels.calls)
+                opened += layout.start + layout.open
+                closed = layout.close + layout.end
+                calls.append(self._call(channels.calls, name, opened, closed))
         opened = literal(f"{channels.channel}{channels.reasoning_channel}{channels.message}")
         end = self._grammar.text_until(channels.ends[0])
         reasoning = f"({joined(opened, end, literal(channels.start))})?"

@@ -45,7 +45,7 @@ def write_answer(
     Raises: RequestError: the format cannot write a part.
     """
     if format.channels is not None:
-        return _write_messages(format.channels, reasoning, content, calls)
+        return _write_messages(format.channels, reasoning, content, calls, ToolSchemas(tools))
     pieces = []
     if reasoning:
         if format.reasoning is None:
@@ -79,7 +79,7 @@ def write_calls(
     Raises: RequestError: the format has no calls, or cannot write a name, a key or a string.
     """
     if format.channels is not None:
-        return _write_messages(format.channels, "", "", calls)
+        return _write_messages(format.channels, "", "", calls, ToolSchemas(tools))
     if format.calls is None:
         raise RequestError(f"The format {format.name!r} has no tool calls")
     return _CallWriter(format.calls, ToolSchemas(tools)).write(calls)
@@ -279,24 +279,27 @@ def _arguments(call: ToolCall) -> dict[str, Any]:
 
 
 def _write_messages(
-    channels: ChannelFormat, reasoning: str, content: str, calls: Sequence[ToolCall]
+    channels: ChannelFormat,
+    reasoning: str,
+    content: str,
+    calls: Sequence[ToolCall],
+    tools: ToolSchemas,
 ) -> str:
     """Return messages in channels, from the end of a prompt that names the role of the model."""
     end, call_end, answer_end = channels.ends
     messages = []
     if reasoning:
-        messages.append((channels.reasoning_channel, reasoning, end))
+        messages.append((channels.channel + channels.reasoning_channel, reasoning, end))
     if content:
         # Text before calls goes to their channel; the last message is the answer.
-        channel = channels.call_channel if calls else channels.text_channel
-        messages.append((channel, content, end if calls else answer_end))
+        channel = channels.call_channel if calls else ""
+        header = channels.channel + (channel or channels.text_channel)
+        messages.append((header, content, end if calls else answer_end))
     for call in calls:
-        header = (
-            f"{channels.call_channel} to={channels.recipient_prefix}{call.name} "
-            f"{channels.constrain}json"
-        )
-        messages.append((header, call.arguments, call_end))
+        body = call.arguments
+        if channels.calls is not None:
+            body = _CallWriter(channels.calls, tools).write([call])
+        messages.append((channels.header(call.name), body, call_end))
     return channels.start.join(
-        f"{channels.channel}{header}{channels.message}{body}{closed}"
-        for header, body, closed in messages
+        f"{header}{channels.message}{body}{closed}" for header, body, closed in messages
     )
