@@ -17,9 +17,12 @@ from hypothesis import HealthCheck, settings
 from tests import landing, tiers
 from tqdm import tqdm
 
-from interposer import Config, Registry, hookimpl, place, use
+from interposer import Config, Registry, hookimpl, use
 from interposer.records import Record
 from interposer.tooling import Plugins
+
+# Collecting the tests imports all libraries, and leaves almost no garbage.
+gc.disable()
 
 # A landing must not depend on examples that nobody has seen before, so they are the same in each
 # run; `make test-all` draws others and prints the seed. A deadline per example, and a limit on the
@@ -60,14 +63,14 @@ _QUICK_POLICY = _CACHE.with_name("interposer-quick-policy")
 _DEFAULT_POLICY = _CACHE.with_name("interposer-default-policy")
 _FILE = _QUICK_POLICY / "interposer" / "config.toml"
 _FILE.parent.mkdir(parents=True, exist_ok=True)
-_FILE.write_text('isolation = "off"\n', encoding="utf-8")
+if not _FILE.exists():  # another run may be reading it
+    _FILE.write_text('isolation = "off"\n', encoding="utf-8")
 os.environ["XDG_CONFIG_HOME"] = str(_QUICK_POLICY)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hold the border between the tiers."""
     config.pluginmanager.register(tiers)
-    gc.disable()  # Collecting the tests imports all libraries, and leaves almost no garbage.
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist starts its workers
@@ -75,6 +78,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Let everything that starts a process once do so before any test runs."""
     platform.platform()  # runs `uname -p` and keeps the answer; the doctor reports the platform
     if not hasattr(session.config, "workerinput"):
+        from interposer import place  # which imports torch
+
         with use(isolation="process", probe_seconds=60):  # of a machine that may be busy
             place()
 

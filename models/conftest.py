@@ -12,20 +12,6 @@ import torch
 import transformers
 from tests.tape import TapePlatform
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    GptOssConfig,
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Olmo2Config,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    SmolLM3Config,
-)
 
 from interposer import register
 from interposer.hookspecs import hookimpl
@@ -59,31 +45,31 @@ YARN = {
     "original_max_position_embeddings": 128,
 }
 CONFIGS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: LlamaConfig(**SIZES),
-    "llama-llama3-rope": lambda: LlamaConfig(**SIZES, rope_parameters=LLAMA3),
-    "llama-yarn-rope": lambda: LlamaConfig(**SIZES, rope_parameters=YARN),
-    "llama-tied-biased": lambda: LlamaConfig(
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "llama-llama3-rope": lambda: transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA3),
+    "llama-yarn-rope": lambda: transformers.LlamaConfig(**SIZES, rope_parameters=YARN),
+    "llama-tied-biased": lambda: transformers.LlamaConfig(
         **SIZES, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
     ),
-    "qwen2": lambda: Qwen2Config(**SIZES),
-    "qwen2-windowed": lambda: Qwen2Config(
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES),
+    "qwen2-windowed": lambda: transformers.Qwen2Config(
         **SIZES, use_sliding_window=True, sliding_window=24, max_window_layers=1
     ),
-    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32),
-    "qwen3-tied": lambda: Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
-    "mistral": lambda: MistralConfig(**SIZES, sliding_window=24, head_dim=16),
-    "mistral-full": lambda: MistralConfig(**SIZES, sliding_window=None),
-    "mixtral": lambda: MixtralConfig(
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=32),
+    "qwen3-tied": lambda: transformers.Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=24, head_dim=16),
+    "mistral-full": lambda: transformers.MistralConfig(**SIZES, sliding_window=None),
+    "mixtral": lambda: transformers.MixtralConfig(
         **SIZES, sliding_window=24, num_local_experts=5, num_experts_per_tok=2
     ),
-    "qwen3-moe": lambda: Qwen3MoeConfig(
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
         **{**SIZES, "head_dim": 32},
         moe_intermediate_size=48,
         num_experts=6,
         num_experts_per_tok=2,
         norm_topk_prob=True,
     ),
-    "qwen3-moe-in-part": lambda: Qwen3MoeConfig(
+    "qwen3-moe-in-part": lambda: transformers.Qwen3MoeConfig(
         **{**SIZES, "head_dim": 16},
         moe_intermediate_size=40,
         num_experts=7,
@@ -93,7 +79,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         sliding_window=24,
         attention_bias=True,
     ),
-    "gpt-oss": lambda: GptOssConfig(
+    "gpt-oss": lambda: transformers.GptOssConfig(
         **SIZES,
         head_dim=16,
         sliding_window=24,
@@ -101,16 +87,18 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         num_experts_per_tok=2,
         rope_parameters={**YARN, "truncate": False},
     ),
-    "smollm3": lambda: SmolLM3Config(**{**SIZES, "num_hidden_layers": 4}, pad_token_id=None),
-    "olmo2": lambda: Olmo2Config(**SIZES, pad_token_id=None),
-    "granite": lambda: GraniteConfig(
+    "smollm3": lambda: transformers.SmolLM3Config(
+        **{**SIZES, "num_hidden_layers": 4}, pad_token_id=None
+    ),
+    "olmo2": lambda: transformers.Olmo2Config(**SIZES, pad_token_id=None),
+    "granite": lambda: transformers.GraniteConfig(
         **SIZES,
         attention_multiplier=0.3,
         embedding_multiplier=3.0,
         logits_scaling=2.5,
         residual_multiplier=0.7,
     ),
-    "phi3": lambda: Phi3Config(**SIZES, sliding_window=24, pad_token_id=None),
+    "phi3": lambda: transformers.Phi3Config(**SIZES, sliding_window=24, pad_token_id=None),
 }
 
 
@@ -173,7 +161,7 @@ CONFIGS |= OF_EXAMPLES
 def write_checkpoint(config: Any, path: Path, **options: Any) -> Any:
     """Write a model of random weights and a tokenizer of one token per byte; return the model."""
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if "norm" in name or "bias" in name:

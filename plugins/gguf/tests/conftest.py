@@ -13,7 +13,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+import transformers
 
 from interposer_gguf._block_formats import FORMATS
 from interposer_gguf._cases import random_rows
@@ -35,10 +35,10 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 CONFIGS: dict[str, Callable[[], Any]] = {
-    "tied": lambda: LlamaConfig(**{**SIZES, "tie_word_embeddings": True}),
-    "llama": lambda: LlamaConfig(**SIZES),
-    "qwen2": lambda: Qwen2Config(**SIZES),
-    "qwen3": lambda: Qwen3Config(**SIZES),
+    "tied": lambda: transformers.LlamaConfig(**{**SIZES, "tie_word_embeddings": True}),
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES),
 }
 
 
@@ -65,7 +65,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
         if name not in made:
             made[name] = tmp_path_factory.mktemp(name)
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(CONFIGS[name]())
+            model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
             for key, parameter in model.named_parameters():
                 if key.endswith("bias") or "norm" in key:
                     torch.nn.init.normal_(parameter, 1.0, 0.2)

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 PROGRAM = Path(__file__).with_name("engine_run.py")
 RANK = 4
@@ -72,7 +72,7 @@ def run_in_vllm() -> Callable[..., Runs]:
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a random model whose layers are wide enough for every kernel."""
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=2,
@@ -85,14 +85,14 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=None,
     )
     folder = tmp_path_factory.mktemp("llama")
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def adapter(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return an adapter as PEFT saves it, of attention and MLP, which changes what is said."""
-    config = LlamaConfig.from_pretrained(llama)
+    config = transformers.LlamaConfig.from_pretrained(llama)
     generator = torch.Generator().manual_seed(1)
     hidden, inner = config.hidden_size, config.intermediate_size
     narrow = hidden // 2  # two kv heads of four
