@@ -60,6 +60,8 @@ SNIPPETS = {
     "mistral_list": "[TOOL_CALLS] [",
     "nemotron": "<TOOLCALL>[",
     "apertus": "<|tools_prefix|>[",
+    "minicpm3": "<|thought_start|><|tool_call_start|>",
+    "xlam": "When using tools, make calls in a single JSON array",
     "lfm2": "<|tool_call_start|>[",
     "phi4": "<|tool_call|><|/tool_call|>",
     "granite3": "<|tool_call|>",

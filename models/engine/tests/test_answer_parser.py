@@ -236,6 +236,11 @@ LOOSE: list[tuple[str, str, list[Any]]] = [
     ("gigachat3", '<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "look", "arguments": {}}'
      "<|message_sep|>\n\n", [call()]),
     ("functionary3_2", '>>>look\n{"n": 1}>>>wait\n{}', [call(n=1), call("wait")]),
+    ("minicpm3", '<|thought_start|>\n<|thought_end|>\n<|tool_call_start|>\n```python\n'
+     'look(at="\\u00e9",on=true,maybe=null)\nwait()\n```\n<|tool_call_end|>\n',
+     [call(at="é", on=True, maybe=None), call("wait")]),
+    ("xlam", '[{"name": "look", "arguments": {"n": 1}}, {"name": "wait", "arguments": {}}]',
+     [call(n=1), call("wait")]),
     ("granite_20b", '<function_call> {"name": "look", "arguments": {}} <function_call> {"name": '
      '"wait", "arguments": {}}', [call(), call("wait")]),
     (
@@ -461,8 +466,16 @@ def test_calls_after_a_malformed_one_are_read() -> None:
 
 
 def test_ordinary_json_is_no_call_of_a_format_without_markers() -> None:
-    for text in ('{"name": "Bob", "parameters": {}}', '{"name": "look"}', '{"a": 1}', "{", "[1]"):
-        for format in ("llama3", "pythonic"):
+    for text in (
+        '{"name": "Bob", "parameters": {}}',
+        '[{"name": "Bob"}]',
+        '[{"name": "look"}]',
+        '{"name": "look"}',
+        '{"a": 1}',
+        "{",
+        "[1]",
+    ):
+        for format in ("llama3", "pythonic", "xlam"):
             answer = parse(format, text)
             assert (answer.content, answer.calls, answer.note) == (text, (), "")
 

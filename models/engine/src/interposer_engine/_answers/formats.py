@@ -318,6 +318,7 @@ APRIEL_THINK = ReasoningFormat(
 MINIMAX_M3_THINK = ReasoningFormat("minimax_m3", "<mm:think>", "</mm:think>")
 KIMI_K3_THINK = ReasoningFormat("kimi_k3", "<|open|>think<|sep|>", "<|close|>think<|sep|>")
 HY3_THINK = ReasoningFormat("hy3", "<think:opensource>", "</think:opensource>")
+MINICPM3_THINK = ReasoningFormat("minicpm3", "<|thought_start|>\n", "\n<|thought_end|>\n")
 SOLAR_THINK = ReasoningFormat("solar", "<|think|>", "<|end|><|begin|>assistant")
 
 HERMES = CallFormat("hermes", JsonBody(), "<tool_call>\n", "\n</tool_call>", separator="\n")
@@ -344,6 +345,13 @@ PYTHONIC = CallFormat(
     writes_open=False,
 )
 LFM2 = CallFormat("lfm2", PythonBody(), open="<|tool_call_start|>", close="<|tool_call_end|>")
+MINICPM3 = CallFormat(
+    "minicpm3",
+    PythonBody(is_list=False),
+    open="<|tool_call_start|>\n```python\n",
+    close="\n```\n<|tool_call_end|>",
+    separator="\n",
+)
 OLMO3 = CallFormat(
     "olmo3",
     PythonBody(is_list=False),
@@ -547,6 +555,7 @@ MISTRAL_LIST = CallFormat(
 MISTRAL = CallFormat(
     "mistral", NamedBody(name_end="[ARGS]", id_after="[CALL_ID]"), open="[TOOL_CALLS]", id_length=9
 )
+XLAM = CallFormat("xlam", JsonBody(layout="list"), may_be_bare=True)
 GRANITE3 = CallFormat("granite3", JsonBody(layout="list"), open="<|tool_call|>")
 FUNCTOOLS = CallFormat("functools", JsonBody(layout="list"), open="functools")
 PHI4 = CallFormat("phi4", JsonBody(layout="list"), open="<|tool_call|>", close="<|/tool_call|>")
@@ -753,6 +762,7 @@ FORMATS: tuple[AnswerFormat, ...] = (
     AnswerFormat("mistral_list", MISTRAL_THINK, MISTRAL_LIST, detected_by=(("[TOOL_CALLS]",),)),
     AnswerFormat("nemotron", THINK, NEMOTRON, detected_by=(("<TOOLCALL>",),)),
     AnswerFormat("apertus", None, APERTUS, detected_by=(("<|tools_prefix|>",),)),
+    AnswerFormat("minicpm3", MINICPM3_THINK, MINICPM3, detected_by=(("<|thought_start|>",),)),
     AnswerFormat(
         "lfm2",
         COMPACT_THINK,
@@ -812,6 +822,7 @@ FORMATS: tuple[AnswerFormat, ...] = (
         detected_by=(("<function=", "</function>"),),
         not_by=("<parameter=",),
     ),
+    AnswerFormat("xlam", None, XLAM, detected_by=(("make calls in a single JSON array",),)),
     AnswerFormat("pythonic", None, PYTHONIC, detected_by=(("[func_name1(",),)),
     AnswerFormat(
         "llama4",

@@ -153,7 +153,8 @@ class AnswerParser:
     def _read_bare_call(self, calls: CallFormat) -> Steps[None]:
         """Read a call without a marker, if one comes next."""
         space = yield from self._source.read_space()
-        bracket = "{" if isinstance(calls.body, JsonBody) else "["
+        is_object = isinstance(calls.body, JsonBody) and calls.body.layout != "list"
+        bracket = "{" if is_object else "["
         if (yield from self._source.peek()) == bracket:
             yield from self._read_call(calls, "", space, is_bare=True)
         else:
