@@ -84,32 +84,3 @@ def test_the_document_states_that_a_key_is_required(lm: LanguageModel) -> None:
         "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     }
     assert document["security"] == [{"key": []}, {"header": []}]
-
-
-@pytest.mark.slow
-def test_no_request_generated_from_the_document_causes_a_server_error(
-    served: Served, document: dict[str, Any]
-) -> None:
-    """Schemathesis generates valid and invalid requests from the document."""
-    schemathesis = pytest.importorskip("schemathesis")
-    from hypothesis import HealthCheck, given, settings
-
-    checks = schemathesis.checks
-    schema = schemathesis.openapi.from_dict(document)
-    schema.config.update(base_url=f"http://127.0.0.1:{served.port}")
-
-    modes = schemathesis.GenerationMode
-    for operation in schema.get_all_operations():
-        # An operation without a body has no invalid requests.
-        for mode in (modes.POSITIVE, *([modes.NEGATIVE] if operation.ok().body else [])):
-
-            @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-            @given(case=operation.ok().as_strategy(generation_mode=mode))
-            def ask(case: Any) -> None:
-                if isinstance(case.body, dict):
-                    case.body.setdefault("max_tokens", 2)
-                case.call_and_validate(
-                    checks=[checks.not_a_server_error, checks.response_schema_conformance]
-                )
-
-            ask()
