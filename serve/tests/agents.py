@@ -29,6 +29,11 @@ SCRIPTS = {
         '{"name": "weather", "arguments": {"city": "\\ud800"}}',
         "\n</tool_call>",
     ],
+    "infinity": [
+        "<tool_call>\n\n",
+        '{"name": "weather", "arguments": {"city": -1e999}}',
+        "\n\n</tool_call>",
+    ],
     "count": ["one,", "two,", "three,", "four,"],
     "broken": ["<tool_call> ", '{"name": "weather", ', '"arguments" ', "oops", "</tool_call> "],
 }

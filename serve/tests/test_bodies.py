@@ -60,6 +60,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("stop", ["a"] * 17, "up to 16 texts"),
     ("presence_penalty", 3, "a number from -2 to 2"),
     ("stream", "yes", "true or false"),
+    ("stream_options", {"include_obfuscation": True}, '{"include_usage": true or false}'),
     ("stream_options", {"include_usage": 1}, '{"include_usage": true or false}'),
     ("temperatur", 1, "Unknown field 'temperatur'. Known, nearest first: 'temperature'"),
 ]
@@ -181,9 +182,16 @@ def test_fields_that_change_no_token_are_accepted(served: Served, fields: dict[s
     assert plain.body["choices"] == labelled.body["choices"]
 
 
+@pytest.mark.parametrize("options", [{"include_usage": None}, {"include_obfuscation": False}])
+def test_options_of_a_stream_that_request_nothing_are_accepted(
+    served: Served, options: dict[str, Any]
+) -> None:
+    assert served.complete(max_tokens=1, stream=True, stream_options=options).status == 200
+
+
 def test_missing_fields_and_unknown_models_are_reported(served: Served) -> None:
     answer = served.ask("/v1/completions", {"model": "stdlib-lm"})
-    check(answer, "prompt", "prompt is missing; needed are model, prompt")
+    check(answer, "prompt", "prompt is missing; needed are prompt")
     wrong_model = served.complete(model="gpt")
     assert (wrong_model.status, wrong_model.error["code"]) == (404, "model_not_found")
     assert wrong_model.error["message"] == "model is 'gpt'; allowed is 'stdlib-lm'"
@@ -194,6 +202,9 @@ def test_bodies_that_are_no_objects_are_refused(served: Served) -> None:
     check(served.ask(path, b"{"), None, "The body is not valid JSON")
     check(served.ask(path, b"\xff"), None, "The body is not valid JSON")
     check(served.ask(path, b"[" * 100_000), None, "The body is not valid JSON")
+    for number in (b"NaN", b"-Infinity", b"1e999"):
+        nested = b'{"prompt": "a", "metadata": [{"x": %b}]}' % number
+        check(served.ask(path, nested), None, "too large for a float")
     check(served.ask(path, []), None, "The body is a list; allowed is an object")
     plain = served.ask(path, b"{}", content_type="text/plain")
     assert (plain.status, "allowed is 'application/json'" in plain.error["message"]) == (415, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -274,6 +275,16 @@ def test_an_empty_answer_is_an_empty_text(server: Served) -> None:
 def test_half_of_a_surrogate_pair_in_a_call_is_replaced(server: Served) -> None:
     (call,) = message(server, "surrogate", tools=[TOOL]).body["content"]
     assert call["input"] == {"city": "?"}
+
+
+def test_a_call_with_a_number_beyond_floats_is_answered(server: Served) -> None:
+    (call,) = message(server, "infinity", tools=[TOOL]).body["content"]
+    assert call["input"] == {"city": -sys.float_info.max}
+
+
+def test_null_counts_as_left_out(server: Served) -> None:
+    tool = {**TOOL, "description": None, "type": None, "strict": None}
+    assert message(server, "hello", tools=[tool]).status == 200
 
 
 def test_many_messages_take_linear_time() -> None:

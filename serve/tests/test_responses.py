@@ -271,6 +271,10 @@ def test_an_empty_answer_is_an_empty_text(server: Served, client: openai.OpenAI)
             "input",
         ),
         ({"input": [{"type": "other", "role": "assistant", "content": "x"}]}, "input"),
+        (
+            {"input": [{"type": "function_call", "name": "x", "arguments": "{", "call_id": "y"}]},
+            "input",
+        ),
     ],
 )
 def test_settings_without_effect_and_wrong_types_are_refused(

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import isnan
+from sys import float_info
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
@@ -443,7 +445,14 @@ def _thinking_block(text: str) -> dict[str, Any]:
 
 def _call_block(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     call_id = call_id or new_id("toolu_", 24)
-    return {"type": "tool_use", "id": call_id, "name": name, "input": json.loads(arguments)}
+    given = json.loads(arguments, parse_float=_finite, parse_constant=_finite)
+    return {"type": "tool_use", "id": call_id, "name": name, "input": given}
+
+
+def _finite(text: str) -> float | None:
+    """Return a number that JSON can hold: a model can write 1e999, which is infinite as a float."""
+    value = float(text)
+    return None if isnan(value) else min(max(value, -float_info.max), float_info.max)
 
 
 def _event(content: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Collection
 from itertools import chain
+from math import isfinite
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -139,16 +140,20 @@ def _parse(text: str) -> Any:
 
 
 def _check_shape(body: dict[str, Any]) -> None:
-    """Refuse a request body with too many or too deeply nested objects and lists.
+    """Refuse a request body with too many or too deeply nested objects and lists, or with NaN.
 
-    Raises: ApiError: there are more than 50,000, or more than 128 levels.
+    Raises: ApiError: there are more than 50,000, or more than 128 levels, or a number is not finite
+        as a float. A response could not repeat such a number, because JSON has no infinity.
     """
     level: list[Any] = [body]
     num_containers, depth = 1, 1
     while level:
         values = [*chain.from_iterable(v.values() if type(v) is dict else v for v in level)]
         # set(map(type, ...)) runs in C: skip the slow Python loop for a long list of numbers.
-        has_containers = not {dict, list}.isdisjoint(set(map(type, values)))
+        types = set(map(type, values))
+        if float in types and not all(map(isfinite, (v for v in values if type(v) is float))):
+            raise ApiError(400, "The body holds NaN, or a number that is too large for a float")
+        has_containers = not {dict, list}.isdisjoint(types)
         level = [v for v in values if type(v) in (dict, list)] if has_containers else []
         num_containers += len(level)
         depth += bool(level)

@@ -164,18 +164,22 @@ def accepted_schemas() -> dict[str, dict[str, Any]]:
 
 
 class BodyPart(BaseModel):
-    """Base of the objects in request bodies, which refuse unknown fields with a single error."""
+    """Base of the objects in request bodies, which refuse unknown fields with a single error.
+
+    As in the body itself, a field with the value null counts as left out.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unknown_fields(cls, value: object) -> object:
-        if isinstance(value, dict):
-            known = {field.alias or name for name, field in cls.model_fields.items()}
-            if any(name not in known for name in value):
-                raise ValueError("unknown field")
-        return value
+    def _check_fields(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        if any(name not in known for name in value):
+            raise ValueError("unknown field")
+        return {name: each for name, each in value.items() if each is not None}
 
 
 class Body(BaseModel):
@@ -331,6 +335,8 @@ class StreamOptions(BodyPart):
     """Options of a streamed response: the request field ``stream_options``."""
 
     include_usage: bool = False
+    # OpenAI's events have random padding, which these have not.
+    include_obfuscation: Literal[False] = False
 
 
 class _WithLengths(Body):

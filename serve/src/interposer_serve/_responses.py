@@ -249,6 +249,9 @@ def chat_messages(path: str, items: Sequence[Mapping[str, Any]]) -> list[dict[st
                 own_id, namespace = item.get("call_id"), item.get("namespace")
                 if not all(isinstance(each, str | None) for each in (own_id, namespace)):
                     raise _invalid_item(place, item)
+                if arguments and not _is_json(arguments):
+                    message = f"{place}.arguments is {arguments!r:.100}; allowed is JSON"
+                    raise ApiError(400, message, param="input", code="invalid_value")
                 function = {"name": _full_name(name, namespace), "arguments": arguments}
                 call = {"id": own_id, "type": "function", "function": function}
                 assistant().setdefault("tool_calls", []).append(call)
