@@ -144,9 +144,9 @@ def test_a_used_address_fails_before_loading(chat_folder: Path) -> None:
         (("--dtype=float1",), "Unknown dtype 'float1'"),
         (("--adapter=one",), "--adapter 'one' is not NAME=FOLDER. Try: --adapter sql=./sql"),
         (("--adapter=a=x", "--adapter=a=y"), "--adapter names 'a' twice. Try: another name"),
-        (("--adapter=a=x", "--embed"), "--adapter 'a=x' is given with --embed. Try: one of them"),
-        (("--speculate=x", "--embed"), "--speculate 'x' is given with --embed. Try: one of them"),
-        (("--expert-parallel", "--embed"), "--expert-parallel is given with --embed. Try: without"),
+        (("--adapter=a=x", "--embed"), "adapters is set for 'stdlib-lm', which is an encoder"),
+        (("--speculate=x", "--embed"), "speculation is set for 'stdlib-lm', which is an encoder"),
+        (("--expert-parallel", "--embed"), "expert_parallel is set for 'stdlib-lm', which is an"),
         (("--cors-origin=*",), "Try: the exact origins, or API keys"),
         (("--cors-origin=a.example",), "The origin 'a.example' is not SCHEME://HOST[:PORT]"),
         (("--allowed-host=http://a:1",), "--allowed-host 'http://a:1' is no host name"),
@@ -206,3 +206,94 @@ def test_the_command_serves_https_to_other_hosts_and_origins(
 def test_the_command_takes_each_option_of_load() -> None:
     expected = {option.name for option in load_options()}
     assert expected <= set(inspect.signature(serve).parameters)
+
+
+def test_the_command_serves_the_models_of_a_file(chat_folder: Path, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "own", {"model.layers.0.mlp.down_proj": (256, 688)})
+    (tmp_path / "beside").symlink_to(chat_folder)
+    file = tmp_path / "models.toml"
+    file.write_text(
+        f"""
+        default = "plain"
+        max_loaded = 2
+
+        [models.plain]
+        path = "{chat_folder}"
+
+        [models.small]
+        path = "beside"
+        quantization = "int8"
+        idle_minutes = 0
+        adapters = {{ own = "{folder}" }}
+        config = {{ packed = "off" }}
+        prefix_cache = {{ offload_bytes = 65536, offload_dir = "{tmp_path}" }}
+        speculation = {{ tokens = 2 }}
+
+        [models.vectors]
+        path = "{chat_folder}"
+        embed = true
+        """
+    )
+    with served(command(chat_folder, "--port=0", "--cache-tokens=1024", f"--models={file}")) as (
+        url,
+        _,
+    ):
+        listed = ask(f"{url}/v1/models")["data"]
+        statuses = {entry["id"]: entry["status"]["value"] for entry in listed}
+        assert statuses == {
+            chat_folder.name: "unloaded",
+            "plain": "loaded",
+            "small": "unloaded",
+            "own": "unloaded",
+            "vectors": "unloaded",
+        }
+        body = {"prompt": "import os", "max_tokens": 2}
+        assert ask(f"{url}/v1/completions", body)["model"] == "plain"
+        for name in ("own", chat_folder.name, "small"):
+            assert ask(f"{url}/v1/completions", {"model": name, **body})["model"] == name
+        texts = {"model": "vectors", "input": "import os"}
+        assert len(ask(f"{url}/v1/embeddings", texts)["data"][0]["embedding"]) == 256
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("models", "cannot be read"),
+        ("[models]", "has no model"),
+        ("[model.a]\npath = '.'", "has the key 'model'; allowed is"),
+        ("[models.a]", "models.a has no path"),
+        ("[models.a]\npath = '.'\nquantisation = 'int8'", "has the key 'quantisation'; allowed is"),
+        ("[models.a]\npath = 'missing'", "missing', which does not exist"),
+        ("[models.a]\npath = '.'\nembed = 1", "models.a.embed is 1, must be true or false"),
+        ("[models.a]\npath = '.'\nadapters = { a = 1 }", "must be a table of texts"),
+        ("[models.a]\npath = '.'\nmax_sequences = 0", "max_sequences is 0"),
+        ("[models.a]\npath = '.'\nspeculation = { depth = 1 }", "the fields of Speculation"),
+        ("[models.a]\npath = '.'\nembed = true\noffload = '1GiB'", "offload is set for 'a'"),
+        ("[models.a]\npath = '.'\nconfig = { packed = 'of' }", "packed"),
+        ("default = 'b'\n[models.a]\npath = '.'", "The default model is 'b'; allowed is 'a'"),
+        ("max_loaded = 'b'\n[models.a]\npath = '.'", "max_loaded is 'b', must be an integer"),
+    ],
+)
+def test_mistakes_in_a_file_of_models_are_reported(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text(text)
+    args = forks().command("-m", "interposer_tools", "serve", f"--models={file}", "--port=0")
+    result = subprocess.run(args, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 2
+    assert message in " ".join(result.stderr.split())
+
+
+def test_several_models_have_names_of_their_own(chat_folder: Path) -> None:
+    for options, message in (
+        (["--name=a"], "--name is given with several models"),
+        (["--adapter=a=b"], "--adapter is given with several models"),
+        (["--tensor-parallel=2"], "--tensor-parallel is given with several models"),
+        (["--packed=of"], "packed"),
+        (["--prefix-offload=8GiB"], "--prefix-offload 8GiB is given alone"),
+        (["--prefix-cache", "--prefix-offload=8"], "--prefix-offload '8' is no size"),
+        ([], f"Two models or adapters are called '{chat_folder.name}'"),
+    ):
+        args = command(chat_folder, str(chat_folder), "--port=0", *options)
+        result = subprocess.run(args, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 2
+        assert message in " ".join(result.stderr.split())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, get_origin
 
@@ -20,7 +20,7 @@ from interposer_engine._sampling_fields import CommandField
 from interposer_engine._sampling_params import SamplingParams, marked_fields
 from interposer_tools.options import Dtype, ExpertParallel, Quantization
 
-__all__ = ["Values", "load_options", "sampling_options", "takes"]
+__all__ = ["Values", "check_load_options", "load_options", "sampling_options", "takes"]
 
 Values = dict[str, Any]
 """The values of a group of options, by name."""
@@ -81,6 +81,19 @@ def load_options(
             info = typer.Option(*names, help=option.help, metavar=option.metavar, min=option.min)
             options.append(_parameter(name, Annotated[kind, info], field.default))
     return options
+
+
+def check_load_options(arguments: Mapping[str, Any]) -> None:
+    """Check arguments of ``load`` as far as that needs no model.
+
+    Args:
+        arguments: values by name, without the configuration.
+    Raises: ConfigError: a size is no positive integer, a fraction is not between 0 and 1, or the
+        settings of a prefix cache or of speculative decoding are invalid.
+    """
+    from interposer import Config
+
+    LoadOptions(config=Config(), **arguments).check()
 
 
 def sampling_options() -> list[inspect.Parameter]:

@@ -1,4 +1,4 @@
-"""The subcommand ``interposer serve``, which serves a model over HTTP.
+"""The subcommand ``interposer serve``, which serves models over HTTP.
 
 Slow modules are imported inside the command, so that ``--help`` is fast.
 """
@@ -8,25 +8,32 @@ from __future__ import annotations
 import ipaddress
 import re
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from socket import SO_REUSEADDR, SOCK_STREAM, SOL_SOCKET, getaddrinfo, socket
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from interposer_engine.options import Values, load_options, takes
+from interposer_serve._model_settings import ModelSettings, ModelsFile
 from interposer_tools.options import Kernels, Locked, PlatformName, TensorParallel, policy
 
 if TYPE_CHECKING:
     from ssl import SSLContext
 
+    from interposer import Config
+    from interposer_engine import LanguageModel
+    from interposer_serve._models import Model, ModelSource
     from interposer_serve._proxies import TrustedProxies
 
 _BACKLOG = 2048
 _OTHER_FILES = 128  # open files of the process that are not connections
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_SIZE = re.compile(r"(\d+)([KMGT]iB)")
+_UNITS = {"KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
@@ -40,22 +47,48 @@ class _LogLevel(StrEnum):
 
 @takes(options=load_options())
 def serve(
-    model_dir: Annotated[
-        Path,
+    model_dirs: Annotated[
+        list[Path] | None,
         typer.Argument(
-            metavar="MODEL",
+            metavar="MODEL...",
             help="Model directory, name on the hub such as Qwen/Qwen3-0.6B, or file of a plugin's "
-            "format, such as GGUF.",
+            "format, such as GGUF. Of several models, the server loads the default one; the "
+            "others are loaded on demand.",
         ),
-    ],
+    ] = None,
     *,
+    models: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            metavar="FILE",
+            help="TOML file with a table models.NAME for each model; other options hold for all.",
+        ),
+    ] = None,
+    default: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Model for requests that name none; the default is the first."
+        ),
+    ] = None,
+    max_loaded: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Maximum number of models that are loaded at once; the default is no limit."
+        ),
+    ] = None,
+    idle_minutes: Annotated[
+        float | None,
+        typer.Option(min=0, help="Minutes without requests after which a model is unloaded."),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen on; 0 selects a free port.")
     ] = 8000,
     name: Annotated[
         str | None,
-        typer.Option(help="Name of the model for clients; the default is the name of its folder."),
+        typer.Option(help="Name of a single model; the default is the name of its folder."),
     ] = None,
     embed: Annotated[
         bool, typer.Option("--embed", help="Load an encoder and serve vectors, scores or classes.")
@@ -71,8 +104,8 @@ def serve(
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="File with keys for the endpoints that load and unload adapters, one per line; "
-            "without the file, there are no such endpoints.",
+            help="File with keys for the endpoints that load models and adapters and change "
+            "weights, one per line; without the file, there are no such endpoints.",
         ),
     ] = None,
     without_keys: Annotated[
@@ -185,14 +218,37 @@ def serve(
             "they are complete.",
         ),
     ] = False,
+    packed: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|on|off",
+            help="Map packed weights from a file: for large models, for all, or never.",
+        ),
+    ] = None,
+    prefix_offload: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory for pages that the prefix cache evicts, such as 8GiB; on a processor, a "
+            "size of --prefix-offload-dir.",
+        ),
+    ] = None,
+    prefix_offload_dir: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="Folder for a file of --prefix-offload, which is deleted with the process.",
+        ),
+    ] = None,
     options: Values,
     tensor_parallel: TensorParallel = 1,
     platform: PlatformName = None,
     kernel: Kernels = None,
     locked: Locked = False,
 ) -> None:
-    """Serve a model over HTTP with OpenAI's API and a chat page."""
-    from interposer.errors import ConfigError
+    """Serve models over HTTP with OpenAI's and Anthropic's APIs and a chat page."""
+    from interposer.errors import ConfigError, near_names
     from interposer_serve._origins import check_origins
 
     keys, manager_keys = _keys(api_keys), _keys(management_keys)
@@ -208,13 +264,35 @@ def serve(
     allowed_names = _host_names(allowed_host or ())
     tls = _tls(tls_certificate, tls_key)
     proxies = _proxies(proxy_headers, trusted_proxy or ())
-    adapters = _adapters(adapter or (), embed)
-    if embed:
-        _check_embed(options, tensor_parallel)
+    common = ModelSettings(
+        name="",
+        path="",
+        embed=embed,
+        options={**options, **_prefix_settings(options, prefix_offload, prefix_offload_dir)},
+        config={} if packed is None else {"packed": packed},
+        adapters=_adapters(adapter or ()),
+        tool_format=tool_format,
+        reasoning_format=reasoning_format,
+        response_template=response_template,
+        idle_minutes=idle_minutes,
+    )
+    chosen = _chosen_models(model_dirs or (), models, name, common)
+    default = default or chosen.default or chosen.models[0].name
+    if default not in (names := [settings.name for settings in chosen.models]):
+        allowed = near_names(default, names)
+        raise ConfigError(f"The default model is {default!r}; allowed is {allowed}")
+    for settings in chosen.models:
+        settings.check()
+        if settings.embed and tensor_parallel > 1:
+            raise ConfigError(
+                f"--tensor-parallel {tensor_parallel} is given for {settings.name!r}, which is an "
+                "encoder. Try: without"
+            )
+    if len(chosen.models) > 1 or idle_minutes is not None:
+        _check_one_process(tensor_parallel, options)
     listening = _listen(host, port)  # first, because loading the model can take minutes
 
-    from interposer_adapt import Encoder, load_encoder
-    from interposer_engine import LanguageModel, launched
+    from interposer_engine import launched
     from interposer_serve import ConnectionLimits, Limits, application
     from interposer_serve._server import Server
 
@@ -223,26 +301,15 @@ def serve(
         _allowed_connections(max_connections), connections_per_address
     )
     config = policy(kernel, platform, locked)
-    _print_error(f"loading {model_dir}")
     with launched(tensor_parallel, config) as load:
-        model: LanguageModel | Encoder
-        if embed:
-            model = load_encoder(
-                model_dir, options["dtype"], config, quantization=options["quantization"]
-            )
-        else:
-            model = load(model_dir, config=config, adapters=adapters, **options)
-            if tool_format or reasoning_format or response_template:
-                model.tokenizer.chat.use_formats(
-                    tool_format, reasoning_format, response_template=response_template
-                )
-        model_name = name or model_dir.resolve().name
+        sources = _sources(chosen, default, config, load)
         # Without keys on a loopback address, check the Host header against DNS rebinding.
         checks_hosts = bool(allowed_names) or (is_local and not keys)
         hosts = {*_LOOPBACK, host, *allowed_names} if checks_hosts else None
         app = application(
-            model,
-            model_name,
+            sources,
+            default=default,
+            max_loaded=max_loaded or chosen.max_loaded,
             limits=limits,
             keys=keys,
             hosts=hosts,
@@ -258,7 +325,7 @@ def serve(
             proxies=proxies,
             drain_seconds=drain,
             log_level=log_level.name,
-            name=model_name,
+            name=", ".join(source.name for source in sources),
             print_line=_print_error,
         )
         server.serve_until_stopped()
@@ -266,24 +333,104 @@ def serve(
         raise typer.Exit(130)  # the exit code of a program that Ctrl-C ended
 
 
-def _check_embed(options: Values, tensor_parallel: int) -> None:
-    """Raise ConfigError if an option is set that only applies to models that generate."""
+def _chosen_models(
+    paths: Sequence[Path], file: Path | None, name: str | None, common: ModelSettings
+) -> ModelsFile:
+    """Return the settings of the models of the command.
+
+    Args:
+        paths: The models that the command names.
+        file: File with further models.
+        name: Name for a single model.
+        common: Settings of all models.
+    Raises: ConfigError: no model is named, the file is invalid, or an option for a single model is
+        given for several.
+    """
     from interposer.errors import ConfigError
 
-    if options["speculation"] is not None:
+    if not paths and file is None:
+        raise ConfigError("No model is named. Try: interposer serve FOLDER, or --models FILE")
+    if len(paths) > 1 or file is not None:
+        for option, value in (("--name", name), ("--adapter", common.adapters)):
+            if value:
+                raise ConfigError(
+                    f"{option} is given with several models. Try: a file of --models, which names "
+                    "each model and its adapters"
+                )
+    named = [replace(common, name=name or path.resolve().name, path=str(path)) for path in paths]
+    if file is None:
+        return ModelsFile(named)
+    content = ModelsFile.read(file, common)
+    return replace(content, models=[*named, *content.models])
+
+
+def _sources(
+    chosen: ModelsFile, default: str, config: Config, load: Callable[..., LanguageModel]
+) -> list[ModelSource]:
+    """Return the sources of the models; the default model is loaded already.
+
+    Raises: InterposerError: the default model cannot be loaded.
+    """
+    from interposer_serve import ModelSource
+
+    first = chosen.models[0]
+    if len(chosen.models) == 1 and first.idle_minutes is None:
+        _print_error(f"loading {first.path}")
+        model = first.load(config, load)
+        return [ModelSource(name=first.name, model=model, path=first.path)]
+    sources = [settings.source(config) for settings in chosen.models]
+    for index, source in enumerate(sources):
+        if source.name == default and source.load is not None:
+            _print_error(f"loading {source.path}")
+            # Now, so that an error ends the command instead of a running server.
+            sources[index] = replace(source, load=_Preloaded(source.load))
+    return sources
+
+
+class _Preloaded:
+    """Loads a model now, returns it at the first call, and loads it again at later ones."""
+
+    def __init__(self, load: Callable[[], Model]) -> None:
+        self._load = load
+        self._model: Model | None = load()
+
+    def __call__(self) -> Model:
+        model, self._model = self._model, None
+        return self._load() if model is None else model
+
+
+def _check_one_process(tensor_parallel: int, options: Values) -> None:
+    """Raise ConfigError if a model that may be unloaded would run in several processes."""
+    from interposer.errors import ConfigError
+
+    if tensor_parallel > 1 or options["expert_parallel"]:
+        option = "--tensor-parallel" if tensor_parallel > 1 else "--expert-parallel"
         raise ConfigError(
-            f"--speculate {options['speculation']!r} is given with --embed. Try: one of them"
+            f"{option} is given with several models or with --idle-minutes, but the processes of a "
+            "model cannot be started again. Try: one server for each such model"
         )
-    if options["offload"] is not None:
-        raise ConfigError(
-            f"--offload {options['offload']!r} is given with --embed. Try: one of them"
-        )
-    if options["expert_parallel"]:
-        raise ConfigError("--expert-parallel is given with --embed. Try: without")
-    if tensor_parallel > 1:
-        raise ConfigError(
-            f"--tensor-parallel {tensor_parallel} is given with --embed. Try: without"
-        )
+
+
+def _prefix_settings(options: Values, size: str | None, folder: Path | None) -> dict[str, Any]:
+    """Return the table ``prefix_cache`` of the options; empty without these options.
+
+    Raises: ConfigError: the size is malformed, or an option lacks the one that it belongs to.
+    """
+    from interposer.errors import ConfigError
+
+    if size is None:
+        if folder is not None:
+            raise ConfigError(
+                f"--prefix-offload-dir {folder} is given alone. Try: also --prefix-offload 8GiB"
+            )
+        return {}
+    if not options["prefix_cache"]:
+        raise ConfigError(f"--prefix-offload {size} is given alone. Try: also --prefix-cache")
+    match = _SIZE.fullmatch(size)
+    if match is None:
+        raise ConfigError(f"--prefix-offload {size!r} is no size. Try: 8GiB, or 500MiB")
+    table: dict[str, Any] = {"offload_bytes": int(match[1]) << _UNITS[match[2]]}
+    return {"prefix_cache": table if folder is None else {**table, "offload_dir": str(folder)}}
 
 
 def _host_names(options: Iterable[str]) -> set[str]:
@@ -395,10 +542,10 @@ def _listen(host: str, port: int) -> socket:
     return listening
 
 
-def _adapters(options: Iterable[str], embed: bool) -> dict[str, str]:
+def _adapters(options: Iterable[str]) -> dict[str, str]:
     """Parse ``NAME=FOLDER`` options, and return the adapter folders by name.
 
-    Raises: ConfigError: an option is malformed, a name is repeated, or the model is an encoder.
+    Raises: ConfigError: an option is malformed, or a name is repeated.
     """
     from interposer.errors import ConfigError
 
@@ -409,8 +556,6 @@ def _adapters(options: Iterable[str], embed: bool) -> dict[str, str]:
             raise ConfigError(f"--adapter {option!r} is not NAME=FOLDER. Try: --adapter sql=./sql")
         if name in adapters:
             raise ConfigError(f"--adapter names {name!r} twice. Try: another name for one of them")
-        if embed:
-            raise ConfigError(f"--adapter {option!r} is given with --embed. Try: one of them")
         adapters[name] = folder
     return adapters
 
