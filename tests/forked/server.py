@@ -20,6 +20,8 @@ import traceback
 import types
 from typing import Any, NoReturn
 
+if __name__ == "__main__":
+    gc.disable()  # imports leave almost no garbage, and take longer while some is sought
 import torch
 import torch._dynamo
 
@@ -38,6 +40,7 @@ def main() -> None:
         listening.bind(sys.argv[1])
         listening.listen()
         gc.freeze()
+        gc.enable()
         print(f"torch {torch.__version__} and {interposer_tools.__name__} are there", flush=True)
         while True:
             asking, _ = listening.accept()

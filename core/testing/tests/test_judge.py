@@ -98,7 +98,9 @@ def _judged(
 
 
 def test_a_right_kernel_is_accepted_with_its_time_and_error() -> None:
-    verdict = _judged("def kernel(x, factor):\n    return x * factor\n")
+    """Files of a solution do not replace modules of its process."""
+    others = dict.fromkeys(("serve.py", "json.py", "socket.py"), b"1 / 0")
+    verdict = _judged("def kernel(x, factor):\n    return x * factor\n", sources=others)
     assert verdict.state == "accepted", str(verdict)
     assert verdict.tier == "gate"
     assert verdict.largest_error <= 1
@@ -151,9 +153,9 @@ WRONG = {
 }
 
 
-# The corpus has more of each kind.
+# The corpus has more of each kind, and another test refuses a wrong value.
 _IN_EVERY_LANDING = {
-    *("wrong value", "reads behind an argument", "ends the process", "replaces a function"),
+    *("reads behind an argument", "ends the process", "replaces a function"),
     *("writes to the judge", "fills the result later"),
 }
 
@@ -205,12 +207,6 @@ def test_a_slow_kernel_is_called_as_often_as_the_time_of_the_rerun_allows() -> N
     code = "def kernel(x, factor):\n    time.sleep(0.02)\n    return x * factor\n"
     budget = Budget(1.0, 0.2, 1.0, rerun_calls=120_000, call_seconds=5.0)
     verdict = _judged(code, budget=budget)
-    assert verdict.state == "accepted", str(verdict)
-
-
-def test_files_of_a_solution_do_not_replace_modules_of_the_process() -> None:
-    others = dict.fromkeys(("serve.py", "json.py", "socket.py"), b"1 / 0")
-    verdict = _judged("def kernel(x, factor):\n    return x * factor\n", sources=others)
     assert verdict.state == "accepted", str(verdict)
 
 
@@ -272,8 +268,10 @@ def test_a_hanging_kernel_is_refused() -> None:
 
 
 def test_a_known_seed_repeats_the_inputs_and_lowers_the_tier() -> None:
-    code = "def kernel(x, factor):\n    return x * (factor + 1e-3)\n"
+    code = f"def kernel(x, factor):\n    {WRONG['wrong value'][0]}\n"
     first, second = (_judged(code, seed=7) for _ in range(2))
+    assert first.state == "refused", str(first)
+    assert {finding.check for finding in first.findings} == {"value"}
     assert first.tier == "advisory"
     assert first.findings == second.findings
 
