@@ -115,11 +115,11 @@ def opened(chromium: str, url: str, profile: Path) -> Iterator[Page]:
         )
     os.close(to_read)
     os.close(to_write)
+    page = Page(commands, replies)
     try:
-        page = Page(commands, replies)
         page.call("Page.navigate", url=url)
         yield page
-        page.close()
     finally:
+        page.close()
         process.terminate()
         process.wait(WAIT_SECONDS)

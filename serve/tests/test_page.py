@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from serve.tests.browser import Page, opened, program
 from serve.tests.conftest import NAME, Served, serving
 from tests.waiting import wait_until
 
-from interposer_engine import LanguageModel
+from interposer_engine import LanguageModel, load
+from interposer_serve import ModelSource
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve")]
 
@@ -55,7 +57,8 @@ def test_the_page_holds_a_conversation(page: Page, offline: LanguageModel) -> No
 
 def test_the_page_shows_selected_kernels_and_reasons(page: Page, served: Served) -> None:
     explanation = served.ask("/explanation").body
-    assert page.text("#model") == f"{NAME}, 1024 tokens of context"
+    assert page.texts("#models option") == [NAME]
+    assert page.text("#model") == "1024 tokens of context"
     assert explanation["device"]["name"] in page.text("#device")
     assert page.texts("#notes li") == explanation["notes"]
     chosen = page.texts("#choices tr td:nth-child(3)")
@@ -79,6 +82,29 @@ def test_an_answer_can_be_stopped(page: Page, served: Served) -> None:
     ask(page, " ")
     page.wait("document.body.dataset.busy === 'false'")
     assert page.texts(".message.error") == []
+
+
+def test_the_page_chats_with_the_chosen_model(
+    chromium: str, chat_folder: Path, tmp_path: Path
+) -> None:
+    load_model = partial(load, chat_folder, "float32", cache_tokens=1024)
+    sources = [ModelSource(name=name, load=load_model) for name in ("first", "second")]
+    with (
+        serving(sources, None, default="second") as served,
+        opened(chromium, served.url, tmp_path) as page,
+    ):
+        page.wait("document.body?.dataset.explained === 'true'")
+        assert page.texts("#models option") == ["second", "first"]
+        page.evaluate(
+            "document.querySelector('#models').value = 'first';"
+            "document.querySelector('#models').dispatchEvent(new Event('change'))"
+        )
+        page.wait("document.querySelector('#model').textContent === 'unloaded'")
+        page.fill("#tokens", "2")
+        ask(page, "import os")
+        page.wait("document.querySelector('#model').textContent === '1024 tokens of context'")
+        page.wait("document.querySelectorAll('#choices tr').length > 0")
+        assert page.complaints == []
 
 
 def test_refusals_and_keys_are_shown(chromium: str, lm: LanguageModel, tmp_path: Path) -> None:

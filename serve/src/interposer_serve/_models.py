@@ -176,11 +176,14 @@ class Models:
         all_sources = [*sources]
         if not all_sources:
             raise ConfigError("There is no model to serve. Try: at least one ModelSource")
-        self._entries = {source.name: _Entry(source) for source in all_sources}
-        self.default = all_sources[0].name if default is None else default
-        if self.default not in self._entries:
-            allowed = near_names(self.default, self._entries)
+        names = [source.name for source in all_sources]
+        self.default = names[0] if default is None else default
+        if self.default not in names:
+            allowed = near_names(self.default, names)
             raise ConfigError(f"The default model is {self.default!r}; allowed is {allowed}")
+        # The default model is listed first, where clients look for a model.
+        all_sources.sort(key=lambda source: source.name != self.default)
+        self._entries = {source.name: _Entry(source) for source in all_sources}
         if max_loaded is not None and max_loaded < 1:
             raise ConfigError(f"max_loaded is {max_loaded!r}, must be at least 1")
         self._max_loaded = len(all_sources) if max_loaded is None else max_loaded

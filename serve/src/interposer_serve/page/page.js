@@ -2,7 +2,7 @@
 
 const $ = (id) => document.getElementById(id);
 const messages = [];
-let model = "";
+let explained = "";
 let running = null;
 
 function headers(more = {}) {
@@ -63,7 +63,7 @@ async function send(text) {
       signal: running.signal,
       headers: { "content-type": "application/json" },
       body: JSON.stringify({
-        model,
+        model: $("models").value,
         messages,
         stream: true,
         stream_options: { include_usage: true },
@@ -90,6 +90,8 @@ async function send(text) {
     else messages.pop();
     running = null;
     busy(false);
+    // The first message can load a model, whose kernels are known only then.
+    if (explained !== $("models").value) explain();
   }
 }
 
@@ -99,12 +101,28 @@ function busy(is) {
   document.body.dataset.busy = is;
 }
 
+async function list() {
+  const { data } = await (await asked("v1/models")).json();
+  // Encoders cannot chat. The capabilities of a model are unknown until it is loaded.
+  const chatting = data.filter((entry) => entry.capabilities?.includes("completion") ?? true);
+  const names = [...$("models").options].map((option) => option.value);
+  if (names.join() !== chatting.map((entry) => entry.id).join())
+    $("models").replaceChildren(...chatting.map((entry) => element("option", entry.id)));
+  return chatting.find((entry) => entry.id === $("models").value);
+}
+
 async function explain() {
+  $("notes").replaceChildren();
+  $("choices").replaceChildren();
+  $("device").textContent = "";
   try {
-    const models = await (await asked("v1/models")).json();
-    model = models.data[0].id;
-    $("model").textContent = `${model}, ${models.data[0].max_model_len} tokens of context`;
-    const told = await (await asked("explanation")).json();
+    const entry = await list();
+    if (!entry) throw new Error("The server has no model that can chat");
+    const loaded = entry.max_model_len !== null;
+    $("model").textContent = loaded ? `${entry.max_model_len} tokens of context` : entry.status.value;
+    if (!loaded) return;
+    const told = await (await asked(`explanation?model=${encodeURIComponent(entry.id)}`)).json();
+    explained = entry.id;
     const { name, platform, torch_device } = told.device;
     $("device").textContent = `${name} (${platform}, ${torch_device})`;
     $("notes").replaceChildren(...told.notes.map((note) => element("li", note)));
@@ -153,4 +171,5 @@ $("clear").addEventListener("click", () => {
   $("messages").replaceChildren();
 });
 $("key").addEventListener("change", explain);
+$("models").addEventListener("change", explain);
 explain();
