@@ -52,7 +52,7 @@ class Tool(BodyPart):
 
     @property
     def function(self) -> dict[str, Any]:
-        """The tool as chat templates read it."""
+        """The tool in the format of chat templates."""
         function: dict[str, Any] = {"name": self.name, "parameters": self.input_schema}
         if self.description:
             function["description"] = self.description
@@ -75,7 +75,7 @@ class ToolChoice(BodyPart):
 
 
 class Thinking(BodyPart):
-    """Whether the model reasons before its answer."""
+    """Switch for the reasoning before the answer."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
@@ -221,7 +221,7 @@ class MessagesBody(TokenCountBody):
 
 
 def _chat_messages(path: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the chat messages of a message: results of tools become messages of their own."""
+    """Return the chat messages of a message: each result of a tool becomes a message."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise _invalid(f"{path}.role is {shown(role)}; allowed is 'user' or 'assistant'")
@@ -240,8 +240,13 @@ def _chat_messages(path: str, message: Mapping[str, Any]) -> list[dict[str, Any]
                 reasoning.append(text)
             case {"type": "redacted_thinking"}:
                 pass  # encrypted by another server, so unreadable here
-            case {"type": "tool_use", "id": str(call_id), "name": str(name), "input": dict(given)}:
-                function = {"name": name, "arguments": given}
+            case {
+                "type": "tool_use",
+                "id": str(call_id),
+                "name": str(name),
+                "input": dict(values),
+            }:
+                function = {"name": name, "arguments": values}
                 calls.append({"id": call_id, "type": "function", "function": function})
             case {"type": "tool_result", "tool_use_id": str(call_id)}:
                 result = _text(f"{place}.content", block.get("content"))
@@ -250,12 +255,12 @@ def _chat_messages(path: str, message: Mapping[str, Any]) -> list[dict[str, Any]
                 raise _invalid(f"{place} is {shown(block)}; allowed is a block of type {_BLOCKS}")
     if results and not texts:
         return results
-    own: dict[str, Any] = {"role": role, "content": "".join(texts)}
+    chat_message: dict[str, Any] = {"role": role, "content": "".join(texts)}
     if reasoning:
-        own["reasoning_content"] = "".join(reasoning)
+        chat_message["reasoning_content"] = "".join(reasoning)
     if calls:
-        own["tool_calls"] = calls
-    return [*results, own]
+        chat_message["tool_calls"] = calls
+    return [*results, chat_message]
 
 
 def _text(path: str, value: Any) -> str:
@@ -329,8 +334,9 @@ class MessagesFormat(Format):
         reason = answer.finish_reason or ""
         stop = None
         if reason == "stop" and self._stops:
-            whole = self._decode([delta.token_id for delta in answer.deltas])[len(answer.text) :]
-            stop = next((stop for stop in self._stops if whole.startswith(stop)), None)
+            text = self._decode([delta.token_id for delta in answer.deltas])
+            removed_text = text[len(answer.text) :]
+            stop = next((stop for stop in self._stops if removed_text.startswith(stop)), None)
         stop_reason = "stop_sequence" if stop else _STOP_REASONS.get(reason, "end_turn")
         return {"stop_reason": stop_reason, "stop_sequence": stop}
 
@@ -445,8 +451,8 @@ def _thinking_block(text: str) -> dict[str, Any]:
 
 def _call_block(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     call_id = call_id or new_id("toolu_", 24)
-    given = json.loads(arguments, parse_float=_finite, parse_constant=_finite)
-    return {"type": "tool_use", "id": call_id, "name": name, "input": given}
+    parsed = json.loads(arguments, parse_float=_finite, parse_constant=_finite)
+    return {"type": "tool_use", "id": call_id, "name": name, "input": parsed}
 
 
 def _finite(text: str) -> float | None:

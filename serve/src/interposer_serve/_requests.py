@@ -176,10 +176,10 @@ class BodyPart(BaseModel):
     def _check_fields(cls, value: object) -> object:
         if not isinstance(value, dict):
             return value
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        if any(name not in known for name in value):
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        if any(name not in names for name in value):
             raise ValueError("unknown field")
-        return {name: each for name, each in value.items() if each is not None}
+        return {name: item for name, item in value.items() if item is not None}
 
 
 class Body(BaseModel):

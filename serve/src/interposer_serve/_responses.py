@@ -50,7 +50,7 @@ class FunctionTool(BodyPart):
     strict: bool | None = None
 
     def function(self, namespace: str | None = None) -> dict[str, Any]:
-        """Return the tool as chat templates read it."""
+        """Return the tool in the format of chat templates."""
         function: dict[str, Any] = {"name": _full_name(self.name, namespace)}
         function["parameters"] = self.parameters or {}
         if self.description:
@@ -75,7 +75,7 @@ class NamedTool(BodyPart):
 
 
 class Reasoning(BodyPart):
-    """How much the model reasons before its answer."""
+    """Amount of reasoning before the answer."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -246,18 +246,18 @@ def chat_messages(path: str, items: Sequence[Mapping[str, Any]]) -> list[dict[st
                 content = _content(f"{place}.output", output)
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
             case {"type": "function_call", "name": str(name), "arguments": str(arguments)}:
-                own_id, namespace = item.get("call_id"), item.get("namespace")
-                if not all(isinstance(each, str | None) for each in (own_id, namespace)):
+                call_id, namespace = item.get("call_id"), item.get("namespace")
+                if not isinstance(call_id, str | None) or not isinstance(namespace, str | None):
                     raise _invalid_item(place, item)
                 if arguments and not _is_json(arguments):
                     message = f"{place}.arguments is {arguments!r:.100}; allowed is JSON"
                     raise ApiError(400, message, param="input", code="invalid_value")
                 function = {"name": _full_name(name, namespace), "arguments": arguments}
-                call = {"id": own_id, "type": "function", "function": function}
+                call = {"id": call_id, "type": "function", "function": function}
                 assistant().setdefault("tool_calls", []).append(call)
             case {"type": "reasoning"}:
-                given = item.get("content")
-                parts: list[Any] = given if isinstance(given, list) else []
+                content = item.get("content")
+                parts: list[Any] = content if isinstance(content, list) else []
                 pieces = [part.get("text") for part in parts if isinstance(part, dict)]
                 if reasoning := "".join(piece for piece in pieces if isinstance(piece, str)):
                     assistant(is_new=True)["reasoning_content"] = reasoning
