@@ -84,3 +84,28 @@ def test_the_document_states_that_a_key_is_required(lm: LanguageModel) -> None:
         "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     }
     assert document["security"] == [{"key": []}, {"header": []}]
+
+
+def test_the_document_names_the_method_of_each_route(lm: LanguageModel) -> None:
+    with serving(lm, management_keys=["manager"]) as served:
+        paths = served.ask("/openapi.json").body["paths"]
+        assert paths["/v1/responses/{id}"].keys() == {"get", "delete"}
+        assert paths["/sleep"].keys() == {"post"}
+        answer = served.ask("/wake_up", b"", authorization="Bearer manager")
+        assert answer.status != 405
+
+
+def test_messages_and_tools_are_described(document: dict[str, Any]) -> None:
+    message = {"role": "user", "content": "a"}
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": [message], "tools": [tool]},
+        "/v1/messages": {"messages": [message], "max_tokens": 1},
+        "/v1/responses": {"input": [message]},
+    }
+    for path, body in bodies.items():
+        check = validator(document, path)
+        check.validate({"model": NAME, **body})
+        name = "input" if "input" in body else "messages"
+        wrong = {**body, name: [{"role": "wizard", "content": "a"}]}
+        assert not check.is_valid({"model": NAME, **wrong}), path

@@ -12,7 +12,7 @@ from math import isnan
 from sys import float_info
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from interposer_engine.answers import CallPart, Part, ReasoningPart, TextPart, ToolCall
 from interposer_serve._answer import Answer, Usage
@@ -36,6 +36,29 @@ _ERROR_TYPES = {
 _NO_THREADS = "thread_unsupported_request"
 # Models are trained with three levels.
 _EFFORTS = {"xhigh": "high", "max": "high"}
+_TEXT = {"type": "string"}
+_BLOCK_FIELDS: dict[str, dict[str, Any]] = {
+    "text": {"text": _TEXT},
+    "thinking": {"thinking": _TEXT},
+    "tool_use": {"id": _TEXT, "name": _TEXT, "input": {"type": "object"}},
+    "tool_result": {"tool_use_id": _TEXT},
+}
+_BLOCK_SCHEMAS = [
+    {
+        "type": "object",
+        "required": ["type", *fields],
+        "properties": {"type": {"const": kind}, **fields},
+    }
+    for kind, fields in _BLOCK_FIELDS.items()
+]
+_MESSAGE = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"enum": ["user", "assistant", "system"]},
+        "content": {"anyOf": [_TEXT, {"type": "array", "items": {"anyOf": _BLOCK_SCHEMAS}}]},
+    },
+}
 _BLOCKS = "'text', 'tool_use', 'tool_result' or 'thinking'"
 
 
@@ -111,9 +134,9 @@ class _Chat(ChatBody):
 class TokenCountBody(Body):
     """Request body of ``/v1/messages/count_tokens``."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1), FAIL_FAST] = Field(
-        description="a list of messages with role and content"
-    )
+    messages: Annotated[
+        list[Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]], Field(min_length=1), FAIL_FAST
+    ] = Field(description="a list of messages with role and content")
     system: str | Annotated[list[dict[str, Any]], FAIL_FAST] = Field(
         "", description="a text or a list of text blocks"
     )

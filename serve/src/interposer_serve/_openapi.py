@@ -105,14 +105,16 @@ def _path(route: Route, bodies: Mapping[str, type[Body]]) -> dict[str, Any]:
     if names := route.param_convertors:
         place = {"in": "path", "required": True, "schema": {"type": "string"}}
         operation["parameters"] = [{"name": name, **place} for name in names]
+    # Starlette adds HEAD to GET.
+    (method,) = (route.methods or {"GET"}) - {"HEAD"}
     if body is None:
-        return {"delete" if "DELETE" in (route.methods or ()) else "get": operation}
+        return {method.lower(): operation}
     reference = {"$ref": _REFERENCE.format(model=body.__name__)}
     operation["requestBody"] = {
         "required": True,
         "content": {"application/json": {"schema": reference}},
     }
-    return {"post": operation}
+    return {method.lower(): operation}
 
 
 def _error_response(text: str, schema: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    WithJsonSchema,
     create_model,
     model_validator,
 )
@@ -112,7 +113,40 @@ _TokenId = Annotated[int, Field(ge=0, le=_INT64_MAX)]
 # Stop validating a list at its first wrong item: pydantic reports each error, and a million errors
 # would take minutes. Objects derive from ``BodyPart`` for the same reason.
 _FAIL_FAST: Any = Field(fail_fast=True)
-_Objects = Annotated[list[dict[str, Any]], _FAIL_FAST]
+_TEXT_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool", "function"]},
+        "content": {
+            "anyOf": [{"type": ["string", "null"]}, {"type": "array", "items": _TEXT_PART}]
+        },
+    },
+}
+_TOOL = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string", "minLength": 1},
+                "description": {"type": "string"},
+                "parameters": {"type": "object"},
+            },
+        },
+    },
+}
+# The OpenAPI document describes messages and tools, which are checked when the template reads them.
+_Messages = Annotated[list[Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]], _FAIL_FAST]
+_Tools = Annotated[list[Annotated[dict[str, Any], WithJsonSchema(_TOOL)]], _FAIL_FAST]
 _TokenIds = Annotated[list[_TokenId], _FAIL_FAST]
 _Texts = Annotated[
     tuple[_Stop, ...],
@@ -524,11 +558,13 @@ class NamedFunction(BodyPart):
 class ChatBody(SampledBody):
     """Request body of ``/v1/chat/completions``."""
 
-    messages: _Objects = Field(min_length=1, description="a list of messages with role and content")
+    messages: _Messages = Field(
+        min_length=1, description="a list of messages with role and content"
+    )
     max_completion_tokens: _Positive | None = Field(None, description="an integer of at least 1")
     logprobs: _Flag = False
     top_logprobs: _Likely = 0
-    tools: _Objects = Field([], description="a list of functions with JSON schemas")
+    tools: _Tools = Field([], description="a list of functions with JSON schemas")
     tool_choice: Literal["auto", "none", "required"] | NamedFunction = Field(
         "auto",
         description="'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}",
@@ -605,8 +641,8 @@ class TokenizeBody(Body):
     """Request body of ``/tokenize``: a text, or the messages of a chat."""
 
     prompt: str | None = Field(None, description="a text")
-    messages: _Objects | None = Field(None, description="a list of messages")
-    tools: _Objects = Field([], description="a list of functions with JSON schemas")
+    messages: _Messages | None = Field(None, description="a list of messages")
+    tools: _Tools = Field([], description="a list of functions with JSON schemas")
     chat_template_kwargs: dict[str, Any] = Field({}, description="an object")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from interposer_engine.answers import (
     CallPart,
@@ -34,6 +34,56 @@ from interposer_serve._requests import (
 from interposer_serve._turns import joined_turns
 
 _ITEMS = "'message', 'function_call', 'function_call_output' or 'reasoning'"
+_TEXT = {"type": "string"}
+_MESSAGE_ITEM = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "type": {"const": "message"},
+        "role": {"enum": ["system", "developer", "user", "assistant"]},
+        "content": {
+            "anyOf": [
+                _TEXT,
+                {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "required": ["type", "text"],
+                        "properties": {
+                            "type": {"enum": ["input_text", "output_text"]},
+                            "text": _TEXT,
+                        },
+                    },
+                },
+            ]
+        },
+    },
+}
+_CALL_ITEM = {
+    "type": "object",
+    "required": ["type", "name", "arguments"],
+    "properties": {
+        "type": {"const": "function_call"},
+        "name": _TEXT,
+        "arguments": {"type": "string", "contentMediaType": "application/json"},
+        "call_id": _TEXT,
+    },
+}
+_OUTPUT_ITEM = {
+    "type": "object",
+    "required": ["type", "call_id", "output"],
+    "properties": {
+        "type": {"const": "function_call_output"},
+        "call_id": _TEXT,
+        "output": _TEXT,
+    },
+}
+_REASONING_ITEM = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {"type": {"const": "reasoning"}},
+}
+_ITEM = {"anyOf": [_MESSAGE_ITEM, _CALL_ITEM, _OUTPUT_ITEM, _REASONING_ITEM]}
 _FORMATS = (
     "{'format': {'type': 'text'}}, or with the type 'json_object', or "
     "{'format': {'type': 'json_schema', 'name': ..., 'schema': {...}}}"
@@ -95,8 +145,8 @@ class _Chat(ChatBody):
 class ResponsesBody(Body):
     """Request body of ``/v1/responses``."""
 
-    input: str | Annotated[list[dict[str, Any]], FAIL_FAST] = Field(
-        description="a text or a list of items"
+    input: str | Annotated[list[Annotated[dict[str, Any], WithJsonSchema(_ITEM)]], FAIL_FAST] = (
+        Field(description="a text or a list of items")
     )
     instructions: str | None = Field(None, description="a text")
     max_output_tokens: int | None = Field(None, ge=1, description="an integer of at least 1")
