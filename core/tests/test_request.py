@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 
 import pytest
 import torch
@@ -60,9 +61,10 @@ def test_text_states_dtype_platform_and_dimensions() -> None:
 
 @pytest.mark.parametrize("detail", [None, SPEC])
 def test_another_process_gets_the_same_request(detail: AttentionSpec | None) -> None:
-    capability = Capability(
-        "x86_64", frozenset({"b", "a"}), frozenset({"bfloat16"}), 4, 2**40, {"l2": 2**20}
-    )
+    features, formats = frozenset({"b", "a"}), frozenset({"bfloat16"})
+    caches_bytes, rates = {"l2": 2**20}, {"flops_per_s": 1e12}
+    capability = Capability("x86_64", features, formats, 4, 2**40, caches_bytes, rates)
+    assert capability.to_json().keys() == {field.name for field in fields(Capability)}
     request = Request(
         "attention", "decoder", "cpu", capability, "bfloat16", {"n": 1, "wide": True}, detail
     )
