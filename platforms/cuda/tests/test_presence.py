@@ -68,17 +68,16 @@ class GPU:
 
 # Runs in a clean process, and prints the outcome and the state of the process.
 PROGRAM = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 from interposer_cuda._hardware import driver, system
 from interposer_cuda._hardware.presence import Presence
 from interposer_cuda._hardware.torch_build import TorchBuild
 from interposer_ops.devices.driver_inquiry import DriverError, DriverLostError
-from interposer.tooling import variables
 
 root, build, wanted = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
 build["targets"] = tuple(build.get("targets", ()))
-presence = Presence(system.read_system(root), TorchBuild(**build), variables())
+presence = Presence(system.read_system(root), TorchBuild(**build), os.environ)
 if wanted == "probe":
     try:
         verdict = presence.judge()
@@ -91,7 +90,6 @@ else:
         said = {"cuda": answer.cuda, "devices": [repr(device) for device in answer.devices]}
     except DriverError as error:
         said = {"error": str(error), "code": error.code}
-import os
 said["pid"] = os.getpid()
 said["torch"] = "torch" in sys.modules
 print(json.dumps(said))

@@ -47,7 +47,6 @@ class GPU:
 PROGRAM = """
 import json, os, sys
 from pathlib import Path
-from interposer.tooling import variables
 from interposer_ops.devices.driver_inquiry import DriverError, DriverLostError
 from interposer_xpu._hardware import level_zero, system
 from interposer_xpu._hardware.presence import Presence
@@ -56,7 +55,7 @@ from interposer_xpu._hardware.presence import TorchBuild
 root, build, wanted = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
 # Of the platform's own limit a busy machine may need more.
 limit = float(sys.argv[4])
-presence = Presence(system.read_system(root), TorchBuild(**build), variables(), limit)
+presence = Presence(system.read_system(root), TorchBuild(**build), os.environ, limit)
 try:
     if wanted == "probe":
         verdict = presence.judge()
