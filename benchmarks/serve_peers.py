@@ -494,6 +494,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> None:
     options = parse(arguments)
+    # Servers are in sessions of their own, and must end when this program is terminated.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     paths = {OURS: sys.executable, "llama.cpp": options.llama_server, "vllm": options.vllm}
     servers = [s for s in SERVERS if s.name in options.servers and paths[s.program]]
     options.folder.mkdir(parents=True, exist_ok=True)
