@@ -78,6 +78,7 @@ CONSTRAINTS: Mapping[str, tuple[dict[str, Any], str]] = {
 }
 
 LONG_TEXT = "x " * NUM_ITEMS
+UNKNOWN_FIELDS = ",".join(f'"{index}": 1' for index in range(NUM_ITEMS))
 MESSAGES = ",".join(['{"role": "user", "content": "a"}'] * 8000)
 # Path, body without the field "model", and a part of the error message.
 BODIES: Mapping[str, tuple[str, str, str]] = {
@@ -88,6 +89,16 @@ BODIES: Mapping[str, tuple[str, str, str]] = {
         "/v1/completions",
         f'{{"prompt": "x", "stop": {repeated("1")}}}',
         "stop is",
+    ),
+    "many wrong options": (
+        "/v1/responses",
+        f'{{"input": "x", "include": {repeated("1")}}}',
+        "include is",
+    ),
+    "many unknown options": (
+        "/v1/chat/completions",
+        f'{{"messages": [{{"role": "user"}}], "stream_options": {{{UNKNOWN_FIELDS}}}}}',
+        "stream_options is",
     ),
     "a long name": ("/v1/completions", f'{{"prompt": "x", "{LONG_TEXT}": 1}}', "Unknown field"),
     "a long prompt": ("/v1/completions", f'{{"prompt": "{LONG_TEXT}"}}', "characters; the allowed"),

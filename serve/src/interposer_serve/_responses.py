@@ -296,18 +296,18 @@ def chat_messages(path: str, items: Sequence[Mapping[str, Any]]) -> list[dict[st
                 content = _content(f"{place}.output", output)
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
             case {"type": "function_call", "name": str(name), "arguments": str(arguments)}:
-                call_id, namespace = item.get("call_id"), item.get("namespace")
-                if not isinstance(call_id, str | None) or not isinstance(namespace, str | None):
+                item_id, namespace = item.get("call_id"), item.get("namespace")
+                if not isinstance(item_id, str | None) or not isinstance(namespace, str | None):
                     raise _invalid_item(place, item)
                 if arguments and not _is_json(arguments):
                     message = f"{place}.arguments is {arguments!r:.100}; allowed is JSON"
                     raise ApiError(400, message, param="input", code="invalid_value")
                 function = {"name": _full_name(name, namespace), "arguments": arguments}
-                call = {"id": call_id, "type": "function", "function": function}
+                call = {"id": item_id, "type": "function", "function": function}
                 assistant().setdefault("tool_calls", []).append(call)
             case {"type": "reasoning"}:
-                content = item.get("content")
-                parts: list[Any] = content if isinstance(content, list) else []
+                item_content = item.get("content")
+                parts: list[Any] = item_content if isinstance(item_content, list) else []
                 pieces = [part.get("text") for part in parts if isinstance(part, dict)]
                 if reasoning := "".join(piece for piece in pieces if isinstance(piece, str)):
                     assistant(is_new=True)["reasoning_content"] = reasoning
