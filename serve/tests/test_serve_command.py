@@ -52,8 +52,10 @@ def test_the_command_serves_until_a_signal(chat_folder: Path, tmp_path: Path) ->
     folder = write_adapter(tmp_path / "own", {"model.layers.0.mlp.down_proj": (256, 688)})
     adapter = f"--adapter=own={folder}"
     limits = ("--max-prompt=50", "--speculate=ngram")
-    options = ("--name=mine", "--api-keys", str(keys), *limits, adapter)
-    with started(chat_folder, *options) as (url, process):
+    options = ["--name=mine", "--api-keys", str(keys), *limits, adapter, "--cache-tokens=1024"]
+    # Not a fork, whose client would get the signal instead.
+    serve_command = [sys.executable, "-m", "interposer_tools", "serve", str(chat_folder)]
+    with served([*serve_command, "--port=0", *options]) as (url, process):
         assert ask(f"{url}/ready") == {"status": "ok"}
         body = {"model": "mine", "prompt": "import os", "max_tokens": 3}
         assert ask(f"{url}/v1/completions", body, "open")["usage"]["completion_tokens"] == 3

@@ -22,7 +22,7 @@ class MemoryNeed:
             the checkpoint. The size of weights that are quantized or packed is an estimate.
         free_bytes: Free memory of the device, including what the system can free at any time.
         total_bytes: All memory of the device.
-        device: Name of the device for torch, such as ``"cuda:0"``.
+        device: Name of the device for torch.
     """
 
     weight_bytes: int
