@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,7 @@ class Served:
 
     port: int
     lm: LanguageModel
+    app: Any = field(default=None, kw_only=True)
 
     @property
     def url(self) -> str:
@@ -158,7 +159,7 @@ def serving(
     thread.start()
     try:
         wait_until(lambda: server.started, "the start of the server")
-        yield Served(listening.getsockname()[1], model)
+        yield Served(listening.getsockname()[1], model, app=app)
     finally:
         server.should_exit = True
         thread.join(WAIT_SECONDS)

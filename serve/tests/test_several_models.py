@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,6 +28,7 @@ pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve-models")]
 
 MANAGER = {"authorization": "Bearer manager"}
 CLIENT = {"authorization": "Bearer client"}
+LONG_STREAM = {"prompt": "import os", "max_tokens": 1000, "stream": True, "ignore_eos": True}
 ADAPTER_SIZES = {
     "model.layers.1.self_attn.q_proj": (256, 256),
     "model.layers.2.mlp.down_proj": (256, 688),
@@ -177,8 +180,7 @@ def test_models_are_unloaded_while_memory_is_short(chat_folder: Path) -> None:
 
 def test_a_model_in_use_is_not_unloaded(chat_folder: Path) -> None:
     with several(chat_folder, max_loaded=1) as server:
-        body = {"model": "a", "prompt": "import os", "max_tokens": 1000, "stream": True}
-        body |= {"ignore_eos": True}
+        body = {**LONG_STREAM, "model": "a"}
         with server.served.connect("/v1/completions", body, **CLIENT) as connection:
             assert b"data:" in connection.recv(1 << 16) + connection.recv(1 << 16)
             other = in_thread(partial(server.complete, "b"))
@@ -367,3 +369,177 @@ def test_a_source_has_either_a_model_or_a_loader() -> None:
 def test_a_single_model_needs_a_name(lm: LanguageModel) -> None:
     with pytest.raises(ConfigError, match="The model has no name for clients"):
         application(lm)
+
+
+class Panic(BaseException):
+    """As the Rust code of a tokenizer may raise."""
+
+
+@pytest.mark.parametrize("failure", [Panic, SystemExit, StopIteration, MemoryError, TimeoutError])
+def test_any_failure_of_a_load_ends_the_requests_that_wait(
+    chat_folder: Path, failure: type[BaseException]
+) -> None:
+    num_loads = 0
+
+    def load_b() -> LanguageModel:
+        nonlocal num_loads
+        num_loads += 1
+        raise failure("of the load")
+
+    with several(chat_folder, by_name={"b": {"load": load_b}}) as server:
+        refused = server.complete("b")
+        assert (refused.status, refused.error["code"]) == (503, "model_not_loaded")
+        assert "of the load" not in refused.error["message"]
+        assert num_loads == 1
+        assert server.text("a")
+
+
+def test_a_place_is_taken_until_the_model_is_closed(chat_folder: Path) -> None:
+    loaders: dict[str, Loader] = {}
+
+    def load_b() -> LanguageModel:
+        assert not loaders["a"].open, "both models are in memory"
+        return loaders["b"]()
+
+    with several(chat_folder, max_loaded=1, by_name={"b": {"load": load_b}}) as server:
+        loaders.update(server.loaders)
+        unload = in_thread(partial(server.manage, "/models/unload", {"model": "a"}))
+        assert server.text("b")
+        assert unload.result(WAIT_SECONDS).status == 200
+
+
+def test_a_model_that_becomes_idle_goes_instead_of_a_busy_one(chat_folder: Path) -> None:
+    with several(chat_folder, ["a", "b", "c"], max_loaded=2) as server:
+        streams = {name: {**LONG_STREAM, "model": name} for name in "ab"}
+        with server.served.connect("/v1/completions", streams["a"], **CLIENT) as first:
+            assert b"data:" in first.recv(1 << 16) + first.recv(1 << 16)
+            with server.served.connect("/v1/completions", streams["b"], **CLIENT) as second:
+                assert b"data:" in second.recv(1 << 16) + second.recv(1 << 16)
+                other = in_thread(partial(server.complete, "c"))
+                wait_until(lambda: server.statuses()["c"] == "loading")
+            assert other.result(WAIT_SECONDS).status == 200
+            assert server.statuses() == {"a": "loaded", "b": "unloaded", "c": "loaded"}
+
+
+def test_a_load_without_clients_is_given_up(chat_folder: Path) -> None:
+    with several(chat_folder, max_loaded=1) as server:
+        stream = {**LONG_STREAM, "model": "a"}
+        with server.served.connect("/v1/completions", stream, **CLIENT) as connection:
+            assert b"data:" in connection.recv(1 << 16) + connection.recv(1 << 16)
+            body = {"model": "b", "prompt": "import os", "max_tokens": 1}
+            with server.served.connect("/v1/completions", body, **CLIENT):
+                wait_until(lambda: server.statuses()["b"] == "loading")
+            wait_until(lambda: server.statuses()["b"] == "unloaded")
+            assert server.text("a")
+        assert server.loaders["b"].loaded == []
+
+
+def test_a_model_that_fails_or_is_too_large_does_not_unload_others_again(
+    chat_folder: Path,
+) -> None:
+    def load_b() -> LanguageModel:
+        raise CheckpointError(chat_folder, "is broken", "copy it again")
+
+    def need() -> MemoryNeed:
+        return MemoryNeed(weight_bytes=200, free_bytes=100, total_bytes=100, device="cpu")
+
+    by_name: dict[str, dict[str, Any]] = {"b": {"load": load_b}, "c": {"memory": need}}
+    with several(chat_folder, ["a", "b"], max_loaded=1, by_name=by_name) as server:
+        for _ in range(2):
+            assert server.complete("b").error["code"] == "model_not_loaded"
+            assert server.text("a")
+        assert len(server.loaders["a"].loaded) == 2  # only the first failure has unloaded it
+    with several(chat_folder, ["a", "c"], by_name=by_name) as server:
+        assert server.text("c")
+        assert server.statuses()["a"] == "loaded"
+
+
+def test_bodies_of_waiting_requests_are_limited(chat_folder: Path) -> None:
+    may_end = threading.Event()
+
+    def load_b() -> LanguageModel:
+        assert may_end.wait(WAIT_SECONDS)
+        return server.loaders["b"]()
+
+    limits = Limits(total_body_bytes=3000)
+    with several(chat_folder, by_name={"b": {"load": load_b}}, limits=limits) as server:
+        waiting = in_thread(partial(server.complete, "b", user="x" * 2000))
+        wait_until(lambda: server.statuses()["b"] == "loading")
+        refused = server.complete("b", user="x" * 2000)
+        assert (refused.status, refused.error["code"]) == (503, "bodies_full")
+        may_end.set()
+        assert waiting.result(WAIT_SECONDS).status == 200
+
+
+def test_a_server_that_stops_ends_the_requests_that_wait(chat_folder: Path) -> None:
+    may_end = threading.Event()
+    loaded = threading.Event()
+
+    def load_b() -> LanguageModel:
+        assert may_end.wait(WAIT_SECONDS)
+        lm = server.loaders["b"]()
+        loaded.set()
+        return lm
+
+    with several(chat_folder, by_name={"b": {"load": load_b}}) as server:
+        waiting = in_thread(partial(server.complete, "b"))
+        wait_until(lambda: server.statuses()["b"] == "loading")
+    # The server has ended while the model was loading, and closes it once it is loaded.
+    may_end.set()
+    assert loaded.wait(WAIT_SECONDS)
+    wait_until(lambda: not server.loaders["b"].open)
+    assert waiting.exception(WAIT_SECONDS) or waiting.result().status >= 500
+
+
+def test_errors_show_no_path_of_adapters(chat_folder: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "secret"
+    broken.mkdir()
+    with several(chat_folder) as server:
+        body = {"model": "b", "lora_name": "new", "lora_path": str(broken)}
+        refused = server.manage("/v1/load_lora_adapter", body)
+        assert refused.status == 400
+
+    def load_b() -> LanguageModel:
+        return load(chat_folder, "float32", cache_tokens=512, adapters={"own": broken})
+
+    by_name = {"b": {"load": load_b, "adapters": {"own": str(broken)}}}
+    with several(chat_folder, by_name=by_name) as server:
+        refused = server.complete("own")
+        assert refused.status == 503
+        assert str(tmp_path) not in refused.error["message"]
+
+
+@pytest.mark.parametrize("name", [0, False, [], {}])
+def test_a_name_that_is_no_text_is_refused(chat_folder: Path, name: Any) -> None:
+    with several(chat_folder, ["a"]) as server:
+        assert server.ask("/v1/completions", {"model": name, "prompt": "x"}).status == 400
+        assert server.manage("/models/unload", {"model": name}).status == 400
+        assert server.statuses() == {"a": "loaded"}
+
+
+def test_a_queue_of_zero_serves(chat_folder: Path) -> None:
+    with several(chat_folder, limits=Limits(queue=0)) as server:
+        assert server.text("b") == server.text("a")
+
+
+def test_an_unloaded_model_leaves_memory(chat_folder: Path) -> None:
+    encoders: list[weakref.ref[Any]] = []
+
+    def load_b() -> Any:
+        encoder = load_encoder(chat_folder, "float32")
+        encoders.append(weakref.ref(encoder.adapted.model))
+        return encoder
+
+    by_name = {"b": {"load": load_b, "is_encoder": True}}
+    with several(chat_folder, by_name=by_name) as server:
+        server.served.app.state.models.freeze_objects()
+        try:
+            server.ask("/v1/embeddings", {"model": "b", "input": "import os"})
+            server.manage("/models/unload", {"model": "b"})
+            assert encoders[0]() is None
+            model = weakref.ref(server.loaders["a"].loaded[0].engine.model)
+            server.loaders["a"].loaded.clear()
+            server.manage("/models/unload", {"model": "a"})
+            assert model() is None
+        finally:
+            gc.unfreeze()

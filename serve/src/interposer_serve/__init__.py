@@ -12,7 +12,7 @@ from interposer.tooling import lazy_attributes
 if TYPE_CHECKING:
     from interposer_serve._app import application
     from interposer_serve._limits import ConnectionLimits, Limits
-    from interposer_serve._models import ModelSource
+    from interposer_serve._model_source import ModelSource
 
 __all__ = ["ConnectionLimits", "Limits", "ModelSource", "application"]
 
@@ -21,7 +21,7 @@ __getattr__ = lazy_attributes(
     {
         "interposer_serve._app": "application",
         "interposer_serve._limits": "ConnectionLimits Limits",
-        "interposer_serve._models": "ModelSource",
+        "interposer_serve._model_source": "ModelSource",
     },
 )
 

@@ -31,7 +31,7 @@ from interposer_serve._limits import Limits
 from interposer_serve._requests import SampledBody
 from interposer_serve._telemetry import ModelMetrics, record_spans
 
-_CLIENT_CLOSED_REQUEST = 499  # only for the metrics: the client has disconnected
+CLIENT_CLOSED_REQUEST = 499  # only for the metrics: the client has disconnected
 _log = logging.getLogger("interposer")
 
 
@@ -151,7 +151,7 @@ class Answering:
                     for delta in deltas:
                         answers[delta.index].push(delta)
             except Gone:
-                return Response(status_code=_CLIENT_CLOSED_REQUEST)
+                return Response(status_code=CLIENT_CLOSED_REQUEST)
             for index, answer in enumerate(answers):
                 # The engine reports the prompt's log probabilities with the first of the n answers.
                 first = answers[index // body.n * body.n].deltas[0]
@@ -221,9 +221,14 @@ async def _watched(request: Request, generation: Generation) -> AsyncIterator[No
         generation.fail(Gone())
 
 
-async def _cancel_on_disconnect(request: Request, generation: Generation) -> None:
+async def disconnected(request: Request) -> None:
+    """Wait until the client disconnects; the body must be read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+async def _cancel_on_disconnect(request: Request, generation: Generation) -> None:
+    await disconnected(request)
     generation.fail(Gone())
 
 

@@ -26,7 +26,8 @@ from interposer_serve._errors import ApiError, respond
 from interposer_serve._guard import LOOPBACK, Guard, check_keys
 from interposer_serve._limits import Limits
 from interposer_serve._management import ManagementEndpoints
-from interposer_serve._models import Model, Models, ModelSource
+from interposer_serve._model_source import Model, ModelSource
+from interposer_serve._models import Models
 from interposer_serve._openapi import openapi_document
 from interposer_serve._origins import check_origins, cors_middleware
 from interposer_serve._reading import BodyReader
@@ -122,11 +123,13 @@ def application(
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         nonlocal running
-        await models.start()
-        running = True
-        yield
-        running = False
-        await models.stop()
+        try:
+            await models.start()
+            running = True
+            yield
+        finally:
+            running = False
+            await models.stop()
 
     async def health(_request: Request) -> Response:
         """Report that the server process is running."""
@@ -158,7 +161,7 @@ def application(
 
     async def explanation(request: Request) -> Response:
         """Explain which kernels a model runs on, and why: the default one, or ``?model=NAME``."""
-        model_name = request.query_params.get("model", models.default)
+        model_name = request.query_params.get("model") or models.default
         endpoints = models.loaded(model_name)
         if endpoints is None:
             message = f"The model {model_name!r} is {models.status(model_name)}"
@@ -208,8 +211,6 @@ def application(
         lifespan=lifespan,
     )
     app.state.models = models
-    # Errors must not show paths of the server to clients.
-    app.state.hidden = models.folders
     return app
 
 

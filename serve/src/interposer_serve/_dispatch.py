@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from functools import wraps
 
@@ -11,11 +12,13 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from interposer.tooling import steady_time_ns
+from interposer_serve._answering import CLIENT_CLOSED_REQUEST, disconnected
 from interposer_serve._endpoints import Answer
-from interposer_serve._errors import ApiError, shown
+from interposer_serve._errors import ApiError, Gone, shown
 from interposer_serve._limits import Limits
 from interposer_serve._models import Models
 from interposer_serve._reading import BodyReader
+from interposer_serve._served_model import Use
 
 
 class Dispatcher:
@@ -46,20 +49,46 @@ class Dispatcher:
         return endpoint
 
     async def _answer(self, path: str, request: Request) -> Response:
-        content = await self._bodies.read_object(request)
-        name = content.get("model") or self._models.default
-        if not isinstance(name, str):
-            message = f"model is {shown(name)}; allowed is a text"
-            raise ApiError(400, message, param="model", code="invalid_type")
-        content["model"] = name
-        elapsed = (steady_time_ns() - int(request.state.received)) / 1e9
-        used = await self._models.use(name, self._limits.deadline_seconds - elapsed)
+        # The body counts for the limit of all bodies as long as the request waits for its model.
+        async with self._bodies.reading(request) as content:
+            name = content.get("model")
+            if name is None or name == "":
+                name = self._models.default
+            if not isinstance(name, str):
+                message = f"model is {shown(name)}; allowed is a text"
+                raise ApiError(400, message, param="model", code="invalid_type")
+            content["model"] = name
+            try:
+                use = self._models.use_now(name) or await self._use(request, name)
+            except Gone:
+                return Response(status_code=CLIENT_CLOSED_REQUEST)
         try:
-            response = await used.endpoints.answer(path, request, content)
+            response = await use.endpoints.answer(path, request, content)
         except BaseException:
-            used.end()
+            use.end()
             raise
-        return _LastingResponse(response, used.end)
+        return _LastingResponse(response, use.end)
+
+    async def _use(self, request: Request, name: str) -> Use:
+        """Wait for a model, unless the client disconnects.
+
+        Raises:
+            ApiError: see ``Models.use``.
+            Gone: The client has disconnected.
+        """
+        elapsed = (steady_time_ns() - int(request.state.received)) / 1e9
+        waiting = asyncio.ensure_future(
+            self._models.use(name, self._limits.deadline_seconds - elapsed)
+        )
+        gone = asyncio.create_task(disconnected(request))
+        try:
+            await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                raise Gone
+            return waiting.result()
+        finally:
+            waiting.cancel()
+            gone.cancel()
 
 
 class _LastingResponse(Response):

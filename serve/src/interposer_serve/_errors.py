@@ -166,7 +166,7 @@ async def respond(request: Request, error: Exception) -> Response:
         error = ApiError(error.status_code, error.detail, headers=error.headers)
     refusal = api_error(error)
     app = request.scope.get("app")
-    for folder, name in app.state.hidden.items() if app is not None else ():
+    for folder, name in app.state.models.folders.items() if app is not None else ():
         # The text of an exception is in ``args``.
         refusal.args = (str(refusal).replace(folder, name),)
     content = ascii_json(error_format(request.url.path).write(refusal))

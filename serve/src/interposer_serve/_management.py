@@ -93,26 +93,29 @@ class ManagementEndpoints:
     async def load_adapter(self, request: Request) -> Response:
         """Load a LoRA adapter, or replace one: ``/v1/load_lora_adapter``."""
         body = await self._read(request, LoadAdapterBody)
-        self._models.check_new(body.lora_name, body.model)
-        used = await self._models.use(body.model, self._seconds)
-        try:
-            await _text(used.endpoints).load_adapter(
-                body.lora_name, body.lora_path, replace=body.load_inplace
-            )
-            self._models.change_adapter(body.model, body.lora_name, body.lora_path)
-        finally:
-            used.end()
+        owner = self._models.owner(body.model)
+        async with self._models.adapter_changes:
+            self._models.check_new_adapter(owner, body.lora_name)
+            use = await self._models.use(owner, self._seconds)
+            try:
+                text = _text(use.endpoints)
+                await text.load_adapter(body.lora_name, body.lora_path, replace=body.load_inplace)
+                self._models.record_adapter(owner, body.lora_name, body.lora_path)
+            finally:
+                use.end()
         return JSONResponse({"status": "loaded", "lora_name": body.lora_name})
 
     async def unload_adapter(self, request: Request) -> Response:
         """Remove a LoRA adapter that no request uses: ``/v1/unload_lora_adapter``."""
         body = await self._read(request, UnloadAdapterBody)
-        used = await self._models.use(body.model, self._seconds)
-        try:
-            await _text(used.endpoints).remove_adapter(body.lora_name)
-            self._models.change_adapter(body.model, body.lora_name, None)
-        finally:
-            used.end()
+        owner = self._models.owner(body.model)
+        async with self._models.adapter_changes:
+            use = await self._models.use(owner, self._seconds)
+            try:
+                await _text(use.endpoints).remove_adapter(body.lora_name)
+                self._models.record_adapter(owner, body.lora_name, None)
+            finally:
+                use.end()
         return JSONResponse({"status": "removed", "lora_name": body.lora_name})
 
     async def load_model(self, request: Request) -> Response:
@@ -173,9 +176,10 @@ class ManagementEndpoints:
         return JSONResponse({"model": owner, "status": self._models.status(owner)})
 
     async def _read(self, request: Request, body_type: type[B]) -> B:
-        content = await self._bodies.read_object(request)
-        content["model"] = content.get("model") or self._models.default
-        return body_type.read(content)
+        async with self._bodies.reading(request) as content:
+            if content.get("model") in (None, ""):
+                content["model"] = self._models.default
+            return body_type.read(content)
 
 
 def _text(endpoints: Endpoints) -> TextEndpoints:

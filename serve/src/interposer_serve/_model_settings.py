@@ -5,9 +5,10 @@ This module imports no torch, so that a mistake in the file is reported at once.
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from interposer_engine.options import check_load_options, load_options
 
 if TYPE_CHECKING:
     from interposer_engine import LanguageModel
-    from interposer_serve._models import Model, ModelSource
+    from interposer_serve._model_source import Model, ModelSource
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
 _LOAD_DEFAULTS = {
@@ -41,8 +42,8 @@ class ModelSettings:
         options: Arguments of ``load`` by name; a table for ``PrefixCache`` or ``Speculation``.
         config: Fields of ``Config`` for this model.
         adapters: Folders of LoRA adapters, by name.
-        tool_format: Format of tool calls; None for that of the chat template, as the next one.
-        reasoning_format: Format of reasoning.
+        tool_format: Format of tool calls; None for that of the chat template.
+        reasoning_format: Format of reasoning; None for that of the chat template.
         response_template: Whether answers are read by the checkpoint's response template.
         idle_minutes: Minutes without requests after which the model is unloaded; None for never.
         keep_loaded: Whether the model is loaded at the start, and never unloaded for another one.
@@ -71,21 +72,28 @@ class ModelSettings:
                 f"The model {self.name!r} is at {self.path!r}, which does not exist. "
                 "Try: a folder, or a name on the hub, such as Qwen/Qwen3-0.6B"
             )
+        if self.idle_minutes is not None and not 0 <= self.idle_minutes < math.inf:
+            raise ConfigError(
+                f"idle_minutes of {self.name!r} is {self.idle_minutes}, must be at least 0"
+            )
         if self.embed:
             self._check_encoder()
             return
+        for name, folder in self.adapters.items():
+            if not Path(folder).is_dir():
+                raise ConfigError(f"The adapter {name!r} is at {folder!r}, which is no folder")
         check_load_options(self._load_arguments())
 
     def _check_encoder(self) -> None:
-        given = [
+        unusable = [
             name
             for name, value in self.options.items()
             if name not in _ENCODER_OPTIONS and value != _LOAD_DEFAULTS.get(name, False)
         ]
-        given += [name for name in ("adapters", *_FORMATS) if getattr(self, name)]
-        if given:
+        unusable += [name for name in ("adapters", *_FORMATS) if getattr(self, name)]
+        if unusable:
             raise ConfigError(
-                f"{given[0]} is set for {self.name!r}, which is an encoder. Try: without"
+                f"{unusable[0]} is set for {self.name!r}, which is an encoder. Try: without"
             )
 
     def _load_arguments(self) -> dict[str, Any]:
@@ -112,7 +120,7 @@ class ModelSettings:
         Raises: ConfigError: a field of ``config`` is unknown or invalid.
         """
         from interposer_engine import MemoryNeed, load
-        from interposer_serve._models import ModelSource
+        from interposer_serve._model_source import ModelSource
 
         config, arguments = self._config(policy), self._load_arguments()
         return ModelSource(
@@ -120,7 +128,7 @@ class ModelSettings:
             load=lambda: self.load(policy, load),
             is_encoder=self.embed,
             path=self.path,
-            adapters=[*self.adapters],
+            adapters=self.adapters,
             memory=lambda: MemoryNeed.of(self.path, config=config, **arguments),
             idle_seconds=None if self.idle_minutes is None else 60 * self.idle_minutes,
             keep_loaded=self.keep_loaded,
@@ -149,8 +157,8 @@ class ModelSettings:
         return model
 
     def _config(self, policy: Config) -> Config:
-        given = {name: getattr(policy, name) for name in policy.model_fields_set}
-        return Config(**{**given, **self.config})
+        policy_fields = {name: getattr(policy, name) for name in policy.model_fields_set}
+        return Config(**{**policy_fields, **self.config})
 
 
 _OWN_KEYS = {
@@ -213,7 +221,7 @@ def _model(file: Path, name: str, table: Any, common: ModelSettings) -> ModelSet
     _check_keys(place, table, (*_OWN_KEYS, *_LOAD_DEFAULTS))
     if "path" not in table:
         raise ConfigError(f"{place} has no path. Try: path = 'FOLDER'")
-    own: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in table.items():
         if key not in _OWN_KEYS:
             continue
@@ -223,16 +231,23 @@ def _model(file: Path, name: str, table: Any, common: ModelSettings) -> ModelSet
             is_right = is_right and all(isinstance(path, str) for path in value.values())
         if not is_right:
             raise ConfigError(f"{place}.{key} is {value!r}, must be {description}")
-        own[key] = value
-    own["path"] = _relative(file, own["path"])
-    if "adapters" in own:
-        own["adapters"] = {key: _relative(file, path) for key, path in own["adapters"].items()}
+        settings[key] = value
+    settings["path"] = _relative(file, settings["path"])
+    if "adapters" in settings:
+        settings["adapters"] = {
+            key: _relative(file, path) for key, path in settings["adapters"].items()
+        }
     options = {key: value for key, value in table.items() if key in _LOAD_DEFAULTS}
-    own["config"] = {**common.config, **own.get("config", {})}
-    common_options = common.options
-    if own.get("embed") and not common.embed:  # most options are for the other models
-        common_options = {key: common_options[key] for key in _ENCODER_OPTIONS}
-    return replace(common, name=name, options={**common_options, **options}, **own)
+    settings["config"] = {**common.config, **settings.get("config", {})}
+    if settings.get("embed") and not common.embed:
+        # An encoder takes none of the options that are for the other models.
+        common = ModelSettings(
+            name="",
+            path="",
+            options={key: common.options[key] for key in _ENCODER_OPTIONS},
+            idle_minutes=common.idle_minutes,
+        )
+    return replace(common, name=name, options={**common.options, **options}, **settings)
 
 
 def _relative(file: Path, path: str) -> str:
@@ -241,8 +256,8 @@ def _relative(file: Path, path: str) -> str:
     return str(beside) if beside.exists() or not _HUB_NAME.fullmatch(path) else path
 
 
-def _check_keys(place: str, table: Mapping[str, Any], known: Iterable[str]) -> None:
-    known = [*known]
+def _check_keys(place: str, table: Mapping[str, Any], allowed_keys: Collection[str]) -> None:
     for key in table:
-        if key not in known:
-            raise ConfigError(f"{place} has the key {key!r}; allowed is {near_names(key, known)}")
+        if key not in allowed_keys:
+            allowed = near_names(key, allowed_keys)
+            raise ConfigError(f"{place} has the key {key!r}; allowed is {allowed}")

@@ -9,7 +9,8 @@ import asyncio
 import gc
 import json
 import re
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
 from itertools import chain
 from math import isfinite
 from typing import Any
@@ -36,8 +37,9 @@ class BodyReader:
         self._seconds = min(limits.body_seconds, limits.deadline_seconds)
         self._num_bytes = 0
 
-    async def read_object(self, request: Request) -> dict[str, Any]:
-        """Read the JSON object in the body of a request.
+    @asynccontextmanager
+    async def reading(self, request: Request) -> AsyncIterator[dict[str, Any]]:
+        """Read the JSON object in the body of a request, which counts in a ``with`` block.
 
         Raises: ApiError: the body is not a JSON object, is too large or arrives too slowly, or the
             bodies of other requests leave no memory for it.
@@ -48,14 +50,22 @@ class BodyReader:
             message = f"content-type is {media_type!r:.100}; allowed is 'application/json'"
             raise ApiError(415, message)
         chunks: list[bytes] = []
+        try:
+            await self._read_chunks(request, chunks)
+            content = parse_object(b"".join(chunks))
+            yield content
+        finally:
+            self._num_bytes -= sum(map(len, chunks))
+
+    async def _read_chunks(self, request: Request, chunks: list[bytes]) -> None:
         num_bytes = 0
         try:
             async with asyncio.timeout(self._seconds):
                 async for chunk in request.stream():
                     num_bytes += len(chunk)
                     self._num_bytes += len(chunk)
-                    self._check_sizes(request, num_bytes)
                     chunks.append(chunk)
+                    self._check_sizes(request, num_bytes)
         except ClientDisconnect:
             raise ApiError(400, "The client disconnected before it had sent the body") from None
         except TimeoutError:
@@ -65,9 +75,6 @@ class BodyReader:
                 code="body_too_slow",
                 headers={"connection": "close"},
             ) from None
-        finally:
-            self._num_bytes -= num_bytes
-        return parse_object(b"".join(chunks))
 
     def _check_sizes(self, request: Request, num_bytes: int) -> None:
         max_bytes = self._limits.body_bytes

@@ -120,7 +120,7 @@ class Server(uvicorn.Server):
         # uvicorn cancels running answers after ``_CLOSE_SECONDS``, so drain them first.
         deadline = time.monotonic() + self._drain_seconds
         while self.server_state.tasks and not self.is_forced and time.monotonic() < deadline:
-            if self._models.trouble:
+            if self._models.is_stuck:
                 break  # a rank is lost or the engine failed, so no answer can finish
             await asyncio.sleep(_POLL_SECONDS)
         self._models.end_answers()

@@ -72,8 +72,8 @@ class TextEndpoints(Endpoints):
         self._lm = lm
         self._limits = limits
         self._metrics = metrics
-        metrics.watch(lm.engine)
         self._stored = stored
+        self._is_started = False
         self._sizes: PromptSizes
         self._model: AsyncLanguageModel
         self._answering: Answering
@@ -94,6 +94,8 @@ class TextEndpoints(Endpoints):
         context = max(self.context, 0 if sources is None else sources.longest)
         num_tokens = min(context, limits.prompt_tokens or context)
         self._sizes = PromptSizes(num_tokens, self._model.capacity or 1, vocabulary)
+        self._metrics.watch(self._lm.engine)
+        self._is_started = True
         if not _has_constraints():
             _log.info(
                 "Structured output is off: it needs the package llguidance. Try: %s",
@@ -107,16 +109,18 @@ class TextEndpoints(Endpoints):
     @property
     def num_unfinished(self) -> int:
         """Number of answers that run or wait."""
-        return self._model.num_unfinished
+        return self._model.num_unfinished if self._is_started else 0
 
     def end_answers(self) -> None:
         """End every unfinished answer with an error."""
-        self._answering.end()
+        if self._is_started:
+            self._answering.end()
 
     async def stop(self) -> None:
         """End the model's threads."""
-        await self._model.aclose()
-        self._metrics.forget()
+        if self._is_started:
+            self._metrics.forget()
+            await self._model.aclose()
 
     @property
     def details(self) -> Mapping[str, Any]:
@@ -126,7 +130,7 @@ class TextEndpoints(Endpoints):
     @property
     def trouble(self) -> str:
         """Reason why requests would fail; "" if no reason is known."""
-        return self._model.trouble
+        return self._model.trouble if self._is_started else ""
 
     async def explanation(self) -> dict[str, Any]:
         """Return the explanation of the kernels that the model uses.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from interposer import Config
     from interposer_engine import LanguageModel
-    from interposer_serve._models import Model, ModelSource
+    from interposer_serve._model_source import Model, ModelSource
     from interposer_serve._proxies import TrustedProxies
 
 _BACKLOG = 2048
@@ -248,7 +248,7 @@ def serve(
     locked: Locked = False,
 ) -> None:
     """Serve models over HTTP with OpenAI's and Anthropic's APIs and a chat page."""
-    from interposer.errors import ConfigError, near_names
+    from interposer.errors import ConfigError
     from interposer_serve._origins import check_origins
 
     keys, manager_keys = _keys(api_keys), _keys(management_keys)
@@ -278,9 +278,7 @@ def serve(
     )
     chosen = _chosen_models(model_dirs or (), models, name, common)
     default = default or chosen.default or chosen.models[0].name
-    if default not in (names := [settings.name for settings in chosen.models]):
-        allowed = near_names(default, names)
-        raise ConfigError(f"The default model is {default!r}; allowed is {allowed}")
+    max_loaded = max_loaded or chosen.max_loaded
     for settings in chosen.models:
         settings.check()
         if settings.embed and tensor_parallel > 1:
@@ -302,14 +300,14 @@ def serve(
     )
     config = policy(kernel, platform, locked)
     with launched(tensor_parallel, config) as load:
-        sources = _sources(chosen, default, config, load)
+        sources = _sources(chosen, default, max_loaded, config, load)
         # Without keys on a loopback address, check the Host header against DNS rebinding.
         checks_hosts = bool(allowed_names) or (is_local and not keys)
         hosts = {*_LOOPBACK, host, *allowed_names} if checks_hosts else None
         app = application(
             sources,
             default=default,
-            max_loaded=max_loaded or chosen.max_loaded,
+            max_loaded=max_loaded,
             limits=limits,
             keys=keys,
             hosts=hosts,
@@ -365,23 +363,30 @@ def _chosen_models(
 
 
 def _sources(
-    chosen: ModelsFile, default: str, config: Config, load: Callable[..., LanguageModel]
+    chosen: ModelsFile,
+    default: str,
+    max_loaded: int | None,
+    config: Config,
+    load: Callable[..., LanguageModel],
 ) -> list[ModelSource]:
     """Return the sources of the models; the default model is loaded already.
 
-    Raises: InterposerError: the default model cannot be loaded.
+    Raises:
+        ConfigError: The models contradict each other.
+        InterposerError: The default model cannot be loaded.
     """
     from interposer_serve import ModelSource
+    from interposer_serve._model_source import check_sources
 
-    first = chosen.models[0]
-    if len(chosen.models) == 1 and first.idle_minutes is None:
-        _print_error(f"loading {first.path}")
-        model = first.load(config, load)
-        return [ModelSource(name=first.name, model=model, path=first.path)]
     sources = [settings.source(config) for settings in chosen.models]
+    check_sources(sources, default, max_loaded)
+    _print_error(f"loading {next(source.path for source in sources if source.name == default)}")
+    first = chosen.models[0]
+    if len(sources) == 1 and first.idle_minutes is None:
+        model = first.load(config, load)
+        return [ModelSource(name=first.name, model=model, path=first.path, adapters=first.adapters)]
     for index, source in enumerate(sources):
         if source.name == default and source.load is not None:
-            _print_error(f"loading {source.path}")
             # Now, so that an error ends the command instead of a running server.
             sources[index] = replace(source, load=_Preloaded(source.load))
     return sources
