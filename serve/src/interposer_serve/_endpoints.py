@@ -1,4 +1,4 @@
-"""Base of the endpoints of one model: what a server asks of it, whatever the model computes."""
+"""Base class of the endpoints of one model."""
 
 from __future__ import annotations
 

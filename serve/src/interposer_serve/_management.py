@@ -1,4 +1,4 @@
-"""Endpoints that change what the server runs; only management keys may use these endpoints."""
+"""Endpoints for management keys: loading and unloading of models and adapters, new weights."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class ManagementEndpoints:
         return JSONResponse({"status": "removed", "lora_name": body.lora_name})
 
     async def load_model(self, request: Request) -> Response:
-        """Load a model, unless it is loaded: ``/models/load``."""
+        """Load a model: ``/models/load``."""
         body = await self._read(request, ModelBody)
         (await self._models.use(body.model, self._seconds)).end()
         return self._status(body.model)
@@ -131,7 +131,7 @@ class ManagementEndpoints:
         return self._status(body.model)
 
     async def sleep(self, request: Request) -> Response:
-        """Unload a model until it is woken: ``/sleep?model=NAME``."""
+        """Unload a model until a client wakes it: ``/sleep?model=NAME``."""
         name = self._named(request)
         level = request.query_params.get("level", "1")
         if level not in ("1", "2"):

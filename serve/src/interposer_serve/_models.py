@@ -420,36 +420,38 @@ class Models:
                 raise GiveUp
             if model.source.memory is not None:
                 model.need = await in_daemon_thread(model.source.memory)
-            others = [
-                other
-                for other in self._models.values()
-                if other is not model and other.model is not None
+            residents = [
+                resident
+                for resident in self._models.values()
+                if resident is not model and resident.model is not None
             ]
-            has_place = len(others) < self._max_loaded
-            if has_place and (model.need is None or _fits(model.need, others)):
+            has_place = len(residents) < self._max_loaded
+            if has_place and (model.need is None or _fits(model.need, residents)):
                 return
             if model.failure is not None and self._clock() < model.failed_at + _RETRY_SECONDS:
                 raise model.failure
-            evictable = [other for other in others if other.is_evictable]
+            evictable = [resident for resident in residents if resident.is_evictable]
             if evictable:
                 # Prefer the idle model that was not used for the longest time.
-                victim = min(evictable, key=lambda other: (other.num_users > 0, other.last_used))
+                victim = min(
+                    evictable, key=lambda resident: (resident.num_users > 0, resident.last_used)
+                )
                 with suppress(GiveUp):
-                    await self._evict(victim, model, others)
-            elif any(other.is_changing for other in others):
+                    await self._evict(victim, model, residents)
+            elif any(resident.is_changing for resident in residents):
                 await self._changed.wait()  # such as an unload
             elif has_place:
                 return  # the load may succeed, or fail with its own error
             else:
                 raise ApiError(
                     503,
-                    f"The {len(others)} loaded models stay loaded, as many as --max-loaded allows. "
+                    f"{len(residents)} models stay loaded, which is all that max_loaded allows. "
                     "Try: POST /models/unload with a model whose weights were updated",
                     code="model_not_loaded",
                 )
 
     async def _evict(
-        self, victim: ServedModel, model: ServedModel, others: Iterable[ServedModel]
+        self, victim: ServedModel, model: ServedModel, residents: Iterable[ServedModel]
     ) -> None:
         """Unload a model for another one, once its requests have ended.
 
@@ -458,7 +460,7 @@ class Models:
 
         def gives_up() -> bool:
             return not model.num_waiting or any(
-                other.is_evictable and not other.num_users for other in others
+                resident.is_evictable and not resident.num_users for resident in residents
             )
 
         async with self._changing(victim):
@@ -516,14 +518,14 @@ def _close(loaded: Model) -> None:
         loaded.close()
 
 
-def _fits(need: MemoryNeed, others: Iterable[ServedModel]) -> bool:
-    """Return whether free memory holds a model beside others, or could not even without them."""
+def _fits(need: MemoryNeed, residents: Iterable[ServedModel]) -> bool:
+    """Return whether a model fits beside loaded models, or would not fit without them either."""
     limit = _MAX_WEIGHTS_FRACTION
-    # Mapped weights count as free memory until they are read, so subtract those of the others.
+    # Mapped weights count as free memory until they are read, so subtract those of loaded models.
     num_bytes = sum(
-        other.need.weight_bytes
-        for other in others
-        if other.need is not None and other.need.device == need.device
+        resident.need.weight_bytes
+        for resident in residents
+        if resident.need is not None and resident.need.device == need.device
     )
     room = min(need.free_bytes, need.total_bytes - num_bytes)
     is_too_large = need.weight_bytes > limit * need.total_bytes

@@ -1,4 +1,4 @@
-"""One model of a server: its requests, and the changes for which its requests must end."""
+"""The class ``ServedModel``: one model of a server, its requests and its changes."""
 
 from __future__ import annotations
 
