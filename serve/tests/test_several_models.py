@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 import weakref
@@ -20,9 +21,13 @@ from tests.adapter_files import write_adapter
 from tests.waiting import WAIT_SECONDS, wait_until
 
 from interposer.errors import CheckpointError, ConfigError
-from interposer_adapt import load_encoder
+from interposer_adapt import Encoder, load_encoder
 from interposer_engine import LanguageModel, Meeting, MemoryNeed, load, send_weights
 from interposer_serve import Limits, ModelSource, application
+from interposer_serve._endpoints import Endpoints
+from interposer_serve._errors import ApiError
+from interposer_serve._models import Models
+from interposer_serve._vectors import VectorEndpoints
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("serve-models")]
 
@@ -543,3 +548,68 @@ def test_an_unloaded_model_leaves_memory(chat_folder: Path) -> None:
             assert model() is None
         finally:
             gc.unfreeze()
+
+
+def test_a_failed_load_is_tried_again_after_a_while(chat_folder: Path) -> None:
+    now, num_loads, is_mended = 0.0, 0, False
+
+    def new_endpoints(model: Any, name: str) -> Endpoints:
+        return VectorEndpoints(model, name, Limits())
+
+    def load_a() -> Encoder:
+        return load_encoder(chat_folder, "float32")
+
+    def load_b() -> Encoder:
+        nonlocal num_loads
+        num_loads += 1
+        if not is_mended:
+            raise CheckpointError(chat_folder, "is broken", "copy it again")
+        return load_a()
+
+    async def outcomes() -> list[str]:
+        nonlocal now, is_mended
+        sources = [
+            ModelSource(name="a", load=load_a, is_encoder=True),
+            ModelSource(name="b", load=load_b, is_encoder=True),
+        ]
+        models = Models(sources, new_endpoints, max_loaded=1, clock=lambda: now)
+        await models.start()
+        seen: list[str] = []
+        for seconds in (0.0, 6.0, 6.0):
+            now += seconds
+            is_mended = seconds > 0
+            (await models.use("a", 60.0)).end()
+            try:
+                (await models.use("b", 60.0)).end()
+            except ApiError as error:
+                seen.append(str(error.code))
+            else:
+                seen.append("loaded")
+        await models.stop()
+        return seen
+
+    # Refused without another try after 6 s, although requests went on; tried again after 12 s.
+    assert asyncio.run(outcomes()) == ["model_not_loaded", "model_not_loaded", "loaded"]
+    assert num_loads == 2
+
+
+def test_relative_paths_are_no_parts_of_errors(
+    chat_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(chat_folder)
+    with several(chat_folder, ["a"], path=".") as server:
+        refused = server.complete("a", temperature=-1.5)
+        assert "temperature is -1.5" in refused.error["message"]
+
+
+def test_an_application_starts_again(chat_folder: Path) -> None:
+    loader = Loader(chat_folder)
+    app = application([ModelSource(name="a", load=loader)])
+
+    async def start_and_stop() -> None:
+        async with app.router.lifespan_context(app):
+            assert len(loader.open) == 1
+
+    for _ in range(2):
+        asyncio.run(start_and_stop())
+        assert not loader.open

@@ -86,6 +86,10 @@ class Dispatcher:
             if not waiting.done():
                 raise Gone
             return waiting.result()
+        except asyncio.CancelledError:
+            if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
+                waiting.result().end()  # the wait ended when the request was cancelled
+            raise
         finally:
             waiting.cancel()
             gone.cancel()

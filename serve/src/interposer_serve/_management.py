@@ -94,28 +94,28 @@ class ManagementEndpoints:
         """Load a LoRA adapter, or replace one: ``/v1/load_lora_adapter``."""
         body = await self._read(request, LoadAdapterBody)
         owner = self._models.owner(body.model)
-        async with self._models.adapter_changes:
-            self._models.check_new_adapter(owner, body.lora_name)
-            use = await self._models.use(owner, self._seconds)
-            try:
-                text = _text(use.endpoints)
+        use = await self._models.use(owner, self._seconds)
+        try:
+            text = _text(use.endpoints)
+            async with self._models.adapter_changes:
+                self._models.check_new_adapter(owner, body.lora_name)
                 await text.load_adapter(body.lora_name, body.lora_path, replace=body.load_inplace)
                 self._models.record_adapter(owner, body.lora_name, body.lora_path)
-            finally:
-                use.end()
+        finally:
+            use.end()
         return JSONResponse({"status": "loaded", "lora_name": body.lora_name})
 
     async def unload_adapter(self, request: Request) -> Response:
         """Remove a LoRA adapter that no request uses: ``/v1/unload_lora_adapter``."""
         body = await self._read(request, UnloadAdapterBody)
         owner = self._models.owner(body.model)
-        async with self._models.adapter_changes:
-            use = await self._models.use(owner, self._seconds)
-            try:
+        use = await self._models.use(owner, self._seconds)
+        try:
+            async with self._models.adapter_changes:
                 await _text(use.endpoints).remove_adapter(body.lora_name)
                 self._models.record_adapter(owner, body.lora_name, None)
-            finally:
-                use.end()
+        finally:
+            use.end()
         return JSONResponse({"status": "removed", "lora_name": body.lora_name})
 
     async def load_model(self, request: Request) -> Response:

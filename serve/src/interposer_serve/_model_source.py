@@ -72,6 +72,8 @@ def check_sources(
     """
     if not sources:
         raise ConfigError("There is no model to serve. Try: at least one ModelSource")
+    if not all(source.name for source in sources):
+        raise ConfigError("A model has an empty name. Try: name='NAME'")
     counts = Counter(name for source in sources for name in (source.name, *source.adapters))
     if repeated := [name for name, count in counts.items() if count > 1]:
         raise ConfigError(

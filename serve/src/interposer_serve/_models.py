@@ -98,7 +98,8 @@ class Models:
         """Names for clients by folders of models and adapters, which clients must not see."""
         folders: dict[str, str] = {}
         for model in self._models.values():
-            folders |= _hidden(model.source.path or getattr(model.model, "path", None), model.name)
+            folders |= _hidden(model.source.path, model.name)
+            folders |= _hidden(getattr(model.model, "path", None), model.name)
             for name, path in {**model.source.adapters, **model.adapters}.items():
                 folders |= _hidden(path, name)
         # A folder can lie in another one.
@@ -153,7 +154,7 @@ class Models:
         """End every unfinished answer with an error, and refuse new requests."""
         self._stopping = ApiError(503, "The server stops", code="server_ends")
         for model in self._models.values():
-            model.fail(self._stopping)
+            model.refuse(self._stopping)
         for endpoints in self._loaded:
             endpoints.end_answers()
 
@@ -172,6 +173,7 @@ class Models:
         """Load the default model and those that stay loaded, and watch for idle ones."""
         self._stopping = None
         for model in self._models.values():
+            model.refusal = None
             if model.endpoints is not None:
                 await model.endpoints.start()
                 model.last_used = self._clock()
@@ -191,14 +193,18 @@ class Models:
                 task.cancel()
                 with suppress(asyncio.CancelledError, Exception):
                     await task
-        for model in self._models.values():
-            if model.endpoints is not None:
-                await model.endpoints.stop()
-            if model.source.model is None:  # the others belong to the caller
-                # A model that waits for a trainer cannot be closed.
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(_CLOSE_SECONDS):
-                        await self._close(model)
+        await asyncio.gather(*map(self._end, self._models.values()))
+
+    async def _end(self, model: ServedModel) -> None:
+        """End the threads of a model, and close the model unless it belongs to the caller."""
+        if model.endpoints is not None:
+            await model.endpoints.stop()
+        if model.source.model is None:
+            model.endpoints = None
+            # A model that waits for a trainer cannot be closed.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSE_SECONDS):
+                    await self._close(model)
 
     def use_now(self, name: str) -> Use | None:
         """Start a use of a model; return None if a request must wait for the model.
@@ -275,8 +281,7 @@ class Models:
             message = f"The model {model.name!r} stays loaded: the server cannot load it again"
             raise ApiError(400, message, param="model", code="not_honoured")
         async with self._changing(model):
-            while model.loading is not None:
-                await self._changed.wait()
+            await model.load_ends()
             await model.requests_end()
             model.is_asleep = model.is_asleep or falls_asleep
             await self._unload(model)
@@ -368,28 +373,45 @@ class Models:
     async def _load(self, model: ServedModel) -> None:
         """Load a model for the requests that wait for it."""
         try:
-            async with self._one_load:
-                await self._make_room(model)
-                _log.info("loading %s", model.name)
-                model.model = await in_daemon_thread(lambda: self._read(model), _close)
-                try:
-                    endpoints = self._new_endpoints(model.model, model.name)
-                    await endpoints.start()
-                except BaseException:
-                    await self._close(model)
-                    raise
-                model.endpoints, model.last_used = endpoints, self._clock()
-                model.failure = model.loading = None
-                self._advance(model)
+            while model.endpoints is None:
+                async with self._one_load:
+                    if await self._make_room(model):
+                        await self._start(model)
+                        continue
+                # Other models can be loaded meanwhile.
+                await self._changed.wait()
+            model.serve_waiters()
         except GiveUp:
             model.loading = None
             self._advance(model)
+        except asyncio.CancelledError:
+            model.fail(self._stopping or ApiError(503, f"{model.name!r} was not loaded"))
+            raise
         except Exception as error:  # noqa: BLE001 - raised in the requests that wait
-            model.failure, model.failed_at = _load_error(model, error), self._clock()
-            model.fail(model.failure)
+            model.fail(error)
         finally:
             model.loading = None
             model.notify()
+
+    async def _start(self, model: ServedModel) -> None:
+        """Load a model for which there is room, and start its endpoints.
+
+        Raises: ApiError: the model cannot be loaded.
+        """
+        _log.info("loading %s", model.name)
+        try:
+            await self._close(model)  # an earlier end may have been interrupted
+            model.model = await in_daemon_thread(lambda: self._read(model), _close)
+            try:
+                endpoints = self._new_endpoints(model.model, model.name)
+                await endpoints.start()
+            except BaseException:
+                await self._close(model)
+                raise
+        except Exception as error:
+            model.failure, model.failed_at = _load_error(model, error), self._clock()
+            raise model.failure from error
+        model.endpoints, model.last_used, model.failure = endpoints, self._clock(), None
 
     def _read(self, model: ServedModel) -> Model:
         """Load a model with the adapters that clients have loaded, in a thread."""
@@ -407,9 +429,10 @@ class Models:
                 _log.warning("%s is loaded without its adapter %s: %s", model.name, name, error)
         return loaded
 
-    async def _make_room(self, model: ServedModel) -> None:
+    async def _make_room(self, model: ServedModel) -> bool:
         """Unload other models until there is a place and memory for a model.
 
+        Returns: False if another model must first end a change, such as an update.
         Raises:
             GiveUp: no request waits for the model any longer.
             ApiError: all places are taken by models that stay loaded, or the model could not be
@@ -427,7 +450,7 @@ class Models:
             ]
             has_place = len(residents) < self._max_loaded
             if has_place and (model.need is None or _fits(model.need, residents)):
-                return
+                return True
             if model.failure is not None and self._clock() < model.failed_at + _RETRY_SECONDS:
                 raise model.failure
             evictable = [resident for resident in residents if resident.is_evictable]
@@ -439,9 +462,9 @@ class Models:
                 with suppress(GiveUp):
                     await self._evict(victim, model, residents)
             elif any(resident.is_changing for resident in residents):
-                await self._changed.wait()  # such as an unload
+                return False
             elif has_place:
-                return  # the load may succeed, or fail with its own error
+                return True  # the load may succeed, or fail with its own error
             else:
                 raise ApiError(
                     503,
@@ -479,22 +502,25 @@ class Models:
 
     async def _close(self, model: ServedModel) -> None:
         """Free the memory of a model."""
-        loaded, model.model = model.model, None
-        if loaded is None:
+        if model.model is None:
             return
-        await in_daemon_thread(partial(_close, loaded))
-        del loaded
+        await in_daemon_thread(partial(_close, model.model))
+        model.model = None
         if model.is_frozen:
             gc.unfreeze()
         # Finalizers run in the first collection, and what they refer to is freed in the second.
         await in_daemon_thread(lambda: (gc.collect(), gc.collect()))
         if model.is_frozen:
-            self.freeze_objects()
+            gc.freeze()
+            model.is_frozen = False
 
 
 def _hidden(path: str | Path | None, name: str) -> dict[str, str]:
     """Return a name by the spellings of a folder in errors."""
-    return {} if path is None else dict.fromkeys((str(Path(path).resolve()), str(path)), name)
+    if path is None:
+        return {}
+    # Only whole paths: a relative one may be part of any word.
+    return dict.fromkeys((str(Path(path).resolve()), str(Path(path).absolute())), name)
 
 
 def _load_error(model: ServedModel, error: Exception) -> ApiError:

@@ -42,6 +42,7 @@ class ServedModel:
         is_updated: Whether the weights differ from those of the checkpoint.
         failure: Error of the last load, if it failed.
         failed_at: Time of that failure, in seconds of the server's clock.
+        refusal: Error for all requests and changes, once the server stops.
     """
 
     def __init__(self, source: ModelSource, changed: asyncio.Event, clock: Callable[[], float]):
@@ -64,11 +65,12 @@ class ServedModel:
         self.is_updated = False
         self.failure: ApiError | None = None
         self.failed_at = 0.0
+        self.refusal: ApiError | None = None
         self._changed = changed
         self._clock = clock
         self._waiters: list[asyncio.Future[Use]] = []
-        self._lock = asyncio.Lock()
-        self._num_changes = 0  # changes that run or wait for the end of requests
+        self._num_changes = 0  # those that run or wait
+        self._change_runs = False
 
     @property
     def name(self) -> str:
@@ -163,6 +165,12 @@ class ServedModel:
         for waiter in self._take_waiters():
             waiter.set_exception(error)
 
+    def refuse(self, error: ApiError) -> None:
+        """Raise an error in all requests and changes that wait, as the server stops."""
+        self.refusal = error
+        self.fail(error)
+        self.notify()
+
     def _take_waiters(self) -> list[asyncio.Future[Use]]:
         waiters = [waiter for waiter in self._waiters if not waiter.done()]
         self._waiters.clear()
@@ -170,11 +178,18 @@ class ServedModel:
 
     @asynccontextmanager
     async def change(self) -> AsyncIterator[None]:
-        """Let new requests wait, and run no other change, in a ``with`` block."""
+        """Let new requests wait, and run no other change, in a ``with`` block.
+
+        Raises: ApiError: the server stops.
+        """
         self._num_changes += 1
         try:
-            async with self._lock:
+            await self._wait_while(lambda: self._change_runs)
+            self._change_runs = True
+            try:
                 yield
+            finally:
+                self._change_runs = False
         finally:
             self._num_changes -= 1
             self.notify()
@@ -182,9 +197,25 @@ class ServedModel:
     async def requests_end(self, gives_up: Callable[[], bool] = lambda: False) -> None:
         """Wait until no request uses the model; call this in a block of ``change``.
 
-        Raises: GiveUp: ``gives_up`` has become true.
+        Raises:
+            GiveUp: ``gives_up`` has become true.
+            ApiError: the server stops.
         """
-        while self.num_users:
+        await self._wait_while(lambda: self.num_users > 0, gives_up)
+
+    async def load_ends(self) -> None:
+        """Wait until no task loads the model.
+
+        Raises: ApiError: the server stops.
+        """
+        await self._wait_while(lambda: self.loading is not None)
+
+    async def _wait_while(
+        self, condition: Callable[[], bool], gives_up: Callable[[], bool] = lambda: False
+    ) -> None:
+        while condition():
+            if self.refusal is not None:
+                raise self.refusal
             if gives_up():
                 raise GiveUp
             await self._changed.wait()
