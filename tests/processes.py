@@ -38,3 +38,13 @@ def lives(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
+
+
+def shared_files(*pids: int) -> set[Path]:
+    """Return the files of shared memory that processes have mapped.
+
+    Memory without a name, which ends with the processes, is not listed.
+    """
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in pids]
+    names = {name for text in maps for name in re.findall(r" (/dev/shm/\S+)$", text, re.MULTILINE)}
+    return {Path(name) for name in names}

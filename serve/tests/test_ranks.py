@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from serve.tests.conftest import NAME, Answer, Served, events
-from tests.processes import lives, served
+from tests.processes import lives, served, shared_files
 from tests.waiting import WAIT_SECONDS, wait_until
 
 from interposer_engine import LanguageModel
@@ -39,11 +39,6 @@ class Ranks(Served):
 
     process: subprocess.Popen[str]
     follower: int
-
-
-def shared_memory() -> set[str]:
-    """Return the names in /dev/shm; what has none goes with the processes."""
-    return {entry.name for entry in Path("/dev/shm").iterdir()}
 
 
 @contextmanager
@@ -128,7 +123,7 @@ def metrics(server: Ranks) -> str:
 
 
 def test_running_answers_end_before_both_ranks_stop(server: Ranks, offline: LanguageModel) -> None:
-    before = shared_memory()
+    files = shared_files(server.process.pid, server.follower)
     body = {"model": NAME, "prompt": "def f(", "max_tokens": 300, "temperature": 0}
     body |= {"stream": True, "ignore_eos": True}
     with server.connect("/v1/completions", body) as connection:
@@ -142,25 +137,25 @@ def test_running_answers_end_before_both_ranks_stop(server: Ranks, offline: Lang
     assert text == generated(offline, "def f(", max_new_tokens=300, ignore_eos=True)
     assert server.process.wait(WAIT_SECONDS) == -signal.SIGTERM
     wait_until(lambda: not lives(server.follower))
-    assert shared_memory() <= before
+    assert not any(file.exists() for file in files)
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_server_with_the_reason(
     chat_folder: Path, offline: LanguageModel
 ) -> None:
-    before = shared_memory()
     # The server does not wait for answers that cannot finish.
     with started(chat_folder, offline, f"--drain={2 * round(WAIT_SECONDS)}") as server:
         body = {"model": NAME, "prompt": "def f(", "max_tokens": 1000, "ignore_eos": True}
         with server.connect("/v1/completions", {**body, "stream": True}) as connection:
             assert connection.recv(1)  # of an answer that runs
+            files = shared_files(server.process.pid, server.follower)
             os.kill(server.follower, signal.SIGKILL)
             _, stderr = server.process.communicate(timeout=WAIT_SECONDS)
     assert server.process.returncode == 1
     assert re.search(r"error: Rank 0: rank 1 was ended by SIGKILL", stderr)
     assert not lives(server.follower)
-    assert shared_memory() <= before
+    assert not any(file.exists() for file in files)
 
 
 @pytest.mark.slow

@@ -10,8 +10,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from models.engine.tests.test_rank_ends import STDLIB, shared_memory, wait_for_ends
+from models.engine.tests.test_rank_ends import STDLIB, wait_for_ends
 from tests.forks import forks
+from tests.processes import shared_files
 from tests.waiting import WAIT_SECONDS
 
 from interposer_engine import load
@@ -78,7 +79,6 @@ def test_bench_measures_two_ranks() -> None:
     [pytest.param(signal.SIGTERM, -15, marks=pytest.mark.slow), (signal.SIGINT, 130)],
 )
 def test_a_signal_to_run_ends_both_ranks(number: signal.Signals, code: int) -> None:
-    before = shared_memory()
     options = ("--max-new-tokens", "1000", "--tensor-parallel", "2")
     command = forks().command("-c", RUN, "run", STDLIB, "--prompt", "import os", *options)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -91,9 +91,10 @@ def test_a_signal_to_run_ends_both_ranks(number: signal.Signals, code: int) -> N
         children = Path(f"/proc/{leader}/task/{leader}/children").read_text().split()
         named = {int(c): Path(f"/proc/{c}/cmdline").read_text() for c in children}
         (follower,) = (child for child, name in named.items() if "_distributed.launcher" in name)
+        files = shared_files(leader, follower)
         os.kill(leader, number)
         wait_for_ends(leader, follower)
         _, told = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == code
     assert "Traceback" not in told
-    assert shared_memory() <= before
+    assert not any(file.exists() for file in files)

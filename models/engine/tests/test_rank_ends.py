@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.forks import forks
-from tests.processes import lives
+from tests.processes import lives, shared_files
 from tests.waiting import WAIT_SECONDS, wait_until
 
 STDLIB = Path(__file__).parents[3] / "examples" / "models" / "stdlib-lm"
@@ -93,10 +93,6 @@ def wait_for_ends(*pids: int) -> None:
     wait_until(lambda: not any(map(lives, pids)), f"the end of the processes {pids}")
 
 
-def shared_memory() -> set[str]:
-    return {entry.name for entry in Path("/dev/shm").iterdir()}
-
-
 def kill_follower(leader: int, follower: int) -> None:
     os.kill(follower, signal.SIGKILL)
 
@@ -134,15 +130,15 @@ SHORT_SECONDS = 10.0
     ],
 )
 def test_all_ranks_end_with_the_reason(what: Callable[[int, int], None], said: str) -> None:
-    before = shared_memory()
     with generating(SHORT_SECONDS if what is stop_follower else WAIT_SECONDS) as found:
         process, leader, follower = found
+        files = shared_files(leader, follower)
         what(leader, follower)
         wait_for_ends(leader, follower)
         _, told = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode
     assert re.search(said, told)
-    assert shared_memory() <= before
+    assert not any(file.exists() for file in files)
 
 
 # It has to wait until the time is over.
