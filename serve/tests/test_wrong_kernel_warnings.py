@@ -71,6 +71,6 @@ def test_a_wrong_kernel_is_named_once(
 
 def test_a_server_names_a_wrong_kernel(environment: dict[str, str], chat_folder: Path) -> None:
     command = ("-m", "interposer_tools", "serve", str(chat_folder), "--port=0")
-    process = forks().run(*command, "--adapter=x=no-such-folder", env=environment)
+    process = forks().run(*command, f"--adapter=x={chat_folder}", env=environment)
     assert process.returncode == 1
     assert WARNING in process.stderr
