@@ -147,7 +147,7 @@ def application(
         return metrics.response()
 
     async def all_models(_request: Request) -> Response:
-        """List the models and their adapters."""
+        """List the models and adapters of the server."""
         entries = [entry(model_name) for model_name in models.names]
         return JSONResponse({"object": "list", "data": entries})
 

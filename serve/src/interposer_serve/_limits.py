@@ -9,7 +9,7 @@ from interposer_engine import ConstraintLimits
 
 
 class _Checked:
-    """Base of dataclasses whose numbers must be positive."""
+    """Base class that refuses numbers below the minimum."""
 
     def __post_init__(self) -> None:
         for name in (item.name for item in fields(self)):  # type: ignore[arg-type]

@@ -125,7 +125,7 @@ class ManagementEndpoints:
         return self._status(body.model)
 
     async def unload_model(self, request: Request) -> Response:
-        """Unload a model once its requests have ended: ``/models/unload``."""
+        """Unload a model after its running requests: ``/models/unload``."""
         body = await self._read(request, ModelBody)
         await self._models.unload(body.model)
         return self._status(body.model)

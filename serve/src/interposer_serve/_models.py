@@ -263,14 +263,14 @@ class Models:
             self._advance(model)
 
     async def unload(self, name: str) -> None:
-        """Unload a model once its requests have ended; the next request loads it again.
+        """Unload a model after its running requests; the next request loads the model again.
 
         Raises: ApiError: there is no such model, or it cannot be loaded again.
         """
         await self._remove(self._named(name), falls_asleep=False)
 
     async def sleep(self, name: str) -> None:
-        """Unload a model once its requests have ended; later requests fail until ``wake``.
+        """Unload a model after its running requests; later requests fail until ``wake``.
 
         Raises: ApiError: there is no such model, or it cannot be loaded again.
         """

@@ -1,4 +1,4 @@
-"""The class ``ServedModel``: one model of a server, its requests and its changes."""
+"""State of one model of a server: the requests that use or await the model, and changes."""
 
 from __future__ import annotations
 

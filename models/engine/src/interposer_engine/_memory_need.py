@@ -1,4 +1,4 @@
-"""The memory that a model needs, compared with the memory of its device, before it is loaded."""
+"""Memory that the weights of a model need, and memory of the device, before loading."""
 
 from __future__ import annotations
 

@@ -355,11 +355,11 @@ def _chosen_models(
                     f"{option} is given with several models. Try: a file of --models, which names "
                     "each model and its adapters"
                 )
-    named = [replace(common, name=name or path.resolve().name, path=str(path)) for path in paths]
+    settings = [replace(common, name=name or path.resolve().name, path=str(path)) for path in paths]
     if file is None:
-        return ModelsFile(named)
+        return ModelsFile(settings)
     content = ModelsFile.read(file, common)
-    return replace(content, models=[*named, *content.models])
+    return replace(content, models=[*settings, *content.models])
 
 
 def _sources(
@@ -393,7 +393,7 @@ def _sources(
 
 
 class _Preloaded:
-    """Loads a model now, returns it at the first call, and loads it again at later ones."""
+    """Loader whose first call returns a model that was loaded at construction."""
 
     def __init__(self, load: Callable[[], Model]) -> None:
         self._load = load
