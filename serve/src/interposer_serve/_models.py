@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 from interposer.errors import InterposerError, near_names
@@ -504,7 +503,10 @@ class Models:
         """Free the memory of a model."""
         if model.model is None:
             return
-        await in_daemon_thread(partial(_close, model.model))
+        # The thread may still refer to its function afterwards, so the function is no encoder's: a
+        # closed language model has freed its weights, an encoder is freed by the collection below.
+        if isinstance(model.model, LanguageModel):
+            await in_daemon_thread(model.model.close)
         model.model = None
         if model.is_frozen:
             gc.unfreeze()

@@ -28,29 +28,32 @@ async def in_daemon_thread(
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
-    def settle(result: T | None, error: Exception | None) -> None:
+    # The result is moved from here, so that the thread does not refer to it afterwards.
+    results: list[T] = []
+
+    def settle(error: Exception | None) -> None:
         if not future.cancelled():
             if error is None:
-                future.set_result(result)  # type: ignore[arg-type]
+                future.set_result(results.pop())
             else:
                 future.set_exception(error)
         elif error is None:
-            threading.Thread(target=discard, args=(result,), daemon=True).start()
+            threading.Thread(target=discard, args=(results.pop(),), daemon=True).start()
 
     def call() -> None:
-        result, error = None, None
+        error: Exception | None = None
         try:
-            result = function()
+            results.append(function())
         except BaseException as raised:  # noqa: BLE001 - raised in the caller
             error = raised if isinstance(raised, Exception) else None
             if error is None or isinstance(raised, StopIteration):
                 error = RuntimeError(f"{type(raised).__name__}: {raised}")
                 error.__cause__ = raised
         try:
-            loop.call_soon_threadsafe(settle, result, error)
+            loop.call_soon_threadsafe(settle, error)
         except RuntimeError:  # the event loop is closed
             if error is None:
-                discard(result)  # type: ignore[arg-type]
+                discard(results.pop())
 
     threading.Thread(target=call, name="interposer-load", daemon=True).start()
     return await future

@@ -9,6 +9,8 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
@@ -25,6 +27,7 @@ from interposer_serve._errors import ApiError, shown
 from interposer_serve._limits import Limits
 from interposer_serve._reading import PromptSizes
 from interposer_serve._requests import Body
+from interposer_serve._threads import in_daemon_thread
 from interposer_serve._vector_requests import (
     ClassifyBody,
     EmbeddingBody,
@@ -33,6 +36,7 @@ from interposer_serve._vector_requests import (
     ScoreBody,
 )
 
+_STOP_SECONDS = 10.0  # for a computation whose request exceeded the deadline
 _MAX_TEXTS = 2048  # limit of OpenAI's API
 # Numbers in one response with a vector for each token, which would otherwise fill the memory.
 _MAX_TOKEN_VALUES = 2**23
@@ -96,8 +100,10 @@ class VectorEndpoints(Endpoints):
         """Do nothing: the encoder's computations are short, so all requests finish."""
 
     async def stop(self) -> None:
-        """End the encoder's thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """End the encoder's thread, which refers to the encoder until then."""
+        with suppress(TimeoutError):  # torch cannot be interrupted
+            async with asyncio.timeout(_STOP_SECONDS):
+                await in_daemon_thread(partial(self._thread.shutdown, cancel_futures=True))
 
     @property
     def trouble(self) -> str:
