@@ -22,8 +22,6 @@ constexpr int kMostRows = 4;  // as many 64-byte sums as fit in 16 or 32 registe
 // Prefetch distance in bytes.
 constexpr int64_t kFetchedAhead = 16 * kBlock * 4;
 constexpr int64_t kGroupsAhead = 8;  // prefetch distance of scales
-constexpr int kToFirstLevel = 3, kToSecondLevel = 2;  // arguments of __builtin_prefetch
-constexpr int kPastOthers = 0;  // non-temporal: to the first level only
 
 // From this number of rows on, 4-bit weights are decoded once for all rows; 8-bit weights, whose
 // decoding has no table lookup, already from the smaller number.
@@ -80,7 +78,7 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
       words += group_steps * kBlock * 4;
       for (int m = 0; m < M; ++m) x[m] += group_inputs * F::kInputBytes;
     } else {
-      add_steps<F, kFetch>(sums, words, x, group_steps, zero, ahead);
+      add_steps<F, kFetch, T>(sums, words, x, group_steps, zero, ahead);
     }
     for (int t = 0; t < T; ++t) {
       const Floats scale = scales ? load_scales(scales + t * kLanes * scale_size, weight.scale_type)
@@ -107,13 +105,6 @@ INTERPOSER_INLINE void multiply_by_tiles(const interposer_product& product,
                                          const Prepared& prepared, const Block& block, Rows rows,
                                          bool from_memory) {
   constexpr int64_t kPasses = kTiles / T;
-  // Decoded formats are limited by arithmetic, not by memory.
-  if constexpr (kRegisterTiles > 1 && kPasses > 1 && Read::kOnce && F::kParts == 1) {
-    if (from_memory && num_groups(*product.weight) == 1) {
-      const int64_t end = rows.last < rows.first + M ? rows.last + 1 : rows.first + M;
-      return multiply_by_pieces<F, M, T, Read::kFetch>(product, prepared, block, rows.first, end);
-    }
-  }
   const int64_t bytes = padded_inputs(product.weight->inputs) / F::kInputs * kBlock * 4;
   const char* ahead = block.words + bytes / kPasses * (kPasses - 1) + kFetchedAhead;
   for (int tile = 0; tile < kTiles; tile += T) {
@@ -178,7 +169,7 @@ void multiply_shares(const interposer_product& product, const Prepared& prepared
   // Sums of 16 bits take registers beside those of 32.
   constexpr int kMost = F::kNarrowSteps ? 3 : 4, kShared = kSharingRows / kMost * kMost;
   for (; end - row > kShared; row += kShared) {
-    multiply_by_pieces<F, kMost, 1, kFetch>(product, prepared, block, row, row + kShared);
+    multiply_by_pieces<F, kMost, 1>(product, prepared, block, row, row + kShared);
   }
   const int64_t count = end - row, chunks = (count + kMost - 1) / kMost;
   switch ((count + chunks - 1) / chunks) {
@@ -187,11 +178,35 @@ void multiply_shares(const interposer_product& product, const Prepared& prepared
       return multiply_by_tiles<F, 1, F::kInteger ? kTiles : 2, ReadOnce<kFetch>>(
           product, prepared, block, row, true);
     case 2:
-      return multiply_by_pieces<F, 2, 2, kFetch>(product, prepared, block, row, end);
+      return multiply_by_pieces<F, 2, 2>(product, prepared, block, row, end);
     case 3:
-      return multiply_by_pieces<F, 3, 1, kFetch>(product, prepared, block, row, end);
+      return multiply_by_pieces<F, 3, 1>(product, prepared, block, row, end);
     default:
-      return multiply_by_pieces<F, kMost, 1, kFetch>(product, prepared, block, row, end);
+      return multiply_by_pieces<F, kMost, 1>(product, prepared, block, row, end);
+  }
+}
+
+#endif
+
+#if defined(__AVX512F__)
+
+// Rows whose sums fit in registers for all tiles of a block.
+constexpr int64_t kMostWhole = 4;
+
+// Multiply rows by a block in pieces, divided into equal chunks of five to eight rows.
+template <class F>
+void multiply_chunks(const interposer_product& product, const Prepared& prepared,
+                     const Block& block, int64_t row, int64_t end) {
+  const int64_t count = end - row, chunks = (count + 7) / 8;
+  switch ((count + chunks - 1) / chunks) {
+    case 5:
+      return multiply_by_pieces<F, 5, 2>(product, prepared, block, row, end);
+    case 6:
+      return multiply_by_pieces<F, 6, 2>(product, prepared, block, row, end);
+    case 7:
+      return multiply_by_pieces<F, 7, 2>(product, prepared, block, row, end);
+    default:
+      return multiply_by_pieces<F, 8, 2>(product, prepared, block, row, end);
   }
 }
 
@@ -210,6 +225,15 @@ void multiply_block(const interposer_product& product, const Prepared& prepared,
     return multiply_shares<F, kToFirstLevel>(product, prepared, block, row, end);
   }
 #else
+#if defined(__AVX512F__)
+  // Formats that are multiplied as stored. Others are limited by arithmetic, not by memory.
+  if constexpr (F::kParts == 1) {
+    const int64_t count = end - row;
+    if (count > kMostWhole && count <= kSharingRows && num_groups(*product.weight) == 1) {
+      return multiply_chunks<F>(product, prepared, block, row, end);
+    }
+  }
+#endif
   bool first = true;
   // Integer sums leave registers for more rows, and more rows per pass read the weights less often.
   constexpr int kChunk = F::kInteger ? kLastRows : kMostRows;

@@ -3,14 +3,15 @@
 //
 // A block is divided into pieces that stay in the first-level cache while all tiles and rows use
 // them. Prefetches follow the order of memory, spread evenly over the passes of the first rows.
-// Passes over a whole block would read words that were prefetched long ago or only just now.
+// Passes over a whole block would read words that were prefetched long ago or only just now. Words
+// are prefetched to the second level: many of those in the first are evicted before their pass.
 #pragma once
 
 #include "steps.h"
 
 namespace {
 
-// Eight kilobytes of words, followed by another twelve of prefetched words.
+// Eight kilobytes of words in the first-level cache.
 constexpr int64_t kPieceSteps = 32;
 // During the first of two passes, reading gets half a piece closer to the prefetch position.
 constexpr int64_t kStepsAhead = 48;
@@ -18,7 +19,7 @@ constexpr int64_t kStepsAhead = 48;
 constexpr int kSharingRows = 32;
 
 // A block times up to kSharingRows rows, M rows and T tiles at a time.
-template <class F, int M, int T, int kFetch>
+template <class F, int M, int T>
 struct Pieces {
   typedef typename F::Sum Sum;
   static constexpr int kPasses = kTiles / T;
@@ -64,6 +65,7 @@ struct Pieces {
     return ::ended<F, kRaised<F>>(product, prepared, rows[m], group, sum, zero, scale);
   }
 
+  template <int kLines>
   INTERPOSER_INLINE void add_groups(int chunk, int pass, const char* words, const char* (&x)[M],
                                     int64_t group, int64_t end, const char*& ahead) {
     Floats kept[M][T];  // copies stay in registers
@@ -73,7 +75,7 @@ struct Pieces {
       for (int t = 0; t < T; ++t) zero[t] = zeros_of<F>(zeros(pass, t, group));
       Sum current[M][T][1];
       begin_sums<F, kRaised<F>>(prepared, rows(chunk), group, current);
-      add_steps<F, kFetch>(current, words, x, group_steps, zero, ahead);
+      add_steps<F, kToSecondLevel, kLines>(current, words, x, group_steps, zero, ahead);
       for (int t = 0; t < T; ++t) {
         const Floats scale = this->scale(pass, t, group);
         for (int m = 0; m < M; ++m) {
@@ -84,13 +86,14 @@ struct Pieces {
     copy(kept, totals[chunk][pass]);
   }
 
+  template <int kLines>
   INTERPOSER_INLINE void add_inputs(int chunk, int pass, const char* words, const char* (&x)[M],
                                     int64_t steps, const char*& ahead) {
     Ints zero[T];
     for (int t = 0; t < T; ++t) zero[t] = zeros_of<F>(zeros(pass, t, 0));
     Sum current[M][T][1];  // copies stay in registers
     copy(sums[chunk][pass], current);
-    add_steps<F, kFetch>(current, words, x, steps, zero, ahead);
+    add_steps<F, kToSecondLevel, kLines>(current, words, x, steps, zero, ahead);
     copy(current, sums[chunk][pass]);
   }
 
@@ -108,15 +111,19 @@ struct Pieces {
     }
   }
 
+  // Prefetch kLines cache lines per step, in as many passes as a piece has lines for. They are
+  // spread evenly over all passes, so that memory is read while any of the rows are multiplied.
+  template <int kLines>
   void multiply() {
     const int64_t steps = groups * group_steps;
     const int64_t piece_groups = group_steps < kPieceSteps ? kPieceSteps / group_steps : 1;
     const int64_t piece_steps = groups > 1 ? piece_groups * group_steps : kPieceSteps;
     const char* ahead = block.words + kStepsAhead * kBlock * 4;
+    const char* none = nullptr;
+    const int fetching = kTiles / kLines, all = num_chunks() * kPasses;
     for (int64_t first = 0; first < steps; first += piece_steps) {
       const int64_t count = steps - first < piece_steps ? steps - first : piece_steps;
       for (int chunk = 0; chunk < num_chunks(); ++chunk) {
-        const char* none = nullptr;
         for (int pass = 0; pass < num_passes; ++pass) {
           const char* words = block.words + (first * kBlock + pass * T * kLanes) * 4;
           const char* x[M];
@@ -124,12 +131,13 @@ struct Pieces {
             x[m] = static_cast<const char*>(prepared.data) + rows(chunk)[m] * prepared.stride +
                    first * F::kInputs * F::kInputBytes;
           }
-          const char*& fetched = chunk ? none : ahead;
+          const bool is_fetching = (chunk * kPasses + pass) * fetching % all < fetching;
+          const char*& fetched = is_fetching ? ahead : none;
           if (groups > 1) {
-            const int64_t group = first / group_steps;
-            add_groups(chunk, pass, words, x, group, group + count / group_steps, fetched);
+            const int64_t group = first / group_steps, end = group + count / group_steps;
+            add_groups<kLines>(chunk, pass, words, x, group, end, fetched);
           } else {
-            add_inputs(chunk, pass, words, x, count, fetched);
+            add_inputs<kLines>(chunk, pass, words, x, count, fetched);
           }
         }
       }
@@ -153,12 +161,16 @@ struct Pieces {
   }
 };
 
-template <class F, int M, int T, int kFetch>
+template <class F, int M, int T>
 void multiply_by_pieces(const interposer_product& product, const Prepared& prepared,
                         const Block& block, int64_t first_row, int64_t end_row) {
-  Pieces<F, M, T, kFetch> pieces(product, prepared, block, first_row, end_row);
+  Pieces<F, M, T> pieces(product, prepared, block, first_row, end_row);
   pieces.begin();
-  pieces.multiply();
+  if (pieces.num_chunks() == 1) {
+    pieces.template multiply<T>();
+  } else {
+    pieces.template multiply<1>();
+  }
   pieces.end();
 }
 

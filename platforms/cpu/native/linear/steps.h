@@ -20,6 +20,10 @@ constexpr int kMostChained = 2;     // tiles of one row that have two sums each
 constexpr int kMostChained = kTiles;
 #endif
 
+// Arguments of __builtin_prefetch: the cache that is read into.
+constexpr int kToFirstLevel = 3, kToSecondLevel = 2;
+constexpr int kPastOthers = 0;  // non-temporal: the first level only
+
 // Whether sums start at minus the shift of all values, which costs nothing.
 template <class F>
 constexpr bool kRaised = F::kInteger && F::kSymmetric;
@@ -51,8 +55,8 @@ INTERPOSER_INLINE Floats ended(const interposer_product& product, const Prepared
 }
 
 // Add `steps` rows of words times x to the first `sums` of M rows and T tiles. Advances `words` and
-// `x`. Prefetches `ahead` unless it is null.
-template <class F, int kFetch, int M, int T, int C>
+// `x`. Prefetches kLines cache lines per step from `ahead` on unless it is null.
+template <class F, int kFetch, int kLines, int M, int T, int C>
 INTERPOSER_INLINE void add_products(typename F::Sum (&sums)[M][T][C], const char*& words,
                                     const char* (&x)[M], int64_t steps, const Ints (&zero)[T],
                                     const char*& ahead) {
@@ -63,7 +67,7 @@ INTERPOSER_INLINE void add_products(typename F::Sum (&sums)[M][T][C], const char
     if constexpr (kByParts) {
       Words codes[T];
       for (int t = 0; t < T; ++t) {
-        if (ahead) __builtin_prefetch(ahead + t * 64, 0, kFetch);
+        if (ahead && t < kLines) __builtin_prefetch(ahead + t * 64, 0, kFetch);
         codes[t] = load<Words>(words + t * 64);
       }
 #pragma GCC unroll 8
@@ -79,7 +83,7 @@ INTERPOSER_INLINE void add_products(typename F::Sum (&sums)[M][T][C], const char
       }
     } else {
       for (int t = 0; t < T; ++t) {
-        if (ahead) __builtin_prefetch(ahead + t * 64, 0, kFetch);
+        if (ahead && t < kLines) __builtin_prefetch(ahead + t * 64, 0, kFetch);
         typename F::Part parts[F::kParts];
         decode<F>(load<Words>(words + t * 64), zero[t], parts);
         for (int m = 0; m < M; ++m) {
@@ -90,25 +94,25 @@ INTERPOSER_INLINE void add_products(typename F::Sum (&sums)[M][T][C], const char
       }
     }
     words += kBlock * 4;
-    if (ahead) ahead += T * 64;
+    if (ahead) ahead += kLines * 64;
     for (int m = 0; m < M; ++m) x[m] += F::kInputs * F::kInputBytes;
   }
 }
 
 // The same for all formats: sums of 16 bits are added to `sums` before they can overflow.
-template <class F, int kFetch, int M, int T, int C>
+template <class F, int kFetch, int kLines, int M, int T, int C>
 INTERPOSER_INLINE void add_steps(typename F::Sum (&sums)[M][T][C], const char*& words,
                                  const char* (&x)[M], int64_t steps, const Ints (&zero)[T],
                                  const char*& ahead) {
   if constexpr (F::kNarrowSteps == 0) {
-    add_products<F, kFetch>(sums, words, x, steps, zero, ahead);
+    add_products<F, kFetch, kLines>(sums, words, x, steps, zero, ahead);
   } else {
     for (int64_t left = steps; left > 0; left -= F::kNarrowSteps) {
       typename F::Sum narrow[M][T][C] = {};
       if (left >= F::kNarrowSteps) {
-        add_products<F, kFetch>(narrow, words, x, F::kNarrowSteps, zero, ahead);
+        add_products<F, kFetch, kLines>(narrow, words, x, F::kNarrowSteps, zero, ahead);
       } else {
-        add_products<F, kFetch>(narrow, words, x, left, zero, ahead);
+        add_products<F, kFetch, kLines>(narrow, words, x, left, zero, ahead);
       }
       for (int m = 0; m < M; ++m) {
         for (int t = 0; t < T; ++t) {
