@@ -81,6 +81,22 @@ INTERPOSER_INLINE Four words_of(const char* row) {
   return inputs_per_word(format) == 8 ? ordered(words) : words;
 }
 
+// Write four words of packed memory past the caches, which a whole model does not fit into: a plain
+// store would first read the line that it replaces. `fence` ends a series of such stores.
+INTERPOSER_INLINE void stream(uint32_t* to, Four words) {
+#if defined(__x86_64__)
+  _mm_stream_si128(reinterpret_cast<__m128i*>(to), (__m128i)words);
+#else
+  store(to, words);
+#endif
+}
+
+INTERPOSER_INLINE void fence() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
 // Four steps of four outputs with rows `pitch` bytes apart.
 template <int32_t format>
 INTERPOSER_INLINE void turn(const char* rows, int64_t pitch, uint32_t* words) {
@@ -89,11 +105,16 @@ INTERPOSER_INLINE void turn(const char* rows, int64_t pitch, uint32_t* words) {
   const Four low = {0, 4, 1, 5}, high = {2, 6, 3, 7};
   const Four ac_low = __builtin_shuffle(a, c, low), ac_high = __builtin_shuffle(a, c, high);
   const Four bd_low = __builtin_shuffle(b, d, low), bd_high = __builtin_shuffle(b, d, high);
-  store(words, __builtin_shuffle(ac_low, bd_low, low));
-  store(words + kBlock, __builtin_shuffle(ac_low, bd_low, high));
-  store(words + 2 * kBlock, __builtin_shuffle(ac_high, bd_high, low));
-  store(words + 3 * kBlock, __builtin_shuffle(ac_high, bd_high, high));
+  stream(words, __builtin_shuffle(ac_low, bd_low, low));
+  stream(words + kBlock, __builtin_shuffle(ac_low, bd_low, high));
+  stream(words + 2 * kBlock, __builtin_shuffle(ac_high, bd_high, low));
+  stream(words + 3 * kBlock, __builtin_shuffle(ac_high, bd_high, high));
 }
+
+// Outputs whose words of one step are a cache line.
+constexpr int64_t kLineOutputs = 16;
+// Bytes of a row that are fetched ahead: the processor does not follow 64 rows by itself.
+constexpr int64_t kAheadBytes = 128;
 
 // Words of a block, and its number of outputs, at most 64.
 template <int32_t format>
@@ -104,24 +125,30 @@ void pack_words(const interposer_plain& plain, int64_t first, int64_t count, uin
   const int64_t whole = plain.inputs / kInputs;
   const int64_t pitch = kInputs == 8 ? (plain.inputs + 1) / 2 : plain.inputs * 4 / kInputs;
   const char* rows = static_cast<const char*>(plain.weight) + first * pitch;
-  // Sixteen steps at a time, so that every cache line of a row is read once, and written lines stay
-  // in the cache.
+  // Sixteen steps at a time, a cache line of each row. Lines of packed words are written completely
+  // and at once, because the processor combines streamed words of few lines.
   for (int64_t begin = 0; begin < steps; begin += 16) {
     const int64_t end = begin + 16 < steps ? begin + 16 : steps;
-    for (int64_t output = 0; output < kBlock; output += 4) {
+    for (int64_t line = 0; line < kBlock; line += kLineOutputs) {
+      const int64_t filled = count - line < kLineOutputs ? count - line : kLineOutputs;
+      const int64_t turned = filled > 0 ? filled / 4 * 4 : 0;  // outputs in whole turns
+      for (int64_t i = 0; i < turned; ++i) {
+        __builtin_prefetch(rows + (line + i) * pitch + begin * 4 + kAheadBytes, 0, 2);
+      }
       int64_t step = begin;
-      if (output + 4 <= count) {
-        for (; step + 4 <= end && step + 4 <= whole; step += 4) {
+      for (; step + 4 <= end && step + 4 <= whole; step += 4) {
+        for (int64_t output = line; output < line + turned; output += 4) {
           turn<format>(rows + output * pitch + step * 4, pitch, words + step * kBlock + output);
         }
       }
-      for (; step < end; ++step) {
-        for (int64_t i = output; i < output + 4; ++i) {
-          words[step * kBlock + i] = i < count ? word_at(plain, first + i, step) : 0;
+      for (int64_t output = line; output < line + kLineOutputs; ++output) {
+        for (int64_t rest = output < line + turned ? step : begin; rest < end; ++rest) {
+          words[rest * kBlock + output] = output < count ? word_at(plain, first + output, rest) : 0;
         }
       }
     }
   }
+  fence();
 }
 
 void pack_words(const interposer_plain& plain, int64_t first, int64_t count, uint32_t* words) {
