@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         SandboxError,
         UnavailableError,
     )
+    from interposer_sandbox._collection import paused_collection
     from interposer_sandbox._content import digest, file_facts, is_altered
     from interposer_sandbox._foreign import (
         described,
@@ -70,7 +71,7 @@ __all__ = [
     "editable_folder", "endless_entry_points", "entry_points", "file_facts", "foreign_errors",
     "has_module",
     "is_altered", "is_loaded", "lazy_attributes", "metadata_folder", "metadata_headers",
-    "metadata_text", "near_names", "nearest_first",
+    "metadata_text", "near_names", "nearest_first", "paused_collection",
     "recorded_files", "run_here", "shadowed", "surroundings", "traced",
     "unreadable_entry_points",
 ]
@@ -80,6 +81,7 @@ __getattr__ = lazy_attributes(
     __name__,
     {
         "interposer_sandbox._client": "NestedError Sandbox SandboxError UnavailableError",
+        "interposer_sandbox._collection": "paused_collection",
         "interposer_sandbox._content": "digest file_facts is_altered",
         "interposer_sandbox._foreign": "described foreign_errors near_names nearest_first traced",
         "interposer_sandbox._host": "Guarded Host",

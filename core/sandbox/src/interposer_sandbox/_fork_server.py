@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from interposer_sandbox._client import NestedError, forbid
+from interposer_sandbox._collection import paused_collection
 from interposer_sandbox._functions import snapshot_for_forks
 from interposer_sandbox._host import Guarded
 from interposer_sandbox._supervisor import (
@@ -165,12 +166,13 @@ def _import(host: _Host, extra_modules: Iterable[str] = ()) -> bool:
     if not all(module in sys.modules for module in modules):
         # A module that hangs here would hang in the client as well, so the server may end.
         signal.alarm(_WARM_SECONDS)
-        for module in modules:
-            with suppress(BaseException):
-                importlib.import_module(module)
-        signal.alarm(0)
-        snapshot_for_forks(host.guarded)
-        gc.freeze()
+        with paused_collection():
+            for module in modules:
+                with suppress(BaseException):
+                    importlib.import_module(module)
+            signal.alarm(0)
+            snapshot_for_forks(host.guarded)
+            gc.freeze()
     return True
 
 

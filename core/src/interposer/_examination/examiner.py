@@ -29,6 +29,7 @@ from interposer_sandbox import (
     SandboxError,
     UnavailableError,
     digest,
+    paused_collection,
     surroundings,
 )
 
@@ -118,7 +119,7 @@ def prepare(plugins: Iterable[tuple[Distribution, Task]], config: Config) -> Non
     if num_plugins > 1:  # one plugin may not need torch, which takes longest
         SANDBOX.start()
         # This process needs torch as well. Both processes import it at the same time.
-        with suppress(ImportError):
+        with suppress(ImportError), paused_collection():
             import_module("torch")
 
 

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterable
 from typing import TextIO
 
+from interposer_tools.imports import frozen_imports
+
 _REQUIRED = ("interposer", "interposer_sandbox")
 
 
@@ -18,7 +20,8 @@ def main() -> None:
     """Run the command line, and end with a readable message if an import fails."""
     _check_streams()
     try:
-        from interposer_tools._program import main as run
+        with frozen_imports():
+            from interposer_tools._program import main as run
 
         run()
     except (OSError, UnicodeDecodeError):

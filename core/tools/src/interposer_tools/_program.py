@@ -38,6 +38,7 @@ from interposer_tools._commands.new import new
 from interposer_tools._commands.ops import ops
 from interposer_tools._commands.tune import tune
 from interposer_tools._commands.verify import verify
+from interposer_tools.imports import frozen_imports
 
 GROUP = "interposer.commands"
 # Errors of a failed write. If the error names no file, standard output could not be written.
@@ -66,7 +67,9 @@ def main() -> None:
         sys.stdout.reconfigure(errors="replace")  # the terminal's encoding may lack characters
     try:
         try:
-            _application(sys.argv[1:])()
+            with frozen_imports():
+                application = _application(sys.argv[1:])
+            application()
         finally:
             sys.stdout.flush()  # a failure is reported below; at exit it would be a traceback
     except InterposerError as error:

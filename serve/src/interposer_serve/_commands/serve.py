@@ -19,6 +19,7 @@ import typer
 
 from interposer_engine.options import Values, load_options, takes
 from interposer_serve._model_settings import ModelSettings, ModelsFile
+from interposer_tools.imports import frozen_imports
 from interposer_tools.options import Kernels, Locked, PlatformName, TensorParallel, policy
 
 if TYPE_CHECKING:
@@ -248,6 +249,7 @@ def serve(
     locked: Locked = False,
 ) -> None:
     """Serve models over HTTP with OpenAI's and Anthropic's APIs and a chat page."""
+    from interposer import current_registry
     from interposer.errors import ConfigError
     from interposer_serve._origins import check_origins
 
@@ -279,6 +281,14 @@ def serve(
     chosen = _chosen_models(model_dirs or (), models, name, common)
     default = default or chosen.default or chosen.models[0].name
     max_loaded = max_loaded or chosen.max_loaded
+    config = policy(kernel, platform, locked)
+    with frozen_imports():
+        # Before torch is imported, so that an examining process imports it at the same time.
+        current_registry(config)
+        from interposer_engine import launched
+        from interposer_serve import ConnectionLimits, Limits, application
+        from interposer_serve._server import Server
+
     for settings in chosen.models:
         settings.check()
         if settings.embed and tensor_parallel > 1:
@@ -290,15 +300,10 @@ def serve(
         _check_one_process(tensor_parallel, options)
     listening = _listen(host, port)  # first, because loading the model can take minutes
 
-    from interposer_engine import launched
-    from interposer_serve import ConnectionLimits, Limits, application
-    from interposer_serve._server import Server
-
     limits = Limits(queue, deadline, max_body, max_prompt)
     connection_limits = ConnectionLimits(
         _allowed_connections(max_connections), connections_per_address
     )
-    config = policy(kernel, platform, locked)
     with launched(tensor_parallel, config) as load:
         sources = _sources(chosen, default, max_loaded, config, load)
         # Without keys on a loopback address, check the Host header against DNS rebinding.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from interposer_engine.options import Values, load_options, takes
+from interposer_tools.imports import frozen_imports
 from interposer_tools.options import AsJson, Kernels, Locked, PlatformName, TensorParallel, policy
 
 if TYPE_CHECKING:
@@ -78,23 +79,27 @@ def bench(
     ] = None,
 ) -> None:
     """Measure the speed of a model on this machine, and the speed that the hardware allows."""
-    import torch
-
     from interposer.errors import ConfigError
-    from interposer_engine._bench.kinds import END_TOKENS, Sizes, kinds_of, parsed_contexts
-    from interposer_engine._bench.report import (
-        Benchmark,
-        bars,
-        benchmark_rows,
-        measured_runs,
-        roofs_of,
-        svg_chart,
-    )
-    from interposer_engine._bench.roofline import ModelWork
-    from interposer_engine._commands.run import load_with_progress, peak_memory
-    from interposer_engine._distributed.launcher import launched
-    from interposer_engine._encoder_inputs import has_encoder_inputs
-    from interposer_engine._planning import plan
+    from interposer_engine._commands.run import discover_plugins, load_with_progress, peak_memory
+
+    config = policy(kernel, platform, locked)
+    with frozen_imports():
+        discover_plugins(config)
+        import torch
+
+        from interposer_engine._bench.kinds import END_TOKENS, Sizes, kinds_of, parsed_contexts
+        from interposer_engine._bench.report import (
+            Benchmark,
+            bars,
+            benchmark_rows,
+            measured_runs,
+            roofs_of,
+            svg_chart,
+        )
+        from interposer_engine._bench.roofline import ModelWork
+        from interposer_engine._distributed.launcher import launched
+        from interposer_engine._encoder_inputs import has_encoder_inputs
+        from interposer_engine._planning import plan
 
     counts = {"--rounds": rounds, "--threads": threads, "--read-mib": read_mib}
     for name, value in counts.items():
@@ -104,7 +109,6 @@ def bench(
         raise ConfigError(f"--svg is {str(svg)!r}, and its folder does not exist")
     if threads is not None:
         torch.set_num_threads(threads)
-    config = policy(kernel, platform, locked)
     dtype, quantization = options["dtype"], options["quantization"]
     planned = plan(model_dir, dtype, config=config, quantization=quantization)
     if has_encoder_inputs(planned.model):

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from interposer_engine.options import Values, load_options, sampling_options, takes
+from interposer_tools.imports import frozen_imports
 from interposer_tools.options import AsJson, Kernels, Locked, PlatformName, TensorParallel, policy
 
 if TYPE_CHECKING:
+    from interposer import Config
     from interposer_engine._language_model import LanguageModel
 
 
@@ -59,12 +61,14 @@ def run(
 
     Decoding is greedy unless you set --temperature.
     """
-    from interposer_engine._distributed.launcher import launched
-    from interposer_engine._sampling_params import SamplingParams
-
     text_prompt = _prompt_text(prompt, prompt_file)
-    params = SamplingParams(max_new_tokens=max_new_tokens, adapter=adapter, **_given(sampling))
     config = policy(kernel, platform, locked)
+    with frozen_imports():
+        discover_plugins(config)
+        from interposer_engine._distributed.launcher import launched
+        from interposer_engine._sampling_params import SamplingParams
+
+    params = SamplingParams(max_new_tokens=max_new_tokens, adapter=adapter, **_given(sampling))
     with launched(tensor_parallel, config) as load:
         started = time.perf_counter()
         lm = load_with_progress(load, model_dir, config=config, **options)
@@ -102,6 +106,17 @@ def run(
                 f"length: the context of {lm.engine.model.config.max_position_embeddings} is full"
             )
         print(_summary(len(token_ids), reason, statistics), file=sys.stderr)
+
+
+def discover_plugins(config: Config | None) -> None:
+    """Discover the plugins before this process imports torch, which takes seconds.
+
+    The first start examines the plugins in another process, which imports torch as well. Then both
+    processes import torch at the same time.
+    """
+    from interposer import current_registry
+
+    current_registry(config)
 
 
 def _given(sampling: Values) -> Values:
@@ -249,13 +264,15 @@ def chat(
 
     The default of each sampling option is the value in the model's generation_config.json.
     """
-    from interposer_engine._distributed.launcher import launched
-    from interposer_engine._sampling_params import SamplingParams
+    config = policy(kernel, platform, locked)
+    with frozen_imports():
+        discover_plugins(config)
+        from interposer_engine._distributed.launcher import launched
+        from interposer_engine._sampling_params import SamplingParams
 
     settings = {**_given(sampling), "max_new_tokens": max_new_tokens}
     SamplingParams(**settings)  # refuses wrong values before the model is loaded
     template_text = None if template is None else template.read_text(encoding="utf-8")
-    config = policy(kernel, platform, locked)
     with launched(tensor_parallel, config) as load:
         lm = load_with_progress(load, model_dir, config=config, **options)
         settings = {**lm.suggested, **settings}
