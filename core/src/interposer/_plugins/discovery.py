@@ -264,7 +264,8 @@ def _quarantine_refused(plugins: Plugins, source: Source, finding: Finding) -> N
     if "did not return within" in finding.reason:
         # A busy machine can starve a plugin that is in order.
         remedy = (
-            f"run this again if the machine was busy, or set INTERPOSER_PROBE_SECONDS=60; {remedy}"
+            "run this again if the machine was busy, or write probe_seconds = 60 into "
+            f"interposer.toml; {remedy}"
         )
     plugins.quarantine(source, finding.reason, remedy, trace=finding.traceback, platforms=platforms)
 
