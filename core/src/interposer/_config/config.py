@@ -73,7 +73,8 @@ class Config(Settings):
             once, while loading, and use the op ``linear``, if memory suffices.
         tables: use measured run times in the selection.
         kv_cache: format of stored keys and values: ``"auto"`` follows the checkpoint, or else the
-            model's dtype; ``"int4"`` uses 4 bits, and raises if a layer of the model cannot.
+            model's dtype; ``"fp8"`` uses float8_e4m3fn without scales and ``"int4"`` 4 bits, and
+            both raise if a layer of the model cannot.
         graphs: capture of decode steps as graphs: ``"auto"`` captures if the platform can and
             everything chosen is safe, ``"on"`` raises if not, ``"off"``.
         compile: use of torch.compile, with one graph per model: ``"on"`` uses the platform's own
@@ -114,7 +115,7 @@ class Config(Settings):
     emulation: bool = True
     dequantize: bool = True
     tables: bool = True
-    kv_cache: Literal["auto", "int4"] = "auto"
+    kv_cache: Literal["auto", "fp8", "int4"] = "auto"
     graphs: Literal["auto", "on", "off"] = "auto"
     compile: Annotated[str, Field(min_length=1)] = "off"
     float32: Literal["highest", "high", "medium"] = "highest"
@@ -149,7 +150,7 @@ class Config(Settings):
             emulation: bool = True,
             dequantize: bool = True,
             tables: bool = True,
-            kv_cache: Literal["auto", "int4"] = "auto",
+            kv_cache: Literal["auto", "fp8", "int4"] = "auto",
             graphs: Literal["auto", "on", "off"] = "auto",
             compile: str = "off",
             float32: Literal["highest", "high", "medium"] = "highest",

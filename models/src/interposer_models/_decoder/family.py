@@ -21,50 +21,58 @@ from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.self_attention import SelfAttention
 from interposer_ops.layers.tensor_parallel.sharding import local_spec
 
-_OPTION = "Config(kv_cache='int4')"
+# Dtypes of the caches that a user can ask for.
+_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "int4": UINT4}
+_CACHE_BITS = {"fp8": 8, "int4": 4}
+
+
+def _option(config: Config) -> str:
+    return f"Config(kv_cache={config.kv_cache!r})"
 
 
 def stored_as(site: Site) -> tuple[torch.dtype, bool]:
     """Return the dtype of an attention layer's KV cache, and whether each head has its own scale.
 
-    Raises: ConfigError: 4 bits are requested, but the checkpoint has scales for another dtype.
+    Raises: ConfigError: the config sets ``kv_cache``, but the checkpoint has scales of its own.
     """
     scheme = site.resolver.scheme
     cache_format = scheme.cache_format(site.prefix) if scheme else None
     # The checkpoint's format if its scheme quantizes the cache, else the model's dtype.
-    if site.resolver.config.kv_cache == "auto":
+    config = site.resolver.config
+    if config.kv_cache == "auto":
         return (
             (cache_format.dtype, cache_format.head_scales) if cache_format else (site.dtype, False)
         )
     if cache_format is not None:
         raise ConfigError(
-            f"{_OPTION} was requested, but the checkpoint stores the cache of {site.prefix!r} as "
-            f"{cache_format.dtype}, with its own scales. Try: leave kv_cache out, or remove the "
-            "scheme of the cache from quantization_config"
+            f"{_option(config)} was requested, but the checkpoint stores the cache of "
+            f"{site.prefix!r} as {cache_format.dtype}, with its own scales. Try: leave kv_cache "
+            "out, or remove the scheme of the cache from quantization_config"
         )
-    return UINT4, False
+    return _CACHE_DTYPES[config.kv_cache], False
 
 
 def cache_note(model: CausalModel, config: Config, page_size: int) -> str:
-    """Return a note on the bytes per token of a 4-bit KV cache; "" without such a cache.
+    """Return a note on the bytes per token of the KV cache that ``kv_cache`` asks for; "" without.
 
-    Raises: ConfigError: no layer can store 4 bits.
+    Raises: ConfigError: no layer can store such a cache.
     """
     if config.kv_cache == "auto":
         return ""
-    int4_layers = [a for a in model.attention_layers if a.backend.spec.cache_dtype == UINT4]
-    if not int4_layers:
+    cache_dtype, bits = _CACHE_DTYPES[config.kv_cache], _CACHE_BITS[config.kv_cache]
+    layers = [a for a in model.attention_layers if a.backend.spec.cache_dtype == cache_dtype]
+    if not layers:
         raise ConfigError(
-            f"{_OPTION} was requested, but no layer of {type(model).__name__} can store keys and "
-            "values in 4 bits. Try: leave kv_cache out"
+            f"{_option(config)} was requested, but no layer of {type(model).__name__} can store "
+            f"keys and values in {bits} bits. Try: leave kv_cache out"
         )
-    token_bytes = sum(layer.backend.kv_layout().page_bytes() for layer in int4_layers) / page_size
-    specs = [layer.backend.spec for layer in int4_layers]
+    token_bytes = sum(layer.backend.kv_layout().page_bytes() for layer in layers) / page_size
+    specs = [layer.backend.spec for layer in layers]
     dtype = str(specs[0].dtype).removeprefix("torch.")
     plain_bytes = sum(2 * s.num_kv_heads * s.head_size * s.dtype.itemsize for s in specs)
     return (
-        f"Keys and values are stored in 4 bits, as kv_cache says: a token takes "
-        f"{token_bytes:.0f} bytes in {len(int4_layers)} layers, of {plain_bytes} in {dtype}"
+        f"Keys and values are stored in {bits} bits, as kv_cache says: a token takes "
+        f"{token_bytes:.0f} bytes in {len(layers)} layers, of {plain_bytes} in {dtype}"
     )
 
 

@@ -45,7 +45,9 @@ class Attention(PluggableLayer):
         self.spec = spec
         self.backend: AttentionBackend = site.resolver.attention(spec, site)
         self.scales: Any = None
-        if spec.is_quantized:
+        # A user's choice of 8 bits does not depend on the checkpoint, which has no scales for it.
+        self._is_scaled = spec.is_quantized and site.resolver.config.kv_cache == "auto"
+        if self._is_scaled:
             # Checkpoints store scales and sinks next to the projections, one level up.
             parent, scheme = site.prefix.rpartition(".")[0], site.resolver.scheme
             cache_format = scheme.cache_format(parent) if scheme else None
@@ -75,6 +77,10 @@ class Attention(PluggableLayer):
                 "copy the checkpoint again",
             )
         if not self.spec.is_quantized:
+            return
+        if not self._is_scaled:
+            one = torch.ones(self.spec.num_kv_heads if self.spec.head_scales else 1)
+            self.scales = self.backend.prepare_scales(one, one)
             return
         scales = [self.get_parameter(name).data for name in _SCALES]
         for name, scale in zip(self.scale_names, scales, strict=True):
