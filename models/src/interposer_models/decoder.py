@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from interposer_models._decoder.chunked_attention import ChunkedBackend
     from interposer_models._decoder.decoder import CACHED_LAYERS, Decoder, HiddenStates
     from interposer_models._decoder.family import DecoderFamily, cache_note
-    from interposer_models._decoder.mla import LatentAttention, LatentProjection
+    from interposer_models._decoder.mla import LatentAttention, LatentProjection, LatentSizes
     from interposer_models._decoder.moe import UngatedExperts
     from interposer_models._decoder.mtp_head import PredictionHead
     from interposer_models._decoder.recurrent import RecurrentLayer
@@ -37,6 +37,7 @@ __all__ = [
     "HiddenStates",
     "LatentAttention",
     "LatentProjection",
+    "LatentSizes",
     "Positive",
     "PredictionHead",
     "RecurrentLayer",
@@ -56,7 +57,7 @@ __getattr__ = lazy_attributes(
         "interposer_models._decoder.chunked_attention": "ChunkedBackend",
         "interposer_models._decoder.decoder": "CACHED_LAYERS Decoder HiddenStates",
         "interposer_models._decoder.family": "DecoderFamily cache_note",
-        "interposer_models._decoder.mla": "LatentAttention LatentProjection",
+        "interposer_models._decoder.mla": "LatentAttention LatentProjection LatentSizes",
         "interposer_models._decoder.moe": "UngatedExperts",
         "interposer_models._decoder.mtp_head": "PredictionHead",
         "interposer_models._decoder.recurrent": "RecurrentLayer",

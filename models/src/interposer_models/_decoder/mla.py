@@ -24,6 +24,7 @@ from interposer_models._decoder.moe import GroupedFamily
 from interposer_models._decoder.settings import Positive
 from interposer_models._decoder.sparse_attention import Indexer
 from interposer_ops.layers.attention import Attention, LatentBackend
+from interposer_ops.layers.latent_attention import LatentParts
 from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding
@@ -69,6 +70,7 @@ class LatentProjection(PluggableLayer):
     Attributes:
         parts: the outputs by the name that checkpoints use, as those of ``Linear``.
         slices: the part of each tensor that this rank reads; empty for whole tensors.
+        absorbed_functions: kernels of ``batched_linear`` for queries and for values.
         query_weight, value_weight: ``[N, D, C]`` and ``[N, C, V]``, prepared for
             ``batched_linear``.
         expansion_weights: ``[N D, C]`` and ``[N V, C]``, prepared for ``linear``; empty without
@@ -104,6 +106,7 @@ class LatentProjection(PluggableLayer):
             )
             for inputs, outputs in pairwise(sides)  # D -> C for queries, C -> V for values
         )
+        self.absorbed_functions = tuple(kernel.function for kernel in self._absorbed_kernels)
         rows_of = (num_heads * size for size in self.sizes)
         self._expansion_kernels = tuple(
             site.bind_kernel(linear, in_features=latent_size, out_features=out, biased=False)
@@ -132,19 +135,11 @@ class LatentProjection(PluggableLayer):
 
     def absorbed(self, query: Tensor) -> Tensor:
         """Project queries ``[T, N, D]`` into the latent space, ``[T, N, C]``."""
-        return (
-            self._absorbed_kernels[0]
-            .function(query.transpose(0, 1), self.query_weight)
-            .transpose(0, 1)
-        )
+        return self.absorbed_functions[0](query.transpose(0, 1), self.query_weight).transpose(0, 1)
 
     def values(self, mixed: Tensor) -> Tensor:
         """Project attention outputs in the latent space ``[T, N, C]`` to values ``[T, N, V]``."""
-        return (
-            self._absorbed_kernels[1]
-            .function(mixed.transpose(0, 1), self.value_weight)
-            .transpose(0, 1)
-        )
+        return self.absorbed_functions[1](mixed.transpose(0, 1), self.value_weight).transpose(0, 1)
 
     def expanded(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Expand latent vectors ``[U, C]`` to keys ``[U, N, D]`` and values ``[U, N, V]``."""
@@ -306,6 +301,27 @@ class LatentAttention(SelfAttention):
         query = self.absorbed(plain, rotated)
         value = vectors[..., : self.spec.latent_size]
         return self.projected(self.attn(query, vectors, value, cache, plan), rows)
+
+    def latent_parts(self) -> LatentParts | None:
+        """Return the parts for a fused call; None for a subclass, which may compute otherwise.
+
+        A fused call must not serve steps for which ``ExpandedAttention.pays``.
+        """
+        if type(self) is not LatentAttention:
+            return None
+        plain, value = self.kv_b_proj.sizes
+        return LatentParts(
+            query_compression=self.q_a_proj if self.has_latent_queries else None,
+            query_norm=self.q_a_layernorm if self.has_latent_queries else None,
+            query_projection=self.q_b_proj if self.has_latent_queries else self.q_proj,
+            vector_projection=self.kv_a_proj_with_mqa,
+            vector_norm=self.kv_a_layernorm,
+            rotary=self.rotary,
+            absorption=self.kv_b_proj,
+            attn=self.attn,
+            output=self.o_proj,
+            sizes=(plain, self.rotary_size, self.spec.latent_size, value),
+        )
 
     def projected(self, mixed: Tensor, rows: Tensor | None) -> Tensor:
         """Apply value and output projections to ``[T, N, C]``: ``[T, H]`` or ``[rows, H]``."""

@@ -172,6 +172,10 @@ class LatentBackend(AttentionBackend):
     takes queries of any length. A platform with a faster function for some steps subclasses this
     class. For such steps the ``plan`` of the subclass returns an object with ``slots`` and all
     arguments of ``attend``; other steps use the methods of this class.
+
+    Attributes:
+        write_kernel, attend_kernel: kernels of ``write_latent_cache`` and
+            ``latent_attention_decode``.
     """
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
@@ -182,8 +186,8 @@ class LatentBackend(AttentionBackend):
             "page_size": spec.page_size,
         }
         cache_dtype = str(spec.cache_dtype).removeprefix("torch.")
-        self._write = site.bind(write_latent_cache, **sizes)
-        self._attend = site.bind(
+        self.write_kernel = site.bind(write_latent_cache, **sizes)
+        self.attend_kernel = site.bind(
             latent_attention_decode,
             **sizes,
             num_heads=spec.num_heads,
@@ -234,9 +238,9 @@ class LatentBackend(AttentionBackend):
     def attend(self, query: Tensor, cache: Tensor, plan: Any) -> Tensor:
         """Compute attention ``[T, N, C]`` of queries ``[T, N, C + R]`` to the cached vectors."""
         sequences = plan.page_table, plan.query_starts, plan.seq_lens, plan.max_query_tokens
-        return self._attend(query, cache, *sequences, self.spec.latent_size, self.spec.scale)
+        return self.attend_kernel(query, cache, *sequences, self.spec.latent_size, self.spec.scale)
 
     def write(self, vectors: Tensor, cache: Tensor, slots: Tensor) -> None:
         """Store vectors ``[T, 1, C + R]`` in the cache at ``slots`` ``[T]`` int64."""
         size = self.spec.latent_size
-        self._write(vectors[:, 0, :size], vectors[:, 0, size:], cache, slots)
+        self.write_kernel(vectors[:, 0, :size], vectors[:, 0, size:], cache, slots)

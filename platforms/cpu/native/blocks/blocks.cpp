@@ -179,6 +179,258 @@ interposer_factor factor_of(const interposer_block_call& call, const interposer_
   return {weight, call.block->codings[place], call.scales[place]};
 }
 
+// Compute attention of all heads: from the normalized rows in `first` to `first`, over `second`.
+int32_t attend(const interposer_block_call& call, char* first, char* second) {
+  const interposer_block& block = *call.block;
+  const int32_t type = static_cast<int32_t>(block.type);
+  const int64_t width = block.heads * block.size, sides = block.kv_heads * block.size;
+  interposer_heads_call heads = {};
+  heads.weight = factor_of(call, call.heads, kHeads);
+  heads.added = {call.low_rank[kHeads], call.ids};
+  heads.x = first;
+  heads.out = second;
+  heads.query_weight = call.query_weight;
+  heads.key_weight = call.key_weight;
+  heads.cos = call.cos;
+  heads.sin = call.sin;
+  heads.type = type;
+  heads.eps = static_cast<float>(block.head_eps);
+  heads.rows = call.rows;
+  heads.x_stride = block.hidden;
+  heads.heads = block.heads;
+  heads.kv_heads = block.kv_heads;
+  heads.size = block.size;
+  heads.half = block.half;
+  const int32_t failure = project_heads(heads);
+  if (failure) return failure;
+
+  interposer_attention_call attention = call.attention;
+  attention.query = second;
+  attention.key = moved(second, type, width);
+  attention.value = moved(second, type, width + sides);
+  attention.query_stride = attention.key_stride = attention.value_stride = width + 2 * sides;
+  attention.out = first;
+  return interposer_attention(&attention) ? kNoMemory : kDone;
+}
+
+// Strides of [rows, heads, size], in elements.
+struct HeadStrides {
+  int64_t row, head;
+};
+
+// Multiply each head by its own weight.
+int32_t multiply_heads(const interposer_packed* weights, const interposer_coding& coding,
+                       int64_t heads, int64_t rows, const void* x, HeadStrides x_strides,
+                       int32_t type, void* out, HeadStrides out_strides) {
+  interposer_batch batch = {};
+  batch.weights = weights;
+  batch.x = x;
+  batch.out = out;
+  batch.x_type = batch.out_type = type;
+  batch.heads = heads, batch.rows = rows;
+  batch.head_stride = x_strides.head, batch.row_stride = x_strides.row;
+  batch.out_head_stride = out_strides.head, batch.out_row_stride = out_strides.row;
+  if (coding.type != kNone) {
+    if (coding.type != kInt8 || coding.group) return kMismatch;
+    const int64_t inputs = weights->inputs, bytes = round_up(heads * rows * inputs, 64);
+    char* memory = static_cast<char*>(interposer_scratch(kForCodes, bytes + heads * rows * 4));
+    if (memory == nullptr) return kNoMemory;
+    interposer_coded coded = {};
+    coded.x = x;
+    coded.codes = memory;
+    coded.scales = reinterpret_cast<float*>(memory + bytes);
+    coded.type = type;
+    coded.code_type = kInt8;
+    coded.limit = static_cast<float>(coding.limit);
+    coded.powers = static_cast<int32_t>(coding.powers);
+    coded.rows = {heads, rows, inputs, x_strides.head, x_strides.row};
+    const int32_t failure = interposer_code(&coded);
+    if (failure) return failure;
+    batch.x = memory;
+    batch.x_type = kInt8;
+    batch.x_scales = coded.scales;
+    batch.head_stride = rows * inputs, batch.row_stride = inputs;
+  }
+  return interposer_multiply_batch(&batch);
+}
+
+// Areas of scratch memory, one after another; without memory, only their size is counted.
+class Areas {
+ public:
+  explicit Areas(char* memory) : memory_(memory) {}
+
+  char* next(int64_t bytes) {
+    char* area = memory_ ? memory_ + used_ : nullptr;
+    used_ += round_up(bytes, 64);
+    return area;
+  }
+
+  int64_t used() const { return used_; }
+
+ private:
+  char* memory_;
+  int64_t used_ = 0;
+};
+
+// Intermediate results of latent attention.
+struct LatentRows {
+  char *compressed, *query, *rotated, *vector, *latent, *absorbed, *mixed, *chosen;
+  int64_t bytes;
+
+  LatentRows(const interposer_block_call& call, char* memory) {
+    const interposer_latent& sizes = *call.latent->latent;
+    const interposer_packed* compress = call.latent->query_latent;
+    const int64_t heads = call.block->heads, size = size_of(int32_t(call.block->type));
+    const int64_t each = call.rows * size, all = each * heads;
+    Areas areas(memory);
+    compressed = areas.next(compress ? each * compress->outputs : 0);
+    query = areas.next(all * (sizes.plain + sizes.rotary));
+    rotated = areas.next(all * sizes.rotary);
+    vector = areas.next(each * (sizes.latent + sizes.rotary));
+    latent = areas.next(each * sizes.latent);
+    absorbed = areas.next(all * (sizes.latent + sizes.rotary));
+    mixed = areas.next(all * sizes.latent);
+    chosen = areas.next(call.num_chosen > 0 ? call.num_chosen * heads * sizes.latent * size : 0);
+    bytes = areas.used();
+  }
+};
+
+int32_t normalise_latent(const interposer_block_call& call, const void* x, const void* weight,
+                         int64_t width, int64_t stride, void* out) {
+  interposer_norm norm = {};
+  norm.x = x;
+  norm.weight = weight;
+  norm.out = out;
+  norm.type = static_cast<int32_t>(call.block->type);
+  norm.rows = {call.rows, 1, width, stride, stride};
+  norm.eps = static_cast<float>(call.block->head_eps);
+  return interposer_normalise(&norm);
+}
+
+int32_t rotate(const interposer_block_call& call, const void* x, void* out, int64_t count,
+               HeadStrides strides, int64_t out_stride) {
+  interposer_heads heads = {};
+  heads.x = x;
+  heads.out = out;
+  heads.cos = call.cos;
+  heads.sin = call.sin;
+  heads.type = static_cast<int32_t>(call.block->type);
+  heads.half = call.block->half;
+  heads.rows = {call.rows, count, call.latent->latent->rotary, strides.row, strides.head};
+  heads.out_stride = out_stride;
+  heads.neighbours = call.latent->latent->neighbours != 0;
+  return interposer_turn_heads(&heads);
+}
+
+bool fits(const interposer_packed& weight, int64_t inputs, int64_t outputs) {
+  return weight.inputs == inputs && weight.outputs == outputs;
+}
+
+bool fits(const interposer_block_call& call) {
+  const interposer_latent_call& here = *call.latent;
+  const interposer_latent& sizes = *here.latent;
+  const int64_t hidden = call.block->hidden, heads = call.block->heads;
+  const interposer_packed* compress = here.query_latent;
+  return (compress == nullptr || compress->inputs == hidden) &&
+         fits(*call.heads, compress ? compress->outputs : hidden,
+              heads * (sizes.plain + sizes.rotary)) &&
+         fits(*here.vector, hidden, sizes.latent + sizes.rotary) &&
+         fits(*here.keys, sizes.plain, sizes.latent) &&
+         fits(*here.values, sizes.latent, sizes.value) && call.block->size == sizes.value;
+}
+
+// Compute latent attention of the normalized rows in `first`: the heads' values of the rows with an
+// output, [rows, N, V], in `second`.
+int32_t attend_latent(const interposer_block_call& call, const LatentRows& rows, const char* first,
+                      char* second) {
+  const interposer_latent_call& here = *call.latent;
+  const interposer_latent& sizes = *here.latent;
+  const int32_t type = static_cast<int32_t>(call.block->type);
+  const int64_t heads = call.block->heads, hidden = call.block->hidden, size = size_of(type);
+  const int64_t query_size = sizes.plain + sizes.rotary, vector_size = sizes.latent + sizes.rotary;
+
+  const char* query_input = first;
+  int64_t input_size = hidden;
+  int32_t failure = kDone;
+  if (here.query_latent) {
+    input_size = here.query_latent->outputs;
+    failure = multiply({here.query_latent, sizes.codings[0], here.scales[0]},
+                       {here.low_rank[0], call.ids}, 0, first, type, call.rows, hidden,
+                       rows.compressed, type);
+    if (failure) return failure;
+    failure = normalise_latent(call, rows.compressed, call.query_weight, input_size, input_size,
+                               rows.compressed);
+    if (failure) return failure;
+    query_input = rows.compressed;
+  }
+  failure = multiply(factor_of(call, call.heads, kHeads), {call.low_rank[kHeads], call.ids}, 0,
+                     query_input, type, call.rows, input_size, rows.query, type);
+  if (failure) return failure;
+  failure = multiply({here.vector, sizes.codings[1], here.scales[1]}, {here.low_rank[1], call.ids},
+                     0, first, type, call.rows, hidden, rows.vector, type);
+  if (failure) return failure;
+
+  char* key = moved(rows.vector, type, sizes.latent);
+  failure = rotate(call, moved(rows.query, type, sizes.plain), rows.rotated, heads,
+                   {heads * query_size, query_size}, heads * sizes.rotary);
+  if (failure) return failure;
+  failure = rotate(call, key, key, 1, {vector_size, vector_size}, vector_size);
+  if (failure) return failure;
+  failure = normalise_latent(call, rows.vector, call.key_weight, sizes.latent, vector_size,
+                             rows.latent);
+  if (failure) return failure;
+  const auto copy = [&](void* to, const void* from, int64_t elements) {
+    std::memcpy(to, from, static_cast<size_t>(elements * size));
+  };
+  for (int64_t row = 0; row < call.rows; ++row) {
+    const int64_t page = here.slots[row] / sizes.page_tokens;
+    const int64_t offset = here.slots[row] % sizes.page_tokens;
+    char* slot = moved(here.cache, type, page * here.page_stride + offset * here.token_stride);
+    copy(slot, moved(rows.latent, type, row * sizes.latent), sizes.latent);
+    copy(moved(slot, type, sizes.latent), moved(key, type, row * vector_size), sizes.rotary);
+    for (int64_t head = row * heads; head < (row + 1) * heads; ++head) {
+      copy(moved(rows.absorbed, type, head * vector_size + sizes.latent),
+           moved(rows.rotated, type, head * sizes.rotary), sizes.rotary);
+    }
+  }
+  failure = multiply_heads(here.keys, sizes.codings[2], heads, call.rows, rows.query,
+                           {heads * query_size, query_size}, type, rows.absorbed,
+                           {heads * vector_size, vector_size});
+  if (failure) return failure;
+
+  interposer_dense_call attention = {};
+  attention.type = attention.stored_type = type;
+  attention.num_heads = static_cast<int32_t>(heads);
+  attention.num_kv_heads = 1;
+  attention.head_size = static_cast<int32_t>(vector_size);
+  attention.value_size = static_cast<int32_t>(sizes.latent);
+  attention.page_tokens = static_cast<int32_t>(sizes.page_tokens);
+  attention.scale = sizes.scale;
+  attention.causal = 1;
+  attention.num_sequences = here.num_sequences;
+  attention.query_starts = here.query_starts;
+  attention.seq_lens = here.seq_lens;
+  attention.page_table = here.page_table;
+  attention.table_stride = here.table_stride;
+  attention.query = rows.absorbed;
+  attention.query_stride = heads * vector_size;
+  attention.keys = {here.cache, 0, here.page_stride * size, here.token_stride * size};
+  attention.values = attention.keys;
+  attention.out = rows.mixed;
+  if (interposer_dense_attention(&attention)) return kNoMemory;
+
+  int64_t count = call.rows;
+  const char* mixed = rows.mixed;
+  if (call.num_chosen >= 0) {
+    count = call.num_chosen;
+    gather(mixed, call.chosen, count, heads * sizes.latent * size, rows.chosen);
+    mixed = rows.chosen;
+  }
+  return multiply_heads(here.values, sizes.codings[3], heads, count, mixed,
+                        {heads * sizes.latent, sizes.latent}, type, second,
+                        {heads * sizes.value, sizes.value});
+}
+
 // Compute a block. `sums`: x is a summand, reduced first. `leaves`: the output stays a summand for
 // the next block.
 int32_t decoder_block(const interposer_block_call& call, bool sums, bool leaves) {
@@ -187,21 +439,20 @@ int32_t decoder_block(const interposer_block_call& call, bool sums, bool leaves)
   const int64_t size = size_of(type), hidden = block.hidden, width = block.heads * block.size;
   const int64_t merged = width + 2 * block.kv_heads * block.size;
   const interposer_factor output = factor_of(call, call.output, kOutput);
-  if (call.heads->inputs != hidden || call.output->inputs != width ||
-      call.output->outputs != hidden) {
-    return kMismatch;
-  }
+  if (call.output->inputs != width || call.output->outputs != hidden) return kMismatch;
+  if (call.latent ? !fits(call) : call.heads->inputs != hidden) return kMismatch;
   if (call.gate_up && (call.gate_up->inputs != hidden || call.down->outputs != hidden)) {
     return kMismatch;
   }
   const bool some = call.num_chosen >= 0;
-  // Double buffers: a step reads from one half and writes to the other. After them comes the
-  // residual of all rows if only some rows are chosen.
+  // Double buffers: a step reads from one half and writes to the other. After them come the
+  // residual of all rows if only some rows are chosen, and the rows of latent attention.
   const int64_t first_bytes = round_up(call.rows * (hidden > width ? hidden : width) * size, 64);
   const int64_t second_bytes = round_up(call.rows * (merged > hidden ? merged : hidden) * size, 64);
-  const int64_t stream_bytes = some && call.adds ? call.rows * hidden * 4 : 0;
-  char* first =
-      static_cast<char*>(interposer_scratch(kForLayers, first_bytes + second_bytes + stream_bytes));
+  const int64_t stream_bytes = some && call.adds ? round_up(call.rows * hidden * 4, 64) : 0;
+  const int64_t latent_bytes = call.latent ? LatentRows(call, nullptr).bytes : 0;
+  char* first = static_cast<char*>(
+      interposer_scratch(kForLayers, first_bytes + second_bytes + stream_bytes + latent_bytes));
   if (first == nullptr) return kNoMemory;
   char* second = first + first_bytes;
 
@@ -215,43 +466,24 @@ int32_t decoder_block(const interposer_block_call& call, bool sums, bool leaves)
                               sum, first, call.rows);
   if (failure) return failure;
 
-  interposer_heads_call heads = {};
-  heads.weight = factor_of(call, call.heads, kHeads);
-  heads.added = {call.low_rank[kHeads], call.ids};
-  heads.x = first;
-  heads.out = second;
-  heads.query_weight = call.query_weight;
-  heads.key_weight = call.key_weight;
-  heads.cos = call.cos;
-  heads.sin = call.sin;
-  heads.type = type;
-  heads.eps = static_cast<float>(block.head_eps);
-  heads.rows = call.rows;
-  heads.x_stride = hidden;
-  heads.heads = block.heads;
-  heads.kv_heads = block.kv_heads;
-  heads.size = block.size;
-  heads.half = block.half;
-  failure = project_heads(heads);
-  if (failure) return failure;
-
-  interposer_attention_call attention = call.attention;
-  attention.query = second;
-  attention.key = moved(second, type, width);
-  attention.value = moved(second, type, width + block.kv_heads * block.size);
-  attention.query_stride = attention.key_stride = attention.value_stride = merged;
-  attention.out = first;
-  failure = interposer_attention(&attention);
-  if (failure) return kNoMemory;
-
   int64_t rows = call.rows;
   char *mixed = first, *projected = second;
+  if (call.latent) {
+    const LatentRows latent(call, second + second_bytes + stream_bytes);
+    failure = attend_latent(call, latent, first, second);
+    mixed = second, projected = first;
+  } else {
+    failure = attend(call, first, second);
+  }
+  if (failure) return failure;
   if (some) {
     rows = call.num_chosen;
-    gather(first, call.chosen, rows, width * size, second);
     gather(stream, call.chosen, rows, hidden * 4, call.total);
     stream = call.total;
-    mixed = second, projected = first;
+    if (!call.latent) {
+      gather(first, call.chosen, rows, width * size, second);
+      mixed = second, projected = first;
+    }
   }
   const int64_t* ids = some ? call.chosen_ids : call.ids;
   failure = multiply(output, {call.low_rank[kOutput], ids}, 0, mixed, type, rows, width, projected,

@@ -6,6 +6,7 @@
 
 #include "../attention/attention.h"
 #include "../communicator/communicator.h"
+#include "../dense/dense.h"
 #include "../linear/packed.h"
 #include "../lora/lora.h"
 
@@ -76,6 +77,32 @@ struct interposer_block {
   int64_t summands;  // bits of interposer_summand
 };
 
+// Constant parameters of latent attention (MLA), in 64-bit words; filled by latent_block.py.
+struct interposer_latent {
+  int64_t plain, rotary, latent, value;  // sizes D, R, C, V
+  int64_t neighbours;                    // rotate neighbouring elements
+  int64_t page_tokens;
+  double scale;
+  interposer_coding codings[4];  // query_latent, vector, absorbed queries, values
+};
+
+// Weights, sequences and cache of latent attention in one block, in 64-bit words; filled by
+// latent_block.py.
+struct interposer_latent_call {
+  const interposer_latent* latent;
+  const interposer_packed* query_latent;  // of compressed queries, or null
+  const interposer_packed* vector;        // [C + R, hidden]
+  const interposer_packed *keys, *values;  // of all heads: [C, D] and [V, C]
+  const float* scales[2];                  // static input scales of query_latent and vector
+  const interposer_low_rank* low_rank[2];  // LoRA of the same, or null
+  int64_t num_sequences;
+  const int64_t *query_starts, *seq_lens, *page_table;
+  int64_t table_stride;
+  const int64_t* slots;  // [rows]
+  char* cache;           // [P, S, C + R]
+  int64_t page_stride, token_stride;  // elements
+};
+
 // A decoder block with a residual:
 //
 //   stream = x + residual, or the residual alone, which is then x in float32
@@ -83,6 +110,13 @@ struct interposer_block {
 //   out = mlp(norm(total)), or norm(total) without gate_up
 //
 // Summands are summed over the ranks before they are added to the residual.
+//
+// With latent attention, `heads` is the projection of queries, `query_weight` the norm of compressed
+// queries and `key_weight` the norm of latent vectors:
+//
+//   query = heads(norm(query_latent(x))), or heads(x); [latent, key] = vector(x)
+//   attention of [keys(query), rotated query] to the cached [norm(latent), rotated key]
+//   values(attention) is the input of `output`
 struct interposer_block_call {
   const interposer_block* block;
   const interposer_packed *heads, *output, *gate_up, *down;
@@ -101,6 +135,7 @@ struct interposer_block_call {
   void* out;     // [rows or num_chosen, hidden]
   float* total;  // of the same rows
   interposer_communicator* ranks;  // null after close, or without summands
+  const interposer_latent_call* latent;  // null for attention of other kinds
 };
 
 // Each returns 0 or an error code: kLost or more if a rank was lost.

@@ -113,8 +113,9 @@ PyObject* project_heads(PyObject*, PyObject* const* arguments, Py_ssize_t given)
 // values, stride of these scales; addresses of x and the residual, whether x is added; rows;
 // address and number of the chosen rows, -1 for all; addresses of the result and of the new
 // residual; LoRA addresses of the four matmuls, or 0, and addresses of the adapter ids of all rows
-// and of the chosen rows; address of the communicator, or 0. Returns 0 or an interposer_lost.
-constexpr Py_ssize_t kBlockWords = 38;
+// and of the chosen rows; addresses of the communicator and of an interposer_latent_call, or 0.
+// Returns 0 or an interposer_lost.
+constexpr Py_ssize_t kBlockWords = 39;
 interposer_block_call block_call(const int64_t* value) {
   interposer_block_call call = {};
   call.block = address<const interposer_block>(*value++);
@@ -151,6 +152,7 @@ interposer_block_call block_call(const int64_t* value) {
   call.ids = address<const int64_t>(*value++);
   call.chosen_ids = address<const int64_t>(*value++);
   call.ranks = address<interposer_communicator>(*value++);
+  call.latent = address<const interposer_latent_call>(*value++);
   return call;
 }
 

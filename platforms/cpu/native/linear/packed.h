@@ -63,14 +63,16 @@ struct interposer_product {
   int64_t out_stride;             // elements
 };
 
-// Batched GEMM, out[h] = x[h] weights[h]^T. Rows and heads of `x` may have gaps.
+// Batched GEMM, out[h] = x[h] weights[h]^T. Rows and heads of `x` and `out` may have gaps.
 struct interposer_batch {
   const interposer_packed* weights;  // consecutive, all of the same format and size
   const void* x;
-  void* out;                         // [heads, rows, O], contiguous
-  int32_t type;                      // of x and out
+  void* out;
+  int32_t x_type, out_type;
+  const float* x_scales;             // [heads, rows] of int8 x, or null
   int64_t heads, rows;
-  int64_t head_stride, row_stride;   // elements
+  int64_t head_stride, row_stride;          // of x, in elements
+  int64_t out_head_stride, out_row_stride;  // elements
 };
 
 // One embedding lookup. Float weights are returned as they are; quantized values are returned as

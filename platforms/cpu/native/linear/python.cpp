@@ -70,8 +70,8 @@ PyObject* linear(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   Py_RETURN_NONE;
 }
 
-// Arguments: addresses of packed weights, x and result; type; heads, rows, head stride and row
-// stride of x.
+// Arguments: addresses of packed weights, x and the contiguous result; type; heads, rows, head
+// stride and row stride of x.
 PyObject* multiply_batch(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[8];
   if (!interposer_numbers(arguments, given, 8, values)) return nullptr;
@@ -79,11 +79,13 @@ PyObject* multiply_batch(PyObject*, PyObject* const* arguments, Py_ssize_t given
   batch.weights = address<const interposer_packed>(values[0]);
   batch.x = address<const void>(values[1]);
   batch.out = address<void>(values[2]);
-  batch.type = static_cast<int32_t>(values[3]);
+  batch.x_type = batch.out_type = static_cast<int32_t>(values[3]);
   batch.heads = values[4];
   batch.rows = values[5];
   batch.head_stride = values[6];
   batch.row_stride = values[7];
+  batch.out_row_stride = batch.weights->outputs;
+  batch.out_head_stride = batch.rows * batch.out_row_stride;
   return interposer_done("the native products", interposer_multiply_batch, batch);
 }
 

@@ -38,11 +38,13 @@ void multiply_batch_out(TorchValue* stack, uint64_t, uint64_t) {
   batch.weights = packed.data<const interposer_packed>();
   batch.x = x.data<const void>();
   batch.out = out.data<void>();
-  batch.type = x.type();
+  batch.x_type = batch.out_type = x.type();
   batch.heads = x.size(0);
   batch.rows = x.size(1);
   batch.head_stride = x.stride(0);
   batch.row_stride = x.stride(1);
+  batch.out_row_stride = batch.weights->outputs;
+  batch.out_head_stride = batch.rows * batch.out_row_stride;
   const int32_t failure = interposer_multiply_batch(&batch);
   if (failure) {
     throw std::runtime_error("the native products failed with code " + std::to_string(failure));

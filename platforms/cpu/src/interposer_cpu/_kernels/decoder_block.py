@@ -27,6 +27,7 @@ from interposer_cpu._kernels.bound_block import BoundBlock, attention_arguments
 from interposer_cpu._kernels.decoder_run import DecoderRun
 from interposer_cpu._kernels.fusion import UNQUANTIZED, input_quantization, is_fused
 from interposer_cpu._kernels.interface import FLOAT32, TYPES
+from interposer_cpu._kernels.latent_block import LatentHalf
 from interposer_cpu.native import library
 from interposer_ops.layers.attention import Attention
 from interposer_ops.layers.decoder_block import DecoderBlock
@@ -43,7 +44,8 @@ _NO_LORA = LoraArguments((0, 0), None)
 class NativeDecoderBlock(DecoderBlock):
     """Decoder block in one fused call; the MLP is called separately if it cannot be fused.
 
-    An MoE layer or an MLP with undeclared kernels cannot be fused. Weights are looked up at every
+    The attention is a ``NativeSelfAttention``, or latent attention (MLA). An MoE layer or an MLP
+    with undeclared kernels cannot be fused. Weights are looked up at every
     call, so that exchanged weights are used and old ones are freed. With tensor parallelism, the
     call includes the all-reduces through shared memory.
     """
@@ -63,16 +65,13 @@ class NativeDecoderBlock(DecoderBlock):
         mlp_layer: Any = self.mlp
         self.hidden_size = hidden_size
         self.dtype = site.dtype
+        self.latent = LatentHalf.of(mixer, site.dtype)
         self.is_fusable = (
             site.dtype in TYPES
             and _is_fused_norm(self.input_layernorm)
             and _is_fused_norm(self.post_attention_layernorm)
-            and isinstance(mixer, NativeSelfAttention)
-            and mixer.is_fusable
-            and is_last_projection(mixer.o_proj)
+            and (self.latent is not None or _is_fused_attention(mixer))
             and reduce_in_shared_memory(mixer.o_proj)
-            and type(mixer.attn) is Attention
-            and isinstance(mixer.attn.backend, NativeBackend)
         )
         self.takes_mlp = (
             self.is_fusable
@@ -83,19 +82,23 @@ class NativeDecoderBlock(DecoderBlock):
         # A tuple attribute is read faster than submodules of nn.Module.
         self._parts: Any = ()
         mixers: tuple[Any, ...] = ()
+        further_projections: tuple[Any, ...] = ()
         if self.is_fusable:  # another attention class can have other parts
-            norms = (
-                self.input_layernorm,
-                mixer.q_norm,
-                mixer.k_norm,
-                self.post_attention_layernorm,
-            )
-            self._parts = (mixer.qkv_proj, mixer.o_proj, *norms, mixer.attn)
-            mixers = (*norms, mixer.attn, mixer, mixer.rotary)
+            if self.latent is None:
+                projection, head_norms = mixer.qkv_proj, (mixer.q_norm, mixer.k_norm)
+            else:
+                latent = self.latent.parts
+                projection = latent.query_projection
+                head_norms = (latent.query_norm, latent.vector_norm)
+                further_projections = self.latent.others
+                mixers = (latent.absorption,)
+            norms = (self.input_layernorm, *head_norms, self.post_attention_layernorm)
+            self._parts = (projection, mixer.o_proj, *norms, mixer.attn)
+            mixers += (*norms, mixer.attn, mixer, mixer.rotary)
         projections = (mlp_layer.gate_up_proj, mlp_layer.down_proj) if self.takes_mlp else ()
         self._mlp_parts: Any = projections
         mlp_others = (mlp_layer, mlp_layer.activation) if self.takes_mlp else ()
-        self._hooks = _hooks(self._parts[:2], mixers)
+        self._hooks = _hooks((*self._parts[:2], *further_projections), mixers)
         self._mlp_hooks = _hooks(projections, mlp_others)
         output = mixer.o_proj if self.is_fusable else None
         down_proj = mlp_layer.down_proj if self.takes_mlp else None
@@ -128,7 +131,6 @@ class NativeDecoderBlock(DecoderBlock):
             fused_call.address is None
             or x.dtype is not self.dtype
             or cos.dtype is not FLOAT32
-            or type(plan) is not Plan
             or not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous())
             or not (rows is None or (rows.is_contiguous() and rows.dtype is _INT64))
         ):
@@ -143,6 +145,23 @@ class NativeDecoderBlock(DecoderBlock):
         count = x.shape[0]
         num_outputs = count if rows is None else rows.shape[0]
         hidden_size = self.hidden_size
+        latent_call = None
+        cache_arguments: Sequence[int] = (0, 0, 0, 0)
+        if self.latent is not None:
+            latent_call = self.latent.arguments(cache, plan, count, lora.addresses[2:])
+            if latent_call is None:
+                return super().forward(x, residual, cos, sin, cache, plan, rows)
+        elif type(plan) is Plan:
+            head_stride, page_stride, *_ = cache.stride()
+            size = cache.itemsize  # the library takes the strides of the cache in bytes
+            cache_arguments = (
+                plan.address,
+                cache.data_ptr(),
+                head_stride * size,
+                page_stride * size,
+            )
+        else:
+            return super().forward(x, residual, cos, sin, cache, plan, rows)
         out = torch.empty(num_outputs, hidden_size, dtype=x.dtype)
         total = torch.empty(num_outputs, hidden_size, dtype=FLOAT32)
         mlp_lora = self._mlp_hooks.lora() if fused_call.is_whole else None
@@ -150,8 +169,6 @@ class NativeDecoderBlock(DecoderBlock):
         if mlp_lora is None:
             mlp_lora = _NO_LORA  # self.mlp is called below and runs its own hooks
         adapter_source = lora if lora.hook is not None else mlp_lora
-        head_stride, page_stride, *_ = cache.stride()
-        size = cache.itemsize  # the library takes the strides of the cache in bytes
         lost = library().decoder_block(
             fused_call.address,
             projection.operands[0][0].data_ptr(),
@@ -166,10 +183,7 @@ class NativeDecoderBlock(DecoderBlock):
             post_norm.constants[1].data_ptr(),
             cos.data_ptr(),
             sin.data_ptr(),
-            plan.address,
-            cache.data_ptr(),
-            head_stride * size,
-            page_stride * size,
+            *cache_arguments,
             *attention_arguments(attn),
             x.data_ptr(),
             residual.data_ptr(),
@@ -179,11 +193,12 @@ class NativeDecoderBlock(DecoderBlock):
             -1 if rows is None else num_outputs,
             out.data_ptr(),
             total.data_ptr(),
-            *lora.addresses,
+            *lora.addresses[:2],
             *mlp_lora.addresses,
             adapter_source.ids(count),
             adapter_source.ids(num_outputs),
             self.all_reduce.address,
+            0 if latent_call is None else latent_call.buffer_info()[0],
         )
         self.all_reduce.check(lost)
         return (out if is_whole else self.mlp(out)), total
@@ -192,6 +207,7 @@ class NativeDecoderBlock(DecoderBlock):
     def joined(cls, blocks: Sequence[nn.Module]) -> DecoderRun | None:
         """Join consecutive blocks into one call; None if a block cannot be fused completely."""
         fusable = [block for block in blocks if isinstance(block, cls) and block.takes_mlp]
+        fusable = [block for block in fusable if block.latent is None]
         return DecoderRun(fusable) if len(fusable) == len(blocks) else None
 
     def parts(self) -> tuple[Any, ...]:
@@ -220,24 +236,33 @@ class NativeDecoderBlock(DecoderBlock):
         quantizations = [q or UNQUANTIZED for q in (*declared, None, None)][:4]
         fields = [field for quantization in quantizations for field in quantization.fields]
         statics = tuple(quantization.is_static for quantization in quantizations)
-        mixer: Any = self.self_attn
         mlp: Any = self.mlp
-        heads, kv_heads, _ = mixer.counts
+        heads, kv_heads, head_size, head_eps = self._head_facts()
         facts = _BLOCK_STRUCT.pack(
             TYPES[self.dtype],
             mlp.activation_number if is_whole else 0,
             self.hidden_size,
             heads,
             kv_heads,
-            mixer.head_size,
+            head_size,
             cos.shape[1],
             *fields,
             self.input_layernorm.eps,
-            mixer.eps,
+            head_eps,
             self.post_attention_layernorm.eps,
             self.all_reduce.summand_bits,
         )
         return BoundBlock(kernels, is_whole, facts, statics if any(statics) else ())
+
+    def _head_facts(self) -> tuple[int, int, int, float]:
+        """Return the numbers of heads and kv heads, the head size and epsilon of the norms."""
+        mixer: Any = self.self_attn
+        if self.latent is None:
+            heads, kv_heads, _ = mixer.counts
+            return heads, kv_heads, mixer.head_size, mixer.eps
+        parts = self.latent.parts
+        # The size of a value head: values are the inputs of the output projection.
+        return parts.attn.spec.num_heads, 1, parts.sizes[3], parts.vector_norm.eps
 
 
 def _hooks(
@@ -247,6 +272,17 @@ def _hooks(
     matmuls = [hooked_module(projection) for projection in projections]
     reduced = [p for p, matmul in zip(projections, matmuls, strict=True) if p is not matmul]
     return ProjectionHooks(matmuls, [m for m in (*other_modules, *reduced) if m is not None])
+
+
+def _is_fused_attention(mixer: Any) -> bool:
+    """Check whether fused calls can compute a self-attention layer other than latent attention."""
+    return (
+        isinstance(mixer, NativeSelfAttention)
+        and mixer.is_fusable
+        and is_last_projection(mixer.o_proj)
+        and type(mixer.attn) is Attention
+        and isinstance(mixer.attn.backend, NativeBackend)
+    )
 
 
 def _is_fused_norm(norm: RMSNorm) -> bool:

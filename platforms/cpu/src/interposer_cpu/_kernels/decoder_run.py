@@ -24,7 +24,7 @@ from interposer_cpu.native import library
 
 # Number of arguments of the library's decoder_block. The table has one row of arguments per block,
 # and the indices below follow the order of arguments in NativeDecoderBlock.forward.
-_NUM_ARGUMENTS = 38
+_NUM_ARGUMENTS = 39
 _NUM_PROJECTIONS, _NUM_NORMS = 4, 4
 
 # Kernels of all projections, fused calls of the blocks, and a table of the constant arguments.

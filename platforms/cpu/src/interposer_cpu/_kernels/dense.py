@@ -12,6 +12,7 @@ from torch.compiler import is_compiling
 
 from interposer import Request, Verdict
 from interposer_cpu import native
+from interposer_cpu._kernels.fusion import fused
 from interposer_cpu._kernels.interface import CACHE_TYPES, TYPES, float64_bits
 
 
@@ -138,6 +139,7 @@ def judge_latent(request: Request) -> Verdict:
     return native.judge(request)
 
 
+@fused("latent_attention_decode")
 def latent_attention_decode(
     query: torch.Tensor,
     cache: torch.Tensor,

@@ -32,6 +32,7 @@ def rotary_embedding(
     return _rotate(query, key, cos, sin, 0)
 
 
+@fused("rotary_embedding_interleaved")
 def rotary_embedding_interleaved(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> Pair:

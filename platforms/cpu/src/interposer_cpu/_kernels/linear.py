@@ -32,6 +32,7 @@ def linear(x: torch.Tensor, weight: Packed, bias: None) -> torch.Tensor:
     return _matmul(x, weight, x.dtype, None)
 
 
+@fused("batched_linear")
 def batched_linear(x: torch.Tensor, weight: Packed) -> torch.Tensor:
     """Compute the op ``batched_linear`` with a ``weight`` packed by ``pack_batched``."""
     packed, out_features = weight
