@@ -18,6 +18,7 @@ _LAYERS = {
     "rms_norm": "norm:RMSNorm",
     "linear": "linear:Linear",
     "merged_linear": "linear:MergedLinear",
+    "head_linear": "head_linear:HeadLinear",
     "embedding": "embedding:Embedding",
     "lm_head": "embedding:LMHead",
     "rotary_embedding": "rotary:RotaryEmbedding",

@@ -45,11 +45,14 @@ class LinearMethod(ABC):
         takes_codes: inputs arrive quantized with the scale that is the first operand. The previous
             layer sets this flag, before weights are loaded.
         parts_agree: ``finalize`` requires equal numbers, such as input scales, in all fused layers.
+        quantizes_plain_weights: ``create_weights`` registers ``weight`` ``[O, I]`` in the dtype of
+            the model, and ``finalize`` quantizes it.
     """
 
     input_codes: torch.dtype | None = None
     takes_codes: bool = False
     parts_agree: bool = False
+    quantizes_plain_weights: bool = False
 
     @abstractmethod
     def create_weights(

@@ -24,6 +24,7 @@ from interposer_models._decoder.moe import GroupedFamily
 from interposer_models._decoder.settings import Positive
 from interposer_models._decoder.sparse_attention import Indexer
 from interposer_ops.layers.attention import Attention, LatentBackend
+from interposer_ops.layers.head_linear import HeadLinear
 from interposer_ops.layers.latent_attention import LatentParts
 from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.norm import RMSNorm
@@ -36,7 +37,7 @@ from interposer_ops.layers.tensor_parallel.linear import (
     shard_projections,
 )
 from interposer_ops.layers.tensor_parallel.sharding import Shard, Slices, shard_heads
-from interposer_ops.linear import batched_linear, linear
+from interposer_ops.linear import linear
 
 # Epsilon of the norms of latent vectors; the reference fixes it, independent of the config.
 _EPS = 1e-6
@@ -61,18 +62,19 @@ class LatentSizes:
 class LatentProjection(PluggableLayer):
     """The projection ``kv_b_proj`` from latent vectors to keys and values, split in two matrices.
 
-    The weight ``[N (D + V), C]`` is kept in the model's dtype, also if the checkpoint stores
-    quantized values, because queries and attention outputs are multiplied by the weight head by
-    head.
+    Queries and attention outputs are multiplied head by head, by ``HeadLinear`` layers. The weight
+    ``[N (D + V), C]`` of a checkpoint with quantized values is dequantized to the model's dtype. A
+    plain weight that the model's scheme quantizes while loading may be quantized by these layers,
+    the keys with one scale per elements of D instead of C: these are the inputs of the matmul.
 
     Args:
         expands: also prepare the weights that ``expanded`` needs.
     Attributes:
         parts: the outputs by the name that checkpoints use, as those of ``Linear``.
         slices: the part of each tensor that this rank reads; empty for whole tensors.
-        absorbed_functions: kernels of ``batched_linear`` for queries and for values.
-        query_weight, value_weight: ``[N, D, C]`` and ``[N, C, V]``, prepared for
-            ``batched_linear``.
+        head_layers: the projections of queries and of values; a tuple, because torch would
+            otherwise register modules whose weights no checkpoint has.
+        head_operands: the prepared weights of these layers.
         expansion_weights: ``[N D, C]`` and ``[N V, C]``, prepared for ``linear``; empty without
             ``expands``.
     """
@@ -100,13 +102,9 @@ class LatentProjection(PluggableLayer):
         else:
             self.method.create_weights(self, site, latent_size, rows, bias=False)
         sides = sizes.plain, latent_size, sizes.value
-        self._absorbed_kernels = tuple(
-            site.bind_kernel(
-                batched_linear, num_heads=num_heads, in_features=inputs, out_features=outputs
-            )
-            for inputs, outputs in pairwise(sides)  # D -> C for queries, C -> V for values
-        )
-        self.absorbed_functions = tuple(kernel.function for kernel in self._absorbed_kernels)
+        # D -> C for queries, C -> V for values.
+        self.head_layers = tuple(HeadLinear(site, num_heads, *pair) for pair in pairwise(sides))
+        self.head_operands: tuple[Any, ...] = (None, None)
         rows_of = (num_heads * size for size in self.sizes)
         self._expansion_kernels = tuple(
             site.bind_kernel(linear, in_features=latent_size, out_features=out, biased=False)
@@ -114,7 +112,6 @@ class LatentProjection(PluggableLayer):
             if expands
         )
         self.slices: Slices = {}
-        self.query_weight = self.value_weight = torch.empty(0)
         self.expansion_weights: tuple[Tensor, ...] = ()
 
     def finalize(self) -> None:
@@ -123,23 +120,30 @@ class LatentProjection(PluggableLayer):
         for name in list(self._parameters):
             self.register_parameter(name, None)
         keys, values = weight.view(self.heads, -1, self.latent_size).split(self.sizes, dim=1)
+        # [N, D, C] to [N, C, D]: C is the output of queries' projection.
+        matrices = keys.transpose(1, 2), values
+        prepared = [
+            layer.prepared(matrix) for layer, matrix in zip(self.head_layers, matrices, strict=True)
+        ]
+        # Kept here, not in the layers, because this layer may be a copy with updated weights.
+        self.head_operands = tuple(weight.operand for weight in prepared)
+        keys, values = prepared[0].values.transpose(1, 2), prepared[1].values
         self.expansion_weights = tuple(
             kernel.prepared(weight=part.flatten(0, 1), bias=None)["weight"]
             for kernel, part in zip(self._expansion_kernels, (keys, values), strict=False)
         )
-        query_kernel, value_kernel = self._absorbed_kernels
-        self.query_weight = query_kernel.prepared(weight=keys.contiguous())["weight"]
-        # [N, V, C] to [N, C, V], the layout of batched_linear.
-        values = values.transpose(1, 2).contiguous()
-        self.value_weight = value_kernel.prepared(weight=values)["weight"]
 
     def absorbed(self, query: Tensor) -> Tensor:
         """Project queries ``[T, N, D]`` into the latent space, ``[T, N, C]``."""
-        return self.absorbed_functions[0](query.transpose(0, 1), self.query_weight).transpose(0, 1)
+        return self._project(0, query)
 
     def values(self, mixed: Tensor) -> Tensor:
         """Project attention outputs in the latent space ``[T, N, C]`` to values ``[T, N, V]``."""
-        return self.absorbed_functions[1](mixed.transpose(0, 1), self.value_weight).transpose(0, 1)
+        return self._project(1, mixed)
+
+    def _project(self, index: int, x: Tensor) -> Tensor:
+        layer, operand = self.head_layers[index], self.head_operands[index]
+        return layer.project(x.transpose(0, 1), operand).transpose(0, 1)
 
     def expanded(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Expand latent vectors ``[U, C]`` to keys ``[U, N, D]`` and values ``[U, N, V]``."""
@@ -151,6 +155,8 @@ class LatentProjection(PluggableLayer):
 
     def _weight(self) -> Tensor:
         if self.method is None:
+            return self.get_parameter("weight").data
+        if self.method.quantizes_plain_weights and all(x.quantizes() for x in self.head_layers):
             return self.get_parameter("weight").data
         # Per-head matmuls have no quantized kernels.
         weight = self.method.dequantized(self)

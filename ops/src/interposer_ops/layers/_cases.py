@@ -18,7 +18,7 @@ from interposer_ops.experts._experts import fused_experts
 from interposer_ops.experts._routing import topk_softmax
 from interposer_ops.layers._attention_cases import plain_spec
 from interposer_ops.layers.embedding import Embedding
-from interposer_ops.linear._linear import linear
+from interposer_ops.linear._linear import batched_linear, linear
 from interposer_ops.norms._norms import fused_add_rms_norm, rms_norm
 from interposer_ops.norms._norms_cases import norm_weight
 from interposer_ops.rotary._rotary import rotary_embedding
@@ -56,6 +56,16 @@ def merged_linear_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
         if third:
             parts = {"q_proj": out_features - 2 * third, "k_proj": third, "v_proj": third}
             yield _projection(case, {"in_features": in_features, "parts": parts})
+
+
+def head_linear_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
+    """Yield cases of linear layers of heads."""
+    for case in few_cases(batched_linear, dtype, seed):
+        weight = case.arguments["weight"]
+        heads, in_features, out_features = weight.shape
+        sizes = {"num_heads": heads, "in_features": in_features, "out_features": out_features}
+        parameters = {"weight": weight.transpose(1, 2).contiguous()}
+        yield _layer(batched_linear, case, sizes, ("x",), parameters)
 
 
 def embedding_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:

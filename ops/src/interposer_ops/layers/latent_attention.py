@@ -6,13 +6,11 @@ part, R rotary size, C latent size, V size of a value head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from interposer_ops.layers.attention import Attention
+from interposer_ops.layers.head_linear import HeadLinear
 from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding
@@ -24,13 +22,12 @@ class AbsorbedProjection(Protocol):
     """The module of the projection from latent vectors to keys and values, split by heads.
 
     Attributes:
-        absorbed_functions: kernels of ``batched_linear`` for both weights.
-        query_weight, value_weight: ``[N, D, C]`` and ``[N, C, V]``, prepared by these kernels.
+        head_layers: the layers that project queries to C and attention outputs to V elements.
+        head_operands: the prepared weights of these layers; replaced when the weight changes.
     """
 
-    absorbed_functions: tuple[Callable[..., Tensor], Callable[..., Tensor]]
-    query_weight: Any
-    value_weight: Any
+    head_layers: tuple[HeadLinear, ...]
+    head_operands: tuple[Any, ...]
 
 
 @dataclass(frozen=True)

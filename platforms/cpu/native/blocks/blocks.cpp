@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "../elementwise/elementwise.h"
+#include "../linear/batched.h"
 #include "../pool.h"
 #include "../vectors.h"
 
@@ -220,14 +221,14 @@ struct HeadStrides {
 
 // Multiply each head by its own weight.
 int32_t multiply_heads(const interposer_packed* weights, const interposer_coding& coding,
-                       int64_t heads, int64_t rows, const void* x, HeadStrides x_strides,
-                       int32_t type, void* out, HeadStrides out_strides) {
+                       int64_t heads, int64_t rows, int64_t outputs, const void* x,
+                       HeadStrides x_strides, int32_t type, void* out, HeadStrides out_strides) {
   interposer_batch batch = {};
   batch.weights = weights;
   batch.x = x;
   batch.out = out;
   batch.x_type = batch.out_type = type;
-  batch.heads = heads, batch.rows = rows;
+  batch.heads = heads, batch.rows = rows, batch.outputs = outputs;
   batch.head_stride = x_strides.head, batch.row_stride = x_strides.row;
   batch.out_head_stride = out_strides.head, batch.out_row_stride = out_strides.row;
   if (coding.type != kNone) {
@@ -335,8 +336,10 @@ bool fits(const interposer_block_call& call) {
          fits(*call.heads, compress ? compress->outputs : hidden,
               heads * (sizes.plain + sizes.rotary)) &&
          fits(*here.vector, hidden, sizes.latent + sizes.rotary) &&
-         fits(*here.keys, sizes.plain, sizes.latent) &&
-         fits(*here.values, sizes.latent, sizes.value) && call.block->size == sizes.value;
+         here.keys->inputs == sizes.plain && here.values->inputs == sizes.latent &&
+         (here.keys->outputs == sizes.latent || here.keys->outputs == heads * sizes.latent) &&
+         (here.values->outputs == sizes.value || here.values->outputs == heads * sizes.value) &&
+         call.block->size == sizes.value;
 }
 
 // Compute latent attention of the normalized rows in `first`: the heads' values of the rows with an
@@ -393,7 +396,7 @@ int32_t attend_latent(const interposer_block_call& call, const LatentRows& rows,
            moved(rows.rotated, type, head * sizes.rotary), sizes.rotary);
     }
   }
-  failure = multiply_heads(here.keys, sizes.codings[2], heads, call.rows, rows.query,
+  failure = multiply_heads(here.keys, sizes.codings[2], heads, call.rows, sizes.latent, rows.query,
                            {heads * query_size, query_size}, type, rows.absorbed,
                            {heads * vector_size, vector_size});
   if (failure) return failure;
@@ -426,7 +429,7 @@ int32_t attend_latent(const interposer_block_call& call, const LatentRows& rows,
     gather(mixed, call.chosen, count, heads * sizes.latent * size, rows.chosen);
     mixed = rows.chosen;
   }
-  return multiply_heads(here.values, sizes.codings[3], heads, count, mixed,
+  return multiply_heads(here.values, sizes.codings[3], heads, count, sizes.value, mixed,
                         {heads * sizes.latent, sizes.latent}, type, second,
                         {heads * sizes.value, sizes.value});
 }

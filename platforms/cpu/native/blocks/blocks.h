@@ -92,7 +92,7 @@ struct interposer_latent_call {
   const interposer_latent* latent;
   const interposer_packed* query_latent;  // of compressed queries, or null
   const interposer_packed* vector;        // [C + R, hidden]
-  const interposer_packed *keys, *values;  // of all heads: [C, D] and [V, C]
+  const interposer_packed *keys, *values;  // [C, D] and [V, C] of all heads, as in batched.h
   const float* scales[2];                  // static input scales of query_latent and vector
   const interposer_low_rank* low_rank[2];  // LoRA of the same, or null
   int64_t num_sequences;

@@ -1,11 +1,12 @@
-// Batched GEMM: one packed weight per head.
+// Divides a batched GEMM into heads, one thread per head.
+
+#include "batched.h"
 
 #include <atomic>
 
 #include "../levels.h"
 #include "../pool.h"
 #include "../vectors.h"
-#include "packed.h"
 
 namespace of_batches {
 INTERPOSER_FAMILY(LinearKernels, linear, INTERPOSER_LEVELS)
@@ -19,24 +20,33 @@ struct Job {
   std::atomic<bool> failed{false};
 };
 
-interposer_product product_of(const interposer_batch& batch, int64_t head) {
-  const int size = size_of(batch.out_type);
+// The GEMM of a head, and the head's blocks of outputs in its weight.
+struct Head {
+  interposer_product product;
+  int64_t first_block, last_block;
+};
+
+Head head_of(const interposer_batch& batch, int64_t index) {
   const interposer_packed& first = *batch.weights;
+  const bool is_shared = first.outputs != batch.outputs;
+  const int64_t blocks = num_blocks(batch.outputs), first_block = is_shared ? index * blocks : 0;
   interposer_product product = {};
-  product.weight = at<interposer_packed>(&first, head * first.bytes);
-  if (head == 0) product.weight = &first;
-  product.x = static_cast<const char*>(batch.x) + head * batch.head_stride * size_of(batch.x_type);
+  product.weight = &first;
+  if (!is_shared && index) product.weight = at<interposer_packed>(&first, index * first.bytes);
+  product.x = static_cast<const char*>(batch.x) + index * batch.head_stride * size_of(batch.x_type);
   product.x_type = batch.x_type;
   product.out_type = batch.out_type;
   if (batch.x_scales) {
-    product.x_scales = batch.x_scales + head * batch.rows;
+    product.x_scales = batch.x_scales + index * batch.rows;
     product.x_scale_stride = 1;
   }
   product.rows = batch.rows;
   product.x_stride = batch.row_stride;
-  product.out = static_cast<char*>(batch.out) + head * batch.out_head_stride * size;
+  // The kernel adds the offset of a block in the whole weight.
+  const int64_t offset = index * batch.out_head_stride - first_block * kBlock;
+  product.out = static_cast<char*>(batch.out) + offset * size_of(batch.out_type);
   product.out_stride = batch.out_row_stride;
-  return product;
+  return {product, first_block, first_block + blocks};
 }
 
 // A head is a short GEMM, computed by one thread.
@@ -45,7 +55,8 @@ void multiply_some(void* argument, int thread, int threads) {
   const interposer_batch& batch = *job.batch;
   const int64_t last = batch.heads * (thread + 1) / threads;
   for (int64_t head = batch.heads * thread / threads; head < last; ++head) {
-    const interposer_product product = product_of(batch, head);
+    const Head here = head_of(batch, head);
+    const interposer_product& product = here.product;
     const int64_t groups = (product.weight->inputs + product.weight->group - 1) /
                            product.weight->group;
     Prepared prepared = {product.x, product.x_stride * size_of(product.x_type), nullptr, groups};
@@ -64,8 +75,10 @@ void multiply_some(void* argument, int thread, int threads) {
       prepared.stride = row_bytes;
       prepared.sums = sums;
     }
-    const int64_t blocks = num_blocks(product.weight->outputs);
-    if (!job.kernels->multiply(product, prepared, 0, blocks, 0, product.rows)) job.failed = true;
+    if (!job.kernels->multiply(product, prepared, here.first_block, here.last_block, 0,
+                               product.rows)) {
+      job.failed = true;
+    }
   }
 }
 
@@ -76,6 +89,11 @@ extern "C" int32_t interposer_multiply_batch(const interposer_batch* batch) {
   if (first.magic != kMagic) return kNotPacked;
   const bool codes = batch->x_type == kInt8;
   if (codes && first.format != kWeightInt8 && first.format != kWeightInt4) return kMismatch;
+  const bool is_shared = first.outputs != batch->outputs;
+  if (is_shared &&
+      (batch->outputs % kBlock || first.outputs != batch->heads * batch->outputs)) {
+    return kMismatch;
+  }
   Job job{batch, of_batches::kernels()};
   if (job.kernels == nullptr) return kNoKernels;
   if (batch->rows == 0) return kDone;

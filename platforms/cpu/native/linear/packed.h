@@ -63,18 +63,6 @@ struct interposer_product {
   int64_t out_stride;             // elements
 };
 
-// Batched GEMM, out[h] = x[h] weights[h]^T. Rows and heads of `x` and `out` may have gaps.
-struct interposer_batch {
-  const interposer_packed* weights;  // consecutive, all of the same format and size
-  const void* x;
-  void* out;
-  int32_t x_type, out_type;
-  const float* x_scales;             // [heads, rows] of int8 x, or null
-  int64_t heads, rows;
-  int64_t head_stride, row_stride;          // of x, in elements
-  int64_t out_head_stride, out_row_stride;  // elements
-};
-
 // One embedding lookup. Float weights are returned as they are; quantized values are returned as
 // (value - zero point) * scale, rounded once.
 struct interposer_lookup {
@@ -93,9 +81,6 @@ void interposer_pack(const interposer_plain* plain, void* memory);
 
 // Compute out = x weight^T + bias. Returns 0 or an error code.
 int32_t interposer_linear(const interposer_product* product);
-
-// Compute the batched GEMM. Returns 0 or an error code.
-int32_t interposer_multiply_batch(const interposer_batch* batch);
 
 // Unpack the requested rows, as an embedding lookup does. Returns 0 or an error code.
 int32_t interposer_rows(const interposer_lookup* lookup);

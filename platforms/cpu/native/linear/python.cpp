@@ -2,7 +2,7 @@
 
 #include "../python.h"
 
-#include "packed.h"
+#include "batched.h"
 
 namespace {
 
@@ -70,21 +70,25 @@ PyObject* linear(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   Py_RETURN_NONE;
 }
 
-// Arguments: addresses of packed weights, x and the contiguous result; type; heads, rows, head
-// stride and row stride of x.
+// Arguments: addresses of packed weights, of x and of the scales of int8 x or 0, type of x; address
+// and type of the contiguous result; heads, rows, outputs of a head; head stride and row stride of
+// x.
 PyObject* multiply_batch(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
-  int64_t values[8];
-  if (!interposer_numbers(arguments, given, 8, values)) return nullptr;
+  int64_t values[11];
+  if (!interposer_numbers(arguments, given, 11, values)) return nullptr;
   interposer_batch batch = {};
   batch.weights = address<const interposer_packed>(values[0]);
   batch.x = address<const void>(values[1]);
-  batch.out = address<void>(values[2]);
-  batch.x_type = batch.out_type = static_cast<int32_t>(values[3]);
-  batch.heads = values[4];
-  batch.rows = values[5];
-  batch.head_stride = values[6];
-  batch.row_stride = values[7];
-  batch.out_row_stride = batch.weights->outputs;
+  batch.x_scales = address<const float>(values[2]);
+  batch.x_type = static_cast<int32_t>(values[3]);
+  batch.out = address<void>(values[4]);
+  batch.out_type = static_cast<int32_t>(values[5]);
+  batch.heads = values[6];
+  batch.rows = values[7];
+  batch.outputs = values[8];
+  batch.head_stride = values[9];
+  batch.row_stride = values[10];
+  batch.out_row_stride = batch.outputs;
   batch.out_head_stride = batch.rows * batch.out_row_stride;
   return interposer_done("the native products", interposer_multiply_batch, batch);
 }

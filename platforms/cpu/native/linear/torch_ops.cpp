@@ -5,7 +5,7 @@
 
 #include "../torch_runtime.h"
 #include "../vectors.h"
-#include "packed.h"
+#include "batched.h"
 
 namespace {
 
@@ -31,19 +31,23 @@ void linear_out(TorchValue* stack, uint64_t, uint64_t) {
   }
 }
 
-// x [N, T, I], out [N, T, O], contiguous.
+// x [N, T, I], out [N, T, O], contiguous. `scales` [N, T, 1] of int8 x; the packed weight stands for
+// none.
 void multiply_batch_out(TorchValue* stack, uint64_t, uint64_t) {
-  const TorchTensor out(stack[0]), x(stack[1]), packed(stack[2]);
+  const TorchTensor out(stack[0]), x(stack[1]), packed(stack[2]), scales(stack[3]);
   interposer_batch batch = {};
   batch.weights = packed.data<const interposer_packed>();
   batch.x = x.data<const void>();
   batch.out = out.data<void>();
-  batch.x_type = batch.out_type = x.type();
+  batch.x_type = x.type();
+  batch.out_type = out.type();
+  batch.x_scales = x.type() == kInt8 ? scales.data<const float>() : nullptr;
+  batch.outputs = out.size(2);
   batch.heads = x.size(0);
   batch.rows = x.size(1);
   batch.head_stride = x.stride(0);
   batch.row_stride = x.stride(1);
-  batch.out_row_stride = batch.weights->outputs;
+  batch.out_row_stride = batch.outputs;
   batch.out_head_stride = batch.rows * batch.out_row_stride;
   const int32_t failure = interposer_multiply_batch(&batch);
   if (failure) {
@@ -72,8 +76,8 @@ extern const TorchOp interposer_linear_ops[];
 const TorchOp interposer_linear_ops[] = {
     {"linear_out(Tensor(a!) out, Tensor x, Tensor packed, Tensor x_scale) -> ()", "linear_out",
      linear_out},
-    {"multiply_batch_out(Tensor(a!) out, Tensor x, Tensor packed) -> ()", "multiply_batch_out",
-     multiply_batch_out},
+    {"multiply_batch_out(Tensor(a!) out, Tensor x, Tensor packed, Tensor scales) -> ()",
+     "multiply_batch_out", multiply_batch_out},
     {"lookup_out(Tensor(a!) out, Tensor token_ids, Tensor packed) -> ()", "lookup_out",
      lookup_out},
     {nullptr, nullptr, nullptr},

@@ -290,6 +290,7 @@ def _fused_layers() -> list[LayerEntry]:
         ("gated_mlp", "blocks:NativeGatedMLP", 15.0, library),
         ("self_attention", "blocks:NativeSelfAttention", 15.0, library),
         ("decoder_block", "decoder_block:NativeDecoderBlock", 15.0, all_reduce),
+        ("head_linear", "head_linear:NativeHeadLinear", 15.0, library),
         # Below the default score: a plugin that replaces the experts layer brings a dispatcher,
         # and must win without having to state a score.
         ("experts", "expert_layers:NativeExperts", 5.0, library),

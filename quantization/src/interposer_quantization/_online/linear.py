@@ -27,6 +27,8 @@ class OnlineLinear(LinearMethod):
         method: linear method of the quantized weight.
     """
 
+    quantizes_plain_weights = True
+
     def __init__(self, method: LinearMethod, quantize: Quantize) -> None:
         self.method = method
         self.quantize = quantize

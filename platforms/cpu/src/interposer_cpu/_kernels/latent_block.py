@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,14 +16,17 @@ from interposer import AttentionBatch
 from interposer_cpu._kernels.block_sums import is_last_projection
 from interposer_cpu._kernels.fusion import (
     UNQUANTIZED,
+    InputQuantization,
     fused,
     input_quantization,
     is_declared,
     is_fused,
 )
+from interposer_cpu._kernels.head_linear import NativeHeadLinear, operand_inputs
 from interposer_cpu._kernels.interface import TYPES
 from interposer_ops.caches import write_latent_cache
 from interposer_ops.layers.attention import Attention, LatentBackend
+from interposer_ops.layers.head_linear import HeadLinear
 from interposer_ops.layers.latent_attention import HasLatentParts, LatentParts
 from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.norm import RMSNorm
@@ -75,7 +77,7 @@ class LatentHalf:
             and all(is_fused(norm, RMSNorm, norm.norm, "rms_norm") for norm in norms)
             and len({norm.eps for norm in norms}) == 1
             and any(is_declared(parts.rotary.rotate, op) for op in _ROTATIONS)
-            and all(is_declared(f, "batched_linear") for f in parts.absorption.absorbed_functions)
+            and all(map(_is_fused_head, parts.absorption.head_layers))
             and type(parts.attn) is Attention
             and type(backend) is LatentBackend
             and parts.attn.spec.cache_dtype is dtype
@@ -113,14 +115,17 @@ class LatentHalf:
         )
         if not all(t.dtype is _INT64 and t.is_contiguous() for t in sequences):
             return None
-        kernels = tuple([projection.kernel for projection in self.others])
+        heads = [_head_weight(operand) for operand in self.parts.absorption.head_operands]
+        kernels = (
+            *[projection.kernel for projection in self.others],
+            *[inputs for _, inputs in heads],
+        )
         if kernels != self._bound[0]:
             self._bound = self._bind(kernels)
         _, sizes, statics = self._bound
         if sizes is None:
             return None
         vector, *compression = self.others
-        weights = self.parts.absorption
         scales = [
             projection.operands[-1].data_ptr() if is_static else 0
             for projection, is_static in zip(self.others, statics, strict=True)
@@ -134,8 +139,7 @@ class LatentHalf:
                 sizes.data_ptr(),
                 compression[0].operands[0][0].data_ptr() if compression else 0,
                 vector.operands[0][0].data_ptr(),
-                weights.query_weight[0].data_ptr(),
-                weights.value_weight[0].data_ptr(),
+                *[packed.data_ptr() for packed, _ in heads],
                 *reversed(scales),  # the struct begins with the compression
                 *reversed(low_rank),
                 lengths.shape[0],
@@ -151,16 +155,17 @@ class LatentHalf:
         )
 
     def _bind(
-        self, kernels: tuple[Callable[..., Any] | None, ...]
+        self, kernels: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], torch.Tensor | None, tuple[bool, ...]]:
         """Fill the C struct ``interposer_latent``; without it if a kernel is not declared."""
-        declared = [input_quantization(kernel) for kernel in kernels]
+        *projections, queries, values = kernels
+        declared = [input_quantization(kernel) for kernel in projections]
         quantizations = [q for q in declared if q is not None]
         if len(quantizations) < len(declared):
             return kernels, None, ()
         statics = tuple(quantization.is_static for quantization in quantizations)
         vector, compression = (*quantizations, UNQUANTIZED)[:2]
-        coded = (compression, vector, UNQUANTIZED, UNQUANTIZED)
+        coded = (compression, vector, queries, values)
         parts = self.parts
         facts = _SIZES.pack(
             *parts.sizes,
@@ -170,3 +175,14 @@ class LatentHalf:
             *(field for quantization in coded for field in quantization.fields),
         )
         return kernels, torch.frombuffer(bytearray(facts), dtype=_INT64), statics
+
+
+def _is_fused_head(layer: HeadLinear) -> bool:
+    """Check whether the library can compute a layer of heads."""
+    is_standard = type(layer) in (HeadLinear, NativeHeadLinear)
+    return is_standard and is_declared(layer.multiply, "batched_linear")
+
+
+def _head_weight(operand: Any) -> tuple[torch.Tensor, InputQuantization]:
+    """Return the packed weight of an operand of heads, and the quantization of its inputs."""
+    return operand[0], operand_inputs(operand)

@@ -44,10 +44,21 @@ def batched_linear(x: torch.Tensor, weight: Packed) -> torch.Tensor:
     dtype = x.dtype
     out = torch.empty(heads, rows, out_features, dtype=dtype)
     if torch.compiler.is_compiling():
-        torch.ops.interposer_cpu.multiply_batch_out(out, x, packed)
+        # The op's schema has no optional tensors: the packed weight stands for None.
+        torch.ops.interposer_cpu.multiply_batch_out(out, x, packed, packed)
         return out
+    number = TYPES[dtype]
     native.library().multiply_batch(
-        packed.data_ptr(), x.data_ptr(), out.data_ptr(), TYPES[dtype], heads, rows, *steps[:2]
+        packed.data_ptr(),
+        x.data_ptr(),
+        0,  # no scales
+        number,
+        out.data_ptr(),
+        number,
+        heads,
+        rows,
+        out_features,
+        *steps[:2],
     )
     return out
 
