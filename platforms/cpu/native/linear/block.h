@@ -19,6 +19,7 @@ struct Block {
   const char* scales;
   const char* zeros;
   int64_t first_output;
+  bool compact;  // whether words are those of a compact weight, not decoded yet
 };
 
 // Adjacent rows of x. After the last row, the last row is repeated: computing and writing a row
@@ -35,11 +36,11 @@ int64_t num_groups(const interposer_packed& weight) {
 }
 
 Block block_of(const interposer_packed& weight, int64_t index) {
-  const int64_t words = padded_inputs(weight.inputs) / inputs_per_word(weight.format) * kBlock;
+  const int64_t steps = padded_inputs(weight.inputs) / inputs_per_word(weight.format);
   const int64_t scales = num_groups(weight) * kBlock;
-  Block block = {at<char>(&weight, weight.words_at) + index * words * int64_t(sizeof(uint32_t)),
+  Block block = {at<char>(&weight, weight.words_at) + index * steps * step_bytes(weight.format),
                  at<char>(&weight, weight.scales_at), at<char>(&weight, weight.zeros_at),
-                 index * kBlock};
+                 index * kBlock, weight.format == kWeightCompact};
   if (block.scales) block.scales += index * scales * size_of(weight.scale_type);
   if (block.zeros) block.zeros += index * scales;
   return block;

@@ -6,6 +6,7 @@
 #include "../pool.h"
 #include "block.h"
 #include "codes.h"
+#include "compact.h"
 #include "formats.h"
 #include "matrices.h"
 #include "pieces.h"
@@ -318,6 +319,69 @@ bool multiply_widened(const interposer_product& product, const Prepared& prepare
   return true;
 }
 
+// Up to these numbers of rows, words of a compact weight are decoded in registers, or pieces of a
+// block are decoded for all rows. More rows share decoded blocks. Without dot products of bfloat16,
+// decoding in registers pays for one row only.
+template <class F>
+constexpr int64_t kDirectRows = F::kParts == 1 ? 8 : 1;
+#if defined(__AVX2__)
+template <class F>
+constexpr int64_t kPieceRows = kSharingRows;
+#else
+template <class F>
+constexpr int64_t kPieceRows = kDirectRows<F>;
+#endif
+
+// Multiply rows by a block of a compact weight that is decoded in registers or by pieces.
+template <class F>
+void multiply_encoded(const interposer_product& product, const Prepared& prepared, int64_t index,
+                      int64_t row, int64_t end) {
+  if (end - row <= kDirectRows<F>) {
+    return multiply_compact_block<F>(product, prepared, index, row, end);
+  }
+  if constexpr (kPieceRows<F> > kDirectRows<F>) {
+    const Block block = block_of(*product.weight, index);
+    if constexpr (kRegisterTiles == 1) {
+      return multiply_by_pieces<F, 4, 1>(product, prepared, block, row, end);
+    } else {
+      const int64_t repeated = (kMostRows - (end - row) % kMostRows) % kMostRows;
+      if (repeated < 2) {
+        return multiply_by_pieces<F, kMostRows, kTiles>(product, prepared, block, row, end);
+      }
+      return multiply_by_pieces<F, 4, kTiles>(product, prepared, block, row, end);
+    }
+  }
+}
+
+// Returns false if out of memory for the decoded words of one block.
+template <class F>
+bool multiply_compact(const interposer_product& product, const Prepared& prepared, Span span) {
+  const interposer_packed& weight = *product.weight;
+  bool encoded = span.last_row - span.first_row <= kPieceRows<F>;
+#if defined(INTERPOSER_TILES)
+  encoded = encoded && !takes_tiles<F>(product, span);
+#endif
+  if (encoded) {
+    for (int64_t index = span.first_block; index < span.last_block; ++index) {
+      multiply_encoded<F>(product, prepared, index, span.first_row, span.last_row);
+    }
+    return true;
+  }
+  const int64_t steps = weight.inputs / 2;
+  char* memory = static_cast<char*>(interposer_scratch(kForWeights, steps * kBlock * 4));
+  if (memory == nullptr) return false;
+  TileRegisters tiles;
+  for (int64_t index = span.first_block; index < span.last_block; ++index) {
+    decode_compact(weight, index, 0, steps, memory);
+    Block block = block_of(weight, index);
+    block.words = memory;
+    block.compact = false;
+    if (multiply_tiled<F>(tiles, product, prepared, block, span)) continue;
+    multiply_block<F>(product, prepared, block, span.first_row, span.last_row);
+  }
+  return true;
+}
+
 // Quantized weights times quantized inputs.
 template <class Codes>
 bool multiply_by_codes(const interposer_product& product, const Prepared& prepared, Span span) {
@@ -344,7 +408,7 @@ bool reads_pairs(const interposer_product& product) {
 #if defined(__AVX512BF16__)
   if (format == kWeightInt4 || format == kWeightE2M1) return true;
 #endif
-  return format == kWeightBFloat16 ||
+  return format == kWeightBFloat16 || format == kWeightCompact ||
          (format != kWeightFloat32 && product.rows >= kSeveralRows);
 #else
   (void)product;
@@ -401,6 +465,8 @@ bool multiply_pairs(const interposer_product& product, const Prepared& prepared,
   switch (product.weight->format) {
     case kWeightBFloat16:
       return multiply_span<BFloat16OnPairs>(product, prepared, span);
+    case kWeightCompact:
+      return multiply_compact<BFloat16OnPairs>(product, prepared, span);
     case kWeightInt8:
       return multiply_widened<Int8OnFloats, BFloat16OnPairs>(product, prepared, span);
     case kWeightE4M3:
@@ -441,6 +507,8 @@ bool multiply(const interposer_product& product, const Prepared& prepared, int64
       return multiply_span<Float32OnFloats>(product, prepared, span);
     case kWeightBFloat16:
       return multiply_span<BFloat16OnFloats>(product, prepared, span);
+    case kWeightCompact:
+      return multiply_compact<BFloat16OnFloats>(product, prepared, span);
     case kWeightInt8:
       return multiply_codes<Int8OnFloats>(product, prepared, span);
     case kWeightInt4:

@@ -17,6 +17,7 @@ enum Format : int32_t {
   kWeightInt4 = 3,      // eight values from 0 to 15 in the order 0 2 4 6 1 3 5 7, lowest bits first
   kWeightE2M1 = 4,      // eight 4-bit floats in the same order
   kWeightE4M3 = 5,      // four 8-bit floats, the first in the lowest byte
+  kWeightCompact = 6,   // two bfloat16, compressed without loss: see compact.h
 };
 
 extern "C" {
@@ -34,7 +35,11 @@ struct interposer_packed {
   int64_t zeros_at;   // [blocks][groups][64] uint8, subtracted from quantized values
   int64_t bias_at;    // [blocks][64] float32
   int64_t bytes;      // total size
-  int64_t reserved[4];
+  // Of a compact weight:
+  int64_t exponents_at;  // [16] uint8, the exponents that a code of four bits selects
+  int64_t starts_at;     // [blocks * pieces + 1] uint32, first escape of each piece
+  int64_t escapes_at;    // [starts[blocks * pieces]] uint32
+  int64_t reserved;
 };
 
 // Weight before packing: contiguous rows, as in checkpoints.
@@ -73,7 +78,8 @@ struct interposer_lookup {
   int32_t out_type;
 };
 
-// Size of the packed weight in bytes; 0 if `plain` cannot be packed.
+// Size of the packed weight in bytes; 0 if `plain` cannot be packed. In the format `kWeightCompact`,
+// this reads the weight, a bfloat16 matrix, and returns 0 if too many exponents would have no code.
 int64_t interposer_packed_bytes(const interposer_plain* plain);
 
 // Pack into `memory`, which is aligned to 64 bytes.
@@ -102,6 +108,7 @@ constexpr int inputs_per_word(int32_t format) {
     case kWeightFloat32:
       return 1;
     case kWeightBFloat16:
+    case kWeightCompact:
       return 2;
     case kWeightInt8:
     case kWeightE4M3:
@@ -111,8 +118,34 @@ constexpr int inputs_per_word(int32_t format) {
   }
 }
 
+// Bytes of a step of a block.
+constexpr int64_t step_bytes(int32_t format) {
+  return format == kWeightCompact ? 3 * kBlock : 4 * kBlock;
+}
+
+// A compact weight lists escapes, the numbers whose exponents have no code, by pieces of a block.
+// An escape is the place of a number in its piece, step * 128 + output * 2 + input, in the high
+// half, and its sixteen bits in the low half.
+constexpr int64_t kCompactSteps = 8;  // per piece
+
 constexpr int64_t round_up(int64_t number, int64_t multiple) {
   return (number + multiple - 1) / multiple * multiple;
+}
+
+// Where a step of a compact block has a number: the half of the step, and the byte in that half. Two
+// interleaved registers of bytes are then the words of two tiles, see compact.h.
+constexpr int compact_half(int output) { return output / 32; }
+constexpr int compact_byte(int output, int input) {
+  return output % 16 / 4 * 16 + output / 16 % 2 * 8 + output % 4 * 2 + input;
+}
+
+// A bfloat16 of its exponent and the byte of its sign and mantissa.
+constexpr uint16_t compact_number(uint8_t exponent, uint8_t rest) {
+  return uint16_t((rest & 0x80) << 8 | exponent << 7 | (rest & 0x7f));
+}
+
+inline int64_t num_compact_pieces(int64_t inputs) {
+  return (inputs / 2 + kCompactSteps - 1) / kCompactSteps;
 }
 
 inline int64_t num_blocks(int64_t outputs) { return round_up(outputs, kBlock) / kBlock; }

@@ -7,6 +7,7 @@
 // are prefetched to the second level: many of those in the first are evicted before their pass.
 #pragma once
 
+#include "compact.h"
 #include "steps.h"
 
 namespace {
@@ -118,14 +119,20 @@ struct Pieces {
     const int64_t steps = groups * group_steps;
     const int64_t piece_groups = group_steps < kPieceSteps ? kPieceSteps / group_steps : 1;
     const int64_t piece_steps = groups > 1 ? piece_groups * group_steps : kPieceSteps;
-    const char* ahead = block.words + kStepsAhead * kBlock * 4;
+    alignas(64) char decoded[kPieceSteps * kBlock * 4];
+    const char* ahead = block.compact ? nullptr : block.words + kStepsAhead * kBlock * 4;
     const char* none = nullptr;
     const int fetching = kTiles / kLines, all = num_chunks() * kPasses;
     for (int64_t first = 0; first < steps; first += piece_steps) {
       const int64_t count = steps - first < piece_steps ? steps - first : piece_steps;
+      const char* piece = block.words + first * kBlock * 4;
+      if (block.compact) {
+        decode_compact(*product.weight, block.first_output / kBlock, first, first + count, decoded);
+        piece = decoded;
+      }
       for (int chunk = 0; chunk < num_chunks(); ++chunk) {
         for (int pass = 0; pass < num_passes; ++pass) {
-          const char* words = block.words + (first * kBlock + pass * T * kLanes) * 4;
+          const char* words = piece + pass * T * kLanes * 4;
           const char* x[M];
           for (int m = 0; m < M; ++m) {
             x[m] = static_cast<const char*>(prepared.data) + rows(chunk)[m] * prepared.stride +

@@ -52,6 +52,33 @@ void copy_bfloat16(const interposer_packed& weight, const Row& row, char* out) {
   if (input < weight.inputs) store(out + 2 * input, uint16_t(row.words[input / 2 * kBlock]));
 }
 
+// A compact row: bytes at fixed places of every step, then the row's escapes.
+void copy_compact(const interposer_packed& weight, int64_t row, char* out) {
+  const int64_t block = row / kBlock, output = row % kBlock, steps = weight.inputs / 2;
+  const uint8_t* exponents = at<uint8_t>(&weight, weight.exponents_at);
+  const uint8_t* step =
+      at<uint8_t>(&weight, weight.words_at) + block * steps * step_bytes(kWeightCompact);
+  const int half = compact_half(int(output)), place = compact_byte(int(output), 0);
+  for (int64_t i = 0; i < steps; ++i, step += step_bytes(kWeightCompact)) {
+    for (int input = 0; input < 2; ++input) {
+      const int code = step[place + input] >> 4 * half & 15;
+      const uint8_t rest = step[kBlock * (1 + half) + place + input];
+      store(out + 4 * i + 2 * input, compact_number(exponents[code], rest));
+    }
+  }
+  const int64_t pieces = num_compact_pieces(weight.inputs);
+  const uint32_t* starts = at<uint32_t>(&weight, weight.starts_at) + block * pieces;
+  const uint32_t* escapes = at<uint32_t>(&weight, weight.escapes_at);
+  for (int64_t piece = 0; piece < pieces; ++piece) {
+    for (uint32_t i = starts[piece]; i < starts[piece + 1]; ++i) {
+      const int64_t number = escapes[i] >> 16;
+      if (number % 128 / 2 != output) continue;
+      const int64_t input = (piece * kCompactSteps + number / 128) * 2 + number % 2;
+      store(out + 2 * input, uint16_t(escapes[i]));
+    }
+  }
+}
+
 struct Int8 {
   static constexpr int kInputs = 4, kZero = 128;
   static int code(uint32_t word, int input) { return int(word >> 8 * input & 255); }
@@ -106,6 +133,9 @@ void write_some(void* argument, int thread, int threads) {
       case kWeightBFloat16:
         copy_bfloat16(weight, row, out);
         break;
+      case kWeightCompact:
+        copy_compact(weight, lookup.rows[i], out);
+        break;
       case kWeightInt8:
         dequantise<Int8>(weight, row, out, lookup.out_type);
         break;
@@ -120,6 +150,7 @@ bool is_written(const interposer_packed& weight, int32_t type) {
     case kWeightFloat32:
       return type == kFloat32;
     case kWeightBFloat16:
+    case kWeightCompact:
       return type == kBFloat16;
     case kWeightInt8:
     case kWeightInt4:

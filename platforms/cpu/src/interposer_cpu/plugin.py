@@ -27,6 +27,9 @@ _DETERMINISTIC = frozenset({"deterministic", "traceable"})
 _INVARIANT = _DETERMINISTIC | {"batch_invariant"}
 # Kernels with the same form share one packed copy: a matmul and the lookup in its tied weight.
 _FORM = "packed for vectors of sixteen outputs"
+_COMPACT_FORM = f"{_FORM}, in 12 bits"
+# Faster for up to 8 rows, slower for more, so that a user has to ask for it.
+_COMPACT_SCORE = 19.0
 # Version of ``interposer_packed`` in native/linear/packed.h and of the contiguous constants.
 _LAYOUT = 1
 
@@ -143,6 +146,7 @@ def _native(
     properties: frozenset[str] = _INVARIANT,
     form: str = "",
     restore: str = "",
+    technique: str = "native",
 ) -> Kernel:
     """Build the record of a kernel of the compiled library.
 
@@ -151,6 +155,7 @@ def _native(
         judge: predicate in ``module``, or ``MODULE:NAME``; default: ``native.judge``.
         prepare: function in ``module`` that packs the constants.
         restore: function in ``module`` that unpacks the constants.
+        technique: end of the kernel's name.
     """
     module_path = f"interposer_cpu._kernels.{module}"
     predicate = f"{module_path}:{judge}" if judge else "interposer_cpu.native:judge"
@@ -158,7 +163,7 @@ def _native(
         predicate = f"interposer_cpu._kernels.{judge}"
     return Kernel(
         op,
-        f"{op}_native",
+        f"{op}_{technique}",
         f"{module_path}:{op}",
         "cpu",
         Requires(dtypes=dtypes),
@@ -187,6 +192,18 @@ def _linear() -> list[Kernel]:
 
     return [
         linear("linear", "pack", dtypes=_WIDE, restore="unpack"),
+        _native(
+            "linear",
+            "linear",
+            "judge_compact",
+            "pack_compact",
+            score=_COMPACT_SCORE,
+            dtypes=("bfloat16",),
+            properties=_DETERMINISTIC,
+            form=_COMPACT_FORM,
+            restore="unpack",
+            technique="compact",
+        ),
         linear("batched_linear", "pack_batched", dtypes=_WIDE),
         linear("w4a16_linear", "pack_w4a16", "judge_groups"),
         linear("w8a16_linear", "pack_w8a16", "judge_groups"),
@@ -222,6 +239,16 @@ def _embedding() -> list[Kernel]:
 
     return [
         lookup("embedding", "judge_tied", _WIDE),
+        _native(
+            "embedding",
+            "embedding",
+            "judge_tied_compact",
+            "pack_compact_embedding",
+            score=_COMPACT_SCORE,
+            dtypes=("bfloat16",),
+            form=_COMPACT_FORM,
+            technique="compact",
+        ),
         lookup("w4a16_embedding", "linear:judge_groups"),
         lookup("w8a16_embedding", "linear:judge_groups"),
     ]

@@ -12,7 +12,13 @@ import torch
 from interposer import Request, Verdict
 from interposer_cpu import native
 from interposer_cpu._kernels.interface import TYPES
-from interposer_cpu._kernels.linear import pack, pack_w4a16, pack_w8a16
+from interposer_cpu._kernels.linear import (
+    judge_compact,
+    pack,
+    pack_compact,
+    pack_w4a16,
+    pack_w8a16,
+)
 from interposer_cpu._kernels.packed_copies import Packed
 
 PackedEmbedding = tuple[Packed, int, torch.dtype]
@@ -51,6 +57,11 @@ def pack_embedding(weight: torch.Tensor) -> dict[str, Any]:
     return {"weight": (pack(weight, None)["weight"], weight.shape[1], weight.dtype)}
 
 
+def pack_compact_embedding(weight: torch.Tensor) -> dict[str, Any]:
+    """Pack the bfloat16 ``weight`` ``[V, H]`` in the format of the kernel ``linear_compact``."""
+    return {"weight": (pack_compact(weight, None)["weight"], weight.shape[1], weight.dtype)}
+
+
 def pack_w4a16_embedding(
     weight: torch.Tensor, scale: torch.Tensor, zero_points: torch.Tensor | None
 ) -> dict[str, Any]:
@@ -71,6 +82,12 @@ def judge_tied(request: Request) -> Verdict:
     if not request.dims["tied"]:
         return Verdict.refuse("packs weights that are tied to an lm_head, this one is not")
     return native.judge(request)
+
+
+def judge_tied_compact(request: Request) -> Verdict:
+    """Accept a table if ``judge_tied`` and ``judge_compact`` accept it."""
+    verdict = judge_tied(request)
+    return judge_compact(request) if verdict else verdict
 
 
 def _constants(packed: Packed, width: int) -> dict[str, Any]:

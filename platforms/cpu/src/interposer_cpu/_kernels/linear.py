@@ -25,6 +25,10 @@ _INPUT_TYPES = {**TYPES, torch.int8: 3}
 # More inputs could overflow the 32-bit sum of int8 products.
 _MOST_CODES = 1 << 15
 
+# Levels on which decoding a compact weight was measured to be faster than reading a plain one.
+_COMPACT_LEVELS = ("avx512_bf16", "amx")
+_COMPACT_NOTE = "keeps bfloat16 weights in 12 bits per number, without loss"
+
 
 @fused("linear")
 def linear(x: torch.Tensor, weight: Packed, bias: None) -> torch.Tensor:
@@ -166,6 +170,17 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, Any]:
     return {"weight": packed, "bias": None}
 
 
+def pack_compact(weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, Any]:
+    """Pack as ``pack`` does, but a bfloat16 ``weight`` in 12 bits per number, without loss.
+
+    A weight of another dtype, or with widely spread exponents, is packed as by ``pack``.
+    """
+    if weight.dtype != torch.bfloat16:
+        return pack(weight, bias)
+    packed = shared_copy(PackedFormat.COMPACT, (weight, bias), lambda: _pack_compact(weight, bias))
+    return {"weight": packed, "bias": None}
+
+
 def pack_batched(weight: torch.Tensor) -> dict[str, Any]:
     """Pack the ``weight`` ``[N, I, O]`` of ``batched_linear``, one packed weight per head."""
     form, library = PLAIN_FORMATS[weight.dtype], native.library()
@@ -281,6 +296,16 @@ def pack_mxfp8(
     return {"weight": packed, "weight_scales": None, "bias": None}
 
 
+def judge_compact(request: Request) -> Verdict:
+    """Accept devices where the dot products of bfloat16 make decoding of weights pay."""
+    if not set(_COMPACT_LEVELS) & set(native.levels_of(request.capability)):
+        return Verdict.refuse(
+            f"decodes weights faster than memory is read on {' and '.join(_COMPACT_LEVELS)} only"
+        )
+    verdict = native.judge(request)
+    return Verdict.accept(_COMPACT_NOTE) if verdict else verdict
+
+
 def judge_groups(request: Request) -> Verdict:
     """Accept one scale for all inputs, or groups of multiples of 8 inputs."""
     group_size = int(request.dims["group_size"])
@@ -379,6 +404,13 @@ def _pack(
     packed = host_memory.empty([num_bytes], torch.uint8, lasting=True)
     library.pack(*description, packed.data_ptr())
     return packed, weight.shape[0]
+
+
+def _pack_compact(weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
+    description, _tensors = describe_weight(PackedFormat.COMPACT, weight, bias=bias)
+    if not native.library().packed_bytes(*description):
+        return _pack(PackedFormat.BFLOAT16, weight, bias=bias)
+    return _pack(PackedFormat.COMPACT, weight, bias=bias)
 
 
 def _narrow_exactly(scales: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ class PackedFormat(IntEnum):
     INT4 = 3
     E2M1 = 4
     E4M3 = 5
+    COMPACT = 6
 
     @property
     def codes_per_element(self) -> int:
