@@ -50,7 +50,7 @@ def inputs_of(form: PackedFormat, words: torch.Tensor) -> torch.Tensor:
     return torch.stack(parts, 2).movedim(3, 1).reshape(blocks * _BLOCK, steps * len(order))
 
 
-@pytest.mark.parametrize("form", PackedFormat)
+@pytest.mark.parametrize("form", sorted(set(PackedFormat) - {PackedFormat.COMPACT}))
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_words_hold_the_inputs_of_sixteen_outputs_side_by_side(
     form: PackedFormat, size: tuple[int, int]
