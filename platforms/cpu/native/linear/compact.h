@@ -165,8 +165,8 @@ inline void decode_compact(const interposer_packed& weight, int64_t index, int64
 template <class F, int M, int T>
 struct CompactPieces {
   static constexpr int kPasses = kTiles / T;
-  // As for bfloat16 weights, one row has a sum for each of the inputs of a word.
-  static constexpr int kChains = M == 1 ? F::kParts : 1;
+  // As for bfloat16 weights, one row has a sum for each of the inputs of a word, if registers are many.
+  static constexpr int kChains = M == 1 && kTiles <= kMostChained ? F::kParts : 1;
   typedef Floats Sums[M][T][kChains];
 
   template <int kPass>

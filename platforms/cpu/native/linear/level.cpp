@@ -175,9 +175,8 @@ void multiply_shares(const interposer_product& product, const Prepared& prepared
   const int64_t count = end - row, chunks = (count + kMost - 1) / kMost;
   switch ((count + chunks - 1) / chunks) {
     case 1:
-      // Sums of integers do without a second chain, so that those of all tiles fit.
-      return multiply_by_tiles<F, 1, F::kInteger ? kTiles : 2, ReadOnce<kFetch>>(
-          product, prepared, block, row, true);
+      // Without a second chain, sums of all tiles fit, so that memory is read in order.
+      return multiply_by_tiles<F, 1, kTiles, ReadOnce<kFetch>>(product, prepared, block, row, true);
     case 2:
       return multiply_by_pieces<F, 2, 2>(product, prepared, block, row, end);
     case 3:
