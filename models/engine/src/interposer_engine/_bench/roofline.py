@@ -316,12 +316,19 @@ def measured_roofs(
 
 def _readers(placement: Placement, size: int) -> Iterator[Timed]:
     yield from readers(size)
-    # A GEMV reads the whole weight once.
+    # A GEMV reads the whole weight once, in as many bytes as its kernel stores.
     weight = torch.ones(size // _IN_FEATURES // 2, _IN_FEATURES, dtype=torch.bfloat16)
     x = torch.ones(1, _IN_FEATURES, dtype=torch.bfloat16)
     for name, function, constants in _linear_kernels(placement, weight):
         operands = {"weight": weight, "bias": None} | constants
-        yield Timed(name, size, lambda f=function, h=operands: f(x, h["weight"], h["bias"]))  # type: ignore[misc]
+        stored = _stored_bytes(operands["weight"])
+        yield Timed(name, stored, lambda f=function, h=operands: f(x, h["weight"], h["bias"]))  # type: ignore[misc]
+
+
+def _stored_bytes(constant: object) -> int:
+    """Count the bytes of a prepared constant: a tensor, or a tuple with tensors."""
+    parts = constant if isinstance(constant, tuple) else (constant,)
+    return sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
 
 
 def _linear_kernels(
