@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from platforms.cpu.tests.block_checks import assert_same, counted
 from torch import nn
 
 import interposer_cpu
@@ -180,27 +181,6 @@ class Steps:
         with torch.inference_mode():
             out, total = block(self.x.clone(), residual, *self.tables, cache, plan, rows)
         return out, total, cache.float()
-
-
-def counted(module: Any) -> list[int]:
-    """Return a list that gets an entry whenever ``module`` computes."""
-    calls: list[int] = []
-    forward = module.forward
-
-    def counting(*inputs: Any) -> Any:
-        calls.append(1)
-        return forward(*inputs)
-
-    module.forward = counting
-    return calls
-
-
-def assert_same(actual: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
-    """Compare bits: one call runs the kernels that the parts run, one after another."""
-    for mine, theirs in zip(actual, expected, strict=True):
-        assert mine.dtype == theirs.dtype
-        assert torch.equal(mine, theirs)
-        assert mine.isfinite().all()
 
 
 def both(form: Form) -> tuple[Any, Any]:

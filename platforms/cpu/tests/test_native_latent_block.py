@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from platforms.cpu.tests.block_checks import assert_same, counted
 from torch import nn
 
 from interposer import (
@@ -142,19 +143,6 @@ class Steps:
         return out, total, cache.float()
 
 
-def counted(module: Any) -> list[int]:
-    """Return a list that gets an entry whenever ``module`` computes."""
-    calls: list[int] = []
-    forward = module.forward
-
-    def counting(*inputs: Any) -> Any:
-        calls.append(1)
-        return forward(*inputs)
-
-    module.forward = counting
-    return calls
-
-
 def both(form: Form, **changes: Any) -> tuple[Any, Any]:
     """Build the block in one call, and one that calls its parts."""
     fused, parts = built(form, **changes), built(form, "standard", **changes)
@@ -163,14 +151,6 @@ def both(form: Form, **changes: Any) -> tuple[Any, Any]:
     assert type(parts) is DecoderBlock
     assert type(parts.self_attn.attn.backend) is LatentBackend
     return fused, parts
-
-
-def assert_same(actual: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
-    """Compare bits: one call runs the kernels that the parts run, one after another."""
-    for mine, theirs in zip(actual, expected, strict=True):
-        assert mine.dtype == theirs.dtype
-        assert torch.equal(mine, theirs)
-        assert mine.isfinite().all()
 
 
 def assert_close(

@@ -85,7 +85,7 @@ def judge_tied(request: Request) -> Verdict:
 
 
 def judge_tied_compact(request: Request) -> Verdict:
-    """Accept a table if ``judge_tied`` and ``judge_compact`` accept it."""
+    """Accept bfloat16 tables that are tied to an lm_head, where compact weights pay."""
     verdict = judge_tied(request)
     return judge_compact(request) if verdict else verdict
 

@@ -45,7 +45,7 @@ fused("write_latent_cache")(write_latent_cache.reference)
 
 
 class LatentHalf:
-    """Native arguments of latent attention in a decoder block.
+    """Describe latent attention in a decoder block to the native library.
 
     Attributes:
         parts: the layer's parts.
