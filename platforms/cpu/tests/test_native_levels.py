@@ -33,7 +33,7 @@ pytestmark = [
 ]
 
 NATIVE = Path(__file__).parents[1] / "native"
-WRITER = Path(__file__).with_name("golden_vectors.py")
+WRITER = Path(__file__).parent / "golden" / "golden_vectors.py"
 PACKAGES = "on Debian: cmake g++ g++-aarch64-linux-gnu g++-s390x-linux-gnu qemu-user"
 # Ops without golden vectors: ``linear`` and ``rotary_embedding`` cover the inner loops.
 UNCOVERED = {"batched_linear", "rotary_embedding_interleaved"}
