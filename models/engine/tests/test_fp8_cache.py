@@ -56,3 +56,12 @@ def test_a_cache_of_as_many_tokens_takes_half_of_the_memory() -> None:
     assert rounded.cache_bytes * 2 == plain.cache_bytes
     report = str(explain(plan(SHIPPED, "bfloat16", "cpu", FP8)))
     assert "stored in 8 bits, as kv_cache says: a token takes 1536 bytes in 6 layers" in report
+
+
+def test_a_cache_that_memory_limits_suggests_8_bits() -> None:
+    suggestion = "Config(kv_cache='fp8') stores twice as many tokens"
+    limited: dict[str, Any] = {"memory_fraction": 1e-4}
+    assert suggestion in str(explain(load(SHIPPED, "bfloat16", "cpu", **limited)))
+    unlimited = {"cache_tokens": 64}
+    for config, options in ((FP8, limited), (Config(), unlimited)):
+        assert suggestion not in str(explain(load(SHIPPED, "bfloat16", "cpu", config, **options)))

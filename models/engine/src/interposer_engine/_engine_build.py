@@ -34,6 +34,7 @@ from interposer_engine._kv_cache_budget import CacheBudget, check_cache, is_host
 from interposer_engine._kv_cache_size import (
     cache_shape,
     measured_budget,
+    smaller_cache_notes,
     state_bytes,
     state_layouts,
 )
@@ -144,6 +145,7 @@ def build_engine(
     with group.raise_together("sizing the cache"):
         budget = _cache_budget(planned, options, group, memory, new_engine)
         notes.append(str(budget))
+        notes += smaller_cache_notes(planned, budget, options.max_sequences)
     num_tokens = group.smallest(budget.tokens)
     if num_tokens < budget.tokens:
         notes.append(f"KV cache of {num_tokens} tokens, limited by another rank")

@@ -96,6 +96,18 @@ def _budget(
     )
 
 
+def smaller_cache_notes(planned: Plan, budget: CacheBudget, max_sequences: int) -> list[str]:
+    """Suggest a cache of 8 bits if the memory holds fewer tokens of 16 bits than could be used."""
+    specs = [layer.backend.spec for layer in planned.model.attention_layers]
+    could_use = max_sequences * planned.decoder.max_position_embeddings
+    if budget.memory is None or budget.tokens >= could_use:
+        return []
+    # Latent and quantized caches are small already.
+    if not specs or any(spec.latent_size or spec.cache_dtype.itemsize != 2 for spec in specs):
+        return []
+    return ["Config(kv_cache='fp8') stores twice as many tokens in the memory of the KV cache"]
+
+
 def cache_shape(planned: Plan, max_sequences: int, max_step_tokens: int) -> CacheShape:
     """Return the layer groups of a model's KV cache, with the page sizes."""
     size = planned.page_size
