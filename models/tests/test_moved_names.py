@@ -12,7 +12,7 @@ import interposer_engine
 import interposer_models
 
 # Names that were never in interposer_models.
-NEW = {"MemoryNeed"}
+NEW = {"EmbeddedInput", "Media", "MemoryNeed"}
 MOVED = [
     (home, name)
     for home in (interposer_engine, interposer_adapt)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from interposer_models._decoder.attention import SharedCacheAttention
     from interposer_models._decoder.chunked_attention import ChunkedBackend
     from interposer_models._decoder.decoder import CACHED_LAYERS, Decoder, HiddenStates
+    from interposer_models._decoder.embedded_rows import EmbeddedRows
     from interposer_models._decoder.family import DecoderFamily, cache_note
     from interposer_models._decoder.mla import LatentAttention, LatentProjection, LatentSizes
     from interposer_models._decoder.moe import UngatedExperts
@@ -33,6 +34,7 @@ __all__ = [
     "Decoder",
     "DecoderFamily",
     "DecoderSettings",
+    "EmbeddedRows",
     "EncoderInputBatch",
     "HiddenStates",
     "LatentAttention",
@@ -56,6 +58,7 @@ __getattr__ = lazy_attributes(
         "interposer_models._decoder.attention": "SharedCacheAttention",
         "interposer_models._decoder.chunked_attention": "ChunkedBackend",
         "interposer_models._decoder.decoder": "CACHED_LAYERS Decoder HiddenStates",
+        "interposer_models._decoder.embedded_rows": "EmbeddedRows",
         "interposer_models._decoder.family": "DecoderFamily cache_note",
         "interposer_models._decoder.mla": "LatentAttention LatentProjection LatentSizes",
         "interposer_models._decoder.moe": "UngatedExperts",

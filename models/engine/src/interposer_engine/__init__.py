@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from interposer_engine._constrained_decoding.constraints import Compiled
     from interposer_engine._constrained_decoding.limits import ConstraintLimits
     from interposer_engine._distributed.launcher import launched
+    from interposer_engine._embedded_input import EmbeddedInput
     from interposer_engine._engine_thread import Generation, QueueFullError
     from interposer_engine._language_model import Completion, Delta, LanguageModel, Stream
     from interposer_engine._loader import load
+    from interposer_engine._media import Media
     from interposer_engine._memory_need import MemoryNeed
     from interposer_engine._packed.packing import Packed, pack
     from interposer_engine._plan import Plan
@@ -49,9 +51,11 @@ __all__ = [
     "Constraint",
     "ConstraintLimits",
     "Delta",
+    "EmbeddedInput",
     "ExpertParallel",
     "Generation",
     "LanguageModel",
+    "Media",
     "Meeting",
     "MemoryNeed",
     "Packed",
@@ -80,9 +84,11 @@ __getattr__ = lazy_attributes(
         "interposer_engine._constrained_decoding.constraints": "Compiled",
         "interposer_engine._constrained_decoding.limits": "ConstraintLimits",
         "interposer_engine._distributed.launcher": "launched",
+        "interposer_engine._embedded_input": "EmbeddedInput",
         "interposer_engine._engine_thread": "Generation QueueFullError",
         "interposer_engine._language_model": "Completion Delta LanguageModel Stream",
         "interposer_engine._loader": "load",
+        "interposer_engine._media": "Media",
         "interposer_engine._memory_need": "MemoryNeed",
         "interposer_engine._planning": "plan",
         "interposer_engine._packed.packing": "Packed pack",

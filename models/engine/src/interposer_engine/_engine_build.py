@@ -30,6 +30,7 @@ from interposer_engine._encoder_inputs import has_encoder_inputs
 from interposer_engine._engine import Engine
 from interposer_engine._generation_config import start_tokens, stop_tokens
 from interposer_engine._graphs import Capture
+from interposer_engine._input_encoder import InputEncoder, load_input_encoder
 from interposer_engine._kv_cache_budget import CacheBudget, check_cache, is_host
 from interposer_engine._kv_cache_size import (
     cache_shape,
@@ -61,6 +62,7 @@ class BuiltEngine:
     Attributes:
         adapters: LoRA adapters by name, read but not yet attached.
         num_bytes: size of the checkpoint's weights.
+        input_encoder: see ``LanguageModel.input_encoder``.
     """
 
     engine: Engine
@@ -69,6 +71,7 @@ class BuiltEngine:
     weights: Weights
     adapters: Mapping[str, Adapter]
     num_bytes: int
+    input_encoder: InputEncoder | None
 
 
 @dataclass(slots=True)
@@ -127,6 +130,7 @@ def build_engine(
             speculation=options.speculation_settings,
             expert_parallel=options.expert_parallel,
             offload=options.offload,
+            text_only=options.text_only,
             adapters=sorted(memory.adapters),
         )
     )
@@ -140,6 +144,12 @@ def build_engine(
             estimates = planned.offload.plan.notes()
             resolver.notes[:] = [note for note in resolver.notes if note not in estimates]
         notes += loaded.notes
+    input_encoder = None
+    if not options.text_only:
+        # Before the cache is sized, because the encoder takes memory as well.
+        with group.raise_together("loading the input encoder"):
+            input_encoder, encoder_notes = load_input_encoder(loaded.checkpoint, planned)
+            notes += encoder_notes
 
     new_engine = partial(_new_engine, planned, options, group, loaded)
     with group.raise_together("sizing the cache"):
@@ -171,6 +181,7 @@ def build_engine(
         weights=loaded.weights,
         adapters=memory.adapters,
         num_bytes=loaded.checkpoint.num_bytes,
+        input_encoder=input_encoder,
     )
 
 

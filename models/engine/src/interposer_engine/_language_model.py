@@ -22,6 +22,7 @@ from interposer_engine._closed_model import ClosedModel, closed_error
 from interposer_engine._constrained_decoding.constraints import Constraints
 from interposer_engine._engine import Engine
 from interposer_engine._generation_config import GenerationSettings
+from interposer_engine._input_encoder import InputEncoder
 from interposer_engine._lora.adapters import Adapters
 from interposer_engine._lora.files import Adapter
 from interposer_engine._sampling import chosen_params, is_listing, non_finite
@@ -209,7 +210,13 @@ class LanguageModel:
 
     If the model has an encoder, a prompt is the encoder input, and the decoder starts with the
     tokens that the checkpoint names.
+
+    Attributes:
+        input_encoder: Encodes images and sounds of prompts; None if the checkpoint has no such
+            encoder, or was loaded without it.
     """
+
+    input_encoder: InputEncoder | None = None
 
     def __init__(
         self,
@@ -272,6 +279,7 @@ class LanguageModel:
             self.engine.constraints.limit(None)
         closed = ClosedModel.of(self.path)
         self.engine, self.weights, self._adapters = closed, closed, closed
+        self.input_encoder = closed
 
     def __repr__(self) -> str:
         """Describe architecture, size, dtype, device and context of the model."""

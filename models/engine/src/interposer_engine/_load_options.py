@@ -110,6 +110,10 @@ class LoadOptions:
             metavar="SIZE",
         ),
     )
+    text_only: bool = field(
+        default=False,
+        metadata=_option(bool, "Load no encoder of images or sounds."),
+    )
     adapters: Mapping[str, str | Path] = field(default_factory=dict)
     progress: Callable[[int, int], None] | None = None
 

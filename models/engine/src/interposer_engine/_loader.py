@@ -57,6 +57,7 @@ def load(
     tensor_parallel: int | ProcessGroup | Group | None = None,
     expert_parallel: bool | ExpertParallel = False,
     offload: bool | int | str | None = None,
+    text_only: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> LanguageModel:
     """Load a Hugging Face model, or a file that a plugin reads, ready to generate.
@@ -100,6 +101,8 @@ def load(
             bytes, or as ``"8GiB"`` or ``"50%"``. The blocks beyond that size are read from host
             memory or the disk when they compute. True derives the size from the free memory, None
             offloads only weights that exceed a host's memory, and False offloads nothing.
+        text_only: True loads no encoder of images or sounds that the checkpoint has, and refuses
+            prompts with such inputs.
         progress: called with ``(bytes done, bytes in all)`` while weights load.
     Raises:
         CheckpointError: the directory is incomplete or contradicts itself; or there is no model of
@@ -126,6 +129,7 @@ def load(
         speculation=speculation,
         expert_parallel=expert_parallel,
         offload=offload,
+        text_only=text_only,
         progress=progress,
     )
     start_ns = time.time_ns()
@@ -143,6 +147,7 @@ def load(
                 tensor_parallel=group.ranks,
                 expert_parallel=expert_parallel,
                 offload=offload,
+                text_only=text_only,
             )
     except UnsupportedModelError:
         model = None if group.ranks is not None else load_without_family(path, options)
@@ -169,7 +174,9 @@ def load(
             "dtype": str(planned.dtype),
         },
     )
-    return group.model(built.engine, built.tokenizer, planned, built.weights, built.adapters)
+    model = group.model(built.engine, built.tokenizer, planned, built.weights, built.adapters)
+    model.input_encoder = built.input_encoder
+    return model
 
 
 GROUP = "interposer.loaders"

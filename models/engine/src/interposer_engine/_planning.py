@@ -21,6 +21,7 @@ from interposer_engine._distributed.estimate import (
 from interposer_engine._distributed.group import planned_ranks
 from interposer_engine._encoder_inputs import has_encoder_inputs
 from interposer_engine._generation_config import GenerationSettings
+from interposer_engine._input_encoder import encoder_kinds
 from interposer_engine._load_options import policy_in_force
 from interposer_engine._offload.planning import plan_offloading
 from interposer_engine._plan import Plan, compute_dtype
@@ -53,6 +54,7 @@ def plan(
     tensor_parallel: int | Ranks | None = None,
     expert_parallel: bool | ExpertParallel = False,
     offload: bool | int | str | None = None,
+    text_only: bool = False,
 ) -> Plan:
     """Plan the model that ``load`` would build, without reading weights.
 
@@ -60,7 +62,8 @@ def plan(
         placement: the device to plan for; None leaves the device to the selection.
         tensor_parallel: number of processes that would compute the model together; the processes
             need not exist.
-        path, dtype, platform, config, quantization, expert_parallel, offload: see ``load``.
+        path, dtype, platform, config, quantization, expert_parallel, offload, text_only: see
+            ``load``.
     Raises: errors of ``load`` that need no weights.
     """
     config = policy_in_force(config, platform)
@@ -76,6 +79,8 @@ def plan(
     )
     if isinstance(decoder, DecoderSettings):
         notes += decoder.rotation_notes()
+        if encoder_kinds(checkpoint.config) and not text_only:
+            decoder = decoder.with_encoder()
     resolver.notes += notes
     compute = compute_dtype(dtype, decoder.dtype, placement)
     settings = quantization_settings(

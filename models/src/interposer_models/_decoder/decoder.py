@@ -21,6 +21,7 @@ from torch.compiler import is_compiling
 
 from interposer import AttentionBackend, CausalModel, Site
 from interposer_models._decoder.attention import SharedCacheAttention
+from interposer_models._decoder.embedded_rows import EmbeddedRows
 from interposer_models._decoder.recurrent import RecurrentLayer
 from interposer_models._decoder.settings import DecoderSettings
 from interposer_ops.layers.attention import Attention
@@ -127,10 +128,12 @@ class Decoder(nn.Module):
     Attributes:
         can_run_block_by_block: a block needs only the previous block's output and a cache, so
             that calibration can run one block at a time.
+        takes_embeddings: vectors of an encoder can replace token embeddings; see ``EmbeddedRows``.
         hidden: receives the hidden states of all tokens; None if no draft model reads them.
     """
 
     can_run_block_by_block: bool = True
+    takes_embeddings: bool = True
     hidden: HiddenStates | None = None
 
     def __init__(
@@ -250,14 +253,31 @@ class Decoder(nn.Module):
     def angles(
         self, positions: torch.Tensor
     ) -> Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]:
-        """Look up cosines and sines of positions ``[T]`` for each layer, ``[T, rotary size / 2]``.
+        """Look up cosines and sines of the positions for each layer, ``[T, rotary size / 2]``.
 
         Decoders without attention, or with learned positions, have pairs of None.
+
+        Args:
+            positions: ``[T]`` int64; or ``[3, T]``, time, height and width of each token, if the
+                settings have an ``mrope_section``.
         """
         if not self.rotations:
             return [(None, None)] * len(self.layers)
-        angles_by_rotation = [(cos[positions], sin[positions]) for cos, sin in self.tables]
+        if positions.ndim == 2:
+            angles_by_rotation = [
+                (self._mrope_angles(cos, positions), self._mrope_angles(sin, positions))
+                for cos, sin in self.tables
+            ]
+        else:
+            angles_by_rotation = [(cos[positions], sin[positions]) for cos, sin in self.tables]
         return [angles_by_rotation[self.rotation_indices[index]] for index in self.block_indices]
+
+    def _mrope_angles(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Look up each frequency at one of the coordinates of ``positions`` ``[3, T]``."""
+        axes = torch.tensor(self.config.mrope_axes, device=table.device)
+        frequencies = torch.arange(table.shape[1], device=table.device)
+        # Of each token and frequency, the position on the axis of the frequency: [T, R / 2].
+        return table[positions[axes].T, frequencies]
 
     def embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Embed the tokens; return the input of the first block, ``[T, H]``."""
@@ -279,24 +299,34 @@ class Decoder(nn.Module):
         caches: Sequence[Any],
         plans: Sequence[Any],
         rows: torch.Tensor | None,
+        embedded: EmbeddedRows | None = None,
     ) -> torch.Tensor:
-        """Compute the final normalised hidden states, ``[T, H]``, or ``[R, H]`` of ``rows``."""
+        """Compute the final normalised hidden states, ``[T, H]``, or ``[R, H]`` of ``rows``.
+
+        Args:
+            embedded: the tokens whose vectors an encoder has computed; their ids are not used.
+        """
         angles = self.angles(positions)
         x = self.embed(token_ids, positions)
+        num_layer_vectors = 0
+        if embedded is not None:
+            x, num_layer_vectors = embedded.replace_embeddings(x), embedded.num_layers
         extra_inputs = self.extra_block_inputs(token_ids, x)
         hidden = self.hidden
-        # A draft model reads block inputs, which must be complete sums on every rank.
-        self._pause_fused_all_reduces(hidden is not None)
+        # Draft models read, and encoders add to, block outputs: complete sums on every rank.
+        reads_outputs = hidden is not None or num_layer_vectors > 0
+        self._pause_fused_all_reduces(reads_outputs)
         fused_output = None
         # torch.compile traces the blocks one by one and fuses in its own way.
-        if hidden is None and self.layers and not any(extra_inputs) and not is_compiling():
+        if not reads_outputs and self.layers and not any(extra_inputs) and not is_compiling():
             fused_output = self._run_fused_blocks(x, angles, caches, plans, rows)
         if fused_output is not None:
             out: torch.Tensor = self.norm.forward_add(*fused_output)[0]  # type: ignore[operator]
             return out
         residual = None
-        # The last block computes only the rows in ``rows``, unless a draft model reads all tokens.
-        last = len(self.layers) - 1 if hidden is None else None
+        # The last block computes only the rows in ``rows``, unless all of its outputs are read.
+        reads_last = hidden is not None or num_layer_vectors == len(self.layers)
+        last = None if reads_last else len(self.layers) - 1
         for index, block in enumerate(self.layers):
             if hidden is not None:
                 hidden.record_block_input(index, x, residual)
@@ -310,11 +340,13 @@ class Decoder(nn.Module):
                 cache, plan = [caches[i] for i in cache_index], [plans[i] for i in cache_index]
             inputs = *angles[index], cache, plan, output_rows, *extra_inputs[index]
             x, residual = block(x, residual, *inputs)
+            if index < num_layer_vectors:
+                assert embedded is not None  # it has the vectors
+                x = embedded.add_after_block(index, x)
         normalised: torch.Tensor = self.norm.forward_add(x, residual)[0]  # type: ignore[operator]
-        if hidden is None:
-            return normalised
-        hidden.record_final_output(normalised)
-        return normalised if rows is None else normalised[rows]
+        if hidden is not None:
+            hidden.record_final_output(normalised)
+        return normalised[rows] if reads_last and rows is not None else normalised
 
     def _run_fused_blocks(
         self,
@@ -389,6 +421,11 @@ class CausalLM(CausalModel):
         return [module for module in self.modules() if isinstance(module, Attention)]
 
     @property
+    def takes_embeddings(self) -> bool:
+        """Say whether ``forward`` takes vectors of an encoder as ``embedded``."""
+        return self.model.takes_embeddings
+
+    @property
     def state_layers(self) -> list[RecurrentLayer]:
         """Return the recurrent layers in order; their caches follow those of attention layers."""
         return [module for module in self.modules() if isinstance(module, RecurrentLayer)]
@@ -405,6 +442,7 @@ class CausalLM(CausalModel):
         caches: Sequence[Any],
         plans: Sequence[Any],
         rows: torch.Tensor | None = None,
+        embedded: EmbeddedRows | None = None,
     ) -> torch.Tensor:
         """Compute the logits of the tokens in ``rows``, or of all tokens.
 
@@ -412,13 +450,15 @@ class CausalLM(CausalModel):
 
         Args:
             token_ids: ``[T]`` int64.
-            positions: ``[T]`` int64, within each token's own sequence.
+            positions: ``[T]`` int64, within each token's own sequence; or ``[3, T]``, see
+                ``Decoder.angles``.
             caches: one per layer, see ``CausalModel.forward``.
             plans: one per layer, for this step.
             rows: ``[R]`` int64, indices into T.
+            embedded: the tokens whose vectors an encoder has computed.
         Returns: ``[R, V]`` or ``[T, V]``.
         """
-        hidden = self.model(token_ids, positions, caches, plans, rows)
+        hidden = self.model(token_ids, positions, caches, plans, rows, embedded)
         return self.lm_head(hidden)  # type: ignore[no-any-return]
 
 

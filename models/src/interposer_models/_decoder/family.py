@@ -105,6 +105,7 @@ class DecoderFamily(DecoderSettings):
             scale=self.head_size**-0.5,
             head_scales=head_scales,
             window_tokens=self.windows[index],
+            prefix_lm=self.runs_attend_both_ways and self.has_encoder,
         )
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:

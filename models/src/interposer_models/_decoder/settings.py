@@ -18,6 +18,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
     model_validator,
 )
@@ -249,6 +250,12 @@ class DecoderSettings(BaseModel, ModelFamily):
             from ``slides`` is refused.
         switches_windows: windows apply only if ``use_sliding_window`` is true.
         reads_partial_rotary_factor: the same as ``reads_layer_types``, for that field.
+        default_mrope_section: ``mrope_section`` of a config that states none; None for a decoder
+            whose tokens have one position each.
+        is_mrope_interleaved: neighbouring frequencies follow different coordinates, as in Qwen3-VL;
+            otherwise each coordinate has adjacent frequencies, as in Qwen2-VL.
+        runs_attend_both_ways: tokens of a run that an encoder computes, such as an image, attend
+            to each other in both directions.
     """
 
     frame: ClassVar[FrameNames] = FrameNames()
@@ -257,6 +264,9 @@ class DecoderSettings(BaseModel, ModelFamily):
     reads_layer_types: ClassVar[bool] = False
     switches_windows: ClassVar[bool] = False
     reads_partial_rotary_factor: ClassVar[bool] = False
+    default_mrope_section: ClassVar[tuple[int, int, int] | None] = None
+    is_mrope_interleaved: ClassVar[bool] = False
+    runs_attend_both_ways: ClassVar[bool] = False
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     hidden_size: Positive
@@ -282,6 +292,18 @@ class DecoderSettings(BaseModel, ModelFamily):
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
     dtype: str = Field(default="float32", validation_alias=AliasChoices("dtype", "torch_dtype"))
     quantization_config: dict[str, Any] | None = None
+    _has_encoder: bool = PrivateAttr(default=False)
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether prompts may have runs of tokens whose vectors an encoder computes."""
+        return self._has_encoder
+
+    def with_encoder(self) -> Self:
+        """Return the same settings for prompts with runs that an encoder computes."""
+        settings = self.model_copy()
+        settings._has_encoder = True
+        return settings
 
     @property
     def num_kv_heads(self) -> int:
@@ -304,11 +326,39 @@ class DecoderSettings(BaseModel, ModelFamily):
         return 1.0
 
     @property
+    def mrope_section(self) -> tuple[int, int, int] | None:
+        """Numbers of frequencies that follow time, height and width of a token's position (M-RoPE).
+
+        None if each token has one position.
+        """
+        if self.default_mrope_section is None:
+            return None
+        time, height, width = self.rope_parameters.get("mrope_section", self.default_mrope_section)
+        return time, height, width
+
+    @property
+    def mrope_axes(self) -> list[int]:
+        """The coordinate that each frequency follows: 0 time, 1 height, 2 width."""
+        assert self.mrope_section is not None
+        sections = self.mrope_section
+        if not self.is_mrope_interleaved:
+            return [axis for axis, count in enumerate(sections) for _ in range(count)]
+        # Time, height and width take turns until height or width has all of its frequencies.
+        axes = [0] * sum(sections)
+        for axis in (1, 2):
+            axes[axis : 3 * sections[axis] : 3] = [axis] * len(axes[axis : 3 * sections[axis] : 3])
+        return axes
+
+    @property
     def rope_scaling(self) -> dict[str, Any]:
         """The parameters of the rotary scaling, with ``rope_type``."""
         original = self.original_max_position_embeddings
         length = {} if original is None else {"original_max_position_embeddings": original}
-        return {**self._lengths, **self.rope_parameters, **length}
+        scaling = {**self._lengths, **self.rope_parameters, **length}
+        # "mrope" is the older name of plain frequencies with three coordinates.
+        if self.mrope_section is not None and _rope_type(scaling) == "mrope":
+            scaling["rope_type"] = "default"
+        return scaling
 
     @property
     def _lengths(self) -> dict[str, Any]:
@@ -407,6 +457,7 @@ class DecoderSettings(BaseModel, ModelFamily):
             raise ValueError(
                 f"the rotated part of a head is {self.rotary_size}, must be positive and even"
             )
+        self._check_mrope_section()
         if types is not None and len(types) != self.num_hidden_layers:
             raise ValueError(f"layer_types has {len(types)} of {self.num_hidden_layers} layers")
         if types is not None and "sliding_attention" in types and self.sliding_window is None:
@@ -419,6 +470,20 @@ class DecoderSettings(BaseModel, ModelFamily):
             )
         self._check_ignored()
         return self
+
+    def _check_mrope_section(self) -> None:
+        """Refuse sections that do not give each rotary frequency one coordinate."""
+        if self.default_mrope_section is None:
+            return
+        section = self.rope_parameters.get("mrope_section", self.default_mrope_section)
+        is_section = isinstance(section, list | tuple) and len(section) == 3
+        if not is_section or not all(type(count) is int and count >= 0 for count in section):
+            raise ValueError(f"mrope_section is {section!r}, must be three numbers of frequencies")
+        if sum(section) != self.rotary_size // 2:
+            raise ValueError(
+                f"mrope_section {section!r} has {sum(section)} frequencies, a head rotates "
+                f"{self.rotary_size // 2}"
+            )
 
     def _check_ignored(self) -> None:
         """Refuse config fields that would change the result, but that the family does not read."""
@@ -490,6 +555,10 @@ class DecoderSettings(BaseModel, ModelFamily):
             )
             reason = f"{field_path or 'config'}: {first['msg']}{value}"
             raise CheckpointError(source, reason, "correct the field") from error
+
+
+def _rope_type(scaling: Mapping[str, Any]) -> Any:
+    return scaling.get("rope_type", scaling.get("type"))
 
 
 def _value_or_default(field: FieldInfo, name: str, fields: Mapping[str, Any]) -> Any:

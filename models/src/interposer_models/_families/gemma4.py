@@ -177,6 +177,8 @@ class Gemma4Decoder(Decoder):
         connect_cache_readers(self.layers.modules())
         self.size = size = config.hidden_size_per_layer_input
         self.can_run_block_by_block = not (size or config.num_kv_shared_layers)
+        # The tables of further embeddings are looked up by token ids, which encoders have not.
+        self.takes_embeddings = not size
         if size:
             width, name = config.num_hidden_layers * size, "per_layer_projection_norm"
             table_site = site.at("embed_tokens_per_layer")

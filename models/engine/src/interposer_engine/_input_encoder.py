@@ -1,0 +1,85 @@
+"""Encoders of images and sounds in checkpoints, and the packages that implement the encoders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from interposer import CheckpointFile
+from interposer.errors import InterposerError, PluginError, described, foreign_errors
+from interposer.tooling import entry_points
+from interposer_engine._checkpoint.files import Checkpoint
+from interposer_engine._embedded_input import EmbeddedInput
+from interposer_engine._media import Media
+from interposer_engine._plan import Plan
+
+GROUP = "interposer.input_encoders"
+"""Entry points with functions ``(Checkpoint, Plan) -> InputEncoder | None``."""
+
+_KIND_BY_FIELD = {"vision_config": "image", "audio_config": "audio"}
+
+
+class InputEncoder(Protocol):
+    """Computes the vectors of images and sounds of a prompt.
+
+    Attributes:
+        kinds: Kinds of media that it takes.
+    """
+
+    kinds: frozenset[str]
+
+    def embed(self, token_ids: Sequence[int], media: Sequence[Media]) -> list[int | EmbeddedInput]:
+        """Decode and encode media, and put the results in place of the placeholder tokens.
+
+        Any thread may call this.
+
+        Args:
+            token_ids: A prompt with one placeholder token for each medium, in the same order, as
+                chat templates write it.
+        Raises: RequestError: a medium cannot be decoded or is too large, or the number of
+            placeholders differs.
+        """
+        ...
+
+
+def encoder_kinds(config: Mapping[str, Any]) -> frozenset[str]:
+    """Return the kinds of media for which a checkpoint has an encoder, by its config.json."""
+    return frozenset(kind for field, kind in _KIND_BY_FIELD.items() if config.get(field))
+
+
+def load_input_encoder(
+    checkpoint: Checkpoint | CheckpointFile, planned: Plan
+) -> tuple[InputEncoder | None, list[str]]:
+    """Load the encoder of a checkpoint, by the first provider that implements the encoder.
+
+    Returns: the encoder; None if the checkpoint has none, or if no installed package implements it.
+        Then notes for the user.
+    Raises:
+        PluginError: a provider failed.
+        InterposerError: as a provider raises it, such as CheckpointError for missing tensors.
+    """
+    kinds = encoder_kinds(checkpoint.config)
+    # Providers read folders only. A file of a plugin, such as GGUF, has the text half.
+    if not kinds or isinstance(checkpoint, CheckpointFile):
+        return None, []
+    # The choice must not depend on the order of installation.
+    points = sorted(entry_points(GROUP), key=lambda point: (point.name, point.value))
+    for point in points:
+        try:
+            encoder: InputEncoder | None = point.load()(checkpoint, planned)
+        except InterposerError:
+            raise
+        except foreign_errors() as error:
+            origin = point.dist.name if point.dist is not None else point.value
+            raise PluginError(
+                point.name,
+                origin,
+                f"its input encoder failed for {checkpoint.path}: {described(error)}",
+                "load(..., text_only=True), or report it to its authors",
+            ) from error
+        if encoder is not None:
+            return encoder, []
+    names = " and ".join(sorted(kinds))
+    reason = "no installed package implements" if points else "no package is installed to load"
+    advice = "" if points else ". Try: pip install 'interposer-adapt[images]'"
+    return None, [f"prompts are texts only: {reason} the {names} encoder of {planned.path}{advice}"]
