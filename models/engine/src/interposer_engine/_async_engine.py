@@ -19,6 +19,7 @@ from interposer_engine._chat import Message
 from interposer_engine._constrained_decoding.constraints import Compiled
 from interposer_engine._constrained_decoding.limits import ConstraintLimits
 from interposer_engine._constrained_decoding.process import STACK_BYTES
+from interposer_engine._embedded_input import PromptTokens
 from interposer_engine._engine_thread import Generation, StepThread, stopped_error
 from interposer_engine._language_model import (
     Completion,
@@ -301,7 +302,7 @@ class AsyncLanguageModel:
 
     def open(
         self,
-        prompts: Sequence[tuple[Sequence[int], SamplingParams]],
+        prompts: Sequence[tuple[PromptTokens, SamplingParams]],
         n: int = 1,
         *,
         streams: bool,
@@ -313,7 +314,7 @@ class AsyncLanguageModel:
         This is for servers. ``generate`` and ``stream`` also take prompts that are texts.
 
         Args:
-            prompts: Token ids of each prompt, with its sampling parameters.
+            prompts: Tokens of each prompt, with its sampling parameters.
             n: Number of answers to each prompt.
             streams: True delivers tokens soon after each step, False later and together.
             received: Time at which the request arrived, in nanoseconds since the epoch.
@@ -364,7 +365,7 @@ class AsyncLanguageModel:
 
     def _checked(
         self, rows: Sequence[tuple[Prompt, SamplingParams]], tokenizer: TextTokenizer
-    ) -> list[tuple[list[int], SamplingParams]]:
+    ) -> list[tuple[PromptTokens, SamplingParams]]:
         return [
             (self.model.check(token_ids_of(prompt, tokenizer), params), params)
             for prompt, params in rows

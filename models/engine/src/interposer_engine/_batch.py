@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from interposer import AttentionBatch
+from interposer_engine._prompt_runs import FIRST_VIRTUAL_ID, overlapping, token_positions
 from interposer_engine._scheduler import Chunk
+from interposer_models.decoder import EmbeddedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,16 +20,19 @@ class StepBatch:
 
     Attributes:
         token_ids: ``[T]`` int64.
-        positions: ``[T]`` int64.
+        positions: ``[T]`` int64; or ``[3, T]``, time, height and width, if the step computes runs
+            that have such positions.
         attention: Paged batch with the pages of the first page pool.
         other_pools: The same batch with the pages of each other pool. If the model has an encoder,
             the last one has the lengths and pages of the encoder inputs.
+        embedded: The tokens whose vectors an encoder has computed; None in steps without runs.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     attention: AttentionBatch
     other_pools: tuple[AttentionBatch, ...] = ()
+    embedded: EmbeddedRows | None = None
 
     @property
     def by_pool(self) -> tuple[AttentionBatch, ...]:
@@ -54,6 +59,8 @@ class StepBatch:
         """
         token_ids: list[int] = []
         positions: list[int] = []
+        # Indices of chunks with tokens of runs.
+        encoded: list[int] = []
         starts = [0]
         lengths: list[int] = []
         table_width = max(min_pages, *(len(chunk.sequence.pages[0]) for chunk in chunks))
@@ -67,7 +74,14 @@ class StepBatch:
             start, stop = sequence.num_computed, sequence.num_computed + chunk.num_rows
             token_ids += sequence.tokens(start, start + chunk.num_tokens)
             token_ids += chunk.drafts
-            positions += range(start, stop)
+            if not sequence.runs:
+                positions += range(start, stop)
+            elif start >= sequence.runs[-1].stop:
+                shift = sequence.runs[-1].position_shift
+                positions += range(start + shift, stop + shift)
+            else:
+                encoded.append(len(lengths))
+                positions += token_positions(sequence.runs, start, stop)[0]
             starts.append(len(token_ids))
             lengths.append(stop)
             for pages, slots, table in zip(
@@ -87,16 +101,25 @@ class StepBatch:
             pool_parts += _encoder_inputs(chunks, table_width)
             max_lengths.append(max(pool_parts[-2]))
         prefixes = _prefix_lens(chunks) if with_prefixes else []
+        embedded = None
+        if encoded:
+            embedded = _embedded_rows(chunks, encoded, starts, device)
+            # Virtual ids are not in the vocabulary; the vectors replace the looked up ones.
+            token_ids = [0 if token >= FIRST_VIRTUAL_ID else token for token in token_ids]
+            prefixes = prefixes or _mutual_lens(chunks, encoded)
+            positions = _all_coordinates(chunks, encoded) or positions
         value_lists = (token_ids, positions, starts, lengths, states, prefixes, *pool_parts)
         host_values = torch.tensor([*itertools.chain(*value_lists)], dtype=torch.int64)
         sizes = [len(part) for part in value_lists]
-        host_batch = cls._from_parts(host_values.split(sizes), table_width, max_lengths, None)
+        host_batch = cls._from_parts(
+            host_values.split(sizes), table_width, max_lengths, None, embedded
+        )
         # On a host, the tensors are already where the backends read them.
         if host_values.device == torch.device(device):
             return host_batch
         # Keep the host copy, so that backends that plan on the host need not wait for the device.
         device_values = host_values.to(device, non_blocking=True).split(sizes)
-        return cls._from_parts(device_values, table_width, max_lengths, host_batch)
+        return cls._from_parts(device_values, table_width, max_lengths, host_batch, embedded)
 
     @classmethod
     def _from_parts(
@@ -105,6 +128,7 @@ class StepBatch:
         table_width: int,
         max_lengths: Sequence[int],
         host: StepBatch | None,
+        embedded: EmbeddedRows | None,
     ) -> StepBatch:
         """Assemble the batch from slices of one tensor, in the order that ``build`` defines."""
         tokens, positions, query_starts, seq_lens, states, prefixes, slots, pages, *pool_parts = (
@@ -141,7 +165,9 @@ class StepBatch:
                 max_seq_tokens=max_lengths[2],
             )
             other_pools.append(encoder_batch)
-        return cls(tokens, positions, attention, tuple(other_pools))
+        if len(positions) > len(tokens):
+            positions = positions.view(3, len(tokens))
+        return cls(tokens, positions, attention, tuple(other_pools), embedded)
 
 
 def _prefix_lens(chunks: Sequence[Chunk]) -> list[int]:
@@ -150,6 +176,73 @@ def _prefix_lens(chunks: Sequence[Chunk]) -> list[int]:
     if any(sequence.num_computed + 1 < len(sequence.prompt) for sequence in sequences):
         return [len(sequence.prompt) for sequence in sequences]
     return []
+
+
+def _mutual_lens(chunks: Sequence[Chunk], encoded: Sequence[int]) -> list[int]:
+    """Return the ends of the runs whose tokens attend in both directions, and 0 for other chunks.
+
+    The scheduler computes such a run in a chunk of its own, so all queries of the chunk see it.
+    The list is empty if no chunk is such a run.
+    """
+    ends = [0] * len(chunks)
+    for index in encoded:
+        run = chunks[index].sequence.next_mutual_run
+        if run is not None and run.start <= chunks[index].sequence.num_computed:
+            ends[index] = run.stop
+    return ends if any(ends) else []
+
+
+def _all_coordinates(chunks: Sequence[Chunk], encoded: Sequence[int]) -> list[int]:
+    """Return the times of all tokens, then the heights, then the widths.
+
+    The list is empty if no run of the step has positions of its own.
+    """
+    spans = [
+        (chunk.sequence.num_computed, chunk.sequence.num_computed + chunk.num_rows)
+        for chunk in chunks
+    ]
+    if all(
+        run.input.positions is None
+        for index in encoded
+        for run, _ in overlapping(chunks[index].sequence.runs, *spans[index])
+    ):
+        return []
+    axes: list[list[int]] = [[], [], []]
+    for chunk, span in zip(chunks, spans, strict=True):
+        for axis, coordinates in zip(
+            axes, token_positions(chunk.sequence.runs, *span), strict=True
+        ):
+            axis += coordinates
+    return [*itertools.chain(*axes)]
+
+
+def _embedded_rows(
+    chunks: Sequence[Chunk], encoded: Sequence[int], starts: Sequence[int], device: str
+) -> EmbeddedRows | None:
+    """Return the vectors of the step's encoded tokens; None if the step has text only.
+
+    Args:
+        starts: Row of the first token of each chunk.
+    """
+    rows: list[int] = []
+    embeddings: list[torch.Tensor] = []
+    layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for index in encoded:
+        chunk, sequence = chunks[index], chunks[index].sequence
+        first = sequence.num_computed
+        for run, tokens in overlapping(sequence.runs, first, first + chunk.num_tokens):
+            run_rows = range(starts[index], starts[index + 1])[tokens.start - first :][
+                : len(tokens)
+            ]
+            rows += run_rows
+            part = slice(tokens.start - run.start, tokens.stop - run.start)
+            embeddings.append(run.input.embeddings[part].to(device))
+            if run.input.layer_embeddings is not None:
+                vectors = run.input.layer_embeddings[:, part].to(device)
+                layers.append((torch.tensor([*run_rows], device=device), vectors))
+    if not rows:
+        return None
+    return EmbeddedRows(torch.tensor(rows, device=device), torch.cat(embeddings), layers)
 
 
 def _encoder_inputs(chunks: Sequence[Chunk], table_width: int) -> list[list[int]]:

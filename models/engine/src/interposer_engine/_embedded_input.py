@@ -84,10 +84,10 @@ class EmbeddedInput:
         )
 
 
-Prompt = Sequence[int | EmbeddedInput]
+PromptTokens = Sequence[int | EmbeddedInput]
 """The tokens of a prompt: token ids, and runs of tokens whose vectors an encoder has computed."""
 
 
-def num_tokens(prompt: Prompt) -> int:
+def num_tokens(prompt: PromptTokens) -> int:
     """Return the number of tokens of a prompt, including those of its runs."""
     return sum(len(part) if isinstance(part, EmbeddedInput) else 1 for part in prompt)

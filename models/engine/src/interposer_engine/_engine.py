@@ -18,10 +18,18 @@ import torch
 
 from interposer.errors import ContextLengthError, RequestError, UnknownNameError
 from interposer_engine._constrained_decoding.constraints import Constraints
+from interposer_engine._embedded_input import EmbeddedInput, PromptTokens
 from interposer_engine._locks import FairLock
 from interposer_engine._prefix_pool import PrefixStatistics
+from interposer_engine._prompt_runs import Run, place_runs
 from interposer_engine._runner import Runner
-from interposer_engine._sampling import RequestEdits, SamplingState, checked_tokens, non_finite
+from interposer_engine._sampling import (
+    RequestEdits,
+    SamplingState,
+    checked_prompt,
+    checked_tokens,
+    non_finite,
+)
 from interposer_engine._sampling_params import SamplingParams
 from interposer_engine._scheduler import Chunk, Scheduler
 from interposer_engine._sequence import Event, FinishReason, PromptLogprob, TokenSequence
@@ -106,7 +114,7 @@ class Engine:
 
     def add(
         self,
-        prompt: Sequence[int],
+        prompt: PromptTokens,
         params: SamplingParams,
         source: Sequence[int] | None = None,
         *,
@@ -115,6 +123,7 @@ class Engine:
         """Queue a request, which joins the batch at the next step with free capacity.
 
         Args:
+            prompt: Token ids, and runs of tokens whose vectors an encoder has computed.
             source: Token ids of the encoder input, if the model has an encoder; ``prompt`` then
                 holds the first decoder tokens.
             reads_texts: Whether the caller searches the output for the texts of ``stop``.
@@ -139,33 +148,68 @@ class Engine:
         return sequence
 
     def check(
-        self, prompt: Sequence[int], params: SamplingParams, source: Sequence[int] | None = None
-    ) -> list[int]:
-        """Return the token ids of the prompt, checked for ``add``. Any thread may call this.
+        self, prompt: PromptTokens, params: SamplingParams, source: Sequence[int] | None = None
+    ) -> list[int | EmbeddedInput]:
+        """Return the tokens of the prompt, checked for ``add``. Any thread may call this.
 
         Raises:
             RequestError: the prompt is empty, has an unknown token, or leaves no space for a new
                 token in the model's context, in the cache or in a step; a parameter names an
                 unknown token, an unusable constraint, or log probabilities of a prompt that the
-                model does not predict; or ``source`` fails ``EncoderInputs.check``, or is set for
-                a model without an encoder.
+                model does not predict; ``source`` fails ``EncoderInputs.check``, or is set for a
+                model without an encoder; or the model cannot take a run of the prompt.
             UnknownNameError: no adapter of the name is loaded.
         """
-        tokens = self.checked_tokens(prompt)
+        tokens = checked_prompt(prompt, self.model.config.vocab_size)
         self.checked_source(source)
         self._check_adapter(params)
-        context = self.model.config.max_position_embeddings
-        if len(tokens) >= context:
+        token_ids, runs = place_runs(tokens)
+        for run in runs:
+            self._check_run(run.input)
+        num_tokens, context = len(token_ids), self.model.config.max_position_embeddings
+        if num_tokens >= context:
             raise ContextLengthError(
-                f"The prompt has {len(tokens)} tokens, the model's context is {context} and must "
+                f"The prompt has {num_tokens} tokens, the model's context is {context} and must "
                 f"hold at least one new token in addition. Try: shorten it to {context - 1}"
             )
         for pool in self.pools:
-            pool.check(min(len(tokens) + params.max_new_tokens, context))
-        self.scheduler.check(len(tokens))
-        self._prompts.check(params)
+            pool.check(min(num_tokens + params.max_new_tokens, context))
+        self.scheduler.check(num_tokens, runs)
+        self._prompts.check(params, has_runs=bool(runs))
         self._edits.check(params, self.constraints)
         return tokens
+
+    def _check_run(self, run: EmbeddedInput) -> None:
+        """Raise RequestError if the model cannot take an encoded run."""
+        config, kind = self.model.config, run.kind
+        hidden_size = getattr(config, "hidden_size", None)
+        reason, advice = "", "give it as text"
+        if self.runner.encoder_inputs is not None:
+            reason = "the model's encoder reads token ids"
+        elif not getattr(self.model, "takes_embeddings", False):
+            reason = "the model looks up more than one embedding of each token id"
+        elif self.runner.hidden is not None:
+            reason = "the head that proposes draft tokens reads embeddings of token ids"
+            advice = "load(..., speculation='ngram')"
+        elif run.attends_both_ways and not (
+            self.runner.takes_mutual_runs or self.runner.is_prefix_lm
+        ):
+            reason = "the attention of the loaded model is causal, and its tokens attend both ways"
+            advice = "load without text_only=True"
+        elif run.positions is not None and getattr(config, "mrope_section", None) is None:
+            reason = "it has three positions per token, and the model has one"
+            advice = "the encoder of the same checkpoint"
+        elif run.embeddings.shape[1] != hidden_size:
+            reason = f"its vectors have {run.embeddings.shape[1]} elements, the model {hidden_size}"
+            advice = "the encoder of the same checkpoint"
+        elif run.layer_embeddings is not None and len(run.layer_embeddings) > (
+            num_layers := config.num_hidden_layers
+        ):
+            num_vectors = len(run.layer_embeddings)
+            reason = f"it has vectors after {num_vectors} blocks, the model has {num_layers}"
+            advice = "the encoder of the same checkpoint"
+        if reason:
+            raise RequestError(f"The prompt holds an {kind}, but {reason}. Try: {advice}")
 
     def _check_adapter(self, params: SamplingParams) -> None:
         adapter_names = () if self.runner.adapters is None else self.runner.adapters.names
@@ -217,7 +261,7 @@ class Engine:
     @torch.inference_mode()
     def logits(
         self,
-        token_ids: Sequence[int],
+        token_ids: PromptTokens,
         adapter: str | None = None,
         num_prompt: int | None = None,
         source: Sequence[int] | None = None,
@@ -225,14 +269,18 @@ class Engine:
         """Compute the logits after every token, ``[T, V]`` float32.
 
         Args:
+            token_ids: Token ids and encoded runs; T counts the tokens of the runs, too.
             num_prompt: Number of prompt tokens, which attend in both directions in a prefix-LM;
                 None for all.
             source: Token ids of the encoder input.
         Raises: RequestError, UnknownNameError: as ``add``, except that a full context is allowed;
-            or ``num_prompt`` is not from 1 to T.
+            or ``num_prompt`` is not from 1 to T, or within a run.
         """
-        tokens, params = self.checked_tokens(token_ids), SamplingParams(adapter=adapter)
+        params, vocab_size = SamplingParams(adapter=adapter), self.model.config.vocab_size
+        tokens, runs = place_runs(checked_prompt(token_ids, vocab_size))
         self._check_adapter(params)
+        for run in runs:
+            self._check_run(run.input)
         context = self.model.config.max_position_embeddings
         if len(tokens) > context:
             raise ContextLengthError(
@@ -243,7 +291,13 @@ class Engine:
         count = len(tokens) if num_prompt is None else num_prompt
         if not 1 <= count <= len(tokens):
             raise RequestError(f"num_prompt is {count}, must be from 1 to {len(tokens)} tokens")
-        sequence = self.sequence(tokens[:count], params, 0, source)
+        if runs and count < runs[-1].stop:
+            raise RequestError(
+                f"num_prompt is {count}, must be at least {runs[-1].stop}, the end of the "
+                f"{runs[-1].input.kind}"
+            )
+        self.scheduler.check(count, runs)
+        sequence = self._sequence(tokens[:count], runs, params, 0, source)
         # Tokens after the prompt count as output, which attends causally in a prefix-LM.
         sequence.output += tokens[count:]
         # This sequence is not queued, so the scheduler never assigns a slot.
@@ -273,16 +327,26 @@ class Engine:
 
     def sequence(
         self,
-        tokens: list[int],
+        tokens: PromptTokens,
         params: SamplingParams,
         seed: int,
         source: Sequence[int] | None = None,
     ) -> TokenSequence:
         """Create a sequence, but do not queue the sequence or check its tokens."""
+        return self._sequence(*place_runs(tokens), params, seed, source)
+
+    def _sequence(
+        self,
+        token_ids: list[int],
+        runs: tuple[Run, ...],
+        params: SamplingParams,
+        seed: int,
+        source: Sequence[int] | None,
+    ) -> TokenSequence:
         pages: list[list[int]] = [[] for _ in self.pools]
         encoder_input = self.checked_source(source)
         sequence = TokenSequence(
-            next(self._ids), tokens, params, seed, pages=pages, source=encoder_input
+            next(self._ids), token_ids, params, seed, runs, pages=pages, source=encoder_input
         )
         if self.runner.adapters is not None:
             sequence.adapter = self.runner.adapters.version(params.adapter)
@@ -395,8 +459,12 @@ class PromptLogprobs:
         self._runner = runner
         self._sampler = sampler
 
-    def check(self, params: SamplingParams) -> None:
-        """Raise RequestError if the model does not compute log probabilities of prompt tokens."""
+    def check(self, params: SamplingParams, has_runs: bool) -> None:
+        """Raise RequestError if the model does not compute log probabilities of prompt tokens.
+
+        Args:
+            has_runs: Whether the prompt has encoded runs.
+        """
         count = params.prompt_logprobs
         if count is None:
             return
@@ -405,6 +473,8 @@ class PromptLogprobs:
             reason = "the encoder reads the prompt, and nothing predicts its tokens"
         elif self._runner.is_prefix_lm:
             reason = "prompt tokens attend to later ones, so that none is predicted"
+        elif has_runs:
+            reason = "the prompt holds tokens of an encoder, which have no ids to predict"
         if reason:
             raise RequestError(
                 f"prompt_logprobs is {count}, but {reason}. Try: score(prompt, continuations)"

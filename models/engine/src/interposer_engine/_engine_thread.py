@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from interposer.errors import RequestError
 from interposer.tooling import steady_time_ns
+from interposer_engine._embedded_input import PromptTokens
 from interposer_engine._language_model import (
     Completion,
     Delta,
@@ -122,7 +123,7 @@ class Generation(AsyncIterator[list[Delta]]):
     All methods must be called in the event loop in which the generation was opened.
 
     Attributes:
-        prompts: Token ids of each prompt, with the sampling parameters of the first answer.
+        prompts: Tokens of each prompt, with the sampling parameters of the first answer.
         n: Number of answers to each prompt. Answers to the first prompt come first; see
             ``Delta.index``.
         delivery: Delivery of the event loop.
@@ -139,7 +140,7 @@ class Generation(AsyncIterator[list[Delta]]):
 
     def __init__(
         self,
-        prompts: Sequence[tuple[Sequence[int], SamplingParams]],
+        prompts: Sequence[tuple[PromptTokens, SamplingParams]],
         n: int,
         delivery: Delivery,
         received: int,
@@ -293,7 +294,7 @@ class StepThread:
 
     def open(
         self,
-        prompts: Sequence[tuple[Sequence[int], SamplingParams]],
+        prompts: Sequence[tuple[PromptTokens, SamplingParams]],
         n: int,
         *,
         streams: bool,

@@ -226,6 +226,7 @@ class Caches:
         encoder_pool: Page pool of the encoder inputs, which counts as the pool after ``pools``;
             None without an encoder.
         is_prefix_lm: Whether prompt tokens attend in both directions in some layer.
+        takes_mutual_runs: Whether tokens of an encoded run can attend in both directions.
         states: Layout of the state of each recurrent layer. The first pool hands out the state
             slots.
     """
@@ -252,7 +253,8 @@ class Caches:
         ]
         self._num_slots = slots_for(max_sequences) if self.states else 0
         self.backends = [layer.backend for layer in model.attention_layers]
-        self.is_prefix_lm = any(backend.spec.prefix_lm for backend in self.backends)
+        self.is_prefix_lm = is_prefix_lm(model)
+        self.takes_mutual_runs = any(backend.spec.prefix_lm for backend in self.backends)
         shape = CacheShape.of(self.backends, page_size, max_sequences, max_step_tokens)
         self.pool_indices = {backend: shape.pool_index(backend) for backend in self.backends}
         if prefix_cache:
@@ -319,6 +321,16 @@ class Caches:
             elif (pool := self.pools[pool_index]).seen_tokens is not None:
                 cache.select(layout.page_axis, pool.zero_page).zero_()
         return caches
+
+
+def is_prefix_lm(model: PagedModel) -> bool:
+    """Return whether the tokens of a prompt attend in both directions in some layer.
+
+    In a model whose encoded runs do, other tokens of a prompt attend causally.
+    """
+    return not getattr(model.config, "runs_attend_both_ways", False) and any(
+        layer.backend.spec.prefix_lm for layer in model.attention_layers
+    )
 
 
 def slots_for(max_sequences: int) -> int:

@@ -20,6 +20,7 @@ from interposer_engine._checkpoint.updates import Offer
 from interposer_engine._checkpoint.weights import Weights
 from interposer_engine._closed_model import ClosedModel, closed_error
 from interposer_engine._constrained_decoding.constraints import Constraints
+from interposer_engine._embedded_input import EmbeddedInput, PromptTokens, num_tokens
 from interposer_engine._engine import Engine
 from interposer_engine._generation_config import GenerationSettings
 from interposer_engine._input_encoder import InputEncoder
@@ -31,7 +32,7 @@ from interposer_engine._speculation.api import SpeculationCounts
 from interposer_engine._tokenizer import Detokenizer, MissingTokenizer, TextTokenizer
 from interposer_engine._weight_transfer.receiver import Tensors, WeightsFrom, offer_of
 
-Prompt = str | Sequence[int]
+Prompt = str | PromptTokens
 _PROMPTS = "a text or a list of texts or of lists of token ids"
 
 
@@ -49,7 +50,7 @@ class Completion:
             incomplete.
         top_logprobs: Ids and log probabilities of the likeliest tokens at each position, if
             requested; fewer if a constraint allows fewer.
-        prompt_token_ids: The prompt.
+        prompt_token_ids: The prompt, without the tokens of images and sounds.
         prompt_logprobs: Log probabilities of the prompt tokens from the second on, if requested.
     """
 
@@ -176,7 +177,7 @@ class Stream:
             tuple(sequence.logprobs[read_tokens]),
             reason,
             tuple(sequence.top_logprobs[read_tokens]),
-            tuple(sequence.source or sequence.prompt),
+            tuple(sequence.source or sequence.prompt_token_ids),
             self._prompt_logprobs,
         )
 
@@ -342,7 +343,8 @@ class LanguageModel:
         """Return the completion of each prompt, in order; all prompts run as one continuous batch.
 
         Args:
-            prompts: A text, or a sequence of texts or of lists of token ids.
+            prompts: A text, or a sequence of texts or of lists of token ids. A list may also hold
+                an ``EmbeddedInput`` for a run of tokens, such as those of an image.
             params: Sampling parameters for all prompts, or one per prompt.
             n: Number of answers to each prompt. The result has all answers to the first prompt
                 first. Answer i of a prompt uses the seed plus i.
@@ -447,7 +449,7 @@ class LanguageModel:
 
     def logits(
         self,
-        token_ids: Sequence[int],
+        token_ids: PromptTokens,
         *,
         adapter: str | None = None,
         num_prompt: int | None = None,
@@ -457,6 +459,7 @@ class LanguageModel:
 
         Args:
             token_ids: Tokens of the prompt and output; the decoder's, if the model has an encoder.
+                An ``EmbeddedInput`` stands for as many tokens as it has.
             adapter: Name of a loaded adapter; None for the plain model.
             num_prompt: Number of prompt tokens, which attend in both directions in a prefix-LM;
                 None for all. Other models ignore this number.
@@ -485,10 +488,8 @@ class LanguageModel:
     def _scores(
         self, prompt: Prompt, continuations: Sequence[Prompt], adapter: str | None
     ) -> list[tuple[float, ...]]:
-        prefix_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) and prompt else prompt
-        source: Sequence[int] | None = None
-        if self.engine.runner.encoder_inputs is not None:
-            prefix_ids, source = self.engine.start_token_ids, cast("Sequence[int]", prefix_ids)
+        prefix_ids, source = self._split_prompt(token_ids_of(prompt, self.tokenizer))
+        prefix_length = num_tokens(prefix_ids)
         scores = []
         for continuation in continuations:
             if isinstance(continuation, str) != isinstance(prompt, str):
@@ -496,23 +497,24 @@ class LanguageModel:
                     f"{continuation!r:.100} continues {prompt!r:.100}, but only one is a text. "
                     "Try: both as texts, or both as lists of token ids"
                 )
+            tokens: list[int | EmbeddedInput]
             if source is not None:
-                tokens = target_ids(continuation, self.tokenizer, self.engine.start_token_ids)
+                tokens = [*target_ids(continuation, self.tokenizer, self.engine.start_token_ids)]
             elif isinstance(prompt, str):
                 tokens = [*self.tokenizer.encode(prompt + cast(str, continuation))]
             else:
                 tokens = [*prompt, *cast("Sequence[int]", continuation)]
             # A continuation can merge into the last prompt token, so that no token is added.
-            if not len(prefix_ids) or len(tokens) <= len(prefix_ids):
+            if not prefix_length or num_tokens(tokens) <= prefix_length:
                 raise RequestError(
                     f"{continuation!r:.100} adds no token to the prompt {prompt!r:.100}. "
                     "Try: a prompt and a continuation of at least one token each"
                 )
-            prefix_length = len(prefix_ids)
             logits = self.logits(tokens, adapter=adapter, num_prompt=prefix_length, source=source)
             # Row i predicts token i + 1, so the rows start at the last prompt token.
             logprobs = logits[prefix_length - 1 : -1].log_softmax(-1)
-            chosen = torch.tensor([*map(int, tokens[len(prefix_ids) :])], device=logprobs.device)
+            new_tokens = cast("Sequence[int]", tokens[len(prefix_ids) :])
+            chosen = torch.tensor([*map(int, new_tokens)], device=logprobs.device)
             token_logprobs = logprobs.gather(1, chosen[:, None])[:, 0]
             if token_logprobs.isnan().any():
                 raise non_finite(f"The logits of the continuation {continuation!r:.100}")
@@ -638,8 +640,8 @@ class LanguageModel:
                 raise
         return streams
 
-    def check(self, token_ids: Sequence[int], params: SamplingParams) -> list[int]:
-        """Return the token ids of a prompt, checked for ``start``. Any thread may call this.
+    def check(self, token_ids: PromptTokens, params: SamplingParams) -> list[int | EmbeddedInput]:
+        """Return the tokens of a prompt, checked for ``start``. Any thread may call this.
 
         Raises: RequestError: the prompt or a parameter is unusable.
         """
@@ -647,11 +649,11 @@ class LanguageModel:
         self.tokenizer.read()  # may fail: read before anything is queued
         decoder_ids, source = self._split_prompt(token_ids)
         tokens = self.engine.check(decoder_ids, params, source)
-        return tokens if source is None else self.engine.checked_source(source)
+        return tokens if source is None else [*self.engine.checked_source(source)]
 
-    def room(self, token_ids: Sequence[int]) -> int:
+    def room(self, token_ids: PromptTokens) -> int:
         """Return how many tokens may follow a prompt; 0 or less if the prompt is too long."""
-        return self.engine.runner.max_sequence_tokens - len(self._split_prompt(token_ids)[0])
+        return self.engine.runner.max_sequence_tokens - num_tokens(self._split_prompt(token_ids)[0])
 
     def _check_stop(self, params: SamplingParams) -> None:
         if params.stop and isinstance(self.tokenizer, MissingTokenizer):
@@ -660,11 +662,11 @@ class LanguageModel:
                 "Try: stop_token_ids, or add a tokenizer.json"
             )
 
-    def _split_prompt(self, prompt: Sequence[int]) -> tuple[Sequence[int], Sequence[int] | None]:
+    def _split_prompt(self, prompt: PromptTokens) -> tuple[PromptTokens, Sequence[int] | None]:
         """Return the decoder's first tokens, and the encoder input if the model has an encoder."""
         if self.engine.runner.encoder_inputs is None:
             return prompt, None
-        return self.engine.start_token_ids, prompt
+        return self.engine.start_token_ids, cast("Sequence[int]", prompt)
 
     def _deltas(self, streams: Sequence[Stream]) -> Iterator[Delta | None]:
         """Yield None once, so that the generator is started, and then the deltas of all streams."""
@@ -771,7 +773,7 @@ def _check_type(name: str, value: object, allowed: str) -> None:
         )
 
 
-def token_ids_of(prompt: Prompt, tokenizer: TextTokenizer) -> Sequence[int]:
+def token_ids_of(prompt: Prompt, tokenizer: TextTokenizer) -> PromptTokens:
     """Return the token ids of a prompt, which is a text or lists token ids already."""
     if not isinstance(prompt, str):
         return prompt
@@ -782,7 +784,7 @@ def token_ids_of(prompt: Prompt, tokenizer: TextTokenizer) -> Sequence[int]:
 def target_ids(text: Prompt, tokenizer: TextTokenizer, starts: Sequence[int]) -> list[int]:
     """Return the tokens that an encoder-decoder's decoder starts with, then those of a text."""
     if not isinstance(text, str):
-        return [*starts, *text]
+        return [*starts, *cast("Sequence[int]", text)]
     tokens = tokenizer.encode(text)
     # The tokenizer may add the forced first token, which the start tokens contain already.
     is_forced = len(starts) > 1 and tokens[:1] == [starts[1]]

@@ -35,6 +35,7 @@ class Runner:
         pools: Page pools, the pool of the widest attention window first.
         encoder_pool: Page pool of the encoder inputs; None without an encoder.
         is_prefix_lm: Whether the tokens of a prompt attend in both directions.
+        takes_mutual_runs: Whether tokens of an encoded run can attend in both directions.
         sources: Encodes the encoder inputs of sequences; None without an encoder.
         graphs: Captured graphs of decode steps; None without graphs.
         compiled: The compiled model, which is called instead of ``model``; None without
@@ -82,6 +83,7 @@ class Runner:
         self.backends, self.pools = caches.backends, caches.pools
         self._pool_indices = caches.pool_indices
         self.encoder_pool, self.is_prefix_lm = caches.encoder_pool, caches.is_prefix_lm
+        self.takes_mutual_runs = caches.takes_mutual_runs
         self._num_states = len(caches.states)
         self.encoder_inputs: EncoderInputs | None = None
         if self.encoder_pool is not None:
@@ -151,7 +153,7 @@ class Runner:
         if len(rows) < stop:
             return self.forward(batch, torch.tensor(rows, dtype=torch.int64, device=self.device))
         # Every row is requested, as in a step of decodes only.
-        if self.graphs is None:
+        if self.graphs is None or batch.embedded is not None:
             return self.forward(batch, None)
         results = self.graphs.run(batch)
         if isinstance(results, torch.Tensor):
@@ -214,10 +216,14 @@ class Runner:
                 if backend not in plans:
                     plans[backend] = backend.plan(batch.by_pool[self._pool_indices[backend]])
             model: Callable[..., torch.Tensor] = self.compiled or self.model
+            inputs: dict[str, Any] = {}
+            if batch.embedded is not None:
+                # Rare steps of prompts, which would be compiled once more.
+                model, inputs = self.model, {"embedded": batch.embedded}
             layer_plans = [plans[backend] for backend in self.backends]
             if self._num_states:
                 layer_plans += [StateBatch.of(batch.attention)] * self._num_states
-            return model(batch.token_ids, batch.positions, self.caches, layer_plans, rows)
+            return model(batch.token_ids, batch.positions, self.caches, layer_plans, rows, **inputs)
 
     def _batch(self, chunks: Sequence[Chunk]) -> StepBatch:
         if self.adapters is not None:

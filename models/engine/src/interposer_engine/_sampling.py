@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from interposer import CustomOp
 from interposer.errors import InterposerError, RequestError
 from interposer_engine._constrained_decoding.constraints import Constraints, Matcher
+from interposer_engine._embedded_input import EmbeddedInput, PromptTokens
 from interposer_engine._sampling_fields import Draw, LogitEdit, Penalty
 from interposer_engine._sampling_params import SamplingParams, marked_fields
 from interposer_engine._sequence import TokenSequence
@@ -53,6 +54,20 @@ def checked_tokens(token_ids: Sequence[int], vocab_size: int) -> list[int]:
         if not 0 <= token_id < vocab_size:
             raise RequestError(f"Token id {token_id} is outside the vocabulary of {vocab_size}")
     return tokens
+
+
+def checked_prompt(prompt: PromptTokens, vocab_size: int) -> list[int | EmbeddedInput]:
+    """Check token ids and encoded runs, and return plain integers and the runs.
+
+    Raises: RequestError: as ``checked_tokens``.
+    """
+    parts = [*prompt] if is_listing(prompt) else prompt
+    if not any(isinstance(part, EmbeddedInput) for part in parts):
+        return [*checked_tokens(cast("Sequence[int]", parts), vocab_size)]
+    return [
+        part if isinstance(part, EmbeddedInput) else checked_tokens([part], vocab_size)[0]
+        for part in parts
+    ]
 
 
 def chosen_params(
@@ -116,7 +131,7 @@ def penalties_of(sequences: Sequence[TokenSequence], vocab_size: int, device: st
     }
     return Penalties.build(
         **columns,
-        prompts=[sequence.prompt for sequence in sequences],
+        prompts=[sequence.prompt_token_ids for sequence in sequences],
         outputs=[sequence.output for sequence in sequences],
         vocab_size=vocab_size,
         device=device,
@@ -130,6 +145,11 @@ def _integer(token_id: object) -> int:
             return operator.index(token_id)  # type: ignore[arg-type]
     except TypeError:
         pass
+    if isinstance(token_id, EmbeddedInput):
+        raise RequestError(
+            f"The prompt holds an {token_id.kind}, but the model's encoder reads token ids. "
+            "Try: give it as text"
+        )
     raise RequestError(
         f"Token id {token_id!r} is not an integer. Try: lm.tokenizer.encode(text), or one prompt "
         "after the other"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from interposer.errors import ContextLengthError
 from interposer_engine._pages import PagePool
 from interposer_engine._prefix_cache import SharedPrefixes
+from interposer_engine._prompt_runs import Run
 from interposer_engine._sequence import TokenSequence
 
 # Rows of logits per step for prompt log probabilities: 75 MiB with a vocabulary of 150,000.
@@ -92,12 +93,24 @@ class Scheduler:
         """Whether any sequence runs or waits."""
         return bool(self.running or self.waiting)
 
-    def check(self, num_tokens: int) -> None:
-        """Raise RequestError if a prompt must be computed in one step and exceeds every step."""
-        if not self._whole_prompts:
-            return
+    def check(self, num_tokens: int, runs: Sequence[Run] = ()) -> None:
+        """Raise RequestError if tokens that must be computed in one step exceed every step.
+
+        Args:
+            num_tokens: Length of the prompt.
+            runs: Encoded runs of the prompt.
+        """
+        if self._whole_prompts:
+            self._check_step("prompt", 0, num_tokens)
+        else:
+            for run in runs:
+                if run.input.attends_both_ways:
+                    self._check_step(run.input.kind, run.start, len(run.input))
+
+    def _check_step(self, name: str, start: int, num_tokens: int) -> None:
+        """Raise RequestError if no step can compute ``num_tokens`` tokens from ``start`` on."""
         cache_capacity = min(
-            (pool.step_capacity(0, pool.num_pages) for _, pool in self._windowed),
+            (pool.step_capacity(start, pool.num_pages) for _, pool in self._windowed),
             default=num_tokens,
         )
         for capacity, setting in (
@@ -106,9 +119,9 @@ class Scheduler:
         ):
             if num_tokens > capacity:
                 raise ContextLengthError(
-                    f"The prompt has {num_tokens} tokens, which see each other in both directions "
+                    f"The {name} has {num_tokens} tokens, which see each other in both directions "
                     f"and are computed in one step. The largest step takes {capacity}. "
-                    f"Try: load(..., {setting}={num_tokens}), or shorten it to {capacity}"
+                    f"Try: load(..., {setting}={num_tokens}), or a {name} of at most {capacity}"
                 )
 
     def add(self, sequence: TokenSequence) -> None:
@@ -158,7 +171,7 @@ class Scheduler:
                 if len(sequence.source) > encoder_budget:
                     continue
                 encoder_budget -= len(sequence.source)
-            num_tokens = min(len(sequence) - sequence.num_computed, budget - reserved_tokens)
+            num_tokens = min(self._pending_tokens(sequence), budget - reserved_tokens)
             for _, pool in self._windowed:
                 # A small pool computes a long chunk in parts, and frees pages in between.
                 num_tokens = min(
@@ -188,7 +201,7 @@ class Scheduler:
         Returns None if the free pages hold no token, or less than a prompt that must be computed in
         one step. ``remove`` frees the pages.
         """
-        num_tokens = len(sequence) - sequence.num_computed
+        num_tokens = self._pending_tokens(sequence)
         if most_tokens is not None:
             num_tokens = min(num_tokens, most_tokens)
         for pool_index, pool in self._windowed:
@@ -233,8 +246,25 @@ class Scheduler:
         for pool_index, pool in self._windowed:
             pool.trim(sequence.pages[pool_index], sequence.num_computed)
 
+    def _pending_tokens(self, sequence: TokenSequence) -> int:
+        """Return how many uncomputed tokens can be in one chunk.
+
+        A run whose tokens attend in both directions is a chunk of its own.
+        """
+        # Fast path: most sequences have no runs.
+        run = sequence.next_mutual_run if sequence.runs and not self._whole_prompts else None
+        if run is None:
+            return len(sequence) - sequence.num_computed
+        is_started = run.start <= sequence.num_computed
+        return (run.stop if is_started else run.start) - sequence.num_computed
+
     def _min_chunk_tokens(self, sequence: TokenSequence) -> int:
-        return max(len(sequence.prompt) - sequence.num_computed, 1) if self._whole_prompts else 1
+        if self._whole_prompts:
+            return max(len(sequence.prompt) - sequence.num_computed, 1)
+        run = sequence.next_mutual_run if sequence.runs else None
+        if run is None or run.start > sequence.num_computed:
+            return 1
+        return run.stop - sequence.num_computed
 
     def _reserve(self, sequence: TokenSequence, num_tokens: int) -> bool:
         """Allocate pages for ``num_tokens`` tokens, preempting younger sequences if necessary.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from interposer_engine._constrained_decoding.constraints import Matcher
+from interposer_engine._prompt_runs import Run, without_runs
 from interposer_engine._sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "constraint", "cancelled", "error"]
@@ -37,9 +38,10 @@ class TokenSequence:
 
     Attributes:
         id: Number of the sequence in the engine.
-        prompt: Token ids of the prompt.
+        prompt: Token ids of the prompt, virtual ones for the tokens of runs; see ``Run``.
         params: Sampling parameters.
         seed: Seed of the request's noise; drawn if the parameters have none.
+        runs: Runs of the prompt whose vectors an encoder has computed, in order.
         output: New tokens so far.
         logprobs: Log probability of each new token.
         num_computed: Number of tokens with keys and values in the cache.
@@ -70,6 +72,7 @@ class TokenSequence:
     prompt: list[int]
     params: SamplingParams
     seed: int
+    runs: tuple[Run, ...] = ()
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     num_computed: int = 0
@@ -92,6 +95,27 @@ class TokenSequence:
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.output)
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """Token ids of the prompt without the tokens of runs."""
+        return without_runs(self.prompt, self.runs) if self.runs else self.prompt
+
+    @property
+    def num_encoded_tokens(self) -> dict[str, int]:
+        """Number of prompt tokens in runs of each kind, such as ``"image"``."""
+        counts: dict[str, int] = {}
+        for run in self.runs:
+            counts[run.input.kind] = counts.get(run.input.kind, 0) + len(run.input)
+        return counts
+
+    @property
+    def next_mutual_run(self) -> Run | None:
+        """The run to compute next whose tokens attend in both directions; None if there is none."""
+        for run in self.runs:
+            if run.input.attends_both_ways and run.stop > self.num_computed:
+                return run
+        return None
 
     @property
     def num_missing_logprobs(self) -> int:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from interposer_engine._checkpoint.weight_check import WeightCheck
     from interposer_engine._checkpoint.weights import Weights
     from interposer_engine._closed_model import ClosedModel
+    from interposer_engine._embedded_input import PromptTokens, num_tokens
     from interposer_engine._engine import Engine
     from interposer_engine._generation_config import GenerationSettings, end_token_ids, stop_tokens
     from interposer_engine._input_encoder import InputEncoder
@@ -66,6 +67,7 @@ __all__ = [
     "MissingTokenizer",
     "PagePool",
     "PagedLayer",
+    "PromptTokens",
     "Runner",
     "SamplingState",
     "StepBatch",
@@ -81,6 +83,7 @@ __all__ = [
     "end_token_ids",
     "is_listing",
     "non_finite",
+    "num_tokens",
     "open_folder",
     "penalties_of",
     "quantization_settings",
@@ -104,6 +107,7 @@ __getattr__ = lazy_attributes(
         "interposer_engine._checkpoint.weight_check": "WeightCheck",
         "interposer_engine._checkpoint.weights": "Weights",
         "interposer_engine._closed_model": "ClosedModel",
+        "interposer_engine._embedded_input": "PromptTokens num_tokens",
         "interposer_engine._engine": "Engine",
         "interposer_engine._generation_config": "GenerationSettings end_token_ids stop_tokens",
         "interposer_engine._input_encoder": "InputEncoder",

@@ -99,6 +99,7 @@ def bench(
         from interposer_engine._bench.roofline import ModelWork
         from interposer_engine._distributed.launcher import launched
         from interposer_engine._encoder_inputs import has_encoder_inputs
+        from interposer_engine._kv_cache import is_prefix_lm
         from interposer_engine._planning import plan
 
     counts = {"--rounds": rounds, "--threads": threads, "--read-mib": read_mib}
@@ -118,7 +119,7 @@ def bench(
     context = planned.decoder.max_position_embeddings
     context_lengths = parsed_contexts(contexts)
     sizes = Sizes.within(context, prompt, context_lengths, new_tokens, batch, shared_prefix)
-    has_prefix_lm = any(layer.backend.spec.prefix_lm for layer in planned.model.attention_layers)
+    has_prefix_lm = is_prefix_lm(planned.model)
     compute, longest = planned.dtype, max(*sizes.contexts, sizes.shared + END_TOKENS)
     # The plan was only for the context length; its modules must not stay in memory.
     del planned

@@ -43,6 +43,7 @@ def _classes() -> dict[str, type[Any]]:
     """Return the classes whose instances can be sent, by class name."""
     # Imported at first use: these modules load the engine.
     from interposer_engine._distributed.estimate import ExpertLoads
+    from interposer_engine._embedded_input import EmbeddedInput
     from interposer_engine._prefix_settings import PrefixCache
     from interposer_engine._sampling_params import Constraint, SamplingParams
     from interposer_engine._speculation.settings import Speculation
@@ -51,7 +52,15 @@ def _classes() -> dict[str, type[Any]]:
     from interposer_ops.layers.moe.placement import ExpertParallel, ExpertPlacement
 
     classes = (
-        *(Constraint, ExpertLoads, ExpertParallel, ExpertPlacement, Meeting, PrefixCache),
+        *(
+            Constraint,
+            EmbeddedInput,
+            ExpertLoads,
+            ExpertParallel,
+            ExpertPlacement,
+            Meeting,
+            PrefixCache,
+        ),
         *(SamplingParams, Speculation, WeightsFrom),
     )
     return {kind.__name__: kind for kind in classes}

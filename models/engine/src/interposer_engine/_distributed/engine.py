@@ -23,6 +23,7 @@ from interposer_engine._distributed.estimate import (
     placed_layers,
 )
 from interposer_engine._distributed.protocol import Coordinator, LocalCoordinator
+from interposer_engine._embedded_input import PromptTokens
 from interposer_engine._engine import Engine
 from interposer_engine._language_model import LanguageModel
 from interposer_engine._packed.loading import relocate
@@ -75,7 +76,7 @@ class RankedEngine(Engine):
 
     def add(
         self,
-        prompt: Sequence[int],
+        prompt: PromptTokens,
         params: SamplingParams,
         source: Sequence[int] | None = None,
         *,
@@ -125,7 +126,7 @@ class RankedEngine(Engine):
 
     def logits(
         self,
-        token_ids: Sequence[int],
+        token_ids: PromptTokens,
         adapter: str | None = None,
         num_prompt: int | None = None,
         source: Sequence[int] | None = None,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from interposer import CustomOp, Site
 from interposer_engine._engine import Engine
 from interposer_engine._kv_cache import slots_for
 from interposer_engine._pages import States, copy_rows
+from interposer_engine._prompt_runs import FIRST_VIRTUAL_ID
 from interposer_engine._sampling import sampling_batch
 from interposer_engine._sampling_fields import Draw
 from interposer_engine._sampling_params import marked_fields
@@ -368,7 +370,9 @@ class _Index:
             start = self.ends.get(tuple(self.tokens[-length:]))
             if start is not None:
                 period = self.tokens[start:]
-                return tuple(period[place % len(period)] for place in range(count))
+                tokens = (period[place % len(period)] for place in range(count))
+                # Encoded tokens of the prompt are not in the vocabulary.
+                return tuple(takewhile(lambda token: token < FIRST_VIRTUAL_ID, tokens))
         return ()
 
 
