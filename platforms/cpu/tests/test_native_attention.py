@@ -176,6 +176,18 @@ def test_every_level_conforms_to_the_ops(
     assert not check_attention(NativeBackend, attention_spec, site(attention_spec.dtype))
 
 
+@pytest.mark.landing(4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "change", [{}, {"window_tokens": 6}, {"sinks": True}, {"softcap": 2.0, "page_size": 32}]
+)
+def test_prefixes_attend_in_both_directions(dtype: torch.dtype, change: dict[str, Any]) -> None:
+    attention_spec = spec(dtype=dtype, prefix_lm=True, **change)
+    assert NativeBackend.accepts(attention_spec, DEVICE.capability)
+    assert not check_attention(NativeBackend, attention_spec, site(dtype))
+    assert not check_attention_batches(NativeBackend, attention_spec, site(dtype))
+
+
 @pytest.mark.parametrize("change", [{}, {"window_tokens": 6}, {"sinks": True}, {"softcap": 2.0}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_backend_keeps_its_declared_properties(
@@ -332,7 +344,7 @@ def test_an_empty_batch_is_empty() -> None:
         ({"cache_dtype": torch.float8_e4m3fnuz}, "int8 or uint4, requested torch.float8_e4m3fnuz"),
         ({"latent": True}, "latent"),
         ({"sparse": True}, "sparse"),
-        ({"prefix_lm": True}, "prefix_lm"),
+        ({"prefix_lm": True, "cache_dtype": E4M3}, "prefix_lm"),
         ({"alibi": True}, "alibi"),
     ],
 )

@@ -10,10 +10,18 @@ from typing import ClassVar, final
 
 import torch
 
-from interposer import AttentionBatch, AttentionSpec, KVCacheLayout, Site, Verdict
+from interposer import (
+    AttentionBatch,
+    AttentionSpec,
+    Capability,
+    KVCacheLayout,
+    Site,
+    Verdict,
+)
 from interposer.tooling import UINT4
 from interposer_cpu import native
 from interposer_cpu._kernels.paged import NativePagedBackend
+from interposer_ops.attention import paged_attention
 from interposer_ops.caches import GROUP_SIZE, grouped_bytes
 
 _LANES = 16
@@ -35,12 +43,22 @@ class Plan:
     batch: AttentionBatch
 
 
+class PrefixPlan(Plan):
+    """Plan of a step in which the tokens of prefixes attend to each other in both directions.
+
+    Fused calls of blocks take a ``Plan`` only, so that these steps call ``forward``.
+    """
+
+    __slots__ = ()
+
+
 @final
 class NativeBackend(NativePagedBackend):
     """Native paged attention: blocks of queries over tiles of 16 keys.
 
     Long contexts are split into parts of 512 keys. For the layout of tiles in a page, see
-    native/attention/cache.h.
+    native/attention/cache.h. Steps with prefixes compute the sequences that have one again, by the
+    op ``paged_attention`` over rows copied from the tiles.
     """
 
     rounded_dtypes: ClassVar[tuple[torch.dtype, ...]] = (
@@ -53,6 +71,16 @@ class NativeBackend(NativePagedBackend):
         library = native.library()
         self._attend, self._plan = library.attention, library.plan_attention
         self._cache_size = self.kv_layout().dtype.itemsize
+        if spec.prefix_lm:
+            dims = {**spec.dims(), "scaled": False, "per_head": False}
+            self._attend_prefix = site.bind(paged_attention, **dims, causal=True)
+
+    @classmethod
+    def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
+        """Accept the specs of ``NativePagedBackend``, and prefixes cached in the model's dtype."""
+        if spec.cache_dtype == spec.dtype:
+            spec = replace(spec, prefix_lm=False)
+        return super().accepts(spec, capability)
 
     @classmethod
     def _judge_sizes(cls, spec: AttentionSpec) -> Verdict:
@@ -100,7 +128,8 @@ class NativeBackend(NativePagedBackend):
         blocks = torch.empty(num_bytes // 8, dtype=torch.int64)
         address = blocks.data_ptr()
         self._plan(*arguments, address)
-        return Plan(blocks, address, batch)
+        has_prefixes = self.spec.prefix_lm and batch.prefix_lens is not None
+        return (PrefixPlan if has_prefixes else Plan)(blocks, address, batch)
 
     def forward(
         self,
@@ -160,7 +189,64 @@ class NativeBackend(NativePagedBackend):
             value_scales,
             scale_stride,
         )
+        if type(plan) is PrefixPlan:
+            self._compute_prefixes(out, query, cache, plan.batch, sinks)
         return out
+
+    def _compute_prefixes(
+        self,
+        out: torch.Tensor,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        batch: AttentionBatch,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        """Write attention in both directions to the rows of ``out`` that belong to prefixes.
+
+        One sequence at a time, so that the result does not depend on the other sequences.
+        """
+        spec = self.spec
+        assert batch.prefix_lens is not None  # of a PrefixPlan
+        starts, lengths = batch.query_starts.tolist(), batch.seq_lens.tolist()
+        for b, prefix in enumerate(batch.prefix_lens.tolist()):
+            start, stop = starts[b], starts[b + 1]
+            # Later tokens are causal.
+            if prefix <= lengths[b] - (stop - start):
+                continue
+            pages = batch.page_table[b, : -(-lengths[b] // spec.page_size)]
+            keys, values = self._rows(cache[:, pages])
+            out[start:stop] = self._attend_prefix(
+                query[start:stop],
+                keys,
+                values,
+                torch.arange(len(pages))[None],
+                torch.tensor([0, stop - start]),
+                batch.seq_lens[b : b + 1],
+                stop - start,
+                spec.scale,
+                True,
+                spec.window_tokens,
+                spec.softcap,
+                sinks,
+                None,
+                batch.prefix_lens[b : b + 1],
+                None,
+                None,
+            )
+
+    @staticmethod
+    def _rows(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy keys and values ``[P, S, K, D]`` out of the tiles of pages ``[K, P, 2, S, D]``."""
+        num_kv_heads, num_pages, _, page_size, head_size = pages.shape
+        count = 4 // pages.element_size()  # elements of a word
+        tiles = num_kv_heads, num_pages, page_size // _LANES
+        shape = num_pages, page_size, num_kv_heads, head_size
+        keys = pages[:, :, 0].reshape(*tiles, head_size // count, _LANES, count)
+        values = pages[:, :, 1].reshape(*tiles, _LANES // count, head_size, count)
+        return (
+            keys.permute(1, 2, 4, 0, 3, 5).reshape(shape),
+            values.permute(1, 2, 3, 5, 0, 4).reshape(shape),
+        )
 
 
 def _contiguous(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
