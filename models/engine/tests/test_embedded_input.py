@@ -255,6 +255,7 @@ def test_float32_logits_differ_by_at_most_1e_4(
         assert (actual - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens_are_equal_in_moving_batches_and_after_preemption(
     references: dict[str, Reference], models: Models, name: str
@@ -279,6 +280,7 @@ def test_greedy_tokens_are_equal_in_moving_batches_and_after_preemption(
     assert idle(lm)
 
 
+@pytest.mark.landing(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_equal_images_share_cached_prefixes_and_others_do_not(
     references: dict[str, Reference], name: str
@@ -342,6 +344,16 @@ def test_prompts_run_eagerly_where_decode_steps_are_graphs(
     for prompt, answer in zip(requests, answers, strict=True):
         assert [*answer.token_ids] == references["chunked"].greedy(prompt)
     assert TapePlatform.replayed > replayed
+
+
+@pytest.mark.slow
+def test_prompts_run_eagerly_where_steps_are_compiled(references: dict[str, Reference]) -> None:
+    config = Config(platform="cpu", compile="eager")
+    lm = load(references["chunked"].path, "float32", config=config, cache_tokens=512)
+    requests = prompts("chunked")[:2]
+    answers = lm.generate(requests, max_new_tokens=STEPS)
+    for prompt, answer in zip(requests, answers, strict=True):
+        assert [*answer.token_ids] == references["chunked"].greedy(prompt)
 
 
 def test_vectors_after_every_block_are_added(references: dict[str, Reference]) -> None:

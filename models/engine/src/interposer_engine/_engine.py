@@ -296,7 +296,6 @@ class Engine:
                 f"num_prompt is {count}, must be at least {runs[-1].stop}, the end of the "
                 f"{runs[-1].input.kind}"
             )
-        self.scheduler.check(count, runs)
         sequence = self._sequence(tokens[:count], runs, params, 0, source)
         # Tokens after the prompt count as output, which attends causally in a prefix-LM.
         sequence.output += tokens[count:]

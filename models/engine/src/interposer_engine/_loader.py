@@ -160,6 +160,7 @@ def load(
         max_sequences=max_sequences,
         max_step_tokens=max_step_tokens,
         tensor_parallel=group.draft_group(),
+        text_only=True,
     )
     built = build_engine(planned, options, group, load_draft)
     planned.resolver.registry.plugins.observe(

@@ -61,9 +61,10 @@ def checked_prompt(prompt: PromptTokens, vocab_size: int) -> list[int | Embedded
 
     Raises: RequestError: as ``checked_tokens``.
     """
-    parts = [*prompt] if is_listing(prompt) else prompt
+    parts = [*prompt] if is_listing(prompt) else []
     if not any(isinstance(part, EmbeddedInput) for part in parts):
-        return [*checked_tokens(cast("Sequence[int]", parts), vocab_size)]
+        # A prompt that lists nothing is refused by its type.
+        return [*checked_tokens(cast("Sequence[int]", parts or prompt), vocab_size)]
     return [
         part if isinstance(part, EmbeddedInput) else checked_tokens([part], vocab_size)[0]
         for part in parts

@@ -277,7 +277,7 @@ class Decoder(nn.Module):
         axes = torch.tensor(self.config.mrope_axes, device=table.device)
         frequencies = torch.arange(table.shape[1], device=table.device)
         # Of each token and frequency, the position on the axis of the frequency: [T, R / 2].
-        return table[positions[axes].T, frequencies]
+        return table[positions[axes].T, frequencies].contiguous()
 
     def embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Embed the tokens; return the input of the first block, ``[T, H]``."""
