@@ -12,6 +12,7 @@ import torch
 
 from interposer.errors import CheckpointError, PluginError, RequestError
 from interposer_engine import EmbeddedInput, Media, load
+from interposer_engine._distributed.codec import decode, encode
 
 
 class ColourEncoder:
@@ -113,3 +114,18 @@ def test_a_checkpoint_without_encoder_has_none(llama: Path) -> None:
     lm = load(llama, cache_tokens=64)
     assert lm.input_encoder is None
     assert not any("texts only" in note for note in lm.resolver.notes)
+
+
+def test_runs_cross_to_other_ranks() -> None:
+    tensors: dict[str, Any] = {
+        "embeddings": torch.randn(3, 8),
+        "positions": torch.tensor([[0, 0, 0], [0, 0, 1], [0, 1, 0]]),
+        "layer_embeddings": torch.randn(2, 3, 8),
+    }
+    run = EmbeddedInput("image", b"digest", num_positions=2, **tensors)
+    first, received = decode(encode([5, run]))
+    assert first == 5
+    assert received.digest == run.digest
+    assert received.num_positions == 2
+    for name, tensor in tensors.items():
+        assert torch.equal(getattr(received, name), tensor)

@@ -89,5 +89,5 @@ PromptTokens = Sequence[int | EmbeddedInput]
 
 
 def num_tokens(prompt: PromptTokens) -> int:
-    """Return the number of tokens of a prompt, including those of its runs."""
+    """Return the number of tokens of a prompt; a run counts as all of its tokens."""
     return sum(len(part) if isinstance(part, EmbeddedInput) else 1 for part in prompt)

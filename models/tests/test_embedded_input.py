@@ -32,12 +32,11 @@ from transformers import (
 )
 
 from interposer import Config, register
-from interposer.errors import ContextLengthError, RequestError
+from interposer.errors import CheckpointError, ContextLengthError, RequestError
 from interposer.hookspecs import hookimpl
 from interposer.records import ModelEntry
 from interposer_engine import EmbeddedInput, LanguageModel, SamplingParams, load
-from interposer_engine._distributed.codec import decode, encode
-from interposer_engine._sequence import TokenSequence
+from interposer_engine.parts import TokenSequence
 from interposer_models._families import examples
 from interposer_models._families.gemma import Gemma3
 from interposer_models._families.llama import Llama
@@ -422,6 +421,24 @@ def test_models_that_read_token_ids_themselves_refuse_images(tmp_path: Path) -> 
             lm.generate([[1, image("shifted")]])
 
 
+@pytest.mark.parametrize("family", [ChunkedText, InterleavedText])
+@pytest.mark.parametrize("section", [[2, 3], [2, 3, 4], "233", [2.0, 3, 3], [-1, 6, 3]])
+def test_sections_that_do_not_fit_a_head_are_refused(
+    family: type[Qwen2 | Qwen3], section: object
+) -> None:
+    fields = {**SIZES, "head_dim": 16, "rope_scaling": {"type": "mrope", "mrope_section": section}}
+    with pytest.raises(CheckpointError, match="mrope_section"):
+        family.parse(fields, "config.json")
+
+
+def test_the_older_spelling_of_sections_is_read() -> None:
+    scaling = {"type": "mrope", "mrope_section": [1, 4, 3]}
+    settings = ChunkedText.parse({**SIZES, "rope_scaling": scaling}, "config.json")
+    assert settings.mrope_axes == [0, 1, 1, 1, 1, 2, 2, 2]
+    fields = {**SIZES, "head_dim": 16, "rope_parameters": {"mrope_interleaved": True}}
+    assert InterleavedText.parse(fields, "config.json").mrope_axes == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
@@ -438,13 +455,3 @@ def test_inconsistent_inputs_are_refused(facts: dict[str, Any], reason: str) -> 
     valid = {"kind": "image", "digest": b"1", "embeddings": torch.zeros(4, 8)}
     with pytest.raises(RequestError, match=reason):
         EmbeddedInput(**{**valid, **facts})
-
-
-def test_runs_cross_to_other_ranks() -> None:
-    run = image("interleaved", 2, 3)
-    first, received = decode(encode([5, run]))
-    assert first == 5
-    assert received.digest == run.digest
-    assert received.num_positions == 3
-    for field in ("embeddings", "positions", "layer_embeddings"):
-        assert torch.equal(getattr(received, field), getattr(run, field))
