@@ -21,6 +21,7 @@ from interposer.errors import CheckpointError, ConfigError, RankError, RequestEr
 from interposer_engine import (
     AsyncLanguageModel,
     Completion,
+    EmbeddedInput,
     LanguageModel,
     SamplingParams,
     Speculation,
@@ -52,6 +53,19 @@ def told(completions: list[Completion]) -> list[tuple[int, ...]]:
 def both(loads: Loads, path: Path, **options: Any) -> tuple[LanguageModel, LanguageModel]:
     """Return the model of two ranks, and that of one."""
     return loads(path, **SMALL, **options), load(path, **SMALL, **options)
+
+
+def test_encoded_runs_reach_every_rank(loads: Loads, llama: Path) -> None:
+    lm, alone = both(loads, llama, cache_tokens=512)
+    vectors = torch.randn(70, SIZES["hidden_size"], generator=torch.Generator().manual_seed(1))
+    run = EmbeddedInput("image", b"1", vectors, num_positions=9, layer_embeddings=vectors[None])
+    prompt: list[int | EmbeddedInput] = [5, 9, run, 3]
+    actual, expected = (
+        told(model.generate([prompt, PROMPTS[1], [run]], max_new_tokens=9, ignore_eos=True))
+        for model in (lm, alone)
+    )
+    assert actual == expected
+    torch.testing.assert_close(lm.logits(prompt), alone.logits(prompt), atol=1e-4, rtol=0)
 
 
 def test_many_requests_get_the_tokens_of_one_process(loads: Loads, llama: Path) -> None:
