@@ -73,12 +73,21 @@ class TensorPlace:
         """Say whether the tensor is stored as ``[I, O]`` for a parameter ``[O, I]``."""
         return getattr(self.parameter, "stored_transposed", False)
 
+    @property
+    def takes_either_order(self) -> bool:
+        """Say whether the tensor may be stored with its last two dimensions swapped."""
+        return getattr(self.parameter, "stored_either_way", False)
+
     def shard(self, name: str, tensor: torch.Tensor, path: object) -> torch.Tensor:
         """Return this rank's shard of a stored tensor, as a view if the shard is one range.
 
         Raises: CheckpointError: the size differs from the config, or entries are numbers of groups
             that other ranks have.
         """
+        if self.takes_either_order and tensor.ndim > 1:
+            expected = self._complete_shape()
+            if list(tensor.shape) != expected and list(tensor.mT.shape) == expected:
+                tensor = tensor.mT
         slice_ = self.slice
         if slice_ is None:
             return tensor
@@ -127,14 +136,20 @@ class TensorPlace:
         """
         if self.takes_any_form or not shape or not self.takes(dtype, self.parameter.dtype):
             return False
-        expected, shard = list(self.stored(self.parameter).shape), self.slice
+        shard = self.slice
         if shard is not None:
             dim = self.stored_dim(shard.dim)
             is_computed = shard.is_elsewhere or shard.stated or shard.groups is not None
-            if is_computed or dim >= len(expected):
+            if is_computed or dim >= self.stored(self.parameter).ndim:
                 return False
-            expected[dim] = shard.whole
-        return list(shape) == expected
+        return list(shape) == self._complete_shape()
+
+    def _complete_shape(self) -> list[int]:
+        """Return the shape of the stored tensor, of which this rank reads a shard."""
+        shape = list(self.stored(self.parameter).shape)
+        if self.slice is not None:
+            shape[self.stored_dim(self.slice.dim)] = self.slice.whole
+        return shape
 
     def can_borrow(
         self, tensor: torch.Tensor, data: torch.Tensor, is_result_copied: bool = False
