@@ -10,7 +10,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -170,6 +170,7 @@ def _little_endian(tensor: torch.Tensor) -> torch.Tensor:
 class StoredTensor:
     """A tensor's entry in the header of a safetensors file; ``dtype`` is safetensors' name."""
 
+    name: str
     shard: Path
     dtype: str
     shape: tuple[int, ...]
@@ -178,22 +179,35 @@ class StoredTensor:
 class TensorSource:
     """All tensors of some safetensors files, readable by name.
 
+    Args:
+        renamed: maps a stored name to the model's name; None for a tensor that the model does not
+            use, which keeps the stored name.
+    Attributes:
+        tensors: by the model's name.
+        unused: names of the tensors that the model does not use.
     Raises: CheckpointError: a file is corrupt, or two files contain a tensor of the same name.
     """
 
-    def __init__(self, shards: tuple[Path, ...]) -> None:
+    def __init__(
+        self, shards: tuple[Path, ...], renamed: Callable[[str], str | None] = str
+    ) -> None:
         self.tensors: dict[str, StoredTensor] = {}
+        self.unused: list[str] = []
         for shard in shards:
             with reading(shard), safe_open(shard, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  # file is no dictionary
+                for stored_name in file.keys():  # noqa: SIM118  # file is no dictionary
+                    model_name = renamed(stored_name)
+                    name = stored_name if model_name is None else model_name
+                    if model_name is None:
+                        self.unused.append(stored_name)
                     if name in self.tensors:
                         raise CheckpointError(
                             shard,
                             f"holds the tensor {name!r}, and so does {self.tensors[name].shard}",
                         )
-                    header = file.get_slice(name)
-                    shape = tuple(header.get_shape())
-                    self.tensors[name] = StoredTensor(shard, header.get_dtype(), shape)
+                    header = file.get_slice(stored_name)
+                    shape, dtype = tuple(header.get_shape()), header.get_dtype()
+                    self.tensors[name] = StoredTensor(stored_name, shard, dtype, shape)
 
     def read(self, name: str) -> torch.Tensor:
         """Read a tensor into new memory.
@@ -201,9 +215,9 @@ class TensorSource:
         Raises: CheckpointError: the file was changed meanwhile.
         """
         # Opened for each read, so that no mapping keeps pages of large checkpoints in memory.
-        shard = self.tensors[name].shard
-        with reading(shard), safe_open(shard, framework="pt") as file:
-            return file.get_tensor(name)  # type: ignore[no-any-return]
+        stored = self.tensors[name]
+        with reading(stored.shard), safe_open(stored.shard, framework="pt") as file:
+            return file.get_tensor(stored.name)  # type: ignore[no-any-return]
 
 
 def read_file(path: Path) -> dict[str, torch.Tensor]:

@@ -25,6 +25,7 @@ from interposer_engine._quantize.rounding import (
     layers_of,
     plain_patterns,
     unignored_layers,
+    unused_layers,
 )
 from interposer_engine._quantize.writer import CopyWriter, WorkFolder
 from interposer_engine._tokenizer import TextTokenizer
@@ -123,7 +124,7 @@ def quantize(
         target_format = format_of(fitting_group_size(selected, target_format.inputs_per_scale))
     settings["group_size"] = target_format.inputs_per_scale
     check_groups(selected, target_format, adjustable=has_groups)
-    source = TensorSource(checkpoint.shards)
+    source = TensorSource(checkpoint.shards, getattr(planned.model, "renamed", str))
     rounded = RoundedLayers(source, target_format, selected, checkpoint.path)
     writer = CopyWriter(checkpoint, source, rounded)
     sequences = None
@@ -144,7 +145,8 @@ def quantize(
         with planned.numerics():
             rounded.calibrate(folder.layers, planned, sequences, act_order, report)
     writer.write_weights(folder, report)
-    plain = [*dict.fromkeys(("lm_head", *ignore, *plain_patterns(planned.model)))]
+    plain = ["lm_head", *ignore, *plain_patterns(planned.model), *unused_layers(source)]
+    plain = [*dict.fromkeys(plain)]
     writer.write_rest(folder, quantization_config(target_format, plain))
     folder.finish()
     return Quantized(

@@ -89,6 +89,19 @@ def plain_patterns(model: nn.Module) -> list[str]:
     return list(dict.fromkeys(patterns))
 
 
+def unused_layers(source: TensorSource) -> list[str]:
+    """Return the linear layers of the checkpoint that are not in the model, such as an encoder's.
+
+    Other programs may run these layers, which stay unquantized.
+    """
+    matrices = [
+        name
+        for name in source.unused
+        if name.endswith(".weight") and len(source.tensors[name].shape) == 2
+    ]
+    return [name.removesuffix(".weight") for name in matrices]
+
+
 def unignored_layers(layers: Sequence[Layer], ignore: Sequence[str]) -> list[Layer]:
     """Return the layers that no ``ignore`` entry matches, a full name or ``re:`` with a pattern.
 

@@ -155,13 +155,16 @@ class CopyWriter:
             layout = self._layouts[stored.shard.name]
             layer = rounded.layer_of(name)
             if layer is not None:
-                layout.update({f"{layer}.{n}": t for n, t in rounded.layout(layer).items()})
+                stored_layer = stored.name.removesuffix(".weight")
+                parts = rounded.layout(layer).items()
+                layout.update({f"{stored_layer}.{part}": tensor for part, tensor in parts})
             # Not quantized: the tensor is copied unchanged.
             elif stored.dtype in DTYPE_NAMES.values():
-                layout[name] = stored.dtype, stored.shape
+                layout[stored.name] = stored.dtype, stored.shape
             else:
                 raise CheckpointError(
-                    stored.shard, f"tensor {name!r} is stored as {stored.dtype}, not supported"
+                    stored.shard,
+                    f"tensor {stored.name!r} is stored as {stored.dtype}, not supported",
                 )
 
     def check_disk_space(self, folder: WorkFolder, temporary_bytes: int = 0) -> None:
@@ -222,9 +225,10 @@ class CopyWriter:
 
     def _write_tensor(self, file: ShardFile, name: str) -> None:
         """Write a tensor of the source model, or the quantized tensors that replace the weight."""
-        layer = self._rounded.layer_of(name)
+        layer, stored_name = self._rounded.layer_of(name), self._source.tensors[name].name
         if layer is None:
-            file.write(name, self._source.read(name))
+            file.write(stored_name, self._source.read(name))
             return
+        stored_layer = stored_name.removesuffix(".weight")
         for part, tensor in self._rounded.tensors(layer).items():
-            file.write(f"{layer}.{part}", tensor)
+            file.write(f"{stored_layer}.{part}", tensor)
