@@ -21,6 +21,10 @@ from interposer.records import ModelEntry
 from interposer_models._decoder.settings import UNKNOWN_MEND
 
 
+class UnknownDecoderError(UnsupportedModelError):
+    """The decoder that config.json nests is of no family, but a loader may run the whole model."""
+
+
 def choose_family(resolver: Resolver, config: Mapping[str, Any], source: object) -> ModelFamily:
     """Select the model family for a checkpoint, and parse config.json into its settings.
 

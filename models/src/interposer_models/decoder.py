@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from interposer_models._decoder.settings import DecoderSettings, Positive
     from interposer_models._encoder_decoder import EncoderInputBatch
     from interposer_models._family_choice import (
+        UnknownDecoderError,
         checked_model,
         choose_family,
         family_errors,
@@ -45,6 +46,7 @@ __all__ = [
     "RecurrentLayer",
     "SharedCacheAttention",
     "UngatedExperts",
+    "UnknownDecoderError",
     "cache_note",
     "checked_model",
     "choose_family",
@@ -67,7 +69,7 @@ __getattr__ = lazy_attributes(
         "interposer_models._decoder.settings": "DecoderSettings Positive",
         "interposer_models._encoder_decoder": "EncoderInputBatch",
         "interposer_models._family_choice": (
-            "checked_model choose_family family_errors with_location"
+            "UnknownDecoderError checked_model choose_family family_errors with_location"
         ),
     },
 )

@@ -32,6 +32,7 @@ from interposer_engine._load_options import (
 from interposer_engine._planning import plan
 from interposer_engine._prefix_settings import PrefixCache
 from interposer_engine._speculation.settings import Speculation
+from interposer_models.decoder import UnknownDecoderError
 from interposer_ops.layers.moe.placement import ExpertParallel
 
 if TYPE_CHECKING:
@@ -149,8 +150,8 @@ def load(
                 offload=offload,
                 text_only=text_only,
             )
-    except UnsupportedModelError:
-        model = None if group.ranks is not None else load_without_family(path, options)
+    except UnsupportedModelError as error:
+        model = None if group.ranks is not None else load_without_family(path, options, error)
         if model is None:
             raise
         return model
@@ -183,14 +184,18 @@ def load(
 GROUP = "interposer.loaders"
 
 
-def load_without_family(path: str | Path, options: LoadOptions) -> LanguageModel | None:
+def load_without_family(
+    path: str | Path, options: LoadOptions, refusal: UnsupportedModelError
+) -> LanguageModel | None:
     """Load a model that has no model family, by a loader of the group ``interposer.loaders``.
 
     A loader is called with the checkpoint (weights may not be downloaded yet), the policy and
     the other arguments of ``load``.
 
-    Returns: None if a family supports the architecture, the checkpoint is no folder, or no loader
-        is installed.
+    Args:
+        refusal: why no family supports the checkpoint.
+    Returns: None if a family supports the architecture and its decoder, the checkpoint is no
+        folder, or no loader is installed.
     Raises:
         UnsupportedModelError: the loader cannot run the architecture.
         ConfigError: the loader does not accept an option.
@@ -202,7 +207,10 @@ def load_without_family(path: str | Path, options: LoadOptions) -> LanguageModel
         return None
     architectures = checkpoint.config.get("architectures")
     supported = current_registry(options.config).subjects("model")
-    if not isinstance(architectures, list) or any(str(name) in supported for name in architectures):
+    if not isinstance(architectures, list):
+        return None
+    has_family = any(str(name) in supported for name in architectures)
+    if has_family and not isinstance(refusal, UnknownDecoderError):
         return None
     # With several loaders, the choice must not depend on the order of installation.
     points = sorted(entry_points(GROUP), key=lambda point: (point.name, point.value))
