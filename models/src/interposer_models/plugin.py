@@ -34,6 +34,12 @@ _GEMMA = (
     "attn_logit_softcapping", "final_logit_softcapping", "hidden_activation",
     "query_pre_attn_scalar", "use_bidirectional_attention",
 )
+_GEMMA3 = (*_GEMMA, "rope_local_base_freq", "sliding_window_pattern")
+_LLAMA4 = (
+    *_EXPERTS, "attention_chunk_size", "attn_scale", "attn_temperature_tuning", "floor_scale",
+    "interleave_moe_layer_step", "intermediate_size_mlp", "moe_layers", "no_rope_layer_interval",
+    "no_rope_layers", "use_qk_norm",
+)
 # Fields of group-limited MoE layers.
 _GROUPS = (
     *_EXPERTS, "first_k_dense_replace", "moe_intermediate_size", "n_group", "n_routed_experts",
@@ -97,7 +103,7 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
     "HunYuanDenseV1": (),
     "HunYuanMoEV1": (*_EXPERTS, "moe_topk"),
     "Gemma2": _GEMMA,
-    "Gemma3": (*_GEMMA, "rope_local_base_freq", "sliding_window_pattern"),
+    "Gemma3": _GEMMA3,
     "Gemma4": (
         "attention_k_eq_v",
         "enable_moe_block",
@@ -202,19 +208,7 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
         "scale_attn_by_inverse_layer_idx",
         "scale_attn_weights",
     ),
-    "Llama4": (
-        *_EXPERTS,
-        "attention_chunk_size",
-        "attn_scale",
-        "attn_temperature_tuning",
-        "floor_scale",
-        "interleave_moe_layer_step",
-        "intermediate_size_mlp",
-        "moe_layers",
-        "no_rope_layer_interval",
-        "no_rope_layers",
-        "use_qk_norm",
-    ),
+    "Llama4": _LLAMA4,
     "Bloom": ("layer_norm_epsilon", "n_head", "n_layer"),
     "Mpt": (
         "attn_config",
@@ -230,6 +224,14 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
     "Bart": _SIDES,
     "MBart": _SIDES,
     "T5Gemma": (*_GEMMA, "encoder"),
+    # The decoders of vision-language checkpoints, whose fields are in text_config.
+    "AnyText": (*_WINDOWS, *_EXPERTS, *_SPARSE, "swiglu_alpha", "swiglu_limit"),
+    "Gemma3Text": _GEMMA3,
+    "Llama4Text": _LLAMA4,
+    "Qwen2VL": _WINDOWS,
+    "Qwen3VL": _WINDOWS,
+    "Qwen3VLMoe": (*_WINDOWS, *_EXPERTS, *_SPARSE),
+    "Qwen3_5VL": _DELTA,
 }
 # Architecture names that are not the class name plus "ForCausalLM", or are several.
 _ARCHITECTURES = {
@@ -238,6 +240,20 @@ _ARCHITECTURES = {
     "Bart": ("BartForConditionalGeneration",),
     "MBart": ("MBartForConditionalGeneration",),
     "T5Gemma": ("T5GemmaForConditionalGeneration",),
+    "AnyText": (
+        "LlavaForConditionalGeneration",
+        "LlavaNextForConditionalGeneration",
+        "Mistral3ForConditionalGeneration",
+        "Idefics3ForConditionalGeneration",
+        "SmolVLMForConditionalGeneration",
+        "InternVLForConditionalGeneration",
+    ),
+    "Gemma3Text": ("Gemma3ForConditionalGeneration",),
+    "Llama4Text": ("Llama4ForConditionalGeneration",),
+    "Qwen2VL": ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+    "Qwen3VL": ("Qwen3VLForConditionalGeneration",),
+    "Qwen3VLMoe": ("Qwen3VLMoeForConditionalGeneration",),
+    "Qwen3_5VL": ("Qwen3_5ForConditionalGeneration",),
 }
 # Module names that are not the class name in lower case.
 _MODULES = {
@@ -259,6 +275,13 @@ _MODULES = {
     "Qwen3_5": "qwen3_5",
     "Qwen3_5Moe": "qwen3_5_moe",
     "Qwen3Next": "qwen3_next",
+    "AnyText": "any_text",
+    "Gemma3Text": "gemma3_text",
+    "Llama4Text": "llama4_text",
+    "Qwen2VL": "qwen2_vl",
+    "Qwen3VL": "qwen3_vl",
+    "Qwen3VLMoe": "qwen3_vl_moe",
+    "Qwen3_5VL": "qwen3_5_vl",
 }
 # The modules of families that share one, by the name of the family's record.
 _SHARED_MODULES = {
@@ -293,6 +316,13 @@ _SHARED_MODULES = {
     "qwen3_moe": "qwen",
     "smollm3": "llama",
     "t5gemma": "gemma",
+    "any_text": "vision_language",
+    "gemma3_text": "vision_language",
+    "llama4_text": "vision_language",
+    "qwen2_vl": "vision_language",
+    "qwen3_vl": "vision_language",
+    "qwen3_vl_moe": "vision_language",
+    "qwen3_5_vl": "vision_language",
 }
 # Attention backends of some families only: name, class, whether torch.compile can trace it.
 _BACKENDS: tuple[tuple[str, str, bool], ...] = (

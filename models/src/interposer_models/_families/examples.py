@@ -709,3 +709,144 @@ def minimax_m2() -> Examples:
         whole=fully_rotated,
         part={"rope_parameters": part, "head_dim": 32, **experts},
     )
+
+
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def _text_config(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"model_type": kind, **SIZES, **fields}
+
+
+def any_text() -> Examples:
+    """Return a config of each architecture, and of each family of decoders."""
+    clip = {**_VISION, "model_type": "clip_vision_model"}
+    pixtral = {**_VISION, "model_type": "pixtral", "head_dim": 16}
+    intern_vit = {**_VISION, "image_size": [28, 28], "patch_size": [14, 14]}
+    siglip = {**_VISION, "max_image_size": {"longest_edge": 28}}
+    experts = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+    few = {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, **WINDOW}
+    upper = {"use_sliding_window": True, "max_window_layers": 1, **WINDOW}
+    examples = {
+        "llava": ("Llava", clip, _text_config("llama"), True),
+        "llava-next": ("LlavaNext", clip, _text_config("mistral", **WINDOW), False),
+        "mistral3": ("Mistral3", pixtral, _text_config("mistral", head_dim=32), False),
+        "idefics3": ("Idefics3", siglip, _text_config("llama"), False),
+        "smolvlm": ("SmolVLM", siglip, _text_config("llama", rope_theta=273768.0), True),
+        "internvl": ("InternVL", intern_vit, _text_config("qwen2", **upper), True),
+        "qwen3": ("InternVL", intern_vit, _text_config("qwen3", head_dim=16), False),
+        "qwen3-moe": ("InternVL", intern_vit, _text_config("qwen3_moe", **experts), False),
+        "gpt-oss": ("InternVL", intern_vit, _text_config("gpt_oss", **few), False),
+    }
+    return {
+        label: {
+            "architectures": [f"{name}ForConditionalGeneration"],
+            "vision_config": vision,
+            "text_config": text,
+            "tie_word_embeddings": is_tied,
+        }
+        for label, (name, vision, text, is_tied) in examples.items()
+    }
+
+
+def gemma3_text() -> Examples:
+    """Return a config with both layer types."""
+    vision = {**_VISION, "model_type": "siglip_vision_model"}
+    text = {**gemma3()["mixed"], "model_type": "gemma3_text"}
+    architectures = ["Gemma3ForConditionalGeneration"]
+    fields = {"vision_config": vision, "text_config": text, "mm_tokens_per_image": 4}
+    return {"mixed": {"architectures": architectures, **fields}}
+
+
+def llama4_text() -> Examples:
+    """Return a config with all layer types."""
+    vision = {**_VISION, "vision_output_dim": 48, "projector_input_dim": 32}
+    text = {**llama4()["released"], "model_type": "llama4_text"}
+    architectures = ["Llama4ForConditionalGeneration"]
+    return {
+        "released": {"architectures": architectures, "vision_config": vision, "text_config": text}
+    }
+
+
+# M-RoPE of heads of 16 elements.
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+
+
+def qwen2_vl() -> Examples:
+    """Return configs: of Qwen2-VL as first released, without text_config, and of Qwen2.5-VL."""
+    sizes = {"depth": 1, "num_heads": 2, "patch_size": 14}
+    first = {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2, **sizes}
+    second = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, **sizes}
+    rope = {"rope_theta": 10000.0, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    upper = {"use_sliding_window": True, "max_window_layers": 1, **WINDOW}
+    return {
+        "released": {
+            **configs("Qwen2VLForConditionalGeneration", all=rope)["all"],
+            "vision_config": first,
+            "tie_word_embeddings": True,
+        },
+        "windowed": {
+            "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+            "vision_config": {**second, "fullatt_block_indexes": [0]},
+            "text_config": _text_config("qwen2_5_vl_text", rope_parameters=_MROPE, **upper),
+        },
+    }
+
+
+_QWEN3_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 4,
+    "deepstack_visual_indexes": [0],
+}
+
+
+def qwen3_vl() -> Examples:
+    """Return a config with interleaved M-RoPE and a tied LM head."""
+    rope = {**_MROPE, "mrope_interleaved": True}
+    return {
+        "tied": {
+            "architectures": ["Qwen3VLForConditionalGeneration"],
+            "vision_config": _QWEN3_VISION,
+            "text_config": _text_config("qwen3_vl_text", head_dim=16, rope_parameters=rope),
+            "tie_word_embeddings": True,
+        }
+    }
+
+
+def qwen3_vl_moe() -> Examples:
+    """Return a config with a dense layer."""
+    experts = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+    text = {**experts, "mlp_only_layers": [1], "rope_parameters": _MROPE}
+    return {
+        "some": {
+            "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+            "vision_config": _QWEN3_VISION,
+            "text_config": _text_config("qwen3_vl_moe_text", **text),
+            "tie_word_embeddings": False,
+        }
+    }
+
+
+def qwen3_5_vl() -> Examples:
+    """Return a config with M-RoPE on a part of each head."""
+    rope = {"rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2]}
+    text = {**_DELTA, "rope_parameters": {**rope, "rope_theta": 10000.0}}
+    return {
+        "half": {
+            "architectures": ["Qwen3_5ForConditionalGeneration"],
+            "vision_config": _QWEN3_VISION,
+            "text_config": _text_config("qwen3_5_text", **text),
+            "tie_word_embeddings": False,
+        }
+    }
