@@ -19,7 +19,7 @@ from interposer_engine._chat import Message
 from interposer_engine._constrained_decoding.constraints import Compiled
 from interposer_engine._constrained_decoding.limits import ConstraintLimits
 from interposer_engine._constrained_decoding.process import STACK_BYTES
-from interposer_engine._embedded_input import PromptTokens
+from interposer_engine._embedded_input import EmbeddedInput, PromptTokens
 from interposer_engine._engine_thread import Generation, StepThread, stopped_error
 from interposer_engine._language_model import (
     Completion,
@@ -29,6 +29,7 @@ from interposer_engine._language_model import (
     requests,
     token_ids_of,
 )
+from interposer_engine._media import Media
 from interposer_engine._sampling_params import Constraint, SamplingParams
 from interposer_engine._tokenizer import TextTokenizer
 from interposer_engine._weight_transfer.receiver import Tensors, WeightsFrom
@@ -38,15 +39,16 @@ T = TypeVar("T")
 _STOP_SECONDS = 10.0
 # More stack than the child process has, so that what compiles there compiles here too.
 _EXTRA_STACK_BYTES = 2**20
+_MEDIA_THREADS = 4  # an encoder can compute the media of several requests together
 _STACK_SIZE_LOCK = threading.Lock()  # threading.stack_size is a setting of the whole process
 
 
 class AsyncLanguageModel:
     """A language model for coroutines of any number of event loops.
 
-    One thread runs the steps of the engine. Four others tokenize prompts, render chat templates,
-    compile constraints and format answers, so that none of this work delays the others. You may
-    call methods of ``model`` at the same time. Cancelling a coroutine, or leaving an
+    One thread runs the steps of the engine. Others tokenize prompts, render chat templates, encode
+    media, compile constraints and format answers, so that none of this work delays the others. You
+    may call methods of ``model`` at the same time. Cancelling a coroutine, or leaving an
     ``async for``, cancels its request.
     """
 
@@ -84,7 +86,13 @@ class AsyncLanguageModel:
         self._constraint_executor = _large_stack_executor("interposer-constraints")
         self._template_seconds = template_seconds
         self._template_calls = TimedCalls("interposer-chats", template_seconds)
-        executors = (self._prompt_executor, self._answer_executor, self._constraint_executor)
+        self._media_executor = ThreadPoolExecutor(_MEDIA_THREADS, "interposer-media")
+        executors = (
+            self._prompt_executor,
+            self._answer_executor,
+            self._constraint_executor,
+            self._media_executor,
+        )
         stops = [partial(ex.shutdown, wait=False, cancel_futures=True) for ex in executors]
         if self._constraints is not None:
             stops.append(partial(self._constraints.limit, None))
@@ -202,13 +210,38 @@ class AsyncLanguageModel:
         tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
         template: str | None = None,
         options: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Return the token ids of the prompt that ``chat`` uses, for example for ``stream``.
+    ) -> list[int | EmbeddedInput]:
+        """Return the prompt that ``chat`` uses; see ``LanguageModel.chat_prompt``.
 
         Raises: RequestError: a message is unusable, or there is no template.
         """
-        return await self.render_chat(
-            lambda tokenizer: tokenizer.chat.token_ids(messages, tools, template, options or {})
+        read_messages, kinds = self.model.read_messages(messages), self.model.media_kinds
+        chat = await self.render_chat(
+            lambda tokenizer: tokenizer.chat.render(
+                read_messages, tools, template, options or {}, kinds
+            )
+        )
+        return await self.media_prompt(chat.token_ids, chat.media)
+
+    async def media_prompt(
+        self, prompt: str | Sequence[int], media: Sequence[Media]
+    ) -> list[int | EmbeddedInput]:
+        """Return a prompt with pictures or sounds; see ``LanguageModel.media_prompt``.
+
+        Encoding delays neither the event loop nor the preparation of other prompts.
+
+        Raises: RequestError: as ``LanguageModel.media_prompt``; or the model was closed.
+        """
+        if isinstance(prompt, str):
+            token_ids: Sequence[int] = await self.tokenize(
+                lambda tokenizer: tokenizer.encode(prompt)
+            )
+        else:
+            token_ids = prompt
+        if not media:
+            return [*token_ids]
+        return await self._run(
+            self._media_executor, lambda: self.model.media_prompt(token_ids, media)
         )
 
     async def call(self, function: Callable[..., T], *args: Any, **options: Any) -> T:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,18 +31,43 @@ from interposer_engine._answers.detection import (
 )
 from interposer_engine._answers.formats import AnswerFormat
 from interposer_engine._answers.grammar import call_grammar
+from interposer_engine._content_parts import read_part
+from interposer_engine._media import Media
 from interposer_engine._sampling_params import Constraint
 
 Message = Mapping[str, Any]
-"""``role``, ``content`` and further fields that the template reads, such as ``tool_calls``."""
+"""``role``, ``content`` and further fields that the template reads, such as ``tool_calls``.
+
+The content is a text, or a list of text parts and ``Media``.
+"""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TAIL_TOKENS = 32  # holds the longest marker that opens reasoning
 _EXAMPLE = "Try: [{'role': 'user', 'content': 'Hello'}]"
 _NAME = re.compile(r"\(\?P<name>(?:[^()\\]|\\.)*\)")
+# Conversations in which a role has its usual place.
+_CONVERSATIONS = {
+    "user": ("user",),
+    "system": ("system", "user"),
+    "assistant": ("user", "assistant", "user"),
+}
+_PROBE = "interposer-probe"
 _TAG = re.compile(r"{[%{](.*?)[%}]}", re.DOTALL)
 _SPACE = re.compile(r"\\s[*+?]|\\n[*?]")
 _WHITE_SPACE = r"(?: |\n[ \t]{0,24})"
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """The prompt of a conversation before its media are encoded.
+
+    Attributes:
+        token_ids: Token ids, with one placeholder token for each medium.
+        media: Pictures and sounds of all messages, in order.
+    """
+
+    token_ids: list[int]
+    media: list[Media]
 
 
 class ChatRenderer:
@@ -56,6 +81,7 @@ class ChatRenderer:
     def __init__(self, tokenizer: Any, path: Path) -> None:
         self._tokenizer = tokenizer
         self._path = path
+        self._roles_with_lists: dict[str, frozenset[str]] = {}
 
     def token_ids(
         self,
@@ -66,14 +92,31 @@ class ChatRenderer:
     ) -> list[int]:
         """Return the token ids of the prompt for the next message of the assistant.
 
-        Texts of control tokens inside messages are tokenized as normal text, so that no message can
-        end itself and begin another one; transformers does so from 5.23 on.
+        Raises: RequestError: as ``render``; or a message has a picture or a sound.
+        """
+        return self.render(messages, tools, template, options).token_ids
 
+    def render(
+        self,
+        messages: Iterable[Message],
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None,
+        template: str | None,
+        options: Mapping[str, Any],
+        kinds: Collection[str] = (),
+    ) -> RenderedChat:
+        """Return the prompt for the next message of the assistant.
+
+        Texts of control tokens inside messages are tokenized as normal text, so that no message can
+        end itself and begin another one, or add the placeholder of a medium; transformers does so
+        from 5.23 on.
+
+        Args:
+            kinds: Kinds of media that the model takes.
         Raises: RequestError: a message is malformed; there is no template; the template refuses the
             messages; or the template does not name an unusual role.
         """
         read_template = self._template_text(template)
-        plain = plain_messages(messages, read_template)
+        plain = plain_messages(messages, read_template, kinds)
         if template is None and not self._tokenizer.chat_template:
             raise RequestError(
                 f"{self._path} holds no chat template, so messages cannot be written as the "
@@ -91,9 +134,10 @@ class ChatRenderer:
         sanitizing = (
             {"sanitize_control_tokens": True} if "sanitize_control_tokens" in parameters else {}
         )
+        with_lists = self._list_roles(template)
         try:
             prompt_ids = render(
-                plain,
+                [_with_parts(message, with_lists) for message in plain],
                 tools=None if tools is None else list(tools),
                 chat_template=template,
                 add_generation_prompt=True,
@@ -109,19 +153,54 @@ class ChatRenderer:
             ) from error
         check_roles(plain, read_template)
         # A template that ignores tools renders the same prompt without tools.
-        if tools and list(prompt_ids) == self.token_ids(plain, None, template, options):
+        without_tools = self.render(plain, None, template, options, kinds) if tools else None
+        if without_tools is not None and list(prompt_ids) == without_tools.token_ids:
             raise RequestError(
                 f"The chat template of {self._path} does not write tools, so the model would "
                 "not know of them. Try: leave tools out, or template=... that writes them"
             )
-        return list(prompt_ids)
+        return RenderedChat(list(prompt_ids), [*media_of(plain)])
 
-    def plain(self, messages: Iterable[Message]) -> list[dict[str, Any]]:
-        """Return messages as dicts with plain texts as contents, for the checkpoint's template.
+    def plain(
+        self, messages: Iterable[Message], kinds: Collection[str] = ()
+    ) -> list[dict[str, Any]]:
+        """Return messages as ``plain_messages`` does, for the checkpoint's template.
 
         Raises: RequestError: a message is malformed.
         """
-        return plain_messages(messages, self._template_text(None))
+        return plain_messages(messages, self._template_text(None), kinds)
+
+    def _list_roles(self, template: str | None) -> frozenset[str]:
+        """Return the roles of which the template ignores or refuses contents that are texts.
+
+        Templates of some vision models write only the parts of a list.
+        """
+        key = self._template_text(template)
+        if key not in self._roles_with_lists:
+            found: frozenset[str] = frozenset()
+            for role in _CONVERSATIONS:
+                if not self._writes(role, template, found) and self._writes(
+                    role, template, found | {role}
+                ):
+                    found |= {role}
+            self._roles_with_lists[key] = found | ({"tool"} if "user" in found else set())
+        return self._roles_with_lists[key]
+
+    def _writes(self, role: str, template: str | None, with_lists: frozenset[str]) -> bool:
+        """Return whether the template writes the text of a message."""
+        messages = [
+            {"role": name, "content": _PROBE if name == role else "Hello"}
+            for name in _CONVERSATIONS[role]
+        ]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [_with_parts(message, with_lists) for message in messages],
+                chat_template=template,
+                tokenize=False,
+            )
+        except Exception:  # noqa: BLE001 - templates can raise any error
+            return False
+        return _PROBE in text
 
     def reasoning_options(self, effort: str) -> dict[str, Any]:
         """Return the variables of the chat template that set how much the model reasons.
@@ -272,20 +351,25 @@ class ChatRenderer:
         return call_constraint(template, tools, special_ids)
 
 
-def plain_messages(messages: Iterable[Message], template: str) -> list[dict[str, Any]]:
-    """Convert messages to dicts with plain texts as contents.
+def plain_messages(
+    messages: Iterable[Message], template: str, kinds: Collection[str] = ()
+) -> list[dict[str, Any]]:
+    """Convert messages to dicts whose contents are texts, or lists of text parts and ``Media``.
 
-    Text parts of a content are joined. The role ``developer``, OpenAI's newer name, becomes
-    ``system`` if ``template`` does not name ``developer``.
+    Text parts of a content without media are joined. The role ``developer``, OpenAI's newer name,
+    becomes ``system`` if ``template`` does not name ``developer``.
 
-    Raises: RequestError: there are no messages, a message has no role, or a content is not text.
+    Args:
+        kinds: Kinds of media that the model takes.
+    Raises: RequestError: there are no messages, a message has no role, or a content is neither text
+        nor media of these kinds.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
         raise RequestError(
             f"messages is of the type {type(messages).__name__}, must be a list of messages. "
             f"{_EXAMPLE}"
         )
-    plain = [_plain(index, message) for index, message in enumerate(messages)]
+    plain = [_plain(index, message, kinds) for index, message in enumerate(messages)]
     if not plain:
         raise RequestError(f"messages is empty. {_EXAMPLE}")
     for message in plain:
@@ -309,7 +393,15 @@ def check_roles(messages: Iterable[Message], template: str) -> None:
             )
 
 
-def _plain(index: int, message: Any) -> dict[str, Any]:
+def media_of(plain: Iterable[Message]) -> Iterator[Media]:
+    """Yield the media of messages that ``plain_messages`` returned."""
+    for message in plain:
+        content = message.get("content")
+        if isinstance(content, list):
+            yield from (part for part in content if isinstance(part, Media))
+
+
+def _plain(index: int, message: Any, kinds: Collection[str]) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(
             f"Message {index} is {message!r:.200}, must have a 'role', which is a text. "
@@ -318,8 +410,14 @@ def _plain(index: int, message: Any) -> dict[str, Any]:
     content = message.get("content")
     place = f"messages[{index}].content"
     if isinstance(content, list | tuple):
-        parts = (_part_text(f"{place}[{at}]", part) for at, part in enumerate(content))
-        return {**message, "content": "".join(parts)}
+        parts = [read_part(f"{place}[{at}]", part, kinds) for at, part in enumerate(content)]
+        texts = [part for part in parts if isinstance(part, str)]
+        if len(texts) == len(parts):
+            return {**message, "content": "".join(texts)}
+        plain_parts = [
+            {"type": "text", "text": part} if isinstance(part, str) else part for part in parts
+        ]
+        return {**message, "content": plain_parts}
     if not (content is None or isinstance(content, str)):
         raise RequestError(
             f"{place} is {content!r:.100} of the type {type(content).__name__}; "
@@ -328,18 +426,19 @@ def _plain(index: int, message: Any) -> dict[str, Any]:
     return dict(message)
 
 
-def _part_text(place: str, part: Any) -> str:
-    if not isinstance(part, Mapping):
-        kind = f"{part!r:.100}, which is no part"
-    elif part.get("type") != "text":
-        kind = f"of the type {part.get('type')!r:.100}, which the model cannot read"
-    elif isinstance(text := part.get("text"), str):
-        return text
-    else:
-        kind = f"a part whose 'text' is {text!r:.100}, which is no text"
-    raise RequestError(
-        f"{place} is {kind}; allowed is 'text'. Try: {{'type': 'text', 'text': 'Hello'}}"
-    )
+def _with_parts(message: Mapping[str, Any], with_lists: Collection[str]) -> dict[str, Any]:
+    """Return a message as the template reads it: media have no content, only their kind.
+
+    Args:
+        with_lists: Roles whose contents are always lists of parts.
+    """
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [{"type": part.kind} if isinstance(part, Media) else part for part in content]
+        return {**message, "content": parts}
+    if message["role"] in with_lists and isinstance(content, str):
+        return {**message, "content": [{"type": "text", "text": content}] if content else []}
+    return dict(message)
 
 
 def call_constraint(

@@ -20,12 +20,14 @@ from interposer_engine._checkpoint.updates import Offer
 from interposer_engine._checkpoint.weights import Weights
 from interposer_engine._closed_model import ClosedModel, closed_error
 from interposer_engine._constrained_decoding.constraints import Constraints
+from interposer_engine._content_parts import with_media
 from interposer_engine._embedded_input import EmbeddedInput, PromptTokens, num_tokens
 from interposer_engine._engine import Engine
 from interposer_engine._generation_config import GenerationSettings
 from interposer_engine._input_encoder import InputEncoder
 from interposer_engine._lora.adapters import Adapters
 from interposer_engine._lora.files import Adapter
+from interposer_engine._media import Media
 from interposer_engine._sampling import chosen_params, is_listing, non_finite
 from interposer_engine._sampling_params import SamplingParams
 from interposer_engine._speculation.api import SpeculationCounts
@@ -396,7 +398,11 @@ class LanguageModel:
         """Return the next message of the assistant.
 
         Args:
-            messages: Messages with ``role`` and ``content``, the first one first.
+            messages: Messages with ``role`` and ``content``, the first one first. A content is a
+                text, or a list of parts: ``{"type": "text", "text": ...}``, ``{"type": "image",
+                "image": ...}`` with a path, bytes or a ``PIL.Image.Image``, ``{"type": "audio",
+                "audio": ...}``, ``Media``, or OpenAI's ``image_url`` and ``input_audio`` with the
+                content in base64.
             params: Sampling parameters, instead of single ``settings``.
             tools: JSON schemas of functions, or documented and typed functions, for templates that
                 offer tools to the model.
@@ -439,13 +445,60 @@ class LanguageModel:
         tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
         template: str | None = None,
         options: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Return the token ids of the prompt that ``chat`` uses, for example for ``stream``.
+    ) -> list[int | EmbeddedInput]:
+        """Return the prompt that ``chat`` uses, for example for ``stream``.
 
+        Returns: token ids, and the encoded pictures and sounds of the messages.
         Raises: RequestError: a message is unusable, or there is no template.
         """
+        read_messages = self.read_messages(messages)
         with self.engine.lock:  # some tokenizers are not thread-safe
-            return self.tokenizer.chat.token_ids(messages, tools, template, options or {})
+            chat = self.tokenizer.chat.render(
+                read_messages, tools, template, options or {}, self.media_kinds
+            )
+        return self.media_prompt(chat.token_ids, chat.media)
+
+    @property
+    def media_kinds(self) -> frozenset[str]:
+        """Kinds of media that prompts may have: ``"image"``, ``"audio"``, both or none."""
+        return frozenset() if self.input_encoder is None else self.input_encoder.kinds
+
+    def read_messages(self, messages: Iterable[Message]) -> Iterable[Message]:
+        """Return messages with ``Media`` in place of the parts that describe media.
+
+        Raises: RequestError: a part is malformed, or of a kind that the model does not take.
+        """
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
+            return messages  # refused by the chat renderer
+        return with_media(messages, self.media_kinds)
+
+    def media_prompt(
+        self, prompt: str | Sequence[int], media: Sequence[Media]
+    ) -> list[int | EmbeddedInput]:
+        """Return a prompt with pictures or sounds, for ``generate`` or ``stream``.
+
+        Other threads can run steps of the model meanwhile.
+
+        Args:
+            prompt: A text or token ids, with one placeholder token of the model for each medium,
+                such as ``<image>``.
+            media: Pictures and sounds in the order of their placeholders.
+        Raises: RequestError: a medium cannot be decoded or is too large, the number of placeholders
+            differs, or the model takes no media.
+        """
+        if isinstance(prompt, str):
+            with self.engine.lock:
+                token_ids: Sequence[int] = self.tokenizer.encode(prompt)
+        else:
+            token_ids = prompt
+        if not media:
+            return [*token_ids]
+        if self.input_encoder is None:
+            raise RequestError(
+                f"The prompt has media of the kind {media[0].kind!r}, but {self.path} has no "
+                "encoder for them, or was loaded without it. Try: a prompt without media"
+            )
+        return self.input_encoder.embed(token_ids, media)
 
     def logits(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +21,8 @@ from interposer_tools.options import AsJson, Kernels, Locked, PlatformName, Tens
 
 if TYPE_CHECKING:
     from interposer import Config
-    from interposer_engine._language_model import LanguageModel
+    from interposer_engine._embedded_input import EmbeddedInput
+    from interposer_engine._language_model import LanguageModel, Prompt
 
 
 # One request has no other to share a prefix with.
@@ -44,6 +45,14 @@ def run(
     ] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A file in UTF-8 with the text to continue.")
+    ] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="A picture before the prompt, which is then a message for the model's chat "
+            "template. Repeatable.",
+        ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to generate.")] = 64,
     sampling: Values,
@@ -76,12 +85,15 @@ def run(
             lm.load_adapter(adapter, adapter)
         load_s = time.perf_counter() - started
 
+        prompt_tokens: Prompt = text_prompt
+        if image:
+            prompt_tokens = lm.chat_prompt([_user_message(text_prompt, image)])
         text: list[str] = []
         arrivals: list[float] = []
         token_ids: list[int] = []
         reason: str | None = None
         started = time.perf_counter()
-        for delta in lm.stream(text_prompt, params):
+        for delta in lm.stream(prompt_tokens, params):
             arrivals.append(time.perf_counter() - started)
             text.append(delta.text)
             token_ids.append(delta.token_id)
@@ -117,6 +129,14 @@ def discover_plugins(config: Config | None) -> None:
     from interposer import current_registry
 
     current_registry(config)
+
+
+def _user_message(text: str, images: Sequence[Path]) -> dict[str, Any]:
+    """Return a message with pictures before its text."""
+    from interposer_engine._media import Media
+
+    parts = [Media("image", path.expanduser(), str(path)) for path in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
 def _given(sampling: Values) -> Values:
@@ -226,6 +246,7 @@ def _summary(count: int, reason: object, statistics: dict[str, Any]) -> str:
 _HELP = """\
 /clear         forget the conversation
 /system TEXT   set the system message, and forget the conversation
+/image FILE    add a picture to the next message
 /exit          end; so does Ctrl-D
 Ctrl-C stops an answer; the part shown so far stays in the conversation."""
 
@@ -277,7 +298,7 @@ def chat(
         lm = load_with_progress(load, model_dir, config=config, **options)
         settings = {**lm.suggested, **settings}
         conversation = _Conversation(lm, system, settings, template_text)
-        conversation.prompt("")  # fails early for a model without a template
+        conversation.check()
         context = lm.engine.model.config.max_position_embeddings
         _say(f"{model_dir}: {context} tokens of context. /help")
         _talk(conversation)
@@ -295,6 +316,11 @@ def _talk(conversation: _Conversation) -> None:
             _say(_HELP)
         elif command in ("/clear", "/system"):
             conversation.begin(argument.strip() if command == "/system" else conversation.system)
+        elif command == "/image":
+            try:
+                conversation.attach(Path(argument.strip()).expanduser())
+            except RequestError as error:
+                _say(f"error: {error}")
         elif command.startswith("/"):
             _say(f"Unknown command {command}.\n{_HELP}")
         elif line.strip():
@@ -322,16 +348,39 @@ class _Conversation:
     def begin(self, system: str | None) -> None:
         """Forget all messages and set the system message."""
         self.system = system
-        self._messages = [{"role": "system", "content": system}] if system else []
+        self._images: list[Path] = []
+        self._messages: list[dict[str, Any]] = (
+            [{"role": "system", "content": system}] if system else []
+        )
 
-    def prompt(self, text: str) -> list[int]:
-        """Return the token ids of the conversation with ``text`` as the next user message."""
-        messages = [*self._messages, {"role": "user", "content": text}]
-        return self._lm.chat_prompt(messages, template=self._template)
+    def attach(self, image: Path) -> None:
+        """Add a picture to the next message.
+
+        Raises: RequestError: the model takes no pictures, or there is no such file.
+        """
+        from interposer.errors import RequestError
+
+        if "image" not in self._lm.media_kinds:
+            raise RequestError(f"{self._lm.path} has no encoder for pictures. Try: another model")
+        if not image.is_file():
+            raise RequestError(f"{str(image)!r} is no file. Try: /image FILE")
+        self._images.append(image)
+
+    def check(self) -> None:
+        """Raise RequestError if the model has no usable chat template."""
+        self.prompt({"role": "user", "content": ""})
+
+    def prompt(self, message: dict[str, Any]) -> list[int | EmbeddedInput]:
+        """Return the prompt of the conversation with ``message`` as the next one."""
+        return self._lm.chat_prompt([*self._messages, message], template=self._template)
 
     def answer(self, text: str, show: Callable[[str], None]) -> str:
         """Stream an answer to ``show``, append question and answer, and return statistics."""
-        prompt = self.prompt(text)
+        from interposer_engine._embedded_input import num_tokens
+
+        images, self._images = self._images, []
+        message = _user_message(text, images) if images else {"role": "user", "content": text}
+        prompt = self.prompt(message)
         started = time.perf_counter()
         parts: list[str] = []
         arrivals: list[float] = []
@@ -348,7 +397,7 @@ class _Conversation:
         show("\n")
         # An interrupted answer stays in the conversation as far as it was shown.
         self._messages += [
-            {"role": "user", "content": text},
+            message,
             {"role": "assistant", "content": "".join(parts)},
         ]
         if not arrivals:
@@ -359,7 +408,7 @@ class _Conversation:
             f"{len(arrivals)} tokens ({reason or 'stopped'}), "
             f"first after {rates['time_to_first_token_s'] * 1e3:.0f} ms, "
             f"then {rates['tokens_per_second']:.1f} tokens/s, "
-            f"{len(prompt) + len(arrivals)} of {context} tokens of context"
+            f"{num_tokens(prompt) + len(arrivals)} of {context} tokens of context"
         )
 
 
