@@ -39,6 +39,14 @@ class Limits(_Checked):
         constraints: Limits on constraints of answers, which a child process compiles first. None
             compiles them in the server process only. A constraint can then crash the server, so
             use None only if you trust all clients.
+        media: Number of pictures and sounds in one request.
+        media_bytes: Size of the file of one picture or sound, in bytes.
+        media_seconds: Time to fetch a picture or sound from its address, in seconds.
+        image_pixels: Size of one picture, in pixels.
+        total_media_bytes: Size of the pictures and sounds of all requests whose prompts are being
+            prepared, in bytes. Further requests get status 503.
+        total_vector_bytes: Size of the encoded pictures and sounds in all unfinished requests, in
+            bytes. Further requests get status 503.
     Raises: ConfigError: a limit is not positive.
     """
 
@@ -51,6 +59,12 @@ class Limits(_Checked):
     template_seconds: float = 10.0
     stored_bytes: int = 64 * 2**20
     constraints: ConstraintLimits | None = field(default_factory=ConstraintLimits)
+    media: int = 16
+    media_bytes: int = 20 * 2**20
+    media_seconds: float = 10.0
+    image_pixels: int = 32 * 2**20
+    total_media_bytes: int = 256 * 2**20
+    total_vector_bytes: int = 4 * 2**30
 
 
 @dataclass(frozen=True)
