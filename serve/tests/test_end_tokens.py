@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from serve.tests.conftest import STDLIB, Served, events, serving
 
-from interposer_engine import LanguageModel, Speculation, load
+from interposer_engine import EmbeddedInput, LanguageModel, Speculation, load
 
 pytestmark = pytest.mark.process
 
@@ -25,7 +25,7 @@ def chat_answer(lm: LanguageModel) -> list[int]:
     return list(completion.token_ids)
 
 
-def chat_prompt(lm: LanguageModel) -> list[int]:
+def chat_prompt(lm: LanguageModel) -> list[int | EmbeddedInput]:
     return lm.chat_prompt([{"role": "user", "content": "import os"}])
 
 

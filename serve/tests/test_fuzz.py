@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from serve.tests.agents import NAME as AGENT
 from serve.tests.conftest import NAME, Served, serving
 from serve.tests.encoders import write_classifier, write_encoder
+from tests.media_model import ColourEncoder, write_media_model
 
 from interposer_adapt import load_encoder
-from interposer_engine import LanguageModel
+from interposer_engine import LanguageModel, load
 from interposer_serve._management import PATHS, SLEEP
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.xdist_group("serve")]
@@ -74,6 +75,13 @@ def fuzz_operation(cases: Any, name: str, headers: dict[str, str] | None) -> Non
 
 def test_no_request_makes_a_text_server_fail(served: Served) -> None:
     fuzz(served, NAME)
+
+
+def test_no_request_makes_a_server_of_pictures_fail(tmp_path: Path) -> None:
+    model = load(write_media_model(tmp_path / "colours"), "float32", cache_tokens=8192)
+    model.input_encoder = ColourEncoder(tmp_path / "colours")
+    with serving(model, "colours") as served:
+        fuzz(served, "colours")
 
 
 def test_no_request_makes_a_server_with_tools_and_keys_fail(agent: LanguageModel) -> None:

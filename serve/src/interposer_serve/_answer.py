@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from interposer_engine import Delta, Generation
+from interposer_engine import Delta, EmbeddedInput, Generation
 from interposer_engine.answers import AnswerReader, ParsedAnswer, Part, ReasoningPart
+from interposer_engine.parts import num_tokens
 
 
 @dataclass(slots=True)
@@ -71,22 +73,35 @@ class Usage:
         num_new_tokens: Tokens of all answers.
         num_cached_tokens: Tokens of prompts that were in the prefix cache.
         num_reasoning_tokens: Tokens of all answers that are reasoning.
+        num_media_tokens: Tokens of all prompts that are pictures or sounds, by kind.
     """
 
     num_prompt_tokens: int
     num_new_tokens: int = 0
     num_cached_tokens: int = 0
     num_reasoning_tokens: int = 0
+    num_media_tokens: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def media_details(self) -> dict[str, int]:
+        """Fields of OpenAI's APIs for the tokens of pictures and sounds; none without them."""
+        return {f"{kind}_tokens": count for kind, count in self.num_media_tokens.items()}
 
     @classmethod
     def of(cls, generation: Generation, answers: Sequence[Answer]) -> Usage:
         """Count the tokens of a generation that has ended."""
         # Several answers to a prompt compute the prompt once.
         sequences = [stream.sequence for stream in generation.answers[:: generation.n]]
+        prompts = [prompt for prompt, _ in generation.prompts]
+        media = Counter[str]()
+        for part in (part for prompt in prompts for part in prompt):
+            if isinstance(part, EmbeddedInput):
+                media[part.kind] += len(part)
         return cls(
-            sum(len(prompt) for prompt, _ in generation.prompts),
+            sum(map(num_tokens, prompts)),
             sum(len(answer.deltas) for answer in answers),
             # After a preemption, the prefix cache may hold the start of the answer, too.
             sum(min(sequence.num_shared, len(sequence.prompt)) for sequence in sequences),
             sum(answer.num_reasoning_tokens for answer in answers),
+            media,
         )

@@ -18,11 +18,13 @@ from interposer_engine import (
     AsyncLanguageModel,
     Compiled,
     Constraint,
+    EmbeddedInput,
     Generation,
     LanguageModel,
     SamplingParams,
 )
 from interposer_engine.answers import AnswerReader
+from interposer_engine.parts import num_tokens
 from interposer_serve._admission import Admission
 from interposer_serve._answer import Answer, Usage
 from interposer_serve._errors import ApiError, Gone, api_error
@@ -59,6 +61,7 @@ class Answering:
         self._metrics = metrics
         self._suggested = lm.suggested
         self._generations: set[Generation] = set()
+        self._num_vector_bytes = 0
 
     @asynccontextmanager
     async def preparing(self, request: Request, num_answers: int) -> AsyncIterator[None]:
@@ -95,7 +98,7 @@ class Answering:
         self,
         request: Request,
         body: SampledBody,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[list[int | EmbeddedInput]],
         formatter: Format,
         new_reader: Callable[[], AnswerReader],
         *,
@@ -119,12 +122,22 @@ class Answering:
             (prompt, self._params(body, prompt, max_new_tokens, constraint, salt))
             for prompt in prompts
         ]
-        num_prompt_tokens = sum(map(len, prompts))
+        num_prompt_tokens = sum(map(num_tokens, prompts))
         # Check again, because the places that were reserved during preparation are free by now.
         self.admission.check(body.n * len(rows))
+        vector_bytes = sum(map(_vector_bytes, prompts))
+        if vector_bytes and self._num_vector_bytes + vector_bytes > self._limits.total_vector_bytes:
+            raise ApiError(
+                503,
+                "The pictures and sounds of other requests take all memory for their vectors. "
+                "Try: again later",
+                code="media_full",
+                headers={"retry-after": "1"},
+            )
 
         def on_end(generation: Generation) -> None:
             deadline.cancel()
+            self._num_vector_bytes -= vector_bytes
             self._generations.discard(generation)
             self.admission.ended(generation)
             self._metrics.ended(generation)
@@ -135,6 +148,7 @@ class Answering:
         generation = self.model.open(
             rows, body.n, streams=body.stream, received=received, on_end=on_end
         )
+        self._num_vector_bytes += vector_bytes
         self._generations.add(generation)
         deadline = asyncio.get_running_loop().call_later(
             self._seconds_left(request), generation.fail, self._deadline_error
@@ -172,14 +186,14 @@ class Answering:
     def _params(
         self,
         body: SampledBody,
-        prompt: list[int],
+        prompt: list[int | EmbeddedInput],
         max_new_tokens: int,
         constraint: Constraint | None,
         salt: str,
     ) -> SamplingParams:
         allowed = self._limits.prompt_tokens
-        if allowed is not None and len(prompt) > allowed:
-            message = f"The prompt has {len(prompt)} tokens; allowed are {allowed}"
+        if allowed is not None and num_tokens(prompt) > allowed:
+            message = f"The prompt has {num_tokens(prompt)} tokens; allowed are {allowed}"
             raise ApiError(400, message, code="context_length_exceeded")
         context_left = self._lm.room(prompt)
         adapter = None if body.model == self._name else body.model
@@ -188,6 +202,13 @@ class Answering:
 
     async def _json(self, make: Callable[[], Any]) -> str:
         return await self.model.format_answer(lambda _: compact_json(make()))
+
+
+def _vector_bytes(prompt: Sequence[int | EmbeddedInput]) -> int:
+    """Return the size of the vectors in a prompt, in bytes."""
+    runs = [part for part in prompt if isinstance(part, EmbeddedInput)]
+    tensors = [tensor for run in runs for tensor in (run.embeddings, run.layer_embeddings)]
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 async def _stream(

@@ -26,6 +26,8 @@ from interposer_serve._errors import ApiError, respond
 from interposer_serve._guard import LOOPBACK, Guard, check_keys
 from interposer_serve._limits import Limits
 from interposer_serve._management import ManagementEndpoints
+from interposer_serve._media import MediaReader
+from interposer_serve._media_addresses import check_media_hosts
 from interposer_serve._model_source import Model, ModelSource
 from interposer_serve._models import Models
 from interposer_serve._openapi import openapi_document
@@ -54,6 +56,7 @@ def application(
     hosts: Collection[str] | None = LOOPBACK,
     origins: Collection[str] = (),
     management_keys: Collection[str] = (),
+    media_hosts: Collection[str] = (),
 ) -> Starlette:
     """Return the ASGI application that serves one or several models.
 
@@ -72,10 +75,14 @@ def application(
             ``"https://app.example.org"``; ``"*"`` allows all origins and needs keys.
         management_keys: Keys for endpoints that load and unload models and adapters and change
             weights. Without such keys, the server has none of these endpoints.
+        media_hosts: Hosts, each with or without a port, from which the server fetches the pictures
+            and sounds that requests name by HTTP addresses. An IP address among them may be
+            private; the addresses of other hosts must be public. Without hosts, requests must hold
+            the content itself.
     Raises: ConfigError: ``keys`` is not a list, a key cannot be sent in a header, two models or
         adapters have the same name, a single model has no name, ``default`` names no model, more
-        models stay loaded than ``max_loaded``, an origin is malformed, or all origins are allowed
-        without keys.
+        models stay loaded than ``max_loaded``, an origin or media host is malformed, or all origins
+        are allowed without keys.
     """
     checked_keys, checked_management = check_keys(keys), check_keys(management_keys)
     if both := checked_keys & checked_management:
@@ -86,11 +93,13 @@ def application(
     checked_origins = check_origins(origins, has_keys=bool(checked_keys))
     limits, metrics, created = limits or Limits(), Metrics(), int(time.time())
     stored = StoredResponses(limits.stored_bytes)
+    media = MediaReader(limits, check_media_hosts(media_hosts))
 
     def new_endpoints(loaded: Model, model_name: str) -> Endpoints:
         if isinstance(loaded, Encoder):
             return VectorEndpoints(loaded, model_name, limits)
-        return TextEndpoints(loaded, model_name, limits, ModelMetrics(metrics, model_name), stored)
+        model_metrics = ModelMetrics(metrics, model_name)
+        return TextEndpoints(loaded, model_name, limits, model_metrics, stored, media)
 
     models = Models(
         _sources(model, name),

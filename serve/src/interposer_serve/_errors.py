@@ -94,9 +94,13 @@ class ApiError(Exception):
         return b"data: " + ascii_json(self.body) + b"\n\n"
 
 
-def ascii_json(body: dict[str, Any]) -> bytes:
-    """Return a body as ASCII JSON, with lone surrogates escaped."""
-    return json.dumps(body, separators=(",", ":")).encode()
+def ascii_json(body: dict[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
+    """Return a body as ASCII JSON, with lone surrogates escaped.
+
+    Args:
+        default: Converts objects that are not JSON.
+    """
+    return json.dumps(body, separators=(",", ":"), default=default).encode()
 
 
 _OPENAI = ErrorFormat(

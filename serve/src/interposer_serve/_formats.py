@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -86,7 +86,10 @@ class OpenAIFormat(Format):
             "prompt_tokens": usage.num_prompt_tokens,
             "completion_tokens": usage.num_new_tokens,
             "total_tokens": usage.num_prompt_tokens + usage.num_new_tokens,
-            "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+            "prompt_tokens_details": {
+                "cached_tokens": usage.num_cached_tokens,
+                **usage.media_details,
+            },
             "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
         }
 
@@ -196,10 +199,13 @@ class ChatFormat(OpenAIFormat):
 
 
 def template_messages(
-    messages: list[dict[str, Any]], tokenizer: TextTokenizer
+    messages: list[dict[str, Any]], tokenizer: TextTokenizer, kinds: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Convert a client's messages for the chat template: contents to text, arguments to objects.
+    """Convert a client's messages for the chat template: parts of contents, arguments to objects.
 
+    Args:
+        messages: The messages, with ``Media`` in place of attachments.
+        kinds: Kinds of media that the model takes.
     Raises: ApiError: the content has a part that is not text, or arguments are not valid JSON.
     """
     # Templates cannot handle null, which clients send as the content of messages with tool calls.
@@ -208,7 +214,7 @@ def template_messages(
         for message in messages
     ]
     try:
-        plain = tokenizer.chat.plain(filled)
+        plain = tokenizer.chat.plain(filled, kinds)
     except RequestError as error:
         raise ApiError(400, str(error), param="messages", code="not_honoured") from None
     for index, message in enumerate(plain):

@@ -16,6 +16,12 @@ from pydantic import Field, WithJsonSchema
 
 from interposer_engine.answers import CallPart, Part, ReasoningPart, TextPart, ToolCall
 from interposer_serve._answer import Answer, Usage
+from interposer_serve._attachments import (
+    MESSAGES_FORM,
+    MESSAGES_SCHEMAS,
+    Attachment,
+    joined_contents,
+)
 from interposer_serve._errors import ERROR_FORMATS, ApiError, ErrorFormat, shown
 from interposer_serve._format import Format, LargeFields, new_id, to_json
 from interposer_serve._requests import FAIL_FAST, Body, BodyPart, ChatBody, check_tool_types
@@ -51,6 +57,7 @@ _BLOCK_SCHEMAS = [
     }
     for kind, fields in _BLOCK_FIELDS.items()
 ]
+_BLOCK_SCHEMAS += MESSAGES_SCHEMAS
 _MESSAGE = {
     "type": "object",
     "required": ["role", "content"],
@@ -133,6 +140,8 @@ class _Chat(ChatBody):
 
 class TokenCountBody(Body):
     """Request body of ``/v1/messages/count_tokens``."""
+
+    attachment_form = MESSAGES_FORM
 
     messages: Annotated[
         list[Annotated[dict[str, Any], WithJsonSchema(_MESSAGE)]], Field(min_length=1), FAIL_FAST
@@ -252,13 +261,16 @@ def _chat_messages(path: str, message: Mapping[str, Any]) -> list[dict[str, Any]
     if not isinstance(blocks, list):
         allowed = "a text or a list of blocks"
         raise _invalid(f"{path}.content is {shown(content)}; allowed is {allowed}")
-    texts, reasoning, calls = list[str](), list[str](), list[dict[str, Any]]()
+    texts, reasoning = list[str | list[Any]](), list[str]()
+    calls = list[dict[str, Any]]()
     results = list[dict[str, Any]]()
     for index, block in enumerate(blocks):
         place = f"{path}.content[{index}]"
         match block:
             case {"type": "text", "text": str(text)}:
                 texts.append(text)
+            case Attachment() if role == "user":
+                texts.append([block])
             case {"type": "thinking", "thinking": str(text)}:
                 reasoning.append(text)
             case {"type": "redacted_thinking"}:
@@ -272,18 +284,28 @@ def _chat_messages(path: str, message: Mapping[str, Any]) -> list[dict[str, Any]
                 function = {"name": name, "arguments": values}
                 calls.append({"id": call_id, "type": "function", "function": function})
             case {"type": "tool_result", "tool_use_id": str(call_id)}:
-                result = _text(f"{place}.content", block.get("content"))
+                result = _result(f"{place}.content", block.get("content"))
                 results.append({"role": "tool", "tool_call_id": call_id, "content": result})
             case _:
                 raise _invalid(f"{place} is {shown(block)}; allowed is a block of type {_BLOCKS}")
     if results and not texts:
         return results
-    chat_message: dict[str, Any] = {"role": role, "content": "".join(texts)}
+    chat_message: dict[str, Any] = {"role": role, "content": joined_contents(texts, "")}
     if reasoning:
         chat_message["reasoning_content"] = "".join(reasoning)
     if calls:
         chat_message["tool_calls"] = calls
     return [*results, chat_message]
+
+
+def _result(path: str, value: Any) -> str | list[Any]:
+    """Return the content of a tool's result: a text, or a list of parts if there are pictures."""
+    if isinstance(value, list) and any(isinstance(block, Attachment) for block in value):
+        return joined_contents(
+            [[block] if isinstance(block, Attachment) else _text(path, [block]) for block in value],
+            "\n",
+        )
+    return _text(path, value)
 
 
 def _text(path: str, value: Any) -> str:

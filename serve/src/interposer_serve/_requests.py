@@ -19,6 +19,7 @@ from pydantic import (
 
 from interposer.errors import RequestError, UnknownNameError
 from interposer_engine import Constraint, SamplingParams
+from interposer_serve._attachments import CHAT_FORM, CHAT_SCHEMAS, AttachmentForm
 from interposer_serve._errors import ApiError, shown
 
 _MAX_STOPS = 16
@@ -124,7 +125,10 @@ _MESSAGE = {
     "properties": {
         "role": {"enum": ["system", "developer", "user", "assistant", "tool", "function"]},
         "content": {
-            "anyOf": [{"type": ["string", "null"]}, {"type": "array", "items": _TEXT_PART}]
+            "anyOf": [
+                {"type": ["string", "null"]},
+                {"type": "array", "items": {"anyOf": [_TEXT_PART, *CHAT_SCHEMAS]}},
+            ]
         },
     },
 }
@@ -223,6 +227,8 @@ class Body(BaseModel):
 
     own_names: ClassVar[Mapping[str, str]] = {}
     """Names that the client's API has for fields, where they differ. Errors use these names."""
+    attachment_form: ClassVar[AttachmentForm | None] = None
+    """How the API writes pictures and sounds; None for a body without them."""
 
     # Without a model, the server's default model answers.
     model: str = Field("", description="a text")
@@ -558,6 +564,7 @@ class NamedFunction(BodyPart):
 class ChatBody(SampledBody):
     """Request body of ``/v1/chat/completions``."""
 
+    attachment_form = CHAT_FORM
     messages: _Messages = Field(
         min_length=1, description="a list of messages with role and content"
     )
@@ -640,6 +647,7 @@ class ChatBody(SampledBody):
 class TokenizeBody(Body):
     """Request body of ``/tokenize``: a text, or the messages of a chat."""
 
+    attachment_form = CHAT_FORM
     prompt: str | None = Field(None, description="a text")
     messages: _Messages | None = Field(None, description="a list of messages")
     tools: _Tools = Field([], description="a list of functions with JSON schemas")

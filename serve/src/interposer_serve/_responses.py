@@ -21,6 +21,12 @@ from interposer_engine.answers import (
     ToolCall,
 )
 from interposer_serve._answer import Answer, Usage
+from interposer_serve._attachments import (
+    RESPONSES_FORM,
+    RESPONSES_SCHEMAS,
+    Attachment,
+    joined_contents,
+)
 from interposer_serve._errors import ApiError, shown
 from interposer_serve._format import Format, LargeFields, new_id, to_json
 from interposer_serve._requests import (
@@ -35,28 +41,19 @@ from interposer_serve._turns import joined_turns
 
 _ITEMS = "'message', 'function_call', 'function_call_output' or 'reasoning'"
 _TEXT = {"type": "string"}
+_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": _TEXT},
+}
+_CONTENT = {"anyOf": [_TEXT, {"type": "array", "items": {"anyOf": [_PART, *RESPONSES_SCHEMAS]}}]}
 _MESSAGE_ITEM = {
     "type": "object",
     "required": ["role", "content"],
     "properties": {
         "type": {"const": "message"},
         "role": {"enum": ["system", "developer", "user", "assistant"]},
-        "content": {
-            "anyOf": [
-                _TEXT,
-                {
-                    "type": "array",
-                    "items": {
-                        "type": "object",
-                        "required": ["type", "text"],
-                        "properties": {
-                            "type": {"enum": ["input_text", "output_text"]},
-                            "text": _TEXT,
-                        },
-                    },
-                },
-            ]
-        },
+        "content": _CONTENT,
     },
 }
 _CALL_ITEM = {
@@ -75,7 +72,7 @@ _OUTPUT_ITEM = {
     "properties": {
         "type": {"const": "function_call_output"},
         "call_id": _TEXT,
-        "output": _TEXT,
+        "output": _CONTENT,
     },
 }
 _REASONING_ITEM = {
@@ -145,6 +142,7 @@ class _Chat(ChatBody):
 class ResponsesBody(Body):
     """Request body of ``/v1/responses``."""
 
+    attachment_form = RESPONSES_FORM
     input: str | Annotated[list[Annotated[dict[str, Any], WithJsonSchema(_ITEM)]], FAIL_FAST] = (
         Field(description="a text or a list of items")
     )
@@ -316,6 +314,8 @@ def chat_messages(path: str, items: Sequence[Mapping[str, Any]]) -> list[dict[st
             ):
                 content = _content(f"{place}.content", content)
                 if role == "assistant":
+                    if not isinstance(content, str):
+                        raise _invalid_item(place, item)
                     assistant()
                     texts.append(content)
                 else:
@@ -332,15 +332,18 @@ def _invalid_item(path: str, item: Any) -> ApiError:
     return ApiError(400, message, param="input", code="invalid_value")
 
 
-def _content(path: str, content: Any) -> str:
+def _content(path: str, content: Any) -> str | list[Any]:
+    """Return the text of a content; a list of parts if there are pictures or sounds."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         message = f"{path} is {shown(content)}; allowed is a text or a list of parts"
         raise ApiError(400, message, param="input", code="invalid_value")
-    texts = []
+    texts: list[str | list[Any]] = []
     for index, part in enumerate(content):
         match part:
+            case Attachment():
+                texts.append([part])
             case {"type": "input_text" | "output_text" | "text", "text": str(text)}:
                 texts.append(text)
             case {"type": "refusal", "refusal": str(text)}:
@@ -351,7 +354,7 @@ def _content(path: str, content: Any) -> str:
                     "a text, or parts of the type 'input_text' or 'output_text'"
                 )
                 raise ApiError(400, message, param="input", code="not_honoured")
-    return "".join(texts)
+    return joined_contents(texts, "")
 
 
 class ResponsesFormat(Format):
@@ -594,7 +597,10 @@ def _reasoning_item(text: str, status: str = "completed") -> dict[str, Any]:
 def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.num_prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        "input_tokens_details": {
+            "cached_tokens": usage.num_cached_tokens,
+            **usage.media_details,
+        },
         "output_tokens": usage.num_new_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
         "total_tokens": usage.num_prompt_tokens + usage.num_new_tokens,

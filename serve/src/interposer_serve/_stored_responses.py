@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from interposer_serve._attachments import original_part
 from interposer_serve._errors import ApiError, ascii_json
 
 
@@ -42,7 +43,8 @@ class StoredResponses:
             messages: Chat messages of the conversation, up to the answer.
         """
         content = ascii_json(
-            {"response": response, "input_items": input_items, "messages": messages}
+            {"response": response, "input_items": input_items, "messages": messages},
+            default=original_part,
         )
         with self._lock:
             self._contents[client, response["id"]] = content

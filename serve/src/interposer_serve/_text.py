@@ -16,17 +16,22 @@ from interposer_engine import (
     AsyncLanguageModel,
     Compiled,
     Constraint,
+    EmbeddedInput,
     LanguageModel,
+    Media,
     TextTokenizer,
 )
 from interposer_engine.answers import AnswerReader, PlainReader
+from interposer_engine.parts import num_tokens
 from interposer_serve._answering import Answering
+from interposer_serve._attachments import RESPONSES_FORM
 from interposer_serve._details import model_details
 from interposer_serve._endpoints import Answer, Endpoints
 from interposer_serve._errors import ApiError
 from interposer_serve._format import Format
 from interposer_serve._formats import ChatFormat, CompletionFormat, Echo, template_messages
 from interposer_serve._limits import Limits
+from interposer_serve._media import MediaReader
 from interposer_serve._messages import MessagesBody, MessagesFormat, TokenCountBody
 from interposer_serve._reading import PromptSizes
 from interposer_serve._requests import (
@@ -58,6 +63,7 @@ class TextEndpoints(Endpoints):
         limits: Limits,
         metrics: ModelMetrics,
         stored: StoredResponses,
+        media: MediaReader,
     ) -> None:
         """Prepare the endpoints, without starting the model's threads.
 
@@ -73,6 +79,7 @@ class TextEndpoints(Endpoints):
         self._limits = limits
         self._metrics = metrics
         self._stored = stored
+        self._media = media
         self._is_started = False
         self._sizes: PromptSizes
         self._model: AsyncLanguageModel
@@ -162,19 +169,19 @@ class TextEndpoints(Endpoints):
         """Return the next message of a conversation, in the format of any API."""
         tools, required = body.offered, body.required
         async with self._answering.preparing(request, body.n):
-            prompt = await self._chat_prompt(
-                body.messages, tools, body.chat_template_kwargs, body.reasoning_effort
+            token_ids, prompt = await self._chat_prompt(
+                body, body.messages, tools, body.chat_template_kwargs, body.reasoning_effort
             )
             constraint = body.constraint
             if required is not None:
-                constraint = await self._call_constraint(required, prompt)
+                constraint = await self._call_constraint(required, token_ids)
             field = body.constraint_field if required is None else "tools"
             compiled = await self._compiled(constraint, field)
             new_reader: Callable[[], AnswerReader] = PlainReader
             # A constraint on the text leaves no place for reasoning and calls.
             if body.constraint is None:
                 new_reader = await self._model.format_answer(
-                    lambda tokenizer: partial(tokenizer.chat.reader, prompt, tools)
+                    lambda tokenizer: partial(tokenizer.chat.reader, token_ids, tools)
                 )
         return await self._answering.respond(
             request,
@@ -193,6 +200,8 @@ class TextEndpoints(Endpoints):
         if body.previous_response_id is not None:
             previous = self._stored.get(client, body.previous_response_id, "previous_response_id")
             earlier_messages = previous["messages"]
+            kinds, limit = self._lm.media_kinds, self._limits.media
+            RESPONSES_FORM.attach(earlier_messages, kinds, limit, "previous input")
         chat = self._checked(body.chat(earlier_messages))
 
         def store(response: dict[str, Any], items: Sequence[dict[str, Any]]) -> None:
@@ -219,20 +228,22 @@ class TextEndpoints(Endpoints):
         """Count the tokens of a prompt: ``/v1/messages/count_tokens``."""
         chat = self._read(content, TokenCountBody).chat()
         async with self._answering.preparing(request, 1):
-            tokens = await self._chat_prompt(chat.messages, chat.offered, chat.chat_template_kwargs)
-        return JSONResponse({"input_tokens": len(tokens)})
+            _, prompt = await self._chat_prompt(
+                chat, chat.messages, chat.offered, chat.chat_template_kwargs
+            )
+        return JSONResponse({"input_tokens": num_tokens(prompt)})
 
     async def complete(self, request: Request, content: dict[str, Any]) -> Response:
         """Complete a prompt: ``/v1/completions``."""
         body = self._read(content, CompletionBody)
         async with self._answering.preparing(request, body.n * len(body.prompts)):
-            prompts = [
+            token_lists = [
                 await self._encoded(prompt) if isinstance(prompt, str) else prompt
                 for prompt in body.prompts
             ]
             compiled = await self._compiled(body.constraint, body.constraint_field)
             echoes: list[Echo] = []
-            for prompt, token_ids in zip(body.prompts, prompts, strict=True):
+            for prompt, token_ids in zip(body.prompts, token_lists, strict=True):
                 if body.echo:
                     echoes.append(await self._echo(prompt, token_ids))
         formatter = CompletionFormat(
@@ -247,7 +258,7 @@ class TextEndpoints(Endpoints):
         return await self._answering.respond(
             request,
             body,
-            prompts,
+            [list[int | EmbeddedInput](token_ids) for token_ids in token_lists],
             formatter,
             PlainReader,
             max_new_tokens=_DEFAULT_COMPLETION_TOKENS,
@@ -261,12 +272,14 @@ class TextEndpoints(Endpoints):
             raise ApiError(400, "Give either prompt or messages", param="prompt")
         async with self._answering.preparing(request, 1):
             if body.messages is not None:
-                tokens = await self._chat_prompt(
-                    body.messages, body.tools or None, body.chat_template_kwargs
+                tokens, prompt = await self._chat_prompt(
+                    body, body.messages, body.tools or None, body.chat_template_kwargs
                 )
+                count = num_tokens(prompt)
             else:
                 tokens = await self._encoded(body.prompt or "")
-        result = {"count": len(tokens), "max_model_len": self.context, "tokens": tokens}
+                count = len(tokens)
+        result = {"count": count, "max_model_len": self.context, "tokens": tokens}
         return JSONResponse(result)
 
     async def detokenize(self, request: Request, content: dict[str, Any]) -> Response:
@@ -300,10 +313,12 @@ class TextEndpoints(Endpoints):
         return await self._model.update_weights(tensors)
 
     def _read(self, content: dict[str, Any], body_type: type[B]) -> B:
-        """Validate the parsed body of a request.
+        """Validate the parsed body of a request, whose attachments are taken out of it.
 
         Raises: ApiError: a prompt is too large, a field is unusable, or two contradict each other.
         """
+        if (form := body_type.attachment_form) is not None:
+            form.attach(content.get(form.field), self._lm.media_kinds, self._limits.media)
         self._sizes.check(content)
         return self._checked(body_type.read(content))
 
@@ -326,18 +341,35 @@ class TextEndpoints(Endpoints):
 
     async def _chat_prompt(
         self,
+        body: Body,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
         options: dict[str, Any],
         effort: str | None = None,
-    ) -> list[int]:
-        def token_ids(tokenizer: TextTokenizer) -> list[int]:
-            chat = tokenizer.chat
-            effort_options = {} if effort is None else chat.reasoning_options(effort)
-            plain = template_messages(messages, tokenizer)
-            return chat.token_ids(plain, tools, None, {**effort_options, **options})
+    ) -> tuple[list[int], list[int | EmbeddedInput]]:
+        """Return the token ids that the chat template writes, and the prompt with media encoded.
 
-        return await self._model.render_chat(token_ids)
+        Raises: ApiError: a medium cannot be read.
+        """
+        kinds = self._lm.media_kinds
+        param = body.own_names.get("messages", "messages")
+
+        async with self._media.reading(messages, param) as read_messages:
+
+            def rendered(tokenizer: TextTokenizer) -> tuple[list[int], list[Media]]:
+                chat = tokenizer.chat
+                effort_options = {} if effort is None else chat.reasoning_options(effort)
+                plain = template_messages(read_messages, tokenizer, kinds)
+                template_options = {**effort_options, **options}
+                rendered_chat = chat.render(plain, tools, None, template_options, kinds)
+                return rendered_chat.token_ids, rendered_chat.media
+
+            token_ids, media = await self._model.render_chat(rendered)
+            try:
+                prompt = await self._model.media_prompt(token_ids, media)
+            except RequestError as error:
+                raise ApiError(400, str(error), param=param, code="media_not_read") from None
+        return token_ids, prompt
 
     async def _echo(self, prompt: str | list[int], token_ids: list[int]) -> Echo:
         tokens = self._lm.engine.checked_tokens(token_ids)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
+from interposer_serve._attachments import joined_contents
+
 _SYSTEM_ROLES = ("system", "developer")
 
 
@@ -18,20 +20,20 @@ def joined_turns(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]
     it stays in the prefix cache.
 
     Args:
-        messages: Messages whose contents are texts.
+        messages: Messages whose contents are texts or lists of parts.
     """
     placed: list[dict[str, Any]] = []
     for message in messages:
         is_later = bool(placed) and placed[-1]["role"] not in _SYSTEM_ROLES
         if message["role"] in _SYSTEM_ROLES and is_later:
-            text = f"<system-reminder>\n{message['content']}\n</system-reminder>"
-            placed.append({"role": "user", "content": text})
+            reminder = ["<system-reminder>\n", message["content"], "\n</system-reminder>"]
+            placed.append({"role": "user", "content": joined_contents(reminder, "")})
         else:
             placed.append(message)
     for kind, group in groupby(placed, _kind):
         if kind in ("system", "user"):
             joined = [*group]
-            content = "\n\n".join(message["content"] for message in joined)
+            content = joined_contents((message["content"] for message in joined), "\n\n")
             yield {"role": joined[0]["role"], "content": content}
         else:
             yield from group

@@ -141,6 +141,21 @@ def serve(
         int | None,
         typer.Option(min=1, help="Largest prompt in tokens; the default is the model's context."),
     ] = None,
+    media_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST",
+            help="Host from which the server may fetch pictures and sounds that requests name by "
+            "HTTP addresses, such as images.example.org or images.example.org:8443. Repeatable.",
+        ),
+    ] = None,
+    max_media: Annotated[
+        int, typer.Option(min=1, help="Maximum number of pictures and sounds in one request.")
+    ] = 16,
+    max_media_bytes: Annotated[
+        int, typer.Option(min=1, help="Largest file of a picture or sound in bytes.")
+    ] = 20 * 2**20,
+    max_pixels: Annotated[int, typer.Option(min=1, help="Largest picture in pixels.")] = 32 * 2**20,
     max_connections: Annotated[
         int, typer.Option(min=1, help="Maximum number of open connections.")
     ] = 1024,
@@ -251,6 +266,7 @@ def serve(
     """Serve models over HTTP with OpenAI's and Anthropic's APIs and a chat page."""
     from interposer import current_registry
     from interposer.errors import ConfigError
+    from interposer_serve._media_addresses import check_media_hosts
     from interposer_serve._origins import check_origins
 
     keys, manager_keys = _keys(api_keys), _keys(management_keys)
@@ -263,6 +279,7 @@ def serve(
 
     # Check all options before loading the model, which can take minutes.
     origins = check_origins(cors_origin or (), has_keys=bool(keys))
+    check_media_hosts(media_host or ())
     allowed_names = _host_names(allowed_host or ())
     tls = _tls(tls_certificate, tls_key)
     proxies = _proxies(proxy_headers, trusted_proxy or ())
@@ -300,7 +317,15 @@ def serve(
         _check_one_process(tensor_parallel, options)
     listening = _listen(host, port)  # first, because loading the model can take minutes
 
-    limits = Limits(queue, deadline, max_body, max_prompt)
+    limits = Limits(
+        queue,
+        deadline,
+        max_body,
+        max_prompt,
+        media=max_media,
+        media_bytes=max_media_bytes,
+        image_pixels=max_pixels,
+    )
     connection_limits = ConnectionLimits(
         _allowed_connections(max_connections), connections_per_address
     )
@@ -318,6 +343,7 @@ def serve(
             hosts=hosts,
             origins=origins,
             management_keys=manager_keys,
+            media_hosts=media_host or (),
         )
 
         server = Server(
