@@ -1,0 +1,162 @@
+"""Decoding of untrusted pictures: every limit is checked before a pixel is decoded.
+
+Pixels are those of ``transformers.image_utils.load_image``: upright by the EXIF orientation, RGB,
+and the first frame of an animation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from interposer.errors import RequestError, described, foreign_errors
+from interposer_engine import Media
+
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
+"""Formats of Pillow that are decoded. Other decoders, such as EPS, run programs or are rarely
+tested with hostile files."""
+_DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """Limits on the pictures of one prompt.
+
+    Attributes:
+        images: number of pictures.
+        file_bytes: size of a file.
+        pixels: width times height.
+        aspect_ratio: longer by shorter side. Image processors scale the shorter side of a picture
+            to a fixed length, so a long strip would become enormous.
+    """
+
+    images: int = 64
+    file_bytes: int = 32 << 20
+    pixels: int = 64 << 20
+    aspect_ratio: int = 200
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """A picture whose content is in memory, but not decoded.
+
+    Attributes:
+        place: name of the picture in errors.
+        content: bytes of a file, or a picture of Pillow.
+        digest: hash of the content; equal contents have equal pixels.
+    """
+
+    place: str
+    content: Any
+    digest: bytes
+
+
+def read_image(media: Media, limits: ImageLimits) -> ImageSource:
+    """Read the content of a picture, and hash it.
+
+    Raises: RequestError: the content is of another type, cannot be read, or exceeds a limit.
+    """
+    from PIL import Image
+
+    place = media.place or "The image"
+    content = media.content
+    if isinstance(content, Image.Image):
+        pixels = _upright(content, place, limits)
+        size = f"{pixels.size}".encode()
+        return ImageSource(place, pixels, blake2b(size + pixels.tobytes()).digest())
+    if isinstance(content, Path):
+        content = _read_file(content, place, limits)
+    if not isinstance(content, bytes | bytearray | memoryview):
+        raise RequestError(
+            f"{place} is of the type {type(content).__name__}, must be the bytes of a file, a Path "
+            "or a PIL.Image.Image"
+        )
+    _check_bytes(len(content), place, limits)
+    content = bytes(content)
+    return ImageSource(place, content, blake2b(content).digest())
+
+
+def decode_image(source: ImageSource, limits: ImageLimits) -> Any:
+    """Return the picture as an upright RGB ``PIL.Image.Image``.
+
+    Raises: RequestError: the file is damaged, of another format, or exceeds a limit.
+    """
+    from PIL import Image
+
+    if isinstance(source.content, Image.Image):
+        return source.content
+    try:
+        # Reads the header only.
+        image = Image.open(BytesIO(source.content), formats=FORMATS)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise _too_large(source.place, str(error), limits) from error
+    except foreign_errors() as error:
+        raise RequestError(
+            f"{source.place} is not a readable picture: {_reason(error)}. "
+            f"Try: a complete file in one of the formats {', '.join(FORMATS)}"
+        ) from error
+    return _upright(image, source.place, limits)
+
+
+def _read_file(path: Path, place: str, limits: ImageLimits) -> bytes:
+    try:
+        # The size first: a device file or a pipe could be endless.
+        if not path.is_file():
+            reason = "is not a file" if path.exists() else "does not exist"
+            raise RequestError(f"{place} is {str(path)!r:.200}, which {reason}")
+        _check_bytes(path.stat().st_size, place, limits)
+        with path.open("rb") as file:
+            return file.read(limits.file_bytes + 1)
+    except (OSError, ValueError) as error:
+        if isinstance(error, RequestError):
+            raise
+        raise RequestError(f"{place} cannot be read: {_reason(error)}") from error
+
+
+def _check_bytes(num_bytes: int, place: str, limits: ImageLimits) -> None:
+    if num_bytes > limits.file_bytes:
+        raise RequestError(
+            f"{place} has {num_bytes} bytes, at most {limits.file_bytes} are accepted. "
+            "Try: a smaller picture, or JPEG"
+        )
+
+
+def _upright(image: Any, place: str, limits: ImageLimits) -> Any:
+    """Decode the pixels, after the size was checked."""
+    from PIL import ImageOps
+
+    width, height = image.size
+    if width < 1 or height < 1:
+        raise RequestError(f"{place} is empty: {width} x {height} pixels")
+    if width * height > limits.pixels:
+        raise _too_large(place, f"{width} x {height} pixels", limits)
+    if max(width, height) > limits.aspect_ratio * min(width, height):
+        raise RequestError(
+            f"{place} is {width} x {height} pixels, a side may be at most {limits.aspect_ratio} "
+            "times as long as the other. Try: cut the picture"
+        )
+    try:
+        image = ImageOps.exif_transpose(image)
+        if image.mode == "P" and isinstance(image.info.get("transparency"), bytes):
+            # Same colours as without this step, which avoids a warning of Pillow.
+            image = image.convert("RGBA")
+        return image.convert("RGB")
+    except foreign_errors() as error:
+        raise RequestError(
+            f"{place} cannot be decoded: {_reason(error)}. Try: save the picture again, as PNG"
+        ) from error
+
+
+def _too_large(place: str, size: str, limits: ImageLimits) -> RequestError:
+    return RequestError(
+        f"{place} has too many pixels: {size}; at most {limits.pixels} are accepted. "
+        "Try: a smaller picture"
+    )
+
+
+def _reason(error: BaseException) -> str:
+    # The texts of Pillow may contain the repr of the whole input.
+    return described(error)[:200]
