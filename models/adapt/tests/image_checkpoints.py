@@ -75,6 +75,10 @@ def _qwen(name: str, vision: dict[str, Any], rope: dict[str, Any]) -> Callable[.
     return config
 
 
+def _config(name: str, **settings: Any) -> Any:
+    return getattr(transformers, name)(**settings)
+
+
 def _text(model_type: str) -> dict[str, Any]:
     return {"model_type": model_type, **TEXT}
 
@@ -159,7 +163,8 @@ FAMILIES: dict[str, Family] = {
         QWEN_TOKENS,
     ),
     "llava": Family(
-        lambda ids: transformers.LlavaConfig(
+        lambda ids: _config(
+            "LlavaConfig",
             text_config=_text("llama"),
             vision_config=_vision("clip_vision_model", projection_dim=16),
             image_token_id=ids["<image>"],
@@ -172,7 +177,8 @@ FAMILIES: dict[str, Family] = {
         settings=LLAVA,
     ),
     "pixtral": Family(
-        lambda ids: transformers.LlavaConfig(
+        lambda ids: _config(
+            "LlavaConfig",
             text_config=_text("mistral"),
             vision_config=_vision("pixtral", image_size=64, head_dim=8),
             image_token_id=ids["[IMG]"],
@@ -186,7 +192,8 @@ FAMILIES: dict[str, Family] = {
         settings={"patch_size": 8},
     ),
     "mistral3": Family(
-        lambda ids: transformers.Mistral3Config(
+        lambda ids: _config(
+            "Mistral3Config",
             text_config=_text("mistral"),
             vision_config=_vision("pixtral", image_size=64, head_dim=8),
             image_token_id=ids["[IMG]"],
@@ -199,7 +206,8 @@ FAMILIES: dict[str, Family] = {
         settings={"patch_size": 8, "spatial_merge_size": 2},
     ),
     "llava-next": Family(
-        lambda ids: transformers.LlavaNextConfig(
+        lambda ids: _config(
+            "LlavaNextConfig",
             text_config=_text("mistral"),
             vision_config=_vision("clip_vision_model", projection_dim=16),
             image_token_id=ids["<image>"],
@@ -212,7 +220,8 @@ FAMILIES: dict[str, Family] = {
         settings=LLAVA,
     ),
     "gemma3": Family(
-        lambda ids: transformers.Gemma3Config(
+        lambda ids: _config(
+            "Gemma3Config",
             text_config={**TEXT, "query_pre_attn_scalar": 8, "sliding_window": 32},
             vision_config=_vision("siglip_vision_model"),
             mm_tokens_per_image=4,
@@ -277,6 +286,37 @@ FAMILIES: dict[str, Family] = {
         },
         settings={"image_seq_length": 4},
     ),
+    "llama4": Family(
+        lambda ids: transformers.Llama4Config(
+            text_config={
+                **TEXT,
+                "intermediate_size_mlp": 48,
+                "num_local_experts": 2,
+                "attention_chunk_size": 64,
+            },
+            vision_config={
+                **_vision("llama4_vision_model", intermediate_size=64),
+                "vision_output_dim": 24,
+                "projector_input_dim": 24,
+                "projector_output_dim": 24,
+            },
+            image_token_index=ids["<|patch|>"],
+            boi_token_index=ids["<|image_start|>"],
+            eoi_token_index=ids["<|image_end|>"],
+        ),
+        "<|image|>",
+        "Llama4Processor",
+        ("Llama4ImageProcessor", {"size": {"height": 32, "width": 32}, "max_patches": 4}),
+        (
+            "<|image|>",
+            "<|image_start|>",
+            "<|image_end|>",
+            "<|patch|>",
+            "<|tile_x_separator|>",
+            "<|tile_y_separator|>",
+        ),
+        settings={"patch_size": 8},
+    ),
 }
 
 
@@ -285,7 +325,9 @@ def write_checkpoint(family: Family, path: Path) -> tuple[Any, dict[str, int]]:
     path.mkdir(parents=True, exist_ok=True)
     ids = _write_tokenizer(family, path)
     name, settings = family.image_processor
-    getattr(transformers, name)(**settings).save_pretrained(path)
+    # As text: the class of some models needs torchvision.
+    pictures = {"image_processor_type": name, **settings}
+    (path / "preprocessor_config.json").write_text(json.dumps(pictures), encoding="utf-8")
     processor = {"processor_class": family.processor, **family.settings}
     (path / "processor_config.json").write_text(json.dumps(processor), encoding="utf-8")
     torch.manual_seed(0)
@@ -307,11 +349,16 @@ def _write_tokenizer(family: Family, path: Path) -> dict[str, int]:
         tokenizer_object=tokenizer, extra_special_tokens=family.names or None
     )
     fast.save_pretrained(path)
-    return {text: fast.convert_tokens_to_ids(text) for text in family.specials}
+    ids: Any = fast.convert_tokens_to_ids(list(family.specials))
+    return dict(zip(family.specials, ids, strict=True))
 
 
 def picture(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Image.Image:
     """Return a picture of random colours that vary smoothly."""
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.randint(0, 256, (5, 7, 3), generator=generator, dtype=torch.uint8)
-    return Image.fromarray(coarse.numpy()).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
+    return (
+        Image.fromarray(coarse.numpy())
+        .resize((width, height), Image.Resampling.BICUBIC)
+        .convert(mode)
+    )

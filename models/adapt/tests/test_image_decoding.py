@@ -126,7 +126,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "zeros": (lambda: bytes(1000), "not a readable picture"),
     "svg": (lambda: b"<svg xmlns='http://www.w3.org/2000/svg'/>", "not a readable picture"),
     "eps, which runs a program": (_eps, "one of the formats BMP, GIF"),
-    "png header alone": (lambda: READABLE["png"]()[:40], "not a readable picture|cannot be decoded"),
+    "png header alone": (
+        lambda: READABLE["png"]()[:40],
+        "not a readable picture|cannot be decoded",
+    ),
     "half a png": (lambda: _half("png"), "cannot be decoded"),
     "half a jpeg": (lambda: _half("jpeg"), "not a readable picture|cannot be decoded"),
     "half a gif": (lambda: _half("gif-animated"), "cannot be decoded"),

@@ -1,68 +1,382 @@
-"""Images in prompts: the ids and vectors of transformers' processor and model."""
+"""Images in prompts: the tokens, vectors and positions of transformers' processors and models."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from models.adapt.tests.image_checkpoints import FAMILIES, picture, write_checkpoint
+from models.adapt.tests.image_checkpoints import FAMILIES, Family, picture, write_checkpoint
+from models.conftest import CONFIGS
+from models.conftest import write_checkpoint as write_text_checkpoint
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from interposer import Config, Resolver, place
+import interposer
+from interposer.errors import CheckpointError, RequestError
+from interposer_adapt._image_decoding import ImageLimits
 from interposer_adapt._image_encoder import ImageEncoder
 from interposer_adapt._image_processors import load_processor
+from interposer_adapt._image_tower import ImageTower, load_tower
 from interposer_adapt._input_encoders import load_input_encoder
-from interposer_engine import Checkpoint, EmbeddedInput, Media
+from interposer_engine import Checkpoint, EmbeddedInput, Media, Plan, plan
+
+SIZES = ((40, 30), (64, 100), (90, 31))
 
 
-def fake_plan(path: Path) -> Any:
-    config = Config()
-    placement = place(config)
-    resolver = Resolver.at(placement, config)
-    return SimpleNamespace(path=path, dtype=torch.float32, placement=placement, resolver=resolver, numerics=lambda: placement.platform.numerics(config.numerics))
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint, its model and processor in transformers, and our encoder of it."""
+
+    family: Family
+    path: Path
+    model: Any
+    processor: Any
+    tower: ImageTower
+    encoder: ImageEncoder
+
+    def prompt(self, num_images: int) -> str:
+        """Return a text with placeholders: alone, next to newlines, and next to each other."""
+        parts = ["A {}\nB", "\n{}", "{}\n\nC?"]
+        texts = [parts[i].format(self.family.placeholder) for i in range(num_images)]
+        return "".join(texts) or "A text\n\nalone"
+
+    def token_ids(self, text: str) -> list[int]:
+        """Return the token ids of a prompt, as ``lm.chat`` tokenizes it."""
+        ids: list[int] = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def embed(self, images: Sequence[Any]) -> list[int | EmbeddedInput]:
+        """Return our prompt with images."""
+        media = [Media("image", image, f"image {i}") for i, image in enumerate(images)]
+        return self.encoder.embed(self.token_ids(self.prompt(len(images))), media)
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """The plan of a small text model."""
+    path = tmp_path_factory.mktemp("text")
+    write_text_checkpoint(CONFIGS["llama"](), path)
+    return plan(path, dtype="float32")
+
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path = tmp_path_factory.mktemp("checkpoint")
-    model, ids = write_checkpoint(FAMILIES[request.param], path)
-    checkpoint = Checkpoint.open(path)
-    encoder = load_input_encoder(checkpoint, fake_plan(path))
-    return SimpleNamespace(family=FAMILIES[request.param], model=model, ids=ids, encoder=encoder, path=path, processor=load_processor(path, model.config.model_type))
+def case(
+    request: pytest.FixtureRequest, planned: Plan, tmp_path_factory: pytest.TempPathFactory
+) -> Case:
+    """Each family."""
+    return write_case(request.param, tmp_path_factory.mktemp(request.param), planned)
 
 
-def reference(case: Any, text: str, images: Sequence[Image.Image]) -> tuple[list[int], dict[str, Any]]:
-    inputs = case.processor(text=[text], images=list(images) or None, return_tensors="pt", add_special_tokens=False)
-    decoder = case.model.get_decoder()
+@pytest.fixture(scope="module")
+def llava(planned: Plan, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """One family, for promises that all of them keep in the same way."""
+    return write_case("llava", tmp_path_factory.mktemp("one"), planned)
+
+
+def write_case(name: str, path: Path, planned: Plan) -> Case:
+    """Write the checkpoint of a family, and load its encoder."""
+    model, _ = write_checkpoint(FAMILIES[name], path)
+    processor = load_processor(path, model.config.model_type)
+    tower = load_tower(Checkpoint.open(path), planned)
+    encoder = ImageEncoder(tower, processor, planned)
+    return Case(FAMILIES[name], path, model, processor, tower, encoder)
+
+
+def decoder_inputs(case: Case, inputs: Any) -> dict[str, Any]:
+    """Return the inputs that transformers' model gives to its decoder."""
     seen: dict[str, Any] = {}
-    hook = decoder.register_forward_pre_hook(lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True)
-    with torch.no_grad():
-        case.model(**inputs)
-    hook.remove()
-    return inputs["input_ids"][0].tolist(), seen
+
+    def record(_: Any, args: Any, kwargs: Any) -> None:
+        seen.update(kwargs)
+
+    hook = case.model.get_decoder().register_forward_pre_hook(record, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            case.model(**inputs)
+    finally:
+        hook.remove()
+    return seen
 
 
-def test_vectors(case: Any) -> None:
-    images = [picture(40, 30, 1), picture(64, 100, 2), picture(90, 31, 3)]
-    text = f"A{case.family.placeholder}\nB {case.family.placeholder}{case.family.placeholder}\n\nC?"
-    expected_ids, seen = reference(case, text, images)
-    plain = case.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
-    media = [Media("image", image, f"picture {i}") for i, image in enumerate(images)]
-    prompt = case.encoder.embed(plain, media)
+def rows(case: Case, prompt: Sequence[int | EmbeddedInput]) -> Iterator[tuple[int, Tensor, bool]]:
+    """Yield each token of a prompt: its id, its vector, and whether it sees the tokens behind."""
     table = case.model.get_input_embeddings()
-    vector_id = case.model.config.image_token_id
-    ids, rows = [], []
-    for token in prompt:
-        if isinstance(token, EmbeddedInput):
-            ids += [vector_id] * len(token.embeddings)
-            rows.append(token.embeddings)
+    for part in prompt:
+        if isinstance(part, EmbeddedInput):
+            for vector in part.embeddings:
+                yield case.model.config.image_token_id, vector, part.attends_both_ways
         else:
-            ids.append(token)
-            rows.append(table(torch.tensor([token])))
-    assert ids == expected_ids
-    torch.testing.assert_close(torch.cat(rows), seen["inputs_embeds"][0], rtol=1e-4, atol=1e-5)
-    print([t for t in prompt if not isinstance(t, EmbeddedInput)][:10], seen.keys())
+            yield part, table(torch.tensor(part)), False
+
+
+def positions(prompt: Sequence[int | EmbeddedInput]) -> Tensor:
+    """Return the M-RoPE positions ``[3, T]`` of a prompt."""
+    columns, start = [], 0
+    for part in prompt:
+        if isinstance(part, EmbeddedInput):
+            assert part.positions is not None
+            assert part.num_positions is not None
+            columns.append(part.positions.T + start)
+            start += part.num_positions
+        else:
+            columns.append(torch.full((3, 1), start))
+            start += 1
+    return torch.cat(columns, dim=1)
+
+
+@pytest.mark.landing(14)
+@pytest.mark.parametrize("num_images", [0, 1, 3])
+def test_a_prompt_is_that_of_transformers(case: Case, num_images: int) -> None:
+    images = [picture(*size, seed=i) for i, size in enumerate(SIZES[:num_images])]
+    text = case.prompt(num_images)
+    inputs = case.processor(
+        text=[text], images=images or None, return_tensors="pt", add_special_tokens=False
+    )
+    if "pixel_values" in inputs:
+        inputs["pixel_values"] = inputs["pixel_values"].float()  # bfloat16 in Llama 4
+    expected = decoder_inputs(case, inputs)
+    prompt = case.embed(images)
+    token_ids, vectors, both_ways = zip(*rows(case, prompt), strict=True)
+    assert list(token_ids) == inputs["input_ids"][0].tolist()
+    wanted = expected["inputs_embeds"][0]
+    scale = float(wanted.abs().max())
+    torch.testing.assert_close(torch.stack(vectors), wanted, rtol=0, atol=1e-4 * scale)
+    if "token_type_ids" in inputs:
+        # Gemma 3: by these, transformers lets the tokens of an image see each other.
+        assert list(both_ways) == inputs["token_type_ids"][0].bool().tolist()
+    runs = [part for part in prompt if isinstance(part, EmbeddedInput)]
+    if images and hasattr(case.model.base_model, "get_rope_index"):
+        assert torch.equal(positions(prompt), expected["position_ids"][-3:, 0])
+    else:
+        assert all(run.positions is None and run.num_positions is None for run in runs)
+    if images and expected.get("deepstack_visual_embeds") is not None:
+        each = [run.layer_embeddings for run in runs if run.layer_embeddings is not None]
+        layers = torch.cat(each, dim=1)
+        torch.testing.assert_close(
+            layers, torch.stack(list(expected["deepstack_visual_embeds"])), rtol=0, atol=1e-4
+        )
+    else:
+        assert all(run.layer_embeddings is None for run in runs)
+
+
+@pytest.mark.landing(4)
+def test_a_white_and_a_wide_image(case: Case) -> None:
+    for image in (Image.new("L", (1, 1), 255), picture(300, 20)):
+        text = case.prompt(1)
+        inputs = case.processor(
+            text=[text],
+            images=[image.convert("RGB")],
+            return_tensors="pt",
+            add_special_tokens=False,
+        )
+        ids = [token_id for token_id, _, _ in rows(case, case.embed([image]))]
+        assert ids == inputs["input_ids"][0].tolist()
+
+
+@pytest.mark.landing(4)
+def test_the_encoder_is_loaded_without_the_decoder(case: Case) -> None:
+    model = case.tower.adapted.model
+    decoder = {id(each) for each in case.model.get_decoder().parameters()}
+    decoder.add(id(case.model.get_output_embeddings().weight))
+    expected = {name for name, each in case.model.named_parameters() if id(each) not in decoder}
+    assert {name for name, _ in model.named_parameters()} == expected
+
+
+def test_explain_lists_the_kernels_of_an_encoder(llava: Case) -> None:
+    explanation = str(interposer.explain(llava.encoder))
+    assert "layer_norm" in explanation
+    assert "vision_tower" in explanation
+
+
+@pytest.mark.landing(4)
+def test_images_of_several_threads_at_once(case: Case, planned: Plan) -> None:
+    sizes = [(20 + 10 * (i % 3), 30 + 7 * (i % 2)) for i in range(6)]
+    images = [picture(*size, seed=10 + i) for i, size in enumerate(sizes)]
+    with ThreadPoolExecutor(6) as threads:
+        results = list(threads.map(lambda image: case.embed([image]), images))
+    without_cache = ImageEncoder(case.tower, case.processor, planned, cached_bytes=0)
+    for image, result in zip(images, results, strict=True):
+        media = [Media("image", image)]
+        alone = without_cache.embed(case.token_ids(case.prompt(1)), media)
+        assert digests(result) == digests(alone)
+        for ours, theirs in zip(rows(case, result), rows(case, alone), strict=True):
+            # Matmuls of other sizes sum in another order; vectors have lengths of 1 to 10.
+            torch.testing.assert_close(ours[1], theirs[1], rtol=1e-4, atol=1e-4)
+
+
+def digests(prompt: Sequence[int | EmbeddedInput]) -> list[bytes]:
+    """Return the digests of the runs of a prompt."""
+    return [part.digest for part in prompt if isinstance(part, EmbeddedInput)]
+
+
+@pytest.mark.landing(4)
+def test_equal_images_have_equal_digests_and_others_do_not(case: Case) -> None:
+    first, second, third = picture(40, 30), picture(40, 30), picture(40, 30, seed=9)
+    runs = [digests(case.embed([image])) for image in (first, second, third)]
+    assert runs[0] == runs[1]
+    assert not set(runs[0]) & set(runs[2])
+    # The parts of one image have different vectors.
+    assert len(set(runs[0])) == len(runs[0])
+
+
+def test_digests_depend_on_the_settings_of_the_processor(llava: Case, planned: Plan) -> None:
+    processor = load_processor(llava.path, "llava")
+    processor.image_processor.image_mean = [0.0, 0.0, 0.0]
+    other = ImageEncoder(llava.tower, processor, planned)
+    image = picture(40, 30)
+    ours, theirs = (_runs(encoder, llava, image)[0] for encoder in (other, llava.encoder))
+    assert ours.digest != theirs.digest
+
+
+def _runs(encoder: ImageEncoder, case: Case, image: Image.Image) -> list[EmbeddedInput]:
+    media = [Media("image", image)]
+    prompt = encoder.embed(case.token_ids(case.prompt(1)), media)
+    return [part for part in prompt if isinstance(part, EmbeddedInput)]
+
+
+def test_recent_images_are_not_encoded_again(llava: Case, planned: Plan) -> None:
+    images = [picture(40, 30, seed=i) for i in range(3)]
+    size = sum(run.embeddings.nbytes for run in _runs(llava.encoder, llava, images[0]))
+    encoder = ImageEncoder(llava.tower, llava.processor, planned, cached_bytes=2 * size)
+    first, second = (_runs(encoder, llava, image)[0] for image in images[:2])
+    assert _runs(encoder, llava, images[0])[0] is first
+    # The third image takes the place of the second, which was used before the first.
+    _runs(encoder, llava, images[2])
+    assert _runs(encoder, llava, images[0])[0] is first
+    again = _runs(encoder, llava, images[1])[0]
+    assert again is not second
+    assert torch.equal(again.embeddings, second.embeddings)
+
+
+def _wrong_count(case: Case) -> None:
+    case.encoder.embed(case.token_ids(case.prompt(2)), [Media("image", picture(40, 30))])
+
+
+def _wrong_kind(case: Case) -> None:
+    case.encoder.embed(case.token_ids(case.prompt(1)), [Media("audio", b"", "input[0]")])
+
+
+def _broken_image(case: Case) -> None:
+    case.embed([picture(40, 30), b"\x89PNG\r\n\x1a\n", picture(40, 30)])
+
+
+REFUSALS: dict[str, tuple[Callable[[Case], None], str]] = {
+    "count": (_wrong_count, "2 placeholders for images.*but 1 images are given"),
+    "kind": (_wrong_kind, r"input\[0\] is of the kind 'audio'; the model takes image"),
+    "broken": (_broken_image, "^image 1 is not a readable picture"),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSALS)
+def test_wrong_prompts_are_refused(llava: Case, reason: str) -> None:
+    refused, text = REFUSALS[reason]
+    with pytest.raises(RequestError, match=text):
+        refused(llava)
+
+
+def test_the_number_of_images_is_limited(llava: Case, planned: Plan) -> None:
+    encoder = ImageEncoder(llava.tower, llava.processor, planned, limits=ImageLimits(images=1))
+    media = [Media("image", picture(40, 30))] * 2
+    with pytest.raises(RequestError, match="has 2 images, at most 1 are accepted"):
+        encoder.embed(llava.token_ids(llava.prompt(2)), media)
+
+
+def test_an_image_that_the_processor_refuses(llava: Case, planned: Plan) -> None:
+    processor = load_processor(llava.path, "llava")
+    processor.image_processor.size = {}
+    encoder = ImageEncoder(llava.tower, processor, planned)
+    with pytest.raises(RequestError, match=r"^here, 40 x 30 pixels, is refused by the model's"):
+        encoder.embed(llava.token_ids("<image>"), [Media("image", picture(40, 30), "here")])
+
+
+def test_a_failure_of_the_encoder_concerns_one_image(llava: Case, planned: Plan) -> None:
+    processor = load_processor(llava.path, "llava")
+    # Pictures keep their sizes, and one of them has more patches than the encoder has positions.
+    processor.image_processor.do_resize = processor.image_processor.do_center_crop = False
+    encoder = ImageEncoder(llava.tower, processor, planned)
+    good, bad = picture(32, 32), picture(64, 64)
+    with pytest.raises(RequestError, match=r"^bad fails in the model's image encoder"):
+        encoder.embed(
+            llava.token_ids("<image><image>"),
+            [Media("image", good, "good"), Media("image", bad, "bad")],
+        )
+    assert encoder.embed(llava.token_ids("<image>"), [Media("image", good)])
+
+
+def test_the_provider_loads_the_encoder(llava: Case, planned: Plan) -> None:
+    encoder = load_input_encoder(Checkpoint.open(llava.path), planned)
+    assert encoder is not None
+    image = picture(40, 30)
+    assert torch.equal(
+        _runs(encoder, llava, image)[0].embeddings, _runs(llava.encoder, llava, image)[0].embeddings
+    )
+    assert "images are encoded by LlavaForConditionalGeneration" in planned.resolver.notes[-1]
+
+
+def test_a_checkpoint_without_a_tensor_of_the_encoder(
+    llava: Case, planned: Plan, tmp_path: Path
+) -> None:
+    _copy(llava.path, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    removed = next(name for name in tensors if "projector" in name)
+    del tensors[removed]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lacks the tensor.*projector") as refusal:
+        load_input_encoder(Checkpoint.open(tmp_path), planned)
+    assert "text_only=True" in str(refusal.value)
+
+
+def test_a_checkpoint_without_its_processor(llava: Case, planned: Plan, tmp_path: Path) -> None:
+    _copy(llava.path, tmp_path)
+    (tmp_path / "preprocessor_config.json").unlink()
+    with pytest.raises(CheckpointError, match="processor for its images"):
+        load_input_encoder(Checkpoint.open(tmp_path), planned)
+
+
+def test_the_encoder_of_a_quantized_checkpoint(llava: Case, planned: Plan, tmp_path: Path) -> None:
+    _copy(llava.path, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "fp8", "modules_to_not_convert": ["vision"]}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    encoder = load_input_encoder(Checkpoint.open(tmp_path), planned)
+    assert encoder is not None
+    image = picture(40, 30)
+    ours, theirs = (_runs(each, llava, image)[0] for each in (encoder, llava.encoder))
+    assert torch.equal(ours.embeddings, theirs.embeddings)
+
+
+def test_weights_that_are_not_finite(llava: Case, planned: Plan, tmp_path: Path) -> None:
+    _copy(llava.path, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in tensors if "projector" in name)
+    tensors[name][..., 0] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="projector"):
+        load_input_encoder(Checkpoint.open(tmp_path), planned)
+
+
+def _copy(source: Path, target: Path) -> None:
+    for file in source.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+
+
+def test_without_pillow_a_note_names_the_package(
+    llava: Case, planned: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert load_input_encoder(Checkpoint.open(llava.path), planned) is None
+    assert "interposer-adapt[images]" in planned.resolver.notes[-1]
+
+
+def test_models_without_images_have_no_encoder(planned: Plan) -> None:
+    checkpoint = planned.checkpoint
+    assert isinstance(checkpoint, Checkpoint)
+    assert load_input_encoder(checkpoint, planned) is None

@@ -54,12 +54,12 @@ class PreparedImage:
     @property
     def nbytes(self) -> int:
         """Size of the encoder's inputs in bytes."""
-        return sum(each.nbytes for each in self.inputs.values())
+        return sum(tensor.nbytes for tensor in self.inputs.values())
 
     @property
     def shapes(self) -> tuple[tuple[str, Size], ...]:
         """The shapes that the pictures of a batch have in common."""
-        return tuple((name, each.shape[1:]) for name, each in sorted(self.inputs.items()))
+        return tuple((name, tensor.shape[1:]) for name, tensor in sorted(self.inputs.items()))
 
 
 @dataclass(slots=True, eq=False)
@@ -139,11 +139,11 @@ class ImageEncoder:
         Raises: RequestError: a picture cannot be decoded, exceeds a limit or has the wrong kind;
             or the number of placeholders is not that of pictures.
         """
-        for each in media:
-            if each.kind not in self.kinds:
+        for medium in media:
+            if medium.kind not in self.kinds:
                 raise RequestError(
-                    f"{each.place or 'The medium'} is of the kind {each.kind!r}; the model takes "
-                    f"{', '.join(sorted(self.kinds))}"
+                    f"{medium.place or 'The medium'} is of the kind {medium.kind!r}; "
+                    f"the model takes {', '.join(sorted(self.kinds))}"
                 )
         texts: list[list[int]] = [[]]
         for token_id in token_ids:
@@ -174,8 +174,8 @@ class ImageEncoder:
         # A limit on calls bounds the memory that decoded pictures take in all calls.
         with self._calls:
             jobs: list[_Job] = []
-            for each in media:
-                source = read_image(each, self.limits)
+            for medium in media:
+                source = read_image(medium, self.limits)
                 digests.append(source.digest)
                 if any(source.digest == job.image.source.digest for job in jobs):
                     continue
@@ -244,12 +244,16 @@ class ImageEncoder:
                 vectors = self._tower.encode(
                     [image.inputs for image in images], [image.count for image in images]
                 )
-            for job, each in zip(batch, vectors, strict=True):
-                job.tokens = self._tokens(job.image, each)
-                self._cache.put(job.image.source.digest, job.tokens, each.nbytes)
+            for job, image_vectors in zip(batch, vectors, strict=True):
+                job.tokens = self._tokens(job.image, image_vectors)
+                self._cache.put(job.image.source.digest, job.tokens, image_vectors.nbytes)
         except foreign_errors() as error:
             if len(batch) == 1:
-                batch[0].error = error
+                place = batch[0].image.source.place
+                batch[0].error = RequestError(
+                    f"{place} fails in the model's image encoder: {described(error)[:200]}. "
+                    "Try: a picture of another size"
+                )
                 return
             for job in batch:
                 self._run([job])
@@ -260,7 +264,9 @@ class ImageEncoder:
         positions, num_positions = (None, None) if rope is None else rope
         tokens: Tokens = []
         start = 0
-        for is_vector, group in groupby(image.token_ids, lambda each: each == self._vector_id):
+        for is_vector, group in groupby(
+            image.token_ids, lambda token_id: token_id == self._vector_id
+        ):
             token_ids = list(group)
             if not is_vector:
                 tokens += token_ids
@@ -288,13 +294,14 @@ class ImageEncoder:
 
         Gemma 3 has newlines around a picture, and one token for several newlines.
         """
-        left = _count_newlines(reversed(prompt), self._newlines)
-        right = _count_newlines(tokens, self._newlines)
-        if left and right:
-            border = [*prompt[-left:], *tokens[:right]]
+        num_before = _count_newlines(reversed(prompt), self._newlines)
+        num_after = _count_newlines(tokens, self._newlines)
+        if num_before and num_after:
+            border = [*prompt[-num_before:], *tokens[:num_after]]
             text = "\n" * sum(self._newlines[token] for token in border)
-            prompt[-left:] = self._processor.tokenizer.encode(text, add_special_tokens=False)
-            tokens = tokens[right:]
+            merged = self._processor.tokenizer.encode(text, add_special_tokens=False)
+            prompt[-num_before:] = merged
+            tokens = tokens[num_after:]
         prompt += tokens
 
 

@@ -14,11 +14,13 @@ from typing import Any
 
 import transformers
 from transformers import AutoImageProcessor, AutoTokenizer, ProcessorMixin
+from transformers.models.auto import processing_auto
 
 from interposer.errors import CheckpointError, UnsupportedModelError, described, foreign_errors
+from interposer_adapt._llama4_images import Llama4ImageProcessor
 from interposer_engine.parts import read_json
 
-_LOCAL = {"local_files_only": True, "trust_remote_code": False}
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 class PixtralProcessor(ProcessorMixin):
@@ -40,7 +42,9 @@ class PixtralProcessor(ProcessorMixin):
         image_end_token: str = "[IMG_END]",
         **_: Any,
     ) -> None:
-        super().__init__(image_processor, tokenizer, chat_template=chat_template)
+        super().__init__(  # type: ignore[no-untyped-call]
+            image_processor, tokenizer, chat_template=chat_template
+        )
         self.token_size = patch_size * spatial_merge_size
         self.image_token = image_token
         self.image_token_id = tokenizer.convert_tokens_to_ids(image_token)
@@ -76,7 +80,7 @@ def load_processor(path: Path, model_type: str) -> Any:
     settings = _optional(path / "processor_config.json")
     base = _processor_class(path, settings, model_type)
 
-    class Processor(base):  # type: ignore[misc]
+    class Processor(base):  # type: ignore[misc, valid-type]
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             # Checkpoints of models that take videos have a part that reads them; here is none.
             if argument is None:
@@ -89,10 +93,13 @@ def load_processor(path: Path, model_type: str) -> Any:
     options = {key: settings[key] for key in settings if key in accepted and key not in names}
     options.pop("chat_template", None)
     try:
-        parts = {
-            "image_processor": AutoImageProcessor.from_pretrained(path, backend="pil", **_LOCAL),
-            "tokenizer": AutoTokenizer.from_pretrained(path, **_LOCAL),
-        }
+        if issubclass(base, transformers.Llama4Processor):
+            image_processor: Any = Llama4ImageProcessor.from_pretrained(path, **_LOCAL)
+        else:
+            # The same pixels on every machine, whether torchvision is installed or not.
+            image_processor = AutoImageProcessor.from_pretrained(path, backend="pil", **_LOCAL)
+        tokenizer = AutoTokenizer.from_pretrained(path, **_LOCAL)
+        parts = {"image_processor": image_processor, "tokenizer": tokenizer}
         return Processor(*map(parts.get, names), **options)
     except foreign_errors() as error:
         raise CheckpointError(
@@ -103,12 +110,10 @@ def load_processor(path: Path, model_type: str) -> Any:
 
 
 def _processor_class(path: Path, settings: Mapping[str, Any], model_type: str) -> Any:
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-
     name = (
         settings.get("processor_class")
         or _optional(path / "preprocessor_config.json").get("processor_class")
-        or PROCESSOR_MAPPING_NAMES.get(model_type)
+        or vars(processing_auto)["PROCESSOR_MAPPING_NAMES"].get(model_type)
     )
     processor = _REPLACEMENTS.get(str(name)) or getattr(transformers, str(name), None)
     if not (isinstance(processor, type) and issubclass(processor, ProcessorMixin)):

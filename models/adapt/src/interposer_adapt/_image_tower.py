@@ -62,19 +62,26 @@ class ImageTower:
             counts: for each picture the number of its tokens.
         Raises: RuntimeError: the encoder returns another number of vectors.
         """
-        device = self._model.device
-        batch = {
-            name: torch.cat([each[name] for each in inputs]).to(device) for name in inputs[0]
-        }
+        if sum(counts) == 1:
+            # Mistral 3 loses the dimension of tokens if there is one.
+            return self.encode([*inputs, *inputs], [1, 1])[:1]
+        model = self._model
+        batch = {}
+        for name in inputs[0]:
+            values = torch.cat([image[name] for image in inputs])
+            dtype = model.dtype if values.is_floating_point() else values.dtype
+            batch[name] = values.to(model.device, dtype)
         with torch.no_grad():
-            out = self._model.get_image_features(**batch, return_dict=True)
-            if self._model.config.model_type == "llama4":
+            out = model.get_image_features(**batch, return_dict=True)
+            if model.config.model_type == "llama4":
                 # The only model that projects outside of this method.
-                vectors = self._model.multi_modal_projector(_rows(out.last_hidden_state))
+                vectors = model.multi_modal_projector(_rows(out.last_hidden_state))
             else:
                 vectors = _rows(out.pooler_output)
             deepstack = getattr(out, "deepstack_features", None)
-            layers = None if deepstack is None else torch.stack([_rows(each) for each in deepstack])
+            layers = (
+                None if deepstack is None else torch.stack([_rows(layer) for layer in deepstack])
+            )
         vectors, layers = vectors.cpu(), None if layers is None else layers.cpu()
         if len(vectors) != sum(counts):
             raise RuntimeError(f"{len(vectors)} vectors for {sum(counts)} tokens")
@@ -108,7 +115,7 @@ class ImageTower:
 def _rows(vectors: Any) -> Tensor:
     """Return the vectors of all pictures as ``[N, H]``."""
     if not isinstance(vectors, Tensor):
-        vectors = torch.cat([each.flatten(0, -2) for each in vectors])
+        vectors = torch.cat([image.flatten(0, -2) for image in vectors])
     rows: Tensor = vectors.flatten(0, -2)
     return rows
 
@@ -174,15 +181,15 @@ def _without_decoder(base: Any) -> Any:
 
     class Encoder(base):  # type: ignore[misc]
         # Tensors of the decoder remain in the files.
-        _keys_to_ignore_on_load_unexpected = [""]
+        _keys_to_ignore_on_load_unexpected = ("",)
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             table, head = base.get_input_embeddings(self), base.get_output_embeddings(self)
-            for parent in {id(each): each for each in (self, self.base_model)}.values():
+            for parent in {id(model): model for model in (self, self.base_model)}.values():
                 for name, child in list(parent.named_children()):
                     modules = list(child.modules())
-                    is_decoder = any(each is table or each is head for each in modules)
+                    is_decoder = any(module is table or module is head for module in modules)
                     if is_decoder and self.base_model is not child:
                         delattr(parent, name)
             self.all_tied_weights_keys: dict[str, str] = {}
