@@ -30,8 +30,11 @@ def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def decoded(content: Any, limits: ImageLimits = LIMITS) -> Image.Image:
-    image: Image.Image = decode_image(read_image(Media("image", content, PLACE), limits), limits)
+def decoded(
+    content: Any, limits: ImageLimits = LIMITS, max_pixels: int | None = None
+) -> Image.Image:
+    media = Media("image", content, PLACE, max_pixels)
+    image: Image.Image = decode_image(read_image(media, limits))
     return image
 
 
@@ -186,3 +189,10 @@ def test_the_limits_of_a_caller_apply() -> None:
             decoded(content, limits)
     with pytest.raises(RequestError, match="at most 5000"):
         decoded(encoded(picture(90, 90), "BMP"), limits)
+
+
+def test_the_limit_of_a_medium_replaces_that_of_the_encoder() -> None:
+    content = encoded(picture(40, 25), "JPEG")
+    decoded(content, ImageLimits(pixels=999), max_pixels=1_000)
+    with pytest.raises(RequestError, match="at most 999"):
+        decoded(content, max_pixels=999)

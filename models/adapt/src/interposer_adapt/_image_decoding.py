@@ -6,7 +6,7 @@ and the first frame of an animation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
@@ -47,26 +47,32 @@ class ImageSource:
         place: name of the picture in errors.
         content: bytes of a file, or a picture of Pillow.
         digest: hash of the content; equal contents have equal pixels.
+        limits: limits that apply to the picture.
     """
 
     place: str
     content: Any
     digest: bytes
+    limits: ImageLimits
 
 
 def read_image(media: Media, limits: ImageLimits) -> ImageSource:
     """Read the content of a picture, and hash it.
 
+    Args:
+        limits: limits on pictures; ``media.max_pixels`` replaces the number of pixels.
     Raises: RequestError: the content is of another type, cannot be read, or exceeds a limit.
     """
     from PIL import Image
 
     place = media.place or "The image"
+    if media.max_pixels is not None:
+        limits = replace(limits, pixels=media.max_pixels)
     content = media.content
     if isinstance(content, Image.Image):
         pixels = _upright(content, place, limits)
         size = f"{pixels.size}".encode()
-        return ImageSource(place, pixels, blake2b(size + pixels.tobytes()).digest())
+        return ImageSource(place, pixels, blake2b(size + pixels.tobytes()).digest(), limits)
     if isinstance(content, Path):
         content = _read_file(content, place, limits)
     if not isinstance(content, bytes | bytearray | memoryview):
@@ -76,10 +82,10 @@ def read_image(media: Media, limits: ImageLimits) -> ImageSource:
         )
     _check_bytes(len(content), place, limits)
     content = bytes(content)
-    return ImageSource(place, content, blake2b(content).digest())
+    return ImageSource(place, content, blake2b(content).digest(), limits)
 
 
-def decode_image(source: ImageSource, limits: ImageLimits) -> Any:
+def decode_image(source: ImageSource) -> Any:
     """Return the picture as an upright RGB ``PIL.Image.Image``.
 
     Raises: RequestError: the file is damaged, of another format, or exceeds a limit.
@@ -92,13 +98,13 @@ def decode_image(source: ImageSource, limits: ImageLimits) -> Any:
         # Reads the header only.
         image = Image.open(BytesIO(source.content), formats=FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise _too_large(source.place, str(error), limits) from error
+        raise _too_large(source.place, str(error), source.limits) from error
     except foreign_errors() as error:
         raise RequestError(
             f"{source.place} is not a readable picture: {_reason(error)}. "
             f"Try: a complete file in one of the formats {', '.join(FORMATS)}"
         ) from error
-    return _upright(image, source.place, limits)
+    return _upright(image, source.place, source.limits)
 
 
 def _read_file(path: Path, place: str, limits: ImageLimits) -> bytes:

@@ -195,7 +195,7 @@ class ImageEncoder:
 
         Raises: RequestError: the picture cannot be decoded or processed.
         """
-        image = decode_image(source, self.limits)
+        image = decode_image(source)
         try:
             out = self._processor(
                 images=[image],
