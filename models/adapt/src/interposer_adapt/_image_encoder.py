@@ -28,7 +28,8 @@ _BOTH_WAYS = frozenset({"gemma3"})
 """Values of ``model_type``: the tokens of a picture attend to each other in both directions."""
 _CACHED_BYTES = 512 << 20
 _MAX_BATCH_BYTES = 256 << 20
-_MAX_CALLS = 8
+# Decoding and resizing a picture of 64 megapixels takes 1 GiB.
+_MAX_CALLS = 4
 _MAX_NEWLINES = 32
 _TEXT_INPUTS = frozenset({"attention_mask", "input_ids", "mm_token_type_ids", "token_type_ids"})
 
@@ -74,8 +75,8 @@ class _Job:
 class ImageEncoder:
     """Encodes the pictures of prompts by the image encoder of a transformers model.
 
-    ``interposer.explain(encoder)`` lists its kernels. Any thread may call ``embed``. Calls decode
-    and resize their pictures at the same time; pictures that meanwhile wait for the encoder are
+    ``interposer.explain(encoder)`` lists its kernels. Any thread may call ``embed``. Four calls at
+    a time decode and resize their pictures; pictures that meanwhile wait for the encoder are
     encoded together. The vectors of recent pictures are kept.
 
     Attributes:
@@ -171,7 +172,7 @@ class ImageEncoder:
         """Return the tokens of each picture."""
         encoded: dict[bytes, Tokens] = {}
         digests: list[bytes] = []
-        # A limit on calls bounds the memory that decoded pictures take in all calls.
+        # The limit on calls bounds the memory that decoded pictures take in all of them.
         with self._calls:
             jobs: list[_Job] = []
             for medium in media:
