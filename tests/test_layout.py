@@ -166,8 +166,8 @@ def test_tools_list_every_distribution_and_no_other() -> None:
     # The distributions in examples/ are listed like all others.
     checked = ["benchmarks", "docs", "examples/*.py"]
     assert set(TOOLS["mypy"]["files"]) == {*sources, *tests, "tests", *programs, *checked}
-    # Scripts name their neighbours, as the one of these tests that writes golden vectors does.
-    neighbours = [*scripts, "platforms/cpu/tests"]
+    # Scripts name their neighbours, as the writer of golden vectors does.
+    neighbours = [*scripts, "platforms/cpu/tests/golden"]
     assert set(mypy_path) == {"$MYPY_CONFIG_FILE_DIR", *sources, *neighbours}
     assert set(TOOLS["pytest"]["ini_options"]["testpaths"]) == {*tests, "tests"}
 
