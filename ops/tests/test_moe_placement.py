@@ -92,6 +92,10 @@ def test_impossible_placements_are_refused() -> None:
         even_placement(5, 2, 6)
     with pytest.raises(ConfigError, match="2 has no place"):
         ExpertPlacement(3, ((0,), (1,)))
+    with pytest.raises(ConfigError, match="1 has no place"):
+        ExpertPlacement(2**60, ((0,),))  # without a set of that many numbers
+    with pytest.raises(ConfigError, match="3 has no place"):
+        ExpertPlacement(1, ((0, 3),))
     with pytest.raises(ConfigError, match="0 is twice on a rank"):
         ExpertPlacement(2, ((0, 0), (1,)))
     with pytest.raises(ConfigError, match="redundant_experts of ExpertParallel is -1"):

@@ -77,11 +77,13 @@ class ExpertPlacement:
 
     def __post_init__(self) -> None:
         twice = [e for experts in self.ranks for e in set(experts) if experts.count(e) > 1]
-        missing = {*range(self.num_experts)}.symmetric_difference(
-            e for experts in self.ranks for e in experts
-        )
-        if twice or missing:
-            fault = f"{twice[0]} is twice on a rank" if twice else f"{min(missing)} has no place"
+        placed = {e for experts in self.ranks for e in experts}
+        wrong = [e for e in placed if not 0 <= e < self.num_experts]
+        # The first gap is at most len(placed), so that an absurd number takes no time or memory.
+        gaps = (e for e in range(min(self.num_experts, len(placed) + 1)) if e not in placed)
+        wrong += [gap for gap in [next(gaps, None)] if gap is not None]
+        if twice or wrong:
+            fault = f"{twice[0]} is twice on a rank" if twice else f"{min(wrong)} has no place"
             raise ConfigError(f"{self} places {self.num_experts} experts, of which {fault}")
 
     @property
