@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from interposer import Config, Ranks, Resolver
-from interposer_engine import SamplingParams, load
+from interposer_engine import EncoderFeatures, SamplingParams, load
 from interposer_ops.layers.tensor_parallel.sharding import Shard
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -32,8 +32,10 @@ def told(path: Path, ranks: Ranks | None) -> dict[str, Any]:
     with with_ranks(ranks):
         lm = load(path, dtype="float32", platform="cpu", cache_tokens=128, config=config)
     params = SamplingParams(max_new_tokens=COUNT, temperature=0, ignore_eos=True)
-    (completion,) = lm.generate([PROMPT], params)
     model = lm.engine.model
+    shape = getattr(model, "feature_shape", None)
+    source = PROMPT if shape is None else EncoderFeatures(torch.ones(shape))
+    (completion,) = lm.generate([source], params)
     adapted = None
     if (path / ADAPTER).exists():
         lm.load_adapter("own", path / ADAPTER)

@@ -12,7 +12,17 @@ import interposer_engine
 import interposer_models
 
 # Names that were never in interposer_models.
-NEW = {"EmbeddedInput", "Media", "MemoryNeed"}
+NEW = {
+    "EmbeddedInput",
+    "Media",
+    "AudioLimits",
+    "EncoderFeatures",
+    "MemoryNeed",
+    "Transcript",
+    "TranscriptSegment",
+    "TranscriptStream",
+    "TranscriptionOptions",
+}
 MOVED = [
     (home, name)
     for home in (interposer_engine, interposer_adapt)

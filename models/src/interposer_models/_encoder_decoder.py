@@ -3,8 +3,9 @@
 ``EncoderDecoderFamily`` holds the settings, ``EncoderDecoderLM`` is the model, ``CrossedBlock`` the
 decoder block.
 
-Dimensions: T tokens of a step, R tokens to output, E tokens of encoder inputs, B encoder inputs, N
-heads, K kv heads, D head size, H hidden size, R rotary size where angles are meant.
+Dimensions: T tokens of a step, R tokens to output, E tokens of encoder inputs, B encoder inputs, M
+features of a frame, F frames, N heads, K kv heads, D head size, H hidden size, R rotary size where
+angles are meant.
 """
 
 from __future__ import annotations
@@ -232,23 +233,30 @@ class EncoderInputBatch:
     """Complete encoder inputs of several sequences, packed without padding.
 
     Attributes:
-        token_ids, positions: ``[E]`` int64; positions count from the start of each input.
+        token_ids, positions: ``[E]`` int64; positions count from the start of each input. Token
+            ids are 0 if the encoder reads features.
         starts: ``[B + 1]`` int64; input b has the entries ``starts[b]`` to ``starts[b + 1] - 1``.
         longest: Length of the longest input.
+        features: ``[B, M, F]`` float32; None if the encoder reads token ids.
     """
 
     token_ids: Tensor
     positions: Tensor
     starts: Tensor
     longest: int
+    features: Tensor | None = None
 
 
 class SourceEncoder(Decoder):
     """Encoder: embedding, blocks with bidirectional attention, and the final norm."""
 
+    def embed_inputs(self, sources: EncoderInputBatch) -> torch.Tensor:
+        """Compute the input of the first block, ``[E, H]``."""
+        return self.embed(sources.token_ids, sources.positions)
+
     def encode(self, sources: EncoderInputBatch) -> torch.Tensor:
         """Compute the final normalised hidden states of encoder inputs, ``[E, H]``."""
-        x = self.embed(sources.token_ids, sources.positions)
+        x = self.embed_inputs(sources)
         plan, residual = EncoderBatch(sources.starts, sources.longest), None
         for block, angles in zip(self.layers, self.angles(sources.positions), strict=True):
             x, residual = block(x, residual, *angles, None, plan, None)
@@ -267,10 +275,13 @@ class EncoderDecoderLM(CausalLM):
 
     Attributes:
         encoder: set by the subclass or the family that builds the model.
+        feature_shape: (features M, frames F) of an encoder input; None if the encoder reads token
+            ids.
     """
 
     decoder_type: ClassVar[type[Decoder]] = CrossDecoder
     encoder: SourceEncoder
+    feature_shape: tuple[int, int] | None = None
 
     @property
     def max_source_tokens(self) -> int:

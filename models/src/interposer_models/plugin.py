@@ -232,6 +232,7 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
     "Qwen3VL": _WINDOWS,
     "Qwen3VLMoe": (*_WINDOWS, *_EXPERTS, *_SPARSE),
     "Qwen3_5VL": _DELTA,
+    "Whisper": (*_SIDES, "max_source_positions", "max_target_positions", "num_mel_bins"),
 }
 # Architecture names that are not the class name plus "ForCausalLM", or are several.
 _ARCHITECTURES = {
@@ -254,6 +255,7 @@ _ARCHITECTURES = {
     "Qwen3VL": ("Qwen3VLForConditionalGeneration",),
     "Qwen3VLMoe": ("Qwen3VLMoeForConditionalGeneration",),
     "Qwen3_5VL": ("Qwen3_5ForConditionalGeneration",),
+    "Whisper": ("WhisperForConditionalGeneration",),
 }
 # Module names that are not the class name in lower case.
 _MODULES = {

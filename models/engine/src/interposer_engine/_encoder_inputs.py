@@ -14,15 +14,26 @@ import torch
 from torch import Tensor
 
 from interposer import AttentionBackend, AttentionBatch, AttentionSpec
-from interposer.errors import ContextLengthError, RequestError
+from interposer.errors import ConfigError, ContextLengthError, RequestError
+from interposer_engine._encoder_features import EncoderFeatures, FeatureSource
 from interposer_engine._pages import PagePool
 from interposer_engine._sampling import checked_tokens
 from interposer_engine._sequence import TokenSequence
 from interposer_models.decoder import EncoderInputBatch
 
+Source = Sequence[int] | EncoderFeatures
+"""An encoder input: token ids, or features if the model has a ``feature_shape``."""
+
 
 class EncoderModel(Protocol):
-    """Interface that a ``PagedModel`` with an encoder has in addition."""
+    """Interface that a ``PagedModel`` with an encoder has in addition.
+
+    Attributes:
+        feature_shape: Features of a frame and frames of an encoder input; None if the encoder
+            reads token ids.
+    """
+
+    feature_shape: tuple[int, int] | None
 
     @property
     def max_source_tokens(self) -> int:
@@ -58,17 +69,49 @@ class EncoderInputs:
         self._backends: list[AttentionBackend] = [layer.backend for layer in model.attention_layers]
         self.pool = pool
         self.longest = pool.longest(min(model.max_source_tokens, max_step_tokens))
+        self._feature_shape: tuple[int, int] | None = getattr(model, "feature_shape", None)
+        if self._feature_shape is not None and self.longest < model.max_source_tokens:
+            raise ConfigError(
+                f"Every encoder input of the model has {model.max_source_tokens} positions, but "
+                f"max_step_tokens and cache_tokens allow {self.longest}. "
+                f"Try: load(..., max_step_tokens={model.max_source_tokens}), and cache_tokens of "
+                "at least that number for each request that runs at the same time"
+            )
 
-    def check(self, source: Sequence[int] | None) -> list[int]:
-        """Check an encoder input, and return the token ids as plain integers.
+    @property
+    def reads_features(self) -> bool:
+        """Whether encoder inputs are features instead of token ids."""
+        return self._feature_shape is not None
 
-        Raises: RequestError: the input is missing or empty, has an unknown token, or exceeds the
-            encoder, a step or the cache.
+    def example(self, token_ids: Sequence[int]) -> Source:
+        """Return an encoder input for a trial run: zeros, or as many token ids as possible."""
+        if self._feature_shape is None:
+            return token_ids[: self.longest]
+        return EncoderFeatures(torch.zeros(self._feature_shape))
+
+    def check(self, source: Source | None) -> list[int] | FeatureSource:
+        """Check an encoder input, and return token ids as plain integers, or the features.
+
+        Raises: RequestError: the input is missing or empty, has an unknown token, exceeds the
+            encoder, a step or the cache, or is of the kind that the encoder does not read.
         """
         if source is None:
+            example = "token_ids" if self._feature_shape is None else "EncoderFeatures(values)"
             raise RequestError(
                 "The model has an encoder, but no encoder input was given. "
-                "Try: engine.add(prompt, params, source=token_ids)"
+                f"Try: engine.add(prompt, params, source={example})"
+            )
+        if self._feature_shape is not None:
+            if not isinstance(source, EncoderFeatures):
+                raise RequestError(
+                    "The encoder of the model reads the features of a sound, no text or token ids. "
+                    "Try: lm.transcribe(audio), or the command interposer transcribe"
+                )
+            return source.checked(self._feature_shape, self._model.max_source_tokens)
+        if isinstance(source, EncoderFeatures):
+            raise RequestError(
+                "The encoder of the model reads token ids, no features. "
+                "Try: a text or token ids as the prompt"
             )
         tokens = checked_tokens(source, self._vocab_size)
         max_tokens = self._model.max_source_tokens
@@ -95,17 +138,28 @@ class EncoderInputs:
         """Encode the inputs of sequences, and write keys and values to the cache pages."""
         size = self.pool.page_size
         token_ids: list[int] = []
+        features: list[Tensor] = []
         positions: list[int] = []
         slots: list[int] = []
         for sequence in sequences:
             pages, source_positions = sequence.source_pages, range(len(sequence.source))
-            token_ids += sequence.source
+            if isinstance(sequence.source, FeatureSource):
+                features.append(sequence.source.values)
+                token_ids += [0] * len(sequence.source)
+            else:
+                token_ids += sequence.source
             positions += source_positions
             slots += [pages[p // size] * size + p % size for p in source_positions]
         lengths = [len(sequence.source) for sequence in sequences]
         device_values = torch.tensor([token_ids, positions, slots]).to(self._device)
         starts = torch.tensor([0, *accumulate(lengths)]).to(self._device)
-        batch = EncoderInputBatch(device_values[0], device_values[1], starts, max(lengths))
+        batch = EncoderInputBatch(
+            device_values[0],
+            device_values[1],
+            starts,
+            max(lengths),
+            torch.stack(features).to(self._device) if features else None,
+        )
         self._model.reserve_positions(batch.longest, self._device)
         write_batch = _write_batch(device_values[2])
         with numerics():

@@ -19,6 +19,8 @@ import torch
 from interposer.errors import ContextLengthError, RequestError, UnknownNameError
 from interposer_engine._constrained_decoding.constraints import Constraints
 from interposer_engine._embedded_input import EmbeddedInput, PromptTokens
+from interposer_engine._encoder_features import FeatureSource
+from interposer_engine._encoder_inputs import Source
 from interposer_engine._locks import FairLock
 from interposer_engine._prefix_pool import PrefixStatistics
 from interposer_engine._prompt_runs import Run, place_runs
@@ -116,7 +118,7 @@ class Engine:
         self,
         prompt: PromptTokens,
         params: SamplingParams,
-        source: Sequence[int] | None = None,
+        source: Source | None = None,
         *,
         reads_texts: bool = False,
     ) -> TokenSequence:
@@ -124,8 +126,8 @@ class Engine:
 
         Args:
             prompt: Token ids, and runs of tokens whose vectors an encoder has computed.
-            source: Token ids of the encoder input, if the model has an encoder; ``prompt`` then
-                holds the first decoder tokens.
+            source: Token ids or features of the encoder input, if the model has an encoder;
+                ``prompt`` then holds the first decoder tokens.
             reads_texts: Whether the caller searches the output for the texts of ``stop``.
         Raises: RequestError: as ``check``; or ``stop`` is set and the caller does not search for
             stop texts.
@@ -148,7 +150,7 @@ class Engine:
         return sequence
 
     def check(
-        self, prompt: PromptTokens, params: SamplingParams, source: Sequence[int] | None = None
+        self, prompt: PromptTokens, params: SamplingParams, source: Source | None = None
     ) -> list[int | EmbeddedInput]:
         """Return the tokens of the prompt, checked for ``add``. Any thread may call this.
 
@@ -264,7 +266,7 @@ class Engine:
         token_ids: PromptTokens,
         adapter: str | None = None,
         num_prompt: int | None = None,
-        source: Sequence[int] | None = None,
+        source: Source | None = None,
     ) -> torch.Tensor:
         """Compute the logits after every token, ``[T, V]`` float32.
 
@@ -272,7 +274,7 @@ class Engine:
             token_ids: Token ids and encoded runs; T counts the tokens of the runs, too.
             num_prompt: Number of prompt tokens, which attend in both directions in a prefix-LM;
                 None for all.
-            source: Token ids of the encoder input.
+            source: Token ids or features of the encoder input.
         Raises: RequestError, UnknownNameError: as ``add``, except that a full context is allowed;
             or ``num_prompt`` is not from 1 to T, or within a run.
         """
@@ -329,7 +331,7 @@ class Engine:
         tokens: PromptTokens,
         params: SamplingParams,
         seed: int,
-        source: Sequence[int] | None = None,
+        source: Source | None = None,
     ) -> TokenSequence:
         """Create a sequence, but do not queue the sequence or check its tokens."""
         return self._sequence(*place_runs(tokens), params, seed, source)
@@ -340,7 +342,7 @@ class Engine:
         runs: tuple[Run, ...],
         params: SamplingParams,
         seed: int,
-        source: Sequence[int] | None,
+        source: Source | None,
     ) -> TokenSequence:
         pages: list[list[int]] = [[] for _ in self.pools]
         encoder_input = self.checked_source(source)
@@ -351,8 +353,8 @@ class Engine:
             sequence.adapter = self.runner.adapters.version(params.adapter)
         return sequence
 
-    def checked_source(self, source: Sequence[int] | None) -> list[int]:
-        """Check an encoder input, and return plain integers; empty if the model has no encoder.
+    def checked_source(self, source: Source | None) -> list[int] | FeatureSource:
+        """Check an encoder input; return an empty list if the model has no encoder.
 
         Raises: RequestError: see ``EncoderInputs.check``; or ``source`` is set for a model without
             an encoder.

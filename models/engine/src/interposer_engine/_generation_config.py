@@ -48,6 +48,8 @@ _NOT_APPLIED: dict[str, tuple[Any, ...]] = {
     "token_healing": (False,),
     "watermarking_config": (),
 }
+# Rules of a transcript, which ``LanguageModel.transcribe`` applies.
+_APPLIED_TO_TRANSCRIPTS = {"begin_suppress_tokens", "suppress_tokens"}
 _NOT_APPLIED_TO_DECODERS = {"forced_bos_token_id": ()}
 _NOT_APPLIED_TO_SAMPLES: dict[str, tuple[Any, ...]] = {
     "epsilon_cutoff": (0,),
@@ -177,9 +179,13 @@ class GenerationSettings:
         params = SamplingParams(**suggested)
         return {name: value for name, value in suggested.items() if params.is_changed(name)}
 
-    def unapplied_note(self, *, has_encoder: bool) -> str | None:
+    def unapplied_note(self, *, has_encoder: bool, transcribes: bool = False) -> str | None:
         """Return a note on settings that only transformers applies; None if there are none."""
-        names = dict(_NOT_APPLIED)
+        names = {
+            name: values
+            for name, values in _NOT_APPLIED.items()
+            if not (transcribes and name in _APPLIED_TO_TRANSCRIPTS)
+        }
         if not has_encoder:
             names |= _NOT_APPLIED_TO_DECODERS
         if self.stated.get("do_sample") is True:

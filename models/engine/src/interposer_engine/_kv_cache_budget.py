@@ -11,6 +11,7 @@ from torch import nn
 
 from interposer import CausalModel, Platform
 from interposer.errors import ConfigError, described
+from interposer_engine._encoder_inputs import Source
 from interposer_engine._engine import Engine
 from interposer_engine._graphs import DecodeGraphs, GraphBuckets
 from interposer_engine._kv_cache import CacheShape
@@ -291,9 +292,10 @@ def _run(engine: Engine, lengths: list[int], greedy: bool) -> None:
         params = params.model_copy(update={"top_p": 0.5})
     sequences = []
     for length in lengths:
-        tokens, source = [t % vocabulary for t in range(length)], None
+        tokens = [t % vocabulary for t in range(length)]
+        source: Source | None = None
         if engine.runner.encoder_inputs is not None:
-            source = tokens[: engine.runner.encoder_inputs.longest]
+            source = engine.runner.encoder_inputs.example(tokens)
         sequences.append(engine.add(tokens, params, source))
     try:
         engine.step()

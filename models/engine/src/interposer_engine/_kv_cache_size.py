@@ -86,11 +86,13 @@ def _budget(
     max_sequences: int,
     max_step_tokens: int,
 ) -> CacheBudget:
+    # The pool of encoder inputs has as many pages as that of the decoder's tokens.
+    longest_source: int = getattr(planned.model, "max_source_tokens", 0)
     return cache_budget(
         memory,
         planned.placement.device.torch_device,
         cache_shape(planned, max_sequences, max_step_tokens),
-        max_tokens=max_sequences * planned.decoder.max_position_embeddings,
+        max_tokens=max_sequences * max(planned.decoder.max_position_embeddings, longest_source),
         fraction=fraction,
         state_bytes=states,
     )

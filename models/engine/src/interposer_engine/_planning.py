@@ -102,7 +102,10 @@ def plan(
     generation = GenerationSettings.of_folder(checkpoint.path)
     optional_notes = (
         cache_note(model, config, page_size),
-        generation.unapplied_note(has_encoder=has_encoder_inputs(model)),
+        generation.unapplied_note(
+            has_encoder=has_encoder_inputs(model),
+            transcribes=getattr(model, "feature_shape", None) is not None,
+        ),
     )
     notes = [note for note in optional_notes if note]
     notes += dequantize_once(model, site, placement)

@@ -24,6 +24,7 @@ from interposer_engine._embedded_input import EmbeddedInput, PromptTokens
 from interposer_engine._sampling_fields import Draw, LogitEdit, Penalty
 from interposer_engine._sampling_params import SamplingParams, marked_fields
 from interposer_engine._sequence import TokenSequence
+from interposer_engine._speech.logit_masks import check_transcript, mask_transcripts
 from interposer_ops.layers.logit_edits import LogitEdits
 from interposer_ops.layers.sampler import Penalties, Sampler, SamplingBatch
 
@@ -328,6 +329,10 @@ class RequestEdits:
                 "min_tokens rules out every token, since each of them ends the request. "
                 "Try: fewer stop_token_ids"
             )
+        if params.transcript is not None:
+            reason = check_transcript(params.transcript, self._vocab_size)
+            if reason:
+                raise RequestError(f"transcript {reason}. Try: lm.transcribe(audio)")
         if params.constraint is not None:
             self._matcher(params, constraints)
 
@@ -356,6 +361,8 @@ class RequestEdits:
         params = [sequence.params for sequence in sequences]
         if not any(p.edits_logits for p in params):
             return logits
+        if any(p.transcript is not None for p in params):
+            logits = mask_transcripts(logits, sequences)
         bias = min_lengths = None
         if any(p.logit_bias for p in params):
             bias = self._biases.of(sequences, lambda: self._bias_tensors(params))

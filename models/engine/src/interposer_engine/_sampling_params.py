@@ -19,6 +19,7 @@ from interposer_engine._sampling_fields import (
     RequestField,
     Suggested,
 )
+from interposer_engine._speech.rules import TranscriptRules
 from interposer_ops.layers import MOST_LIKELY
 
 Kind = Literal["JSON schema", "regex", "choice", "grammar"]
@@ -166,6 +167,8 @@ class SamplingParams(BaseModel):
         logit_bias: Numbers to add to the logits of tokens, before penalties, by token id.
         constraint: The form of the text. End tokens can come only where the text is complete, and
             the request ends if nothing can follow.
+        transcript: The tokens that may follow each other in a transcript of speech;
+            ``LanguageModel.transcribe`` sets this field. None for other texts.
         top_logprobs: Number of likeliest tokens to report at each position.
         prompt_logprobs: Report the log probability of each prompt token but the first, and this
             number of likeliest tokens at the position; None reports nothing. The values are the
@@ -233,6 +236,9 @@ class SamplingParams(BaseModel):
     ] = Field(default=_Bias(), description="token ids with numbers from -100 to 100")
     constraint: Annotated[Constraint | None, LogitEdit()] = Field(
         default=None, description="None or a Constraint, such as Constraint.regex('[0-9]+')"
+    )
+    transcript: Annotated[TranscriptRules | None, LogitEdit()] = Field(
+        default=None, description="None or TranscriptRules"
     )
     top_logprobs: _NumTokens = Field(default=0, description=f"an integer from 0 to {MOST_LIKELY}")
     prompt_logprobs: Annotated[

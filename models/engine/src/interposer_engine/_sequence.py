@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from interposer_engine._constrained_decoding.constraints import Matcher
+from interposer_engine._encoder_features import FeatureSource
 from interposer_engine._prompt_runs import Run, without_runs
 from interposer_engine._sampling_params import SamplingParams
 
@@ -53,7 +54,7 @@ class TokenSequence:
             sequences.
         state_tokens: Number of tokens in the recurrent state; -1 if the state includes draft
             tokens.
-        source: Token ids of the encoder input; empty if the model has no encoder.
+        source: Token ids or features of the encoder input; empty if the model has no encoder.
         source_pages: Cache pages of the encoder input.
         state_slot: Row of the state tensors; -1 while the sequence has none.
         adapter: Version number of the adapter in ``StepAdapters``; None without one.
@@ -64,6 +65,8 @@ class TokenSequence:
         top_logprobs: Likeliest tokens at each output position, if requested.
         prompt_logprobs: Log probabilities of the prompt tokens from the second on, as far as
             computed, if requested.
+        no_speech_probability: Probability of the token that says that the sound holds no speech;
+            None before the first token, and without rules for a transcript.
         unread: Events that the reader of the sequence has not taken yet, from the steps of any
             thread; None if only the caller of ``Engine.step`` gets the events.
     """
@@ -81,7 +84,7 @@ class TokenSequence:
     page_keys: list[bytes] = field(default_factory=list)
     checkpoint_positions: list[int] = field(default_factory=list)
     state_tokens: int = 0
-    source: list[int] = field(default_factory=list)
+    source: list[int] | FeatureSource = field(default_factory=list)
     source_pages: list[int] = field(default_factory=list)
     state_slot: int = -1
     adapter: int | None = None
@@ -91,10 +94,18 @@ class TokenSequence:
     matcher: Matcher | None = None
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
+    no_speech_probability: float | None = None
     unread: deque[Event] | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.output)
+
+    @property
+    def request_ids(self) -> list[int]:
+        """Token ids of the encoder input, or else of the prompt without the tokens of runs."""
+        if isinstance(self.source, FeatureSource):
+            return self.prompt
+        return self.source or self.prompt_token_ids
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -203,6 +203,14 @@ def mbart() -> Examples:
     return _sides("MBartForConditionalGeneration", released=scaled, small=small, plain={})
 
 
+def whisper() -> Examples:
+    """Return configs: one as released, one with unequal sides, and one with more mel bins."""
+    sizes = {"max_source_positions": 40, "max_target_positions": 96, "num_mel_bins": 80}
+    sides = {**sizes, "encoder_layers": 4, "encoder_attention_heads": 2, "num_mel_bins": 128}
+    short = {**sizes, "decoder_layers": 1, "max_source_positions": 7, "decoder_attention_heads": 8}
+    return _sides("WhisperForConditionalGeneration", released=sizes, sides=sides, short=short)
+
+
 def t5gemma() -> Examples:
     """Return configs: one with windows, one with unequal sides, and one with untied embeddings."""
     special = {"pad_token_id": 0, "query_pre_attn_scalar": 16, "head_dim": 16}

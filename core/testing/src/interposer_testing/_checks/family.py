@@ -24,6 +24,7 @@ from interposer_testing._checks.fault import Fault
 
 # The kit must not depend on these packages, so they are imported only for this check.
 _LOAD = "interposer_engine:load"
+_FEATURES = "interposer_engine:EncoderFeatures"
 _TRANSFORMERS = "transformers"
 _PROMPT_TOKENS = (1, 5, 24, 70)
 _STEPS = 6
@@ -62,7 +63,8 @@ def check_family(
     The transformers model gets random weights and is saved; the family loads that checkpoint with
     ``config`` as config.json. Float32 logits must differ by at most 1e-4 of the largest logit,
     and greedy decoding must give the same tokens, alone and in a batch. In an encoder-decoder
-    model, the encoder reads the prompts; the config must then have ``decoder_start_token_id``.
+    model, the encoder reads the prompts, or random features if transformers calls the encoder's
+    input ``input_features``; the config must then have ``decoder_start_token_id``.
 
     Args:
         peer: the model's class in transformers.
@@ -120,6 +122,10 @@ class _Peer:
             ids = torch.tensor([[*prompt, *following]])
             return self.model(ids).logits[0].float()  # type: ignore[no-any-return]
         source, ids = torch.tensor([prompt]), torch.tensor([[*self.start_tokens, *following]])
+        if self.reads_features:
+            features = self._features(prompt)[None]
+            output = self.model(input_features=features, decoder_input_ids=ids)
+            return output.logits[0].float()  # type: ignore[no-any-return]
         # Without masks, transformers ignores random tokens that equal the padding token.
         masks = {"attention_mask": source >= 0, "decoder_attention_mask": ids >= 0}
         masks = {name: mask.long() for name, mask in masks.items()}
@@ -129,8 +135,25 @@ class _Peer:
         """Return the logits ``[T, V]`` of the family's model for all decoder tokens."""
         if not self.start_tokens:
             return loaded.logits([*prompt, *following]).float().cpu()  # type: ignore[no-any-return]
-        logits = loaded.logits([*self.start_tokens, *following], source=prompt)
+        source = self.family_prompt(prompt)
+        logits = loaded.logits([*self.start_tokens, *following], source=source)
         return logits.float().cpu()  # type: ignore[no-any-return]
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether the encoder reads features instead of token ids."""
+        return bool(self.start_tokens) and self.model.main_input_name == "input_features"
+
+    def family_prompt(self, prompt: list[int]) -> Any:
+        """Return the prompt for the family's model, or features that are drawn from the prompt."""
+        return load_target(_FEATURES)(self._features(prompt)) if self.reads_features else prompt
+
+    def _features(self, prompt: list[int]) -> Tensor:
+        config, encoder = self.model.config, self.model.get_encoder()
+        # transformers takes features of one length: those from which it makes all positions.
+        num_frames = config.max_source_positions * encoder.conv1.stride[0] * encoder.conv2.stride[0]
+        generator = torch.Generator().manual_seed(sum(prompt))
+        return torch.randn(config.num_mel_bins, num_frames, generator=generator)
 
 
 def _start_tokens(config: Mapping[str, Any]) -> list[int]:
@@ -172,8 +195,9 @@ def _faults(loaded: Any, peer: _Peer, prompts: list[list[int]]) -> Iterator[Faul
             yield Fault("model", where, reason, error, max_error)
             return
     options = {"max_new_tokens": _STEPS, "ignore_eos": True}
-    alone = [loaded.generate([prompt], **options)[0] for prompt in prompts]
-    together = loaded.generate(prompts, **options)
+    sources = [peer.family_prompt(prompt) for prompt in prompts]
+    alone = [loaded.generate([source], **options)[0] for source in sources]
+    together = loaded.generate(sources, **options)
     for batching, completions in (("alone", alone), ("in a batch", together)):
         for prompt, completion in zip(prompts, completions, strict=True):
             tokens = _greedy(peer, prompt, list(completion.token_ids), logit_bound)

@@ -34,6 +34,8 @@ _READ = frozenset(
 DESCRIPTION = (
     "config.json",
     "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
     "hf_quant_config.json",
     "quantize_config.json",
     "quant_config.json",

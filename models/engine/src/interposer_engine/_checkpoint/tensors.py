@@ -49,6 +49,7 @@ class TensorPlace:
             matrix. None if matrices are not stacked.
         slice: the shard of the stored tensor that this rank reads. The other fields describe the
             shard. None if the tensor is replicated.
+        is_required: the checkpoint must have the tensor, even if the parameter has a default.
     """
 
     parameter: nn.Parameter
@@ -57,11 +58,12 @@ class TensorPlace:
     stop: int = 0
     index: int | None = None
     slice: Slice | None = None
+    is_required: bool = False
 
     @property
     def is_optional(self) -> bool:
         """Say whether the parameter has a default, for checkpoints without the tensor."""
-        return hasattr(self.parameter, "default")
+        return hasattr(self.parameter, "default") and not self.is_required
 
     @property
     def takes_any_form(self) -> bool:
@@ -306,7 +308,12 @@ def _shards(
         # A parameter with one entry per part ignores the sizes of the parts.
         numerator, denominator = (1, len(parts)) if per_part else (size, total)
         rows = numerator * parameter.shape[dim] // denominator
-        place = TensorPlace(parameter, dim, start, start + rows, slice=_slice(layer, part, name))
+        # Some linear layers have a bias in some parts only; a default then fills the others.
+        is_required = part not in getattr(parameter, "default_parts", parts)
+        shard = _slice(layer, part, name)
+        place = TensorPlace(
+            parameter, dim, start, start + rows, slice=shard, is_required=is_required
+        )
         yield f"{parent}{dot}{part}.{name}", place
         start += rows
 

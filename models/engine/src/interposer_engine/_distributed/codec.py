@@ -44,24 +44,18 @@ def _classes() -> dict[str, type[Any]]:
     # Imported at first use: these modules load the engine.
     from interposer_engine._distributed.estimate import ExpertLoads
     from interposer_engine._embedded_input import EmbeddedInput
+    from interposer_engine._encoder_features import EncoderFeatures
     from interposer_engine._prefix_settings import PrefixCache
     from interposer_engine._sampling_params import Constraint, SamplingParams
     from interposer_engine._speculation.settings import Speculation
+    from interposer_engine._speech.rules import TranscriptRules
     from interposer_engine._weight_transfer.protocol import Meeting
     from interposer_engine._weight_transfer.receiver import WeightsFrom
     from interposer_ops.layers.moe.placement import ExpertParallel, ExpertPlacement
 
     classes = (
-        *(
-            Constraint,
-            EmbeddedInput,
-            ExpertLoads,
-            ExpertParallel,
-            ExpertPlacement,
-            Meeting,
-            PrefixCache,
-        ),
-        *(SamplingParams, Speculation, WeightsFrom),
+        *(Constraint, EmbeddedInput, EncoderFeatures, ExpertLoads, ExpertParallel, ExpertPlacement),
+        *(Meeting, PrefixCache, SamplingParams, Speculation, TranscriptRules, WeightsFrom),
     )
     return {kind.__name__: kind for kind in classes}
 

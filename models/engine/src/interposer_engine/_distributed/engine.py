@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -24,6 +24,7 @@ from interposer_engine._distributed.estimate import (
 )
 from interposer_engine._distributed.protocol import Coordinator, LocalCoordinator
 from interposer_engine._embedded_input import PromptTokens
+from interposer_engine._encoder_inputs import Source
 from interposer_engine._engine import Engine
 from interposer_engine._language_model import LanguageModel
 from interposer_engine._packed.loading import relocate
@@ -78,7 +79,7 @@ class RankedEngine(Engine):
         self,
         prompt: PromptTokens,
         params: SamplingParams,
-        source: Sequence[int] | None = None,
+        source: Source | None = None,
         *,
         reads_texts: bool = False,
     ) -> TokenSequence:
@@ -129,7 +130,7 @@ class RankedEngine(Engine):
         token_ids: PromptTokens,
         adapter: str | None = None,
         num_prompt: int | None = None,
-        source: Sequence[int] | None = None,
+        source: Source | None = None,
     ) -> torch.Tensor:
         """Compute logits on all ranks; see ``Engine.logits``."""
         self.coordinator.call_others("logits", token_ids, adapter, num_prompt, source)
