@@ -15,6 +15,7 @@ from interposer_engine._commands.bench import bench
 from interposer_engine._commands.evaluate import evaluate
 from interposer_engine._commands.pack import pack
 from interposer_engine._commands.run import chat, run
+from interposer_engine._commands.transcribe import transcribe
 from interposer_engine._load_options import CommandOption, LoadOptions
 from interposer_engine.options import load_options
 
@@ -24,6 +25,7 @@ SIZES = {"max_sequences", "max_step_tokens", "cache_tokens", "memory_fraction", 
 SET_BY_THE_COMMAND: list[tuple[Callable[..., None], set[str]]] = [
     (run, {"max_sequences", "prefix_cache"}),
     (chat, {"max_sequences"}),
+    (transcribe, {"max_sequences", "prefix_cache"}),
     (bench, SIZES),
     (evaluate, set()),
 ]

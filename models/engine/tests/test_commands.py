@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from models.engine.tests.test_audio import sine, wav
+from models.tests.speech_checkpoints import write_speech_model
 from tests.adapter_files import write_adapter
 
 from interposer import explain
@@ -35,6 +37,31 @@ class Command:
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     return Command(monkeypatch, capsys)
+
+
+def test_transcribe_writes_text_json_and_subtitles(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_speech_model(tmp_path)
+    file = tmp_path / "sound.wav"
+    file.write_bytes(wav(sine(440, 0.4)))
+    lm = load(tmp_path, cache_tokens=256, max_sequences=1)
+    settings: dict[str, Any] = {"language": "en", "temperature": 0.0}
+    expected = lm.transcribe(file, **settings)
+    assert expected.segments
+    options = ("--language", "en", "--temperature", "0", "--cache-tokens", "256")
+    written = "".join(f"{segment.text.strip()}\n" for segment in expected.segments)
+    assert command("transcribe", tmp_path, file, *options)[:2] == (0, written)
+    for form, text in (("srt", expected.to_srt()), ("vtt", expected.to_vtt())):
+        assert command("transcribe", tmp_path, file, *options, "--format", form)[:2] == (0, text)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(file.read_bytes())))
+    piped = ("transcribe", tmp_path, "-", *options, "--format", "json", "--no-timestamps")
+    code, out, _ = command(*piped)
+    assert code == 0
+    assert json.loads(out)["text"] == lm.transcribe(file, **settings, timestamps=False).text
+    code, _, err = command("transcribe", tmp_path, tmp_path / "none.wav")
+    assert code == 2
+    assert "none.wav' cannot be read" in err
 
 
 def facts(command: Command, *arguments: str | Path) -> dict[str, Any]:

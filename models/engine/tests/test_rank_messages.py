@@ -18,6 +18,7 @@ from interposer.errors import ConfigError, RankError
 from interposer.tooling import gather_bytes
 from interposer_engine import (
     Constraint,
+    EncoderFeatures,
     ExpertParallel,
     Meeting,
     PrefixCache,
@@ -28,6 +29,7 @@ from interposer_engine import (
 from interposer_engine._distributed.codec import CodecError, decode, encode
 from interposer_engine._distributed.estimate import ExpertLoads
 from interposer_engine._distributed.protocol import Channel
+from interposer_engine.parts import TranscriptRules
 from interposer_ops.layers.moe.placement import ExpertPlacement
 
 VALUES: list[Any] = [
@@ -40,6 +42,7 @@ VALUES: list[Any] = [
     Config(kernels={"linear": "reference"}, disable=["a"], seed=7, plugins="none", platform="cpu"),
     SamplingParams(temperature=0.5, stop=("a", "b"), logit_bias={5: 1.5}, seed=3),
     SamplingParams(constraint=Constraint.regex("[0-9]+"), adapter="a", prompt_logprobs=2),
+    SamplingParams(transcript=TranscriptRules(((1, 2), (3,)), suppressed=(4,), no_speech=5)),
     PrefixCache(offload_bytes=5),
     Speculation("ngram", tokens=3),
     ExpertParallel(redundant_experts=2),
@@ -70,6 +73,13 @@ def test_tensors_survive_encoding(tensor: torch.Tensor) -> None:
     assert name == "weight"
     assert (crossed.dtype, crossed.shape) == (tensor.dtype, tensor.shape)
     assert torch.equal(crossed.float(), tensor.float())
+
+
+def test_features_survive_encoding() -> None:
+    features = EncoderFeatures(torch.rand(3, 4), (5, 6))
+    crossed = decode(encode(features))
+    assert torch.equal(crossed.values, features.values)
+    assert crossed.decoder_ids == features.decoder_ids
 
 
 class Other:

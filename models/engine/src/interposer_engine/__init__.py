@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from interposer_engine._constrained_decoding.limits import ConstraintLimits
     from interposer_engine._distributed.launcher import launched
     from interposer_engine._embedded_input import EmbeddedInput
+    from interposer_engine._encoder_features import EncoderFeatures
     from interposer_engine._engine_thread import Generation, QueueFullError
     from interposer_engine._language_model import Completion, Delta, LanguageModel, Stream
     from interposer_engine._loader import load
@@ -37,6 +38,13 @@ if TYPE_CHECKING:
     from interposer_engine._sampling_params import Constraint, SamplingParams
     from interposer_engine._sequence import PromptLogprob
     from interposer_engine._speculation.settings import Speculation
+    from interposer_engine._speech.audio import AudioLimits
+    from interposer_engine._speech.transcriber import TranscriptionOptions
+    from interposer_engine._speech.transcript import (
+        Transcript,
+        TranscriptSegment,
+        TranscriptStream,
+    )
     from interposer_engine._tokenizer import TextTokenizer
     from interposer_engine._weight_transfer.protocol import Meeting
     from interposer_engine._weight_transfer.receiver import WeightsFrom
@@ -45,6 +53,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncLanguageModel",
+    "AudioLimits",
     "Checkpoint",
     "Compiled",
     "Completion",
@@ -52,6 +61,7 @@ __all__ = [
     "ConstraintLimits",
     "Delta",
     "EmbeddedInput",
+    "EncoderFeatures",
     "ExpertParallel",
     "Generation",
     "LanguageModel",
@@ -67,6 +77,10 @@ __all__ = [
     "Speculation",
     "Stream",
     "TextTokenizer",
+    "Transcript",
+    "TranscriptSegment",
+    "TranscriptStream",
+    "TranscriptionOptions",
     "WeightsFrom",
     "launched",
     "load",
@@ -85,6 +99,7 @@ __getattr__ = lazy_attributes(
         "interposer_engine._constrained_decoding.limits": "ConstraintLimits",
         "interposer_engine._distributed.launcher": "launched",
         "interposer_engine._embedded_input": "EmbeddedInput",
+        "interposer_engine._encoder_features": "EncoderFeatures",
         "interposer_engine._engine_thread": "Generation QueueFullError",
         "interposer_engine._language_model": "Completion Delta LanguageModel Stream",
         "interposer_engine._loader": "load",
@@ -98,6 +113,9 @@ __getattr__ = lazy_attributes(
         "interposer_engine._sampling_params": "Constraint SamplingParams",
         "interposer_engine._sequence": "PromptLogprob",
         "interposer_engine._speculation.settings": "Speculation",
+        "interposer_engine._speech.audio": "AudioLimits",
+        "interposer_engine._speech.transcriber": "TranscriptionOptions",
+        "interposer_engine._speech.transcript": "Transcript TranscriptSegment TranscriptStream",
         "interposer_engine._tokenizer": "TextTokenizer",
         "interposer_engine._weight_transfer.protocol": "Meeting",
         "interposer_engine._weight_transfer.receiver": "WeightsFrom",

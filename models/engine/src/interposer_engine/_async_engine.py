@@ -19,13 +19,14 @@ from interposer_engine._chat import Message
 from interposer_engine._constrained_decoding.constraints import Compiled
 from interposer_engine._constrained_decoding.limits import ConstraintLimits
 from interposer_engine._constrained_decoding.process import STACK_BYTES
-from interposer_engine._embedded_input import EmbeddedInput, PromptTokens
+from interposer_engine._embedded_input import EmbeddedInput
 from interposer_engine._engine_thread import Generation, StepThread, stopped_error
 from interposer_engine._language_model import (
     Completion,
     Delta,
     LanguageModel,
     Prompt,
+    TokenPrompt,
     requests,
     token_ids_of,
 )
@@ -335,7 +336,7 @@ class AsyncLanguageModel:
 
     def open(
         self,
-        prompts: Sequence[tuple[PromptTokens, SamplingParams]],
+        prompts: Sequence[tuple[TokenPrompt, SamplingParams]],
         n: int = 1,
         *,
         streams: bool,
@@ -398,7 +399,7 @@ class AsyncLanguageModel:
 
     def _checked(
         self, rows: Sequence[tuple[Prompt, SamplingParams]], tokenizer: TextTokenizer
-    ) -> list[tuple[PromptTokens, SamplingParams]]:
+    ) -> list[tuple[TokenPrompt, SamplingParams]]:
         return [
             (self.model.check(token_ids_of(prompt, tokenizer), params), params)
             for prompt, params in rows

@@ -19,12 +19,12 @@ from typing import TypeVar
 
 from interposer.errors import RequestError
 from interposer.tooling import steady_time_ns
-from interposer_engine._embedded_input import PromptTokens
 from interposer_engine._language_model import (
     Completion,
     Delta,
     LanguageModel,
     Stream,
+    TokenPrompt,
     completions,
 )
 from interposer_engine._sampling_params import SamplingParams
@@ -140,7 +140,7 @@ class Generation(AsyncIterator[list[Delta]]):
 
     def __init__(
         self,
-        prompts: Sequence[tuple[PromptTokens, SamplingParams]],
+        prompts: Sequence[tuple[TokenPrompt, SamplingParams]],
         n: int,
         delivery: Delivery,
         received: int,
@@ -294,7 +294,7 @@ class StepThread:
 
     def open(
         self,
-        prompts: Sequence[tuple[PromptTokens, SamplingParams]],
+        prompts: Sequence[tuple[TokenPrompt, SamplingParams]],
         n: int,
         *,
         streams: bool,

@@ -6,6 +6,7 @@ import gc
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -22,6 +23,8 @@ from interposer_engine._closed_model import ClosedModel, closed_error
 from interposer_engine._constrained_decoding.constraints import Constraints
 from interposer_engine._content_parts import with_media
 from interposer_engine._embedded_input import EmbeddedInput, PromptTokens, num_tokens
+from interposer_engine._encoder_features import EncoderFeatures
+from interposer_engine._encoder_inputs import Source
 from interposer_engine._engine import Engine
 from interposer_engine._generation_config import GenerationSettings
 from interposer_engine._input_encoder import InputEncoder
@@ -31,10 +34,18 @@ from interposer_engine._media import Media
 from interposer_engine._sampling import chosen_params, is_listing, non_finite
 from interposer_engine._sampling_params import SamplingParams
 from interposer_engine._speculation.api import SpeculationCounts
+from interposer_engine._speech.audio import NO_LIMITS, Audio, AudioLimits, read_audio
+from interposer_engine._speech.settings import SpeechSettings
+from interposer_engine._speech.transcriber import Transcriber, TranscriptionOptions
+from interposer_engine._speech.transcript import Transcript, TranscriptStream
 from interposer_engine._tokenizer import Detokenizer, MissingTokenizer, TextTokenizer
 from interposer_engine._weight_transfer.receiver import Tensors, WeightsFrom, offer_of
 
-Prompt = str | PromptTokens
+TextPrompt = str | PromptTokens
+"""A prompt as a text, or as token ids and encoded runs."""
+TokenPrompt = PromptTokens | EncoderFeatures
+"""A prompt without texts: token ids and encoded runs, or features for an encoder."""
+Prompt = str | TokenPrompt
 _PROMPTS = "a text or a list of texts or of lists of token ids"
 
 
@@ -54,6 +65,8 @@ class Completion:
             requested; fewer if a constraint allows fewer.
         prompt_token_ids: The prompt, without the tokens of images and sounds.
         prompt_logprobs: Log probabilities of the prompt tokens from the second on, if requested.
+        no_speech_probability: Probability that the sound of the request holds no speech, if its
+            parameters have rules for a transcript.
     """
 
     text: str
@@ -63,6 +76,7 @@ class Completion:
     top_logprobs: tuple[sequences.TopLogprobs, ...] = ()
     prompt_token_ids: tuple[int, ...] = ()
     prompt_logprobs: tuple[sequences.PromptLogprob, ...] = ()
+    no_speech_probability: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +193,9 @@ class Stream:
             tuple(sequence.logprobs[read_tokens]),
             reason,
             tuple(sequence.top_logprobs[read_tokens]),
-            tuple(sequence.source or sequence.prompt_token_ids),
+            tuple(sequence.request_ids),
             self._prompt_logprobs,
+            sequence.no_speech_probability,
         )
 
     @property
@@ -414,6 +429,60 @@ class LanguageModel:
         ((_, merged),) = requests([prompt], params, settings, 1)  # settings cannot hold n
         return self.generate([prompt], merged)[0]
 
+    def transcribe(
+        self,
+        audio: Audio,
+        *,
+        sampling_rate: int | None = None,
+        limits: AudioLimits = NO_LIMITS,
+        **settings: Any,
+    ) -> Transcript:
+        """Return the text of speech, with segments and times; the model must read sounds.
+
+        Args:
+            audio: Path or content of a file, or floating-point samples ``[S]`` or ``[C, S]``.
+            sampling_rate: Samples per second of ``audio``, if it holds samples.
+            limits: Largest sound that is read.
+            **settings: Fields of ``TranscriptionOptions``, such as ``language="en"``,
+                ``task="translate"`` or ``timestamps=False``.
+        Raises: RequestError: the sound cannot be read, the model reads no sounds, or a setting is
+            unusable.
+        """
+        stream = self.transcribe_stream(
+            audio, sampling_rate=sampling_rate, limits=limits, **settings
+        )
+        for _ in stream:
+            pass
+        return stream.transcript
+
+    def transcribe_stream(
+        self,
+        audio: Audio,
+        *,
+        sampling_rate: int | None = None,
+        limits: AudioLimits = NO_LIMITS,
+        **settings: Any,
+    ) -> TranscriptStream:
+        """Return an iterator over the segments of each window of 30 seconds; see ``transcribe``.
+
+        A window is decoded when the iterator reaches it.
+
+        Raises: RequestError: at the call, before the first window; see ``transcribe``.
+        """
+        options, transcriber = TranscriptionOptions.of(settings), self._transcriber
+        target_rate = transcriber.settings.sampling_rate
+        return transcriber.stream(read_audio(audio, sampling_rate, target_rate, limits), options)
+
+    @cached_property
+    def _transcriber(self) -> Transcriber:
+        model = self.engine.model
+        shape = getattr(model, "feature_shape", None)
+        if shape is None:
+            raise RequestError(f"{self.path} reads text, no sounds. Try: a checkpoint of Whisper")
+        vocabulary, size = self.tokenizer.vocabulary, model.config.vocab_size
+        settings = SpeechSettings.read(self.path, self._generation.stated, vocabulary, shape, size)
+        return Transcriber(self, settings)
+
     def read_answer(
         self,
         completion: Completion,
@@ -506,7 +575,7 @@ class LanguageModel:
         *,
         adapter: str | None = None,
         num_prompt: int | None = None,
-        source: Sequence[int] | None = None,
+        source: Source | None = None,
     ) -> torch.Tensor:
         """Compute the logits after every token, ``[T, V]`` float32.
 
@@ -516,13 +585,17 @@ class LanguageModel:
             adapter: Name of a loaded adapter; None for the plain model.
             num_prompt: Number of prompt tokens, which attend in both directions in a prefix-LM;
                 None for all. Other models ignore this number.
-            source: Token ids of the encoder input, if the model has an encoder.
+            source: Token ids or features of the encoder input, if the model has an encoder.
         """
         with self.engine.lock:
             return self.engine.logits(token_ids, adapter, num_prompt, source)
 
     def score(
-        self, prompt: Prompt, continuations: Sequence[Prompt], *, adapter: str | None = None
+        self,
+        prompt: TextPrompt,
+        continuations: Sequence[TextPrompt],
+        *,
+        adapter: str | None = None,
     ) -> list[tuple[float, ...]]:
         """Return the natural-log probability of each token of each continuation of a prompt.
 
@@ -539,7 +612,7 @@ class LanguageModel:
             return self._scores(prompt, continuation_list, adapter)
 
     def _scores(
-        self, prompt: Prompt, continuations: Sequence[Prompt], adapter: str | None
+        self, prompt: TextPrompt, continuations: Sequence[TextPrompt], adapter: str | None
     ) -> list[tuple[float, ...]]:
         prefix_ids, source = self._split_prompt(token_ids_of(prompt, self.tokenizer))
         prefix_length = num_tokens(prefix_ids)
@@ -693,20 +766,27 @@ class LanguageModel:
                 raise
         return streams
 
-    def check(self, token_ids: PromptTokens, params: SamplingParams) -> list[int | EmbeddedInput]:
-        """Return the tokens of a prompt, checked for ``start``. Any thread may call this.
+    def check(
+        self, prompt: TokenPrompt, params: SamplingParams
+    ) -> list[int | EmbeddedInput] | EncoderFeatures:
+        """Return a prompt without texts, checked for ``start``. Any thread may call this.
+
+        Token ids are returned as plain integers.
 
         Raises: RequestError: the prompt or a parameter is unusable.
         """
         self._check_stop(params)
         self.tokenizer.read()  # may fail: read before anything is queued
-        decoder_ids, source = self._split_prompt(token_ids)
+        decoder_ids, source = self._split_prompt(prompt)
         tokens = self.engine.check(decoder_ids, params, source)
-        return tokens if source is None else [*self.engine.checked_source(source)]
+        if source is None:
+            return tokens
+        checked = self.engine.checked_source(source)
+        return prompt if isinstance(prompt, EncoderFeatures) else [*checked]
 
-    def room(self, token_ids: PromptTokens) -> int:
+    def room(self, prompt: TokenPrompt) -> int:
         """Return how many tokens may follow a prompt; 0 or less if the prompt is too long."""
-        return self.engine.runner.max_sequence_tokens - num_tokens(self._split_prompt(token_ids)[0])
+        return self.engine.runner.max_sequence_tokens - num_tokens(self._split_prompt(prompt)[0])
 
     def _check_stop(self, params: SamplingParams) -> None:
         if params.stop and isinstance(self.tokenizer, MissingTokenizer):
@@ -715,8 +795,15 @@ class LanguageModel:
                 "Try: stop_token_ids, or add a tokenizer.json"
             )
 
-    def _split_prompt(self, prompt: PromptTokens) -> tuple[PromptTokens, Sequence[int] | None]:
+    def _split_prompt(self, prompt: TokenPrompt) -> tuple[PromptTokens, Source | None]:
         """Return the decoder's first tokens, and the encoder input if the model has an encoder."""
+        if isinstance(prompt, EncoderFeatures):
+            if self.engine.runner.encoder_inputs is None:
+                raise RequestError(
+                    "The prompt holds features for an encoder, but the model has no encoder. "
+                    "Try: a text or token ids"
+                )
+            return prompt.decoder_ids or self.engine.start_token_ids, prompt
         if self.engine.runner.encoder_inputs is None:
             return prompt, None
         return self.engine.start_token_ids, cast("Sequence[int]", prompt)
@@ -799,7 +886,7 @@ def requests(
     return [*zip(texts, chosen_params(params, settings, len(texts)), strict=True)]
 
 
-def continuations_of(prompt: Prompt, continuations: Sequence[Prompt]) -> list[Prompt]:
+def continuations_of(prompt: TextPrompt, continuations: Sequence[TextPrompt]) -> list[TextPrompt]:
     """Return the continuations of a prompt as a list of texts or token lists.
 
     Raises: RequestError: the prompt or a continuation has another type.
@@ -826,15 +913,15 @@ def _check_type(name: str, value: object, allowed: str) -> None:
         )
 
 
-def token_ids_of(prompt: Prompt, tokenizer: TextTokenizer) -> PromptTokens:
-    """Return the token ids of a prompt, which is a text or lists token ids already."""
+def token_ids_of(prompt: Prompt, tokenizer: TextTokenizer) -> TokenPrompt:
+    """Return the tokens of a prompt, which is a text or holds no text already."""
     if not isinstance(prompt, str):
         return prompt
     # An empty text is refused later, even if the tokenizer would add a special token.
     return tokenizer.encode(prompt) if prompt else []
 
 
-def target_ids(text: Prompt, tokenizer: TextTokenizer, starts: Sequence[int]) -> list[int]:
+def target_ids(text: TextPrompt, tokenizer: TextTokenizer, starts: Sequence[int]) -> list[int]:
     """Return the tokens that an encoder-decoder's decoder starts with, then those of a text."""
     if not isinstance(text, str):
         return [*starts, *cast("Sequence[int]", text)]

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     )
     from interposer_engine._scheduler import Chunk
     from interposer_engine._sequence import TokenSequence
+    from interposer_engine._speech.rules import TranscriptRules
     from interposer_engine._tokenizer import MissingTokenizer
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "SamplingState",
     "StepBatch",
     "TokenSequence",
+    "TranscriptRules",
     "WeightCheck",
     "Weights",
     "check_cache",
@@ -127,6 +129,7 @@ __getattr__ = lazy_attributes(
         ),
         "interposer_engine._scheduler": "Chunk",
         "interposer_engine._sequence": "TokenSequence",
+        "interposer_engine._speech.rules": "TranscriptRules",
         "interposer_engine._tokenizer": "MissingTokenizer",
     },
 )
