@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from interposer_engine import Delta, EmbeddedInput, Generation
 from interposer_engine.answers import AnswerReader, ParsedAnswer, Part, ReasoningPart
-from interposer_engine.parts import num_tokens
+from interposer_engine.parts import PromptTokens, num_tokens
 
 
 @dataclass(slots=True)
@@ -92,7 +93,8 @@ class Usage:
         """Count the tokens of a generation that has ended."""
         # Several answers to a prompt compute the prompt once.
         sequences = [stream.sequence for stream in generation.answers[:: generation.n]]
-        prompts = [prompt for prompt, _ in generation.prompts]
+        # Only transcripts have prompts of features, and those have no generation.
+        prompts = [cast(PromptTokens, prompt) for prompt, _ in generation.prompts]
         media = Counter[str]()
         for part in (part for prompt in prompts for part in prompt):
             if isinstance(part, EmbeddedInput):

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -158,7 +159,7 @@ class Answering:
         answers = [Answer(new_reader()) for _ in range(generation.num_answers)]
         if body.stream:
             events = _stream(request, generation, formatter, answers, num_prompt_tokens)
-            return _EventStream(events, generation, formatter)
+            return EventStream(events, partial(generation.fail, Gone()), formatter.error_event)
         async with _watched(request, generation):
             try:
                 async for deltas in generation:
@@ -253,23 +254,29 @@ async def _cancel_on_disconnect(request: Request, generation: Generation) -> Non
     generation.fail(Gone())
 
 
-class _EventStream(Response):
-    """Response that streams server-sent events, and cancels the generation at the end."""
+class EventStream(Response):
+    """Response that streams server-sent events."""
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
-        generation: Generation,
-        formatter: Format,
+        end: Callable[[], None],
+        error_event: Callable[[ApiError], bytes],
     ) -> None:
+        """Create a response that sends events.
+
+        Args:
+            end: Cancels the work that the events come from; called at the end in any case.
+            error_event: Returns the last event of a stream that fails.
+        """
         # Without x-accel-buffering, nginx would hold events back.
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]  # set by Starlette for the empty body
         self._events = events
-        self._generation = generation
-        self._formatter = formatter
+        self._end = end
+        self._error_event = error_event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events to the client; an error becomes the last event."""
@@ -277,7 +284,7 @@ class _EventStream(Response):
             await self._send(send)
         finally:
             # The event generator does this too, but not if it never started.
-            self._generation.fail(Gone())
+            self._end()
 
     async def _send(self, send: Send) -> None:
         head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -292,6 +299,6 @@ class _EventStream(Response):
                 last_event = api_error(error)
                 if last_event.status == 500:
                     _log.error("a stream failed", exc_info=error)
-                event = self._formatter.error_event(last_event)
+                event = self._error_event(last_event)
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -184,7 +184,7 @@ def application(
         document = openapi_document(routes, bodies, has_keys=bool(checked_keys))
         return JSONResponse(document)
 
-    bodies_reader = BodyReader(limits)
+    bodies_reader = BodyReader(limits, checked_origins)
     routes = [
         *Dispatcher(models, bodies_reader, limits).routes,
         *StoredResponseEndpoints(stored).routes,

@@ -18,6 +18,7 @@ from interposer_serve._errors import ApiError, Gone, shown
 from interposer_serve._limits import Limits
 from interposer_serve._models import Models
 from interposer_serve._reading import BodyReader
+from interposer_serve._requests import Body
 from interposer_serve._served_model import Use
 
 
@@ -36,21 +37,23 @@ class Dispatcher:
     def routes(self) -> list[Route]:
         """The HTTP routes of all models of the server."""
         return [
-            Route(path, self._endpoint(path, method), methods=["POST"])
-            for path, (method, _) in self._models.paths.items()
+            Route(path, self._endpoint(path, method, body_type), methods=["POST"])
+            for path, (method, body_type) in self._models.paths.items()
         ]
 
-    def _endpoint(self, path: str, method: Answer) -> Callable[[Request], Awaitable[Response]]:
+    def _endpoint(
+        self, path: str, method: Answer, body_type: type[Body]
+    ) -> Callable[[Request], Awaitable[Response]]:
         # Metrics read the name of the endpoint, and the OpenAPI document its docstring.
         @wraps(method)
         async def endpoint(request: Request) -> Response:
-            return await self._answer(path, request)
+            return await self._answer(path, request, body_type)
 
         return endpoint
 
-    async def _answer(self, path: str, request: Request) -> Response:
+    async def _answer(self, path: str, request: Request, body_type: type[Body]) -> Response:
         # The body counts for the limit of all bodies as long as the request waits for its model.
-        async with self._bodies.reading(request) as content:
+        async with self._bodies.reading(request, body_type.media_type) as content:
             name = content.get("model")
             if name is None or name == "":
                 name = self._models.default

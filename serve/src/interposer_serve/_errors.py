@@ -149,7 +149,7 @@ def shown(value: Any) -> str:
     # The repr of a large value takes long.
     if isinstance(value, dict):
         value = dict(islice(value.items(), 200))
-    elif isinstance(value, list | str):
+    elif isinstance(value, list | str | bytes):
         value = value[:200]
     return f"{value!r:.200}"
 

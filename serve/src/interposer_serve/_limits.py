@@ -36,6 +36,8 @@ class Limits(_Checked):
         template_seconds: Time to render a chat template, in seconds.
         stored_bytes: Size of the stored responses of all clients of ``/v1/responses``, in bytes.
             The oldest are dropped.
+        audio_bytes: Size of a body with an audio file, in bytes.
+        audio_seconds: Duration of an audio file, in seconds.
         constraints: Limits on constraints of answers, which a child process compiles first. None
             compiles them in the server process only. A constraint can then crash the server, so
             use None only if you trust all clients.
@@ -58,6 +60,8 @@ class Limits(_Checked):
     total_body_bytes: int = 256 * 2**20
     template_seconds: float = 10.0
     stored_bytes: int = 64 * 2**20
+    audio_bytes: int = 25 * 2**20
+    audio_seconds: float = 3600.0
     constraints: ConstraintLimits | None = field(default_factory=ConstraintLimits)
     media: int = 16
     media_bytes: int = 20 * 2**20

@@ -16,12 +16,12 @@ _REFERENCE = "#/components/schemas/{model}"
 _STATUSES = {
     "400": "A field is unknown, malformed, out of range or not supported; the message names it.",
     "401": "The API key is missing or unknown.",
-    "403": "The Host header is not one of the names allowed for this server.",
+    "403": "The host name or the web page's origin is not one of those allowed for this server.",
     "404": "The model or endpoint does not exist.",
     "405": "The endpoint does not support the method.",
     "408": "The header or the body did not arrive in time.",
     "413": "The body is too large.",
-    "415": "The body is not application/json.",
+    "415": "The body is of another type than the endpoint reads.",
     "429": "The queue is full.",
     "500": "The server failed to process the request.",
     "503": "The server is starting or stopping, or has no memory or connection to spare now.",
@@ -112,7 +112,7 @@ def _path(route: Route, bodies: Mapping[str, type[Body]]) -> dict[str, Any]:
     reference = {"$ref": _REFERENCE.format(model=body.__name__)}
     operation["requestBody"] = {
         "required": True,
-        "content": {"application/json": {"schema": reference}},
+        "content": {body.media_type: {"schema": reference}},
     }
     return {method.lower(): operation}
 

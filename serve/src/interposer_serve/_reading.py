@@ -1,4 +1,4 @@
-"""Reading of JSON request bodies, with limits on size, time, nesting and prompt length.
+"""Reading of request bodies, with limits on size, time, nesting and prompt length.
 
 All of this is checked before a body is validated and its prompts are tokenized.
 """
@@ -18,6 +18,8 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from interposer_serve._errors import ApiError
+from interposer_serve._forms import MEDIA_TYPE as FORM_TYPE
+from interposer_serve._forms import parse_form
 from interposer_serve._limits import Limits
 
 _MAX_CONTAINERS = 50_000
@@ -32,32 +34,58 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 class BodyReader:
     """Reads request bodies, with a limit on the memory of all bodies that are being read."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, origins: Collection[str] = ()) -> None:
+        """Create a reader.
+
+        Args:
+            origins: Origins whose web pages may use the server; "*" for all.
+        """
         self._limits = limits
+        self._origins = origins
         self._seconds = min(limits.body_seconds, limits.deadline_seconds)
         self._num_bytes = 0
 
     @asynccontextmanager
-    async def reading(self, request: Request) -> AsyncIterator[dict[str, Any]]:
-        """Read the JSON object in the body of a request, which counts in a ``with`` block.
+    async def reading(
+        self, request: Request, media_type: str = "application/json"
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Read the fields in the body of a request, which counts in a ``with`` block.
 
-        Raises: ApiError: the body is not a JSON object, is too large or arrives too slowly, or the
-            bodies of other requests leave no memory for it.
+        Args:
+            media_type: ``"application/json"`` for a JSON object, or that of a form.
+        Raises: ApiError: the body is of another type, is malformed, is too large or arrives too
+            slowly, the bodies of other requests leave no memory for it, or a web page of an origin
+            that is not allowed has sent a form.
         """
-        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if media_type != "application/json":
+        content_type = request.headers.get("content-type", "")
+        sent_type = content_type.partition(";")[0].strip().lower()
+        if sent_type != media_type:
             # Browsers send some other types from any web page without a CORS preflight.
-            message = f"content-type is {media_type!r:.100}; allowed is 'application/json'"
+            message = f"content-type is {sent_type!r:.100}; allowed is {media_type!r}"
             raise ApiError(415, message)
+        is_form = media_type == FORM_TYPE
+        max_bytes = self._limits.audio_bytes if is_form else self._limits.body_bytes
+        if is_form:
+            self._check_origin(request)
         chunks: list[bytes] = []
         try:
-            await self._read_chunks(request, chunks)
-            content = parse_object(b"".join(chunks))
-            yield content
+            await self._read_chunks(request, chunks, max_bytes)
+            content = b"".join(chunks)
+            yield parse_form(content, content_type) if is_form else parse_object(content)
         finally:
             self._num_bytes -= sum(map(len, chunks))
 
-    async def _read_chunks(self, request: Request, chunks: list[bytes]) -> None:
+    def _check_origin(self, request: Request) -> None:
+        """Refuse a form of a web page elsewhere, which browsers send without a CORS preflight."""
+        origin = request.headers.get("origin")
+        host = request.headers.get("host", "")
+        if origin is None or not {origin, "*"}.isdisjoint(self._origins):
+            return
+        if origin.partition("://")[2] != host:
+            message = f"origin is {origin!r:.100}, whose web pages may not use this server"
+            raise ApiError(403, message, code="wrong_origin")
+
+    async def _read_chunks(self, request: Request, chunks: list[bytes], max_bytes: int) -> None:
         num_bytes = 0
         try:
             async with asyncio.timeout(self._seconds):
@@ -65,7 +93,7 @@ class BodyReader:
                     num_bytes += len(chunk)
                     self._num_bytes += len(chunk)
                     chunks.append(chunk)
-                    self._check_sizes(request, num_bytes)
+                    self._check_sizes(request, num_bytes, max_bytes)
         except ClientDisconnect:
             raise ApiError(400, "The client disconnected before it had sent the body") from None
         except TimeoutError:
@@ -76,8 +104,7 @@ class BodyReader:
                 headers={"connection": "close"},
             ) from None
 
-    def _check_sizes(self, request: Request, num_bytes: int) -> None:
-        max_bytes = self._limits.body_bytes
+    def _check_sizes(self, request: Request, num_bytes: int, max_bytes: int) -> None:
         length = request.headers.get("content-length", "")
         # 19 digits exceed any limit, and int() of a very long text is slow.
         content_length = int(length[:19]) if length.isdecimal() else 0

@@ -225,6 +225,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
+    media_type: ClassVar[str] = "application/json"
     own_names: ClassVar[Mapping[str, str]] = {}
     """Names that the client's API has for fields, where they differ. Errors use these names."""
     attachment_form: ClassVar[AttachmentForm | None] = None

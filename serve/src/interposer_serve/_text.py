@@ -43,6 +43,9 @@ from interposer_serve._requests import (
     TokenizeBody,
 )
 from interposer_serve._responses import ResponsesBody, ResponsesFormat, chat_messages
+from interposer_serve._speech import PATHS as SPEECH_PATHS
+from interposer_serve._speech import SpeechAnswering
+from interposer_serve._speech_requests import SpeechBody, TranscriptionBody, TranslationBody
 from interposer_serve._stored_responses import StoredResponses
 from interposer_serve._telemetry import ModelMetrics
 
@@ -52,9 +55,7 @@ B = TypeVar("B", bound=Body)
 
 
 class TextEndpoints(Endpoints):
-    """The endpoints of one generating model: chats, completions and tokenization."""
-
-    capabilities = ("completion",)
+    """The endpoints of one generating model: chats, completions and tokens, or transcripts."""
 
     def __init__(
         self,
@@ -84,6 +85,17 @@ class TextEndpoints(Endpoints):
         self._sizes: PromptSizes
         self._model: AsyncLanguageModel
         self._answering: Answering
+        encoder_inputs = lm.engine.runner.encoder_inputs
+        hears = encoder_inputs is not None and encoder_inputs.reads_features
+        self._speech = SpeechAnswering(lm, limits) if hears else None
+        self.capabilities = ["transcription"] if hears else ["completion"]
+
+    @property
+    def available(self) -> Collection[str]:
+        """The paths of a model of texts, or of one that hears."""
+        if self._speech is None:
+            return self.paths.keys() - SPEECH_PATHS
+        return SPEECH_PATHS | {"/detokenize"}
 
     async def start(self) -> None:
         """Start the model's threads, and load everything that a first request would load."""
@@ -116,17 +128,22 @@ class TextEndpoints(Endpoints):
     @property
     def num_unfinished(self) -> int:
         """Number of answers that run or wait."""
-        return self._model.num_unfinished if self._is_started else 0
+        num_transcripts = 0 if self._speech is None else self._speech.num_unfinished
+        return self._model.num_unfinished + num_transcripts if self._is_started else 0
 
     def end_answers(self) -> None:
         """End every unfinished answer with an error."""
         if self._is_started:
             self._answering.end()
+        if self._speech is not None:
+            self._speech.end()
 
     async def stop(self) -> None:
         """End the model's threads."""
         if self._is_started:
             self._metrics.forget()
+            if self._speech is not None:
+                await self._speech.stop()
             await self._model.aclose()
 
     @property
@@ -290,12 +307,26 @@ class TextEndpoints(Endpoints):
             text = await self._model.format_answer(lambda tokenizer: tokenizer.decode(tokens))
         return JSONResponse({"prompt": text})
 
+    async def transcribe(self, request: Request, content: dict[str, Any]) -> Response:
+        """Write the text of speech: ``/v1/audio/transcriptions``."""
+        return await self._transcript(request, TranscriptionBody.read(content))
+
+    async def translate(self, request: Request, content: dict[str, Any]) -> Response:
+        """Write the text of speech in English: ``/v1/audio/translations``."""
+        return await self._transcript(request, TranslationBody.read(content))
+
+    async def _transcript(self, request: Request, body: SpeechBody) -> Response:
+        assert self._speech is not None  # only such models have these paths
+        return await self._speech.respond(request, body)
+
     paths: ClassVar[Mapping[str, tuple[Answer, type[Body]]]] = {
         "/v1/chat/completions": (chat, ChatBody),
         "/v1/completions": (complete, CompletionBody),
         "/v1/responses": (respond, ResponsesBody),
         "/v1/messages": (message, MessagesBody),
         "/v1/messages/count_tokens": (count_tokens, TokenCountBody),
+        "/v1/audio/transcriptions": (transcribe, TranscriptionBody),
+        "/v1/audio/translations": (translate, TranslationBody),
         "/tokenize": (tokenize, TokenizeBody),
         "/detokenize": (detokenize, DetokenizeBody),
     }

@@ -137,6 +137,12 @@ def serve(
     ] = _LogLevel.INFO,
     max_body: Annotated[int, typer.Option(min=1, help="Largest request body in bytes.")] = 4
     * 2**20,
+    max_audio: Annotated[
+        int, typer.Option(min=1, help="Largest request body with an audio file in bytes.")
+    ] = 25 * 2**20,
+    max_audio_seconds: Annotated[
+        float, typer.Option(min=1, help="Longest audio file in seconds.")
+    ] = 3600,
     max_prompt: Annotated[
         int | None,
         typer.Option(min=1, help="Largest prompt in tokens; the default is the model's context."),
@@ -325,6 +331,8 @@ def serve(
         media=max_media,
         media_bytes=max_media_bytes,
         image_pixels=max_pixels,
+        audio_bytes=max_audio,
+        audio_seconds=max_audio_seconds,
     )
     connection_limits = ConnectionLimits(
         _allowed_connections(max_connections), connections_per_address
