@@ -336,9 +336,14 @@ def test_a_checkpoint_without_a_tensor_of_the_encoder(
 
 def test_a_checkpoint_without_its_processor(llava: Case, planned: Plan, tmp_path: Path) -> None:
     _copy(llava.path, tmp_path)
-    (tmp_path / "preprocessor_config.json").unlink()
+    (tmp_path / "preprocessor_config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="processor for its images"):
         load_input_encoder(Checkpoint.open(tmp_path), planned)
+    # A copy without these files has texts in view.
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (tmp_path / name).unlink()
+    assert load_input_encoder(Checkpoint.open(tmp_path), planned) is None
+    assert "has none of preprocessor_config.json" in planned.resolver.notes[-1]
 
 
 def test_the_encoder_of_a_quantized_checkpoint(llava: Case, planned: Plan, tmp_path: Path) -> None:

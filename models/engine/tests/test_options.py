@@ -25,6 +25,7 @@ from interposer_engine import (
     SamplingParams,
     load,
 )
+from interposer_engine.parts import TranscriptRules
 
 PROMPT = [5, 9, 3, 7, 2, 11, 40]
 WARM: dict[str, Any] = {"temperature": 2.0, "seed": 1}
@@ -48,6 +49,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any]] = {
     "top_logprobs": ({}, 2),
     "prompt_logprobs": ({}, 0),
     "adapter": ({}, "own"),
+    "transcript": ({}, TranscriptRules(start=((7,),))),
 }
 # What each mode refuses; everything else has to be honoured.
 REFUSED: dict[str, set[str]] = {

@@ -29,11 +29,14 @@ MODEL_TYPES = frozenset(
 )
 """Models whose images are encoded, by ``model_type`` of config.json."""
 
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
 
 def load_input_encoder(checkpoint: Checkpoint, plan: Plan) -> ImageEncoder | None:
     """Load the image encoder of a checkpoint whose text half is loaded by ``plan``.
 
-    Returns: None if the model takes no images, or Pillow is not installed.
+    Returns: None if the model takes no images, Pillow is not installed, or the checkpoint has no
+        processor.
     Raises:
         CheckpointError: files or tensors are missing or corrupt.
         UnsupportedModelError: transformers lacks the model or its processor.
@@ -46,6 +49,12 @@ def load_input_encoder(checkpoint: Checkpoint, plan: Plan) -> ImageEncoder | Non
         notes.append(
             "images are refused, because Pillow is not installed. "
             f"Try: {install_command('interposer-adapt[images]')}"
+        )
+        return None
+    if not any((checkpoint.path / name).is_file() for name in _PROCESSOR_FILES):
+        notes.append(
+            f"images are refused, because {checkpoint.path} has none of "
+            f"{', '.join(_PROCESSOR_FILES)}. Try: copy these files of the checkpoint again"
         )
         return None
     # These import transformers and Pillow.

@@ -64,6 +64,7 @@ def load_input_encoder(
         return None, []
     # The choice must not depend on the order of installation.
     points = sorted(entry_points(GROUP), key=lambda point: (point.name, point.value))
+    num_notes = len(planned.resolver.notes)
     for point in points:
         try:
             encoder: InputEncoder | None = point.load()(checkpoint, planned)
@@ -79,6 +80,8 @@ def load_input_encoder(
             ) from error
         if encoder is not None:
             return encoder, []
+    if len(planned.resolver.notes) > num_notes:
+        return None, []  # a provider has noted what is missing
     names = " and ".join(sorted(kinds))
     reason = "no installed package implements" if points else "no package is installed to load"
     advice = "" if points else ". Try: pip install 'interposer-adapt[images]'"

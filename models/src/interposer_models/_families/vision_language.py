@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Self
 
 from torch import nn
 
-from interposer import ModelFamily, Site
+from interposer import Site
 from interposer.errors import CheckpointError
 from interposer_models._decoder.family import DecoderFamily
 from interposer_models._decoder.moe import MixtureMLP
@@ -306,8 +306,8 @@ class Llama4Text(Llama4, TextDecoder):
     }
 
 
-class AnyText(ModelFamily):
-    """Settings of checkpoints whose ``text_config`` names the family of the decoder.
+class AnyText(TextDecoder):
+    """Checkpoints whose ``text_config`` names the family of the decoder, whose settings they have.
 
     These are Llava, Llava-Next, Mistral 3, Idefics3, SmolVLM and InternVL.
 
@@ -325,7 +325,9 @@ class AnyText(ModelFamily):
     }
 
     @classmethod
-    def parse(cls, config: Mapping[str, Any], source: object) -> TextDecoder:
+    def parse(  # type: ignore[override]  # the settings are of the class of the decoder
+        cls, config: Mapping[str, Any], source: object
+    ) -> TextDecoder:
         """Validate the decoder's settings in config.json, and return them.
 
         Raises:
